@@ -1,0 +1,1 @@
+"""transferd moves an LLM engine's KV cache between device memory, pinned host memory and storage."""

@@ -1,0 +1,290 @@
+"""The whole configuration as one frozen, typed value, made once at the edge.
+
+Four sources, later ones win: defaults here, the TOML file, `TRANSFERD_SECTION__KEY` in the
+environment, `--set section.key=value`. An unknown key, a wrong type or an impossible combination
+raises `ConfigError` with one line that names the key and the value; nothing is guessed or clamped.
+
+Struct field = TOML key = name in the docs, so a search for a name finds option, field and use.
+Sizes are `Size`: an int of bytes or text such as "64MiB" (powers of 1024 with `i`, of 1000 without).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from transferd.errors import ConfigError
+
+ENV_PREFIX = "TRANSFERD_"
+DEFAULT_ENDPOINT = "ipc:///run/transferd/transferd.sock"
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for suffix, base in (("iB", 1024), ("B", 1000))
+}
+
+
+class Size(int):
+    """A number of bytes; parsed from an int or from text with a unit."""
+
+    @classmethod
+    def parse(cls, value: int | str) -> Size:
+        """Raises ValueError with a sentence for anything that is not a non-negative size."""
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            raise ValueError(f"expected a size such as 67108864 or '64MiB', got {value!r}")
+        if isinstance(value, str):
+            match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+            if match is None or match[2] not in _UNITS:
+                raise ValueError(f"expected a size such as '64MiB', got {value!r}")
+            value = int(float(match[1]) * _UNITS[match[2]])
+        if value < 0:
+            raise ValueError(f"expected a size of at least 0, got {value}")
+        return cls(value)
+
+    def __str__(self) -> str:
+        for unit, scale in (("TiB", 1024**4), ("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024)):
+            if self >= scale and self % scale == 0:
+                return f"{self // scale}{unit}"
+        return str(int(self))
+
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class CurveSection(_Section, frozen=True, kw_only=True):
+    """CURVE keys for tcp:// beyond loopback (ZeroMQ's Z85 text, one key a file)."""
+
+    secret_key_file: str
+    client_keys_dir: str = ""  # one file a permitted client's public key; "" = any client that knows ours
+
+
+class ServerSection(_Section, frozen=True, kw_only=True):
+    endpoint: str | list[str] = DEFAULT_ENDPOINT
+    max_queued_tasks: Positive = 4096  # past it: busy
+    max_inflight_bytes: Size = Size(16 * 1024**3)  # per lane, queued and running, all ranks; past it: busy
+    max_message: Size = Size(64 * 1024**2)
+    result_ttl: Seconds = 60.0  # a task_id pushed again within it gets the same result
+    max_results: Positive = 16384  # results kept for that, at most
+    lane_depth: Positive = 4  # tasks running at once per lane
+    deadline_slack: Seconds = 1.0  # a result comes at most this long after its deadline
+    client_timeout: Seconds = 5.0  # a client silent for this long has gone
+    shutdown_timeout: Seconds = 20.0  # the whole budget of a shutdown
+    socket_mode: str = "0660"  # of ipc:// sockets
+    curve: CurveSection | None = None
+
+    @property
+    def endpoints(self) -> list[str]:
+        return [self.endpoint] if isinstance(self.endpoint, str) else list(self.endpoint)
+
+
+class CacheSection(_Section, frozen=True, kw_only=True):
+    ranks: Positive = 2
+    devices: list[Count] | None = None  # device index per rank; default 0 … ranks-1
+    device: str = "shm"
+    ownership: Literal["create", "attach"] = "create"
+    attention: str = "gqa"
+    layers: Positive = 4
+    kv_heads: Positive = 2
+    head_dim: Positive = 64
+    block_size: Positive = 64
+    dtype: Literal["bfloat16", "float16", "uint8", "block_wise_fp8"] = "bfloat16"
+    scale_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"  # of block_wise_fp8
+    device_blocks: Positive = 64
+    host_blocks: Count = 128
+    mtp_layers: Count = 0
+    mtp_blocks: Positive | None = None  # device blocks of an MTP layer; default device_blocks
+    kv_lora_rank: Positive = 512  # mla, dsa
+    qk_rope_head_dim: Positive = 64  # mla, dsa
+    index_head_dim: Positive = 128  # dsa
+
+    @property
+    def device_of_rank(self) -> list[int]:
+        return list(range(self.ranks)) if self.devices is None else list(self.devices)
+
+
+class HostSection(_Section, frozen=True, kw_only=True):
+    staging: Size = Size(64 * 1024**2)
+
+
+class FileStorageSection(_Section, frozen=True, kw_only=True):
+    path: str = "/var/lib/transferd/blocks"
+    capacity: Size = Size(64 * 1024**3)
+    fsync: bool = False  # True: an object is on the medium before it counts as written
+
+
+class MemoryStorageSection(_Section, frozen=True, kw_only=True):
+    capacity: Size = Size(1024**3)
+
+
+class StorageSection(_Section, frozen=True, kw_only=True):
+    backend: str = "file"
+    model: str = "demo"
+    generation: str = ""
+    file: FileStorageSection = FileStorageSection()
+    memory: MemoryStorageSection = MemoryStorageSection()
+
+
+class MetricsSection(_Section, frozen=True, kw_only=True):
+    listen: str = "127.0.0.1:9464"  # "" = off
+
+
+class LogSection(_Section, frozen=True, kw_only=True):
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["json", "console"] = "json"
+
+
+class Config(_Section, frozen=True, kw_only=True):
+    """Everything the daemon is told. Sections are documented in docs/operations.md."""
+
+    server: ServerSection = ServerSection()
+    cache: CacheSection = CacheSection()
+    host: HostSection = HostSection()
+    storage: StorageSection = StorageSection()
+    metrics: MetricsSection = MetricsSection()
+    log: LogSection = LogSection()
+
+
+# --- loading --------------------------------------------------------------------------------------
+
+
+def load(
+    path: str | os.PathLike[str] | None = None,
+    *,
+    overrides: Iterable[str] = (),
+    env: Mapping[str, str] | None = None,
+) -> Config:
+    """Read, merge, convert and check the configuration.
+
+    overrides: `section.key=value` texts, the value as TOML where it parses as TOML, else as text.
+    env: the environment to read TRANSFERD_SECTION__KEY from; default os.environ.
+
+    Raises ConfigError.
+    """
+    tree: dict[str, Any] = {}
+    if path is not None:
+        try:
+            tree = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(str(path), f"cannot be read: {error.strerror}") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(str(path), f"is not TOML: {error}") from error
+    for name, text in sorted((os.environ if env is None else env).items()):
+        if name.startswith(ENV_PREFIX) and "__" in name:
+            _put(tree, name.removeprefix(ENV_PREFIX).lower().split("__"), _value(text))
+    for item in overrides:
+        key, equals, text = item.partition("=")
+        if not equals or "." not in key:
+            raise ConfigError("--set", "expected section.key=value", item)
+        _put(tree, key.strip().split("."), _value(text))
+    return from_tree(tree)
+
+
+def from_tree(tree: Mapping[str, Any]) -> Config:
+    """Convert plain data to a checked Config. Raises ConfigError."""
+    try:
+        config = msgspec.convert(tree, Config, dec_hook=_decode_size)
+    except msgspec.ValidationError as error:
+        raise _explain(tree, error) from None
+    check(config)
+    return config
+
+
+def to_tree(config: Config) -> dict[str, Any]:
+    """The effective configuration as plain data, sizes as text."""
+    tree: dict[str, Any] = msgspec.to_builtins(config, enc_hook=str, builtin_types=(int,))
+    return tree
+
+
+def check(config: Config) -> None:
+    """The rules that join several keys. Raises ConfigError naming the one to change."""
+    cache = config.cache
+    if len(cache.device_of_rank) != cache.ranks:
+        raise ConfigError("cache.devices", f"needs one device index per rank, {cache.ranks} of them", cache.devices)
+    if cache.mtp_blocks is not None and not cache.mtp_layers:
+        raise ConfigError("cache.mtp_blocks", "has a meaning only with cache.mtp_layers", cache.mtp_blocks)
+    if cache.mtp_blocks is not None and cache.mtp_blocks < cache.device_blocks:
+        # A block id names the same block in every layer, so an MTP layer has at least the main layers' blocks.
+        raise ConfigError(
+            "cache.mtp_blocks", f"must be at least cache.device_blocks, {cache.device_blocks}", cache.mtp_blocks
+        )
+    if not config.server.endpoints:
+        raise ConfigError("server.endpoint", "needs at least one endpoint", config.server.endpoint)
+    for endpoint in config.server.endpoints:
+        _check_endpoint(endpoint, config.server.curve is not None)
+    if not re.fullmatch(r"0?[0-7]{3}", config.server.socket_mode):
+        raise ConfigError("server.socket_mode", "expected octal permissions such as '0660'", config.server.socket_mode)
+    if not config.storage.model:
+        raise ConfigError("storage.model", "must not be empty: it is part of every key", config.storage.model)
+    listen = config.metrics.listen
+    if listen and not re.fullmatch(r".+:\d{1,5}", listen):
+        raise ConfigError("metrics.listen", "expected host:port or nothing", listen)
+
+
+def _check_endpoint(endpoint: str, curve: bool) -> None:
+    scheme, _, address = endpoint.partition("://")
+    if scheme == "ipc" and address:
+        # sockaddr_un holds 108 bytes with its terminator; libzmq's own message does not name the path.
+        if len(os.fsencode(address)) > 107:
+            raise ConfigError("server.endpoint", "is longer than a unix socket path may be (107 bytes)", endpoint)
+        return
+    if scheme == "tcp" and re.fullmatch(r".+:(\d{1,5}|\*)", address):
+        host = address.rpartition(":")[0].strip("[]")
+        if host in ("localhost", "::1") or host.startswith("127.") or curve:
+            return
+        raise ConfigError("server.endpoint", "tcp:// beyond loopback needs [server.curve]", endpoint)
+    raise ConfigError("server.endpoint", "expected ipc://PATH or tcp://HOST:PORT", endpoint)
+
+
+def _decode_size(kind: type, value: Any) -> Any:
+    if kind is Size:
+        return Size.parse(value)
+    raise NotImplementedError(kind)
+
+
+def _put(tree: dict[str, Any], keys: list[str], value: Any) -> None:
+    for key in keys[:-1]:
+        tree = tree.setdefault(key, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(".".join(keys), f"{key} is a value, not a section")
+    tree[keys[-1]] = value
+
+
+def _value(text: str) -> Any:
+    """TOML where it is TOML (numbers, booleans, lists, quoted text), else the text itself."""
+    try:
+        return tomllib.loads(f"v = {text.strip()}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _explain(tree: Mapping[str, Any], error: msgspec.ValidationError) -> ConfigError:
+    """msgspec's sentence and JSON path, turned into `section.key: what is wrong (value)`."""
+    text, _, where = str(error).partition(" - at `$")
+    path = where.rstrip("`").lstrip(".")
+    unknown = re.fullmatch(r"Object contains unknown field `(.+)`", text)
+    if unknown is not None:
+        key = f"{path}.{unknown[1]}" if path else unknown[1]
+        return ConfigError(key, "unknown key", _at(tree, key))
+    return ConfigError(path or "config", text[:1].lower() + text[1:], _at(tree, path))
+
+
+def _at(tree: Any, path: str) -> Any:
+    for key in filter(None, re.split(r"[.\[\]]+", path)):
+        try:
+            tree = tree[int(key)] if isinstance(tree, list) else tree[key]
+        except (KeyError, IndexError, TypeError, ValueError):
+            return None
+    return tree

@@ -1,0 +1,1 @@
+"""Storage backends: one file each, chosen by `storage.backend`."""

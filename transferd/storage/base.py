@@ -1,0 +1,114 @@
+"""The contract of a storage backend: named, immutable objects in and out of registered host memory.
+
+An object is one block of one rank with its footer (integrity.py); a backend sees bytes only. Names
+come from keys.py: `<model>/<fingerprint>/<generation>/<key digest>/<rank>`; the parts before the
+digest may hold any text, so a backend that maps names to paths must quote them.
+
+Guaranteed by the caller (workers):
+
+1. Buffers lie inside memory given to `register` before; a buffer stays valid and unchanged (put)
+   or untouched by others (get) until the call on it has returned, also when the caller has lost
+   interest meanwhile.
+2. Objects under one name always hold the same payload: names are content keys.
+3. `open` once before, `close` once after every call has returned.
+
+Duties of an implementation:
+
+1. Answer per object. One object's failure is that object's outcome; only a failure of the whole
+   call raises (`StorageUnavailable`, typically).
+2. `put`: after outcome STORED or EXISTS a `get` of the name finds the whole object (until evicted);
+   a torn object is never visible under its name, also after kill -9.
+3. `get`: FOUND with the object's whole length, which must equal the buffer's; any other length is
+   MISSING (and counted), never a short read passed off as good.
+4. `exists`: True only for what a `get` would find now. An error is an error, not True.
+5. Nothing blocks the event loop; blocking work runs in the backend's own threads.
+6. Every wait inside is bounded, also with the backend's server gone.
+7. Capacity, where configured, is kept by evicting the least recently used.
+"""
+
+from __future__ import annotations
+
+import abc
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transferd.errors import StorageError
+from transferd.tiers.base import HostMemory
+
+
+class Found(enum.Enum):
+    """What became of one object of a batch."""
+
+    STORED = "stored"  # put: written now
+    EXISTS = "exists"  # put: was there already
+    FOUND = "found"  # get: the buffer holds it
+    MISSING = "missing"  # get: not there, or not of this length
+    FAILED = "failed"  # see error
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One object's answer. `error` exactly when `found` is FAILED."""
+
+    found: Found
+    error: StorageError | None = None
+
+
+STORED = Outcome(Found.STORED)
+EXISTS = Outcome(Found.EXISTS)
+FOUND = Outcome(Found.FOUND)
+MISSING = Outcome(Found.MISSING)
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """A name and the registered host memory its object is read from or written to. Borrows `data`."""
+
+    name: str
+    data: memoryview
+
+
+class Storage(abc.ABC):
+    """A storage backend. See the module's contract."""
+
+    backend: str  # its name in the configuration and in reports
+
+    @abc.abstractmethod
+    async def open(self) -> None:
+        """Make ready: connect, create directories, find existing objects. Raises StorageError or ConfigError."""
+
+    def register(self, memory: HostMemory) -> None:
+        """Announce host memory that buffers will come from, before the first put or get.
+
+        Zero-copy backends register it with their transport. Raises StorageError when that fails:
+        unregistered memory would fail later, or silently be copied.
+        """
+
+    def unregister(self, memory: HostMemory) -> None:
+        """The memory is about to be freed; called after the last put and get, before close."""
+
+    @abc.abstractmethod
+    async def exists(self, names: Sequence[str]) -> list[bool]:
+        """Which of these a get would find. Raises StorageError when the backend cannot say."""
+
+    @abc.abstractmethod
+    async def put(self, blobs: Sequence[Blob]) -> list[Outcome]:
+        """Store each; same order, same length."""
+
+    @abc.abstractmethod
+    async def get(self, blobs: Sequence[Blob]) -> list[Outcome]:
+        """Fill each buffer; same order, same length. A buffer whose outcome is not FOUND holds anything."""
+
+    @abc.abstractmethod
+    async def quarantine(self, name: str) -> None:
+        """A loaded object failed its check: make it unreachable (and keep it aside where that is cheap)."""
+
+    @abc.abstractmethod
+    async def close(self) -> None:
+        """Release everything. Idempotent."""
+
+    @abc.abstractmethod
+    def statistics(self) -> dict[str, Any]:
+        """At least objects, bytes (None where the backend cannot know cheaply)."""

@@ -1,0 +1,414 @@
+"""What an engine asks for and what it is told: tasks, results, and how rank outcomes become one result.
+
+A task is a frozen value. Field names are FastDeploy's, so that an engine that moves from it changes
+no vocabulary. Each task class states as data what the rest of the package would otherwise branch on:
+
+* `lane`: which queue it runs in, so that loads never wait behind stores;
+* `footprint()`: which blocks of which tier it reads and writes, for the ordering of hazards;
+* `merge`: how the outcomes of all ranks become one answer.
+
+Merging is honest by construction: a block is claimed only if *every* rank moved it. What "moved"
+means differs by task, and that is all the three merge rules below say:
+
+* read: the shortest common prefix (a later block is useless to an engine without the earlier ones);
+* write: the set of blocks that every rank stored;
+* swap: all or nothing (an engine maps whole nodes between device and host).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+DEFAULT_TIMEOUT_S = 30.0
+
+
+class Status(enum.StrEnum):
+    """How a task ended. Exactly one of these, exactly once, for every task pushed."""
+
+    OK = "ok"  # every block
+    PARTIAL = "partial"  # some blocks: a usable prefix for reads
+    MISS = "miss"  # a read found none, and nothing went wrong
+    FAILED = "failed"  # none, because of an error
+    EXPIRED = "expired"  # none by the deadline
+    CANCELLED = "cancelled"  # the caller took it back; block_ids says what was done until then
+    REJECTED = "rejected"  # bad input or not admitted for good; nothing was touched
+    BUSY = "busy"  # not admitted now; retry after `retry_after` seconds
+
+
+class Lane(enum.StrEnum):
+    """One queue per rank and direction. The order is the order of statistics, not of priority."""
+
+    SWAP_OUT = "swap_out"
+    SWAP_IN = "swap_in"
+    READ = "read"
+    WRITE = "write"
+
+
+class Stop(enum.StrEnum):
+    """Why a running task was told to end early."""
+
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+
+
+_STOP_CODES = frozenset(str(stop) for stop in Stop)
+
+
+class TokenIds(Sequence[int]):
+    """The token ids of a sequence, held as one little-endian integer array and sent as raw bytes.
+
+    Built from any sequence of ints or any integer numpy array; int32 where the values fit, else
+    int64. Compares equal to another TokenIds, list or tuple of the same ids.
+
+    Raises TypeError or OverflowError for values that are not integers of at most 64 bits.
+    """
+
+    __slots__ = ("array",)
+
+    def __init__(self, ids: Sequence[int] | npt.NDArray[Any] | TokenIds) -> None:
+        source = ids.array if isinstance(ids, TokenIds) else np.asarray(ids)
+        if source.size == 0:
+            source = source.astype("<i4")
+        if source.ndim != 1 or source.dtype.kind not in "iu":
+            raise TypeError(f"token_ids must be one-dimensional integers, not {source.dtype} with shape {source.shape}")
+        if source.dtype.kind == "u" and source.dtype.itemsize == 8 and int(source.max()) > np.iinfo(np.int64).max:
+            raise OverflowError("token_ids hold a value beyond 64-bit signed integers")
+        narrow = np.iinfo(np.int32)
+        fits = source.size == 0 or (source.min() >= narrow.min and source.max() <= narrow.max)
+        array = np.array(source, dtype="<i4" if fits else "<i8")
+        array.flags.writeable = False
+        self.array: npt.NDArray[Any] = array
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> TokenIds:
+        """Inverse of `to_bytes`. Raises ValueError on any other bytes."""
+        width = data[:1]
+        if width not in (b"4", b"8") or (len(data) - 1) % int(width):
+            raise ValueError("token_ids are not raw int32 or int64 bytes")
+        return cls(np.frombuffer(data, dtype=f"<i{width.decode()}", offset=1))
+
+    def to_bytes(self) -> bytes:
+        """One byte `4` or `8` (the item size), then the ids, little-endian."""
+        return str(self.array.itemsize).encode() + self.array.tobytes()
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __getitem__(self, index: Any) -> Any:
+        return TokenIds(self.array[index]) if isinstance(index, slice) else int(self.array[index])
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.array.tolist())
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, TokenIds):
+            return np.array_equal(self.array, other.array)
+        if isinstance(other, list | tuple):
+            return len(other) == len(self) and list(other) == self.array.tolist()
+        return NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.array.tobytes())
+
+    def __repr__(self) -> str:
+        return f"TokenIds(<{len(self)} ids>)"
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """The blocks a task touches, by tier. Storage blocks are named by key, the others by id."""
+
+    device_reads: Sequence[int] = ()
+    device_writes: Sequence[int] = ()
+    host_reads: Sequence[int] = ()
+    host_writes: Sequence[int] = ()
+    storage_reads: Sequence[str] = ()
+    storage_writes: Sequence[str] = ()
+
+
+class _Task(msgspec.Struct, frozen=True, kw_only=True):
+    """What all tasks share. `timeout` seconds run from the daemon's admission of the task."""
+
+    task_id: str
+    timeout: float = DEFAULT_TIMEOUT_S
+
+    lane: ClassVar[Lane]
+
+    @property
+    def kind(self) -> str:
+        """The task's name on the wire and in reports: `write`, `read`, `swap_out`, `swap_in`."""
+        return str(self.lane)
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks the task asks to move."""
+        raise NotImplementedError
+
+    def footprint(self) -> Footprint:
+        raise NotImplementedError
+
+    def merge(self, outcomes: Sequence[RankOutcome]) -> Merged:
+        raise NotImplementedError
+
+
+class _StorageTask(_Task, frozen=True, kw_only=True):
+    """keys[i] names the block at gpu_block_ids[i], root to leaf."""
+
+    keys: list[str]
+    gpu_block_ids: list[int]
+    token_ids: TokenIds | None = None
+
+    def __post_init__(self) -> None:
+        if self.token_ids is not None and not isinstance(self.token_ids, TokenIds):
+            msgspec.structs.force_setattr(self, "token_ids", TokenIds(self.token_ids))
+
+    @property
+    def blocks(self) -> int:
+        return len(self.keys)
+
+
+@dataclass(frozen=True, slots=True)
+class RankOutcome:
+    """What one rank really did for one task. The barrier collects these; a failed rank has one too.
+
+    moved: positions in the task's block list, ascending, that this rank moved completely.
+    stop: set when the rank ended early because it was told to.
+    """
+
+    rank: int
+    moved: Sequence[int] = ()
+    bytes: int = 0
+    error: ErrorInfo | None = None
+    stop: Stop | None = None
+    queue_s: float = 0.0
+    copy_s: float = 0.0
+    storage_s: float = 0.0
+
+
+class ErrorInfo(msgspec.Struct, frozen=True):
+    """An error as a value: a stable code and a sentence. Reads as an object and as a mapping."""
+
+    code: str
+    message: str
+
+    def __getitem__(self, name: str) -> str:
+        value: str = getattr(self, name)
+        return value
+
+
+class RankResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One rank's share of a TaskResult. Seconds are that rank's own: waiting, copying, in storage."""
+
+    rank: int
+    status: Status
+    blocks: int = 0
+    bytes: int = 0
+    queue_s: float = 0.0
+    copy_s: float = 0.0
+    storage_s: float = 0.0
+    error: ErrorInfo | None = None
+
+
+class TaskResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The one terminal answer to a task.
+
+    block_ids: the gpu_block_ids that EVERY rank moved, in task order (a prefix for reads).
+    ranks: one RankResult per rank; empty when the task never started.
+    error: the first cause, with the rank named.
+    retry_after: seconds, with `busy` only.
+    bytes: moved by all ranks together. duration: seconds from admission to this answer.
+    """
+
+    task_id: str
+    status: Status
+    block_ids: list[int] = []
+    ranks: list[RankResult] = []
+    error: ErrorInfo | None = None
+    retry_after: float | None = None
+    bytes: int = 0
+    duration: float = 0.0
+    generation: str = ""
+    boot_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """All ranks' outcomes as one: the part of a TaskResult that the ranks decide."""
+
+    status: Status
+    block_ids: list[int]
+    ranks: list[RankResult]
+    error: ErrorInfo | None
+    bytes: int = field(default=0)
+
+
+def _first_cause(outcomes: Sequence[RankOutcome], stop: Stop | None) -> ErrorInfo | None:
+    """The error an engine should look at first: a rank's own failure before the deadline it led to."""
+    failed = [o for o in outcomes if o.error is not None]
+    for outcome in sorted(failed, key=lambda o: o.error is not None and o.error.code in _STOP_CODES):
+        assert outcome.error is not None
+        return ErrorInfo(outcome.error.code, f"rank {outcome.rank}: {outcome.error.message}")
+    if stop is None:
+        return None
+    late = ", ".join(str(o.rank) for o in outcomes if o.stop is stop)
+    what = "deadline reached" if stop is Stop.EXPIRED else "cancelled"
+    return ErrorInfo(str(stop), f"{what} while rank {late} was at work")
+
+
+def _status(wanted: int, moved: int, error: ErrorInfo | None, stop: Stop | None, none_found: Status) -> Status:
+    """The status table shared by ranks and tasks, most specific cause first."""
+    if moved == wanted and error is None:
+        return Status.OK
+    if stop is Stop.CANCELLED:
+        return Status.CANCELLED
+    if moved:
+        return Status.PARTIAL
+    if error is not None and error.code not in _STOP_CODES:
+        return Status.FAILED
+    return Status.EXPIRED if stop is Stop.EXPIRED else none_found
+
+
+def _merge(
+    task: ReadStorageTask | WriteStorageTask | SwapOutTask | SwapInTask,
+    outcomes: Sequence[RankOutcome],
+    positions: Sequence[int],
+    none_found: Status,
+) -> Merged:
+    wanted = task.blocks
+    complete = len(positions) == wanted
+    stop = next((o.stop for o in outcomes if o.stop is not None), None)
+    ranks = [
+        RankResult(
+            rank=o.rank,
+            status=_status(wanted, len(o.moved), o.error, o.stop, none_found),
+            blocks=len(o.moved),
+            bytes=o.bytes,
+            queue_s=o.queue_s,
+            copy_s=o.copy_s,
+            storage_s=o.storage_s,
+            error=o.error,
+        )
+        for o in sorted(outcomes, key=lambda o: o.rank)
+    ]
+    # Ranks that moved every block made the task good, whatever they were told afterwards.
+    error = None if complete else _first_cause(outcomes, stop)
+    status = _status(wanted, len(positions), error, stop, none_found)
+    block_ids = [task.gpu_block_ids[i] for i in positions]
+    return Merged(status, block_ids, ranks, error, sum(o.bytes for o in outcomes))
+
+
+def _prefix(moved: Sequence[int]) -> int:
+    """How many of 0, 1, 2 … `moved` starts with."""
+    if isinstance(moved, range) and moved.start == 0 and moved.step == 1:
+        return len(moved)
+    length = 0
+    for position in moved:
+        if position != length:
+            break
+        length += 1
+    return length
+
+
+def merge_read(task: ReadStorageTask, outcomes: Sequence[RankOutcome]) -> Merged:
+    """The shortest prefix that every rank has."""
+    prefix = min((_prefix(o.moved) for o in outcomes), default=0)
+    return _merge(task, outcomes, range(prefix), Status.MISS)
+
+
+def merge_write(task: WriteStorageTask, outcomes: Sequence[RankOutcome]) -> Merged:
+    """The blocks that every rank stored, in task order."""
+    common: set[int] | None = None
+    for outcome in outcomes:
+        common = set(outcome.moved) if common is None else common & set(outcome.moved)
+    return _merge(task, outcomes, sorted(common or ()), Status.FAILED)
+
+
+def merge_swap(task: SwapOutTask | SwapInTask, outcomes: Sequence[RankOutcome]) -> Merged:
+    """Every block on every rank, or none at all."""
+    wanted = task.blocks
+    complete = bool(outcomes) and all(len(o.moved) == wanted for o in outcomes)
+    return _merge(task, outcomes, range(wanted) if complete else (), Status.FAILED)
+
+
+class WriteStorageTask(_StorageTask, frozen=True, kw_only=True, tag="write"):
+    """Store the device blocks `gpu_block_ids` under `keys` on every rank. A key already stored counts as written.
+
+    start_write_block_idx: index of the first key's block in its sequence (token-indexed storage only).
+    flush_cache_exists: flush-only mode: is the block still on this node? None = request finished.
+    """
+
+    start_write_block_idx: int = 0
+    flush_cache_exists: bool | None = None
+
+    lane: ClassVar[Lane] = Lane.WRITE
+
+    def merge(self, outcomes: Sequence[RankOutcome]) -> Merged:
+        return merge_write(self, outcomes)
+
+    def footprint(self) -> Footprint:
+        return Footprint(device_reads=self.gpu_block_ids, storage_writes=self.keys)
+
+
+class ReadStorageTask(_StorageTask, frozen=True, kw_only=True, tag="read"):
+    """Load the objects `keys` into the device blocks `gpu_block_ids`, up to the first that is missing.
+
+    gpu_block_ids may be longer than keys; the rest is untouched.
+    start_read_block_idx: index of the first key's block in its sequence (token-indexed storage only).
+    """
+
+    start_read_block_idx: int = 0
+
+    lane: ClassVar[Lane] = Lane.READ
+
+    def merge(self, outcomes: Sequence[RankOutcome]) -> Merged:
+        return merge_read(self, outcomes)
+
+    def footprint(self) -> Footprint:
+        return Footprint(device_writes=self.gpu_block_ids[: len(self.keys)], storage_reads=self.keys)
+
+
+class _SwapTask(_Task, frozen=True, kw_only=True):
+    """gpu_block_ids[i] pairs with cpu_block_ids[i]. swap_node_ids is the caller's own; it is not read."""
+
+    gpu_block_ids: list[int]
+    cpu_block_ids: list[int]
+    swap_node_ids: tuple[int | str, ...] = ()
+
+    @property
+    def blocks(self) -> int:
+        return len(self.gpu_block_ids)
+
+
+class SwapOutTask(_SwapTask, frozen=True, kw_only=True, tag="swap_out"):
+    """Copy device blocks to host blocks, on every rank or not at all."""
+
+    lane: ClassVar[Lane] = Lane.SWAP_OUT
+
+    def merge(self, outcomes: Sequence[RankOutcome]) -> Merged:
+        return merge_swap(self, outcomes)
+
+    def footprint(self) -> Footprint:
+        return Footprint(device_reads=self.gpu_block_ids, host_writes=self.cpu_block_ids)
+
+
+class SwapInTask(_SwapTask, frozen=True, kw_only=True, tag="swap_in"):
+    """Copy host blocks to device blocks, on every rank or not at all."""
+
+    lane: ClassVar[Lane] = Lane.SWAP_IN
+
+    def merge(self, outcomes: Sequence[RankOutcome]) -> Merged:
+        return merge_swap(self, outcomes)
+
+    def footprint(self) -> Footprint:
+        return Footprint(host_reads=self.cpu_block_ids, device_writes=self.gpu_block_ids)
+
+
+Task = WriteStorageTask | ReadStorageTask | SwapOutTask | SwapInTask
+TASK_TYPES: tuple[type[Task], ...] = (WriteStorageTask, ReadStorageTask, SwapOutTask, SwapInTask)

@@ -1,0 +1,1 @@
+"""Memory tiers: device memory, pinned host memory, staging."""
