@@ -1,0 +1,96 @@
+"""What a task must be to be admitted: every way in which it can be impossible, found before anything moves."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+from transferd.copyplan import check_ids
+from transferd.errors import RequestError
+from transferd.tasks import ReadStorageTask, SwapInTask, SwapOutTask, Task, WriteStorageTask
+
+MAX_TASK_ID = 1024  # characters; task ids are kept for as long as results are
+MAX_TIMEOUT_S = 24 * 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The bounds that admission keeps, and the shape of the cache it checks ids against.
+
+    max_queued: tasks admitted and not running. max_bytes: per lane, queued and running, all ranks.
+    block_bytes: of one block on one rank. storage: False when no backend is configured.
+    """
+
+    ranks: int
+    device_blocks: int
+    host_blocks: int
+    block_bytes: int
+    storage: bool = True
+    max_queued: int = 4096
+    max_bytes: int = 16 * 1024**3
+    lane_depth: int = 4
+    deadline_slack: float = 1.0
+    result_ttl: float = 60.0
+    max_results: int = 16384
+
+
+def check_task(task: Task, limits: Limits) -> None:
+    """Raise RequestError, with a code, for a task that can never succeed on this daemon."""
+    if not 0 < len(task.task_id) <= MAX_TASK_ID:
+        raise RequestError(
+            f"task_id must have 1 to {MAX_TASK_ID} characters, not {len(task.task_id)}", code="bad_value"
+        )
+    if not (math.isfinite(task.timeout) and 0 < task.timeout <= MAX_TIMEOUT_S):
+        what = f"timeout must be above 0 and at most {MAX_TIMEOUT_S:.0f} seconds, not {task.timeout}"
+        raise RequestError(what, code="bad_value")
+    if isinstance(task, SwapOutTask | SwapInTask):
+        _check_swap(task, limits)
+    elif isinstance(task, ReadStorageTask):
+        _check_read(task, limits)
+    else:
+        _check_write(task, limits)
+
+
+def _check_swap(task: SwapOutTask | SwapInTask, limits: Limits) -> None:
+    if not limits.host_blocks:
+        raise RequestError("this daemon has no host tier (cache.host_blocks = 0)", code="no_host_tier")
+    device, host = len(task.gpu_block_ids), len(task.cpu_block_ids)
+    if device != host:
+        raise RequestError(f"gpu_block_ids has {device} ids, cpu_block_ids {host}", code="length_mismatch")
+    out = isinstance(task, SwapOutTask)
+    check_ids(task.gpu_block_ids, limits.device_blocks, "gpu_block_ids", target=not out)
+    check_ids(task.cpu_block_ids, limits.host_blocks, "cpu_block_ids", target=out)
+
+
+def _check_read(task: ReadStorageTask, limits: Limits) -> None:
+    keys, ids = _check_storage(task, task.start_read_block_idx, limits)
+    if ids < keys:
+        raise RequestError(f"keys has {keys} entries, gpu_block_ids only {ids}", code="length_mismatch")
+    check_ids(task.gpu_block_ids, limits.device_blocks, "gpu_block_ids", target=True)
+
+
+def _check_write(task: WriteStorageTask, limits: Limits) -> None:
+    keys, ids = _check_storage(task, task.start_write_block_idx, limits)
+    if ids != keys:
+        raise RequestError(f"keys has {keys} entries, gpu_block_ids {ids}", code="length_mismatch")
+    check_ids(task.gpu_block_ids, limits.device_blocks, "gpu_block_ids", target=False)
+    if len(set(task.keys)) != keys:
+        twice = next(key for key, times in Counter(task.keys).items() if times > 1)
+        raise RequestError(f"keys names one block twice: {twice[:80]!r}", code="duplicate_key")
+
+
+def _check_storage(task: ReadStorageTask | WriteStorageTask, start: int, limits: Limits) -> tuple[int, int]:
+    """What reads and writes share. Returns how many keys and how many ids there are."""
+    if not limits.storage:
+        raise RequestError('this daemon has no storage tier (storage.backend = "none")', code="no_storage_tier")
+    if start < 0:
+        raise RequestError(f"start_{task.kind}_block_idx must not be negative, is {start}", code="bad_value")
+    return len(task.keys), len(task.gpu_block_ids)
+
+
+def content_hash(task: Task) -> int:
+    """Equal for equal requests within one process; the timeout may differ between pushes of one task."""
+    if isinstance(task, SwapOutTask | SwapInTask):
+        return hash((task.kind, tuple(task.gpu_block_ids), tuple(task.cpu_block_ids)))
+    return hash((task.kind, tuple(task.keys), tuple(task.gpu_block_ids), task.token_ids))

@@ -1,0 +1,522 @@
+"""Which task runs when, and what it is answered: the state machine at the centre, without one await.
+
+Theory of operation
+-------------------
+`Dispatcher.handle(event)` is the only entry. It changes this object's state and returns
+instructions (see events.py); whoever carries them out reports what happened as further events.
+Nothing here knows of sockets, threads, devices or the event loop, and time comes in with the event.
+
+A task is admitted or answered at once. Admission refuses what can never work (`rejected`), what is
+too much right now (`busy`, with a hint when to retry), and joins a push of a task_id that is known:
+a running one gets one more waiter, a finished one is answered from memory.
+
+An admitted task is in one of four states, and TRANSITIONS below is the whole law:
+
+    queued      waits for tasks before it on its blocks, for a place in its lane, or for `resume`
+    running     its round is open and every rank is at work on it
+    cancelling  as running, but the ranks were told to end early (cancel or deadline)
+    done        answered; exactly one terminal result went to every waiter
+
+Each lane runs up to `lane_depth` tasks at once, in the order in which they became ready; lanes do
+not share places, so loads never wait behind stores. Because a Start goes to all ranks together, the
+order is the same on every rank.
+
+A deadline or a cancel of a queued task answers it at once. Of a running one it stops the ranks, which
+arrive with what they have as soon as the copy they are in has ended. A rank that does not even do
+that within `deadline_slack` is left behind: the round is completed without it, the task answered,
+and its blocks stay claimed until that rank has let go (`straggling`), so nobody else is given them.
+
+Generations: a task is bound to the generation at its admission. A bump makes all older objects
+unreachable for later tasks and lets running ones finish under their own name.
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+import math
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from transferd import events as ev
+from transferd.admission import Limits, check_task, content_hash
+from transferd.errors import InvariantError, RequestError
+from transferd.hazards import Claim, HazardTable
+from transferd.tasks import ErrorInfo, Lane, Merged, Status, Stop, Task, TaskResult
+from transferd.trace import Recorder
+
+MAX_WAITERS = 256  # pushes of one task_id that may wait for its result
+RETRY_AFTER_S = (0.005, 5.0)  # the shortest and the longest hint given with `busy`
+
+
+class State(enum.StrEnum):
+    """Where an admitted task is."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    CANCELLING = "cancelling"
+    DONE = "done"
+
+
+TRANSITIONS: dict[State, frozenset[State]] = {
+    State.QUEUED: frozenset({State.RUNNING, State.DONE}),
+    State.RUNNING: frozenset({State.CANCELLING, State.DONE}),
+    State.CANCELLING: frozenset({State.DONE}),
+    State.DONE: frozenset(),
+}
+
+
+@dataclass(slots=True, eq=False)
+class _Record:
+    """One admitted task. Changed by the dispatcher only."""
+
+    task: Task
+    content: int  # hash of what is asked; a re-push of the same id must ask the same
+    generation: str
+    admitted_at: float
+    deadline: float
+    nbytes: int  # counted against the lane's bytes in flight
+    waiters: list[tuple[bytes, int]]  # (client, seq) to be answered; empty when all have gone
+    claim: Claim | None = None  # None only while the record is being made
+    state: State = State.QUEUED
+    stop: Stop | None = None  # why it was told to end, while cancelling
+    forsaken_at: float = math.inf  # while cancelling: when the ranks that still hold on are left behind
+    straggling: set[int] = field(default_factory=set)  # ranks left behind, after done
+
+
+@dataclass(slots=True)
+class _LaneState:
+    """One lane's places and load."""
+
+    ready: deque[_Record] = field(default_factory=deque)  # in the order in which they became ready
+    running: int = 0
+    tasks: int = 0  # queued and running
+    nbytes: int = 0  # of those
+    seconds: float = 0.0  # moving average of a task's time in `running`; feeds retry_after
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchStatistics:
+    """A snapshot: tasks by final status, refusals by code, and what is under way now."""
+
+    queued: int
+    running: int
+    straggling: int
+    results_kept: int
+    tasks: dict[str, int]
+    rejects: dict[str, int]
+    lanes: dict[str, dict[str, int]]
+    paused: bool
+    draining: bool
+
+
+class Dispatcher:
+    """The state machine. Mutate only through `handle`; see the module's theory of operation."""
+
+    def __init__(
+        self, limits: Limits, *, boot_id: str = "", generation: str = "", recorder: Recorder | None = None
+    ) -> None:
+        self.limits = limits
+        self.boot_id = boot_id
+        self.generation = generation
+        self._recorder = recorder or Recorder()
+        self._records: dict[str, _Record] = {}  # queued, running, cancelling
+        self._stragglers: dict[str, _Record] = {}  # done, but a rank has not let go
+        self._results: OrderedDict[str, tuple[float, int, TaskResult]] = OrderedDict()  # id -> expiry, content, result
+        self._hazards = HazardTable()
+        self._lanes = {lane: _LaneState() for lane in Lane}
+        self._queued = 0
+        self._paused = False
+        self._refusal: tuple[Status, ErrorInfo] | None = None  # why nothing is admitted (draining, dead rank)
+        self._starting = True  # False once shutdown was requested or a rank died
+        self._alarms: list[tuple[float, int, _Record]] = []  # heap; entries of finished tasks are skipped
+        self._alarm_number = 0
+        self._wake_at = math.inf
+        self._statuses: Counter[str] = Counter()
+        self._rejects: Counter[str] = Counter()
+        self._out: list[ev.Instruction] = []
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            ev.TaskSubmitted: self._submitted,
+            ev.RoundMerged: self._merged,
+            ev.RankLeft: self._rank_left,
+            ev.RankDied: self._rank_died,
+            ev.ClientGone: self._client_gone,
+            ev.CancelRequested: self._cancel_requested,
+            ev.DeadlineReached: self._deadline_reached,
+            ev.PauseRequested: self._pause_requested,
+            ev.ResumeRequested: self._resume_requested,
+            ev.DrainRequested: self._drain_requested,
+            ev.ShutdownRequested: self._shutdown_requested,
+            ev.QueueAbandoned: self._queue_abandoned,
+            ev.GenerationBumped: self._generation_bumped,
+        }
+
+    def handle(self, event: ev.Event) -> list[ev.Instruction]:
+        """Hear one event; return what must be done, in order."""
+        self._handlers[type(event)](event)
+        out, self._out = self._out, []
+        return out
+
+    # --- what can be seen from outside --------------------------------------------------------------
+
+    @property
+    def quiet(self) -> bool:
+        """No rank touches any block on behalf of any task."""
+        return not self._stragglers and all(not lane.running for lane in self._lanes.values())
+
+    @property
+    def empty(self) -> bool:
+        """Quiet, and nothing is queued."""
+        return not self._records and not self._stragglers
+
+    @property
+    def admitting(self) -> bool:
+        return self._refusal is None
+
+    def state_of(self, task_id: str) -> State | None:
+        """None for a task that was never admitted or is long forgotten."""
+        record = self._records.get(task_id)
+        if record is not None:
+            return record.state
+        return State.DONE if task_id in self._results or task_id in self._stragglers else None
+
+    def statistics(self) -> DispatchStatistics:
+        return DispatchStatistics(
+            queued=self._queued,
+            running=sum(lane.running for lane in self._lanes.values()),
+            straggling=len(self._stragglers),
+            results_kept=len(self._results),
+            tasks=dict(self._statuses),
+            rejects=dict(self._rejects),
+            lanes={
+                str(name): {"queued": lane.tasks - lane.running, "running": lane.running, "bytes": lane.nbytes}
+                for name, lane in self._lanes.items()
+            },
+            paused=self._paused,
+            draining=self._refusal is not None,
+        )
+
+    def __repr__(self) -> str:
+        running = sum(lane.running for lane in self._lanes.values())
+        return f"<Dispatcher queued={self._queued} running={running} straggling={len(self._stragglers)}>"
+
+    def validate(self) -> None:
+        """Assert what must hold between events. For tests and the simulation; linear in all that is held."""
+        queued = [r for r in self._records.values() if r.state is State.QUEUED]
+        assert len(queued) == self._queued <= self.limits.max_queued
+        for name, lane in self._lanes.items():
+            mine = [r for r in self._records.values() if r.task.lane is name]
+            assert lane.tasks == len(mine)
+            assert lane.nbytes == sum(r.nbytes for r in mine)
+            assert lane.running == sum(r.state in (State.RUNNING, State.CANCELLING) for r in mine)
+            assert lane.running <= self.limits.lane_depth
+            assert all(r.claim is not None and r.claim.ready for r in lane.ready if r.state is State.QUEUED)
+        assert len(self._results) <= self.limits.max_results
+        assert self.empty is (not self._records and not self._stragglers)
+        assert not self.empty or self._hazards.idle
+
+    # --- admission ----------------------------------------------------------------------------------
+
+    def _submitted(self, event: ev.TaskSubmitted) -> None:
+        """Answer from what is known, refuse, or admit; exactly one of these."""
+        task = event.task
+        content = content_hash(task)
+        self._forget_results(event.now)
+        if self._join(event, content):
+            return
+        if self._refusal is not None:
+            self._refuse(event, *self._refusal)
+            return
+        try:
+            check_task(task, self.limits)
+        except RequestError as error:
+            self._refuse(event, Status.REJECTED, ErrorInfo(error.reason, str(error)))
+            return
+        lane = self._lanes[task.lane]
+        nbytes = task.blocks * self.limits.block_bytes * self.limits.ranks
+        busy = self._too_much(lane, nbytes)
+        if busy is not None:
+            self._refuse(event, Status.BUSY, busy, self._retry_after(lane))
+            return
+        self._admit(event, content, nbytes)
+
+    def _join(self, event: ev.TaskSubmitted, content: int) -> bool:
+        """Treat a push of a task_id that is known. True: it was treated."""
+        task_id = event.task.task_id
+        record = self._records.get(task_id) or self._stragglers.get(task_id)
+        kept = self._results.get(task_id)
+        if record is None and kept is None:
+            return False
+        asked_before = record.content if record is not None else kept[1] if kept is not None else None
+        if asked_before != content:
+            what = f"another task was pushed under the id {task_id[:80]!r} before"
+            self._refuse(event, Status.REJECTED, ErrorInfo("task_id_conflict", what))
+        elif kept is not None:
+            self._out.append(ev.Reply(event.client, event.seq, kept[2]))
+        elif record is not None and record.state is not State.DONE and len(record.waiters) < MAX_WAITERS:
+            record.waiters.append((event.client, event.seq))
+        else:  # its blocks are still held by a rank that was left behind, or too many wait already
+            self._refuse(event, Status.BUSY, ErrorInfo("task_id_busy", "this task_id is taken"), RETRY_AFTER_S[1])
+        return True
+
+    def _admit(self, event: ev.TaskSubmitted, content: int, nbytes: int) -> None:
+        task, now = event.task, event.now
+        record = _Record(
+            task=task,
+            content=content,
+            generation=self.generation,
+            admitted_at=now,
+            deadline=now + task.timeout,
+            nbytes=nbytes,
+            waiters=[(event.client, event.seq)],
+        )
+        record.claim = self._hazards.enter(record, task.footprint())
+        self._records[task.task_id] = record
+        self._queued += 1
+        lane = self._lanes[task.lane]
+        lane.tasks += 1
+        lane.nbytes += nbytes
+        self._recorder.note(task.task_id, "admitted", lane=str(task.lane), blocks=task.blocks)
+        self._set_alarm(record.deadline, record)
+        if record.claim.ready:
+            lane.ready.append(record)
+            self._start_ready()
+
+    def _too_much(self, lane: _LaneState, nbytes: int) -> ErrorInfo | None:
+        if self._queued >= self.limits.max_queued:
+            return ErrorInfo("queue_full", f"{self._queued} tasks are queued, the most allowed")
+        # One task alone may be larger than the bound: refusing it for ever would not be "retry later".
+        if lane.tasks and lane.nbytes + nbytes > self.limits.max_bytes:
+            return ErrorInfo("bytes_in_flight", f"{lane.nbytes} bytes are under way in this lane")
+        return None
+
+    def _retry_after(self, lane: _LaneState) -> float:
+        """How long this lane takes to work off a quarter of what waits: early enough, not a stampede."""
+        waiting = max(1, lane.tasks - lane.running)
+        estimate = lane.seconds * waiting / self.limits.lane_depth / 4
+        return min(max(estimate, RETRY_AFTER_S[0]), RETRY_AFTER_S[1])
+
+    def _refuse(
+        self, event: ev.TaskSubmitted, status: Status, error: ErrorInfo, retry_after: float | None = None
+    ) -> None:
+        self._statuses[status] += 1
+        self._rejects[error.code] += 1
+        result = TaskResult(
+            task_id=event.task.task_id,
+            status=status,
+            error=error,
+            retry_after=retry_after,
+            generation=self.generation,
+            boot_id=self.boot_id,
+        )
+        self._out.append(ev.Reply(event.client, event.seq, result))
+
+    # --- running ------------------------------------------------------------------------------------
+
+    def _start_ready(self) -> None:
+        if self._paused or not self._starting:
+            return
+        for lane in self._lanes.values():
+            while lane.ready and lane.running < self.limits.lane_depth:
+                record = lane.ready.popleft()
+                if record.state is not State.QUEUED:  # taken back while it waited for a place
+                    continue
+                self._move(record, State.RUNNING)
+                self._recorder.note(record.task.task_id, "started")
+                self._out.append(ev.Start(record.task, record.generation, record.admitted_at))
+
+    def _merged(self, event: ev.RoundMerged) -> None:
+        record = self._records.get(event.task_id)
+        if record is None or record.state not in (State.RUNNING, State.CANCELLING):
+            raise InvariantError(
+                f"a round of {event.task_id!r} was merged, which is not running\n{self._story(event.task_id)}"
+            )
+        lane = self._lanes[record.task.lane]
+        spent = event.now - record.admitted_at
+        lane.seconds = spent if not lane.seconds else 0.9 * lane.seconds + 0.1 * spent
+        record.straggling.update(event.missing)
+        merged = event.merged
+        status = merged.status
+        if record.stop is Stop.CANCELLED and status is Status.EXPIRED:
+            status = Status.CANCELLED  # the slack of a cancel ran out: the caller hears of the cancel
+        self._finish(record, status, merged, event.now)
+
+    def _rank_left(self, event: ev.RankLeft) -> None:
+        record = self._stragglers.get(event.task_id)
+        if record is None:
+            return
+        record.straggling.discard(event.rank)
+        if not record.straggling:
+            del self._stragglers[event.task_id]
+            self._recorder.note(event.task_id, "straggler left", rank=event.rank)
+            self._release(record)
+
+    def _rank_died(self, event: ev.RankDied) -> None:
+        error = ErrorInfo("rank_died", f"rank {event.rank} died: {event.cause}")
+        self._refusal = (Status.FAILED, error)
+        self._starting = False
+        for record in list(self._records.values()):
+            if record.state is State.QUEUED:
+                self._finish_early(record, Status.FAILED, error, event.now)
+        for task_id, record in list(self._stragglers.items()):
+            self._rank_left(ev.RankLeft(task_id, event.rank, event.now))
+            assert record.state is State.DONE
+
+    # --- ending early -------------------------------------------------------------------------------
+
+    def _client_gone(self, event: ev.ClientGone) -> None:
+        for record in list(self._records.values()):
+            waiters = [waiter for waiter in record.waiters if waiter[0] != event.client]
+            if len(waiters) == len(record.waiters):
+                continue
+            record.waiters = waiters
+            if not waiters:
+                self._end(record, Stop.CANCELLED, event.now)
+
+    def _cancel_requested(self, event: ev.CancelRequested) -> None:
+        record = self._records.get(event.task_id)
+        if record is not None:
+            self._end(record, Stop.CANCELLED, event.now)
+
+    def _deadline_reached(self, event: ev.DeadlineReached) -> None:
+        self._wake_at = math.inf
+        while self._alarms and self._alarms[0][0] <= event.now:
+            _, _, record = heapq.heappop(self._alarms)
+            if record.state is State.CANCELLING:
+                if event.now >= record.forsaken_at:  # else this alarm is the deadline of a cancelled task
+                    self._out.append(ev.ExpireRound(record.task.task_id))
+            elif record.state is not State.DONE:
+                self._end(record, Stop.EXPIRED, event.now)
+        self._ask_for_wake()
+
+    def _end(self, record: _Record, reason: Stop, now: float) -> None:
+        if record.state is State.QUEUED:
+            waited = f"{'deadline reached' if reason is Stop.EXPIRED else 'cancelled'} while queued"
+            self._finish_early(record, Status(reason.value), ErrorInfo(str(reason), waited), now)
+        elif record.state is State.RUNNING:
+            record.stop = reason
+            self._move(record, State.CANCELLING)
+            self._recorder.note(record.task.task_id, "told to end", reason=str(reason))
+            self._out.append(ev.StopTask(record.task.task_id, reason))
+            record.forsaken_at = now + self.limits.deadline_slack
+            self._set_alarm(record.forsaken_at, record)
+
+    def _queue_abandoned(self, event: ev.QueueAbandoned) -> None:
+        error = ErrorInfo("shutdown", "the daemon shut down before this task started")
+        for record in list(self._records.values()):
+            if record.state is State.QUEUED:
+                self._finish_early(record, Status.FAILED, error, event.now)
+
+    # --- control ------------------------------------------------------------------------------------
+
+    def _pause_requested(self, _: ev.PauseRequested) -> None:
+        self._paused = True
+
+    def _resume_requested(self, _: ev.ResumeRequested) -> None:
+        self._paused = False
+        if self._starting:
+            self._refusal = None
+        self._start_ready()
+
+    def _drain_requested(self, _: ev.DrainRequested) -> None:
+        if self._refusal is None:
+            self._refusal = (Status.REJECTED, ErrorInfo("draining", "the daemon is draining and admits no new tasks"))
+
+    def _shutdown_requested(self, event: ev.ShutdownRequested) -> None:
+        self._drain_requested(ev.DrainRequested(event.now))
+        self._starting = False
+
+    def _generation_bumped(self, event: ev.GenerationBumped) -> None:
+        self._recorder.note("", "generation", old=self.generation, new=event.generation)
+        self.generation = event.generation
+
+    # --- ending -------------------------------------------------------------------------------------
+
+    def _finish_early(self, record: _Record, status: Status, error: ErrorInfo, now: float) -> None:
+        """Answer a task that no rank has seen."""
+        self._finish(record, status, Merged(status, [], [], error), now)
+
+    def _finish(self, record: _Record, status: Status, merged: Merged, now: float) -> None:
+        task_id = record.task.task_id
+        self._move(record, State.DONE)
+        result = TaskResult(
+            task_id=task_id,
+            status=status,
+            block_ids=merged.block_ids,
+            ranks=merged.ranks,
+            error=merged.error,
+            bytes=merged.bytes,
+            duration=now - record.admitted_at,
+            generation=record.generation,
+            boot_id=self.boot_id,
+        )
+        self._statuses[status] += 1
+        self._recorder.note(task_id, "done", status=str(status), blocks=len(merged.block_ids))
+        for client, seq in record.waiters:
+            self._out.append(ev.Reply(client, seq, result))
+        del self._records[task_id]
+        lane = self._lanes[record.task.lane]
+        lane.tasks -= 1
+        lane.nbytes -= record.nbytes
+        self._results[task_id] = (now + self.limits.result_ttl, record.content, result)
+        self._forget_results(now)
+        if record.straggling:
+            self._stragglers[task_id] = record
+            self._recorder.note(task_id, "straggling", ranks=sorted(record.straggling))
+            self._start_ready()
+        else:
+            self._release(record)
+
+    def _release(self, record: _Record) -> None:
+        """The task's blocks are free; whoever waited for them gets its turn."""
+        assert record.claim is not None
+        for claim in self._hazards.leave(record.claim):
+            waiting = claim.owner
+            assert isinstance(waiting, _Record)
+            if waiting.state is State.QUEUED:
+                self._lanes[waiting.task.lane].ready.append(waiting)
+        self._start_ready()
+
+    def _forget_results(self, now: float) -> None:
+        """Results leave in the order in which they came: all live equally long."""
+        while self._results:
+            task_id, (expires, _, _) = next(iter(self._results.items()))
+            if expires > now and len(self._results) <= self.limits.max_results:
+                return
+            del self._results[task_id]
+
+    def _move(self, record: _Record, state: State) -> None:
+        if state not in TRANSITIONS[record.state]:
+            task_id = record.task.task_id
+            raise InvariantError(f"{task_id!r} cannot go from {record.state} to {state}\n{self._story(task_id)}")
+        lane = self._lanes[record.task.lane]
+        if record.state is State.QUEUED:
+            self._queued -= 1
+        if state is State.RUNNING:
+            lane.running += 1
+        if state is State.DONE and record.state is not State.QUEUED:
+            lane.running -= 1
+        record.state = state
+
+    def _story(self, task_id: str) -> str:
+        return self._recorder.story(task_id)
+
+    # --- alarms -------------------------------------------------------------------------------------
+
+    def _set_alarm(self, when: float, record: _Record) -> None:
+        self._alarm_number += 1
+        heapq.heappush(self._alarms, (when, self._alarm_number, record))
+        # Most tasks end long before their deadline: drop their alarms before they outnumber the live ones.
+        if len(self._alarms) > 64 + 4 * len(self._records):
+            self._alarms = [alarm for alarm in self._alarms if alarm[2].state is not State.DONE]
+            heapq.heapify(self._alarms)
+        self._ask_for_wake()
+
+    def _ask_for_wake(self) -> None:
+        while self._alarms and self._alarms[0][2].state is State.DONE:
+            heapq.heappop(self._alarms)
+        if self._alarms and self._alarms[0][0] < self._wake_at:
+            self._wake_at = self._alarms[0][0]
+            self._out.append(ev.WakeAt(self._wake_at))

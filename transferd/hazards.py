@@ -1,0 +1,135 @@
+"""Who must wait for whom: ordering tasks that touch the same block.
+
+Two tasks that touch the same block of the same tier, at least one of them writing, run in the order
+of their submission; all others may overlap. Each task enters the table once with its footprint and
+becomes a `Claim`. A claim waits for
+
+* the last claim that writes a block it reads or writes (read after write, write after write);
+* every claim that reads a block it writes, since that block's last writer (write after read).
+
+Edges lead from later to earlier claims only, so there is no cycle and no deadlock.
+
+A claim may leave before its turn: a queued task is cancelled while tasks before it still run. Its
+waiter gets an answer at once, but the claim stays in the table as an abandoned one until its own
+blockers have left, because later claims were ordered behind it instead of behind them. Then it
+leaves by itself.
+
+Storage blocks are named by key and never change under their key, so there a write need not wait for
+a read; a write waits for a write (the second finds the object stored: one transfer serves both) and
+a read for a write (it asked for the block after the other task promised it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+
+from transferd.tasks import Footprint
+
+
+class Claim:
+    """One task's place in the order. `owner` is the caller's own; `ready` once nothing blocks it."""
+
+    __slots__ = ("abandoned", "blockers", "dependents", "footprint", "owner")
+
+    def __init__(self, owner: object, footprint: Footprint) -> None:
+        self.owner = owner
+        self.footprint = footprint
+        self.blockers = 0  # claims before this one that have not left
+        self.dependents: list[Claim] = []  # claims that count this one among their blockers
+        self.abandoned = False
+
+    @property
+    def ready(self) -> bool:
+        return not self.blockers
+
+
+class _Use:
+    """Who uses one block: the last writer and the readers since. Earlier claims order behind these."""
+
+    __slots__ = ("readers", "writer")
+
+    def __init__(self) -> None:
+        self.writer: Claim | None = None
+        self.readers: dict[Claim, None] = {}  # a dict for its order: same blockers order in every run
+
+
+class HazardTable:
+    """All claims that have not left. Mutated by `enter` and `leave` only; cost is linear in blocks."""
+
+    def __init__(self) -> None:
+        self._device: dict[Hashable, _Use] = {}
+        self._host: dict[Hashable, _Use] = {}
+        self._storage: dict[Hashable, _Use] = {}
+        self._claims = 0
+
+    def enter(self, owner: object, footprint: Footprint) -> Claim:
+        """Add a claim behind all claims it conflicts with."""
+        claim = Claim(owner, footprint)
+        blockers: dict[Claim, None] = {}
+        for uses, ids, writes in self._touched(footprint):
+            for block in ids:
+                use = uses.get(block)
+                if use is None:
+                    use = uses[block] = _Use()
+                if use.writer is not None:
+                    blockers[use.writer] = None
+                if writes:
+                    if uses is not self._storage:
+                        blockers.update(use.readers)
+                        use.readers = {}
+                    use.writer = claim
+                else:
+                    use.readers[claim] = None
+        blockers.pop(claim, None)  # a block named twice by one task
+        claim.blockers = len(blockers)
+        for blocker in blockers:
+            blocker.dependents.append(claim)
+        self._claims += 1
+        return claim
+
+    def leave(self, claim: Claim) -> list[Claim]:
+        """The task is over (or taken back while queued). Returns the claims that became ready, in order."""
+        if claim.blockers:
+            claim.abandoned = True
+            return []
+        became_ready: list[Claim] = []
+        leaving = [claim]
+        while leaving:
+            gone = leaving.pop()
+            self._forget(gone)
+            for dependent in gone.dependents:
+                dependent.blockers -= 1
+                if dependent.blockers == 0:
+                    (leaving if dependent.abandoned else became_ready).append(dependent)
+            gone.dependents = []
+        return became_ready
+
+    def __len__(self) -> int:
+        return self._claims
+
+    @property
+    def idle(self) -> bool:
+        """Nothing claimed and nothing left behind."""
+        return not (self._claims or self._device or self._host or self._storage)
+
+    def _touched(self, footprint: Footprint) -> Iterator[tuple[dict[Hashable, _Use], Sequence[Hashable], bool]]:
+        # Reads before writes: a task that reads and writes one block does not wait for itself.
+        yield self._device, footprint.device_reads, False
+        yield self._host, footprint.host_reads, False
+        yield self._storage, footprint.storage_reads, False
+        yield self._device, footprint.device_writes, True
+        yield self._host, footprint.host_writes, True
+        yield self._storage, footprint.storage_writes, True
+
+    def _forget(self, claim: Claim) -> None:
+        for uses, ids, _ in self._touched(claim.footprint):
+            for block in ids:
+                use = uses.get(block)
+                if use is None:
+                    continue
+                if use.writer is claim:
+                    use.writer = None
+                use.readers.pop(claim, None)
+                if use.writer is None and not use.readers:
+                    del uses[block]
+        self._claims -= 1
