@@ -1,11 +1,42 @@
-"""How ranks agree: a self-resetting barrier. (Theory of operation and properties: to be written here.)"""
+"""How ranks agree: a barrier that resets itself because there is nothing to reset.
+
+Theory of operation
+-------------------
+A *round* is the meeting of all ranks on one task, and it is an object of its own. Each rank does its
+share of the task and arrives with an outcome; the last arrival merges all outcomes, once, and ends
+the round. A round that has ended stays ended, and the next task has the next round. So there is no
+state to return to, no moment at which somebody still in the old meeting could be taken for somebody
+in the new one, and no `reset()` whose timing could be wrong.
+
+A round is open or ended, and three things end it:
+
+    the last live rank arrives      merged from what the ranks brought
+    expire()                        ranks that had not arrived get an outcome of code `expired`
+    rank_died()                     ranks that had not arrived get an outcome of code `rank_died`;
+                                    each names the culprit, and the culprit is the first cause
+
+Once a rank has died, no round that it has not reached can ever be whole, and waiting for the live
+ones would only tell the engine later. So its death ends every open round that it had not reached, at
+once, and every round opened afterwards is ended by `open` itself. Rounds it had reached go on.
+
+A rank whose round ended without it may still be touching the task's blocks. It is *owing* until its
+arrival comes (which then counts as late) or it dies; meanwhile its task id cannot be opened again,
+or its old outcome would be taken for the new round's.
+
+Everything happens in the calls, on one thread: an arrival costs a dict look-up, the last one also
+the merge. No task, timer or future is made, except one future for each `Round.wait()` that has to
+wait. Time is never read here; whoever keeps the deadlines calls `expire`.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
-from transferd.tasks import Merged, RankOutcome
+from transferd.errors import InvariantError, RankDied
+from transferd.tasks import ErrorInfo, Merged, RankOutcome, RankResult, Status, Stop
 
 Merge = Callable[[Sequence[RankOutcome]], Merged]
 
@@ -18,33 +49,281 @@ class Arrival(enum.Enum):
     LATE = "late"  # the round is closed, or never was: counted and dropped
 
 
-class Round:
-    """The meeting of all ranks on one task. A new object per task: nothing to reset."""
+@dataclass(frozen=True, slots=True)
+class BarrierStatistics:
+    """A snapshot: rounds open now, rounds ended since the start (and how many of these by a deadline),
+    arrivals that were dropped as late, ranks still owing an arrival, and ranks that are dead."""
 
-    task_id: str
-    merged: Merged | None  # None while open
+    open: int
+    completed: int
+    expired: int
+    late: int
+    owing: int
+    dead: tuple[int, ...]
+
+
+class Round:
+    """The meeting of all ranks on one task. A new object per task: nothing to reset.
+
+    task_id: whose meeting it is.
+    outcomes: who has arrived with what, in the order of arrival. The barrier's to change.
+    merged: the answer of all ranks; None while open, and never changed once set.
+    missing: live ranks that had not arrived when the round ended, ascending. They may still be at
+        work on the task's blocks. Empty while open, and for a round that `open` ended: nobody began.
+    """
+
+    __slots__ = ("_merge", "_on_complete", "_waiters", "merged", "missing", "outcomes", "task_id")
+
+    def __init__(self, task_id: str, merge: Merge, on_complete: Callable[[Round], None] | None) -> None:
+        self.task_id = task_id
+        self.outcomes: dict[int, RankOutcome] = {}
+        self.merged: Merged | None = None
+        self.missing: tuple[int, ...] = ()
+        self._merge = merge
+        self._on_complete = on_complete
+        self._waiters: dict[asyncio.Future[None], None] | None = None  # a dict for its order
 
     async def wait(self) -> Merged:
         """Wait for completion; any number of waiters, each may be cancelled without disturbing the others."""
-        raise NotImplementedError
+        if self.merged is None:
+            waiter = asyncio.get_running_loop().create_future()
+            if self._waiters is None:
+                self._waiters = {}
+            self._waiters[waiter] = None
+            try:
+                await waiter
+            finally:
+                self._waiters.pop(waiter, None)
+        assert self.merged is not None
+        return self.merged
+
+    def end(self) -> None:
+        """Merge what is there, wake the waiters, tell the listener. Called by the barrier, once."""
+        if self.merged is not None:
+            raise InvariantError(f"a round ended twice: {self!r}")
+        outcomes = list(self.outcomes.values())
+        try:
+            self.merged = self._merge(outcomes)
+        except Exception as error:  # noqa: BLE001 - a bug in a merge must not cost the engine its answer
+            self.merged = _unmergeable(self.task_id, outcomes, error)
+        for waiter in self._waiters or ():
+            if not waiter.done():
+                waiter.set_result(None)
+        if self._on_complete is not None:
+            self._on_complete(self)
+
+    def __repr__(self) -> str:
+        if self.merged is None:
+            return f"<Round {self.task_id!r} open, arrived: {_ranks(self.outcomes)}>"
+        left_behind = f", missing: {_ranks(self.missing)}" if self.missing else ""
+        return f"<Round {self.task_id!r} {self.merged.status}{left_behind}>"
 
 
 class RankBarrier:
+    """Where `parties` ranks, 0 … parties-1, meet once for each task.
+
+    The eight properties, each with a test of its name in tests/unit/test_barrier.py, and all of them
+    together against a naive model in test_barrier_stateful.py:
+
+    1. A round completes exactly once: one merge, one `on_complete`, one value of `merged`.
+    2. A second arrival of a rank in an open round is an error that names both arrivals.
+    3. An arrival for a round that has ended, or never was, is counted and dropped.
+    4. A failed rank still arrives, with its failure.
+    5. A deadline completes the round and names the missing ranks.
+    6. A rank's death completes every open round that it had not reached, with the culprit, and every
+       round opened later.
+    7. Cancelling a waiter disturbs nobody: not the round, not the other waiters.
+    8. Rounds of different tasks never mix, in any interleaving.
+
+    Not thread-safe: call it from the thread of one event loop. It keeps one object for each open
+    round and one small set for each ended round that a live rank still owes its arrival; nothing else.
+    """
+
     def __init__(self, parties: int) -> None:
-        raise NotImplementedError
+        if parties < 1:
+            raise ValueError(f"a barrier needs at least one rank, not {parties}")
+        self.parties = parties
+        self._rounds: dict[str, Round] = {}  # open ones, in the order of opening
+        self._owing: dict[str, set[int]] = {}  # ended rounds: live ranks that have not arrived
+        self._dead: dict[int, RankDied] = {}  # in the order of death
+        self._completed = 0
+        self._expired = 0
+        self._late = 0
+
+    # --- the life of a round ------------------------------------------------------------------------
 
     def open(self, task_id: str, merge: Merge, on_complete: Callable[[Round], None] | None = None) -> Round:
-        """Start a round. Ranks known to be dead have arrived already, with RankDied. InvariantError if one is open."""
-        raise NotImplementedError
+        """Start a round.
+
+        merge: called once, with one outcome per rank in the order of arrival. If it raises, the round
+            ends as `failed` with code `internal`; it is never lost.
+        on_complete: called once, synchronously, from the call that ends the round, after `merged` is
+            set. It may call back into the barrier. What it raises reaches the caller of that call;
+            the round has ended all the same.
+
+        When a rank is dead, the round has ended before this returns, `on_complete` included: look at
+        `merged`, and start no rank on it.
+
+        Raises InvariantError if the task's round is open, or if a rank has not yet left the last one.
+        """
+        if task_id in self._rounds:
+            raise InvariantError(f"the round of {task_id!r} is open already: {self._rounds[task_id]!r}")
+        if task_id in self._owing:
+            still = _ranks(self._owing[task_id])
+            raise InvariantError(f"the round of {task_id!r} cannot open: rank {still} has not left its last one")
+        round_ = Round(task_id, merge, on_complete)
+        if self._dead:
+            self._fill_after_death(round_)
+            self._end(round_)
+        else:
+            self._rounds[task_id] = round_
+        return round_
 
     def arrive(self, task_id: str, outcome: RankOutcome) -> Arrival:
-        """One rank is done, well or badly. InvariantError naming both on a second arrival in an open round."""
-        raise NotImplementedError
+        """One rank is done, well or badly.
+
+        Raises InvariantError on a second arrival of a rank in an open round (the first one counts)
+        and for a rank that does not exist.
+        """
+        round_ = self._rounds.get(task_id)
+        if round_ is None:
+            return self._arrive_late(task_id, outcome.rank)
+        outcomes, rank = round_.outcomes, outcome.rank
+        if rank in outcomes:
+            raise InvariantError(
+                f"rank {rank} arrived twice at {task_id!r}: "
+                f"first with {_describe(outcomes[rank])}, then with {_describe(outcome)}"
+            )
+        if not 0 <= rank < self.parties:
+            raise InvariantError(f"rank {rank} arrived at {task_id!r}, but ranks are 0 … {self.parties - 1}")
+        outcomes[rank] = outcome
+        if len(outcomes) < self.parties:
+            return Arrival.WAITING
+        del self._rounds[task_id]
+        self._end(round_)
+        return Arrival.COMPLETED
 
     def expire(self, task_id: str) -> tuple[int, ...]:
-        """Complete the round now; missing ranks get an outcome with code "expired". Returns who was missing."""
-        raise NotImplementedError
+        """Complete the round now; missing ranks get an outcome with code "expired". Returns who was missing.
+
+        A round that has ended, or never was, is left alone: ().
+        """
+        round_ = self._rounds.pop(task_id, None)
+        if round_ is None:
+            return ()
+        self._leave_behind(round_)
+        error = ErrorInfo(str(Stop.EXPIRED), f"not arrived by the deadline, missing: {_ranks(round_.missing)}")
+        for rank in round_.missing:
+            round_.outcomes[rank] = RankOutcome(rank, error=error, stop=Stop.EXPIRED)
+        self._expired += 1
+        self._end(round_)
+        return round_.missing
 
     def rank_died(self, rank: int, cause: str) -> None:
-        """Every open round that this rank has not reached gets its RankDied outcome, now and from now on."""
-        raise NotImplementedError
+        """Every open round that this rank has not reached ends now, and every round opened later at once.
+
+        All these rounds end, also when an `on_complete` raises; the first such error is raised in the
+        end. A second death of a rank changes nothing: the first cause counts.
+
+        Raises InvariantError for a rank that does not exist.
+        """
+        if not 0 <= rank < self.parties:
+            raise InvariantError(f"rank {rank} died, but ranks are 0 … {self.parties - 1}")
+        if rank in self._dead:
+            return
+        self._dead[rank] = RankDied(rank, cause)
+        for task_id in [task_id for task_id, ranks in self._owing.items() if rank in ranks]:
+            self._settle(task_id, rank)
+        first_error: Exception | None = None
+        for round_ in [r for r in self._rounds.values() if rank not in r.outcomes]:
+            if self._rounds.get(round_.task_id) is not round_:
+                continue  # an on_complete of this very loop ended it
+            del self._rounds[round_.task_id]
+            self._leave_behind(round_)
+            self._fill_after_death(round_)
+            try:
+                self._end(round_)
+            except Exception as error:  # noqa: BLE001 - one listener's bug must not keep the other rounds open
+                first_error = first_error or error
+        if first_error is not None:
+            raise first_error
+
+    # --- what can be seen from outside --------------------------------------------------------------
+
+    def missing(self, task_id: str) -> tuple[int, ...]:
+        """Ranks that have not arrived at the task's open round, ascending; () if there is none."""
+        round_ = self._rounds.get(task_id)
+        return () if round_ is None else self._absent(round_)
+
+    def statistics(self) -> BarrierStatistics:
+        return BarrierStatistics(
+            open=len(self._rounds),
+            completed=self._completed,
+            expired=self._expired,
+            late=self._late,
+            owing=sum(map(len, self._owing.values())),
+            dead=tuple(sorted(self._dead)),
+        )
+
+    def __repr__(self) -> str:
+        dead = f" dead: {_ranks(self._dead)}" if self._dead else ""
+        return f"<RankBarrier parties={self.parties} open={len(self._rounds)} completed={self._completed}{dead}>"
+
+    # --- inside -------------------------------------------------------------------------------------
+
+    def _end(self, round_: Round) -> None:
+        """The round is no longer among the open ones, and everybody absent has an outcome."""
+        self._completed += 1
+        round_.end()
+
+    def _absent(self, round_: Round) -> tuple[int, ...]:
+        return tuple(rank for rank in range(self.parties) if rank not in round_.outcomes)
+
+    def _arrive_late(self, task_id: str, rank: int) -> Arrival:
+        self._late += 1
+        if task_id in self._owing:
+            self._settle(task_id, rank)
+        return Arrival.LATE
+
+    def _settle(self, task_id: str, rank: int) -> None:
+        """This rank owes the ended round nothing any more: it arrived, or never will."""
+        ranks = self._owing[task_id]
+        ranks.discard(rank)
+        if not ranks:
+            del self._owing[task_id]
+
+    def _leave_behind(self, round_: Round) -> None:
+        """Note the live ranks that the round ends without."""
+        round_.missing = tuple(rank for rank in self._absent(round_) if rank not in self._dead)
+        if round_.missing:
+            self._owing[round_.task_id] = set(round_.missing)
+
+    def _fill_after_death(self, round_: Round) -> None:
+        """Give every absent rank its outcome: first the dead, who are the cause, then those they let down."""
+        for rank, death in self._dead.items():
+            if rank not in round_.outcomes:
+                round_.outcomes[rank] = RankOutcome(rank, error=ErrorInfo(death.reason, str(death)))
+        culprit = next(iter(self._dead.values()))
+        for rank in self._absent(round_):
+            error = ErrorInfo(culprit.reason, f"not arrived when {culprit}")
+            round_.outcomes[rank] = RankOutcome(rank, error=error)
+
+
+def _unmergeable(task_id: str, outcomes: Sequence[RankOutcome], error: Exception) -> Merged:
+    """The answer when merging itself failed: nothing is claimed, and the bug is told."""
+    told = InvariantError(f"the outcomes of {task_id!r} could not be merged: {type(error).__name__}: {error}")
+    ranks = [
+        RankResult(rank=o.rank, status=Status.FAILED, bytes=o.bytes, error=o.error)
+        for o in sorted(outcomes, key=lambda o: o.rank)
+    ]
+    return Merged(Status.FAILED, [], ranks, ErrorInfo(told.reason, str(told)), sum(o.bytes for o in outcomes))
+
+
+def _describe(outcome: RankOutcome) -> str:
+    """One arrival in a few words, for the error that names two of them."""
+    blocks = f"{len(outcome.moved)} blocks"
+    return blocks if outcome.error is None else f"{blocks} and error {outcome.error.code}: {outcome.error.message}"
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(ranks))) or "none"
