@@ -300,10 +300,10 @@ class RankBarrier:
 
     def _fill_after_death(self, round_: Round) -> None:
         """Give every absent rank its outcome: first the dead, who are the cause, then those they let down."""
-        for rank, death in self._dead.items():
-            if rank not in round_.outcomes:
-                round_.outcomes[rank] = RankOutcome(rank, error=ErrorInfo(death.reason, str(death)))
-        culprit = next(iter(self._dead.values()))
+        absent_dead = [death for rank, death in self._dead.items() if rank not in round_.outcomes]
+        for death in absent_dead:
+            round_.outcomes[death.rank] = RankOutcome(death.rank, error=ErrorInfo(death.reason, str(death)))
+        culprit = absent_dead[0]
         for rank in self._absent(round_):
             error = ErrorInfo(culprit.reason, f"not arrived when {culprit}")
             round_.outcomes[rank] = RankOutcome(rank, error=error)
