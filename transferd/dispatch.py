@@ -33,17 +33,18 @@ unreachable for later tasks and lets running ones finish under their own name.
 from __future__ import annotations
 
 import enum
-import heapq
 import math
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from transferd import events as ev
 from transferd.admission import Limits, check_task, content_hash
+from transferd.alarms import Alarms
 from transferd.errors import InvariantError, RequestError
 from transferd.hazards import Claim, HazardTable
+from transferd.results import ResultMemory
 from transferd.tasks import ErrorInfo, Lane, Merged, Status, Stop, Task, TaskResult
 from transferd.trace import Recorder
 
@@ -124,16 +125,15 @@ class Dispatcher:
         self._recorder = recorder or Recorder()
         self._records: dict[str, _Record] = {}  # queued, running, cancelling
         self._stragglers: dict[str, _Record] = {}  # done, but a rank has not let go
-        self._results: OrderedDict[str, tuple[float, int, TaskResult]] = OrderedDict()  # id -> expiry, content, result
+        self._results = ResultMemory(limits.result_ttl, limits.max_results)
         self._hazards = HazardTable()
         self._lanes = {lane: _LaneState() for lane in Lane}
         self._queued = 0
         self._paused = False
         self._refusal: tuple[Status, ErrorInfo] | None = None  # why nothing is admitted (draining, dead rank)
         self._starting = True  # False once shutdown was requested or a rank died
-        self._alarms: list[tuple[float, int, _Record]] = []  # heap; entries of finished tasks are skipped
-        self._alarm_number = 0
-        self._wake_at = math.inf
+        self._alarms: Alarms[_Record] = Alarms(lambda record: record.state is State.DONE)
+        self._wake_at = math.inf  # what was last asked for and has not come
         self._statuses: Counter[str] = Counter()
         self._rejects: Counter[str] = Counter()
         self._out: list[ev.Instruction] = []
@@ -174,6 +174,11 @@ class Dispatcher:
     @property
     def admitting(self) -> bool:
         return self._refusal is None
+
+    @property
+    def task_ids(self) -> list[str]:
+        """Ids of all tasks that are admitted and not answered."""
+        return list(self._records)
 
     def state_of(self, task_id: str) -> State | None:
         """None for a task that was never admitted or is long forgotten."""
@@ -223,7 +228,7 @@ class Dispatcher:
         """Answer from what is known, refuse, or admit; exactly one of these."""
         task = event.task
         content = content_hash(task)
-        self._forget_results(event.now)
+        self._results.forget(event.now)
         if self._join(event, content):
             return
         if self._refusal is not None:
@@ -249,12 +254,12 @@ class Dispatcher:
         kept = self._results.get(task_id)
         if record is None and kept is None:
             return False
-        asked_before = record.content if record is not None else kept[1] if kept is not None else None
+        asked_before = record.content if record is not None else kept.content if kept is not None else None
         if asked_before != content:
             what = f"another task was pushed under the id {task_id[:80]!r} before"
             self._refuse(event, Status.REJECTED, ErrorInfo("task_id_conflict", what))
         elif kept is not None:
-            self._out.append(ev.Reply(event.client, event.seq, kept[2]))
+            self._out.append(ev.Reply(event.client, event.seq, kept.result))
         elif record is not None and record.state is not State.DONE and len(record.waiters) < MAX_WAITERS:
             record.waiters.append((event.client, event.seq))
         else:  # its blocks are still held by a rank that was left behind, or too many wait already
@@ -382,12 +387,12 @@ class Dispatcher:
 
     def _deadline_reached(self, event: ev.DeadlineReached) -> None:
         self._wake_at = math.inf
-        while self._alarms and self._alarms[0][0] <= event.now:
-            _, _, record = heapq.heappop(self._alarms)
+        for record in self._alarms.due(event.now):
             if record.state is State.CANCELLING:
                 if event.now >= record.forsaken_at:  # else this alarm is the deadline of a cancelled task
+                    record.forsaken_at = math.inf
                     self._out.append(ev.ExpireRound(record.task.task_id))
-            elif record.state is not State.DONE:
+            else:
                 self._end(record, Stop.EXPIRED, event.now)
         self._ask_for_wake()
 
@@ -456,12 +461,12 @@ class Dispatcher:
         self._recorder.note(task_id, "done", status=str(status), blocks=len(merged.block_ids))
         for client, seq in record.waiters:
             self._out.append(ev.Reply(client, seq, result))
+        self._out.append(ev.Publish(record.task, result))
         del self._records[task_id]
         lane = self._lanes[record.task.lane]
         lane.tasks -= 1
         lane.nbytes -= record.nbytes
-        self._results[task_id] = (now + self.limits.result_ttl, record.content, result)
-        self._forget_results(now)
+        self._results.keep(result, record.content, now)
         if record.straggling:
             self._stragglers[task_id] = record
             self._recorder.note(task_id, "straggling", ranks=sorted(record.straggling))
@@ -478,14 +483,6 @@ class Dispatcher:
             if waiting.state is State.QUEUED:
                 self._lanes[waiting.task.lane].ready.append(waiting)
         self._start_ready()
-
-    def _forget_results(self, now: float) -> None:
-        """Results leave in the order in which they came: all live equally long."""
-        while self._results:
-            task_id, (expires, _, _) = next(iter(self._results.items()))
-            if expires > now and len(self._results) <= self.limits.max_results:
-                return
-            del self._results[task_id]
 
     def _move(self, record: _Record, state: State) -> None:
         if state not in TRANSITIONS[record.state]:
@@ -506,17 +503,11 @@ class Dispatcher:
     # --- alarms -------------------------------------------------------------------------------------
 
     def _set_alarm(self, when: float, record: _Record) -> None:
-        self._alarm_number += 1
-        heapq.heappush(self._alarms, (when, self._alarm_number, record))
-        # Most tasks end long before their deadline: drop their alarms before they outnumber the live ones.
-        if len(self._alarms) > 64 + 4 * len(self._records):
-            self._alarms = [alarm for alarm in self._alarms if alarm[2].state is not State.DONE]
-            heapq.heapify(self._alarms)
+        self._alarms.set(when, record)
         self._ask_for_wake()
 
     def _ask_for_wake(self) -> None:
-        while self._alarms and self._alarms[0][2].state is State.DONE:
-            heapq.heappop(self._alarms)
-        if self._alarms and self._alarms[0][0] < self._wake_at:
-            self._wake_at = self._alarms[0][0]
-            self._out.append(ev.WakeAt(self._wake_at))
+        soonest = self._alarms.next()
+        if soonest < self._wake_at:
+            self._wake_at = soonest
+            self._out.append(ev.WakeAt(soonest))

@@ -172,10 +172,18 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
+class Publish:
+    """An admitted task has ended; for those who follow all tasks. Once per task, however many waiters it had."""
+
+    task: Task
+    result: TaskResult
+
+
+@dataclass(frozen=True, slots=True)
 class WakeAt:
     """Send DeadlineReached at this monotonic time; replaces the time asked for before."""
 
     when: float
 
 
-Instruction = Start | StopTask | ExpireRound | Reply | WakeAt
+Instruction = Start | StopTask | ExpireRound | Reply | Publish | WakeAt
