@@ -65,7 +65,7 @@ class TokenIds(Sequence[int]):
     """The token ids of a sequence, held as one little-endian integer array and sent as raw bytes.
 
     Built from any sequence of ints or any integer numpy array; int32 where the values fit, else
-    int64. Compares equal to another TokenIds, list or tuple of the same ids.
+    int64. Compares equal to another TokenIds or a list of the same ids.
 
     Raises TypeError or OverflowError for values that are not integers of at most 64 bits.
     """
@@ -110,7 +110,7 @@ class TokenIds(Sequence[int]):
     def __eq__(self, other: object) -> bool:
         if isinstance(other, TokenIds):
             return np.array_equal(self.array, other.array)
-        if isinstance(other, list | tuple):
+        if isinstance(other, list):  # not a tuple: it has a hash, and it is another one
             return len(other) == len(self) and list(other) == self.array.tolist()
         return NotImplemented
 
@@ -199,6 +199,8 @@ class ErrorInfo(msgspec.Struct, frozen=True):
     message: str
 
     def __getitem__(self, name: str) -> str:
+        if name not in self.__struct_fields__:
+            raise KeyError(name)
         value: str = getattr(self, name)
         return value
 
@@ -299,6 +301,10 @@ def _merge(
     ]
     # Ranks that moved every block made the task good, whatever they were told afterwards.
     error = None if complete else _first_cause(outcomes, stop)
+    if error is None and not complete and none_found is Status.FAILED:
+        # Only a read may lack blocks for no reason (they were not there); a rank that loses others is our bug.
+        short = ", ".join(str(o.rank) for o in outcomes if len(o.moved) < wanted) or "none"
+        error = ErrorInfo("internal", f"rank {short} ended without all blocks and told no cause")
     status = _status(wanted, len(positions), error, stop, none_found)
     block_ids = [task.gpu_block_ids[i] for i in positions]
     return Merged(status, block_ids, ranks, error, sum(o.bytes for o in outcomes))
