@@ -199,8 +199,8 @@ ERRORS = st.none() | st.sampled_from([BROKEN, ErrorInfo("storage_error", "disk")
 @st.composite
 def tasks_and_outcomes(draw: st.DrawFn) -> tuple[Task, list[RankOutcome]]:
     blocks = draw(st.integers(1, 6))
-    make: Callable[[int], Task] = draw(st.sampled_from([read, write, swap]))
-    task = make(blocks)
+    makers: list[Callable[[int], Task]] = [read, write, swap]
+    task = draw(st.sampled_from(makers))(blocks)
     outcomes = []
     reason = draw(st.sampled_from(list(Stop)))  # every rank of a task is told the same
     for rank in draw(st.permutations(range(draw(st.integers(1, 4))))):
