@@ -1,0 +1,494 @@
+"""The simulated offload, device and storage: their contracts, their faults, and what they find out about callers.
+
+On the two real loops as well (without delays), because a fake that works in a simulation only would
+be a second contract.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from transferd.config import CacheSection
+from transferd.copyplan import CopyPlan, plan_copy
+from transferd.errors import DeviceLost, InvariantError, StorageError, StorageFull, StorageUnavailable, TierError
+from transferd.layout import build_layout
+from transferd.offload import Direction
+from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found
+from transferd.testing.device import SimDevice
+from transferd.testing.faults import DeviceFaults, Dice, Gate, Latency, OffloadFaults, StorageFaults
+from transferd.testing.loop import START, SimLoop, simulate
+from transferd.testing.memory import MemoryWatch, SimMemory
+from transferd.testing.offload import SimOffload
+from transferd.testing.storage import SimStorage
+
+LAYOUT = build_layout(CacheSection(layers=2, kv_heads=1, head_dim=4, block_size=4, device_blocks=8, host_blocks=8))
+SECOND = Latency(1.0, 1.0)
+
+
+def test_the_test_layout_is_small_but_has_several_segments() -> None:
+    assert len(LAYOUT.segments) == 4
+    assert LAYOUT.block_bytes == 128
+
+
+# --- offload --------------------------------------------------------------------------------------
+
+
+async def test_an_offload_returns_what_the_function_returns_or_raises() -> None:
+    offload = SimOffload()
+    assert await offload.run(Direction.OUT, lambda: 5) == 5
+    with pytest.raises(ZeroDivisionError):
+        await offload.run(Direction.IN, lambda: 1 // 0)
+
+
+def test_an_offload_has_its_effect_between_start_and_end_and_answers_at_the_end() -> None:
+    async def main(loop: SimLoop) -> tuple[float, float]:
+        offload = SimOffload(faults=OffloadFaults(SECOND), rng=loop.stream("offload"))
+        effect = await offload.run(Direction.OUT, loop.time)
+        return effect - START, loop.time() - START
+
+    effects = {simulate(main, seed) for seed in range(5)}
+    assert all(0 < effect < end == 1 for effect, end in effects)
+    assert len(effects) == 5
+
+
+def test_an_offload_has_as_many_workers_per_direction_as_it_says() -> None:
+    async def main(loop: SimLoop) -> list[float]:
+        offload = SimOffload(threads=2, faults=OffloadFaults(SECOND))
+
+        async def done(direction: Direction) -> float:
+            await offload.run(direction, int)
+            return loop.time() - START
+
+        return sorted(await asyncio.gather(*(done(Direction.OUT) for _ in range(3)), done(Direction.IN)))
+
+    assert simulate(main, 0) == [1, 1, 1, 2]
+
+
+def test_a_started_function_runs_to_its_end_and_a_waiting_one_can_be_taken_back() -> None:
+    async def main(_: SimLoop) -> list[str]:
+        offload = SimOffload(threads=1, faults=OffloadFaults(SECOND))
+        ran: list[str] = []
+        first = offload.run(Direction.OUT, lambda: ran.append("first"))
+        second = offload.run(Direction.OUT, lambda: ran.append("second"))
+        third = offload.run(Direction.OUT, lambda: ran.append("third"))
+        await asyncio.sleep(0)
+        first.cancel()
+        second.cancel()
+        await third
+        return ran
+
+    assert simulate(main, 0) == ["first", "third"]
+
+
+async def test_an_offload_can_stall_one_direction_fail_and_close() -> None:
+    offload = SimOffload()
+    offload.gates[Direction.OUT].hold()
+    stalled = offload.run(Direction.OUT, lambda: 1)
+    assert await offload.run(Direction.IN, lambda: 2) == 2
+    await asyncio.sleep(0)
+    assert not stalled.done()
+    offload.gates[Direction.OUT].release()
+    assert await stalled == 1
+    ran: list[int] = []
+    offload.dice.script("run", "fail")
+    with pytest.raises(OSError, match="thread"):
+        await offload.run(Direction.IN, lambda: ran.append(1))
+    assert ran == []
+    offload.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        offload.run(Direction.IN, lambda: 1)
+
+
+async def test_closing_an_offload_takes_back_what_waits() -> None:
+    offload = SimOffload(threads=1)
+    offload.gates[Direction.OUT].hold()
+    first, second = (offload.run(Direction.OUT, lambda: 1) for _ in range(2))
+    await asyncio.sleep(0)
+    offload.close()
+    assert second.cancelled()
+    offload.gates[Direction.OUT].release()
+    assert await first == 1
+
+
+# --- device ---------------------------------------------------------------------------------------
+
+
+def fill(array: np.ndarray[Any, Any], seed: int) -> None:
+    array[:] = np.random.default_rng(seed).integers(0, 256, len(array), dtype=np.uint8)
+
+
+async def opened(**options: Any) -> tuple[SimDevice, SimMemory]:
+    device = SimDevice(LAYOUT, **options)
+    await device.open()
+    host = SimMemory(LAYOUT.host.extent)
+    fill(device.memory, 1)
+    fill(host.array, 2)
+    return device, host
+
+
+def out(device_ids: list[int], host_ids: list[int]) -> CopyPlan:
+    return plan_copy(LAYOUT.device, device_ids, LAYOUT.host, host_ids)
+
+
+def back(host_ids: list[int], device_ids: list[int]) -> CopyPlan:
+    return plan_copy(LAYOUT.host, host_ids, LAYOUT.device, device_ids)
+
+
+def copied(plan: CopyPlan, source: np.ndarray[Any, Any], target: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """What the target must look like afterwards, the slow and obvious way."""
+    expected = target.copy()
+    for start, to, nbytes in plan.runs.tolist():
+        for i in range(nbytes):
+            expected[to + i] = source[start + i]
+    return expected
+
+
+async def test_a_device_copies_every_byte_of_the_plan_and_no_other() -> None:
+    device, host = await opened()
+    plan = out([3, 0, 5], [1, 2, 7])
+    expected = copied(plan, device.memory, host.array)
+    await device.copy_out(plan, host)
+    assert np.array_equal(host.array, expected)
+    plan = back([4, 1], [2, 6])
+    expected = copied(plan, host.array, device.memory)
+    await device.copy_in(plan, host)
+    assert np.array_equal(device.memory, expected)
+    assert device.arena.origin == device.memory.ctypes.data
+    await device.close()
+    with pytest.raises(TierError, match="not open"):
+        _ = device.arena
+
+
+async def test_a_failed_copy_raises_and_the_next_one_works() -> None:
+    device, host = await opened()
+    before = host.array.copy()
+    device.dice.script("copy_out", "fail")
+    with pytest.raises(TierError, match="copy_out of rank 0 failed"):
+        await device.copy_out(out([0], [0]), host)
+    assert not np.array_equal(host.array, before), "the target is undefined, not untouched"
+    await device.copy_out(out([0], [0]), host)
+    assert device.counts == {"failed": 1, "copy_out": 1}
+
+
+async def test_a_lost_device_never_works_again() -> None:
+    device, host = await opened()
+    device.dice.script("copy_in", "lost")
+    for copy in (device.copy_in(back([0], [0]), host), device.copy_out(out([0], [0]), host)):
+        with pytest.raises(DeviceLost):
+            await copy
+
+
+async def test_a_device_that_cannot_open_leaves_nothing_behind() -> None:
+    device = SimDevice(LAYOUT)
+    device.dice.script("open", "fail")
+    with pytest.raises(TierError, match="no device memory"):
+        await device.open()
+    await device.open()
+    with pytest.raises(TierError, match="open already"):
+        await device.open()
+    with pytest.raises(TierError, match="cannot be shared"):
+        device.handle()
+
+
+async def test_a_copy_under_way_is_lost_with_its_device() -> None:
+    device, host = await opened()
+    device.gate.hold()
+    under_way = asyncio.create_task(device.copy_out(out([0], [0]), host))
+    while not device.gate.held:  # noqa: ASYNC110 - a few turns of the loop
+        await asyncio.sleep(0)
+    device.lost = True
+    device.gate.release()
+    with pytest.raises(DeviceLost):
+        await under_way
+
+
+def test_a_copy_runs_to_its_end_when_its_waiter_is_cancelled() -> None:
+    async def main(_: SimLoop) -> None:
+        device, host = await opened(faults=DeviceFaults(SECOND))
+        plan = out([3], [1])
+        expected = copied(plan, device.memory, host.array)
+        waiter = asyncio.create_task(device.copy_out(plan, host))
+        await asyncio.sleep(0.5)
+        waiter.cancel()
+        await asyncio.wait([waiter])
+        assert waiter.cancelled()
+        assert device.under_way == 1
+        with pytest.raises(InvariantError, match="closed with 1 copies under way"):
+            await device.close()
+        assert not np.array_equal(host.array, expected)
+        await asyncio.sleep(1)
+        assert device.under_way == 0
+        assert np.array_equal(host.array, expected)
+
+    simulate(main, 0)
+
+
+def test_copies_on_the_same_bytes_are_found_out_and_others_are_not() -> None:
+    async def main(_: SimLoop) -> None:
+        device, host = await opened(faults=DeviceFaults(SECOND))
+        other_host = SimMemory(host.nbytes)
+        first = asyncio.create_task(device.copy_out(out([0, 1], [0, 1]), host))
+        reading_too = asyncio.create_task(device.copy_out(out([1], [0]), other_host))
+        elsewhere = asyncio.create_task(device.copy_in(back([5], [5]), host))
+        await asyncio.sleep(0.1)
+        with pytest.raises(InvariantError, match=r"copy_in of rank 0 and copy_out of rank 0 are at work on the same"):
+            await device.copy_in(back([6], [1]), host)
+        with pytest.raises(InvariantError, match="same memory"):
+            await device.copy_out(out([4], [1]), host)
+        await asyncio.gather(first, reading_too, elsewhere)
+        assert len(device.watch) == 0
+        await device.copy_in(back([6], [1]), host)
+
+    simulate(main, 0)
+
+
+async def test_a_plan_that_leaves_its_memory_is_found_out() -> None:
+    device, host = await opened()
+    for runs in ([[0, host.nbytes - 3, 4]], [[-1, 0, 4]], [[device.memory.size - 3, 0, 4]]):
+        with pytest.raises(InvariantError, match="leaves the memory"):
+            await device.copy_out(CopyPlan(np.array(runs, dtype=np.int64), 4), host)
+
+
+# --- storage --------------------------------------------------------------------------------------
+
+
+class Store:
+    """A SimStorage with one registered buffer, cut into slots of 16 bytes."""
+
+    def __init__(self, **options: Any) -> None:
+        self.storage = SimStorage(**options)
+        self.memory = SimMemory(256)
+        self.storage.register(self.memory)
+
+    def blob(self, name: str, slot: int, data: bytes | None = None) -> Blob:
+        view = self.memory.view[16 * slot : 16 * slot + 16]
+        if data is not None:
+            view[:] = data
+        return Blob(name, view)
+
+
+async def opened_store(**options: Any) -> Store:
+    store = Store(**options)
+    await store.storage.open()
+    return store
+
+
+A, B, C = bytes(range(16)), bytes(range(16, 32)), bytes(range(32, 48))
+
+
+async def test_storage_gives_back_what_was_put_and_keeps_it_across_close() -> None:
+    store = await opened_store()
+    storage = store.storage
+    assert await storage.put([store.blob("a", 0, A), store.blob("b", 1, B)]) == [STORED, STORED]
+    assert await storage.put([store.blob("a", 0, A)]) == [EXISTS]
+    assert await storage.exists(["b", "x", "a"]) == [True, False, True]
+    await storage.close()
+    with pytest.raises(StorageError, match="not open"):
+        await storage.exists(["a"])
+    await storage.open()
+    blobs = [store.blob("b", 2), store.blob("x", 3), store.blob("a", 4)]
+    assert await storage.get(blobs) == [FOUND, MISSING, FOUND]
+    assert (bytes(blobs[0].data), bytes(blobs[2].data)) == (B, A)
+    statistics = storage.statistics()
+    assert {k: statistics[k] for k in ("objects", "bytes", "hits", "misses")} == {
+        "objects": 2,
+        "bytes": 32,
+        "hits": 2,
+        "misses": 1,
+    }
+
+
+async def test_an_object_of_another_length_is_missing_and_counted() -> None:
+    store = await opened_store()
+    await store.storage.put([store.blob("a", 0, A)])
+    assert await store.storage.get([Blob("a", store.memory.view[32:40])]) == [MISSING]
+    assert store.storage.counts["wrong length"] == 1
+
+
+async def test_quarantine_makes_an_object_unreachable() -> None:
+    store = await opened_store()
+    await store.storage.put([store.blob("a", 0, A)])
+    await store.storage.quarantine("a")
+    await store.storage.quarantine("never")
+    assert await store.storage.exists(["a"]) == [False]
+    assert store.storage.quarantined == {"a": A}
+    assert store.storage.statistics()["bytes"] == 0
+
+
+async def test_capacity_is_kept_by_evicting_the_least_recently_used() -> None:
+    store = await opened_store(capacity=32)
+    storage = store.storage
+    await storage.put([store.blob("a", 0, A), store.blob("b", 1, B)])
+    await storage.get([store.blob("a", 2)])
+    assert await storage.put([store.blob("c", 3, C)]) == [STORED]
+    assert await storage.exists(["a", "b", "c"]) == [True, False, True]
+    [outcome] = await storage.put([Blob("huge", store.memory.view[:64])])
+    assert isinstance(outcome.error, StorageFull)
+
+
+async def test_faults_of_objects_are_outcomes_and_leave_their_neighbours_alone() -> None:
+    store = await opened_store()
+    storage = store.storage
+    storage.dice.script("object put", None, "full", "error")
+    outcomes = await storage.put([store.blob("a", 0, A), store.blob("b", 1, B), store.blob("c", 2, C)])
+    assert outcomes[0] == STORED
+    assert [type(o.error) for o in outcomes[1:]] == [StorageFull, StorageError]
+    assert await storage.exists(["a", "b", "c"]) == [True, False, False]
+    await storage.put([store.blob("b", 1, B), store.blob("c", 2, C)])
+    storage.dice.script("object get", "flip", "missing", "error")
+    blobs = [store.blob(name, 3 + i) for i, name in enumerate("abc")]
+    outcomes = await storage.get(blobs)
+    assert [o.found for o in outcomes] == [Found.FOUND, Found.MISSING, Found.FAILED]
+    wrong_bits = int.from_bytes(blobs[0].data, "little") ^ int.from_bytes(A, "little")
+    assert wrong_bits.bit_count() == 1
+    assert await storage.get([store.blob("a", 3)]) == [FOUND]
+    assert storage.objects["a"] == A, "the flip was on the way, not in the store"
+    assert storage.dice.drawn == {"full": 1, "error": 2, "flip": 1, "missing": 1}
+
+
+async def test_an_unavailable_storage_raises_for_the_whole_call() -> None:
+    store = await opened_store()
+    for operation, call in (
+        ("exists", lambda: store.storage.exists(["a"])),
+        ("put", lambda: store.storage.put([store.blob("a", 0, A)])),
+        ("get", lambda: store.storage.get([store.blob("a", 0)])),
+    ):
+        store.storage.dice.script(operation, "unavailable")
+        with pytest.raises(StorageUnavailable):
+            await call()
+    assert store.storage.objects == {}
+    assert len(store.storage.watch) == 0
+
+
+async def test_damage_is_for_good() -> None:
+    store = await opened_store()
+    await store.storage.put([store.blob("a", 0, A)])
+    store.storage.damage("a", 9)
+    blob = store.blob("a", 1)
+    await store.storage.get([blob])
+    assert bytes(blob.data) == A[:1] + bytes([A[1] ^ 2]) + A[2:]
+
+
+def test_a_put_reads_until_its_end_and_stores_what_was_there() -> None:
+    async def main(_: SimLoop) -> None:
+        store = await opened_store(faults=StorageFaults(SECOND))
+        putting = asyncio.create_task(store.storage.put([store.blob("a", 0, A)]))
+        await asyncio.sleep(0.999)
+        store.memory.view[0:16] = bytes(16)  # too early: the put has not returned
+        await putting
+        assert store.storage.objects["a"] == A[:8] + bytes(8)
+
+    simulate(main, 0)
+
+
+def test_a_call_runs_to_its_end_when_its_waiter_is_cancelled() -> None:
+    async def main(_: SimLoop) -> None:
+        store = await opened_store(faults=StorageFaults(SECOND))
+        putting = asyncio.create_task(store.storage.put([store.blob("a", 0, A)]))
+        await asyncio.sleep(0.5)
+        putting.cancel()
+        await asyncio.wait([putting])
+        with pytest.raises(InvariantError, match="1 calls under way"):
+            await store.storage.close()
+        await asyncio.sleep(1)
+        assert store.storage.objects == {"a": A}
+        await store.storage.close()
+
+    simulate(main, 0)
+
+
+def test_buffers_in_use_by_others_are_found_out() -> None:
+    async def main(_: SimLoop) -> None:
+        store = await opened_store(faults=StorageFaults(SECOND))
+        getting = asyncio.create_task(store.storage.get([store.blob("a", 0)]))
+        await asyncio.sleep(0.1)
+        with pytest.raises(InvariantError, match="storage put of b and storage get of a are at work on the same"):
+            await store.storage.put([store.blob("b", 0)])
+        await getting
+
+    simulate(main, 0)
+
+
+async def test_buffers_outside_registered_memory_are_found_out() -> None:
+    store = await opened_store()
+    with pytest.raises(InvariantError, match="outside of all registered memory"):
+        await store.storage.get([Blob("a", memoryview(bytearray(16)))])
+    store.storage.unregister(store.memory)
+    with pytest.raises(InvariantError, match="outside of all registered memory"):
+        await store.storage.get([store.blob("a", 0)])
+
+
+# --- dice, gates, memory --------------------------------------------------------------------------
+
+
+async def test_dice_follow_the_script_then_the_plan() -> None:
+    dice = Dice(random.Random(1))
+    dice.script("op", "fail", None)
+    assert [dice.draw("op", {"slow": 1.0}) for _ in range(3)] == ["fail", None, "slow"]
+    assert dice.draw("op", {"slow": 0.0}) is None
+    counts = [dice.draw("op", {"a": 0.25, "b": 0.5}) for _ in range(1000)]
+    assert 200 < counts.count("a") < 300
+    assert 450 < counts.count("b") < 550
+    assert dice.drawn["a"] == counts.count("a")
+
+
+def test_a_slow_latency_is_a_multiple_of_the_drawn_one() -> None:
+    rng = random.Random(1)
+    latency = Latency(1.0, 2.0, slow=0.5, factor=100.0)
+    drawn = [latency.draw(rng) for _ in range(100)]
+    assert all(1 <= seconds <= 2 or 100 <= seconds <= 200 for seconds in drawn)
+    assert 30 < sum(seconds >= 100 for seconds in drawn) < 70
+
+
+async def test_a_gate_lets_through_in_order_and_forgets_who_left() -> None:
+    gate, passed = Gate(), list[int]()
+
+    async def walk(number: int) -> None:
+        await gate.passed()
+        passed.append(number)
+
+    gate.hold()
+    walkers = [asyncio.create_task(walk(n)) for n in range(3)]
+    await asyncio.sleep(0)
+    assert gate.held == 3
+    walkers[1].cancel()
+    gate.release()
+    await asyncio.gather(*walkers, return_exceptions=True)
+    assert passed == [0, 2]
+    await walk(4)
+    assert passed[-1] == 4
+
+
+def test_the_watch_agrees_with_an_obvious_one() -> None:
+    rng = random.Random(3)
+    for _ in range(300):
+        ranges = [sorted(rng.sample(range(40), 2)) for _ in range(6)]
+        writes = rng.random() < 0.5, rng.random() < 0.5
+        one, other = ranges[: rng.randint(1, 3)], ranges[3:]
+        meet = any(a < d and c < b for a, b in one for c, d in other)
+        watch = MemoryWatch()
+        watch.enter([a for a, _ in one], [b - a for a, b in one], writes=writes[0], who="one")
+
+        def enter(
+            watch: MemoryWatch = watch, other: list[list[int]] = other, writes: tuple[bool, bool] = writes
+        ) -> None:
+            watch.enter([c for c, _ in other], [d - c for c, d in other], writes=writes[1], who="other")
+
+        if meet and any(writes):
+            with pytest.raises(InvariantError, match="other and one"):
+                enter()
+        else:
+            enter()
+
+
+def test_simulated_memory_is_page_aligned_and_one_piece() -> None:
+    memory = SimMemory(100)
+    assert memory.address % 4096 == 0
+    assert (memory.nbytes, memory.view.nbytes, memory.view.format) == (100, 100, "B")
+    memory.view[99] = 7
+    assert memory.array[99] == 7
