@@ -5,7 +5,7 @@ relative to its side's origin. Because geometries are relative, ranks whose memo
 shape share one plan. Runs that continue each other on both sides are merged.
 
 `check_ids` is what admission calls, so that a bad id is refused before anything moves; `plan_copy`
-asserts the same again, as the last line before memory is written.
+checks the same again, as the last line before memory is written.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from transferd.errors import RequestError
 from transferd.layout.base import Geometry
 
 
@@ -29,7 +30,15 @@ class CopyPlan:
 
 def check_ids(ids: Sequence[int], blocks: int, what: str, *, target: bool) -> None:
     """Raise RequestError naming the first id out of 0 … blocks-1, or, for targets, the first duplicate."""
-    raise NotImplementedError
+    if not ids:
+        return
+    if min(ids) < 0 or max(ids) >= blocks:
+        wrong = next(i for i in ids if not 0 <= i < blocks)
+        raise RequestError(f"{what}: block {wrong} is not in 0 … {blocks - 1}", code="id_out_of_range")
+    if target and len(set(ids)) != len(ids):
+        seen: set[int] = set()
+        twice = next(i for i in ids if i in seen or seen.add(i))  # type: ignore[func-returns-value]
+        raise RequestError(f"{what}: block {twice} is named twice", code="duplicate_id")
 
 
 def plan_copy(source: Geometry, source_ids: Sequence[int], target: Geometry, target_ids: Sequence[int]) -> CopyPlan:
@@ -37,4 +46,32 @@ def plan_copy(source: Geometry, source_ids: Sequence[int], target: Geometry, tar
 
     Raises RequestError for ids out of range, duplicate targets or lists of different length.
     """
-    raise NotImplementedError
+    if len(source_ids) != len(target_ids):
+        raise RequestError(f"{len(source_ids)} source ids, {len(target_ids)} target ids", code="length_mismatch")
+    check_ids(source_ids, source.blocks, "source ids", target=False)
+    check_ids(target_ids, target.blocks, "target ids", target=True)
+    segments, count = len(source.nbytes), len(source_ids)
+    assert np.array_equal(source.nbytes, target.nbytes)
+    # [segment, block]: for layer-major memory, neighbours in a row are neighbours in memory.
+    runs = np.empty((segments, count, 3), dtype=np.int64)
+    np.multiply.outer(source.strides, np.asarray(source_ids, dtype=np.int64), out=runs[:, :, 0])
+    np.multiply.outer(target.strides, np.asarray(target_ids, dtype=np.int64), out=runs[:, :, 1])
+    runs[:, :, 0] += source.offsets[:, None]
+    runs[:, :, 1] += target.offsets[:, None]
+    runs[:, :, 2] = source.nbytes[:, None]
+    flat = runs.reshape(-1, 3)
+    return CopyPlan(_merged(flat), int(source.nbytes.sum()) * count)
+
+
+def _merged(runs: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Join each run with the one before it where it continues it on both sides."""
+    if len(runs) < 2:
+        return runs
+    ends = runs[:-1, :2] + runs[:-1, 2:]
+    continues = (runs[1:, :2] == ends).all(axis=1)
+    if not continues.any():
+        return runs
+    starts = np.flatnonzero(np.concatenate(([True], ~continues)))
+    merged = runs[starts].copy()
+    merged[:, 2] = np.add.reduceat(runs[:, 2], starts)
+    return merged

@@ -23,11 +23,14 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
+
+from transferd.config import CacheSection
 
 PLANE_ORDER = ("key", "value", "key_scale", "value_scale", "indexer")
 
@@ -133,12 +136,15 @@ class BlockLayout:
         """16 hex digits; equal only for caches whose stored bytes mean the same."""
         return xxhash.xxh3_64_hexdigest(self.identity.encode())
 
+    def device_blocks_of(self, layer: int) -> int:
+        """How many device blocks this layer has: MTP layers, which follow the main ones, have their own count."""
+        return self.device_blocks if layer < self.layers else self.mtp_blocks
+
     @functools.cached_property
     def device(self) -> Geometry:
         """Layer-major, in segment order, each segment aligned: one rank's device memory in one piece."""
-        main = self.layers
-        counts = [self.device_blocks if s.layer < main else self.mtp_blocks for s in self.segments]
-        return self._layer_major(counts, self.device_blocks)
+        counts = [self.device_blocks_of(segment.layer) for segment in self.segments]
+        return self._layer_major(counts, min(counts))
 
     @functools.cached_property
     def host(self) -> Geometry:
@@ -172,3 +178,22 @@ ALIGNMENT = 256  # bytes: what cudaMalloc guarantees and vector loads like; appl
 def align(nbytes: int, to: int = ALIGNMENT) -> int:
     """The next multiple of `to` at or above nbytes."""
     return -(-nbytes // to) * to
+
+
+def assemble(cache: CacheSection, planes: Sequence[Plane]) -> BlockLayout:
+    """The layout that these planes make with the configured counts; what the layout files end with."""
+    ordered = tuple(sorted(planes, key=lambda plane: PLANE_ORDER.index(plane.name)))
+    shapes = ";".join(f"{plane.name}:{'x'.join(map(str, plane.shape))}:{plane.dtype}" for plane in ordered)
+    identity = (
+        f"attention={cache.attention} layers={cache.layers} mtp_layers={cache.mtp_layers} "
+        f"block_size={cache.block_size} dtype={cache.dtype} tp={cache.ranks} planes={shapes}"
+    )
+    return BlockLayout(
+        planes=ordered,
+        layers=cache.layers,
+        mtp_layers=cache.mtp_layers,
+        device_blocks=cache.device_blocks,
+        mtp_blocks=cache.mtp_blocks or cache.device_blocks,
+        host_blocks=cache.host_blocks,
+        identity=identity,
+    )

@@ -34,6 +34,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from transferd.config import Config
 from transferd.errors import StorageError
 from transferd.tiers.base import HostMemory
 
@@ -85,6 +86,9 @@ class Storage(abc.ABC):
         Zero-copy backends register it with their transport. Raises StorageError when that fails:
         unregistered memory would fail later, or silently be copied.
         """
+
+    def reconfigure(self, config: Config) -> None:
+        """Take over what may change while running (a capacity); called on SIGHUP, on the event loop."""
 
     def unregister(self, memory: HostMemory) -> None:
         """The memory is about to be freed; called after the last put and get, before close."""

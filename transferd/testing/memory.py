@@ -27,10 +27,15 @@ class SimMemory:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Claim:
-    """Ranges of memory that somebody is at work on. starts ascending; ends[i] = the furthest end up to range i."""
+    """Ranges of memory that somebody is at work on, none of them empty.
+
+    starts: ascending. ends[i]: the furthest end up to range i. low, high: around all of them.
+    """
 
     starts: npt.NDArray[np.int64]
     ends: npt.NDArray[np.int64]
+    low: int
+    high: int
     writes: bool
     who: str
 
@@ -51,9 +56,12 @@ class MemoryWatch:
         starts = np.asarray(addresses, dtype=np.int64).reshape(-1)
         ends = starts + np.asarray(sizes, dtype=np.int64).reshape(-1)
         order = np.argsort(starts, kind="stable")
-        claim = Claim(starts[order], np.maximum.accumulate(ends[order]), writes, who)
+        starts, ends = starts[order], np.maximum.accumulate(ends[order])
+        low, high = (int(starts[0]), int(ends[-1])) if len(starts) else (0, 0)
+        claim = Claim(starts, ends, low, high, writes, who)
         for other in self._claims:
-            if (writes or other.writes) and _overlap(claim, other):
+            apart = high <= other.low or other.high <= low
+            if not apart and (writes or other.writes) and _overlap(claim, other):
                 raise InvariantError(f"{who} and {other.who} are at work on the same memory at the same time")
         self._claims[claim] = None
         return claim
@@ -68,8 +76,6 @@ class MemoryWatch:
 
 def _overlap(one: Claim, other: Claim) -> bool:
     """Whether any range of `one` meets any range of `other`."""
-    if not len(one.starts) or not len(other.starts):
-        return False
     # The first range of `other` that ends after ours starts is the only candidate that matters:
     # earlier ones end before us, and later ones start no earlier.
     candidate = np.searchsorted(other.ends, one.starts, side="right")

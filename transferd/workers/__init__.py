@@ -1,0 +1,1 @@
+"""What a rank does with a task: read, write, swap."""

@@ -1,0 +1,15 @@
+"""The one part that pyproject.toml cannot say stably: an optional C extension (see transferd/tiers/hostcopy.py)."""
+
+from setuptools import Extension, setup
+
+setup(
+    ext_modules=[
+        Extension(
+            "transferd.tiers._copyruns",
+            ["transferd/tiers/_copyruns.c"],
+            py_limited_api=True,
+            extra_compile_args=["-O3"],
+            optional=True,  # without a compiler or Python.h the install still works, on the slower twin
+        )
+    ]
+)

@@ -1,0 +1,137 @@
+"""The command line: start the daemon, ask it, replay traffic against it, measure it.
+
+Exit codes: 0 good, 1 failed, 2 bad usage or configuration (one line on stderr names key and value).
+JSON goes to stdout alone; logs go to stderr.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from transferd import config as configuration
+from transferd.errors import ConfigError, TransferError
+
+app = typer.Typer(
+    name="transferd",
+    help="Moves an LLM engine's KV cache between device memory, pinned host memory and storage.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+class Format(enum.StrEnum):
+    """How a report is printed."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+ConfigOption = Annotated[Path | None, typer.Option("--config", help="TOML configuration file.", dir_okay=False)]
+SetOption = Annotated[list[str] | None, typer.Option("--set", help="section.key=value, over file and environment.")]
+FormatOption = Annotated[Format, typer.Option("--format", help="text or json.")]
+EndpointOption = Annotated[
+    str | None, typer.Option("--endpoint", envvar="TRANSFERD_ENDPOINT", help="Where the daemon listens.")
+]
+TimeoutOption = Annotated[float, typer.Option("--timeout", min=0.0, help="Seconds to wait for an answer.")]
+
+
+@app.command()
+def serve(config: ConfigOption = None, set_: SetOption = None) -> None:
+    """Run the daemon until SIGTERM or SIGINT."""
+    from transferd.daemon import serve as run
+
+    def read() -> configuration.Config:
+        return configuration.load(config, overrides=set_ or ())
+
+    raise typer.Exit(run(read(), reload=read))
+
+
+@app.command("check-config")
+def check_config(config: ConfigOption = None, set_: SetOption = None, format_: FormatOption = Format.TEXT) -> None:
+    """Print the effective configuration, or what is wrong with it."""
+    from transferd.layout import build_layout
+    from transferd.offload import ThreadOffload
+    from transferd.storage.registry import create_storage
+    from transferd.testing.process import to_toml
+    from transferd.tiers.registry import create_device_tier
+
+    effective = configuration.load(config, overrides=set_ or ())
+    create_device_tier(effective, build_layout(effective.cache), 0, ThreadOffload(1))
+    create_storage(effective)
+    tree = configuration.to_tree(effective)
+    print(json.dumps(tree) if format_ is Format.JSON else to_toml(tree).rstrip())
+
+
+@app.command()
+def version(format_: FormatOption = Format.TEXT) -> None:
+    """Print the version."""
+    from transferd.version import VERSION
+
+    print(json.dumps({"version": VERSION}) if format_ is Format.JSON else f"transferd {VERSION}")
+
+
+@app.command()
+def ping(endpoint: EndpointOption = None, timeout: TimeoutOption = 2.0, format_: FormatOption = Format.TEXT) -> None:
+    """Print the daemon's boot_id and the round trip; exit 1 when nobody answers."""
+    from transferd.client import Client
+
+    async def ask() -> tuple[str, float]:
+        async with asyncio.timeout(timeout + 1), Client(endpoint, connect_timeout=timeout) as client:
+            await client.ping()  # the first one opens the connection
+            return await client.ping()
+
+    boot_id, seconds = asyncio.run(ask())
+    if format_ is Format.JSON:
+        print(json.dumps({"boot_id": boot_id, "round_trip_ms": seconds * 1000}))
+    else:
+        print(f"boot {boot_id} answered in {seconds * 1000:.3f} ms")
+
+
+@app.command()
+def stats(endpoint: EndpointOption = None, timeout: TimeoutOption = 2.0, format_: FormatOption = Format.TEXT) -> None:
+    """Print the daemon's report."""
+    from transferd.client import Client
+
+    async def ask() -> dict[str, Any]:
+        async with asyncio.timeout(timeout + 1), Client(endpoint, connect_timeout=timeout) as client:
+            return await client.stats()
+
+    report = asyncio.run(ask())
+    if format_ is Format.JSON:
+        print(json.dumps(report))
+    else:
+        _print_tree(report)
+
+
+def _print_tree(report: dict[str, Any], indent: int = 0) -> None:
+    for key, value in report.items():
+        if isinstance(value, dict):
+            print(f"{' ' * indent}{key}:")
+            _print_tree(value, indent + 2)
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            for item in value:
+                print(f"{' ' * indent}{key}:")
+                _print_tree(item, indent + 2)
+        else:
+            print(f"{' ' * indent}{key}: {value}")
+
+
+def main() -> NoReturn:
+    """The entry point: turns errors into one line and an exit code."""
+    try:
+        app(standalone_mode=True)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    except (TransferError, TimeoutError) as error:
+        print(error or "no answer in time", file=sys.stderr)
+        sys.exit(1)
+    sys.exit(0)

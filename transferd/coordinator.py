@@ -1,0 +1,276 @@
+"""Carries out what the dispatcher decides: the one place where decisions meet workers, barrier and clients.
+
+    submit → Dispatcher.handle → [Start, StopTask, Reply, …] → here → workers, barrier, deliver
+                     ▲                                               │
+                     └───────── RoundMerged, RankLeft, … ◀───────────┘
+
+Everything runs on the event loop and nothing here decides anything: an instruction is an effect, and
+what comes of the effect is an event. So the order of events is the order of callbacks on one loop,
+and a simulation that controls the loop controls everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import structlog
+
+from transferd import events as ev
+from transferd.barrier import Arrival, RankBarrier, Round
+from transferd.clock import SYSTEM_CLOCK, Clock
+from transferd.dispatch import Dispatcher, State
+from transferd.errors import ConfigError, RequestError
+from transferd.keys import ObjectNamer
+from transferd.storage.base import Storage
+from transferd.tasks import RankOutcome, Stop, Task, TaskResult
+from transferd.workers.job import Job
+from transferd.workers.rank import RankWorker
+
+log = structlog.get_logger(__name__)
+
+Deliver = Callable[[bytes, int, TaskResult], None]
+Observe = Callable[[Task, TaskResult], None]
+MAX_GENERATION = 256  # characters; part of every object's name
+
+
+class Coordinator:
+    """Runs tasks on all ranks. Built by the daemon, driven by the server; see the module's diagram.
+
+    deliver: hands one terminal result to one waiting client. observe: hears of every task
+    that was admitted and has ended (metrics, events). Both are set before the first submit and must not raise.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        barrier: RankBarrier,
+        namer: ObjectNamer,
+        storage: Storage | None,
+        *,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._barrier = barrier
+        self._namer = namer
+        self._storage = storage
+        self._clock = clock
+        self.workers: list[RankWorker] = []
+        self.deliver: Deliver = _nobody_listens
+        self.observe: Observe = _nobody_watches
+        self.stats: Callable[[], dict[str, Any]] = dict  # the daemon's report
+        self.ready = False
+        self._jobs: dict[str, Job] = {}  # running tasks, and those that a straggler still holds
+        self._alarm: asyncio.TimerHandle | None = None
+        self._waiting: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+        self.moved_at = clock.monotonic()  # when the dispatcher last heard something
+        self._apply: dict[type, Callable[[Any], None]] = {
+            ev.Start: self._start,
+            ev.StopTask: self._stop,
+            ev.ExpireRound: self._expire,
+            ev.Reply: self._reply,
+            ev.Publish: self._publish,
+            ev.WakeAt: self._wake_at,
+        }
+
+    # --- what clients ask ---------------------------------------------------------------------------
+
+    @property
+    def boot_id(self) -> str:
+        return self._dispatcher.boot_id
+
+    @property
+    def generation(self) -> str:
+        return self._dispatcher.generation
+
+    @property
+    def admitting(self) -> bool:
+        return self._dispatcher.admitting
+
+    @property
+    def idle(self) -> bool:
+        """Nothing admitted that is not answered and let go."""
+        return self._dispatcher.empty
+
+    def submit(self, client: bytes, seq: int, task: Task) -> bool:
+        """Admit or answer a task. True: a result follows later; False: it was delivered during this call."""
+        instructions = self._dispatcher.handle(ev.TaskSubmitted(client, seq, task, self._clock.monotonic()))
+        self._carry_out(instructions)
+        return not any(type(i) is ev.Reply and i.seq == seq and i.client == client for i in instructions)
+
+    def cancel(self, task_id: str) -> bool:
+        """Take a task back. False when there is nothing to take back."""
+        known = self._dispatcher.state_of(task_id) in (State.QUEUED, State.RUNNING, State.CANCELLING)
+        self._hear(ev.CancelRequested(task_id, self._clock.monotonic()))
+        return known
+
+    async def match(self, keys: Sequence[str]) -> int:
+        """How many leading keys every rank could load now. Raises StorageError; RequestError without storage."""
+        if self._storage is None:
+            raise RequestError('this daemon has no storage tier (storage.backend = "none")', code="no_storage_tier")
+        digests = [self._namer.digest(key) for key in keys]
+        names = [self._namer.names(self.generation, digests, worker.rank) for worker in self.workers]
+        counts = await asyncio.gather(*(w.match(n) for w, n in zip(self.workers, names, strict=True)))
+        return min(counts)
+
+    async def pause(self) -> None:
+        """Start nothing more; return once no rank touches any block. Admission goes on."""
+        self._hear(ev.PauseRequested(self._clock.monotonic()))
+        await self._until(lambda: self._dispatcher.quiet)
+
+    def resume(self) -> None:
+        """Undo a pause or a drain."""
+        self._hear(ev.ResumeRequested(self._clock.monotonic()))
+
+    async def drain(self) -> None:
+        """Admit nothing more; return once everything admitted is answered. `resume` admits again."""
+        self._hear(ev.DrainRequested(self._clock.monotonic()))
+        await self._until(lambda: self._dispatcher.empty)
+
+    def set_generation(self, generation: str) -> None:
+        """Name objects of `generation` from now on; every older one is out of reach. Raises RequestError."""
+        if len(generation) > MAX_GENERATION or not generation.isprintable():
+            what = f"a generation is at most {MAX_GENERATION} printable characters, not {generation[:80]!r}"
+            raise RequestError(what, code="bad_value")
+        self._hear(ev.GenerationBumped(generation, self._clock.monotonic()))
+
+    def client_gone(self, client: bytes) -> None:
+        self._hear(ev.ClientGone(client, self._clock.monotonic()))
+
+    def device_handle(self, rank: int) -> dict[str, Any]:
+        """What a client needs to attach to a rank's device memory. Raises RequestError, TierError."""
+        if not 0 <= rank < len(self.workers):
+            raise RequestError(f"rank must be 0 to {len(self.workers) - 1}, not {rank}", code="bad_value")
+        handle = self.workers[rank].context.device.handle()
+        return {"kind": handle.kind, "data": handle.data}
+
+    # --- shutdown -----------------------------------------------------------------------------------
+
+    def stop_admitting(self) -> None:
+        self._hear(ev.ShutdownRequested(self._clock.monotonic()))
+
+    async def running_done(self) -> None:
+        """Wait until no rank touches any block. The caller sets the time limit."""
+        await self._until(lambda: self._dispatcher.quiet)
+
+    def cancel_running(self) -> int:
+        """Tell all running tasks to end now. Returns how many were told."""
+        task_ids = self._dispatcher.task_ids
+        for task_id in task_ids:
+            self.cancel(task_id)
+        return len(task_ids)
+
+    def fail_queued(self) -> None:
+        self._hear(ev.QueueAbandoned(self._clock.monotonic()))
+
+    def close(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+
+    # --- effects ------------------------------------------------------------------------------------
+
+    def _hear(self, event: ev.Event) -> None:
+        self._carry_out(self._dispatcher.handle(event))
+
+    def _carry_out(self, instructions: list[ev.Instruction]) -> None:
+        self.moved_at = self._clock.monotonic()
+        for instruction in instructions:
+            self._apply[type(instruction)](instruction)
+        if self._waiting:
+            self._wake_waiters()
+
+    def _start(self, start: ev.Start) -> None:
+        task = start.task
+        keys: list[str] = getattr(task, "keys", [])
+        job = Job(
+            task=task,
+            generation=start.generation,
+            digests=[self._namer.digest(key) for key in keys],
+            admitted_at=start.admitted_at,
+            started_at=self._clock.monotonic(),
+        )
+        self._jobs[task.task_id] = job
+        self._barrier.open(task.task_id, task.merge, self._round_complete)
+        for worker in self.workers:
+            worker.start(job)
+
+    def _stop(self, stop: ev.StopTask) -> None:
+        job = self._jobs.get(stop.task_id)
+        if job is not None:
+            job.stop.set(stop.reason)
+
+    def _expire(self, expire: ev.ExpireRound) -> None:
+        missing = self._barrier.expire(expire.task_id)
+        log.warning("ranks left behind at the deadline", task_id=expire.task_id, ranks=list(missing))
+
+    def _reply(self, reply: ev.Reply) -> None:
+        self.deliver(reply.client, reply.seq, reply.result)
+
+    def _publish(self, publish: ev.Publish) -> None:
+        self.observe(publish.task, publish.result)
+
+    def _wake_at(self, wake: ev.WakeAt) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+        delay = max(0.0, wake.when - self._clock.monotonic())
+        self._alarm = asyncio.get_running_loop().call_later(delay, self._alarm_rang)
+
+    def _alarm_rang(self) -> None:
+        self._alarm = None
+        self._hear(ev.DeadlineReached(self._clock.monotonic()))
+
+    # --- what comes back from the ranks -------------------------------------------------------------
+
+    def rank_arrived(self, job: Job, outcome: RankOutcome) -> None:
+        """A worker is done with its share of a job. Called by RankWorker."""
+        if self._barrier.arrive(job.task.task_id, outcome) is Arrival.LATE:
+            self._hear(ev.RankLeft(job.task.task_id, outcome.rank, self._clock.monotonic()))
+
+    def rank_died(self, rank: int, cause: str) -> None:
+        """A rank's device is lost: every task fails naming it, now and from now on."""
+        log.error("rank died", rank=rank, cause=cause)
+        self.ready = False
+        self._hear(ev.RankDied(rank, cause, self._clock.monotonic()))
+        self._barrier.rank_died(rank, cause)
+
+    def _round_complete(self, round_: Round) -> None:
+        job = self._jobs.pop(round_.task_id)
+        assert round_.merged is not None
+        missing = round_.missing
+        if missing:
+            # Ranks that go on working must not touch blocks any longer than the copy they are in.
+            job.stop.set(Stop.EXPIRED)
+        self._hear(ev.RoundMerged(round_.task_id, round_.merged, missing, self._clock.monotonic()))
+
+    # --- waiting for a state ------------------------------------------------------------------------
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        if condition():
+            return
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        entry = (condition, future)
+        self._waiting.append(entry)
+        try:
+            await future
+        finally:
+            self._waiting.remove(entry)
+
+    def _wake_waiters(self) -> None:
+        for condition, future in self._waiting:
+            if not future.done() and condition():
+                future.set_result(None)
+
+    def check_parties(self) -> None:
+        """The barrier and the workers must agree on who takes part."""
+        if len(self.workers) != self._dispatcher.limits.ranks:
+            raise ConfigError("cache.ranks", "does not match the workers that were built", len(self.workers))
+
+
+def _nobody_listens(client: bytes, seq: int, result: TaskResult) -> None:
+    log.error("a result has no way to its client", task_id=result.task_id, client=client, seq=seq)
+
+
+def _nobody_watches(task: Task, result: TaskResult) -> None:
+    """Metrics are optional."""

@@ -1,0 +1,291 @@
+"""The daemon: the one place where the parts are put together, and the one function that takes them apart.
+
+build   configuration → layout, storage, barrier, dispatcher, ranks
+run     open storage and every rank → listen → announce readiness → wait for a signal
+stop    numbered, within one time budget (`Daemon.stop`)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+
+import structlog
+
+from transferd import logs, report
+from transferd.admission import Limits
+from transferd.barrier import RankBarrier
+from transferd.clock import SYSTEM_CLOCK, Clock
+from transferd.config import Config
+from transferd.coordinator import Coordinator
+from transferd.dispatch import Dispatcher
+from transferd.errors import ConfigError, TransferError
+from transferd.integrity import FOOTER_BYTES
+from transferd.keys import ObjectNamer
+from transferd.layout import BlockLayout, build_layout
+from transferd.metrics import Reports
+from transferd.notify import Notifier, Watchdog
+from transferd.offload import Offload, ThreadOffload
+from transferd.server import Server
+from transferd.signals import Signals
+from transferd.storage.base import Storage
+from transferd.storage.registry import create_storage
+from transferd.tiers.pinned import HostPool
+from transferd.tiers.registry import create_device_tier
+from transferd.tiers.segment import remove_stale_segments
+from transferd.tiers.staging import Staging
+from transferd.trace import Recorder
+from transferd.transport import ServerTransport, ZmqServerTransport
+from transferd.workers.context import Background, RankContext
+from transferd.workers.rank import RankWorker
+
+log = structlog.get_logger(__name__)
+
+COPY_THREADS = 2  # per direction: two ranks' copies overlap; more only share the same memory bandwidth
+RUNNING_SHARE = 0.5  # of the shutdown budget is for tasks that run; then they are told to end
+STUCK_AFTER_S = 10.0  # work under way and nothing moved for this long: the watchdog is not fed
+
+
+class Daemon:
+    """All parts of one daemon. Owns every one of them, from `open` to `stop`."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        transport: ServerTransport | None = None,
+        offload: Offload | None = None,
+        storage: Storage | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        """Build, touching nothing yet. The keyword parts replace the real ones (simulation). Raises ConfigError."""
+        self.config = config
+        self.clock = clock
+        self.recorder = Recorder(clock=clock)
+        self.layout: BlockLayout = build_layout(config.cache)
+        self.storage = storage if storage is not None else create_storage(config)
+        self.offload = offload if offload is not None else ThreadOffload(COPY_THREADS)
+        self.namer = ObjectNamer(config.storage.model, self.layout.fingerprint)
+        self.dispatcher = Dispatcher(
+            limits_of(config, self.layout, storage=self.storage is not None),
+            boot_id=clock.fresh_id(),
+            generation=config.storage.generation,
+            recorder=self.recorder,
+        )
+        self.barrier = RankBarrier(config.cache.ranks)
+        self.coordinator = Coordinator(self.dispatcher, self.barrier, self.namer, self.storage, clock=clock)
+        self.coordinator.workers = [self._build_rank(rank) for rank in range(config.cache.ranks)]
+        self.coordinator.stats = lambda: report.stats(self)
+        self.reports = Reports(
+            config.metrics.listen, self.coordinator.stats, lambda: self.alive, lambda: self.not_ready
+        )
+        self.coordinator.observe = self.reports.tasks.observe_result
+        self.transport = transport if transport is not None else ZmqServerTransport(config.server)
+        self.server = Server(
+            self.transport,
+            self.coordinator,
+            clock=clock,
+            max_message=config.server.max_message,
+            client_timeout=config.server.client_timeout,
+        )
+        self.coordinator.deliver = self.server.deliver
+        self.started_at = clock.monotonic()
+
+    def _build_rank(self, rank: int) -> RankWorker:
+        config, layout = self.config, self.layout
+        context = RankContext(
+            rank=rank,
+            layout=layout,
+            device=create_device_tier(config, layout, rank, self.offload),
+            host=HostPool(layout, rank) if layout.host_blocks else None,
+            staging=Staging(layout, config.host.staging, FOOTER_BYTES),
+            storage=self.storage,
+            namer=self.namer,
+            model=config.storage.model,
+            offload=self.offload,
+            clock=self.clock,
+            recorder=self.recorder,
+            background=Background(),
+        )
+        return RankWorker(context, self.coordinator.rank_arrived, self.coordinator.rank_died)
+
+    # --- life ---------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Open storage and every rank, then listen; ready last. Raises TransferError; then `stop` cleans up."""
+        await self.reports.start()  # first, so that /readyz can say what the start is waiting for
+        if self.storage is not None:
+            await self.storage.open()
+        for worker in self.coordinator.workers:
+            await worker.open()
+        await self.server.start()
+        self.coordinator.ready = True
+
+    async def stop(self, budget_s: Callable[[], float]) -> None:
+        """Shut down, in this order, within the budget; nothing is skipped, the first error is raised last.
+
+        budget_s: seconds left, asked before each wait, so that a second signal can shorten it.
+        """
+        errors: list[Exception] = []
+        coordinator = self.coordinator
+        # 1. Admit nothing more: new tasks are rejected, "draining"; readiness goes red.
+        coordinator.ready = False
+        coordinator.stop_admitting()
+        # 2. Wait for running tasks; when the budget is nearly gone, tell them to end with what they have.
+        if not await _within(budget_s() * RUNNING_SHARE, coordinator.running_done()):
+            log.warning("ending running tasks", tasks=coordinator.cancel_running())
+            await _within(max(budget_s(), self.config.server.deadline_slack), coordinator.running_done())
+        # 3. Fail what is queued, each task with its result.
+        coordinator.fail_queued()
+        # 4. Close what faces outward: reports, then the server once its results have left.
+        await _attempt(errors, self.reports.close())
+        await _attempt(errors, self.server.close())
+        coordinator.close()
+        # 5. Close workers (they wait for bytes in flight), then storage, then the copy threads.
+        for worker in coordinator.workers:
+            await _attempt(errors, worker.close())
+        if self.storage is not None:
+            await _attempt(errors, self.storage.close())
+        self.offload.close()
+        if errors:
+            raise errors[0]
+
+    # --- what can be seen from outside --------------------------------------------------------------
+
+    @property
+    def alive(self) -> bool:
+        """The dispatcher moves, or has nothing to do. What the watchdog and /healthz ask."""
+        return self.coordinator.idle or self.clock.monotonic() - self.coordinator.moved_at < STUCK_AFTER_S
+
+    @property
+    def not_ready(self) -> str:
+        """Why tasks are not served now; "" when they are."""
+        if not self.coordinator.ready:
+            return "starting, stopping, or a rank has died"
+        return "" if self.coordinator.admitting else "draining"
+
+
+def limits_of(config: Config, layout: BlockLayout, *, storage: bool) -> Limits:
+    """Admission's view of the configuration."""
+    return Limits(
+        ranks=config.cache.ranks,
+        device_blocks=layout.device_blocks,
+        host_blocks=layout.host_blocks,
+        block_bytes=layout.block_bytes,
+        storage=storage,
+        max_queued=config.server.max_queued_tasks,
+        max_bytes=config.server.max_inflight_bytes,
+        lane_depth=config.server.lane_depth,
+        deadline_slack=config.server.deadline_slack,
+        result_ttl=config.server.result_ttl,
+        max_results=config.server.max_results,
+    )
+
+
+async def _within(seconds: float, waiting: Awaitable[None]) -> bool:
+    """Wait at most so long. False: it was not over by then."""
+    try:
+        await asyncio.wait_for(waiting, max(0.0, seconds))
+    except TimeoutError:
+        return False
+    return True
+
+
+async def _attempt(errors: list[Exception], step: Awaitable[None]) -> None:
+    """One step of a shutdown: its error is kept, the next step comes all the same."""
+    try:
+        await step
+    except Exception as error:  # noqa: BLE001 - whatever it is, the steps after it still have to happen
+        log.warning("shutdown step failed", error=repr(error))
+        errors.append(error)
+
+
+# --- as a process -----------------------------------------------------------------------------------
+
+
+def serve(config: Config, *, reload: Callable[[], Config] | None = None) -> int:
+    """Run a daemon until SIGTERM or SIGINT. Returns the exit code: 0 after a clean stop, else 1.
+
+    reload: reads the configuration again, for SIGHUP (log level and storage capacity take effect).
+
+    Raises ConfigError for what only starting can tell (socket or port in use, directory not writable).
+    """
+    import uvloop
+
+    logs.configure(config.log)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(config, reload))
+
+
+async def _serve(config: Config, reload: Callable[[], Config] | None) -> int:
+    removed = remove_stale_segments()
+    if removed:
+        log.info("removed shared memory of dead owners", segments=removed)
+    daemon = Daemon(config)
+    notifier = Notifier.from_environment()
+    with Signals(config.server.shutdown_timeout, lambda: _reload(daemon, notifier, reload)) as signals:
+        try:
+            if await _started(daemon, signals):
+                await _serving(daemon, notifier, signals)
+        except TransferError as error:
+            with contextlib.suppress(TransferError):  # the error that kept it from starting is the one to tell
+                await daemon.stop(signals.budget)
+            if isinstance(error, ConfigError):
+                raise
+            log.error("cannot start", reason=error.reason, problem=str(error))
+            return 1
+        log.info("stopping", signal=signals.received, budget_s=round(signals.budget(), 3))
+        notifier.notify("STOPPING=1", "STATUS=draining")
+        await daemon.stop(signals.budget)
+    log.info("stopped", uptime_s=round(daemon.clock.monotonic() - daemon.started_at, 3))
+    return 0
+
+
+async def _started(daemon: Daemon, signals: Signals) -> bool:
+    """Open the daemon; False if a signal came first (whatever was open by then is closed by `stop`)."""
+    opening = asyncio.ensure_future(daemon.open())
+    await asyncio.wait({opening, signals.stop}, return_when=asyncio.FIRST_COMPLETED)
+    if opening.done():
+        opening.result()
+        return True
+    opening.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await opening
+    return False
+
+
+async def _serving(daemon: Daemon, notifier: Notifier, signals: Signals) -> None:
+    """From readiness to the first signal."""
+    log.info(
+        "ready",
+        boot_id=daemon.dispatcher.boot_id,
+        endpoint=daemon.transport.endpoints,
+        ranks=daemon.config.cache.ranks,
+        block_bytes=daemon.layout.block_bytes,
+        fingerprint=daemon.layout.fingerprint,
+    )
+    notifier.notify("READY=1", f"STATUS=serving {daemon.config.cache.ranks} ranks on {daemon.transport.endpoints[0]}")
+    watchdog = Watchdog.from_environment(notifier, lambda: daemon.alive)
+    watchdog.start()
+    try:
+        await asyncio.wait({signals.stop})
+    finally:
+        watchdog.stop()
+
+
+def _reload(daemon: Daemon, notifier: Notifier, reload: Callable[[], Config] | None) -> None:
+    """SIGHUP: read the configuration again; log level and storage capacity take effect, a bad file changes nothing."""
+    if reload is None:
+        return
+    notifier.notify("RELOADING=1")
+    try:
+        config = reload()
+    except ConfigError as error:
+        log.error("reload refused", problem=str(error))
+    else:
+        logs.set_level(config.log.level)
+        if daemon.storage is not None:
+            daemon.storage.reconfigure(config)
+        log.info("reloaded", level=config.log.level)
+    notifier.notify("READY=1")

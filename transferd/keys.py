@@ -1,0 +1,216 @@
+"""How things are named: objects in a storage pool, and blocks of a token sequence.
+
+**Object names.** A key is an opaque string of any length and any characters. Its *digest* is BLAKE2b
+of 160 bits with the personalisation `transferd key`, over the key in UTF-8 (lone surrogates, which
+Python strings may hold, pass through as WTF-8 does it), as 40 hex digits. 160 bits because keys may
+come from many tenants: finding two keys with one digest then costs 2^80 tries, and a name stays short.
+An object's name is
+
+    <model>/<fingerprint>/<generation>/<key digest>/<rank>
+
+Model and generation may hold any text; inside a name every byte of them outside `A-Z a-z 0-9 _ . -`
+is written %XX, and one that would be longer than PART_BYTES is cut and ends in `~` and its own
+digest. So a name is printable ASCII of bounded length with exactly four slashes, and two different
+identities never share a name.
+
+**Block keys.** `block_keys` names the blocks of a token sequence by content, so that a prefill and a
+decode engine that see the same prompt compute the same keys. The definition, version 1; all integers
+little-endian, u32 and u64 unsigned, i64 signed, `||` is concatenation, H is SHA-256:
+
+    digest(-1) = H("transferd block keys v1\\0" || u32 block_size)
+    digest(i)  = H(digest(i-1) || u32 n || i64 token[0] … i64 token[n-1]
+                   || u32 m || extra[0] … extra[m-1])
+    extra      = i64 start || u64 length || u32 bytes of key || key
+
+n is the number of tokens in block i, m the number of extra keys that overlap the block's tokens. An
+extra key (the hash of an image or a sound, the id of an adapter) has a range of tokens and enters
+every block it overlaps, the last incomplete one too; start is where its range begins relative to the
+block's first token, negative when it began in an earlier block. Extras are ordered by (start, length,
+key bytes), whatever order the caller has. Text keys are UTF-8 with surrogates passed through.
+
+The key of a full block is its digest in 64 hex digits; that of a last block with N < block_size tokens
+is `<digest>:partial:N`. Every field is of fixed width or carries its length, so two different inputs
+never feed the hash the same bytes. A change to any of this is a new version text, hence new keys.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy.typing as npt
+
+from transferd.errors import RequestError
+from transferd.tasks import TokenIds
+
+DIGEST_BYTES = 20
+PART_BYTES = 120  # of a quoted model or generation: name parts also become file names, which hold 255
+
+# --- object names ---------------------------------------------------------------------------------
+
+
+_KEY_HASHER = hashlib.blake2b(digest_size=DIGEST_BYTES, person=b"transferd key")  # copied, never updated
+_UNSAFE = re.compile(rb"[^A-Za-z0-9_.-]")
+
+
+def encode_text(text: str) -> bytes:
+    """Any Python string as bytes, injectively: UTF-8, lone surrogates passed through."""
+    return text.encode("utf-8", "surrogatepass")
+
+
+def key_digest(key: str) -> str:
+    """A key's digest as it appears in names and footers: 40 lower-case hex digits."""
+    hasher = _KEY_HASHER.copy()
+    hasher.update(key.encode("utf-8", "surrogatepass"))
+    return hasher.hexdigest()
+
+
+class ObjectNamer:
+    """Names of one model's objects in one layout. Immutable; shared by all ranks.
+
+    model: `storage.model`. fingerprint: `BlockLayout.fingerprint`. The generation is an argument of
+    each call, because it changes while a daemon runs.
+    """
+
+    def __init__(self, model: str, fingerprint: str) -> None:
+        self.model = model
+        self.fingerprint = fingerprint
+        self._space = f"{quote_part(model)}/{quote_part(fingerprint)}/"
+
+    def digest(self, key: str) -> str:
+        """See `key_digest`. The same on every rank: compute it once per task."""
+        return key_digest(key)
+
+    def digests(self, keys: Iterable[str]) -> list[str]:
+        return [key_digest(key) for key in keys]
+
+    def name(self, generation: str, digest: str, rank: int) -> str:
+        """The name of one object."""
+        return f"{self._space}{quote_part(generation)}/{digest}/{rank}"
+
+    def names(self, generation: str, digests: Iterable[str], rank: int) -> list[str]:
+        """The names of one rank's objects, in the order of `digests`; about 0.1 µs each."""
+        head = f"{self._space}{quote_part(generation)}/"
+        tail = f"/{rank}"
+        return [head + digest + tail for digest in digests]
+
+    def __repr__(self) -> str:
+        return f"ObjectNamer({self.model!r}, {self.fingerprint!r})"
+
+
+@functools.lru_cache(maxsize=64)
+def quote_part(text: str) -> str:
+    """`text` as a name part: printable ASCII without slashes, at most PART_BYTES long, injective."""
+    raw = encode_text(text)
+    quoted = _UNSAFE.sub(lambda match: b"%%%02X" % match[0][0], raw).decode("ascii")
+    if len(quoted) <= PART_BYTES:
+        return quoted
+    digest = hashlib.blake2b(raw, digest_size=DIGEST_BYTES, person=b"transferd part").hexdigest()
+    return f"{quoted[: PART_BYTES - len(digest) - 1]}~{digest}"
+
+
+# --- block keys -----------------------------------------------------------------------------------
+
+
+BLOCK_KEYS_VERSION = b"transferd block keys v1\0"
+_U32 = struct.Struct("<I")
+_EXTRA = struct.Struct("<qQI")
+_TOKEN_BYTES = 8
+_PARTIAL = re.compile(r":partial:([1-9][0-9]{0,9})\Z", re.ASCII)
+
+
+class ExtraKey(NamedTuple):
+    """Something besides tokens that the KV of a token range depends on, such as an image's hash.
+
+    key: text or bytes. offset, length: it covers tokens offset … offset+length-1 of the sequence.
+    """
+
+    key: str | bytes
+    offset: int
+    length: int
+
+
+def block_keys(
+    token_ids: Sequence[int] | npt.NDArray[Any] | TokenIds,
+    block_size: int,
+    extra_keys: Iterable[tuple[str | bytes, int, int]] | None = None,
+    partial: bool = True,
+) -> list[str]:
+    """The key of every block of a sequence, root to leaf, as the module's docstring defines them.
+
+    token_ids: the whole sequence from its first token. extra_keys: (key, offset, length) each, see
+    `ExtraKey`; a range may reach past the last token. partial: also name a last incomplete block.
+
+    Raises RequestError for a block size below 1, tokens that are not 64-bit integers, a negative
+    offset or length.
+    """
+    if isinstance(block_size, bool) or not isinstance(block_size, int) or not 1 <= block_size < 1 << 32:
+        raise RequestError(f"block_size must be a positive 32-bit integer, not {block_size!r}")
+    try:
+        tokens = memoryview(TokenIds(token_ids).array.astype("<i8").tobytes())
+    except (TypeError, ValueError, OverflowError) as error:
+        raise RequestError(f"token_ids cannot be hashed: {error}") from error
+    count = len(tokens) // _TOKEN_BYTES
+    extras = _extras_by_block(extra_keys or (), count, block_size)
+    sha256 = hashlib.sha256
+    parent = sha256(BLOCK_KEYS_VERSION + _U32.pack(block_size)).digest()
+    full_header, no_extras = _U32.pack(block_size), _U32.pack(0)
+    keys = []
+    stride = block_size * _TOKEN_BYTES
+    full = count // block_size
+    for index in range(full):
+        block = tokens[index * stride : (index + 1) * stride]
+        hasher = sha256(b"".join((parent, full_header, block, extras.get(index, no_extras))))
+        parent = hasher.digest()
+        keys.append(parent.hex())
+    rest = count - full * block_size
+    if partial and rest:
+        tail = (parent, _U32.pack(rest), tokens[full * stride :], extras.get(full, no_extras))
+        keys.append(f"{sha256(b''.join(tail)).hexdigest()}:partial:{rest}")
+    return keys
+
+
+def partial_tokens(key: str) -> int | None:
+    """N of a key that ends in `:partial:N`; None for the key of a full block, or any other text."""
+    match = _PARTIAL.search(key)
+    return None if match is None else int(match[1])
+
+
+def _extras_by_block(
+    extra_keys: Iterable[tuple[str | bytes, int, int]], tokens: int, block_size: int
+) -> dict[int, bytes]:
+    """The encoded extras of each block that has any."""
+    blocks: dict[int, list[tuple[int, int, bytes]]] = {}
+    for item in extra_keys:
+        key, offset, length = _checked_extra(item)
+        if not length:
+            continue
+        first, end = offset // block_size, -(-min(offset + length, tokens) // block_size)
+        for index in range(first, end):
+            blocks.setdefault(index, []).append((offset - index * block_size, length, key))
+    return {
+        index: b"".join(
+            (
+                _U32.pack(len(extras)),
+                *(_EXTRA.pack(start, length, len(key)) + key for start, length, key in sorted(extras)),
+            )
+        )
+        for index, extras in blocks.items()
+    }
+
+
+def _checked_extra(item: tuple[str | bytes, int, int]) -> tuple[bytes, int, int]:
+    try:
+        key, offset, length = item
+    except (TypeError, ValueError):
+        raise RequestError(f"an extra key is (key, offset, length), not {item!r}") from None
+    if not isinstance(key, str | bytes):
+        raise RequestError(f"an extra key is text or bytes, not {key!r}")
+    for what, value in (("offset", offset), ("length", length)):
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 63:
+            raise RequestError(f"the {what} of an extra key is a count of tokens, not {value!r}")
+    return (encode_text(key) if isinstance(key, str) else bytes(key)), offset, length

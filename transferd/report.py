@@ -1,0 +1,83 @@
+"""What the daemon says of itself: one dict, read by `transferd stats`, /status and /metrics alike."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from transferd.version import VERSION
+
+if TYPE_CHECKING:
+    from transferd.daemon import Daemon
+
+
+def stats(daemon: Daemon) -> dict[str, Any]:
+    """The keys of the public contract, and more. Plain data; costs about a millisecond at 8 ranks."""
+    dispatch = daemon.dispatcher.statistics()
+    server = daemon.server.statistics()
+    return {
+        "version": VERSION,
+        "boot_id": daemon.dispatcher.boot_id,
+        "uptime_s": daemon.clock.monotonic() - daemon.started_at,
+        "ready": daemon.coordinator.ready,
+        "endpoint": list(daemon.transport.endpoints),
+        "generation": daemon.dispatcher.generation,
+        "ranks": _ranks(daemon, dispatch.lanes),
+        "tasks": dispatch.tasks,
+        "queued": dispatch.queued,
+        "running": dispatch.running,
+        "straggling": dispatch.straggling,
+        "paused": dispatch.paused,
+        "draining": dispatch.draining,
+        "results_kept": dispatch.results_kept,
+        "rejects": dict(Counter(dispatch.rejects) + Counter(server["rejects"])),
+        "host": _host(daemon),
+        "staging": _staging(daemon),
+        "storage": _storage(daemon),
+        "server": server,
+        "layout": _layout(daemon),
+    }
+
+
+def _ranks(daemon: Daemon, lanes: dict[str, dict[str, int]]) -> list[dict[str, Any]]:
+    ranks = [worker.statistics() for worker in daemon.coordinator.workers]
+    for rank in ranks:
+        for name, lane in rank["lanes"].items():
+            lane["queued"] = lanes[name]["queued"]  # one queue for all ranks: the dispatcher's
+    return ranks
+
+
+def _host(daemon: Daemon) -> dict[str, Any]:
+    pools = [w.context.host.statistics() for w in daemon.coordinator.workers if w.context.host is not None]
+    return {
+        "blocks": daemon.layout.host_blocks,  # per rank
+        "bytes": sum(pool["bytes"] for pool in pools),
+        "pinned": bool(pools) and all(pool["pinned"] for pool in pools),
+    }
+
+
+def _staging(daemon: Daemon) -> dict[str, int]:
+    ranks = [worker.context.staging.statistics() for worker in daemon.coordinator.workers]
+    return {key: sum(rank[key] for rank in ranks) for key in ("capacity", "used", "peak")}
+
+
+def _storage(daemon: Daemon) -> dict[str, Any]:
+    report: dict[str, Any] = {"backend": daemon.config.storage.backend}
+    report |= dict.fromkeys(("objects", "bytes", "hits", "misses", "errors"), 0)
+    if daemon.storage is not None:
+        report |= daemon.storage.statistics()
+    report["corrupt"] = sum(worker.corrupt for worker in daemon.coordinator.workers)
+    return report
+
+
+def _layout(daemon: Daemon) -> dict[str, Any]:
+    layout = daemon.layout
+    return {
+        "attention": daemon.config.cache.attention,
+        "planes": [plane.name for plane in layout.planes],
+        "layers": layout.layers,
+        "mtp_layers": layout.mtp_layers,
+        "block_bytes": layout.block_bytes,
+        "device_blocks": layout.device_blocks,
+        "fingerprint": layout.fingerprint,
+    }

@@ -1,0 +1,131 @@
+"""The client for engines without an event loop: the same methods, blocking, from any thread."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Coroutine, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from transferd.client import Client
+from transferd.errors import Closed
+from transferd.tasks import Task, TaskResult
+
+T = TypeVar("T")
+
+
+class SyncClient:
+    """A Client on a loop in one thread of its own. `with` waits until the daemon is ready.
+
+    Thread-safe. Raises what Client raises; after `close`, Closed.
+    """
+
+    def __init__(self, endpoint: str | None = None, *, connect_timeout: float = 10.0) -> None:
+        self._client = Client(endpoint, connect_timeout=connect_timeout)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        self.connect()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def connect(self) -> None:
+        """Start the thread, connect, wait until the daemon is ready."""
+        loop = asyncio.new_event_loop()
+        self._loop = loop
+        self._thread = threading.Thread(target=self._run, args=(loop,), name="transferd-client", daemon=True)
+        self._thread.start()
+        try:
+            self._call(self._client.connect())
+        except BaseException:
+            self._stop()
+            raise
+
+    def close(self) -> None:
+        """Disconnect and end the thread. What is pending ends with code `closed`. Idempotent."""
+        if self._loop is None:
+            return
+        try:
+            self._call(self._client.close())
+        finally:
+            self._stop()
+
+    @property
+    def boot_id(self) -> str:
+        return self._client.boot_id
+
+    @property
+    def generation(self) -> str:
+        return self._client.generation
+
+    def submit(self, task: Task) -> TaskResult:
+        return self._call(self._client.submit(task))
+
+    def push(self, task: Task) -> concurrent.futures.Future[TaskResult]:
+        """Push a task; return once it is admitted or answered. The future is done already if rejected or busy."""
+        outside: concurrent.futures.Future[TaskResult] = concurrent.futures.Future()
+
+        async def push() -> None:
+            inside = await self._client.push(task)
+            inside.add_done_callback(lambda done: outside.set_result(done.result()))
+            if inside.done():  # callbacks run a turn later, and the caller may look at once
+                await asyncio.sleep(0)
+
+        self._call(push())
+        return outside
+
+    def cancel(self, task_id: str) -> bool:
+        return self._call(self._client.cancel(task_id))
+
+    def match(self, keys: Sequence[str]) -> int:
+        return self._call(self._client.match(keys))
+
+    def pause(self) -> None:
+        self._call(self._client.pause())
+
+    def resume(self) -> None:
+        self._call(self._client.resume())
+
+    def drain(self) -> None:
+        self._call(self._client.drain())
+
+    def set_generation(self, generation: str) -> None:
+        self._call(self._client.set_generation(generation))
+
+    def stats(self) -> dict[str, Any]:
+        return self._call(self._client.stats())
+
+    def ping(self) -> tuple[str, float]:
+        return self._call(self._client.ping())
+
+    def attach(self, rank: int) -> dict[str, list[Any]]:
+        return self._call(self._client.attach(rank))
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        loop = self._loop
+        if loop is None:
+            work.close()
+            raise Closed("the client is closed, or was never entered")
+        return asyncio.run_coroutine_threadsafe(work, loop).result()
+
+    @staticmethod
+    def _run(loop: asyncio.AbstractEventLoop) -> None:
+        asyncio.set_event_loop(loop)
+        try:
+            loop.run_forever()
+        finally:
+            loop.close()
+
+    def _stop(self) -> None:
+        loop, thread = self._loop, self._thread
+        self._loop = self._thread = None
+        if loop is not None and thread is not None:
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join()

@@ -1,0 +1,36 @@
+"""Executing a copy plan between two ranges of host memory.
+
+The fast way is a small C extension that walks the runs with the GIL released: on 16 KiB runs a Python
+loop of memmove calls reaches a third of memcpy's speed, because a call costs as much as the copy.
+The slow twin does the same and needs no compiler; `NATIVE` says which one is in use.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import numpy.typing as npt
+
+try:
+    from transferd.tiers._copyruns import copy_runs as _native
+except ImportError:
+    _native = None  # type: ignore[assignment]
+
+NATIVE: bool = _native is not None
+
+
+def copy_runs_python(source_address: int, target_address: int, runs: npt.NDArray[np.int64], /) -> None:
+    """The slow twin. Releases the GIL in each copy only."""
+    memmove = ctypes.memmove
+    for source, target, nbytes in runs.tolist():
+        memmove(target_address + target, source_address + source, nbytes)
+
+
+def copy_runs(source_address: int, target_address: int, runs: npt.NDArray[np.int64], /) -> None:
+    """Copy runs[i] = (source offset, target offset, nbytes), relative to the two addresses.
+
+    The caller owns both ranges and guarantees that every run lies inside them and that no run's
+    target overlaps any source.
+    """
+    (_native or copy_runs_python)(source_address, target_address, runs)

@@ -1,0 +1,149 @@
+"""POSIX shared memory that two processes map: the daemon makes it, the engine attaches.
+
+A segment is a file in /dev/shm, made and mapped with plain system calls. (The standard library's
+SharedMemory hands every attached segment to a tracker that unlinks it when *any* attaching process
+ends.) Its owner holds an flock on it for as long as it lives. The kernel drops the lock with the
+owner, also after kill -9, so `remove_stale_segments` can tell the dead from the living without
+trusting process ids, which mean nothing across pid namespaces.
+
+Memory is allocated when the segment is made: a full /dev/shm is an error then, not a SIGBUS later.
+
+This module is what a client imports to attach: numpy and the standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import math
+import mmap
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from transferd.errors import TierError
+
+DIRECTORY = Path("/dev/shm")
+PREFIX = "transferd."
+MODE = 0o660
+
+Caches = dict[str, list[npt.NDArray[Any]]]
+
+
+class Segment:
+    """A mapped segment. The one that made it owns it: its `close` also unlinks; others only unmap."""
+
+    def __init__(self, name: str, nbytes: int, *, create: bool) -> None:
+        self.name = name
+        self.nbytes = nbytes
+        self._owner = create
+        self._fd = _create(name, nbytes) if create else _open(name, nbytes)
+        try:
+            self._map = mmap.mmap(self._fd, nbytes)
+        except (OSError, ValueError) as error:
+            os.close(self._fd)
+            raise TierError(f"cannot map shared memory {name}: {error}") from error
+        self._anchor = (ctypes.c_char * nbytes).from_buffer(self._map)
+        self.address = ctypes.addressof(self._anchor)
+
+    @property
+    def buffer(self) -> mmap.mmap:
+        return self._map
+
+    def close(self) -> None:
+        """Unlink if this is the owner's, unmap, unlock. Idempotent. Raises TierError if arrays still use it."""
+        if self._fd < 0:
+            return
+        if self._owner:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(DIRECTORY / self.name)
+        fd, self._fd, self.address = self._fd, -1, 0
+        os.close(fd)
+        del self._anchor
+        try:
+            self._map.close()
+        except BufferError as error:
+            raise TierError(f"shared memory {self.name} is still in use at close: {error}") from error
+
+
+def _create(name: str, nbytes: int) -> int:
+    path = DIRECTORY / name
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, MODE)
+    except FileExistsError as error:
+        raise TierError(f"shared memory {name} exists already") from error
+    except OSError as error:
+        raise TierError(f"cannot create shared memory {name}: {error.strerror}") from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        if os.fstat(fd).st_nlink == 0:
+            # A janitor took it for a dead one in the instant between its creation and the lock.
+            raise TierError(f"shared memory {name} was removed while it was being made; start again")
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        os.unlink(path)
+        os.close(fd)
+        raise TierError(f"cannot allocate {nbytes} bytes of shared memory in {DIRECTORY}: {error.strerror}") from error
+    except TierError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _open(name: str, nbytes: int) -> int:
+    if "/" in name or not name:
+        raise TierError(f"{name!r} is not the name of a shared memory segment")
+    try:
+        fd = os.open(DIRECTORY / name, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise TierError(f"cannot open shared memory {name}: {error.strerror}") from error
+    size = os.fstat(fd).st_size
+    if size < nbytes:
+        os.close(fd)
+        raise TierError(f"shared memory {name} has {size} bytes, {nbytes} are needed")
+    return fd
+
+
+def remove_stale_segments() -> list[str]:
+    """Unlink every segment of ours whose owner is dead. Returns their names."""
+    removed: list[str] = []
+    for path in sorted(DIRECTORY.glob(f"{PREFIX}*")):
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            continue  # gone meanwhile, or another user's
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(path)
+            removed.append(path.name)
+        except OSError:
+            pass  # its owner lives, or it is not ours to remove
+        finally:
+            os.close(fd)
+    return removed
+
+
+def attach_arrays(data: dict[str, Any]) -> Caches:
+    """Map a segment that a DeviceHandle of kind "shm" describes: {plane: [one array per layer]}, zero-copy.
+
+    data: {name, nbytes, arrays: [{plane, layer, offset, shape, dtype}]}. The arrays keep the mapping
+    alive; it goes with the last of them. Raises TierError.
+    """
+    name, nbytes = str(data["name"]), int(data["nbytes"])
+    fd = _open(name, nbytes)
+    try:
+        buffer = mmap.mmap(fd, nbytes)
+    except (OSError, ValueError) as error:
+        raise TierError(f"cannot map shared memory {name}: {error}") from error
+    finally:
+        os.close(fd)
+    caches: Caches = {}
+    for item in sorted(data["arrays"], key=lambda item: int(item["layer"])):
+        shape, dtype = tuple(item["shape"]), np.dtype(item["dtype"])
+        flat = np.frombuffer(buffer, dtype=dtype, count=math.prod(shape), offset=int(item["offset"]))
+        caches.setdefault(item["plane"], []).append(flat.reshape(shape))
+    return caches

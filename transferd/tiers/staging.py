@@ -1,0 +1,164 @@
+"""Staging: the only memory that storage I/O touches. Bounded, leased, and empty at close.
+
+A rank's staging is one region cut into slots; a slot holds one packed block and its footer. The pool
+is a sum of named consumers, each with slots of its own, so a read never waits for a slot that a write
+holds. A chunk takes at most half of its consumer's slots: while one chunk is in I/O, the next one
+can be filled.
+
+A lease belongs to whatever moves bytes in its slots, not to whoever waits for the result: it is
+released when the copy or the transfer has really ended, which may be long after its waiter left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transferd.errors import ConfigError, InvariantError
+from transferd.layout.base import BlockLayout, Geometry, align
+from transferd.tiers.pinned import HostRegion
+
+SLOT_ALIGNMENT = 4096  # bytes: what direct I/O and RDMA registration like
+CHUNK_BYTES = 8 * 1024**2  # large enough that a chunk's fixed costs vanish, small enough to overlap
+
+
+class Lease:
+    """Slots that are yours until `release`. Releasing twice is nothing."""
+
+    def __init__(self, share: _Share, slots: tuple[int, ...], holder: str) -> None:
+        self.slots = slots
+        self.holder = holder
+        self._share: _Share | None = share
+
+    def release(self) -> None:
+        share, self._share = self._share, None
+        if share is not None:
+            share.take_back(self)
+
+    def __repr__(self) -> str:
+        return f"<Lease {self.holder!r} slots={list(self.slots)}>"
+
+
+@dataclass(slots=True, eq=False)
+class _Share:
+    """One consumer's slots. Waiters are served in order; a later small one does not overtake."""
+
+    total: int
+    free: list[int]
+    waiters: deque[tuple[int, str, asyncio.Future[Lease]]] = field(default_factory=deque)
+    leases: set[Lease] = field(default_factory=set)
+    peak: int = 0
+
+    def grant(self, count: int, holder: str) -> Lease:
+        slots = tuple(self.free[:count])
+        del self.free[:count]
+        lease = Lease(self, slots, holder)
+        self.leases.add(lease)
+        self.peak = max(self.peak, self.total - len(self.free))
+        return lease
+
+    def take_back(self, lease: Lease) -> None:
+        self.leases.discard(lease)
+        self.free.extend(lease.slots)
+        self.serve()
+
+    def serve(self) -> None:
+        while self.waiters:
+            count, holder, future = self.waiters[0]
+            if future.done():  # its waiter was cancelled
+                self.waiters.popleft()
+            elif count <= len(self.free):
+                self.waiters.popleft()
+                future.set_result(self.grant(count, holder))
+            else:
+                return
+
+
+class Staging:
+    """One rank's staging memory. Owns the region.
+
+    object_bytes: block and footer, what a slot holds. packed: the slots' geometry for copy plans,
+    relative to memory.address.
+
+    Raises ConfigError("host.staging") when not every consumer gets a slot.
+    """
+
+    def __init__(
+        self, layout: BlockLayout, nbytes: int, footer_bytes: int, consumers: Sequence[str] = ("read", "write")
+    ) -> None:
+        self.object_bytes = layout.block_bytes + footer_bytes
+        slot_bytes = align(self.object_bytes, SLOT_ALIGNMENT)
+        slots = nbytes // slot_bytes
+        if slots < len(consumers):
+            need = slot_bytes * len(consumers)
+            raise ConfigError(
+                "host.staging", f"must be at least {need} bytes, one block for each of {consumers}", nbytes
+            )
+        self._slot_bytes = slot_bytes
+        self.memory = HostRegion(slots * slot_bytes)
+        self.nbytes = slots * slot_bytes
+        self.packed: Geometry = layout.packed(slots, slot_bytes)
+        self._shares: dict[str, _Share] = {}
+        first = 0
+        for number, consumer in enumerate(consumers):
+            count = slots // len(consumers) + (number < slots % len(consumers))
+            self._shares[consumer] = _Share(count, list(range(first, first + count)))
+            first += count
+        assert first == slots
+
+    def chunk_slots(self, consumer: str) -> int:
+        """How many blocks a chunk of this consumer should have: two chunks fit, each about CHUNK_BYTES."""
+        return max(1, min(self._shares[consumer].total // 2, CHUNK_BYTES // self._slot_bytes))
+
+    def try_acquire(self, consumer: str, count: int, holder: str) -> Lease | None:
+        """A lease if one can be had without waiting and without overtaking."""
+        share = self._shares[consumer]
+        if share.waiters or count > len(share.free):
+            return None
+        return share.grant(count, holder)
+
+    async def acquire(self, consumer: str, count: int, holder: str) -> Lease:
+        """Wait in line for `count` slots. Cancelling gives back what was granted meanwhile.
+
+        Raises InvariantError when the consumer has fewer slots than that.
+        """
+        share = self._shares[consumer]
+        if count > share.total:
+            raise InvariantError(f"{holder!r} wants {count} slots of {consumer!r}, which has {share.total}")
+        lease = self.try_acquire(consumer, count, holder)
+        if lease is not None:
+            return lease
+        future: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
+        share.waiters.append((count, holder, future))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():
+                future.result().release()
+            else:
+                share.serve()  # the one behind may fit now
+            raise
+
+    def slot_view(self, slot: int, nbytes: int) -> memoryview:
+        """The first `nbytes` of a slot, writable. Borrowed from the region."""
+        start = slot * self._slot_bytes
+        return self.memory.view[start : start + nbytes]
+
+    def close(self) -> None:
+        """Free the memory. Raises InvariantError naming the holders if a lease is out; then nothing is freed."""
+        out = [lease for share in self._shares.values() for lease in share.leases]
+        if out:
+            raise InvariantError(f"staging is closed with leases out: {out}")
+        self.memory.close()
+
+    def statistics(self) -> dict[str, Any]:
+        """capacity, used and peak, in bytes."""
+        shares = self._shares.values()
+        return {
+            "capacity": self.nbytes,
+            "used": sum(share.total - len(share.free) for share in shares) * self._slot_bytes,
+            "peak": sum(share.peak for share in shares) * self._slot_bytes,
+        }

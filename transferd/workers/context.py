@@ -1,0 +1,149 @@
+"""What a rank's handlers work with, and the account they keep while they do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from transferd.clock import Clock
+from transferd.errors import InvariantError, TransferError
+from transferd.integrity import Stamp, stamps
+from transferd.keys import ObjectNamer
+from transferd.layout.base import BlockLayout
+from transferd.offload import Direction, Offload
+from transferd.storage.base import Storage
+from transferd.tasks import ErrorInfo, RankOutcome, Stop
+from transferd.tiers.base import DeviceTier
+from transferd.tiers.pinned import HostPool
+from transferd.tiers.staging import Staging
+from transferd.trace import Recorder
+from transferd.workers.job import Job
+
+T = TypeVar("T")
+
+
+# Checksums of up to this many bytes cost less on the loop than the way to a thread and back.
+INLINE_CHECK_BYTES = 256 * 1024
+
+
+class Background:
+    """Work that outlives the task it was begun for: I/O on staging that nobody waits for any more.
+
+    The task was answered; the bytes still move. Each piece is kept here until it has really ended,
+    and `settled` waits for all of it before the memory under it is freed.
+    """
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Task[Any]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._running.discard(task)
+        if not task.cancelled():
+            task.exception()  # its waiter heard of it, or nobody was left to; either way it is not lost noise
+
+    async def settled(self) -> None:
+        while self._running:
+            await asyncio.wait(self._running)
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+
+@dataclass(frozen=True, slots=True)
+class RankContext:
+    """One rank's parts, put together by the daemon and borrowed by the handlers.
+
+    host is None without a host tier, storage without a storage backend (admission refuses tasks for
+    them). staging is always there: it is the only memory that storage I/O ever touches.
+    """
+
+    rank: int
+    layout: BlockLayout
+    device: DeviceTier
+    host: HostPool | None
+    staging: Staging
+    storage: Storage | None
+    namer: ObjectNamer
+    model: str
+    offload: Offload
+    clock: Clock
+    recorder: Recorder
+    background: Background
+
+    def names(self, job: Job, positions: Sequence[int] | None = None) -> list[str]:
+        """Object names of the job's keys (or of those at `positions`) on this rank."""
+        digests = job.digests if positions is None else [job.digests[i] for i in positions]
+        return self.namer.names(job.generation, digests, self.rank)
+
+    def stamps(self, job: Job, digests: Sequence[str]) -> list[Stamp]:
+        """What the footers of these objects must say on this rank."""
+        return stamps(
+            digests,
+            model=self.model,
+            fingerprint=self.layout.fingerprint,
+            generation=job.generation,
+            rank=self.rank,
+        )
+
+    async def checksum(self, direction: Direction, nbytes: int, work: Callable[[], T]) -> T:
+        """Run checksum work over `nbytes` where it is cheapest."""
+        if nbytes <= INLINE_CHECK_BYTES:
+            return work()
+        return await self.offload.run(direction, work)
+
+
+@dataclass(slots=True)
+class Account:
+    """What one rank has done for one task so far; turns into its RankOutcome."""
+
+    job: Job
+    context: RankContext
+    moved: list[int] = field(default_factory=list)
+    bytes: int = 0
+    error: ErrorInfo | None = None
+    copy_s: float = 0.0
+    storage_s: float = 0.0
+
+    def failed(self, error: TransferError) -> None:
+        """Keep the first error."""
+        if self.error is None:
+            self.error = ErrorInfo(error.reason, str(error))
+
+    def done(self, positions: Sequence[int], nbytes: int) -> None:
+        self.moved.extend(positions)
+        self.bytes += nbytes
+
+    @property
+    def stopped(self) -> Stop | None:
+        return self.job.stop.reason
+
+    def outcome(self) -> RankOutcome:
+        moved: Sequence[int] = sorted(self.moved)
+        complete = len(moved) == self.job.task.blocks
+        if complete:
+            moved = range(len(moved))  # merges faster, and says so
+        return RankOutcome(
+            rank=self.context.rank,
+            moved=moved,
+            bytes=self.bytes,
+            error=None if complete else self.error,
+            stop=None if complete else self.stopped,
+            queue_s=self.job.queue_s,
+            copy_s=self.copy_s,
+            storage_s=self.storage_s,
+        )
+
+
+def require(part: T | None) -> T:
+    """A part that admission has made sure of."""
+    if part is None:
+        raise InvariantError("a task was admitted for a tier that this daemon does not have")
+    return part

@@ -1,0 +1,78 @@
+"""One task on its way through the ranks: what they share, and how they are told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+from transferd.copyplan import CopyPlan
+from transferd.tasks import Stop, Task
+
+
+class StopSignal:
+    """Says "end early" to every rank of one task, and wakes those that wait for something.
+
+    Set at most once; it cannot be taken back. Bytes in flight are never aborted by it: whoever waits
+    for them stops waiting, and whoever lent memory to them keeps it lent until they have ended.
+    """
+
+    def __init__(self) -> None:
+        self.reason: Stop | None = None
+        self._waiters: set[asyncio.Future[None]] = set()
+
+    def set(self, reason: Stop) -> None:
+        if self.reason is None:
+            self.reason = reason
+            for waiter in self._waiters:
+                _wake(waiter)
+
+    async def race(self, future: asyncio.Future[object]) -> bool:
+        """Wait until `future` is done (True) or the signal is set first (False). Never cancels `future`."""
+        if future.done() or self.reason is not None:
+            return future.done()
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def wake(_: object) -> None:
+            _wake(waiter)
+
+        future.add_done_callback(wake)
+        self._waiters.add(waiter)
+        try:
+            await waiter
+        finally:
+            self._waiters.discard(waiter)
+            future.remove_done_callback(wake)
+        return future.done()
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A started task. Shared by all ranks, which read it and remember copy plans in it.
+
+    digests: of task.keys, in order; empty for swaps. started_at, admitted_at: monotonic seconds.
+    """
+
+    task: Task
+    generation: str
+    digests: list[str]
+    admitted_at: float
+    started_at: float
+    stop: StopSignal = field(default_factory=StopSignal)
+    _plans: dict[Hashable, CopyPlan] = field(default_factory=dict)
+
+    @property
+    def queue_s(self) -> float:
+        return self.started_at - self.admitted_at
+
+    def plan(self, key: Hashable, make: Callable[[], CopyPlan]) -> CopyPlan:
+        """The plan remembered under `key`, made on first use. Ranks of equal geometry share it."""
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = make()
+        return plan

@@ -1,0 +1,148 @@
+"""One tensor-parallel rank: its memory, its device, and the handlers that run its share of each task.
+
+A RankWorker starts a job the moment it is told to and arrives at the barrier exactly once for it,
+through `arrive`, well or badly: an error becomes an outcome that carries it. Only a lost device ends
+the rank itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from transferd.errors import DeviceLost, InvariantError, TransferError
+from transferd.tasks import ErrorInfo, Lane, RankOutcome
+from transferd.workers.context import RankContext
+from transferd.workers.job import Job
+from transferd.workers.read import Reader
+from transferd.workers.swap import Swapper
+from transferd.workers.write import Writer
+
+log = structlog.get_logger(__name__)
+
+Arrive = Callable[[Job, RankOutcome], None]
+Died = Callable[[int, str], None]
+
+
+@dataclass(slots=True)
+class LaneCounters:
+    """What one lane of one rank has done since the start."""
+
+    running: int = 0
+    done: int = 0
+    failed: int = 0
+    bytes: int = 0
+
+
+class RankWorker:
+    """Runs jobs on one rank. Owns the rank's device tier, host pool and staging through its context.
+
+    arrive: called once per job with its outcome. died: called once, if the device is lost.
+    """
+
+    def __init__(self, context: RankContext, arrive: Arrive, died: Died) -> None:
+        self.context = context
+        self.rank = context.rank
+        self.lanes = {lane: LaneCounters() for lane in Lane}
+        self._arrive = arrive
+        self._died = died
+        self._reader = Reader(context)
+        swap, write = Swapper(context), Writer(context)
+        self._handlers: dict[Lane, Callable[[Job], Awaitable[RankOutcome]]] = {
+            Lane.SWAP_OUT: swap.run,
+            Lane.SWAP_IN: swap.run,
+            Lane.READ: self._reader.run,
+            Lane.WRITE: write.run,
+        }
+        self._jobs: set[asyncio.Task[None]] = set()
+
+    async def open(self) -> None:
+        """Allocate the device memory and announce the staging to storage. Raises TransferError."""
+        await self.context.device.open()
+        if self.context.storage is not None:
+            self.context.storage.register(self.context.staging.memory)
+
+    def start(self, job: Job) -> None:
+        """Begin this rank's share of a task. Returns at once; the outcome goes to `arrive`."""
+        task = asyncio.get_running_loop().create_task(self._run(job))
+        self._jobs.add(task)
+        task.add_done_callback(self._jobs.discard)
+
+    async def match(self, names: Sequence[str]) -> int:
+        """How many leading objects of `names` this rank could load now. Raises StorageError."""
+        return await self._reader.match(names)
+
+    async def _run(self, job: Job) -> None:
+        lane = self.lanes[job.task.lane]
+        lane.running += 1
+        try:
+            outcome = await self._handlers[job.task.lane](job)
+        except TransferError as error:
+            outcome = self._failure(error.reason, str(error), job)
+        except Exception as error:
+            log.exception("handler failed", task_id=job.task.task_id, rank=self.rank)
+            outcome = self._failure(InvariantError.code, f"{type(error).__name__}: {error}", job)
+        lane.running -= 1
+        lane.bytes += outcome.bytes
+        if outcome.error is None:
+            lane.done += 1
+        else:
+            lane.failed += 1
+        self._arrive(job, outcome)
+        if outcome.error is not None and outcome.error.code == DeviceLost.code:
+            self._died(self.rank, outcome.error.message)
+
+    def _failure(self, code: str, message: str, job: Job) -> RankOutcome:
+        return RankOutcome(rank=self.rank, error=ErrorInfo(code, message), queue_s=job.queue_s)
+
+    async def close(self) -> None:
+        """Wait for every copy and transfer, then free this rank's memory. Keeps the first error, finishes the rest."""
+        if self._jobs:
+            await asyncio.wait(self._jobs)
+        await self.context.background.settled()
+        errors: list[Exception] = []
+        if self.context.storage is not None:
+            _try(errors, lambda: self.context.storage and self.context.storage.unregister(self.context.staging.memory))
+        _try(errors, self.context.staging.close)
+        try:
+            await self.context.device.close()
+        except TransferError as error:
+            errors.append(error)
+        if self.context.host is not None:
+            _try(errors, self.context.host.close)
+        if errors:
+            raise errors[0]
+
+    @property
+    def corrupt(self) -> int:
+        """Objects that were found and failed their check."""
+        return self._reader.corrupt
+
+    def statistics(self) -> dict[str, Any]:
+        """rank, device, and per lane: running, done, failed, bytes (queued is the dispatcher's to know)."""
+        return {
+            "rank": self.rank,
+            "device": self.context.device.device,
+            "lanes": {
+                str(name): {
+                    "running": lane.running,
+                    "done": lane.done,
+                    "failed": lane.failed,
+                    "bytes": lane.bytes,
+                }
+                for name, lane in self.lanes.items()
+            },
+            "background": len(self.context.background),
+            "shared_loads": self._reader.flights.joined,
+        }
+
+
+def _try(errors: list[Exception], step: Callable[[], object]) -> None:
+    try:
+        step()
+    except TransferError as error:
+        errors.append(error)

@@ -1,0 +1,154 @@
+"""Read: storage → staging → device, for the leading keys that storage has.
+
+    match ─ how many leading keys are there?
+    for each chunk:  fetch (lease slots, get, verify)  →  copy slots → device
+
+Two chunks are under way at a time: while chunk k is copied to the device, chunk k+1 is being
+fetched. Fetches are shared between tasks (flights.py). A bad object is a miss: it is quarantined,
+counted, and ends the prefix; its bytes never reach the device.
+
+When the task is told to stop it ends after the copy that is running; fetches that were begun run to
+their end on staging alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+
+from transferd.copyplan import plan_copy
+from transferd.errors import TransferError
+from transferd.integrity import Damage, Stamp, check
+from transferd.offload import Direction
+from transferd.storage.base import MISSING, Blob, Found, Outcome
+from transferd.tasks import RankOutcome, ReadStorageTask
+from transferd.workers.context import Account, RankContext, require
+from transferd.workers.flights import Batch, Flights
+from transferd.workers.job import Job
+
+CHUNKS_UNDER_WAY = 2  # one being copied, one being fetched; staging has room for two
+
+
+class Reader:
+    """Runs ReadStorageTask on one rank."""
+
+    consumer = "read"
+
+    def __init__(self, context: RankContext) -> None:
+        self._context = context
+        self._chunk_blocks = context.staging.chunk_slots(self.consumer)
+        self.flights = Flights()
+        self.corrupt = 0  # objects that were found and failed their check
+
+    async def match(self, names: Sequence[str]) -> int:
+        """How many leading names storage has. Raises StorageError."""
+        stored = await require(self._context.storage).exists(names)
+        return next((i for i, there in enumerate(stored) if not there), len(stored))
+
+    async def run(self, job: Job) -> RankOutcome:
+        account = Account(job, self._context)
+        under_way: deque[asyncio.Task[bool]] = deque()
+        whole = True
+        try:
+            available = await self._available(job, account)
+            for start in range(0, available, self._chunk_blocks):
+                positions = range(start, min(start + self._chunk_blocks, available))
+                under_way.append(self._context.background.spawn(self._load(job, account, positions)))
+                if len(under_way) == CHUNKS_UNDER_WAY:
+                    whole = await under_way.popleft()
+                if not whole or account.stopped is not None:
+                    break
+        except TransferError as error:
+            account.failed(error)
+        finally:
+            # A chunk ends within one copy after a stop; until then its device blocks are in use.
+            for load in under_way:
+                await load
+        return account.outcome()
+
+    async def _available(self, job: Job, account: Account) -> int:
+        before = self._context.clock.monotonic()
+        matching = self._context.background.spawn(self.match(self._context.names(job)))
+        answered = await job.stop.race(matching)
+        account.storage_s += self._context.clock.monotonic() - before
+        return matching.result() if answered else 0
+
+    async def _load(self, job: Job, account: Account, positions: range) -> bool:
+        """One chunk, from wherever its objects are on their way. True: every block arrived."""
+        names = self._context.names(job, positions)
+        parts, lead = self.flights.board(names)
+        if lead is not None:
+            digest_of = dict(zip(names, (job.digests[i] for i in positions), strict=True))
+            stamps = self._context.stamps(job, [digest_of[name] for name in lead.names])
+            lead.fetch = self._context.background.spawn(self._fetch(lead, stamps, job.task.task_id))
+            lead.fetch.add_done_callback(lambda _: self.flights.fetched(lead))
+        arrivals = [self._consume(job, account, batch, names, positions, mine) for batch, mine in parts]
+        if len(arrivals) == 1:
+            return await arrivals[0]
+        return all(await asyncio.gather(*arrivals))
+
+    async def _consume(
+        self, job: Job, account: Account, batch: Batch, names: Sequence[str], positions: range, mine: list[int]
+    ) -> bool:
+        """Copy this task's share of a batch to the device as soon as it is fetched."""
+        assert batch.fetch is not None
+        clock = self._context.clock
+        try:
+            before = clock.monotonic()
+            fetched = await job.stop.race(batch.fetch)
+            account.storage_s += clock.monotonic() - before
+            if not fetched or account.stopped is not None:
+                return False
+            outcomes = [batch.outcome(names[i]) for i in mine]
+            good = [i for i, outcome in zip(mine, outcomes, strict=True) if outcome.found is Found.FOUND]
+            if good:
+                await self._scatter(job, account, batch, names, positions, good)
+            for outcome in outcomes:
+                if outcome.error is not None:
+                    account.failed(outcome.error)
+            return len(good) == len(mine)
+        except TransferError as error:
+            account.failed(error)
+            return False
+        finally:
+            self.flights.let_go(batch)
+
+    async def _scatter(
+        self, job: Job, account: Account, batch: Batch, names: Sequence[str], positions: range, good: list[int]
+    ) -> None:
+        context, task = self._context, job.task
+        assert isinstance(task, ReadStorageTask)
+        slots = [batch.slot(names[i]) for i in good]
+        blocks = [task.gpu_block_ids[positions[i]] for i in good]
+        plan = plan_copy(context.staging.packed, slots, context.device.arena.geometry, blocks)
+        before = context.clock.monotonic()
+        try:
+            await context.device.copy_in(plan, context.staging.memory)
+        finally:
+            account.copy_s += context.clock.monotonic() - before
+        account.done([positions[i] for i in good], plan.nbytes)
+
+    async def _fetch(self, batch: Batch, stamps: Sequence[Stamp], holder: str) -> list[Outcome]:
+        """Storage → slots, verified. Belongs to the batch, not to the task that began it."""
+        context = self._context
+        storage, staging = require(context.storage), context.staging
+        batch.lease = await staging.acquire(self.consumer, len(batch.names), holder)
+        if not batch.consumers:  # everybody was stopped while this waited for slots
+            return [MISSING] * len(batch.names)
+        views = [staging.slot_view(slot, staging.object_bytes) for slot in batch.lease.slots]
+        outcomes = await storage.get([Blob(name, view) for name, view in zip(batch.names, views, strict=True)])
+        found = [i for i, outcome in enumerate(outcomes) if outcome.found is Found.FOUND]
+        payload = context.layout.block_bytes
+
+        def check_all() -> list[Damage | None]:
+            return [check(views[i], payload, stamps[i]) for i in found]
+
+        reasons = await context.checksum(Direction.IN, payload * len(found), check_all)
+        for i, reason in zip(found, reasons, strict=True):
+            if reason is not None:
+                outcomes[i] = MISSING
+                self.corrupt += 1
+                context.recorder.note(holder, "corrupt object", name=batch.names[i], reason=str(reason))
+                context.background.spawn(storage.quarantine(batch.names[i]))
+        return outcomes

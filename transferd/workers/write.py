@@ -1,0 +1,162 @@
+"""Write: device → staging → storage, for the keys that storage does not have yet.
+
+    exists? ─ skip what is stored
+    for each chunk:  lease slots → copy device → slots → seal (checksum, footer) → put, in background
+
+While chunk k is being put, chunk k+1 is gathered: the lease of k+1 is granted as soon as slots are
+free, and staging has room for two chunks. A put that was begun is never aborted; when the task is
+told to stop, it stops waiting, and the slots come back when the put has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from transferd.copyplan import plan_copy
+from transferd.errors import TransferError
+from transferd.integrity import seal
+from transferd.offload import Direction
+from transferd.storage.base import Blob, Found, Outcome
+from transferd.tasks import RankOutcome, WriteStorageTask
+from transferd.tiers.staging import Lease
+from transferd.workers.context import Account, RankContext, require
+from transferd.workers.job import Job
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Consecutive positions of the task that travel together; in flight once `put` is set."""
+
+    positions: Sequence[int]
+    put: asyncio.Task[list[Outcome]]
+
+
+class Writer:
+    """Runs WriteStorageTask on one rank."""
+
+    consumer = "write"
+
+    def __init__(self, context: RankContext) -> None:
+        self._context = context
+        self._chunk_blocks = context.staging.chunk_slots(self.consumer)
+
+    async def run(self, job: Job) -> RankOutcome:
+        account = Account(job, self._context)
+        in_flight: list[_Chunk] = []
+        try:
+            missing = await self._missing(job, account)
+            for positions in _chunks(missing, self._chunk_blocks):
+                chunk = await self._send(job, account, positions)
+                if chunk is None:
+                    break
+                in_flight.append(chunk)
+                self._collect(account, in_flight)
+                if account.error is not None:
+                    break
+        except TransferError as error:
+            account.failed(error)
+        finally:
+            await self._wait(job, account, in_flight)
+        return account.outcome()
+
+    async def _missing(self, job: Job, account: Account) -> list[int]:
+        """Positions of the keys that storage does not have. The others count as written at once."""
+        storage = require(self._context.storage)
+        before = self._context.clock.monotonic()
+        asked = self._context.background.spawn(storage.exists(self._context.names(job)))
+        answered = await job.stop.race(asked)
+        account.storage_s += self._context.clock.monotonic() - before
+        if not answered:
+            return []
+        stored = asked.result()
+        account.done([i for i, there in enumerate(stored) if there], 0)
+        return [i for i, there in enumerate(stored) if not there]
+
+    async def _send(self, job: Job, account: Account, positions: Sequence[int]) -> _Chunk | None:
+        """Bring one chunk to the point where its put is under way. None: told to stop, or the copy failed."""
+        lease = await self._lease(job, len(positions))
+        if lease is None:
+            return None
+        try:
+            if job.stop.reason is None:
+                await self._gather(job, account, positions, lease)
+                blobs = self._blobs(job, positions, lease)
+                put = self._context.background.spawn(require(self._context.storage).put(blobs))
+                # From here the lease is the put's: it comes back when the bytes have left the slots.
+                put.add_done_callback(lambda _: lease.release())
+                return _Chunk(positions, put)
+        except BaseException:
+            lease.release()
+            raise
+        lease.release()
+        return None
+
+    async def _lease(self, job: Job, slots: int) -> Lease | None:
+        """Slots for one chunk, unless told to stop first; then slots that still come are given back."""
+        acquiring = self._context.background.spawn(
+            self._context.staging.acquire(self.consumer, slots, job.task.task_id)
+        )
+        if await job.stop.race(acquiring):
+            return acquiring.result()
+        acquiring.add_done_callback(lambda late: late.result().release())
+        return None
+
+    async def _gather(self, job: Job, account: Account, positions: Sequence[int], lease: Lease) -> None:
+        context, task = self._context, job.task
+        assert isinstance(task, WriteStorageTask)
+        staging, device = context.staging, context.device.arena.geometry
+        blocks = [task.gpu_block_ids[i] for i in positions]
+        plan = plan_copy(device, blocks, staging.packed, lease.slots)
+        payload = context.layout.block_bytes
+        stamps = context.stamps(job, [job.digests[i] for i in positions])
+
+        def seal_all() -> None:
+            for slot, stamp in zip(lease.slots, stamps, strict=True):
+                seal(staging.slot_view(slot, staging.object_bytes), payload, stamp)
+
+        before = context.clock.monotonic()
+        try:
+            await context.device.copy_out(plan, staging.memory)
+            await context.checksum(Direction.OUT, payload * len(positions), seal_all)
+        finally:
+            account.copy_s += context.clock.monotonic() - before
+
+    def _blobs(self, job: Job, positions: Sequence[int], lease: Lease) -> list[Blob]:
+        staging = self._context.staging
+        names = self._context.names(job, positions)
+        return [
+            Blob(name, staging.slot_view(slot, staging.object_bytes))
+            for name, slot in zip(names, lease.slots, strict=True)
+        ]
+
+    def _collect(self, account: Account, in_flight: list[_Chunk]) -> None:
+        """Take over what has been answered so far."""
+        for chunk in [chunk for chunk in in_flight if chunk.put.done()]:
+            in_flight.remove(chunk)
+            self._take(account, chunk)
+
+    def _take(self, account: Account, chunk: _Chunk) -> None:
+        try:
+            outcomes = chunk.put.result()
+        except TransferError as error:
+            account.failed(error)
+            return
+        stored = [i for i, outcome in zip(chunk.positions, outcomes, strict=True) if outcome.found is not Found.FAILED]
+        account.done(stored, len(stored) * self._context.layout.block_bytes)
+        for outcome in outcomes:
+            if outcome.error is not None:
+                account.failed(outcome.error)
+
+    async def _wait(self, job: Job, account: Account, in_flight: list[_Chunk]) -> None:
+        before = self._context.clock.monotonic()
+        for chunk in in_flight:
+            if await job.stop.race(chunk.put):
+                self._take(account, chunk)
+        account.storage_s += self._context.clock.monotonic() - before
+
+
+def _chunks(positions: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+    for start in range(0, len(positions), size):
+        yield positions[start : start + size]
