@@ -165,7 +165,10 @@ class Client:
         return future, accepted
 
     async def cancel(self, task_id: str) -> bool:
-        """Take a task back. Its future ends as `cancelled`, or as whatever it became first. False: nothing to cancel."""
+        """Take a task back. Its future ends as `cancelled`, or as it ended before.
+
+        False: there was nothing to take back.
+        """
         return bool(await self._ask(wire.Cancel(task_id)))
 
     # --- control ------------------------------------------------------------------------------------
@@ -247,8 +250,10 @@ class Client:
                 pending.accepted.set_result(None)
         elif type(body) is wire.Refused:
             self._settle_refused(reply.seq, pending, body.error)
+        elif type(body) is wire.Value:
+            self._settle(reply.seq, body.value)
         else:
-            self._settle(reply.seq, body if type(body) is wire.Welcome else body.value)
+            self._settle(reply.seq, body)
 
     def _welcomed(self, welcome: wire.Welcome) -> None:
         if self.boot_id and welcome.boot_id != self.boot_id:

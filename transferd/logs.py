@@ -20,7 +20,7 @@ class _Level:
 
     def __call__(
         self,
-        logger: object,
+        _logger: object,
         method: str,
         event: structlog.typing.EventDict,
     ) -> structlog.typing.EventDict:

@@ -142,7 +142,7 @@ class Reports:
         self._alive = alive
         self._not_ready = not_ready
         self._registry = CollectorRegistry()
-        self._registry.register(_StatsCollector(stats))  # type: ignore[arg-type] - its Collector is a protocol in spirit
+        self._registry.register(_StatsCollector(stats))
         self.tasks = TaskMetrics(self._registry)
         routes = {
             "/metrics": self._metrics,

@@ -68,13 +68,13 @@ class _Pump:
         self._receive = receive
         self._loop = asyncio.get_running_loop()
         self._scheduled = False
-        self._fd: int = socket.getsockopt(zmq.FD)
+        self._fd = _number(socket, zmq.FD)
         self._loop.add_reader(self._fd, self._drain)
         self.look_again()
 
     def look_again(self) -> None:
         """Call after every send: it may have swallowed the edge that announced a message."""
-        if not self._scheduled and self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        if not self._scheduled and _number(self._socket, zmq.EVENTS) & zmq.POLLIN:
             self._scheduled = True
             self._loop.call_soon(self._drain)
 
@@ -95,6 +95,12 @@ class _Pump:
     def close(self) -> None:
         self._loop.remove_reader(self._fd)
         self._socket.close(LINGER_MS)
+
+
+def _number(socket: zmq.Socket[bytes], option: int) -> int:
+    value = socket.getsockopt(option)
+    assert isinstance(value, int)
+    return value
 
 
 def _common_options(socket: zmq.Socket[bytes]) -> None:

@@ -373,5 +373,5 @@ async def test_sighup_changes_level_and_capacity_without_a_restart(tmp_path: Pat
 
 async def until(condition: Callable[[], bool], timeout: float = 10.0) -> None:
     async with asyncio.timeout(timeout):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - a log file has no event to wait for
             await asyncio.sleep(0.01)

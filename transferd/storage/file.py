@@ -18,6 +18,7 @@ the checksum of every object decides. ENOSPC evicts and tries once more.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import fcntl
 import itertools
@@ -158,8 +159,7 @@ class FileStorage(Storage):
         log.warning("no space left, evicted objects to try once more", objects=len(evicted), path=str(self._root))
 
         def again() -> OSError | None:
-            for name in evicted:
-                _unlink(self._path_of(name))
+            self._unlink_all(evicted)
             return self._write(blob)
 
         return await self._run(again)
@@ -253,7 +253,11 @@ class FileStorage(Storage):
             return
         self._evicted += len(names)
         # A put of the same name may come before the unlink; then the object is gone early, which is a miss.
-        self._threads.submit(lambda: [_unlink(self._path_of(name)) for name in names])
+        self._threads.submit(self._unlink_all, names)
+
+    def _unlink_all(self, names: Sequence[str]) -> None:
+        for name in names:
+            _unlink(self._path_of(name))
 
     async def _run(self, work: Callable[[], T]) -> T:
         if self._threads is None:
@@ -302,7 +306,5 @@ def _fsync_directory(path: Path) -> None:
 
 
 def _unlink(path: Path) -> None:
-    try:
+    with contextlib.suppress(OSError):
         os.unlink(path)
-    except OSError:
-        pass

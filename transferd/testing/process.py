@@ -99,8 +99,8 @@ def running(tree: Mapping[str, Any], directory: Path, *, name: str = "daemon") -
 
 
 def _await_ready(daemon: DaemonProcess) -> None:
-    from transferd.sync_client import SyncClient
     from transferd.errors import ConnectTimeout
+    from transferd.sync_client import SyncClient
 
     give_up = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < give_up and daemon.process.poll() is None:

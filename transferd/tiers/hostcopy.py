@@ -8,16 +8,12 @@ The slow twin does the same and needs no compiler; `NATIVE` says which one is in
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
-try:
-    from transferd.tiers._copyruns import copy_runs as _native
-except ImportError:
-    _native = None  # type: ignore[assignment]
-
-NATIVE: bool = _native is not None
+_CopyRuns = Callable[[int, int, npt.NDArray[np.int64]], None]
 
 
 def copy_runs_python(source_address: int, target_address: int, runs: npt.NDArray[np.int64], /) -> None:
@@ -33,4 +29,14 @@ def copy_runs(source_address: int, target_address: int, runs: npt.NDArray[np.int
     The caller owns both ranges and guarantees that every run lies inside them and that no run's
     target overlaps any source.
     """
-    (_native or copy_runs_python)(source_address, target_address, runs)
+    _fastest(source_address, target_address, runs)
+
+
+try:
+    from transferd.tiers import _copyruns
+except ImportError:
+    _fastest: _CopyRuns = copy_runs_python
+else:
+    _fastest = _copyruns.copy_runs
+
+NATIVE: bool = _fastest is not copy_runs_python

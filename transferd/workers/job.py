@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
 from transferd.copyplan import CopyPlan
 from transferd.tasks import Stop, Task
@@ -27,7 +28,7 @@ class StopSignal:
             for waiter in self._waiters:
                 _wake(waiter)
 
-    async def race(self, future: asyncio.Future[object]) -> bool:
+    async def race(self, future: asyncio.Future[Any]) -> bool:
         """Wait until `future` is done (True) or the signal is set first (False). Never cancels `future`."""
         if future.done() or self.reason is not None:
             return future.done()

@@ -8,7 +8,8 @@ the rank itself.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,16 +105,18 @@ class RankWorker:
         if self._jobs:
             await asyncio.wait(self._jobs)
         await self.context.background.settled()
-        errors: list[Exception] = []
-        if self.context.storage is not None:
-            _try(errors, lambda: self.context.storage and self.context.storage.unregister(self.context.staging.memory))
-        _try(errors, self.context.staging.close)
-        try:
+        errors: list[TransferError] = []
+        staging, storage, host = self.context.staging, self.context.storage, self.context.host
+        if storage is not None:
+            with _kept(errors):
+                storage.unregister(staging.memory)
+        with _kept(errors):
+            staging.close()
+        with _kept(errors):
             await self.context.device.close()
-        except TransferError as error:
-            errors.append(error)
-        if self.context.host is not None:
-            _try(errors, self.context.host.close)
+        if host is not None:
+            with _kept(errors):
+                host.close()
         if errors:
             raise errors[0]
 
@@ -141,8 +144,10 @@ class RankWorker:
         }
 
 
-def _try(errors: list[Exception], step: Callable[[], object]) -> None:
+@contextlib.contextmanager
+def _kept(errors: list[TransferError]) -> Iterator[None]:
+    """One step of a close: its error is kept, the next step comes all the same."""
     try:
-        step()
+        yield
     except TransferError as error:
         errors.append(error)
