@@ -78,7 +78,7 @@ class ServerSection(_Section, frozen=True, kw_only=True):
     max_message: Size = Size(64 * 1024**2)
     result_ttl: Seconds = 60.0  # a task_id pushed again within it gets the same result
     max_results: Positive = 16384  # results kept for that, at most
-    lane_depth: Positive = 4  # tasks running at once per lane
+    lane_depth: Positive = 16  # tasks running at once per lane
     deadline_slack: Seconds = 1.0  # a result comes at most this long after its deadline
     client_timeout: Seconds = 5.0  # a client silent for this long has gone
     shutdown_timeout: Seconds = 20.0  # the whole budget of a shutdown

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 from collections.abc import Awaitable, Callable
 
 import structlog
@@ -44,6 +45,7 @@ log = structlog.get_logger(__name__)
 
 COPY_THREADS = 2  # per direction: two ranks' copies overlap; more only share the same memory bandwidth
 RUNNING_SHARE = 0.5  # of the shutdown budget is for tasks that run; then they are told to end
+GC_THRESHOLDS = (10_000, 20, 50)
 STUCK_AFTER_S = 10.0  # work under way and nothing moved for this long: the watchdog is not fed
 
 
@@ -257,6 +259,11 @@ async def _started(daemon: Daemon, signals: Signals) -> bool:
 
 async def _serving(daemon: Daemon, notifier: Notifier, signals: Signals) -> None:
     """From readiness to the first signal."""
+    # What the start made lives as long as the process: the collector need not look at it again. Results
+    # that are kept for re-pushes are many and hold no cycles, so full collections are made rarer, too.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
     log.info(
         "ready",
         boot_id=daemon.dispatcher.boot_id,

@@ -192,7 +192,7 @@ class RankOutcome:
     storage_s: float = 0.0
 
 
-class ErrorInfo(msgspec.Struct, frozen=True):
+class ErrorInfo(msgspec.Struct, frozen=True, gc=False):
     """An error as a value: a stable code and a sentence. Reads as an object and as a mapping."""
 
     code: str
@@ -205,7 +205,7 @@ class ErrorInfo(msgspec.Struct, frozen=True):
         return value
 
 
-class RankResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class RankResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One rank's share of a TaskResult. Seconds are that rank's own: waiting, copying, in storage."""
 
     rank: int
@@ -218,7 +218,7 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     error: ErrorInfo | None = None
 
 
-class TaskResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class TaskResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """The one terminal answer to a task.
 
     block_ids: the gpu_block_ids that EVERY rank moved, in task order (a prefix for reads).
