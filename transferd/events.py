@@ -3,19 +3,21 @@
 The dispatcher never acts. It hears one event, changes its own state, and returns instructions; the
 coordinator carries them out and reports what came of it as further events. A test, a simulation and
 a replay of a recorded incident can therefore drive the same decisions with nothing around them.
+
+They are msgspec structs because half a dozen are made for every task, and a frozen dataclass costs
+several times as much to make.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from transferd.tasks import Merged, Stop, Task, TaskResult
 
 # --- events ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class TaskSubmitted:
+class TaskSubmitted(msgspec.Struct, frozen=True):
     """A client pushed a task and waits for its result under its own number `seq`."""
 
     client: bytes
@@ -24,8 +26,7 @@ class TaskSubmitted:
     now: float
 
 
-@dataclass(frozen=True, slots=True)
-class RoundMerged:
+class RoundMerged(msgspec.Struct, frozen=True):
     """The ranks' outcomes of a running task are in. `missing`: live ranks that had not arrived.
 
     A missing rank may still be touching the task's blocks; they stay claimed until its RankLeft.
@@ -37,8 +38,7 @@ class RoundMerged:
     now: float
 
 
-@dataclass(frozen=True, slots=True)
-class RankLeft:
+class RankLeft(msgspec.Struct, frozen=True):
     """A rank that was missing when its round ended has let go of the task's blocks."""
 
     task_id: str
@@ -46,8 +46,7 @@ class RankLeft:
     now: float
 
 
-@dataclass(frozen=True, slots=True)
-class RankDied:
+class RankDied(msgspec.Struct, frozen=True):
     """A rank will never work again. With it the group: no task can be complete any more."""
 
     rank: int
@@ -55,64 +54,55 @@ class RankDied:
     now: float
 
 
-@dataclass(frozen=True, slots=True)
-class ClientGone:
+class ClientGone(msgspec.Struct, frozen=True):
     """A client vanished. Work that nobody waits for any more is taken back."""
 
     client: bytes
     now: float
 
 
-@dataclass(frozen=True, slots=True)
-class CancelRequested:
+class CancelRequested(msgspec.Struct, frozen=True):
     task_id: str
     now: float
 
 
-@dataclass(frozen=True, slots=True)
-class DeadlineReached:
+class DeadlineReached(msgspec.Struct, frozen=True):
     """The time last asked for with WakeAt has come."""
 
     now: float
 
 
-@dataclass(frozen=True, slots=True)
-class PauseRequested:
+class PauseRequested(msgspec.Struct, frozen=True):
     """Start nothing more until ResumeRequested; tasks are still admitted and wait."""
 
     now: float
 
 
-@dataclass(frozen=True, slots=True)
-class ResumeRequested:
+class ResumeRequested(msgspec.Struct, frozen=True):
     """Start and admit again, after a pause or a drain."""
 
     now: float
 
 
-@dataclass(frozen=True, slots=True)
-class DrainRequested:
+class DrainRequested(msgspec.Struct, frozen=True):
     """Admit nothing more; finish what is admitted."""
 
     now: float
 
 
-@dataclass(frozen=True, slots=True)
-class ShutdownRequested:
+class ShutdownRequested(msgspec.Struct, frozen=True):
     """Admit nothing and start nothing more, for good."""
 
     now: float
 
 
-@dataclass(frozen=True, slots=True)
-class QueueAbandoned:
+class QueueAbandoned(msgspec.Struct, frozen=True):
     """Fail everything that is queued, each task with its result."""
 
     now: float
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationBumped:
+class GenerationBumped(msgspec.Struct, frozen=True):
     """Tasks from now on name objects of this generation; older objects are out of reach."""
 
     generation: str
@@ -138,8 +128,7 @@ Event = (
 # --- instructions ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
+class Start(msgspec.Struct, frozen=True):
     """Open the task's round and start it on every rank. The order of Starts is the order on each rank."""
 
     task: Task
@@ -147,23 +136,20 @@ class Start:
     admitted_at: float
 
 
-@dataclass(frozen=True, slots=True)
-class StopTask:
+class StopTask(msgspec.Struct, frozen=True):
     """Tell every rank to end this running task early and arrive with what it has."""
 
     task_id: str
     reason: Stop
 
 
-@dataclass(frozen=True, slots=True)
-class ExpireRound:
+class ExpireRound(msgspec.Struct, frozen=True):
     """The slack is used up, too: complete the round without the ranks that are missing."""
 
     task_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(msgspec.Struct, frozen=True):
     """Deliver a terminal result to one waiter."""
 
     client: bytes
@@ -171,16 +157,14 @@ class Reply:
     result: TaskResult
 
 
-@dataclass(frozen=True, slots=True)
-class Publish:
+class Publish(msgspec.Struct, frozen=True):
     """An admitted task has ended; for those who follow all tasks. Once per task, however many waiters it had."""
 
     task: Task
     result: TaskResult
 
 
-@dataclass(frozen=True, slots=True)
-class WakeAt:
+class WakeAt(msgspec.Struct, frozen=True):
     """Send DeadlineReached at this monotonic time; replaces the time asked for before."""
 
     when: float

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import msgspec
@@ -121,8 +120,7 @@ class TokenIds(Sequence[int]):
         return f"TokenIds(<{len(self)} ids>)"
 
 
-@dataclass(frozen=True, slots=True)
-class Footprint:
+class Footprint(msgspec.Struct, frozen=True):
     """The blocks a task touches, by tier. Storage blocks are named by key, the others by id."""
 
     device_reads: Sequence[int] = ()
@@ -174,8 +172,7 @@ class _StorageTask(_Task, frozen=True, kw_only=True):
         return len(self.keys)
 
 
-@dataclass(frozen=True, slots=True)
-class RankOutcome:
+class RankOutcome(msgspec.Struct, frozen=True):
     """What one rank really did for one task. The barrier collects these; a failed rank has one too.
 
     moved: positions in the task's block list, ascending, that this rank moved completely.
@@ -240,15 +237,14 @@ class TaskResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     boot_id: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Merged:
+class Merged(msgspec.Struct, frozen=True):
     """All ranks' outcomes as one: the part of a TaskResult that the ranks decide."""
 
     status: Status
     block_ids: list[int]
     ranks: list[RankResult]
     error: ErrorInfo | None
-    bytes: int = field(default=0)
+    bytes: int = 0
 
 
 def _first_cause(outcomes: Sequence[RankOutcome], stop: Stop | None) -> ErrorInfo | None:

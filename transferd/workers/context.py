@@ -126,10 +126,9 @@ class Account:
         return self.job.stop.reason
 
     def outcome(self) -> RankOutcome:
-        moved: Sequence[int] = sorted(self.moved)
-        complete = len(moved) == self.job.task.blocks
-        if complete:
-            moved = range(len(moved))  # merges faster, and says so
+        wanted = self.job.task.blocks
+        complete = len(self.moved) == wanted
+        moved: Sequence[int] = range(wanted) if complete else sorted(self.moved)
         return RankOutcome(
             rank=self.context.rank,
             moved=moved,
