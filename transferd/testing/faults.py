@@ -79,6 +79,19 @@ class OffloadFaults:
         return {"fail": self.fail}
 
 
+@dataclass(frozen=True, slots=True)
+class NetworkFaults:
+    """Of a connection that breaks. lose: of each message on its way, that it and all behind it are lost.
+
+    duplicate: of each of the last few messages that had arrived, that the client sends it again on its
+    next connection (it cannot know better).
+    """
+
+    latency: Latency = NOW
+    lose: float = 0.0
+    duplicate: float = 0.0
+
+
 class Dice:
     """Decides which fault happens: first the scripted ones, in order, then by probability.
 
