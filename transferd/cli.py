@@ -60,8 +60,8 @@ def check_config(config: ConfigOption = None, set_: SetOption = None, format_: F
     from transferd.layout import build_layout
     from transferd.offload import ThreadOffload
     from transferd.storage.registry import create_storage
-    from transferd.testing.process import to_toml
     from transferd.tiers.registry import create_device_tier
+    from transferd.toml import to_toml
 
     effective = configuration.load(config, overrides=set_ or ())
     create_device_tier(effective, build_layout(effective.cache), 0, ThreadOffload(1))
@@ -109,6 +109,54 @@ def stats(endpoint: EndpointOption = None, timeout: TimeoutOption = 2.0, format_
         print(json.dumps(report))
     else:
         _print_tree(report)
+
+
+@app.command()
+def replay(
+    trace: Annotated[Path, typer.Argument(help="A trace in Mooncake's format (JSON lines).", exists=True)],
+    requests: Annotated[int | None, typer.Option(min=1, help="Play so many requests; default all.")] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks of the own daemon.")] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 8,
+    config: ConfigOption = None,
+    endpoint: EndpointOption = None,
+    format_: FormatOption = Format.TEXT,
+) -> None:
+    """Replay a request trace and check every byte that comes back; without --endpoint, on an own daemon."""
+    from transferd.replay import command
+    from transferd.replay.trace import read_trace
+
+    report = command.run(
+        read_trace(trace, requests),
+        endpoint=endpoint,
+        config=config,
+        ranks=ranks,
+        concurrency=concurrency,
+        quiet=format_ is Format.JSON,
+    )
+    if format_ is Format.JSON:
+        print(json.dumps(report.tree()))
+    else:
+        from rich.console import Console
+
+        report.print(Console())
+    raise typer.Exit(0 if report.good else 1)
+
+
+@app.command()
+def demo(format_: FormatOption = Format.TEXT) -> None:
+    """Show the main job on a generated workload, in under a minute, with an own daemon."""
+    from rich.console import Console
+
+    from transferd import demo as show
+
+    console = Console(stderr=format_ is Format.JSON)
+    report = show.run(console)
+    if format_ is Format.JSON:
+        print(json.dumps(report.tree()))
+    else:
+        report.print(console)
+        show.explain(report, console)
+    raise typer.Exit(0 if report.good else 1)
 
 
 def _print_tree(report: dict[str, Any], indent: int = 0) -> None:

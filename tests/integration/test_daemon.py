@@ -20,7 +20,7 @@ from transferd import (
     TaskResult,
     WriteStorageTask,
 )
-from transferd.testing.process import DaemonProcess, running, start
+from transferd.launch import DaemonProcess, running, start
 
 Tree = dict[str, dict[str, Any]]
 Caches = list[dict[str, list[np.ndarray[Any, Any]]]]

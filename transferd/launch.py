@@ -1,6 +1,6 @@
 """A real daemon in a process of its own, for tests, demos and benchmarks.
 
-    async with running(config_tree, directory) as daemon:
+    with running(config_tree, directory) as daemon:
         async with Client(daemon.endpoint) as client: ...
 
 The daemon's log goes to a file in `directory`; a start that fails shows its end. The process is
@@ -19,6 +19,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from transferd.toml import to_toml
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
@@ -110,34 +112,3 @@ def _await_ready(daemon: DaemonProcess) -> None:
     if code is None:
         daemon.kill()
     raise RuntimeError(f"the daemon did not start (exit code {code}); its log ends:\n{daemon.log[-4000:]}")
-
-
-def to_toml(tree: Mapping[str, Any]) -> str:
-    """Plain sections as TOML. Values: text, numbers, booleans, lists and sections of these; None is left out."""
-    lines: list[str] = []
-
-    def section(path: str, values: Mapping[str, Any]) -> None:
-        if path:
-            lines.append(f"[{path}]")
-        lines.extend(
-            f"{key} = {_toml_value(value)}"
-            for key, value in values.items()
-            if value is not None and not isinstance(value, Mapping)
-        )
-        for key, value in values.items():
-            if isinstance(value, Mapping):
-                section(f"{path}.{key}" if path else key, value)
-
-    section("", tree)
-    return "\n".join(lines) + "\n"
-
-
-def _toml_value(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int | float):
-        return repr(value)
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_toml_value, value))}]"
-    text = str(value).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    return f'"{text}"'

@@ -1,0 +1,53 @@
+# transferd. On a fresh Debian machine `make demo` and `make test` are all that is needed; both are idempotent.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+TEST_STAMP := $(VENV)/.installed-for-tests
+SEEDS ?= 2000
+
+.PHONY: help demo test lint types check sim bench gpu-check clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+demo: $(STAMP) ## set up, then show the main job in under a minute
+	@$(BIN)/transferd demo
+
+test: $(TEST_STAMP) ## set up, then run every test this machine can
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(TEST_STAMP) ## ruff
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(TEST_STAMP) ## mypy --strict on transferd/
+	$(BIN)/mypy
+
+check: lint types test ## everything CI does
+
+sim: $(TEST_STAMP) ## the seeded simulation: make sim SEEDS=100000
+	$(BIN)/python -m pytest tests/sim --sim-seeds=$(SEEDS) -q
+
+bench: $(STAMP) ## control and copy benchmarks, as text
+	$(BIN)/transferd bench control
+	$(BIN)/transferd bench copy
+
+gpu-check: ## correctness and speed on a machine with an NVIDIA GPU (python3 with cuda-bindings, numpy; no network)
+	$(PYTHON) -m tests.gpu.check
+
+clean: ## remove what these targets made
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -f transferd/tiers/*.so
+
+$(STAMP): pyproject.toml setup.py transferd/tiers/_copyruns.c scripts/system-packages
+	@bash scripts/system-packages
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	@touch $@
+
+$(TEST_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@bash scripts/test-extras $(BIN)/python
+	@touch $@
