@@ -7,8 +7,10 @@ move. Locking asks for RLIMIT_MEMLOCK; where it is refused the memory works all 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import gc
 import mmap
 import os
 from typing import Any
@@ -53,8 +55,14 @@ class HostRegion:
         self.address = 0
         self.pinned = False
         del self._anchor
+        self.view.release()
+        with contextlib.suppress(BufferError):
+            self._map.close()
+            return
+        # The traceback of a failed transfer holds the view it worked on, in a cycle with the task that
+        # raised it: such views are nobody's any more, but only the collector frees them.
+        gc.collect()
         try:
-            self.view.release()
             self._map.close()
         except BufferError as error:
             raise TierError(f"host memory is still in use at close: {error}") from error
