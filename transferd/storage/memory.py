@@ -1,100 +1,62 @@
-"""Storage in this process's own memory: for tests, and for engines that only want a second host tier.
+"""Storage in this process's own memory: for tests, and as a second host tier that needs no disk.
 
-Objects are copied in and out; the least recently used ones go when the capacity is reached.
+Objects are copied in and out, within `storage.memory.capacity`; see indexed.py for everything that
+is decided. Batches up to INLINE_BYTES are copied on the event loop, larger ones in threads. numpy's
+copy is used because, unlike `bytes()` and slice assignment, it lets other threads run meanwhile.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+import numpy as np
+import numpy.typing as npt
 
 from transferd.clock import SYSTEM_CLOCK, Clock
 from transferd.config import Config
-from transferd.errors import StorageFull
-from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found, Outcome, Storage
-from transferd.storage.lru import LruIndex
+from transferd.offload import Offload, ThreadOffload
+from transferd.storage.indexed import Damaged, IndexedStorage
+from transferd.tiers.base import INLINE_BYTES
 
-T = TypeVar("T")
-INLINE_BYTES = 256 * 1024  # smaller copies cost less on the loop than the way to a thread
+COPY_THREADS = 2  # two saturate the memory bus of most machines
 
 
-class MemoryStorage(Storage):
-    """A dict of bytes with an LRU bound (`storage.memory.capacity`)."""
+class MemoryStorage(IndexedStorage):
+    """A dict of arrays with an LRU bound. Owns the copies it makes; its objects end with it.
+
+    offload: where large copies run; default two threads for each direction.
+    """
 
     backend = "memory"
 
-    def __init__(self, config: Config, *, clock: Clock = SYSTEM_CLOCK) -> None:  # noqa: ARG002 - the registry's form
-        self._index = LruIndex(config.storage.memory.capacity)
-        self._objects: dict[str, bytes] = {}
-        self._threads: ThreadPoolExecutor | None = None
-        self._hits = self._misses = self._quarantined = 0
+    def __init__(self, config: Config, *, clock: Clock = SYSTEM_CLOCK, offload: Offload | None = None) -> None:  # noqa: ARG002 - every backend is given the clock
+        super().__init__(
+            config.storage.memory.capacity,
+            offload or ThreadOffload(COPY_THREADS),
+            stripes=COPY_THREADS,
+            inline_bytes=INLINE_BYTES,
+        )
+        self._objects: dict[str, npt.NDArray[np.uint8]] = {}
 
     async def open(self) -> None:
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="transferd-memory")
+        """Nothing to make ready."""
 
-    async def exists(self, names: Sequence[str]) -> list[bool]:
-        return [name in self._objects for name in names]
+    def reconfigure(self, config: Config) -> None:
+        """Take over `storage.memory.capacity`."""
+        self.set_capacity(config.storage.memory.capacity)
 
-    async def put(self, blobs: Sequence[Blob]) -> list[Outcome]:
-        new = [blob for blob in blobs if not self._index.touch(blob.name)]
-        copies = await self._run(sum(b.data.nbytes for b in new), lambda: [bytes(b.data) for b in new])
-        outcomes = {blob.name: self._keep(blob.name, data) for blob, data in zip(new, copies, strict=True)}
-        return [outcomes.get(blob.name, EXISTS) for blob in blobs]
+    def _write(self, name: str, data: memoryview) -> None:
+        self._objects[name] = np.asarray(data).copy()
 
-    def _keep(self, name: str, data: bytes) -> Outcome:
-        if len(data) > self._index.capacity:
-            what = f"an object of {len(data)} bytes is larger than storage.memory.capacity, {self._index.capacity}"
-            return Outcome(Found.FAILED, StorageFull(what))
-        self._objects[name] = data
-        for evicted in self._index.add(name, len(data)):
-            del self._objects[evicted]
-        return STORED
+    def _read(self, name: str, data: memoryview) -> bool:
+        stored = self._objects.get(name)  # held here: an eviction meanwhile does not free it
+        if stored is None:
+            return False
+        if stored.nbytes != data.nbytes:
+            raise Damaged
+        np.copyto(np.asarray(data), stored)
+        return True
 
-    async def get(self, blobs: Sequence[Blob]) -> list[Outcome]:
-        found = [self._look_up(blob) for blob in blobs]
-
-        def copy() -> None:
-            for blob, data in zip(blobs, found, strict=True):
-                if data is not None:
-                    blob.data[:] = data
-
-        await self._run(sum(len(data) for data in found if data is not None), copy)
-        return [MISSING if data is None else FOUND for data in found]
-
-    def _look_up(self, blob: Blob) -> bytes | None:
-        data = self._objects.get(blob.name)
-        if data is None or len(data) != blob.data.nbytes:
-            self._misses += 1
-            return None
-        self._hits += 1
-        self._index.touch(blob.name)
-        return data
-
-    async def _run(self, nbytes: int, work: Callable[[], T]) -> T:
-        if nbytes <= INLINE_BYTES or self._threads is None:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
-
-    async def quarantine(self, name: str) -> None:
-        self._quarantined += 1
+    def _remove(self, name: str) -> None:
         self._objects.pop(name, None)
-        self._index.discard(name)
 
-    async def close(self) -> None:
-        threads, self._threads = self._threads, None
-        if threads is not None:
-            threads.shutdown(wait=True)
+    async def _release(self) -> None:
         self._objects.clear()
-
-    def statistics(self) -> dict[str, Any]:
-        return {
-            "objects": len(self._index),
-            "bytes": self._index.bytes,
-            "capacity": self._index.capacity,
-            "hits": self._hits,
-            "misses": self._misses,
-            "errors": 0,
-            "quarantined": self._quarantined,
-        }

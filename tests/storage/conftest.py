@@ -1,0 +1,47 @@
+"""Every storage backend behind one fixture, closed and checked at the end of each test."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.storage.harness import BACKENDS, MEMORY_BYTES, Backend, Harness, Memory, Open
+from transferd.storage.base import Storage
+
+
+@pytest.fixture
+async def open_storage() -> AsyncIterator[Open]:
+    """Open any storage with memory registered; everything is closed at the end, and must have come home."""
+    opened: list[Harness] = []
+
+    async def open_(storage: Storage) -> Harness:
+        await storage.open()
+        harness = Harness(storage, Memory(MEMORY_BYTES))
+        opened.append(harness)
+        storage.register(harness.memory)
+        return harness
+
+    yield open_
+    for harness in opened:
+        assert not harness.storage.statistics().get("in_flight_bytes"), "reserved and never settled"
+        harness.storage.unregister(harness.memory)
+        await harness.storage.close()
+        harness.release()
+
+
+@pytest.fixture(params=BACKENDS, ids=lambda backend: backend.name)
+def backend(request: pytest.FixtureRequest) -> Backend:
+    chosen: Backend = request.param
+    return chosen
+
+
+@pytest.fixture
+def open_backend(backend: Backend, open_storage: Open, tmp_path: Path) -> Open:
+    """Open the backend under test with a capacity in bytes."""
+
+    async def open_(capacity: int = 256 * 1024**2) -> Harness:
+        return await open_storage(backend.make(tmp_path / "blocks", capacity))
+
+    return open_

@@ -1,0 +1,99 @@
+"""The storage backends that the contract suite runs over, and how tests hold one."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from transferd.config import Config, from_tree
+from transferd.storage.base import Blob, Outcome, Storage
+from transferd.storage.file import FileStorage
+from transferd.storage.memory import MemoryStorage
+
+MEMORY_BYTES = 32 * 1024**2
+
+
+def file_config(path: Path, capacity: int, **more: object) -> Config:
+    return from_tree({"storage": {"file": {"path": str(path), "capacity": capacity, **more}}})
+
+
+def memory_config(capacity: int) -> Config:
+    return from_tree({"storage": {"backend": "memory", "memory": {"capacity": capacity}}})
+
+
+@dataclass(frozen=True)
+class Backend:
+    """How to make one, and what it promises beyond the contract. make: (directory, capacity) -> closed storage."""
+
+    name: str
+    make: Callable[[Path, int], Storage]
+    keeps_lru: bool = True  # evicts exactly the least recently used, so a test can say which objects are left
+
+
+# A new backend is one line here.
+BACKENDS = [
+    Backend("memory", lambda _, capacity: MemoryStorage(memory_config(capacity))),
+    Backend("file", lambda path, capacity: FileStorage(file_config(path, capacity))),
+    Backend("file-fsync", lambda path, capacity: FileStorage(file_config(path, capacity, fsync=True))),
+]
+
+
+class Memory:
+    """Page-aligned host memory, as staging is: what backends are given to register."""
+
+    pinned = False
+
+    def __init__(self, nbytes: int) -> None:
+        self._map = mmap.mmap(-1, nbytes)
+        self.nbytes = nbytes
+        self.view = memoryview(self._map)
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+    def close(self) -> None:
+        self.view.release()
+        self._map.close()
+
+
+@dataclass
+class Harness:
+    """An open storage and registered memory to move objects through."""
+
+    storage: Storage
+    memory: Memory
+    _next: int = 0
+    _views: list[memoryview] = field(default_factory=list)
+
+    def buffer(self, nbytes: int, content: bytes | None = None) -> memoryview:
+        """A fresh piece of registered memory, filled with `content` or 0xAA."""
+        assert self._next + nbytes <= self.memory.nbytes, "the test needs more memory than MEMORY_BYTES"
+        view = self.memory.view[self._next : self._next + nbytes]
+        self._next += -(-nbytes // 64) * 64
+        self._views.append(view)
+        view[:] = content if content is not None else b"\xaa" * nbytes
+        return view
+
+    def reuse_memory(self) -> None:
+        """Hand out the memory from its start again: the calls so far have returned."""
+        self._next = 0
+
+    async def put(self, *objects: tuple[str, bytes]) -> list[Outcome]:
+        return await self.storage.put([Blob(name, self.buffer(len(data), data)) for name, data in objects])
+
+    async def get(self, *wanted: tuple[str, int]) -> list[tuple[Outcome, bytes]]:
+        blobs = [Blob(name, self.buffer(nbytes)) for name, nbytes in wanted]
+        outcomes = await self.storage.get(blobs)
+        return [(outcome, bytes(blob.data)) for outcome, blob in zip(outcomes, blobs, strict=True)]
+
+    def release(self) -> None:
+        for view in self._views:
+            view.release()
+        self.memory.close()
+
+
+Open = Callable[..., Awaitable[Harness]]

@@ -1,0 +1,404 @@
+"""Storage whose daemon knows every object: an LRU index in memory, effects in threads.
+
+`FileStorage` and `MemoryStorage` differ only in what a write, a read or a removal does; everything
+that is decided is decided here, once. *Decide, then do*: a decision is one step on the event loop
+that changes the index, its effect follows in an I/O thread, and the books are closed on the loop
+again when the effect has ended.
+
+A put decides for each object, in order:
+
+* present with this length: EXISTS, and it counts as used;
+* being written or removed under this name just now: wait for that, decide again (so two effects on
+  one name never overlap, and a late removal cannot take a newer object with it);
+* larger than the capacity: StorageFull;
+* else reserve room, which names the objects that must go; if writes under way hold all the room,
+  wait for one of them, decide again.
+
+What can start, starts together, striped over the threads; each write first removes the objects that
+make room for it, so the bytes held never pass the capacity. A write that finds the medium full
+although the index had room (other files on the disk, a quota) evicts its own size and tries once
+more; then it is StorageFull.
+
+A get reads what is present. An object that turns out to be gone is MISSING and leaves the index. One
+of another length than the caller's buffer is damaged, because names are content keys and a layout
+has one object size: it is MISSING too, and quarantined, so that the next put can heal it.
+
+Every wait is for I/O under way, so it is bounded by that I/O. A cancelled caller gets its
+cancellation when its I/O has ended (uncancelled.py), because threads work on its buffers.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+from transferd.errors import Closed, StorageError, StorageFull
+from transferd.offload import Direction, Offload
+from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found, Outcome, Storage
+from transferd.storage.lru import Entry, LruIndex, Victim
+from transferd.storage.uncancelled import uncancelled
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+class Damaged(Exception):
+    """Raised by `_read`: what is stored under the name cannot be the object, or cannot be read any more.
+
+    error: what the caller hears; None when it is simply a miss.
+    """
+
+    def __init__(self, error: StorageError | None = None) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+@dataclass(slots=True)
+class _Write:
+    """One object on its way in. `position` is its place in the caller's batch."""
+
+    position: int
+    blob: Blob
+    victims: list[Victim]  # make room: removed before the write, left in this list if that failed
+    error: StorageError | None = None
+
+
+class IndexedStorage(Storage):
+    """See the module's docstring. All state is mutated on the event loop only.
+
+    offload: runs the effects; owned, closed by `close`. stripes: into how many parts a batch is cut
+    at most. inline_bytes: batches up to this many bytes run on the loop itself.
+    """
+
+    def __init__(self, capacity: int, offload: Offload, *, stripes: int, inline_bytes: int = 0) -> None:
+        self._index = LruIndex(capacity)
+        self._offload = offload
+        self._stripes = stripes
+        self._inline_bytes = inline_bytes
+        # Names with an effect under way that changes what is stored, and when it will have ended.
+        self._busy: dict[str, asyncio.Future[None]] = {}
+        self._background: set[asyncio.Task[None]] = set()
+        self._counts: Counter[str] = Counter()
+        self._closed = False
+
+    # --- effects, run in threads; raise StorageError ------------------------------------------------
+
+    @abc.abstractmethod
+    def _write(self, name: str, data: memoryview) -> None:
+        """Store the object, whole or not at all. StorageFull: the medium has no room now."""
+
+    @abc.abstractmethod
+    def _read(self, name: str, data: memoryview) -> bool:
+        """Fill `data`, False if the object is gone. Raises Damaged if it is not exactly that long."""
+
+    @abc.abstractmethod
+    def _remove(self, name: str) -> None:
+        """The object is gone afterwards, also if it was before."""
+
+    def _set_aside(self, name: str) -> None:
+        """Make a bad object unreachable; keep it for people to look at where that is cheap."""
+        self._remove(name)
+
+    # --- the contract -------------------------------------------------------------------------------
+
+    async def exists(self, names: Sequence[str]) -> list[bool]:
+        """From the index. Counts as a use: who asks is about to load, or not to store because it is here."""
+        self._check_open()
+        found = [name in self._index for name in names]
+        self._index.touch(names)
+        return found
+
+    async def put(self, blobs: Sequence[Blob]) -> list[Outcome]:
+        self._check_open()
+        return await uncancelled(self._put(blobs))
+
+    async def get(self, blobs: Sequence[Blob]) -> list[Outcome]:
+        self._check_open()
+        return await uncancelled(self._get(blobs))
+
+    async def quarantine(self, name: str) -> None:
+        self._check_open()
+        if self._index.forget(name):
+            await asyncio.shield(self._put_aside([name]))
+
+    def set_capacity(self, nbytes: int) -> None:
+        """Change the capacity now; what is too much leaves in the background. Call on the event loop."""
+        self._evict_in_background(self._index.set_capacity(nbytes))
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        while self._background:
+            await asyncio.wait(self._background)
+        try:
+            await self._release()
+        finally:
+            self._offload.close()
+
+    async def _release(self) -> None:
+        """What an implementation gives back at close; nothing is under way any more."""
+
+    def statistics(self) -> dict[str, Any]:
+        counts = self._counts
+        return {
+            "objects": len(self._index),
+            "bytes": self._index.bytes,
+            "capacity": self._index.capacity,
+            "in_flight_bytes": self._index.used - self._index.bytes,
+            "hits": counts["hits"],
+            "misses": counts["misses"],
+            "corrupt": counts["corrupt"],  # set aside, whoever noticed
+            "wrong_length": counts["wrong_length"],
+            "errors": counts["errors"],
+            "stored": counts["stored"],
+            "evictions": counts["evictions"],
+        }
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._index!r})"
+
+    # --- put ----------------------------------------------------------------------------------------
+
+    async def _put(self, blobs: Sequence[Blob]) -> list[Outcome]:
+        outcomes: dict[int, Outcome] = {}
+        todo: Sequence[int] = range(len(blobs))
+        while todo:
+            wave: list[_Write] = []
+            waits: set[asyncio.Future[None]] = set()
+            done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            later = []
+            for position in todo:
+                decision = self._decide(position, blobs[position])
+                if isinstance(decision, Outcome):
+                    outcomes[position] = decision
+                elif isinstance(decision, _Write):
+                    wave.append(decision)
+                    self._occupy([decision.blob.name, *(victim.name for victim in decision.victims)], done)
+                else:
+                    later.append(position)
+                    waits.update(decision)
+            todo = later
+            if wave:
+                await self._write_wave(wave, done)
+                outcomes.update((write.position, self._stored(write)) for write in wave)
+            elif waits:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        self._index.touch([blob.name for blob in blobs])
+        return [outcomes[position] for position in range(len(blobs))]
+
+    def _decide(self, position: int, blob: Blob) -> Outcome | _Write | list[asyncio.Future[None]]:
+        """The answer, or a write to do now, or what to wait for before deciding again."""
+        name, nbytes = blob.name, blob.data.nbytes
+        if name in self._busy:
+            return [self._busy[name]]
+        present = self._index.get(name)
+        if present is not None and present.nbytes == nbytes:
+            self._index.touch([name])  # now, or a neighbour of this batch could push it out
+            return EXISTS
+        if present is not None:  # of another length, so nobody could ever load it
+            self._counts["wrong_length"] += 1
+            self._index.forget(name)
+            self._put_aside([name])
+            return [self._busy[name]]
+        if nbytes > self._index.capacity:
+            return self._failed(StorageFull(f"an object of {nbytes} bytes is larger than {self._bound}"))
+        victims = self._index.reserve(name, nbytes)
+        if victims is None:
+            return list(self._busy.values())
+        self._counts["evictions"] += len(victims)
+        return _Write(position, blob, victims)
+
+    async def _write_wave(self, wave: list[_Write], done: asyncio.Future[None]) -> None:
+        """Write all, close the books of each, then let go of their names."""
+        occupied = {name for name, future in self._busy.items() if future is done}
+        unsettled = {write.blob.name for write in wave}
+        try:
+            await self._write_all(wave)
+            full = [write for write in wave if isinstance(write.error, StorageFull) and self._make_room(write)]
+            if full:
+                again = [victim.name for write in full for victim in write.victims]
+                self._occupy(again, done)
+                occupied.update(again)
+                await self._write_all(full)
+            for write in reversed(wave):  # so that the first, nearest the root, is the most recent
+                unsettled.remove(write.blob.name)
+                self._settle(write)
+        finally:
+            for name in unsettled:  # only after a bug in an effect
+                self._index.release(name)
+            self._vacate(occupied, done)
+
+    async def _write_all(self, writes: list[_Write]) -> None:
+        nbytes = sum(write.blob.data.nbytes for write in writes)
+        await self._run(Direction.OUT, nbytes, writes, self._write_one)
+
+    def _write_one(self, write: _Write) -> None:
+        """In a thread: first the victims go, then the object comes."""
+        write.error = None
+        try:
+            while write.victims:
+                self._remove(write.victims[-1].name)
+                write.victims.pop()
+            self._write(write.blob.name, write.blob.data)
+        except StorageError as error:
+            write.error = error
+
+    def _make_room(self, write: _Write) -> bool:
+        """The medium is fuller than the index knew: evict this object's own size. False: nothing to evict."""
+        more = self._index.evict(write.blob.data.nbytes)
+        self._counts["evictions"] += len(more)
+        write.victims.extend(more)
+        return bool(more)
+
+    def _settle(self, write: _Write) -> None:
+        """Back on the loop: the index learns how the write ended."""
+        if write.error is None:
+            self._evict_in_background(self._index.commit(write.blob.name))
+        else:
+            self._index.release(write.blob.name)
+        for victim in write.victims:
+            self._index.restore(*victim)
+            self._counts["evictions"] -= 1
+
+    def _stored(self, write: _Write) -> Outcome:
+        if write.error is not None:
+            return self._failed(write.error)
+        self._counts["stored"] += 1
+        return STORED
+
+    # --- get ----------------------------------------------------------------------------------------
+
+    async def _get(self, blobs: Sequence[Blob]) -> list[Outcome]:
+        outcomes = [MISSING] * len(blobs)
+        reads: list[tuple[int, Blob, Entry]] = []
+        for position, blob in enumerate(blobs):
+            entry = self._index.get(blob.name)
+            if entry is not None:
+                reads.append((position, blob, entry))
+        self._index.touch([blob.name for blob in blobs])
+        nbytes = sum(blob.data.nbytes for _, blob, _ in reads)
+        answers = await self._run(Direction.IN, nbytes, reads, self._read_one)
+        bad = []
+        for (position, blob, entry), answer in zip(reads, answers, strict=True):
+            if answer is True:
+                outcomes[position] = FOUND
+            elif isinstance(answer, StorageError):
+                outcomes[position] = self._failed(answer)
+            else:
+                left = self._index.forget(blob.name, entry)
+                if isinstance(answer, Damaged):
+                    self._counts["wrong_length"] += answer.error is None
+                    if answer.error is not None:
+                        outcomes[position] = self._failed(answer.error)
+                    if left:
+                        bad.append(blob.name)
+        if bad:
+            await self._put_aside(bad)
+        self._counts["hits"] += outcomes.count(FOUND)
+        self._counts["misses"] += outcomes.count(MISSING)
+        return outcomes
+
+    def _read_one(self, read: tuple[int, Blob, Entry]) -> bool | Damaged | StorageError:
+        """In a thread."""
+        _, blob, entry = read
+        try:
+            if entry.nbytes != blob.data.nbytes:
+                return Damaged()
+            return self._read(blob.name, blob.data)
+        except (Damaged, StorageError) as answer:
+            return answer
+
+    # --- leaving ------------------------------------------------------------------------------------
+
+    def _put_aside(self, names: Sequence[str]) -> asyncio.Task[None]:
+        """Names that have just left the index as bad: their objects become unreachable."""
+        self._counts["corrupt"] += len(names)
+        return self._leave([Victim(name, 0) for name in names], self._set_aside, restore=False)
+
+    def _evict_in_background(self, victims: Sequence[Victim]) -> None:
+        if victims:
+            self._counts["evictions"] += len(victims)
+            self._leave(victims, self._remove, restore=True)
+
+    def _leave(self, victims: Sequence[Victim], effect: Callable[[str], None], *, restore: bool) -> asyncio.Task[None]:
+        """Run an effect on names that have just left the index; nobody writes them until it has ended.
+
+        restore: an object whose effect failed is still there, so it returns to the index. (A bad one
+        does not: it stays unreachable until the next start finds it, and fails its check again.)
+        """
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        names = [victim.name for victim in victims]
+        self._occupy(names, done)
+
+        def attempt(name: str) -> bool:
+            try:
+                effect(name)
+            except StorageError:
+                return False
+            return True
+
+        async def leave() -> None:
+            try:
+                worked = await self._run(Direction.OUT, 0, names, attempt)
+                for victim, gone in zip(victims, worked, strict=True):
+                    self._counts["errors"] += not gone
+                    if restore and not gone:
+                        self._index.restore(*victim)
+            finally:
+                self._vacate(names, done)
+
+        task = asyncio.ensure_future(leave())
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task
+
+    # --- helpers ------------------------------------------------------------------------------------
+
+    def _occupy(self, names: Iterable[str], done: asyncio.Future[None]) -> None:
+        """An effect on these names is under way until `done`."""
+        for name in names:
+            assert name not in self._busy or self._busy[name] is done, name
+            self._busy[name] = done
+
+    def _vacate(self, names: Iterable[str], done: asyncio.Future[None]) -> None:
+        for name in names:
+            del self._busy[name]
+        done.set_result(None)
+
+    async def _run(self, direction: Direction, nbytes: int, items: Sequence[S], effect: Callable[[S], T]) -> list[T]:
+        """`effect` of every item, striped over the threads; returns when all have ended, raises the first bug."""
+        if not items or (self._inline_bytes and nbytes <= self._inline_bytes):
+            return [effect(item) for item in items]
+        count = min(self._stripes, len(items))
+        parts = await asyncio.gather(
+            *(self._offload.run(direction, functools.partial(_each, effect, items[i::count])) for i in range(count)),
+            return_exceptions=True,
+        )
+        results: list[T | None] = [None] * len(items)
+        for i, part in enumerate(parts):
+            if isinstance(part, BaseException):
+                raise part
+            results[i::count] = part
+        return cast("list[T]", results)
+
+    def _failed(self, error: StorageError) -> Outcome:
+        self._counts["errors"] += 1
+        return Outcome(Found.FAILED, error)
+
+    @property
+    def _bound(self) -> str:
+        return f"storage.{self.backend}.capacity, {self._index.capacity} bytes"
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed(f"{self.backend} storage is closed")
+
+
+def _each(effect: Callable[[S], T], items: Sequence[S]) -> list[T]:
+    return [effect(item) for item in items]

@@ -1,0 +1,78 @@
+"""Object names as paths below the objects directory, and back.
+
+    <part>/…/<part>/<fan>/<digest>@<rank>          the object
+    <part>/…/<part>/<fan>/<digest>@<rank>~<n>      the same, being written
+
+The last two parts of a name are the digest and the rank, the fan directory is the first FAN_DIGITS
+characters of the digest, and every part before becomes a directory. Every byte of a part outside
+`A-Z a-z 0-9 _ . -` is written %XX, a leading dot too, and an empty part is a lone `%`. So no part is
+hidden, `.` or `..`; `/`, `@` and `~` mean only what they mean here; and two names never share a path.
+
+A path that is not exactly what a name would give belongs to somebody else.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from urllib.parse import unquote_to_bytes
+
+from transferd.keys import encode_text
+
+FAN_DIGITS = 2  # 256 directories: some hundred files in each at a hundred thousand objects
+
+_UNSAFE = re.compile(rb"\A\.|[^A-Za-z0-9_.-]")
+_PART = re.compile(r"(?!\.)[A-Za-z0-9_.%-]+")
+_TEMPORARY = re.compile(r"(?!\.)[A-Za-z0-9_.%-]+@[A-Za-z0-9_.%-]+~[0-9]+")
+
+
+def path_of(name: str) -> str:
+    """The object's path, relative to the objects directory."""
+    head, _, rank = name.rpartition("/")
+    space, slash, digest = head.rpartition("/")
+    quoted = _quote(digest)
+    return f"{_quote_space(space) if slash else ''}{quoted[:FAN_DIGITS]}/{quoted}@{_quote(rank)}"
+
+
+def name_of(path: str) -> str | None:
+    """The name whose `path_of` this is; None if there is none."""
+    space, _, leaf = path.rpartition("/")
+    space = space.rpartition("/")[0]  # without the fan directory
+    digest, at, rank = leaf.partition("@")
+    parts = [*(space.split("/") if space else []), digest, rank]
+    if not at or not all(_PART.fullmatch(part) for part in parts):
+        return None
+    try:
+        name = "/".join(_unquote(part) for part in parts)
+    except UnicodeDecodeError:
+        return None
+    return name if path_of(name) == path else None
+
+
+def is_directory_of_ours(name: str) -> bool:
+    """Could a directory of this name, anywhere below the objects directory, hold objects?"""
+    return _PART.fullmatch(name) is not None
+
+
+def temporary_of(path: str, number: int) -> str:
+    """Where the object is written before it appears under `path`, in the same directory."""
+    return f"{path}~{number}"
+
+
+def is_temporary(name: str) -> bool:
+    """Is a file of this name one that was being written?"""
+    return _TEMPORARY.fullmatch(name) is not None
+
+
+@functools.lru_cache(maxsize=64)
+def _quote_space(space: str) -> str:
+    return "".join(f"{_quote(part)}/" for part in space.split("/"))
+
+
+def _quote(part: str) -> str:
+    quoted = _UNSAFE.sub(lambda match: b"%%%02X" % match[0][0], encode_text(part)).decode("ascii")
+    return quoted or "%"
+
+
+def _unquote(part: str) -> str:
+    return "" if part == "%" else unquote_to_bytes(part).decode("utf-8", "surrogatepass")
