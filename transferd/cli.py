@@ -16,6 +16,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from transferd import config as configuration
+from transferd.bench.command import app as bench_app
 from transferd.errors import ConfigError, TransferError
 
 app = typer.Typer(
@@ -25,6 +26,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+app.add_typer(bench_app)
 
 
 class Format(enum.StrEnum):

@@ -57,10 +57,13 @@ def plan_copy(source: Geometry, source_ids: Sequence[int], target: Geometry, tar
     if count == 1:  # the control plane's commonest plan: nothing to merge, a few vector operations less
         return CopyPlan(path.base + path.source_step * source_ids[0] + path.target_step * target_ids[0], path.nbytes)
     # [segment, block, 3]: for layer-major memory, neighbours in a row are neighbours in memory.
+    # Reading in ascending order is worth a tenth of the speed, and finds every pair of neighbours.
+    sources = np.asarray(source_ids, dtype=np.int64)
+    order = np.argsort(sources, kind="stable")
     runs = np.empty((len(path.base), count, 3), dtype=np.int64)
     runs[:] = path.base[:, None]
-    runs[:, :, 0] += np.multiply.outer(source.strides, np.asarray(source_ids, dtype=np.int64))
-    runs[:, :, 1] += np.multiply.outer(target.strides, np.asarray(target_ids, dtype=np.int64))
+    runs[:, :, 0] += np.multiply.outer(source.strides, sources[order])
+    runs[:, :, 1] += np.multiply.outer(target.strides, np.asarray(target_ids, dtype=np.int64)[order])
     return CopyPlan(_merged(runs.reshape(-1, 3)), path.nbytes * count)
 
 

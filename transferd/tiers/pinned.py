@@ -26,6 +26,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.munlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; asm-generic/mman-common.h
+
 _warned = False
 
 
@@ -38,7 +40,8 @@ class HostRegion:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = align(max(nbytes, 1), mmap.PAGESIZE)
         try:
-            self._map = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)
+            self._map = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            _populate(self._map)
         except (OSError, ValueError) as error:
             raise TierError(f"cannot allocate {self.nbytes} bytes of host memory: {error}") from error
         self.view = memoryview(self._map)
@@ -66,6 +69,21 @@ class HostRegion:
             self._map.close()
         except BufferError as error:
             raise TierError(f"host memory is still in use at close: {error}") from error
+
+
+def _populate(memory: mmap.mmap) -> None:
+    """Make every page real now, huge ones where the kernel has them: copies of scattered blocks miss the TLB less."""
+    with contextlib.suppress(OSError):  # a kernel without transparent huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    try:
+        memory.madvise(_MADV_POPULATE_WRITE)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        view = memoryview(memory)
+        for page in range(0, len(view), mmap.PAGESIZE):
+            view[page] = 0
+        view.release()
 
 
 def _lock(address: int, nbytes: int) -> bool:

@@ -1,0 +1,98 @@
+"""Rows of a benchmark: medians of several runs, with spread, next to a limit from the same run."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+RUNS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure. ratio = value / limit; spread = (max - min) / median over the runs."""
+
+    name: str
+    value: float
+    unit: str
+    limit: float
+    limit_name: str
+    spread: float
+
+    @property
+    def ratio(self) -> float:
+        return self.value / self.limit
+
+    def tree(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "value": self.value,
+            "unit": self.unit,
+            "limit": self.limit,
+            "limit_name": self.limit_name,
+            "ratio": self.ratio,
+            "spread": self.spread,
+        }
+
+
+def row(name: str, values: Sequence[float], unit: str, limit: float, limit_name: str) -> Row:
+    """The median of `values` as a row."""
+    median = statistics.median(values)
+    return Row(name, median, unit, limit, limit_name, (max(values) - min(values)) / median if median else 0.0)
+
+
+def timed(work: Callable[[], object], runs: int = RUNS) -> list[float]:
+    """Seconds of each run, after one that does not count."""
+    work()
+    seconds: list[float] = []
+    for _ in range(runs):
+        before = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - before)
+    return seconds
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    model = "unknown"
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+        if line.startswith("model name"):
+            model = line.partition(":")[2].strip()
+            break
+    return {
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "load_1min_before": os.getloadavg()[0],
+    }
+
+
+def report(bench: str, before: dict[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
+    """The JSON of a benchmark."""
+    return {"bench": bench, "machine": before, "rows": [item.tree() for item in rows]}
+
+
+def show(tree: dict[str, Any], console: Console) -> None:
+    """The same for people."""
+    table = Table(title=f"{tree['bench']} on {tree['machine']['cpu']}, {tree['machine']['cores']} cores")
+    for column in ("what", "value", "limit", "ratio", "spread"):
+        table.add_column(column, justify="left" if column == "what" else "right")
+    for item in tree["rows"]:
+        table.add_row(
+            item["name"],
+            f"{item['value']:,.2f} {item['unit']}",
+            f"{item['limit']:,.2f} {item['limit_name']}",
+            f"{item['ratio']:.2f}",
+            f"{item['spread']:.0%}",
+        )
+    console.print(table)

@@ -1,0 +1,200 @@
+"""Storage: write and read tasks through a whole rank, against the backend's own raw call on the same bytes.
+
+Ours copies from the device, seals, and stores (and back, verified); raw only hands ready bytes to the
+backend. So a ratio near 1 means that the copy and the checksum are hidden behind the I/O.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from transferd.bench.harness import RUNS, Row, row
+from transferd.config import Config, from_tree
+from transferd.daemon import Daemon
+from transferd.errors import ConfigError, InvariantError
+from transferd.replay.kvdata import KvData
+from transferd.tasks import ReadStorageTask, Status, Task, TaskResult, WriteStorageTask
+from transferd.tiers.segment import attach_arrays
+
+OBJECTS = 64
+CACHE = {"ranks": 1, "layers": 16, "kv_heads": 4, "head_dim": 128, "block_size": 64, "device_blocks": 2 * OBJECTS}
+
+
+class _Desk:
+    """Stands in for the server: tasks in, results out, in this process."""
+
+    endpoints = ("in-process",)
+
+    def __init__(self) -> None:
+        self.waiting: dict[int, asyncio.Future[TaskResult]] = {}
+
+    def start(self, on_message: Callable[..., None]) -> None:
+        """Nobody sends."""
+
+    def send(self, _peer: bytes, _payload: bytes) -> bool:
+        return True
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    def statistics(self) -> dict[str, int]:
+        return {}
+
+    def deliver(self, _client: bytes, seq: int, result: TaskResult) -> None:
+        self.waiting.pop(seq).set_result(result)
+
+    async def submit(self, daemon: Daemon, seq: int, task: Task) -> TaskResult:
+        future = self.waiting[seq] = asyncio.get_running_loop().create_future()
+        daemon.coordinator.submit(b"bench", seq, task)
+        result: TaskResult = await future
+        return result
+
+
+def run(backend: str) -> list[Row]:
+    """Rows of one backend. Raises ConfigError where it cannot run here."""
+    import uvloop
+
+    with (
+        tempfile.TemporaryDirectory(prefix="transferd-bench-") as directory,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        return runner.run(_run(backend, Path(directory)))
+
+
+def _config(backend: str, directory: Path) -> Config:
+    storage: dict[str, Any] = {"backend": backend, "file": {"path": str(directory / "blocks")}}
+    storage["memory"] = {"capacity": "2GiB"}
+    return from_tree({"cache": CACHE | {"host_blocks": 0}, "storage": storage, "metrics": {"listen": ""}})
+
+
+async def _run(backend: str, directory: Path) -> list[Row]:
+    if backend not in _RAW:
+        raise ConfigError("--backend", f"expected one of {', '.join(_RAW)}", backend)
+    desk = _Desk()
+    daemon = Daemon(_config(backend, directory), transport=desk)
+    daemon.coordinator.deliver = desk.deliver
+    await daemon.open()
+    try:
+        return await _measure(backend, directory, daemon, desk)
+    finally:
+        await daemon.stop(lambda: 10.0)
+
+
+async def _measure(backend: str, directory: Path, daemon: Daemon, desk: _Desk) -> list[Row]:
+    caches = [attach_arrays(daemon.coordinator.device_handle(0)["data"])]
+    data = KvData(caches)
+    nbytes = OBJECTS * data.block_bytes
+    source, target = list(range(OBJECTS)), list(range(OBJECTS, 2 * OBJECTS))
+    for block in source:
+        data.fill(block, block)
+    raw = _RAW[backend](directory, data.block_bytes)
+    writes, reads, raw_writes, raw_reads, memcpy = [], [], [], [], []
+    buffer = np.ones(nbytes, dtype=np.uint8)
+    other = np.zeros_like(buffer)
+    for number in range(RUNS + 1):
+        keys = [f"run{number}-{block}" for block in source]
+        memcpy.append(_seconds(lambda: np.copyto(other, buffer)))
+        raw_writes.append(_seconds(lambda n=number: raw.write(n)))  # type: ignore[misc]
+        task: Task = WriteStorageTask(task_id=f"w{number}", keys=keys, gpu_block_ids=source)
+        writes.append(await _task(daemon, desk, 2 * number, task))
+        data.poison(target)
+        raw_reads.append(_seconds(lambda n=number: raw.read(n)))  # type: ignore[misc]
+        task = ReadStorageTask(task_id=f"r{number}", keys=keys, gpu_block_ids=target)
+        reads.append(await _task(daemon, desk, 2 * number + 1, task))
+        for block in source:
+            if data.verify(OBJECTS + block, block) is not None:
+                raise InvariantError("a read delivered wrong bytes")
+    raw.close()
+    del caches, data
+
+    def speeds(seconds: list[float]) -> list[float]:
+        return [nbytes / s / 1e9 for s in seconds[1:]]
+
+    def limit(seconds: list[float]) -> float:
+        return statistics.median(speeds(seconds))
+
+    size = f"{nbytes // OBJECTS / 2**20:g} MiB objects"
+    return [
+        row(f"{backend} write, {size}", speeds(writes), "GB/s", limit(raw_writes), "GB/s raw"),
+        row(f"{backend} read, {size}", speeds(reads), "GB/s", limit(raw_reads), "GB/s raw"),
+        row("raw write", speeds(raw_writes), "GB/s", limit(memcpy), "GB/s memcpy"),
+        row("raw read", speeds(raw_reads), "GB/s", limit(memcpy), "GB/s memcpy"),
+    ]
+
+
+async def _task(daemon: Daemon, desk: _Desk, seq: int, task: Task) -> float:
+    before = time.perf_counter()
+    result = await desk.submit(daemon, seq, task)
+    seconds = time.perf_counter() - before
+    if result.status is not Status.OK:
+        raise RuntimeError(f"a benchmark task ended badly: {result}")
+    return seconds
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    before = time.perf_counter()
+    work()
+    return time.perf_counter() - before
+
+
+# --- the backends' own raw calls --------------------------------------------------------------------
+
+
+class _RawFile:
+    """Plain files: open, write or read, close. As little as the job can be."""
+
+    def __init__(self, directory: Path, object_bytes: int) -> None:
+        self._directory = directory / "raw"
+        self._directory.mkdir()
+        self._data = os.urandom(object_bytes)
+        # As many buffers as objects: reading all into one would measure the processor's cache.
+        self._into = [memoryview(bytearray(object_bytes)) for _ in range(OBJECTS)]
+
+    def write(self, number: int) -> None:
+        for i in range(OBJECTS):
+            fd = os.open(self._directory / f"{number}-{i}", os.O_WRONLY | os.O_CREAT, 0o600)
+            os.write(fd, self._data)
+            os.close(fd)
+
+    def read(self, number: int) -> None:
+        for i in range(OBJECTS):
+            fd = os.open(self._directory / f"{number}-{i}", os.O_RDONLY)
+            if os.readv(fd, [self._into[i]]) != len(self._into[i]):
+                raise InvariantError("a raw read came back short")
+            os.close(fd)
+
+    def close(self) -> None:
+        """The directory goes with the benchmark's."""
+
+
+class _RawMemory:
+    """A dict of bytes."""
+
+    def __init__(self, _: Path, object_bytes: int) -> None:
+        self._data = bytes(object_bytes)
+        self._into = [bytearray(object_bytes) for _ in range(OBJECTS)]
+        self._objects: dict[int, bytes] = {}
+
+    def write(self, number: int) -> None:
+        view = memoryview(self._data)
+        for i in range(OBJECTS):
+            self._objects[number * OBJECTS + i] = bytes(view)
+
+    def read(self, number: int) -> None:
+        for i in range(OBJECTS):
+            self._into[i][:] = self._objects.pop(number * OBJECTS + i)
+
+    def close(self) -> None:
+        self._objects.clear()
+
+
+_RAW: dict[str, Callable[[Path, int], Any]] = {"file": _RawFile, "memory": _RawMemory}
