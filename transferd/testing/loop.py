@@ -30,6 +30,7 @@ import heapq
 import itertools
 import random
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextvars import Context
@@ -126,7 +127,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         self._ready: deque[_Callback] = deque()
         self._timers: list[tuple[float, int, _Timer]] = []  # heap; ties in the order of setting
         self._numbers = itertools.count(1)  # of tasks and timers
-        self._tasks: list[SimTask[Any]] = []
+        self._tasks: list[weakref.ref[SimTask[Any]]] = []  # weak: a task kept alive keeps alive all it touched
         self._stopping = False
         self._running = False
         self._closed = False
@@ -155,7 +156,10 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     def pending(self) -> list[SimTask[Any]]:
         """Tasks that have not ended, in the order of creation."""
-        return [task for task in self._tasks if not task.done()]
+        return [task for task in self._alive() if not task.done()]
+
+    def _alive(self) -> list[SimTask[Any]]:
+        return [task for reference in self._tasks if (task := reference()) is not None]
 
     def story(self) -> str:
         """Seed, time, waiting tasks and the last steps: what a person needs to find the fault."""
@@ -167,7 +171,9 @@ class SimLoop(asyncio.AbstractEventLoop):
     def check_end(self) -> None:
         """Raise SimLeak if the program left anything behind."""
         left = [f"{task.get_name()} still waits {task.where}" for task in self.pending()]
-        left += [f"{task.get_name()} failed and nobody asked: {task.hear()!r}" for task in self._tasks if task.unheard]
+        left += [
+            f"{task.get_name()} failed and nobody asked: {task.hear()!r}" for task in self._alive() if task.unheard
+        ]
         left += self.unheard
         if left:
             raise SimLeak("; ".join(left))
@@ -183,7 +189,7 @@ class SimLoop(asyncio.AbstractEventLoop):
                     break
                 with contextlib.suppress(Exception):
                     self._run_ready()
-        for task in self._tasks:
+        for task in self._alive():
             task.forget()
 
     # --- running ------------------------------------------------------------------------------------
@@ -313,9 +319,9 @@ class SimLoop(asyncio.AbstractEventLoop):
     ) -> SimTask[T]:
         self._check_open()
         task = SimTask(coro, self, next(self._numbers), name=name, context=context)
-        self._tasks.append(task)
-        if len(self._tasks) % 1024 == 0:  # what has ended well need not be remembered
-            self._tasks = [t for t in self._tasks if not t.done() or t.unheard]
+        self._tasks.append(weakref.ref(task))
+        if len(self._tasks) % 1024 == 0:
+            self._tasks = [weakref.ref(t) for t in self._alive() if not t.done() or t.unheard]
         return task
 
     def stop(self) -> None:

@@ -46,9 +46,12 @@ class MemoryWatch:
     One of them writing where another reads or writes at the same time is how a lease returned too
     early, a slot given out twice or a block touched after its task's end shows; in a real process
     it would show as wrong bytes, sometimes. Shared by all fakes of a simulation.
+
+    conflicts: what was found, also where whoever heard of it turned it into a failed task.
     """
 
     def __init__(self) -> None:
+        self.conflicts: list[str] = []
         self._claims: dict[Claim, None] = {}
 
     def enter(self, addresses: npt.ArrayLike, sizes: npt.ArrayLike, *, writes: bool, who: str) -> Claim:
@@ -62,7 +65,8 @@ class MemoryWatch:
         for other in self._claims:
             apart = high <= other.low or other.high <= low
             if not apart and (writes or other.writes) and _overlap(claim, other):
-                raise InvariantError(f"{who} and {other.who} are at work on the same memory at the same time")
+                self.conflicts.append(f"{who} and {other.who} are at work on the same memory at the same time")
+                raise InvariantError(self.conflicts[-1])
         self._claims[claim] = None
         return claim
 

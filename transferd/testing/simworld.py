@@ -1,0 +1,123 @@
+"""SimWorld: a whole daemon, with everything it stands on simulated, on one seeded loop.
+
+The dispatcher, barrier, coordinator, workers, staging, protocol, server and client in it are the real
+ones; time, chance, network, storage, device and offload are fakes that go wrong by plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transferd.client import Client
+from transferd.config import Config, from_tree
+from transferd.daemon import Daemon
+from transferd.testing.clock import SimClock
+from transferd.testing.device import SimDevice
+from transferd.testing.faults import (
+    DeviceFaults,
+    Dice,
+    Latency,
+    NetworkFaults,
+    OffloadFaults,
+    StorageFaults,
+)
+from transferd.testing.loop import SimLoop
+from transferd.testing.memory import MemoryWatch
+from transferd.testing.network import ENDPOINT, SimNetwork
+from transferd.testing.offload import SimOffload
+from transferd.testing.storage import SimStorage
+from transferd.tiers.base import DeviceTier
+
+
+@dataclass(frozen=True, slots=True)
+class Weather:
+    """All fault plans at one time."""
+
+    device: DeviceFaults
+    storage: StorageFaults
+    offload: OffloadFaults
+    network: NetworkFaults
+
+
+_PACE = Latency(0.001, 0.01)
+CALM = Weather(DeviceFaults(_PACE), StorageFaults(_PACE), OffloadFaults(_PACE), NetworkFaults(Latency(0.0001, 0.001)))
+_GUSTS = Latency(0.001, 0.05, slow=0.05, factor=60.0)  # a slow copy outlives a deadline and its slack
+STORM = Weather(
+    DeviceFaults(_GUSTS, fail=0.03),
+    StorageFaults(_GUSTS, unavailable=0.02, error=0.03, full=0.03, missing=0.03, flip=0.03),
+    OffloadFaults(_GUSTS),
+    NetworkFaults(Latency(0.0001, 0.01)),
+)
+
+
+def small_config(ranks: int = 2, **server: Any) -> Config:
+    """A daemon of tiny blocks: 4 segments of 32 bytes, staging for 4 blocks each way."""
+    return from_tree(
+        {
+            "server": {"endpoint": "ipc:///nowhere", **server},
+            "cache": {
+                "ranks": ranks,
+                "device": "transferd.testing.device:SimDevice",
+                "layers": 2,
+                "kv_heads": 1,
+                "head_dim": 4,
+                "block_size": 4,
+                "device_blocks": 48,
+                "host_blocks": 48,
+            },
+            "host": {"staging": "32KiB"},
+            "storage": {"backend": "none"},  # replaced
+            "metrics": {"listen": ""},
+        }
+    )
+
+
+class SimWorld:
+    """Builds and owns everything of one simulated run."""
+
+    def __init__(self, loop: SimLoop, config: Config, weather: Weather = CALM, *, capacity: int | None = None) -> None:
+        self.loop = loop
+        self.clock = SimClock(loop)
+        self.watch = MemoryWatch()
+        self.network = SimNetwork(rng=loop.stream("network"))
+        self.storage = SimStorage(capacity=capacity, rng=loop.stream("storage"), watch=self.watch)
+        self.offload = SimOffload(rng=loop.stream("offload"))
+        self.daemon = Daemon(
+            config, transport=self.network.server(), offload=self.offload, storage=self.storage, clock=self.clock
+        )
+        self.devices = [
+            self._own(worker.context.device, rank) for rank, worker in enumerate(self.daemon.coordinator.workers)
+        ]
+        self.weather = weather
+
+    def _own(self, device: DeviceTier, rank: int) -> SimDevice:
+        """The registry made the device; here it gets this world's chance and watch."""
+        assert isinstance(device, SimDevice)
+        device.watch = self.watch
+        device.dice = Dice(self.loop.stream(f"device {rank}"), f"device {rank}")
+        return device
+
+    @property
+    def weather(self) -> Weather:
+        return Weather(self.devices[0].faults, self.storage.faults, self.offload.faults, self.network.faults)
+
+    @weather.setter
+    def weather(self, weather: Weather) -> None:
+        for device in self.devices:
+            device.faults = weather.device
+        self.storage.faults = weather.storage
+        self.offload.faults = weather.offload
+        self.network.faults = weather.network
+
+    def client(self, name: str) -> Client:
+        """A real client on the simulated network, not yet connected."""
+        return Client(ENDPOINT, clock=self.clock, transport=self.network.client(name))
+
+    async def open(self) -> None:
+        await self.daemon.open()
+
+    async def close(self, budget: float = 20.0) -> None:
+        """The daemon's own shutdown; raises what it raises, leases and copies left over included."""
+        end = self.loop.time() + budget
+        await self.daemon.stop(lambda: max(0.0, end - self.loop.time()))
