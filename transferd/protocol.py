@@ -2,36 +2,47 @@
 
 Lifecycle
     A client says Hello and is answered Welcome: who the daemon is (boot_id), whether it is ready, what
-    its limits are. It says Hello again about once a second: that is the heartbeat of both sides. It
-    says Bye when it leaves. Requests may be sent at any time, any number of them without waiting.
+    its limits are, and the number of the session that has begun. It says Hello again about once a
+    second: that is the heartbeat of both sides. It says Bye when it leaves. Requests may be sent at any
+    time, any number of them without waiting.
 
 Happy path
-    Request(seq, ack, task)        → [Accepted, if ack is set] → TaskResult
+    Request(seq, ack, task)        → [Accepted, if ack is set] → Result
     Request(seq, …, control)       → Value
     `seq` is the client's own number; every reply carries the seq of its request. Replies come in the
     order in which things end.
 
 Abort path
-    A request that cannot be understood is answered Refused, with a code, under its seq if that could
-    still be read (else 0); the connection stays. A client that is silent has gone, and its tasks are
-    taken back. A daemon that is silent, or comes back with another boot_id, is lost, and a client fails
-    what it waits for. Pushing a task again is safe: the daemon joins it or repeats its result.
+    A request that cannot be understood is answered with a code, under its seq if that could still be
+    read (else 0): a task whose task_id could be read by a `rejected` Result, anything else by Refused.
+    The connection stays. A client that is silent has gone, and its tasks are taken back. A daemon that
+    is silent, or comes back with another boot_id, is lost, and a client fails what it waits for.
+
+Sessions
+    A session is a stretch of conversation in which nothing was lost: it ends when the connection
+    breaks, when the client was given up as gone, and when an answer could not be handed to it. A request
+    names the session it was made in; one of another session is answered Refused(stale_session) and
+    nothing is touched. So what was on its way to a daemon that died is never done by its successor,
+    which a client has long reported as lost. A client that sees another session of the same boot asks
+    everything again that it still waits for: a task that is known is joined or its result repeated.
+    Session 0 stands for whatever session there is, for peers that do not care.
 
 Format
-    byte 0: PROTOCOL_VERSION. Then one msgpack array: [seq, ack, body] from clients, [seq, body] from
-    the daemon. A body is a map with its type in "type". token_ids are a bin: one byte "4" or "8" (the
-    item size), then little-endian integers.
+    byte 0: PROTOCOL_VERSION. Then one msgpack array: [seq, ack, body, session = 0] from clients,
+    [seq, body] from the daemon. A body is a map with its type in "type". token_ids are a bin: one byte
+    "4" or "8" (the item size), then little-endian integers.
 
 Versioning
-    A new optional field in a body is no new version: unknown fields are ignored. Anything else is.
-    A daemon answers another version with Refused(unsupported_version) in its own.
+    A new optional field in a body, or at the end of an array, is no new version: what is unknown is
+    ignored. Anything else is. A daemon answers another version with Refused(unsupported_version) in its own.
 """
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import msgspec
+import numpy as np
 
 from transferd.errors import ProtocolError
 from transferd.tasks import (
@@ -40,13 +51,14 @@ from transferd.tasks import (
     ReadStorageTask,
     SwapInTask,
     SwapOutTask,
-    Task,
     TaskResult,
     TokenIds,
     WriteStorageTask,
 )
 
 PROTOCOL_VERSION = 1
+ANY_SESSION = 0
+STALE_SESSION = "stale_session"  # the one code that a client acts on
 _VERSION_BYTE = bytes([PROTOCOL_VERSION])
 
 
@@ -108,11 +120,12 @@ Body = WriteStorageTask | ReadStorageTask | SwapOutTask | SwapInTask | Control
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
-    """ack: the pusher of a task wants to hear at once that it was admitted."""
+    """seq: the client's own number. ack: the pusher of a task wants to hear at once that it was admitted."""
 
     seq: int
     ack: bool
     body: Body
+    session: int = ANY_SESSION
 
 
 # --- from the daemon ------------------------------------------------------------------------------
@@ -126,6 +139,7 @@ class Welcome(_Message, frozen=True, tag="welcome"):
     version: str
     generation: str
     max_message: int
+    session: int = ANY_SESSION
 
 
 class Accepted(_Message, frozen=True, tag="accepted"):
@@ -162,11 +176,15 @@ def _encode_hook(value: Any) -> Any:
         return value.to_bytes()
     if isinstance(value, int):  # a subclass, such as config.Size
         return int(value)
-    raise NotImplementedError(type(value))
+    if isinstance(value, np.ndarray | np.generic):  # block ids as an engine's block manager holds them
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} has no form on the wire")
 
 
 def _decode_hook(kind: type, value: Any) -> Any:
     if kind is TokenIds:
+        if not isinstance(value, bytes):
+            raise ValueError(f"Expected `bytes`, got `{type(value).__name__}`")
         return TokenIds.from_bytes(value)
     raise NotImplementedError(kind)
 
@@ -185,22 +203,30 @@ class Malformed(ProtocolError):
         self.task_id = task_id
 
 
-def encode_request(seq: int, body: Body, *, ack: bool = False) -> bytes:
-    """Raises msgspec.ValidationError or TypeError for a body that msgpack cannot say."""
-    return _VERSION_BYTE + _encoder.encode(Request(seq, ack, body))
+def encode_request(seq: int, body: Body, *, ack: bool = False, session: int = ANY_SESSION) -> bytes:
+    """Raises ValueError, TypeError or OverflowError for a body that msgpack cannot say."""
+    return _VERSION_BYTE + _encoder.encode(Request(seq, ack, body, session))
 
 
 def encode_reply(seq: int, body: ReplyBody) -> bytes:
+    """Raises ValueError, TypeError or OverflowError for a Value that msgpack cannot say."""
     return _VERSION_BYTE + _encoder.encode(Reply(seq, body))
 
 
-def decode_request(data: bytes) -> Request:
-    """Raises Malformed for anything that is not a request of this version."""
+def decode_request(data: bytes, max_message: int | None = None) -> Request:
+    """Raises Malformed for anything that is not a request of this version and at most `max_message` bytes."""
     _check_version(data)
+    content = memoryview(data)[1:]
+    if max_message is not None and len(data) > max_message:
+        raise _explain(content, f"a message of {len(data)} bytes, {max_message} are allowed", "too_large")
     try:
-        return _request_decoder.decode(memoryview(data)[1:])
-    except (msgspec.DecodeError, ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise _explain(data, error) from None
+        if len(content) > CAREFUL_BYTES:
+            _token_ids_decoder.decode(content)
+        return _request_decoder.decode(content)
+    except msgspec.ValidationError as error:
+        raise _explain(content, str(error), "bad_value") from None
+    except UNREADABLE as error:
+        raise _explain(content, f"not msgpack: {error}", "malformed") from None
 
 
 def decode_reply(data: bytes) -> Reply:
@@ -208,51 +234,95 @@ def decode_reply(data: bytes) -> Reply:
     _check_version(data)
     try:
         return _reply_decoder.decode(memoryview(data)[1:])
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+    except UNREADABLE as error:
         raise Malformed(str(error), code="malformed") from None
+
+
+# What msgspec raises for bytes that are no msgpack of the wanted shape. ValueError: among others, text
+# that is no UTF-8. RecursionError: nesting without end. MemoryError: a header that announces the world.
+UNREADABLE = (msgspec.DecodeError, ValueError, OverflowError, RecursionError, MemoryError)
 
 
 def _check_version(data: bytes) -> None:
     if not data:
-        raise Malformed("an empty message", code="malformed")
+        raise Malformed("an empty message, or one of several frames", code="malformed")
     if data[0] != PROTOCOL_VERSION:
-        raise Malformed(
-            f"protocol version {data[0]}, this daemon speaks {PROTOCOL_VERSION}", code="unsupported_version"
-        )
+        raise Malformed(f"protocol version {data[0]}, this end speaks {PROTOCOL_VERSION}", code="unsupported_version")
 
 
-_KNOWN_TYPES = frozenset(
-    str(kind.__struct_config__.tag)
-    for kind in (*TASK_TYPES, Hello, Bye, Cancel, Match, Pause, Resume, Drain, SetGeneration, Stats, Attach)
-)
+# --- reading what is not a request ----------------------------------------------------------------
+#
+# None of this builds objects from the message: parts that are not looked at are skipped as bytes, so
+# that a message of empty lists cannot make 60 times its own size out of the daemon's memory.
+
+
+class _LooseRequest(msgspec.Struct, array_like=True):
+    seq: msgspec.Raw
+    ack: msgspec.Raw
+    body: msgspec.Raw
+
+
+class _LooseBody(msgspec.Struct):
+    type: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    task_id: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+class _TokenIdsBody(msgspec.Struct):
+    token_ids: memoryview | None = None
+
+
+class _TokenIdsRequest(msgspec.Struct, array_like=True):
+    seq: msgspec.Raw
+    ack: msgspec.Raw
+    body: _TokenIdsBody
+
+
+# msgspec hands the value of a type it does not know (TokenIds) to the hook as the objects it is made of.
+# Past this size, they are asked first whether they are bytes.
+CAREFUL_BYTES = 64 * 1024
+_token_ids_decoder = msgspec.msgpack.Decoder(_TokenIdsRequest)
+_loose_decoder = msgspec.msgpack.Decoder(_LooseRequest)
+_loose_body_decoder = msgspec.msgpack.Decoder(_LooseBody)
+_int_decoder = msgspec.msgpack.Decoder(int)
+_text_decoder = msgspec.msgpack.Decoder(str)
+
+_TASK_TAGS = frozenset(str(kind.__struct_config__.tag) for kind in TASK_TYPES)
+_KNOWN_TAGS = _TASK_TAGS | {str(kind.__struct_config__.tag) for kind in get_args(Control)}
 T = TypeVar("T")
 
 
-def _explain(data: bytes, error: Exception) -> Malformed:
+def _explain(content: memoryview, problem: str, code: str) -> Malformed:
     """Say what is wrong, and whose message it was if that much can be read."""
     try:
-        loose = msgspec.msgpack.decode(memoryview(data)[1:])
-    except (msgspec.DecodeError, ValueError, RecursionError):
-        return Malformed(f"not msgpack: {error}", code="malformed")
-    seq, body = 0, None
-    if isinstance(loose, list) and len(loose) >= 3:
-        seq = _if(int, loose[0], 0)
-        body = _if(dict, loose[2], None)
-    if body is None or not 0 <= seq < 2**63:
-        return Malformed(f"not a request: {error}", code="malformed", seq=seq if 0 <= seq < 2**63 else 0)
-    kind = body.get("type")
-    if not isinstance(kind, str) or kind not in _KNOWN_TYPES:
-        return Malformed(f"unknown type {str(kind)[:80]!r}", code="unknown_type", seq=seq)
-    task_id = _if(str, body.get("task_id"), "") if kind in _TASK_TAGS else None
-    return Malformed(str(error), code="bad_value", seq=seq, task_id=task_id)
+        loose = _loose_decoder.decode(content)
+    except UNREADABLE:
+        return Malformed(problem, code=_code_of_no_request(code))
+    seq = _read(_int_decoder, loose.seq)
+    seq = seq if seq is not None and 0 <= seq < 2**63 else 0
+    try:
+        body = _loose_body_decoder.decode(loose.body)
+    except UNREADABLE:
+        return Malformed(problem, code=_code_of_no_request(code), seq=seq)
+    kind, task_id = _read(_text_decoder, body.type), _read(_text_decoder, body.task_id)
+    if kind not in _KNOWN_TAGS:
+        if code == "bad_value":
+            shown = "missing" if body.type is msgspec.UNSET else repr(kind[:80]) if kind is not None else "not text"
+            return Malformed(f"unknown type: {shown}", code="unknown_type", seq=seq, task_id=task_id)
+        return Malformed(problem, code=code, seq=seq, task_id=task_id)
+    # msgspec's path starts at the envelope; what is wrong is wrong in the task.
+    problem = problem.replace("`$[2]", "`$")
+    return Malformed(problem, code=code, seq=seq, task_id=task_id if kind in _TASK_TAGS else None)
 
 
-_TASK_TAGS = frozenset(str(kind.__struct_config__.tag) for kind in TASK_TYPES)
+def _code_of_no_request(code: str) -> str:
+    return code if code == "too_large" else "malformed"
 
 
-def _if(kind: type[T], value: Any, otherwise: Any) -> Any:
-    return value if type(value) is kind else otherwise
-
-
-def is_task(body: Body) -> bool:
-    return isinstance(body, Task)
+def _read(decoder: msgspec.msgpack.Decoder[T], raw: msgspec.Raw | msgspec.UnsetType) -> T | None:
+    """The value, if it is of the decoder's type."""
+    if raw is msgspec.UNSET:
+        return None
+    try:
+        return decoder.decode(raw)
+    except UNREADABLE:
+        return None

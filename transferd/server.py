@@ -3,27 +3,35 @@
 Bad input is answered with a typed refusal and counted; it never reaches the coordinator. Clients are
 known by the name their connection has; one that is silent for `client_timeout` has gone. While no
 client is known, no timer runs.
+
+Each client has a session (see protocol.py), from its first message until it has gone. An answer that
+could not be handed to it begins a new one: the client then knows that it must ask again, and does.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import itertools
+import zlib
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import structlog
 
 from transferd import protocol as wire
 from transferd.clock import SYSTEM_CLOCK, Clock
-from transferd.errors import RequestError, TransferError
+from transferd.errors import InvariantError, TransferError
 from transferd.tasks import ErrorInfo, Status, Task, TaskResult
 from transferd.transport import ServerTransport
 from transferd.version import VERSION
 
 log = structlog.get_logger(__name__)
 
-MAX_WAITING_REQUESTS = 1024  # match, pause and drain requests that may wait at once
+MAX_WAITING_REQUESTS = 1024  # match, pause and drain requests that may wait at once, of all clients
+MAX_WAITING_PER_CLIENT = 256  # so that one client cannot take all places
 
 
 class Coordinator(Protocol):
@@ -47,6 +55,15 @@ class Coordinator(Protocol):
     def device_handle(self, rank: int) -> dict[str, Any]: ...
 
 
+@dataclass(slots=True, eq=False)
+class _Client:
+    """A peer that is known. Its number in the world is bounded by connections, which descriptors bound."""
+
+    session: int
+    seen_at: float
+    waiting: set[asyncio.Task[None]] = field(default_factory=set)  # its match, pause and drain requests
+
+
 class Server:
     """Speaks the protocol with every client of one transport. Owns the transport from `start` to `close`."""
 
@@ -64,8 +81,10 @@ class Server:
         self._clock = clock
         self._max_message = max_message
         self._client_timeout = client_timeout
-        self._seen: dict[bytes, float] = {}  # clients by when they last said something
+        self._clients: dict[bytes, _Client] = {}
+        self._sessions: Iterator[int] = itertools.count(1)
         self._reaper: asyncio.TimerHandle | None = None
+        self._reap_due = 0.0
         self._waiting: set[asyncio.Task[None]] = set()
         self._rejects: Counter[str] = Counter()
         self._messages = 0
@@ -87,6 +106,8 @@ class Server:
 
     async def start(self) -> None:
         """Listen. Raises ConfigError."""
+        # Numbers that a daemon before or after this one does not use, and that fit an int of any language.
+        self._sessions = itertools.count((zlib.crc32(self._coordinator.boot_id.encode()) << 20) + 1)
         self._transport.start(self._received)
 
     def deliver(self, client: bytes, seq: int, result: TaskResult) -> None:
@@ -98,14 +119,15 @@ class Server:
         if self._reaper is not None:
             self._reaper.cancel()
         for task in self._waiting:
-            task.cancel("the daemon is shutting down")
+            task.cancel()
         if self._waiting:
             await asyncio.wait(self._waiting)
         self._transport.close()
 
     def statistics(self) -> dict[str, Any]:
         return {
-            "clients": len(self._seen),
+            "clients": len(self._clients),
+            "waiting": len(self._waiting),
             "messages": self._messages,
             "undeliverable": self._undeliverable,
             "rejects": dict(self._rejects),
@@ -116,15 +138,16 @@ class Server:
     def _received(self, peer: bytes, payload: bytes) -> None:
         self._messages += 1
         try:
-            if len(payload) > self._max_message:
-                what = f"a message of {len(payload)} bytes, {self._max_message} are allowed"
-                raise wire.Malformed(what, code="too_large")
-            request = wire.decode_request(payload)
+            request = wire.decode_request(payload, self._max_message)
         except wire.Malformed as error:
             self._refuse(peer, error)
             return
-        self._heard_from(peer)
-        body, seq = request.body, request.seq
+        client = self._clients.get(peer) or self._meet(peer)
+        client.seen_at = self._clock.monotonic()
+        seq, body = request.seq, request.body
+        if request.session not in (client.session, wire.ANY_SESSION):
+            self._refuse(peer, wire.Malformed("of an earlier session; say Hello", code=wire.STALE_SESSION, seq=seq))
+            return
         if isinstance(body, Task):
             if self._coordinator.submit(peer, seq, body) and request.ack:
                 self._send(peer, seq, wire.Accepted())
@@ -151,59 +174,90 @@ class Server:
         self._send(peer, error.seq, wire.Result(result))
 
     def _hello(self, peer: bytes, seq: int, _: wire.Hello) -> None:
-        core = self._coordinator
-        self._send(peer, seq, wire.Welcome(core.boot_id, core.ready, VERSION, core.generation, self._max_message))
+        core, session = self._coordinator, self._clients[peer].session
+        limit = self._max_message
+        self._send(peer, seq, wire.Welcome(core.boot_id, core.ready, VERSION, core.generation, limit, session))
 
     def _bye(self, peer: bytes, _seq: int, _: wire.Bye) -> None:
-        if self._seen.pop(peer, None) is not None:
-            self._coordinator.client_gone(peer)
+        self._forget(peer)
 
     # --- answering ----------------------------------------------------------------------------------
 
     def _send(self, peer: bytes, seq: int, body: wire.ReplyBody) -> None:
-        if not self._transport.send(peer, wire.encode_reply(seq, body)):
-            self._undeliverable += 1
+        if self._transport.send(peer, wire.encode_reply(seq, body)):
+            return
+        self._undeliverable += 1
+        client = self._clients.get(peer)
+        if client is not None:
+            client.session = next(self._sessions)
 
     def _value(self, peer: bytes, seq: int, value: Any) -> None:
-        self._send(peer, seq, wire.Value(value))
+        try:
+            self._send(peer, seq, wire.Value(value))
+        except (TypeError, ValueError, OverflowError) as error:
+            log.error("an answer cannot be put on the wire", problem=str(error))
+            self._refused(peer, seq, InvariantError(f"the answer cannot be put on the wire: {error}"))
 
     def _refused(self, peer: bytes, seq: int, error: TransferError) -> None:
         self._send(peer, seq, wire.Refused(ErrorInfo(error.reason, str(error))))
 
     def _later(self, peer: bytes, seq: int, work: Coroutine[Any, Any, Any]) -> None:
         """Answer when `work` is done; bounded in number."""
-        if len(self._waiting) >= MAX_WAITING_REQUESTS:
-            work.close()
-            raise RequestError(f"{MAX_WAITING_REQUESTS} requests are waiting already", code="too_many_requests")
+        client = self._clients[peer]
+        for waiting, limit in ((client.waiting, MAX_WAITING_PER_CLIENT), (self._waiting, MAX_WAITING_REQUESTS)):
+            if len(waiting) >= limit:
+                work.close()
+                raise TransferError(f"{limit} requests are waiting already", code="too_many_requests")
         task = asyncio.get_running_loop().create_task(self._answer(peer, seq, work))
         self._waiting.add(task)
-        task.add_done_callback(self._waiting.discard)
+        client.waiting.add(task)
+        task.add_done_callback(functools.partial(self._answered, peer, seq, client))
 
     async def _answer(self, peer: bytes, seq: int, work: Coroutine[Any, Any, Any]) -> None:
         try:
             self._value(peer, seq, await work)
         except TransferError as error:
             self._refused(peer, seq, error)
-        except asyncio.CancelledError:
-            self._send(peer, seq, wire.Refused(ErrorInfo("shutdown", "the daemon is shutting down")))
+
+    def _answered(self, peer: bytes, seq: int, client: _Client, task: asyncio.Task[None]) -> None:
+        self._waiting.discard(task)
+        client.waiting.discard(task)
+        if task.cancelled():
+            if peer in self._clients:  # else nobody is left to hear it
+                self._refused(peer, seq, TransferError("the daemon is shutting down", code="shutdown"))
+        elif (error := task.exception()) is not None:
+            log.error("a request failed in a way it must not", exc_info=error)
+            self._refused(peer, seq, InvariantError(f"{type(error).__name__}: {error}"))
 
     # --- who is there -------------------------------------------------------------------------------
 
-    def _heard_from(self, peer: bytes) -> None:
-        self._seen[peer] = self._clock.monotonic()
+    def _meet(self, peer: bytes) -> _Client:
+        client = self._clients[peer] = _Client(next(self._sessions), self._clock.monotonic())
         if self._reaper is None:
             self._look_later()
+        return client
+
+    def _forget(self, peer: bytes) -> None:
+        client = self._clients.pop(peer, None)
+        if client is None:
+            return
+        for task in client.waiting:
+            task.cancel()
+        self._coordinator.client_gone(peer)
 
     def _look_later(self) -> None:
-        self._reaper = asyncio.get_running_loop().call_later(self._client_timeout / 2, self._reap)
+        delay = self._client_timeout / 2
+        self._reap_due = self._clock.monotonic() + delay
+        self._reaper = asyncio.get_running_loop().call_later(delay, self._reap)
 
     def _reap(self) -> None:
         self._reaper = None
-        silent_since = self._clock.monotonic() - self._client_timeout
-        for peer, seen in list(self._seen.items()):
-            if seen < silent_since:
-                del self._seen[peer]
+        now = self._clock.monotonic()
+        # Late: this process was held up, and what clients said meanwhile lies unread in the socket.
+        if now - self._reap_due < self._client_timeout / 4:
+            silent = [peer for peer, client in self._clients.items() if now - client.seen_at > self._client_timeout]
+            for peer in silent:
                 log.info("client gone", client=peer.hex())
-                self._coordinator.client_gone(peer)
-        if self._seen:
+                self._forget(peer)
+        if self._clients:
             self._look_later()

@@ -1,265 +1,317 @@
-"""The socket seam: ZeroMQ on an event loop, without a future per message.
+"""The socket seam: whole messages in and out, never blocking, on one event loop.
 
-One plain socket, its fd watched by the loop, and a drain that takes what is there without waiting.
-The fd of a ZeroMQ socket is edge-triggered: it says "something happened", once. So every time after
-reading *or writing*, the socket is asked whether more is there (`zmq.EVENTS`), and a drain that
-stopped at its bound continues in the next turn of the loop, after everybody else had theirs.
+Contract, for both sides:
 
-Awaiting each message through zmq.asyncio costs about twice the round trip and a third of the rate.
+1. `start` is called once, on the running loop; callbacks come on that loop and never inside `send`.
+2. `send` never blocks and never raises for what a peer does: it returns False when the message was
+   not taken. True means it was handed to the network, not that it arrived.
+3. Messages of one connection keep their order. A connection that breaks loses what was in it.
+4. `close` is idempotent; no callback comes after it.
+
+How the ZeroMQ implementations keep it: one plain socket, its file descriptor watched by the loop,
+and on each wake-up a drain that is bounded, so that timers and other sockets get their turn; the rest
+follows by call_soon. libzmq's descriptor is edge-triggered: it says "something changed", once, and
+both reading *and sending* may swallow that. Hence the one rule here: after any work on the socket,
+EVENTS is asked again before the loop is trusted to wake us. Within a drain the drain itself does so;
+after sends from elsewhere one check is scheduled for all of them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import fcntl
-import os
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import zmq
 
 from transferd.config import ServerSection
+from transferd.curve import ClientCurve, KeyGate, ServerCurve
+from transferd.endpoint import Claim
 from transferd.errors import Closed, ConfigError
 
-# Messages taken per turn of the loop: enough to amortise the wake-up, few enough to stay fair.
-DRAIN_BOUND = 256
-# Messages a peer may leave unread before more for it are dropped (results can be asked for again).
-HIGH_WATER_MARK = 65536
-LINGER_MS = 1000  # how long close() may take to hand out what was sent
-HEARTBEAT_MS = 2000  # finds peers that vanished without a word on tcp
+DRAIN_LIMIT = 64  # messages per wake-up: about a millisecond of work before timers are looked at again
 
 ServerMessage = Callable[[bytes, bytes], None]
 ClientMessage = Callable[[bytes], None]
 
 
 class ServerTransport(Protocol):
-    """Many peers, each known by an opaque name."""
+    """The daemon's side: many peers, each known by an opaque name for as long as it stays connected."""
 
     @property
-    def endpoints(self) -> Sequence[str]: ...
+    def endpoints(self) -> Sequence[str]:
+        """Where it listens; after start, with wildcards filled in."""
+        ...
+
     def start(self, on_message: ServerMessage) -> None:
-        """Listen. Raises ConfigError when an endpoint cannot be had."""
+        """Listen; `on_message(peer, payload)` from now on. Raises ConfigError naming the endpoint.
+
+        A message that is not exactly one frame arrives as an empty payload, which no protocol accepts.
+        """
         ...
 
     def send(self, peer: bytes, payload: bytes) -> bool:
-        """False if the peer has gone or does not read; never waits."""
+        """False: the peer has gone, or does not read what it asked for."""
         ...
 
     def close(self) -> None: ...
 
 
 class ClientTransport(Protocol):
-    """One peer, the daemon; reconnects by itself."""
+    """A client's side: one daemon, connected again by itself for as long as this is open."""
 
-    def start(self, on_message: ClientMessage) -> None: ...
+    def start(self, on_message: ClientMessage) -> None:
+        """Connect in the background; `on_message(payload)` from now on. Raises ConfigError for no endpoint at all."""
+        ...
+
     def send(self, payload: bytes) -> bool:
-        """False if it cannot be taken now; never waits."""
+        """False: too much waits to be sent. May be called before anybody is connected. Raises Closed after close."""
         ...
 
     def close(self) -> None: ...
 
 
-class _Pump:
-    """A plain socket on the running loop: calls `receive` for each message."""
+class _Channel:
+    """One ZeroMQ socket on the running loop: hands every message to `receive`, never waits."""
 
-    def __init__(self, socket: zmq.Socket[bytes], receive: Callable[[], None]) -> None:
-        self._socket = socket
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        socket: zmq.Socket[bytes],
+        receive: Callable[[zmq.Socket[bytes]], None],
+    ) -> None:
+        """Owns context and socket. receive: takes exactly one message off, or raises zmq.Again."""
+        self.context = context
+        self.socket = socket
         self._receive = receive
         self._loop = asyncio.get_running_loop()
-        self._scheduled = False
+        self._reading = False
+        self._check_scheduled = False
         self._fd = _number(socket, zmq.FD)
-        self._loop.add_reader(self._fd, self._drain)
-        self.look_again()
+        self._loop.add_reader(self._fd, self._wake)
+        self._check_soon()  # what arrived before anybody watched makes no new edge
 
-    def look_again(self) -> None:
+    def sent(self) -> None:
         """Call after every send: it may have swallowed the edge that announced a message."""
-        if not self._scheduled and _number(self._socket, zmq.EVENTS) & zmq.POLLIN:
-            self._scheduled = True
-            self._loop.call_soon(self._drain)
-
-    def _drain(self) -> None:
-        self._scheduled = False
-        if self._socket.closed:
-            return
-        try:
-            for _ in range(DRAIN_BOUND):
-                self._receive()
-        except zmq.Again:
-            return
-        except BaseException:
-            self.look_again()  # whatever one message did, the next ones are read
-            raise
-        self.look_again()
+        if not self._reading:
+            self._check_soon()
 
     def close(self) -> None:
+        """Let what was sent get out (bounded by LINGER), then free socket and context."""
         self._loop.remove_reader(self._fd)
-        self._socket.close(LINGER_MS)
+        self.socket.close()
+        self.context.term()
 
+    def _check_soon(self) -> None:
+        if not self._check_scheduled:
+            self._check_scheduled = True
+            self._loop.call_soon(self._check)
 
-def _number(socket: zmq.Socket[bytes], option: int) -> int:
-    value = socket.getsockopt(option)
-    assert isinstance(value, int)
-    return value
+    def _check(self) -> None:
+        self._check_scheduled = False
+        self._wake()
 
+    def _wake(self) -> None:
+        if self.socket.closed:
+            return
+        self._reading = True
+        drained = False
+        try:
+            drained = self._drain()
+        finally:
+            # Also when a callback raised: the loop's handler hears of it, and the other messages still get read.
+            self._reading = False
+            if not drained and not self.socket.closed:
+                self._check_soon()
 
-def _common_options(socket: zmq.Socket[bytes]) -> None:
-    socket.setsockopt(zmq.LINGER, LINGER_MS)
-    socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
-    socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
-    socket.setsockopt(zmq.IPV6, 0)  # names like "localhost" mean one address
-    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 2 * HEARTBEAT_MS)
+    def _drain(self) -> bool:
+        """Take a bounded number of messages. True: nothing is left, and the descriptor will tell of more."""
+        # A failing receive costs four times what asking EVENTS does. So a lone message, the usual case,
+        # is taken between two questions, and only a burst is read until a receive fails.
+        socket = self.socket
+        if not _number(socket, zmq.EVENTS) & zmq.POLLIN:
+            return True
+        self._receive(socket)
+        if socket.closed or not _number(socket, zmq.EVENTS) & zmq.POLLIN:
+            return True
+        try:
+            for _ in range(DRAIN_LIMIT):
+                self._receive(socket)
+                if socket.closed:
+                    return True
+        except zmq.Again:
+            return True
+        return False
 
 
 class ZmqServerTransport:
-    """A ROUTER socket bound to every endpoint of the configuration."""
+    """ServerTransport on a ROUTER socket, bound to every endpoint of the configuration."""
+
+    SEND_HWM = 16384  # answers that may wait for one peer: a full queue's, accepted and answered, and some
+    RECEIVE_HWM = 4096  # messages of one peer that may wait for us; the others wait with their sender
+    LINGER_MS = 250  # what close() waits for a peer that does not read
 
     def __init__(self, config: ServerSection) -> None:
         self._config = config
-        self._context = zmq.Context()
-        self._socket: zmq.Socket[bytes] | None = None
-        self._pump: _Pump | None = None
-        self._locks: list[int] = []
-        self._paths: list[str] = []
+        self._channel: _Channel | None = None
+        self._gate: KeyGate | None = None
+        self._claims: list[Claim] = []
         self._endpoints: list[str] = list(config.endpoints)
-        self._on_message: ServerMessage | None = None
 
     @property
     def endpoints(self) -> Sequence[str]:
         return self._endpoints
 
     def start(self, on_message: ServerMessage) -> None:
-        self._on_message = on_message
-        socket = self._context.socket(zmq.ROUTER)
-        self._socket = socket
-        _common_options(socket)
+        """Claim and bind every endpoint, or none. Raises ConfigError."""
+        curve = ServerCurve.load(self._config.curve) if self._config.curve is not None else None
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        socket = context.socket(zmq.ROUTER)
+        try:
+            self._set_options(socket)
+            if curve is not None:
+                self._gate = curve.open_gate(context)
+                curve.apply(socket)
+            self._endpoints = [self._bind(socket, endpoint) for endpoint in self._config.endpoints]
+        except BaseException:
+            socket.close(0)
+            self._let_go(context)
+            raise
+        self._channel = _Channel(context, socket, lambda socket: on_message(socket.recv(zmq.DONTWAIT), _one(socket)))
+
+    def _set_options(self, socket: zmq.Socket[bytes]) -> None:
+        _set_common_options(socket, self._config.endpoints, self.LINGER_MS)
+        socket.setsockopt(zmq.SNDHWM, self.SEND_HWM)
+        socket.setsockopt(zmq.RCVHWM, self.RECEIVE_HWM)
+        socket.setsockopt(zmq.MAXMSGSIZE, receive_limit(self._config.max_message))
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send to a peer that has gone is an error, not a silence
-        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a client that reconnects under its name is that client
-        # Twice what we promise: up to it a message gets a typed answer, beyond it the connection is cut.
-        socket.setsockopt(zmq.MAXMSGSIZE, 2 * self._config.max_message)
-        if self._config.curve is not None:
-            _apply_curve(socket, self._config.curve.secret_key_file)
-        self._endpoints = [self._bind(socket, endpoint) for endpoint in self._config.endpoints]
-        self._pump = _Pump(socket, self._receive)
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 0)  # nobody takes over the name, and the answers, of another peer
+        socket.setsockopt(zmq.BACKLOG, 1024)  # an engine may start hundreds of clients at once
 
     def _bind(self, socket: zmq.Socket[bytes], endpoint: str) -> str:
-        path = endpoint.removeprefix("ipc://") if endpoint.startswith("ipc://") else ""
-        if path:
-            self._lock(path, endpoint)
-        try:
-            socket.bind(endpoint)
-            if path:
-                self._paths.append(path)
-                os.chmod(path, int(self._config.socket_mode, 8))
-        except (zmq.ZMQError, OSError) as error:
-            raise ConfigError(
-                "server.endpoint", f"cannot be bound: {os.strerror(error.errno or 0)}", endpoint
-            ) from error
-        return socket.getsockopt_string(zmq.LAST_ENDPOINT)
-
-    def _lock(self, path: str, endpoint: str) -> None:
-        """libzmq replaces the socket file of a living daemon without a word; a lock beside it says who lives."""
-        try:
-            fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise ConfigError("server.endpoint", f"cannot be bound: {error.strerror}", endpoint) from error
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(fd)
-            raise ConfigError("server.endpoint", "another daemon is serving there", endpoint) from error
-        self._locks.append(fd)
-
-    def _receive(self) -> None:
-        assert self._socket is not None
-        assert self._on_message is not None
-        frames = self._socket.recv_multipart(zmq.DONTWAIT)
-        self._on_message(frames[0], frames[-1] if len(frames) == 2 else b"")
+        claim = Claim(endpoint)
+        self._claims.append(claim)
+        return claim.bind(socket, int(self._config.socket_mode, 8))
 
     def send(self, peer: bytes, payload: bytes) -> bool:
-        if self._socket is None or self._pump is None:
+        channel = self._channel
+        if channel is None:
             return False
         try:
-            self._socket.send_multipart((peer, payload), zmq.DONTWAIT)
-        except zmq.ZMQError:  # EHOSTUNREACH: gone; EAGAIN: does not read
+            channel.socket.send(peer, zmq.SNDMORE | zmq.DONTWAIT)
+            channel.socket.send(payload, zmq.DONTWAIT)
+        except zmq.Again:  # does not read what it asked for
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:  # has gone
+                raise
             return False
         finally:
-            self._pump.look_again()
+            channel.sent()
         return True
 
     def close(self) -> None:
-        if self._pump is not None:
-            self._pump.close()
-        elif self._socket is not None:
-            self._socket.close(0)
-        self._pump = None
-        self._socket = None
-        self._context.term()
-        for path in self._paths:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
-        for fd in self._locks:
-            os.close(fd)
-        self._paths, self._locks = [], []
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            if self._gate is not None:
+                self._gate.close()
+            channel.close()
+            self._let_go(channel.context)
+
+    def _let_go(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        if self._gate is not None:
+            self._gate.close()
+        context.term()
+        for claim in self._claims:
+            claim.release()
+        self._claims, self._gate = [], None
 
 
 class ZmqClientTransport:
-    """A DEALER socket connected to the daemon."""
+    """ClientTransport on a DEALER socket. curve: keys, where the daemon asks for them."""
 
-    def __init__(self, endpoint: str) -> None:
+    SEND_HWM = 16384  # requests that may wait for a daemon that is slow to read them
+    LINGER_MS = 100  # for a Bye to get out
+
+    def __init__(self, endpoint: str, *, curve: ClientCurve | None = None) -> None:
         self._endpoint = endpoint
-        self._context = zmq.Context()
-        self._socket: zmq.Socket[bytes] | None = None
-        self._pump: _Pump | None = None
-        self._on_message: ClientMessage | None = None
+        self._curve = curve
+        self._channel: _Channel | None = None
 
     def start(self, on_message: ClientMessage) -> None:
-        self._on_message = on_message
-        socket = self._context.socket(zmq.DEALER)
-        _common_options(socket)
-        socket.setsockopt(zmq.LINGER, 0)  # a client that leaves has said Bye; the rest is of no use to anybody
-        socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        socket = context.socket(zmq.DEALER)
         try:
+            self._set_options(socket)
+            if self._curve is not None:
+                self._curve.apply(socket)
             socket.connect(self._endpoint)
         except zmq.ZMQError as error:
             socket.close(0)
+            context.term()
             raise ConfigError("endpoint", f"cannot be connected to: {error}", self._endpoint) from error
-        self._socket = socket
-        self._pump = _Pump(socket, self._receive)
+        self._channel = _Channel(context, socket, lambda socket: on_message(_one(socket)))
 
-    def _receive(self) -> None:
-        assert self._socket is not None
-        assert self._on_message is not None
-        self._on_message(self._socket.recv(zmq.DONTWAIT))
+    def _set_options(self, socket: zmq.Socket[bytes]) -> None:
+        _set_common_options(socket, [self._endpoint], self.LINGER_MS)
+        socket.setsockopt(zmq.SNDHWM, self.SEND_HWM)
+        # No limit, and bounded all the same: what arrives answers requests of ours that wait in memory. With
+        # a limit, a client that pushes much before it reads would make the daemon drop what it has to say.
+        socket.setsockopt(zmq.RCVHWM, 0)
+        # What was sent while nobody is connected is kept for who comes. (1 would drop it, which the protocol's
+        # sessions make needless, and with it, at a disconnect, every answer that has arrived and is not read.)
+        socket.setsockopt(zmq.IMMEDIATE, 0)
+        socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
 
     def send(self, payload: bytes) -> bool:
-        if self._socket is None or self._pump is None:
+        channel = self._channel
+        if channel is None:
             raise Closed("the client is closed")
         try:
-            self._socket.send(payload, zmq.DONTWAIT)
+            channel.socket.send(payload, zmq.DONTWAIT)
         except zmq.Again:
             return False
         finally:
-            self._pump.look_again()
+            channel.sent()
         return True
 
     def close(self) -> None:
-        if self._pump is not None:
-            self._pump.close()
-        self._pump = None
-        self._socket = None
-        self._context.term()
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
 
 
-def _apply_curve(socket: zmq.Socket[Any], secret_key_file: str) -> None:
-    try:
-        with open(secret_key_file, encoding="ascii") as file:
-            secret = file.read().strip().encode()
-        public = zmq.curve_public(secret)
-    except (OSError, ValueError, zmq.ZMQError) as error:
-        raise ConfigError("server.curve.secret_key_file", f"is not a usable key: {error}", secret_key_file) from error
-    socket.setsockopt(zmq.CURVE_SERVER, 1)
-    socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
-    socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+def receive_limit(max_message: int) -> int:
+    """Bytes past which libzmq drops a connection unread. Between max_message and this the answer is typed."""
+    return max_message + max(max_message, 16 * 1024 * 1024)
+
+
+def _set_common_options(socket: zmq.Socket[bytes], endpoints: Sequence[str], linger_ms: int) -> None:
+    socket.setsockopt(zmq.LINGER, linger_ms)
+    # Names like "localhost" mean one address, unless an address is written as IPv6.
+    socket.setsockopt(zmq.IPV6, int(any(endpoint.startswith("tcp://[") for endpoint in endpoints)))
+    # The protocol's own heartbeat says that the peer's event loop lives. ZMTP's would not (an I/O thread
+    # answers it), and it would cut the connection of a process that is only stopped, with all that is in it.
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 0)
+    # A remote host that lost power is forgotten after a minute. No effect on ipc.
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 10)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)  # how long a connection that never greets holds a descriptor
+
+
+def _one(socket: zmq.Socket[bytes]) -> bytes:
+    """The one frame that a message consists of; nothing if the peer sent several."""
+    payload = socket.recv(zmq.DONTWAIT)
+    while _number(socket, zmq.RCVMORE):
+        socket.recv(zmq.DONTWAIT)
+        payload = b""
+    return payload
+
+
+def _number(socket: zmq.Socket[bytes], option: int) -> int:
+    value = socket.getsockopt(option)
+    assert isinstance(value, int)
+    return value

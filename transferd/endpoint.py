@@ -1,0 +1,86 @@
+"""Where a daemon listens: taking an address for oneself, and giving it back.
+
+libzmq's bind on ipc:// unlinks whatever lies at the path, also the socket of a daemon that is alive,
+and two daemons would then share a name while only the second hears anything. So an ipc path is
+claimed first, by an exclusive lock on `<path>.lock`. The kernel drops that lock when its holder dies,
+however it dies: a live daemon is never robbed and a dead one never hinders the next. The lock file
+itself stays (removing a lock file while somebody opens it is how two holders come to be).
+
+tcp:// needs no claim: the kernel refuses a second listener.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import stat
+
+import zmq
+
+from transferd.errors import ConfigError
+
+_KEY = "server.endpoint"
+
+
+class Claim:
+    """The exclusive right to bind one endpoint. Owns the lock file's descriptor; release() gives both back.
+
+    Raises ConfigError, one line that names the endpoint, when somebody else has it or it cannot be had.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint = endpoint
+        scheme, _, address = endpoint.partition("://")
+        # "*" is a path that libzmq makes up, "@name" lives outside the file system: nothing to protect.
+        is_file = scheme == "ipc" and address != "*" and not address.startswith("@")
+        self._path = address if is_file else None
+        self._lock = -1
+        if self._path is not None:
+            self._take(self._path)
+
+    def _take(self, path: str) -> None:
+        try:
+            lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            problem = f"cannot make the lock file {path}.lock: {error.strerror}"
+            raise ConfigError(_KEY, problem, self.endpoint) from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.lexists(path) and not stat.S_ISSOCK(os.lstat(path).st_mode):
+                raise ConfigError(_KEY, "exists and is not a socket; it is not mine to remove", self.endpoint)
+        except BlockingIOError as error:
+            os.close(lock)
+            raise ConfigError(_KEY, "is in use by another daemon", self.endpoint) from error
+        except BaseException:
+            os.close(lock)
+            raise
+        self._lock = lock
+
+    def bind(self, socket: zmq.Socket[bytes], mode: int) -> str:
+        """Bind and return the endpoint as it really is (a wildcard port or path filled in)."""
+        # Between bind and chmod nobody but us may connect; the mode asked for may be wider or narrower.
+        before = os.umask(0o177)
+        try:
+            socket.bind(self.endpoint)
+        except zmq.ZMQError as error:
+            in_use = error.errno == zmq.EADDRINUSE
+            problem = "is in use" if in_use else f"cannot be bound: {os.strerror(error.errno or 0)}"
+            raise ConfigError(_KEY, problem, self.endpoint) from error
+        finally:
+            os.umask(before)
+        bound: str = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        scheme, _, address = bound.partition("://")
+        if scheme == "ipc" and not address.startswith("@"):
+            os.chmod(address, mode)
+        return bound
+
+    def release(self) -> None:
+        """Remove the socket file and let go. Call it after the socket has been closed. Idempotent."""
+        if self._lock < 0:
+            return
+        assert self._path is not None
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path)
+        os.close(self._lock)
+        self._lock = -1
