@@ -1,0 +1,53 @@
+"""The unit file as systemd itself judges it, and the example configuration as transferd does."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from transferd import config
+
+SYSTEMD = Path(__file__).parents[2] / "systemd"
+UNIT = SYSTEMD / "transferd.service"
+
+needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+
+
+@pytest.fixture
+def unit(tmp_path: Path) -> Path:
+    """The unit with a command that exists here: verify looks for the executable."""
+    copy = tmp_path / "transferd.service"
+    copy.write_text(UNIT.read_text().replace("/usr/bin/transferd", "/bin/true"))
+    return copy
+
+
+@needs_systemd
+def test_systemd_finds_nothing_wrong_with_the_unit(unit: Path) -> None:
+    result = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+@needs_systemd
+def test_the_exposure_without_gpu_access_is_at_most_2_5(unit: Path) -> None:
+    command = ["systemd-analyze", "security", "--offline=true", str(unit)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    score = re.search(r"Overall exposure level for transferd.service: ([\d.]+)", result.stdout)
+    assert score is not None, result.stdout + result.stderr
+    assert float(score[1]) <= 2.5
+
+
+def test_the_stop_timeout_leaves_room_for_the_daemons_own_budget() -> None:
+    stop = re.search(r"^TimeoutStopSec=(\d+)$", UNIT.read_text(), re.MULTILINE)
+    assert stop is not None
+    server = config.load(SYSTEMD / "transferd.toml", env={}).server
+    assert int(stop[1]) > server.shutdown_timeout + server.deadline_slack
+
+
+def test_the_example_configuration_is_the_default_written_out() -> None:
+    example = config.to_tree(config.load(SYSTEMD / "transferd.toml", env={}))
+    example["cache"]["devices"] = None
+    assert example == config.to_tree(config.Config())
