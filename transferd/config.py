@@ -72,6 +72,8 @@ class CurveSection(_Section, frozen=True, kw_only=True):
 
 
 class ServerSection(_Section, frozen=True, kw_only=True):
+    """Where clients find the daemon, and how much of everything it takes."""
+
     endpoint: str | list[str] = DEFAULT_ENDPOINT
     max_queued_tasks: Positive = 4096  # past it: busy
     max_inflight_bytes: Size = Size(16 * 1024**3)  # per lane, queued and running, all ranks; past it: busy
@@ -91,6 +93,8 @@ class ServerSection(_Section, frozen=True, kw_only=True):
 
 
 class CacheSection(_Section, frozen=True, kw_only=True):
+    """The KV cache: who holds it, what a block is, how many there are. All counts are per rank."""
+
     ranks: Positive = 2
     devices: list[Count] | None = None  # device index per rank; default 0 … ranks-1
     device: str = "shm"
@@ -116,20 +120,28 @@ class CacheSection(_Section, frozen=True, kw_only=True):
 
 
 class HostSection(_Section, frozen=True, kw_only=True):
+    """Host memory besides the pool. `staging`: per rank, the whole of it; what storage I/O goes through."""
+
     staging: Size = Size(64 * 1024**2)
 
 
 class FileStorageSection(_Section, frozen=True, kw_only=True):
+    """The file backend: a directory of its own, and how much it may hold."""
+
     path: str = "/var/lib/transferd/blocks"
     capacity: Size = Size(64 * 1024**3)
     fsync: bool = False  # True: an object is on the medium before it counts as written
 
 
 class MemoryStorageSection(_Section, frozen=True, kw_only=True):
+    """The memory backend: how much it may hold."""
+
     capacity: Size = Size(1024**3)
 
 
 class StorageSection(_Section, frozen=True, kw_only=True):
+    """Which pool blocks are stored in, and what their names begin with."""
+
     backend: str = "file"
     model: str = "demo"
     generation: str = ""
@@ -138,10 +150,14 @@ class StorageSection(_Section, frozen=True, kw_only=True):
 
 
 class MetricsSection(_Section, frozen=True, kw_only=True):
+    """Where /metrics, /healthz, /readyz and /status are served."""
+
     listen: str = "127.0.0.1:9464"  # "" = off
 
 
 class LogSection(_Section, frozen=True, kw_only=True):
+    """What is logged, and how a line looks."""
+
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["json", "console"] = "json"
 

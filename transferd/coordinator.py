@@ -145,6 +145,11 @@ class Coordinator:
         handle = self.workers[rank].context.device.handle()
         return {"kind": handle.kind, "data": handle.data}
 
+    def announce_ready(self) -> None:
+        """Every rank is ready: admit. Called once, last of the start."""
+        self.ready = True
+        self.resume()
+
     # --- shutdown -----------------------------------------------------------------------------------
 
     def stop_admitting(self) -> None:

@@ -74,6 +74,7 @@ class Daemon:
             boot_id=clock.fresh_id(),
             generation=config.storage.generation,
             recorder=self.recorder,
+            admitting=False,
         )
         self.barrier = RankBarrier(config.cache.ranks)
         self.coordinator = Coordinator(self.dispatcher, self.barrier, self.namer, self.storage, clock=clock)
@@ -115,14 +116,18 @@ class Daemon:
     # --- life ---------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Open storage and every rank, then listen; ready last. Raises TransferError; then `stop` cleans up."""
-        await self.reports.start()  # first, so that /readyz can say what the start is waiting for
+        """Listen, open storage and every rank; ready last. Raises TransferError; then `stop` cleans up.
+
+        Listening first means that a second daemon on the socket is refused before it allocates anything,
+        and that a client that comes early is told "not ready" instead of nothing.
+        """
+        await self.reports.start()
+        await self.server.start()
         if self.storage is not None:
             await self.storage.open()
         for worker in self.coordinator.workers:
             await worker.open()
-        await self.server.start()
-        self.coordinator.ready = True
+        self.coordinator.announce_ready()
 
     async def stop(self, budget_s: Callable[[], float]) -> None:
         """Shut down, in this order, within the budget; nothing is skipped, the first error is raised last.

@@ -52,6 +52,9 @@ MAX_WAITERS = 256  # pushes of one task_id that may wait for its result
 RETRY_AFTER_S = (0.005, 5.0)  # the shortest and the longest hint given with `busy`
 
 
+STARTING = ErrorInfo("starting", "the daemon is starting; not every rank is ready")
+
+
 class State(enum.StrEnum):
     """Where an admitted task is."""
 
@@ -117,8 +120,15 @@ class Dispatcher:
     """The state machine. Mutate only through `handle`; see the module's theory of operation."""
 
     def __init__(
-        self, limits: Limits, *, boot_id: str = "", generation: str = "", recorder: Recorder | None = None
+        self,
+        limits: Limits,
+        *,
+        boot_id: str = "",
+        generation: str = "",
+        recorder: Recorder | None = None,
+        admitting: bool = True,
     ) -> None:
+        """admitting: False while the daemon starts; ResumeRequested admits."""
         self.limits = limits
         self.boot_id = boot_id
         self.generation = generation
@@ -130,7 +140,8 @@ class Dispatcher:
         self._lanes = {lane: _LaneState() for lane in Lane}
         self._queued = 0
         self._paused = False
-        self._refusal: tuple[Status, ErrorInfo] | None = None  # why nothing is admitted (draining, dead rank)
+        # Why nothing is admitted: starting, draining, or a dead rank.
+        self._refusal: tuple[Status, ErrorInfo] | None = None if admitting else (Status.BUSY, STARTING)
         self._starting = True  # False once shutdown was requested or a rank died
         self._alarms: Alarms[_Record] = Alarms(lambda record: record.state is State.DONE)
         self._wake_at = math.inf  # what was last asked for and has not come
@@ -232,7 +243,8 @@ class Dispatcher:
         if self._join(event, content):
             return
         if self._refusal is not None:
-            self._refuse(event, *self._refusal)
+            status, error = self._refusal
+            self._refuse(event, status, error, RETRY_AFTER_S[1] if status is Status.BUSY else None)
             return
         try:
             check_task(task, self.limits)

@@ -420,6 +420,17 @@ def test_alarms_of_finished_tasks_do_not_pile_up(desk: Desk) -> None:
     assert repr(desk.dispatcher) == "<Dispatcher queued=0 running=0 straggling=0>"
 
 
+def test_while_the_daemon_starts_the_answer_is_busy_until_it_is_ready() -> None:
+    desk = Desk()
+    desk.dispatcher = Dispatcher(LIMITS, admitting=False)
+    early = desk.answers[desk.submit(write("w", 1))]
+    assert (early.status, early.error and early.error.code) == (Status.BUSY, "starting")
+    assert early.retry_after is not None
+    desk.hear(ev.ResumeRequested(desk.now))
+    desk.submit(write("w", 1))
+    assert desk.started == ["w"]
+
+
 def test_without_a_tier_tasks_for_it_are_rejected() -> None:
     desk = Desk(Limits(ranks=2, device_blocks=8, host_blocks=0, block_bytes=100, storage=False))
     codes = [desk.answers[desk.submit(task)].error for task in (write("w", 1), read("r", 1), swap_in("i", [1], [1]))]

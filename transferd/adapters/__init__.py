@@ -1,0 +1,1 @@
+"""Adapters: one file an engine or a framework."""
