@@ -58,7 +58,6 @@ assert HEARTBEAT_S + SILENCE_S < 5, "we promise to notice within 5 s of a daemon
 _BY_CODE: dict[str, type[TransferError]] = {
     kind.code: kind
     for kind in (
-        RequestError,
         ProtocolError,
         TierError,
         DeviceLost,
@@ -269,7 +268,7 @@ class Link:
         elif isinstance(body, wire.Value):
             self._answer(seq, body.value)
         else:
-            self._refused(seq, body.error)
+            self._refused(seq, body)
         if self._unsent:
             self._send_waiting()
 
@@ -278,14 +277,15 @@ class Link:
         if pending is not None:
             pending.answer(value)
 
-    def _refused(self, seq: int, error: ErrorInfo) -> None:
+    def _refused(self, seq: int, refused: wire.Refused) -> None:
+        error = refused.error
         if error.code == wire.STALE_SESSION:
             if self._hello_seq <= self._welcome_seq:  # else one is under way, and its answer will say more
                 self._greet()
             return
         pending = self._pending.pop(seq, None)
         if pending is not None:
-            default = RequestError if isinstance(pending, PendingTask) else TransferError
+            default = RequestError if refused.permanent else TransferError
             pending.fail(_BY_CODE.get(error.code, default)(error.message, code=error.code))
 
     def _welcomed(self, seq: int, welcome: wire.Welcome) -> None:

@@ -151,9 +151,13 @@ class Value(_Message, frozen=True, tag="value"):
 
 
 class Refused(_Message, frozen=True, tag="refused"):
-    """A control request failed, or a message could not be understood."""
+    """A control request failed, or a message could not be understood.
+
+    permanent: the request itself is wrong; sending it again changes nothing.
+    """
 
     error: ErrorInfo
+    permanent: bool = False
 
 
 class Result(_Message, frozen=True, tag="result"):

@@ -23,7 +23,7 @@ import structlog
 
 from transferd import protocol as wire
 from transferd.clock import SYSTEM_CLOCK, Clock
-from transferd.errors import InvariantError, TransferError
+from transferd.errors import InvariantError, RequestError, TransferError
 from transferd.tasks import ErrorInfo, Status, Task, TaskResult
 from transferd.transport import ServerTransport
 from transferd.version import VERSION
@@ -162,7 +162,7 @@ class Server:
         self._rejects[error.reason] += 1
         info = ErrorInfo(error.reason, str(error))
         if error.task_id is None:
-            self._send(peer, error.seq, wire.Refused(info))
+            self._send(peer, error.seq, wire.Refused(info, permanent=error.reason != wire.STALE_SESSION))
             return
         result = TaskResult(
             task_id=error.task_id,
@@ -199,7 +199,8 @@ class Server:
             self._refused(peer, seq, InvariantError(f"the answer cannot be put on the wire: {error}"))
 
     def _refused(self, peer: bytes, seq: int, error: TransferError) -> None:
-        self._send(peer, seq, wire.Refused(ErrorInfo(error.reason, str(error))))
+        permanent = isinstance(error, RequestError)
+        self._send(peer, seq, wire.Refused(ErrorInfo(error.reason, str(error)), permanent=permanent))
 
     def _later(self, peer: bytes, seq: int, work: Coroutine[Any, Any, Any]) -> None:
         """Answer when `work` is done; bounded in number."""

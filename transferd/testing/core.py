@@ -1,0 +1,118 @@
+"""MemoryCore: the smallest real core behind a Server, for tests and measurements of the wire.
+
+It keeps the promises of the coordinator that clients can see: one result for each push, joined or
+repeated for a task_id that is known, taken back when nobody waits. It moves nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from transferd.errors import RequestError, TierError
+from transferd.tasks import ErrorInfo, Status, Task, TaskResult
+
+
+class MemoryCore:
+    """Answers every task `ok` at once; with `hold`, when `finish` is called.
+
+    ran: how often each task_id was really done. gone: clients that were given up. busy: refuse new tasks.
+    `deliver` is set to the server's before the first task.
+    """
+
+    def __init__(self, boot_id: str = "boot-1", *, hold: bool = False) -> None:
+        self.boot_id = boot_id
+        self.generation = ""
+        self.ready = True
+        self.hold = hold
+        self.busy = False
+        self.ran: Counter[str] = Counter()
+        self.gone: list[bytes] = []
+        self.cancelled: list[str] = []
+        self.deliver: Callable[[bytes, int, TaskResult], None]
+        self.report: dict[str, Any] = {"boot_id": boot_id}
+        self._waiters: dict[str, list[tuple[bytes, int]]] = {}
+        self._tasks: dict[str, Task] = {}
+        self._results: dict[str, TaskResult] = {}
+        self._resumed = asyncio.Event()
+
+    def submit(self, client: bytes, seq: int, task: Task) -> bool:
+        """True: the result follows; False: it was delivered during this call."""
+        task_id = task.task_id
+        if task_id in self._results:
+            self.deliver(client, seq, self._results[task_id])
+            return False
+        if task_id in self._waiters:
+            self._waiters[task_id].append((client, seq))
+            return True
+        if self.busy:
+            result = TaskResult(task_id=task_id, status=Status.BUSY, retry_after=0.5, boot_id=self.boot_id)
+            self.deliver(client, seq, result)
+            return False
+        self.ran[task_id] += 1
+        self._tasks[task_id] = task
+        self._waiters[task_id] = [(client, seq)]
+        if self.hold:
+            return True
+        self.finish(task_id)
+        return False
+
+    def finish(self, task_id: str, status: Status = Status.OK) -> None:
+        """Answer a task that is held."""
+        task, waiters = self._tasks.pop(task_id), self._waiters.pop(task_id)
+        block_ids = task.gpu_block_ids if status is Status.OK else []
+        result = TaskResult(task_id=task_id, status=status, block_ids=block_ids, boot_id=self.boot_id)
+        self._results[task_id] = result
+        for client, seq in waiters:
+            self.deliver(client, seq, result)
+
+    @property
+    def held(self) -> list[str]:
+        return list(self._tasks)
+
+    def cancel(self, task_id: str) -> bool:
+        if task_id not in self._tasks:
+            return False
+        self.cancelled.append(task_id)
+        self.finish(task_id, Status.CANCELLED)
+        return True
+
+    async def match(self, keys: list[str]) -> int:
+        """The leading keys that do not start with `missing`."""
+        return next((i for i, key in enumerate(keys) if key.startswith("missing")), len(keys))
+
+    async def pause(self) -> None:
+        """Returns when somebody resumes."""
+        await self._resumed.wait()
+
+    def resume(self) -> None:
+        self._resumed.set()
+
+    async def drain(self) -> None:
+        """A bug, on purpose: what the server does with an error that is not ours."""
+        raise ZeroDivisionError("a bug in drain")
+
+    def set_generation(self, generation: str) -> None:
+        if not generation.isprintable():
+            raise RequestError("a generation is printable", code="bad_value")
+        self.generation = generation
+
+    def client_gone(self, client: bytes) -> None:
+        self.gone.append(client)
+        for task_id, waiters in list(self._waiters.items()):
+            waiters[:] = [waiter for waiter in waiters if waiter[0] != client]
+            if not waiters:
+                self.cancelled.append(task_id)
+                del self._waiters[task_id], self._tasks[task_id]
+                error = ErrorInfo("cancelled", "nobody waits for it")
+                self._results[task_id] = TaskResult(task_id=task_id, status=Status.CANCELLED, error=error)
+
+    def stats(self) -> dict[str, Any]:
+        return self.report
+
+    def device_handle(self, rank: int) -> dict[str, Any]:
+        if rank:
+            raise TierError(f"rank {rank} cannot be shared")
+        return {"kind": "none", "data": {}}
