@@ -37,10 +37,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import operator
 import re
 import struct
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import numpy.typing as npt
 
@@ -148,8 +149,7 @@ def block_keys(
     Raises RequestError for a block size below 1, tokens that are not 64-bit integers, a negative
     offset or length.
     """
-    if isinstance(block_size, bool) or not isinstance(block_size, int) or not 1 <= block_size < 1 << 32:
-        raise RequestError(f"block_size must be a positive 32-bit integer, not {block_size!r}")
+    block_size = _integer("block_size", block_size, 1, (1 << 32) - 1)
     try:
         tokens = memoryview(TokenIds(token_ids).array.astype("<i8").tobytes())
     except (TypeError, ValueError, OverflowError) as error:
@@ -187,7 +187,7 @@ def _extras_by_block(
     blocks: dict[int, list[tuple[int, int, bytes]]] = {}
     for item in extra_keys:
         key, offset, length = _checked_extra(item)
-        if not length:
+        if not length or offset >= tokens:
             continue
         first, end = offset // block_size, -(-min(offset + length, tokens) // block_size)
         for index in range(first, end):
@@ -210,7 +210,13 @@ def _checked_extra(item: tuple[str | bytes, int, int]) -> tuple[bytes, int, int]
         raise RequestError(f"an extra key is (key, offset, length), not {item!r}") from None
     if not isinstance(key, str | bytes):
         raise RequestError(f"an extra key is text or bytes, not {key!r}")
-    for what, value in (("offset", offset), ("length", length)):
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 63:
-            raise RequestError(f"the {what} of an extra key is a count of tokens, not {value!r}")
-    return (encode_text(key) if isinstance(key, str) else bytes(key)), offset, length
+    raw = encode_text(key) if isinstance(key, str) else key
+    largest = (1 << 63) - 1
+    return raw, _integer("offset", offset, 0, largest), _integer("length", length, 0, largest)
+
+
+def _integer(what: str, value: SupportsIndex, smallest: int, largest: int) -> int:
+    """`value` as an int, numpy's integers too. Raises RequestError."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or not smallest <= operator.index(value) <= largest:
+        raise RequestError(f"{what} must be an integer from {smallest} to {largest}, not {value!r}")
+    return operator.index(value)

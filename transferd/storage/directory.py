@@ -67,6 +67,7 @@ class ObjectDirectory:
 
     def __init__(self, root: Path, *, fsync: bool, clock: Clock) -> None:
         self._root = root
+        self._lock_path = root / "lock"
         self._objects = f"{root}/objects/"
         self._quarantine = f"{root}/quarantine/"
         self._fsync = fsync
@@ -82,8 +83,8 @@ class ObjectDirectory:
         try:
             for directory in (self._objects, self._quarantine):
                 os.makedirs(directory, exist_ok=True)
-            self._lock = os.open(self._root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
-        except OSError as error:
+            self._lock = os.open(self._lock_path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the path
             raise self._unusable(error) from error
         try:
             self._take_lock()
@@ -108,8 +109,7 @@ class ObjectDirectory:
         except OSError as error:
             raise self._unusable(error) from error
         with contextlib.suppress(OSError):  # only for people; a full disk must not keep us from starting
-            os.ftruncate(self._lock, 0)
-            os.pwrite(self._lock, b"%d\n" % os.getpid(), 0)
+            self._lock_path.write_text(f"{os.getpid()}\n")
 
     def _probe(self) -> None:
         """Can files be made where the objects go, and can their blocks be allocated first?"""
@@ -124,7 +124,9 @@ class ObjectDirectory:
         except OSError as error:
             raise self._unusable(error) from error
 
-    def _unusable(self, error: OSError) -> ConfigError:
+    def _unusable(self, error: OSError | ValueError) -> ConfigError:
+        if isinstance(error, ValueError):
+            return ConfigError("storage.file.path", f"cannot be used: {error}", str(self._root))
         where = "" if error.filename is None else f" at {os.fspath(error.filename)}"
         return ConfigError("storage.file.path", f"cannot be used{where}: {error.strerror}", str(self._root))
 

@@ -247,7 +247,7 @@ class IndexedStorage(Storage):
                 write.victims.pop()
             self._write(write.blob.name, write.blob.data)
         except StorageError as error:
-            write.error = error
+            write.error = _bare(error)
 
     def _make_room(self, write: _Write) -> bool:
         """The medium is fuller than the index knew: evict this object's own size. False: nothing to evict."""
@@ -311,8 +311,10 @@ class IndexedStorage(Storage):
             if entry.nbytes != blob.data.nbytes:
                 return Damaged()
             return self._read(blob.name, blob.data)
-        except (Damaged, StorageError) as answer:
-            return answer
+        except StorageError as error:
+            return _bare(error)
+        except Damaged as damaged:
+            return Damaged(None if damaged.error is None else _bare(damaged.error))
 
     # --- leaving ------------------------------------------------------------------------------------
 
@@ -402,3 +404,9 @@ class IndexedStorage(Storage):
 
 def _each(effect: Callable[[S], T], items: Sequence[S]) -> list[T]:
     return [effect(item) for item in items]
+
+
+def _bare(error: StorageError) -> StorageError:
+    """An error as an answer: without the frames it went through, which would keep the caller's buffers alive."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)

@@ -27,7 +27,8 @@ _TEMPORARY = re.compile(r"(?!\.)[A-Za-z0-9_.%-]+@[A-Za-z0-9_.%-]+~[0-9]+")
 
 
 def path_of(name: str) -> str:
-    """The object's path, relative to the objects directory."""
+    """The object's path, relative to the objects directory. A name has two parts at least."""
+    assert "/" in name, name
     head, _, rank = name.rpartition("/")
     space, slash, digest = head.rpartition("/")
     quoted = _quote(digest)

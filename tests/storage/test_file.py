@@ -1,0 +1,554 @@
+"""What only files can do: survive restarts and kill -9, meet full, read-only and foreign directories."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import errno
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.storage.harness import Harness, Open, file_config
+from transferd.clock import Clock
+from transferd.errors import ConfigError, StorageError, StorageFull
+from transferd.integrity import FOOTER_BYTES, check, stamps
+from transferd.keys import ObjectNamer
+from transferd.offload import Direction, ThreadOffload
+from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Found
+from transferd.storage.directory import QUARANTINE_BYTES, QUARANTINE_FILES, TOUCH_INTERVAL_S
+from transferd.storage.file import FileStorage
+from transferd.storage.paths import is_temporary, path_of
+
+GIB = 1024**3
+
+
+def name(number: int, rank: int = 0) -> str:
+    return f"demo/0123456789abcdef/RL-1/{number:040x}/{rank}"
+
+
+def content(number: int, nbytes: int = 1000) -> bytes:
+    return random.Random(number).randbytes(nbytes)
+
+
+def file_of(root: Path, number: int) -> Path:
+    return root / "objects" / path_of(name(number))
+
+
+def files_below(root: Path) -> list[Path]:
+    return sorted(path for path in root.rglob("*") if not path.is_dir())
+
+
+async def fill(store: Harness, *numbers: int) -> None:
+    for number in numbers:
+        assert await store.put((name(number), content(number))) == [STORED]
+
+
+async def present(store: Harness, count: int) -> list[int]:
+    """Which of the objects 0 … count-1 can really be loaded."""
+    answers = await store.get(*((name(number), 1000) for number in range(count)))
+    assert all(data == content(i) for i, (outcome, data) in enumerate(answers) if outcome == FOUND)
+    return [i for i, (outcome, _) in enumerate(answers) if outcome == FOUND]
+
+
+# --- restart --------------------------------------------------------------------------------------
+
+
+async def test_objects_are_found_again_after_a_restart(open_storage: Open, tmp_path: Path) -> None:
+    store = await open_storage(FileStorage(file_config(tmp_path, GIB)))
+    odd = "a/b/../ü \ud800/f//" + "ab" * 20 + "/7"
+    await store.put((name(1), content(1)), (odd, content(2)))
+    await store.storage.close()
+    again = await open_storage(FileStorage(file_config(tmp_path, GIB)))
+    assert await again.storage.exists([name(1), odd, name(2)]) == [True, True, False]
+    assert await again.get((name(1), 1000), (odd, 1000)) == [(FOUND, content(1)), (FOUND, content(2))]
+    assert again.storage.statistics()["bytes"] == 2000
+    assert await again.put((name(1), content(1))) == [EXISTS]
+
+
+async def test_the_order_of_use_survives_an_orderly_restart_exactly(open_storage: Open, tmp_path: Path) -> None:
+    store = await open_storage(FileStorage(file_config(tmp_path, GIB)))
+    await fill(store, *range(8))
+    await store.get((name(2), 1000))
+    await store.storage.exists([name(0)])
+    await store.storage.close()
+    again = await open_storage(FileStorage(file_config(tmp_path, GIB)))
+    assert await again.storage.exists([name(5)]) == [True]
+    await again.storage.close()
+    third = await open_storage(FileStorage(file_config(tmp_path, 4000)))
+    assert await present(third, 8) == [0, 2, 5, 7]
+
+
+async def test_more_than_a_smaller_capacity_holds_leaves_at_start_the_oldest_first(
+    open_storage: Open, tmp_path: Path
+) -> None:
+    store = await open_storage(FileStorage(file_config(tmp_path, GIB)))
+    await fill(store, *range(8))
+    await store.storage.close()
+    again = await open_storage(FileStorage(file_config(tmp_path, 3500)))
+    assert again.storage.statistics()["bytes"] == 3000
+    assert await present(again, 8) == [5, 6, 7]
+    await again.storage.close()
+    assert len(files_below(tmp_path / "objects")) == 3, "and their files have gone"
+
+
+async def test_a_read_refreshes_an_old_modification_time_and_leaves_a_young_one(
+    open_storage: Open, tmp_path: Path
+) -> None:
+    now = 1e9
+    clock = Clock(wall=lambda: now)
+    store = await open_storage(FileStorage(file_config(tmp_path, GIB), clock=clock))
+    await fill(store, 1, 2)
+    old, young = now - TOUCH_INTERVAL_S - 1, now - TOUCH_INTERVAL_S + 1
+    os.utime(file_of(tmp_path, 1), (old, old))
+    os.utime(file_of(tmp_path, 2), (young, young))
+    assert await present(store, 3) == [1, 2]
+    assert file_of(tmp_path, 1).stat().st_mtime != old
+    assert file_of(tmp_path, 2).stat().st_mtime == young
+
+
+async def test_a_start_removes_temporary_files_and_empty_directories_and_nothing_foreign(
+    open_storage: Open, tmp_path: Path
+) -> None:
+    store = await open_storage(FileStorage(file_config(tmp_path, GIB)))
+    await fill(store, 1)
+    await store.storage.close()
+    mine = file_of(tmp_path, 1)
+    left = [mine.with_name(f"{mine.name}~17"), mine.parent / ("ab" * 20 + "@0~3")]
+    foreign = [
+        tmp_path / "README",
+        tmp_path / "objects" / "notes.txt",
+        tmp_path / "objects" / ".hidden" / "a@0~1",
+        tmp_path / "objects" / "some dir" / "a@0~1",
+        mine.parent / "abc.txt",
+        mine.parent / ".abc@0",
+        mine.parent / "elsewhere@0",
+        tmp_path / "quarantine" / "mine.txt",
+    ]
+    for path in [*left, *foreign]:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"x")
+    (tmp_path / "objects" / "demo" / "old" / "gen").mkdir(parents=True)
+    os.symlink("/etc/passwd", mine.parent / ("00" * 20 + "@9"))
+    again = await open_storage(FileStorage(file_config(tmp_path, GIB)))
+    assert not any(path.exists() for path in left)
+    assert all(path.read_bytes() == b"x" for path in foreign)
+    assert not (tmp_path / "objects" / "demo" / "old").exists()
+    assert again.storage.statistics()["objects"] == 1
+    await again.storage.quarantine(name(1))
+    assert all(path.exists() for path in foreign)
+
+
+KILLED_WRITER = """
+import asyncio, sys
+from tests.storage.harness import file_config
+from transferd.integrity import FOOTER_BYTES, seal, stamps
+from transferd.keys import ObjectNamer
+from transferd.storage.base import Blob
+from transferd.storage.file import FileStorage
+
+async def main(path, payload, first):
+    storage = FileStorage(file_config(path, 2**30, fsync=bool(first // 1000 % 2)))
+    await storage.open()
+    namer = ObjectNamer("demo", "f0")
+    async def writer(number):
+        while True:
+            key = f"{number}"
+            digest = namer.digest(key)
+            slot = memoryview(bytearray(digest.encode() * (payload // 40 + 1))[:payload] + bytes(FOOTER_BYTES))
+            [stamp] = stamps([digest], model="demo", fingerprint="f0", generation="g", rank=0)
+            seal(slot, payload, stamp)
+            [outcome] = await storage.put([Blob(namer.name("g", digest, 0), slot)])
+            print(key, outcome.found.value, flush=True)
+            number += 4
+    await asyncio.gather(*(writer(first + i) for i in range(4)))
+
+asyncio.run(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
+"""
+
+
+def keys_told_stored(lines: bytes) -> set[str]:
+    return {line.split()[0] for line in lines.decode().splitlines() if line.endswith(" stored")}
+
+
+async def test_after_kill_9_during_writes_every_object_is_right_or_missing(open_storage: Open, tmp_path: Path) -> None:
+    """20 times: kill, start again, load everything. What was reported stored is there: only the process died.
+
+    Every other time the writer syncs, so that most of its time is spent between the first byte and the rename.
+    """
+    namer, payload, rounds = ObjectNamer("demo", "f0"), 400_000, 20
+    torn_writes = 0
+    for attempt in range(rounds):
+        first = attempt * 1000
+        command = [sys.executable, "-c", KILLED_WRITER, str(tmp_path), str(payload), str(first)]
+        writer = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+        assert writer.stdout is not None
+        stored: set[str] = set()
+        async with asyncio.timeout(30):
+            while len(stored) < 4 + attempt:
+                stored |= keys_told_stored(await writer.stdout.readline())
+        writer.send_signal(signal.SIGKILL)
+        stored |= keys_told_stored(await writer.stdout.read())
+        await writer.wait()
+        torn_writes += sum(is_temporary(path.name) for path in files_below(tmp_path))
+
+        store = await open_storage(FileStorage(file_config(tmp_path, GIB)))
+        assert not [path for path in files_below(tmp_path) if is_temporary(path.name)]
+        for key in sorted({str(first + i) for i in range(len(stored) + 8)} | stored):
+            digest = namer.digest(key)
+            [(outcome, data)] = await store.get((namer.name("g", digest, 0), payload + FOOTER_BYTES))
+            assert outcome in (FOUND, MISSING)
+            assert outcome == FOUND or key not in stored
+            if outcome == FOUND:
+                [stamp] = stamps([digest], model="demo", fingerprint="f0", generation="g", rank=0)
+                assert check(memoryview(data), payload, stamp) is None
+                assert data[:40].decode() == digest
+            store.reuse_memory()
+        await store.storage.close()
+    assert torn_writes, f"no kill of {rounds} met a write half done: the test lost its point"
+
+
+# --- one daemon, a usable directory ---------------------------------------------------------------
+
+
+async def test_a_second_daemon_on_the_directory_is_refused_and_the_first_goes_on(
+    open_storage: Open, tmp_path: Path
+) -> None:
+    store = await open_storage(FileStorage(file_config(tmp_path, GIB)))
+    await fill(store, 1)
+    second = FileStorage(file_config(tmp_path, GIB))
+    with pytest.raises(ConfigError, match=r"^storage\.file\.path: is in use by another daemon \(pid \d+\)") as refusal:
+        await second.open()
+    assert str(os.getpid()) in str(refusal.value)
+    assert str(tmp_path) in str(refusal.value)
+    await second.close()
+    await fill(store, 2)
+    assert await present(store, 3) == [1, 2]
+    await store.storage.close()
+    await open_storage(FileStorage(file_config(tmp_path, GIB)))
+
+
+@pytest.mark.parametrize("place", ["file", "file/below", "nul\0"])
+async def test_a_path_that_cannot_be_a_directory_is_one_clear_line(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    storage = FileStorage(file_config(tmp_path / place, GIB))
+    with pytest.raises(ConfigError, match=r"^storage\.file\.path: cannot be used") as refusal:
+        await storage.open()
+    assert "\n" not in str(refusal.value)
+    assert repr(str(tmp_path / place))[1:-1] in str(refusal.value)
+    await storage.close()
+
+
+class UnprivilegedOffload(ThreadOffload):
+    """Its threads have the file permissions of nobody, even in tests that run as root."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self._pools = {direction: ThreadPoolExecutor(1, initializer=_become_nobody) for direction in Direction}
+
+
+def _become_nobody() -> None:
+    if os.geteuid() == 0:
+        ctypes.CDLL(None).setfsuid(65534)  # this thread's only, and takes its override of permissions with it
+
+
+@pytest.fixture
+def shared_tmp_path(tmp_path: Path) -> Iterator[Path]:
+    """A temporary directory that nobody can reach and write in."""
+    changed = [(path, path.stat().st_mode) for path in tmp_path.parents if path.stat().st_uid == os.geteuid()]
+    for path, mode in changed:
+        with contextlib.suppress(OSError):
+            path.chmod(mode | 0o011)
+    tmp_path.chmod(0o777)
+    yield tmp_path
+    for path, mode in changed:
+        with contextlib.suppress(OSError):
+            path.chmod(mode)
+
+
+async def test_a_directory_without_permission_to_write_is_one_clear_line(shared_tmp_path: Path) -> None:
+    path = shared_tmp_path / "locked"
+    path.mkdir(0o555)
+    path.chmod(0o555)
+    storage = FileStorage(file_config(path, GIB), offload=UnprivilegedOffload())
+    with pytest.raises(ConfigError, match=r"storage\.file\.path: cannot be used at \S+: Permission denied") as refusal:
+        await storage.open()
+    assert str(path) in str(refusal.value)
+    await storage.close()
+
+
+async def test_losing_permission_while_running_fails_objects_by_type_and_serves_the_rest(
+    open_storage: Open, shared_tmp_path: Path
+) -> None:
+    store = await open_storage(FileStorage(file_config(shared_tmp_path / "blocks", GIB), offload=UnprivilegedOffload()))
+    await fill(store, 1)
+    fan = file_of(shared_tmp_path / "blocks", 1).parent
+    fan.chmod(0o555)
+    [outcome] = await store.put((name(2), content(2)))
+    assert outcome.error is not None
+    assert outcome.error.reason == "storage_denied"
+    assert "Permission denied" in str(outcome.error)
+    assert await present(store, 3) == [1]
+    fan.chmod(0o755)
+    await fill(store, 2)
+
+
+# --- a small, a full, a read-only file system -----------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(path)], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a small file system: {mounted.stderr.strip()}")
+    yield path
+    subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+def remount(path: Path, mode: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{mode}", str(path)], check=True)
+
+
+BIG = 500_000
+
+
+async def test_a_full_disk_evicts_the_oldest_and_stores_the_new(open_storage: Open, small_disk: Path) -> None:
+    store = await open_storage(FileStorage(file_config(small_disk, GIB)))
+    for number in range(30):
+        assert await store.put((name(number), content(number, BIG))) == [STORED]
+    answers = await store.get(*((name(number), BIG) for number in range(30)))
+    kept = [number for number, (outcome, _) in enumerate(answers) if outcome == FOUND]
+    assert kept == list(range(30 - len(kept), 30))
+    assert 6 <= len(kept) <= 8
+    assert all(answers[number][1] == content(number, BIG) for number in kept)
+    statistics = store.storage.statistics()
+    assert statistics["bytes"] == BIG * len(kept)
+    assert statistics["evictions"] == 30 - len(kept)
+    assert len(files_below(small_disk / "objects")) == len(kept), "no half-written file is left"
+
+
+async def test_a_full_disk_under_many_writers_never_loses_a_stored_object_unasked(
+    open_storage: Open, small_disk: Path
+) -> None:
+    store = await open_storage(FileStorage(file_config(small_disk, GIB)))
+    batches = [[(name(8 * batch + i), content(i, BIG)) for i in range(3)] for batch in range(4)]
+    answers = await asyncio.gather(*(store.put(*batch) for batch in batches))
+    failed = [outcome for outcomes in answers for outcome in outcomes if outcome.found is Found.FAILED]
+    assert all(isinstance(outcome.error, StorageFull) for outcome in failed)
+    index = store.storage._index  # type: ignore[attr-defined]
+    assert len(files_below(small_disk / "objects")) == len(index) >= 4
+    for batch in batches:
+        for (object_name, data), (outcome, got) in zip(
+            batch, await store.get(*((n, BIG) for n, _ in batch)), strict=True
+        ):
+            assert (outcome == FOUND) == (object_name in index)
+            assert outcome == MISSING or got == data
+
+
+async def test_an_object_larger_than_the_disk_says_so_and_leaves_nothing(open_storage: Open, small_disk: Path) -> None:
+    store = await open_storage(FileStorage(file_config(small_disk, GIB)))
+    [outcome] = await store.put((name(1), bytes(5 * 1024**2)))
+    assert isinstance(outcome.error, StorageFull)
+    assert str(outcome.error) == f"no room for an object of 5242880 bytes in {small_disk}: No space left on device"
+    assert files_below(small_disk / "objects") == []
+    await fill(store, 2)
+
+
+async def test_a_disk_that_turns_read_only_fails_writes_by_type_and_still_serves_reads(
+    open_storage: Open, small_disk: Path
+) -> None:
+    store = await open_storage(FileStorage(file_config(small_disk, 2000)))
+    await fill(store, 1, 2)
+    remount(small_disk, "ro")
+    [outcome] = await store.put((name(3), content(3)))
+    assert outcome.error is not None
+    assert outcome.error.reason == "storage_read_only"
+    assert await present(store, 3) == [1, 2], "what could not be evicted is still there"
+    await store.storage.quarantine(name(1))
+    assert await store.storage.exists([name(1)]) == [False]
+    remount(small_disk, "rw")
+
+
+async def test_a_read_only_disk_cannot_be_opened(small_disk: Path) -> None:
+    remount(small_disk, "ro")
+    storage = FileStorage(file_config(small_disk, GIB))
+    with pytest.raises(ConfigError, match="Read-only file system"):
+        await storage.open()
+    await storage.close()
+
+
+# --- errors of the medium, injected at the system call --------------------------------------------
+
+
+def failing(number: int) -> Any:
+    def call(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "code"),
+    [
+        (errno.EDQUOT, StorageFull, "storage_full"),
+        (errno.ENOSPC, StorageFull, "storage_full"),
+        (errno.EIO, StorageError, "storage_io"),
+        (errno.EROFS, StorageError, "storage_read_only"),
+        (errno.EMFILE, StorageError, "storage_error"),
+    ],
+)
+async def test_a_failed_write_is_typed_by_its_cause_and_leaves_no_file(
+    open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: type, code: str
+) -> None:
+    store = await open_storage(FileStorage(file_config(tmp_path, GIB)))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", failing(number))
+        [outcome] = await store.put((name(1), content(1)))
+    assert outcome.error is not None
+    assert type(outcome.error) is kind
+    assert outcome.error.reason == code
+    assert os.strerror(number) in str(outcome.error)
+    assert files_below(tmp_path / "objects") == []
+    await fill(store, 1)
+
+
+async def test_a_bad_sector_fails_the_read_and_the_object_can_be_stored_anew(
+    open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = await open_storage(FileStorage(file_config(tmp_path, GIB)))
+    await fill(store, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", failing(errno.EIO))
+        [(outcome, _)] = await store.get((name(1), 1000))
+    assert outcome.error is not None
+    assert outcome.error.reason == "storage_io"
+    await fill(store, 1)
+
+
+async def test_a_file_system_without_fallocate_works_too(open_storage: Open, tmp_path: Path) -> None:
+    storage = FileStorage(file_config(tmp_path, GIB))
+    store = await open_storage(storage)
+    storage._directory._preallocate = False
+    await store.put((name(1), content(1, 300_001)))
+    assert await store.get((name(1), 300_001)) == [(FOUND, content(1, 300_001))]
+
+
+async def test_short_reads_and_writes_are_continued(
+    open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = await open_storage(FileStorage(file_config(tmp_path, GIB)))
+    real_write, real_read = os.pwrite, os.preadv
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: real_write(fd, data[:777], at))
+    monkeypatch.setattr(os, "preadv", lambda fd, views, at: real_read(fd, [views[0][:333]], at))
+    await store.put((name(1), content(1, 5000)))
+    assert await store.get((name(1), 5000)) == [(FOUND, content(1, 5000))]
+
+
+# --- damage behind our back -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize("length", [0, 1, 999, 1001, 5000])
+async def test_a_file_of_another_length_is_missing_set_aside_and_heals(
+    open_storage: Open, tmp_path: Path, length: int, restart: bool
+) -> None:
+    store = await open_storage(FileStorage(file_config(tmp_path, GIB)))
+    await fill(store, 1)
+    if restart:
+        await store.storage.close()
+    os.truncate(file_of(tmp_path, 1), length)
+    if restart:
+        store = await open_storage(FileStorage(file_config(tmp_path, GIB)))
+    [(outcome, _)] = await store.get((name(1), 1000))
+    assert outcome == MISSING
+    assert await store.storage.exists([name(1)]) == [False]
+    assert [path.stat().st_size for path in files_below(tmp_path / "quarantine")] == [length]
+    assert store.storage.statistics()["corrupt"] == 1
+    await fill(store, 1)
+    assert await present(store, 2) == [1]
+
+
+async def test_a_deleted_file_is_missing_and_leaves_the_index(open_storage: Open, tmp_path: Path) -> None:
+    store = await open_storage(FileStorage(file_config(tmp_path, GIB)))
+    await fill(store, 1, 2)
+    file_of(tmp_path, 1).unlink()
+    assert await present(store, 3) == [2]
+    assert store.storage.statistics()["bytes"] == 1000
+    await fill(store, 1)
+
+
+async def test_a_directory_deleted_as_a_whole_is_made_again(open_storage: Open, tmp_path: Path) -> None:
+    store = await open_storage(FileStorage(file_config(tmp_path, GIB)))
+    await fill(store, 1)
+    shutil.rmtree(tmp_path / "objects")
+    await fill(store, 2)
+    assert await present(store, 3) == [2]
+
+
+async def test_a_symbolic_link_in_an_objects_place_is_not_followed(open_storage: Open, tmp_path: Path) -> None:
+    store = await open_storage(FileStorage(file_config(tmp_path, GIB)))
+    await fill(store, 1)
+    target = tmp_path / "secret"
+    target.write_bytes(b"s" * 1000)
+    file_of(tmp_path, 1).unlink()
+    file_of(tmp_path, 1).symlink_to(target)
+    [(outcome, data)] = await store.get((name(1), 1000))
+    assert outcome.found is Found.FAILED
+    assert data != target.read_bytes()
+    await fill(store, 1)
+    assert target.read_bytes() == b"s" * 1000
+
+
+async def test_the_quarantine_keeps_the_newest_few_files(open_storage: Open, tmp_path: Path) -> None:
+    store = await open_storage(FileStorage(file_config(tmp_path, GIB)))
+    count = QUARANTINE_FILES + 5
+    for number in range(count):
+        await store.put((name(number), content(number)))
+        await store.storage.quarantine(name(number))
+    kept = {path.read_bytes() for path in files_below(tmp_path / "quarantine")}
+    assert kept == {content(number) for number in range(5, count)}
+    assert files_below(tmp_path / "objects") == []
+    assert store.storage.statistics()["corrupt"] == count
+
+
+async def test_the_quarantine_is_bounded_in_bytes_too(open_storage: Open, tmp_path: Path) -> None:
+    store = await open_storage(FileStorage(file_config(tmp_path, GIB)))
+    for number in range(4):
+        await store.put((name(number), b"x"))
+        os.truncate(file_of(tmp_path, number), QUARANTINE_BYTES // 3)  # sparse: costs nothing
+        await store.storage.quarantine(name(number))
+    assert sum(path.stat().st_size for path in files_below(tmp_path / "quarantine")) <= QUARANTINE_BYTES
+    assert len(files_below(tmp_path / "quarantine")) == 3
+
+
+async def test_a_name_too_long_for_the_file_system_fails_alone(open_storage: Open, tmp_path: Path) -> None:
+    store = await open_storage(FileStorage(file_config(tmp_path, GIB)))
+    long = f"{'x' * 300}/f//{'ab' * 20}/0"
+    outcomes = await store.put((long, content(1)), (name(1), content(1)))
+    assert [outcome.found for outcome in outcomes] == [Found.FAILED, Found.STORED]
+    assert "File name too long" in str(outcomes[0].error)
+
+
+async def test_sighup_takes_over_the_capacity(open_storage: Open, tmp_path: Path) -> None:
+    store = await open_storage(FileStorage(file_config(tmp_path, GIB)))
+    await fill(store, *range(8))
+    store.storage.reconfigure(file_config(tmp_path, 3000))
+    assert store.storage.statistics()["capacity"] == 3000
+    assert await present(store, 8) == [5, 6, 7]
+    await store.storage.close()
+    assert len(files_below(tmp_path / "objects")) == 3

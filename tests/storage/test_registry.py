@@ -1,0 +1,105 @@
+"""Backends by name: built-in, absent, from another package, or wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from transferd.config import Config, from_tree
+from transferd.errors import ConfigError
+from transferd.storage.base import Blob, Outcome, Storage
+from transferd.storage.file import FileStorage
+from transferd.storage.memory import MemoryStorage
+from transferd.storage.registry import create_storage
+
+
+def config(backend: str) -> Config:
+    return from_tree({"storage": {"backend": backend}})
+
+
+def test_built_in_backends_are_made_by_name_and_touch_nothing_yet(tmp_path: Path) -> None:
+    path = tmp_path / "blocks"
+    made = create_storage(from_tree({"storage": {"backend": "file", "file": {"path": str(path)}}}))
+    assert isinstance(made, FileStorage)
+    assert not path.exists()
+    assert isinstance(create_storage(config("memory")), MemoryStorage)
+
+
+def test_none_is_no_storage() -> None:
+    assert create_storage(config("none")) is None
+
+
+@pytest.mark.parametrize(
+    ("backend", "problem"),
+    [
+        ("redis", "expected one of memory, file, mooncake, attention_store, none"),
+        ("", "expected one of"),
+        ("no_such_package.storage:Thing", "there is no module no_such_package.storage in this installation"),
+        ("transferd.storage.nothing:Thing", "there is no module transferd.storage.nothing in this installation"),
+        ("transferd.storage.memory:Nothing", "has no Storage class 'Nothing'"),
+        ("transferd.storage.memory:np", "has no Storage class 'np'"),
+        ("transferd.config:Config", "has no Storage class 'Config'"),
+        ("transferd.storage.memory:", "has no Storage class ''"),
+        (":Thing", "cannot be loaded"),
+    ],
+)
+def test_a_backend_that_cannot_be_had_is_one_line_with_its_name(backend: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        create_storage(config(backend))
+    text = str(refusal.value)
+    assert text.startswith("storage.backend: ")
+    assert problem in text
+    assert repr(backend) in text
+    assert "\n" not in text
+
+
+def test_a_missing_dependency_of_a_backend_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "needy_backend.py").write_text("import surely_not_installed_anywhere\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="needs the Python package surely_not_installed_anywhere"):
+        create_storage(config("needy_backend:Thing"))
+
+
+class NullStorage(Storage):
+    """A backend outside the package, made the way the registry says."""
+
+    backend = "null"
+
+    def __init__(self, config: Config, *, clock: object) -> None:
+        self.made_with = config, clock
+
+    async def open(self) -> None: ...
+    async def exists(self, names: Sequence[str]) -> list[bool]:
+        return [False] * len(names)
+
+    async def put(self, blobs: Sequence[Blob]) -> list[Outcome]:
+        return []
+
+    async def get(self, blobs: Sequence[Blob]) -> list[Outcome]:
+        return []
+
+    async def quarantine(self, name: str) -> None: ...
+    async def close(self) -> None: ...
+    def statistics(self) -> dict[str, object]:
+        return {}
+
+
+def test_a_backend_of_another_package_is_made_by_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "elsewhere", sys.modules[__name__])
+    made = create_storage(config("elsewhere:NullStorage"))
+    assert isinstance(made, NullStorage)
+    assert made.made_with[0].storage.backend == "elsewhere:NullStorage"
+
+
+def test_the_registry_imports_no_backend_until_one_is_chosen() -> None:
+    code = (
+        "import sys, transferd.storage.registry; print([m for m in sys.modules if m.startswith('transferd.storage.')])"
+    )
+    printed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    assert printed.strip() == "['transferd.storage.base', 'transferd.storage.registry']"
