@@ -1,0 +1,157 @@
+"""The command line as a user meets it: exit codes, one line for a mistake, JSON alone on stdout."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from transferd.launch import running
+
+
+def transferd(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("TRANSFERD_")}
+    return subprocess.run(
+        [sys.executable, "-m", "transferd", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env=clean | (env or {}),
+    )
+
+
+def test_version_in_both_formats() -> None:
+    assert transferd("version").stdout.startswith("transferd ")
+    assert set(json.loads(transferd("version", "--format", "json").stdout)) == {"version"}
+
+
+def test_check_config_prints_the_effective_configuration(tmp_path: Path) -> None:
+    file = tmp_path / "t.toml"
+    file.write_text("[cache]\nranks = 4\n")
+    done = transferd("check-config", "--config", str(file), "--set", "host.staging=8MiB", "--format", "json")
+    assert done.returncode == 0
+    tree = json.loads(done.stdout)
+    assert (tree["cache"]["ranks"], tree["host"]["staging"]) == (4, "8MiB")
+    assert "ranks = 4" in transferd("check-config", "--config", str(file)).stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--set", "cache.rank=1"], "cache.rank: unknown key (1)"),
+        (["--set", "cache.attention=linear"], "cache.attention: expected one of"),
+        (["--set", "cache.device=tpu"], "cache.device: expected one of"),
+        (["--set", "storage.backend=tape"], "storage.backend: expected one of"),
+        (["--config", "/nonexistent.toml"], "/nonexistent.toml: cannot be read"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["check-config", "serve"])
+def test_a_bad_configuration_is_one_line_and_exit_2(verb: str, arguments: list[str], line: str) -> None:
+    done = transferd(verb, *arguments)
+    assert done.returncode == 2
+    (only,) = done.stderr.strip().splitlines()
+    assert only.startswith(line)
+    assert done.stdout == ""
+
+
+def test_an_unwritable_directory_and_a_port_in_use_are_one_line_and_exit_2(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    common = [
+        "--set",
+        f"server.endpoint=ipc://{tmp_path}/s",
+        "--set",
+        "cache.device_blocks=2",
+        "--set",
+        "metrics.listen=",
+    ]
+    done = transferd("serve", *common, "--set", f"storage.file.path={tmp_path}/file/blocks", "--set", "log.level=error")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith("storage.file.path: ")
+
+
+def test_bad_usage_is_exit_2() -> None:
+    assert transferd("serve", "--no-such-option").returncode == 2
+    assert transferd("no-such-verb").returncode == 2
+    assert transferd("ping", "--format", "xml").returncode == 2
+
+
+def test_ping_and_stats_against_a_daemon_and_against_nobody(tmp_path: Path) -> None:
+    with running({"cache": {"device_blocks": 2, "host_blocks": 2}}, tmp_path) as daemon:
+        env = {"TRANSFERD_ENDPOINT": daemon.endpoint}
+        pong = json.loads(transferd("ping", "--format", "json", env=env).stdout)
+        assert set(pong) == {"boot_id", "round_trip_ms"}
+        done = transferd("stats", "--format", "json", "--endpoint", daemon.endpoint)
+        assert json.loads(done.stdout)["boot_id"] == pong["boot_id"]
+        assert "boot_id: " in transferd("stats", env=env).stdout
+        second = transferd("serve", "--config", str(daemon.config_file))
+        assert second.returncode == 2
+        assert second.stderr.splitlines()[-1].startswith("server.endpoint: ")
+        assert json.loads(transferd("ping", "--format", "json", env=env).stdout)["boot_id"] == pong["boot_id"]
+    gone = transferd("ping", "--timeout", "0.3", env=env)
+    assert gone.returncode == 1
+    assert "nobody answers" in gone.stderr
+
+
+def test_a_stale_socket_file_does_not_hinder_a_start(tmp_path: Path) -> None:
+    for _ in range(2):
+        with running({"cache": {"device_blocks": 2, "host_blocks": 2}}, tmp_path) as daemon:
+            daemon.kill()
+            assert (tmp_path / "daemon.sock").exists()
+
+
+def test_replay_reports_what_the_contract_says(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    lines = [
+        {"timestamp": i, "input_length": 1, "output_length": 1, "hash_ids": [0, i % 5, 100 + i * i % 41]}
+        for i in range(90)
+    ]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    config = tmp_path / "own.toml"
+    config.write_text(
+        '[cache]\nlayers = 2\nblock_size = 16\ndevice_blocks = 24\nhost_blocks = 8\n[host]\nstaging = "1MiB"\n'
+    )
+    done = transferd(
+        "replay", str(trace), "--ranks", "2", "--concurrency", "4", "--config", str(config), "--format", "json"
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["requests"] == 90
+    assert report["verify_failures"] == 0
+    assert set(report["hit_blocks"]) == {"device", "host", "storage", "none"}
+    assert report["hit_blocks"]["host"] > 0
+    assert report["hit_blocks"]["storage"] > 0
+    assert set(report["statuses"]) == {"ok"}
+    assert set(report["latency_ms"]) == {"read", "write", "swap_in", "swap_out"}
+    assert {"tasks", "blocks_written", "blocks_read", "bytes", "seconds"} <= set(report)
+
+
+def test_a_bad_trace_is_named_with_its_line(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"hash_ids": [1]}\n{"hash_ids": "x"}\n')
+    done = transferd("replay", str(trace))
+    assert done.returncode == 1
+    assert f"{trace}:2: not a trace line" in done.stderr
+
+
+def test_the_demo_ends_well() -> None:
+    done = transferd("demo", "--format", "json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["verify_failures"] == 0
+    assert min(report["hit_blocks"].values()) > 0, "every tier was used"
+
+
+def test_the_copy_benchmark_reports_ratios() -> None:
+    done = transferd("bench", "copy", "--format", "json")
+    assert done.returncode == 0, done.stderr
+    tree = json.loads(done.stdout)
+    assert (tree["bench"], set(tree)) == ("copy", {"bench", "machine", "rows"})
+    for row in tree["rows"]:
+        assert set(row) == {"name", "value", "unit", "limit", "limit_name", "ratio", "spread"}
+        assert row["value"] > 0
+        assert row["ratio"] == pytest.approx(row["value"] / row["limit"])
