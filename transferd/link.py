@@ -9,8 +9,8 @@ daemon; its own time limit, past which a living daemon must have answered; `clos
 was sent SILENCE_S ago and nothing at all was heard since, the daemon is lost; so it is, at once, when
 another boot_id answers. Everything pending fails, a Bye tells a daemon that was only stopped to take
 our tasks back, and what is asked from then on fails right away, until a daemon answers. Silence is
-believed only on the second look, a turn of the loop later: if our own loop was held up, the answer
-lies unread in the socket.
+believed only on a second look, DOUBT_S later: if it was our own process that stood still, the answer
+is on its way through the socket's thread.
 
 *Sessions* (see protocol.py). A Welcome of the same boot with another session number says that
 something was lost on the way, or that we were given up. Then everything pending is asked again, in
@@ -48,11 +48,12 @@ from transferd.transport import ClientTransport
 
 HEARTBEAT_S = 1.0
 SILENCE_S = 3.5  # after a Hello
+DOUBT_S = 0.1
 FIRST_HELLO_S = 0.002  # until somebody is ready, Hello is repeated: soon first, then ever more slowly,
 SLOWEST_HELLO_S = 0.1  # down to this
 LOST_HELLO_S = 5.0  # to a lost daemon: those of before wait in the socket, and reach its successor at once
 OVERDUE_EVERY_S = 5.0  # how often pending requests are checked against their time limits
-assert HEARTBEAT_S + SILENCE_S < 5, "we promise to notice within 5 s of a daemon's death"
+assert HEARTBEAT_S + SILENCE_S + DOUBT_S < 5, "we promise to notice within 5 s of a daemon's death"
 
 # Errors keep their type across the wire where it says more than the code.
 _BY_CODE: dict[str, type[TransferError]] = {
@@ -328,7 +329,7 @@ class Link:
         if silent and not self.lost:
             if not self._doubtful:
                 self._doubtful = True
-                self._beat_in(0)
+                self._beat_in(DOUBT_S)
                 return
             self._lose(f"{self.endpoint}: no answer for {SILENCE_S:g} s")
         self._doubtful = False

@@ -71,12 +71,14 @@ class SyncClient:
     def push(self, task: Task) -> concurrent.futures.Future[TaskResult]:
         """Push a task; return once it is admitted or answered. The future is done already if rejected or busy."""
         outside: concurrent.futures.Future[TaskResult] = concurrent.futures.Future()
+        outside.set_running_or_notify_cancel()  # it cannot be cancelled: `cancel` takes the task back
 
         async def push() -> None:
             inside = await self._client.push(task)
-            inside.add_done_callback(lambda done: outside.set_result(done.result()))
             if inside.done():  # callbacks run a turn later, and the caller may look at once
-                await asyncio.sleep(0)
+                outside.set_result(inside.result())
+            else:
+                inside.add_done_callback(lambda done: outside.set_result(done.result()))
 
         self._call(push())
         return outside

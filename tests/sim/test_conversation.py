@@ -267,6 +267,19 @@ def test_pending_requests_of_a_dead_daemon_end_within_5_seconds() -> None:
     run(program, hold=True, seeds=range(30))
 
 
+def test_silence_is_believed_on_the_second_look_only() -> None:
+    async def program(world: World) -> None:
+        future = await world.client.push(task())
+        world.network.faults = NetworkFaults(Latency(1.77, 1.78))  # an answer 3.54 s to 3.56 s after its Hello
+        await asyncio.sleep(10)
+        assert not future.done()
+        assert world.client.connected
+        world.core.finish("t")
+        assert (await future).status is Status.OK
+
+    run(program, hold=True)
+
+
 def test_a_successor_ends_what_was_pending_at_once_and_never_does_it() -> None:
     async def program(world: World) -> None:
         before = await world.client.push(task("before"))
