@@ -214,7 +214,19 @@ class Coordinator:
         self.deliver(reply.client, reply.seq, reply.result)
 
     def _publish(self, publish: ev.Publish) -> None:
-        self.observe(publish.task, publish.result)
+        task, result = publish.task, publish.result
+        self.observe(task, result)
+        if result.error is not None:
+            log.warning(
+                "task ended with an error",
+                task_id=task.task_id,
+                kind=task.kind,
+                status=str(result.status),
+                blocks=f"{len(result.block_ids)}/{task.blocks}",
+                ranks=[rank.rank for rank in result.ranks if rank.error is not None],
+                code=result.error.code,
+                problem=result.error.message,
+            )
 
     def _wake_at(self, wake: ev.WakeAt) -> None:
         if self._alarm is not None:

@@ -45,7 +45,7 @@ log = structlog.get_logger(__name__)
 
 COPY_THREADS = 2  # per direction: two ranks' copies overlap; more only share the same memory bandwidth
 RUNNING_SHARE = 0.5  # of the shutdown budget is for tasks that run; then they are told to end
-GC_THRESHOLDS = (10_000, 20, 50)
+GC_THRESHOLDS = (50_000, 50, 100)
 STUCK_AFTER_S = 10.0  # work under way and nothing moved for this long: the watchdog is not fed
 
 
@@ -264,11 +264,7 @@ async def _started(daemon: Daemon, signals: Signals) -> bool:
 
 async def _serving(daemon: Daemon, notifier: Notifier, signals: Signals) -> None:
     """From readiness to the first signal."""
-    # What the start made lives as long as the process: the collector need not look at it again. Results
-    # that are kept for re-pushes are many and hold no cycles, so full collections are made rarer, too.
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*GC_THRESHOLDS)
+    quiet_collector()
     log.info(
         "ready",
         boot_id=daemon.dispatcher.boot_id,
@@ -284,6 +280,16 @@ async def _serving(daemon: Daemon, notifier: Notifier, signals: Signals) -> None
         await asyncio.wait({signals.stop})
     finally:
         watchdog.stop()
+
+
+def quiet_collector() -> None:
+    """Make Python's cycle collector rare: tasks, claims and results are many, and none is part of a cycle.
+
+    What the start made lives as long as the process, so the collector need not look at it again.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
 
 
 def _reload(daemon: Daemon, notifier: Notifier, reload: Callable[[], Config] | None) -> None:

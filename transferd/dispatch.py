@@ -83,7 +83,7 @@ class _Record:
     deadline: float
     nbytes: int  # counted against the lane's bytes in flight
     waiters: list[tuple[bytes, int]]  # (client, seq) to be answered; empty when all have gone
-    claim: Claim | None = None  # None only while the record is being made
+    claim: Claim | None = None  # None while the record is being made and after its blocks were let go
     state: State = State.QUEUED
     stop: Stop | None = None  # why it was told to end, while cancelling
     forsaken_at: float = math.inf  # while cancelling: when the ranks that still hold on are left behind
@@ -488,9 +488,10 @@ class Dispatcher:
 
     def _release(self, record: _Record) -> None:
         """The task's blocks are free; whoever waited for them gets its turn."""
-        assert record.claim is not None
-        for claim in self._hazards.leave(record.claim):
-            waiting = claim.owner
+        claim, record.claim = record.claim, None  # no cycle is left for the collector to find
+        assert claim is not None
+        for ready in self._hazards.leave(claim):
+            waiting = ready.owner
             assert isinstance(waiting, _Record)
             if waiting.state is State.QUEUED:
                 self._lanes[waiting.task.lane].ready.append(waiting)
