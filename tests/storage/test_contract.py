@@ -260,6 +260,12 @@ class TestCapacity:
         await put_each(store, 8, 9, 10)
         assert await present(store, 11) == [0, 1, 2, 3, 4, 8, 9, 10]
 
+    async def test_an_object_that_is_stored_again_is_not_pushed_out_by_its_own_batch(self, open_backend: Open) -> None:
+        store = await open_backend(2000)
+        await put_each(store, 0, 1)
+        assert await store.put((name("00"), content(0, 1000)), (name("02"), content(2, 1000))) == [EXISTS, STORED]
+        assert await present(store, 3) == [0, 2]
+
     async def test_an_object_larger_than_the_capacity_fails_alone(self, open_backend: Open) -> None:
         store = await open_backend(5000)
         await put_each(store, 0)
@@ -277,6 +283,7 @@ class TestCapacity:
         assert outcomes == [STORED] * 12
         assert store.storage.statistics()["bytes"] == 5000
         left = await present(store, 12)
+        assert left == [5, 6, 7, 10, 11], "of each turn those nearest the root stay longest"
         assert await store.get(*((name(f"{i:02x}"), 1000) for i in left)) == [(FOUND, content(i, 1000)) for i in left]
 
     async def test_many_callers_at_once_get_right_bytes_within_the_bound(self, open_backend: Open) -> None:

@@ -265,7 +265,8 @@ def _become_nobody() -> None:
 @pytest.fixture
 def shared_tmp_path(tmp_path: Path) -> Iterator[Path]:
     """A temporary directory that nobody can reach and write in."""
-    changed = [(path, path.stat().st_mode) for path in tmp_path.parents if path.stat().st_uid == os.geteuid()]
+    closed = [path for path in tmp_path.parents if path.stat().st_mode & 0o011 != 0o011]
+    changed = [(path, path.stat().st_mode) for path in closed]
     for path, mode in changed:
         with contextlib.suppress(OSError):
             path.chmod(mode | 0o011)
