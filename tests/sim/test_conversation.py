@@ -270,6 +270,7 @@ def test_pending_requests_of_a_dead_daemon_end_within_5_seconds() -> None:
 def test_silence_is_believed_on_the_second_look_only() -> None:
     async def program(world: World) -> None:
         future = await world.client.push(task())
+        await asyncio.sleep(0.5)  # no Hello is under way
         world.network.faults = NetworkFaults(Latency(1.77, 1.78))  # an answer 3.54 s to 3.56 s after its Hello
         await asyncio.sleep(10)
         assert not future.done()

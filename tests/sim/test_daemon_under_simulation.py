@@ -8,17 +8,20 @@ stop cleanly. The checks are the engine's (simengine.py), the watch's (memory.py
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import structlog
 
-from transferd.tasks import TaskResult
+from transferd.tasks import ReadStorageTask, Status, TaskResult, WriteStorageTask
 from transferd.testing.loop import SimLoop, simulate
 from transferd.testing.simengine import SimEngine
 from transferd.testing.simworld import CALM, STORM, SimWorld, Weather, small_config
+
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
@@ -84,7 +87,7 @@ class Story:
         async with asyncio.TaskGroup() as group:
             for engine in self.engines:
                 for _ in range(actions):
-                    group.create_task(act(engine, self.chance.uniform(0, 1.5)))
+                    group.create_task(act(engine, self.chance.uniform(0, 4)))
                 group.create_task(self.interfere(engine))
 
     async def interfere(self, engine: SimEngine) -> None:
@@ -125,7 +128,9 @@ class Story:
                 before = engine.errors.copy()
                 for _ in range(3):
                     await engine.act()
-                assert set(engine.errors - before) <= {"cancelled"}
+                # A device that was lost in an error's shadow is found dead at its next copy.
+                expected = {"cancelled", *(("device_lost", "rank_died") if self.storm is DEATHS else ())}
+                assert set(engine.errors - before) <= expected
 
     async def end(self) -> None:
         world = self.world
@@ -171,14 +176,64 @@ def test_a_storm_passes_and_every_task_was_answered_once_in_time_and_honestly() 
 
 
 def test_a_rank_that_dies_takes_the_group_with_it_and_nothing_hangs() -> None:
-    seen = run(DEATHS, range(30))
-    assert seen["lost"] >= 5
+    seen = run(DEATHS, range(40))
+    assert seen["lost"] >= 3
     assert seen["rank_died"] >= 5
 
 
 @pytest.mark.parametrize("weather", [CUTS, CUTS_AND_ECHOES], ids=["cuts", "cuts and echoes"])
 def test_broken_connections_lose_no_task(weather: Weather) -> None:
     assert run(weather, range(30))["ok"] >= 5
+
+
+def calm(program: Callable[[SimWorld, SimEngine], Coroutine[Any, Any, None]], seed: int = 0) -> None:
+    """Run a scripted story on a calm world with one engine, and stop the daemon."""
+
+    async def main(loop: SimLoop) -> None:
+        world = SimWorld(loop, small_config())
+        await world.open()
+        engine = SimEngine(world, "engine", range(48), loop.stream("engine"))
+        await engine.connect()
+        await program(world, engine)
+        await engine.leave()
+        await world.close()
+        assert world.watch.conflicts == []
+
+    simulate(main, seed)
+
+
+def test_a_deadline_is_answered_after_the_running_copy_with_the_blocks_done_so_far() -> None:
+    async def program(world: SimWorld, engine: SimEngine) -> None:
+        blocks = list(range(40))
+        task = WriteStorageTask(task_id="t", timeout=0.06, keys=[f"k{i}" for i in blocks], gpu_block_ids=blocks)
+        pushed_at = world.loop.time()
+        result = await engine.client.submit(task)
+        assert result.status is Status.PARTIAL
+        assert result.error is not None
+        assert result.error.code == "expired"
+        assert 0 < len(result.block_ids) < 40
+        # A copy and a put take at most 10 ms each; the slack for ranks that do not react is a second.
+        assert world.loop.time() - pushed_at < 0.09
+
+    for seed in range(10):
+        calm(program, seed)
+
+
+def test_a_failed_transfer_does_not_keep_the_memory_it_was_working_on() -> None:
+    async def program(world: SimWorld, engine: SimEngine) -> None:
+        write = WriteStorageTask(task_id="w", keys=["a", "b"], gpu_block_ids=[0, 1])
+        assert (await engine.client.submit(write)).status is Status.OK
+        world.storage.dice.script("get", "unavailable", "unavailable")
+        read = ReadStorageTask(task_id="r", keys=["a", "b"], gpu_block_ids=[2, 3])
+        result = await engine.client.submit(read)
+        assert result.error is not None
+        assert result.error.code == "storage_unavailable"
+
+    gc.disable()  # the collector must not come to help by luck
+    try:
+        calm(program)
+    finally:
+        gc.enable()
 
 
 def test_a_seed_tells_the_same_story_again() -> None:

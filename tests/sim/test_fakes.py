@@ -308,6 +308,7 @@ async def test_an_object_of_another_length_is_missing_and_counted() -> None:
     await store.storage.put([store.blob("a", 0, A)])
     assert await store.storage.get([Blob("a", store.memory.view[32:40])]) == [MISSING]
     assert store.storage.counts["wrong length"] == 1
+    assert await store.storage.exists(["a"]) == [False]
 
 
 async def test_quarantine_makes_an_object_unreachable() -> None:
@@ -386,16 +387,18 @@ def test_a_put_reads_until_its_end_and_stores_what_was_there() -> None:
     simulate(main, 0)
 
 
-def test_a_call_runs_to_its_end_when_its_waiter_is_cancelled() -> None:
-    async def main(_: SimLoop) -> None:
+def test_a_cancelled_call_ends_when_its_work_has_ended() -> None:
+    async def main(loop: SimLoop) -> None:
         store = await opened_store(faults=StorageFaults(SECOND))
         putting = asyncio.create_task(store.storage.put([store.blob("a", 0, A)]))
         await asyncio.sleep(0.5)
         putting.cancel()
-        await asyncio.wait([putting])
+        await asyncio.sleep(0.1)
         with pytest.raises(InvariantError, match="1 calls under way"):
             await store.storage.close()
-        await asyncio.sleep(1)
+        await asyncio.wait([putting])
+        assert putting.cancelled()
+        assert loop.time() == START + 1
         assert store.storage.objects == {"a": A}
         await store.storage.close()
 

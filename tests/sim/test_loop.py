@@ -236,6 +236,17 @@ async def _fails_unheard(_: SimLoop) -> None:
     del task
 
 
+_KEPT: list[asyncio.Task[None]] = []
+
+
+async def _fails_and_is_kept(_: SimLoop) -> None:
+    async def fail() -> None:
+        raise ValueError("nobody listens")
+
+    _KEPT[:] = [asyncio.create_task(fail())]
+    await asyncio.sleep(1)
+
+
 async def _leaves_a_task(loop: SimLoop) -> None:
     loop.create_task(asyncio.sleep(100), name="left over")
     await asyncio.sleep(1)
@@ -249,7 +260,8 @@ async def _raises_in_a_callback(loop: SimLoop) -> None:
 @pytest.mark.parametrize(
     ("main", "told"),
     [
-        (_fails_unheard, "fail-2 failed and nobody asked: ValueError"),
+        (_fails_unheard, "fail-2: .* was never retrieved: ValueError"),
+        (_fails_and_is_kept, "fail-2 failed and nobody asked: ValueError"),
         (_leaves_a_task, "left over still waits in sleep"),
         (_raises_in_a_callback, "KeyError"),
     ],
@@ -268,6 +280,27 @@ def test_an_error_of_the_program_carries_the_seed_and_the_last_steps() -> None:
         simulate(main, 99)
     assert "seed 99" in caught.value.__notes__[0]
     assert "1.000000000 main-1" in caught.value.__notes__[0]
+
+
+def test_tasks_of_a_failed_run_may_clean_up() -> None:
+    cleaned: list[str] = []
+
+    async def main(loop: SimLoop) -> None:
+        async def tidy() -> None:
+            try:
+                await loop.create_future()
+            finally:
+                await asyncio.sleep(0)
+                cleaned.append("up")
+
+        task = loop.create_task(tidy())
+        await asyncio.sleep(1)
+        assert not task.done()
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        simulate(main, 0)
+    assert cleaned == ["up"]
 
 
 def test_tasks_that_resist_cancellation_do_not_keep_a_failed_run_alive() -> None:

@@ -12,6 +12,7 @@ from transferd.config import Config, from_tree
 from transferd.storage.base import Blob, Outcome, Storage
 from transferd.storage.file import FileStorage
 from transferd.storage.memory import MemoryStorage
+from transferd.testing.storage import SimStorage
 
 MEMORY_BYTES = 32 * 1024**2
 
@@ -35,6 +36,7 @@ class Backend:
 
 # A new backend is one line here.
 BACKENDS = [
+    Backend("simulated", lambda _, capacity: SimStorage(capacity=capacity), keeps_lru=False),
     Backend("memory", lambda _, capacity: MemoryStorage(memory_config(capacity))),
     Backend("file", lambda path, capacity: FileStorage(file_config(path, capacity))),
     Backend("file-fsync", lambda path, capacity: FileStorage(file_config(path, capacity, fsync=True))),

@@ -353,7 +353,9 @@ class SimLoop(asyncio.AbstractEventLoop):
         """Debug mode checks threads and measures real time; neither exists here."""
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        self.unheard.append(f"{context.get('message')}: {context.get('exception')!r}")
+        source = context.get("task") or context.get("future")
+        who = f"{source.get_name()}: " if isinstance(source, SimTask) else ""
+        self.unheard.append(f"{who}{context.get('message')}: {context.get('exception')!r}")
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         """TimerHandle.cancel tells its loop."""

@@ -6,11 +6,13 @@ each result checks what the contract promises for that moment:
 * nobody is at work on the task's device and host blocks any more (they are the engine's again);
 * a claimed block holds exactly the bytes stored under its key, on every rank;
 * blocks that a task only reads are as the engine left them;
+* a written block is in storage, unless storage itself let it go;
 * the result came within the task's timeout and the daemon's slack;
 * it never says `internal`, which is our word for a bug.
 
-Blocks whose task ended without a rank (it is still at work on them) or without a word from the daemon
-are not used again.
+Blocks whose task ended without a rank may still be touched by it. The engine keeps its hands off their
+bytes, but may name them in further tasks: the daemon has to wait. Blocks of a task that the daemon
+said nothing about are not used again.
 """
 
 from __future__ import annotations
@@ -19,16 +21,12 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import xxhash
 
 from transferd.client import Client
-from transferd.errors import InvariantError
-from transferd.layout.base import Geometry
+from transferd.errors import Closed, InvariantError
 from transferd.tasks import (
     ReadStorageTask,
     Status,
@@ -38,58 +36,11 @@ from transferd.tasks import (
     TaskResult,
     WriteStorageTask,
 )
+from transferd.testing.simblocks import Blocks
 from transferd.testing.simworld import SimWorld
 
 NOT_FROM_THE_DAEMON = ("daemon_lost", "no_answer", "closed", "send_queue_full")
 LEFT_BEHIND = ("expired", "rank_died")  # codes of ranks that had not arrived when their task was answered
-Bytes = npt.NDArray[np.uint8]
-
-
-@dataclass
-class Blocks:
-    """The blocks of one memory that this engine may use, and where their bytes are."""
-
-    free: list[int]
-    memories: list[Bytes]  # by rank
-    places: npt.NDArray[np.int64]  # [block, byte of a packed block] -> offset
-    geometry: Geometry
-
-    @classmethod
-    def of(cls, geometry: Geometry, memories: list[Bytes], ids: Sequence[int]) -> Blocks:
-        places = np.concatenate(
-            [
-                offset + np.arange(geometry.blocks)[:, None] * stride + np.arange(nbytes)[None, :]
-                for offset, stride, nbytes in zip(
-                    geometry.offsets.tolist(), geometry.strides.tolist(), geometry.nbytes.tolist(), strict=True
-                )
-            ],
-            axis=1,
-        )
-        return cls(list(ids), memories, places, geometry)
-
-    def take(self, count: int) -> list[int]:
-        taken, self.free = self.free[:count], self.free[count:]
-        return taken
-
-    def fill(self, block: int, label: str) -> None:
-        for rank, memory in enumerate(self.memories):
-            memory[self.places[block]] = content(label, rank, self.places.shape[1])
-
-    def holds(self, block: int, label: str) -> bool:
-        return all(
-            np.array_equal(memory[self.places[block]], content(label, rank, self.places.shape[1]))
-            for rank, memory in enumerate(self.memories)
-        )
-
-    def ranges(self, block: int, rank: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        base = int(self.memories[rank].ctypes.data)
-        return base + self.geometry.offsets + block * self.geometry.strides, self.geometry.nbytes
-
-
-def content(label: str, rank: int, nbytes: int) -> Bytes:
-    """The bytes that belong to a label on a rank."""
-    seed = xxhash.xxh3_64_intdigest(f"{label}/{rank}".encode())
-    return np.random.Generator(np.random.PCG64(seed)).integers(0, 256, nbytes, dtype=np.uint8)
 
 
 class SimEngine:
@@ -110,6 +61,7 @@ class SimEngine:
         self.host = Blocks.of(layout.host, host, blocks)
         self.stored: list[str] = []  # keys that were written, or may have been
         self.swapped: dict[int, str] = {}  # host block -> label
+        self.left_behind: list[int] = []  # device blocks that a rank may still be at work on
         self.patient = False  # gives every task all the time it may need
         self.cut_at = -1.0  # when this engine's connection last broke
         self._chance = chance
@@ -151,8 +103,13 @@ class SimEngine:
 
     async def act(self) -> None:
         """One thing an engine does, by chance."""
-        action = self._chance.choice((self.write, self.write, self.read, self.read, self.swap_out, self.swap_in))
-        await action()
+        actions = (self.write, self.write, self.read, self.read, self.read, self.swap_out, self.swap_in, self.chain)
+        client = self._client
+        try:
+            await self._chance.choice(actions)()
+        except Closed:
+            if client is self._client:  # else it vanished meanwhile, and the action with it
+                raise
 
     # --- tasks --------------------------------------------------------------------------------------
 
@@ -168,6 +125,7 @@ class SimEngine:
         task = WriteStorageTask(task_id=self._id("write"), timeout=self._timeout(), keys=keys, gpu_block_ids=blocks)
         self.stored += keys
         result = await self._run(task, device=blocks)
+        self._check_stored(task, result)
         if self._answered_whole(result):
             for key, block in zip(keys, blocks, strict=True):
                 self._check(self.device.holds(block, f"{key}@{generation}"), task, "a write changed its source")
@@ -175,17 +133,55 @@ class SimEngine:
 
     async def read(self) -> None:
         blocks = self.device.take(self._chance.randint(1, 6))
-        keys = [self._some_key(fresh=0.05) for _ in blocks]
         for block in blocks:
             self.device.fill(block, "junk")
-        task = ReadStorageTask(task_id=self._id("read"), timeout=self._timeout(), keys=keys, gpu_block_ids=blocks)
+        touched, self.left_behind = self.left_behind, []
+        keys = [self._some_key(fresh=0.05) for _ in (*touched, *blocks)]
+        task = ReadStorageTask(
+            task_id=self._id("read"), timeout=self._timeout(), keys=keys, gpu_block_ids=[*touched, *blocks]
+        )
         result = await self._run(task, device=blocks)
-        for key, block in zip(keys, result.block_ids, strict=False):
-            right = self.device.holds(block, f"{key}@{result.generation}")
-            self._check(right, task, f"wrong bytes of {key} in block {block}")
-        self._check(result.block_ids == blocks[: len(result.block_ids)], task, "not a prefix")
+        self._check_read(task, result)
         if self._answered_whole(result):
             self._give_back(device=blocks)
+            if result.ranks:  # it ran, so the rank that was left behind has left
+                self._check_let_go(task, result, device=touched)
+                self._give_back(device=touched)
+            else:
+                self.left_behind += touched
+        elif result.ranks:
+            self.left_behind += touched
+
+    async def chain(self) -> None:
+        """Tasks on the same blocks, pushed without waiting: the daemon has to keep their order."""
+        count = self._chance.randint(1, 3)
+        blocks, host = self.device.take(count), self.host.take(count)
+        if len(blocks) < count or len(host) < count:
+            self.device.free += blocks
+            self.host.free += host
+            return
+        generation, timeout = self._client.generation, 30.0
+        new = [self._some_key(fresh=1.0) for _ in blocks]
+        old = [self._some_key(fresh=0.0) for _ in blocks]
+        for key, block in zip(new, blocks, strict=True):
+            self.device.fill(block, f"{key}@{generation}")
+        self.stored += new
+        write = WriteStorageTask(task_id=self._id("chain"), timeout=timeout, keys=new, gpu_block_ids=blocks)
+        read = ReadStorageTask(task_id=self._id("chain"), timeout=timeout, keys=old, gpu_block_ids=blocks)
+        out = SwapOutTask(task_id=self._id("chain"), timeout=timeout, gpu_block_ids=blocks, cpu_block_ids=host)
+        back = ReadStorageTask(task_id=self._id("chain"), timeout=timeout, keys=new, gpu_block_ids=blocks)
+        client, now = self._client, self.world.loop.time
+        pushed = [(task, now(), await client.push(task)) for task in (write, read, out, back)]
+        results = [self._account(task, await future, at) for task, at, future in pushed]
+        written, found, swapped, again = results
+        if not all(map(self._answered_whole, results)):
+            return
+        self._check_stored(write, written)
+        self._check_read(back, again)
+        for i in range(len(found.block_ids) if swapped.block_ids else 0):
+            right = self.host.holds(host[i], f"{old[i]}@{found.generation}")
+            self._check(right, out, f"wrong bytes in host block {host[i]}: the order was not kept")
+        self._give_back(device=blocks, host=host)
 
     async def swap_out(self) -> None:
         count = self._chance.randint(1, 4)
@@ -240,12 +236,18 @@ class SimEngine:
         if chance.random() < 0.15:
             loop.call_later(chance.uniform(0, 0.5), self._cancel_later, client, task.task_id)
         result = await (future if again is None else self._one_of(task, future, again))
+        self._account(task, result, pushed_at)
+        if self._answered_whole(result):
+            self._check_let_go(task, result, device, host)
+        elif result.ranks:
+            self.left_behind += device
+        return result
+
+    def _account(self, task: Task, result: TaskResult, pushed_at: float) -> TaskResult:
         self.outcomes[str(result.status)] += 1
         if result.error is not None:
             self.errors[result.error.code] += 1
         self._check_result(task, result, pushed_at)
-        if self._answered_whole(result):
-            self._check_let_go(task, result, device, host)
         return result
 
     async def _one_of(
@@ -278,11 +280,29 @@ class SimEngine:
             self._check((result.status is Status.OK) == whole, task, f"{result}")
         if error is not None and error.code in NOT_FROM_THE_DAEMON:
             return
-        limit = task.timeout + self.world.daemon.config.server.deadline_slack + 2.0  # and the way, there and back
+        limit = task.timeout + self.world.daemon.config.server.deadline_slack + 0.1  # and the way, there and back
         in_time = loop.time() - pushed_at <= limit or self.cut_at >= pushed_at
         self._check(in_time, task, f"answered after {loop.time() - pushed_at:.3f} s: {result}")
 
-    def _check_let_go(self, task: Task, result: TaskResult, device: Sequence[int], host: Sequence[int]) -> None:
+    def _check_read(self, task: ReadStorageTask, result: TaskResult) -> None:
+        for key, block in zip(task.keys, result.block_ids, strict=False):
+            right = self.device.holds(block, f"{key}@{result.generation}")
+            self._check(right, task, f"wrong bytes of {key} in block {block}")
+        self._check(result.block_ids == task.gpu_block_ids[: len(result.block_ids)], task, "not a prefix")
+
+    def _check_stored(self, task: WriteStorageTask, result: TaskResult) -> None:
+        storage, namer = self.world.storage, self.world.daemon.namer
+        if storage.counts["evicted"] or storage.counts["quarantined"]:
+            return
+        claimed = [key for key, block in zip(task.keys, task.gpu_block_ids, strict=True) if block in result.block_ids]
+        digests = [namer.digest(key) for key in claimed]
+        for rank in range(len(self.world.devices)):
+            for name in namer.names(result.generation, digests, rank):
+                self._check(name in storage.objects, task, f"{name} was not stored")
+
+    def _check_let_go(
+        self, task: Task, result: TaskResult, device: Sequence[int] = (), host: Sequence[int] = ()
+    ) -> None:
         """Nobody is at work on the blocks any more."""
         watch = self.world.watch
         for blocks, ids in ((self.device, device), (self.host, host)):

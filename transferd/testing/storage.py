@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections import Counter, OrderedDict
 from collections.abc import Coroutine, Sequence
@@ -12,6 +11,7 @@ import numpy as np
 
 from transferd.errors import InvariantError, StorageError, StorageFull, StorageUnavailable
 from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found, Outcome, Storage
+from transferd.storage.uncancelled import uncancelled
 from transferd.testing.faults import Dice, Gate, StorageFaults, note, take
 from transferd.testing.memory import Claim, MemoryWatch
 from transferd.tiers.base import HostMemory
@@ -23,7 +23,7 @@ class SimStorage(Storage):
     """A Storage as a test wants it. Its objects live as long as it does, across close and open.
 
     A call touches the first half of each buffer at some moment on the way and the second half at its
-    end, and runs to its end also when its waiter is cancelled. What a caller guarantees is checked:
+    end, and ends only then, also when it is cancelled meanwhile. What a caller guarantees is checked:
     buffers lie in registered memory, and nobody else is at work on them meanwhile.
 
     capacity: bytes; the least recently used objects go beyond it. faults: the plan, may be replaced
@@ -52,7 +52,7 @@ class SimStorage(Storage):
         self._capacity = capacity
         self._bytes = 0
         self._registered: list[HostMemory] = []
-        self._under_way: set[asyncio.Task[Any]] = set()
+        self._under_way = 0
         self._open = False
 
     # --- the contract -------------------------------------------------------------------------------
@@ -67,13 +67,13 @@ class SimStorage(Storage):
         self._registered.remove(memory)
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
-        return await self._call("exists", self._exists(names))
+        return await self._call(self._exists(names))
 
     async def put(self, blobs: Sequence[Blob]) -> list[Outcome]:
-        return await self._call("put", self._put(blobs))
+        return await self._call(self._put(blobs))
 
     async def get(self, blobs: Sequence[Blob]) -> list[Outcome]:
-        return await self._call("get", self._get(blobs))
+        return await self._call(self._get(blobs))
 
     async def quarantine(self, name: str) -> None:
         data = self._remove(name)
@@ -83,7 +83,7 @@ class SimStorage(Storage):
 
     async def close(self) -> None:
         if self._under_way:
-            raise InvariantError(f"storage is closed with {len(self._under_way)} calls under way")
+            raise InvariantError(f"storage is closed with {self._under_way} calls under way")
         self._open = False
 
     def statistics(self) -> dict[str, Any]:
@@ -107,14 +107,15 @@ class SimStorage(Storage):
 
     # --- inside -------------------------------------------------------------------------------------
 
-    async def _call(self, operation: str, work: Coroutine[Any, Any, T]) -> T:
+    async def _call(self, work: Coroutine[Any, Any, T]) -> T:
         if not self._open:
             work.close()
             raise StorageError("the storage is not open")
-        running = asyncio.get_running_loop().create_task(work, name=f"storage {operation}")
-        self._under_way.add(running)
-        running.add_done_callback(self._under_way.discard)
-        return await asyncio.shield(running)
+        self._under_way += 1
+        try:
+            return await uncancelled(work)
+        finally:
+            self._under_way -= 1
 
     async def _begin(self, operation: str) -> tuple[float, float]:
         """Pass the gate; then seconds until the middle of the call, and from there to its end."""
@@ -149,9 +150,11 @@ class SimStorage(Storage):
             self.counts["errors"] += 1
             kind = StorageFull if fault == "full" else StorageError
             return Outcome(Found.FAILED, kind(f"{blob.name} could not be stored ({fault}, simulated)"))
-        if blob.name in self.objects:
+        stored = self.objects.get(blob.name)
+        if stored is not None and len(stored) == blob.data.nbytes:
             self.objects.move_to_end(blob.name)
             return EXISTS
+        self._remove(blob.name)  # of another length: nobody could load it
         data = first_half + bytes(blob.data[len(first_half) :])
         if self._capacity is not None and len(data) > self._capacity:
             self.counts["errors"] += 1
@@ -182,10 +185,11 @@ class SimStorage(Storage):
         data = self.objects.get(blob.name)
         if data is None:
             return None
-        self.objects.move_to_end(blob.name)
         if len(data) != blob.data.nbytes:
             self.counts["wrong length"] += 1
+            self._remove(blob.name)
             return None
+        self.objects.move_to_end(blob.name)
         return data
 
     def _deliver(self, blob: Blob, data: bytes | None) -> Outcome:
