@@ -16,6 +16,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from transferd import config as configuration
+from transferd import logs
 from transferd.bench.command import app as bench_app
 from transferd.errors import ConfigError, TransferError
 
@@ -178,6 +179,8 @@ def _print_tree(report: dict[str, Any], indent: int = 0) -> None:
 
 def main() -> NoReturn:
     """The entry point: turns errors into one line and an exit code."""
+    # stdout is for reports alone; `serve` sets up its own logging from the configuration.
+    logs.configure(configuration.LogSection(level="warning", format="console"))
     try:
         app(standalone_mode=True)
     except ConfigError as error:

@@ -3,7 +3,7 @@
     match ─ how many leading keys are there?
     for each chunk:  fetch (lease slots, get, verify)  →  copy slots → device
 
-Two chunks are under way at a time: while chunk k is copied to the device, chunk k+1 is being
+A few chunks are under way at a time: while chunk k is copied to the device, chunk k+1 is being
 fetched. Fetches are shared between tasks (flights.py). A bad object is a miss: it is quarantined,
 counted, and ends the prefix; its bytes never reach the device.
 
@@ -27,7 +27,7 @@ from transferd.workers.context import Account, RankContext, require
 from transferd.workers.flights import Batch, Flights
 from transferd.workers.job import Job
 
-CHUNKS_UNDER_WAY = 2  # one being copied, one being fetched; staging has room for two
+CHUNKS_UNDER_WAY = 3  # one being copied, one being verified, one being fetched; slots bound them, too
 
 
 class Reader:
