@@ -26,6 +26,7 @@ class SyncClient:
         self._client = Client(endpoint, connect_timeout=connect_timeout)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._closing = threading.Lock()
 
     def __enter__(self) -> Self:
         self.connect()
@@ -37,25 +38,29 @@ class SyncClient:
         self.close()
 
     def connect(self) -> None:
-        """Start the thread, connect, wait until the daemon is ready."""
+        """Start the thread, connect, wait until the daemon is ready. Raises ConnectTimeout."""
         loop = asyncio.new_event_loop()
         self._loop = loop
         self._thread = threading.Thread(target=self._run, args=(loop,), name="transferd-client", daemon=True)
         self._thread.start()
         try:
             self._call(self._client.connect())
-        except BaseException:
-            self._stop()
+        except BaseException:  # KeyboardInterrupt too: then the thread is still connecting
+            self.close()
             raise
 
     def close(self) -> None:
         """Disconnect and end the thread. What is pending ends with code `closed`. Idempotent."""
-        if self._loop is None:
-            return
-        try:
-            self._call(self._client.close())
-        finally:
-            self._stop()
+        with self._closing:
+            loop, thread = self._loop, self._thread
+            if loop is None or thread is None:
+                return
+            try:
+                asyncio.run_coroutine_threadsafe(self._client.close(), loop).result()
+            finally:
+                self._loop = self._thread = None
+                loop.call_soon_threadsafe(loop.stop)
+                thread.join()
 
     @property
     def boot_id(self) -> str:
@@ -115,19 +120,22 @@ class SyncClient:
         if loop is None:
             work.close()
             raise Closed("the client is closed, or was never entered")
-        return asyncio.run_coroutine_threadsafe(work, loop).result()
+        future = asyncio.run_coroutine_threadsafe(work, loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # an interrupted wait is over in the other thread as well
+            raise
 
     @staticmethod
     def _run(loop: asyncio.AbstractEventLoop) -> None:
         asyncio.set_event_loop(loop)
         try:
             loop.run_forever()
+            # Whoever asked while we closed is told so, rather than left waiting.
+            waiting = asyncio.all_tasks(loop)
+            for task in waiting:
+                task.cancel()
+            loop.run_until_complete(asyncio.gather(*waiting, return_exceptions=True))
         finally:
             loop.close()
-
-    def _stop(self) -> None:
-        loop, thread = self._loop, self._thread
-        self._loop = self._thread = None
-        if loop is not None and thread is not None:
-            loop.call_soon_threadsafe(loop.stop)
-            thread.join()
