@@ -9,7 +9,7 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("arguments", [["copy"], ["storage", "--backend", "memory"], ["storage", "--backend", "file"]])
+@pytest.mark.parametrize("arguments", [["copy"], ["storage", "--backend", "memory"]])
 def test_a_benchmark_prints_rows_with_ratios_and_nothing_else(arguments: list[str]) -> None:
     command = [sys.executable, "-m", "transferd", "bench", *arguments, "--format", "json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)

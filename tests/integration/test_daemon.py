@@ -149,16 +149,21 @@ async def test_tasks_pushed_without_waiting_run_in_order_on_the_blocks_they_shar
     assert snapshot(caches, blocks[::-1]) == before
 
 
-async def test_many_readers_of_one_prefix_all_get_it(client: Client) -> None:
+async def test_many_readers_of_one_prefix_share_one_load_and_all_get_it(client: Client) -> None:
     caches = await attach(client)
     fill(caches, [0, 1], seed=5)
     before = snapshot(caches, [0, 1])
     await client.submit(write("w", [0, 1]))
     targets = [[2 * i + 2, 2 * i + 3] for i in range(15)]
-    results = await asyncio.gather(*(client.submit(read(f"r{i}", t)) for i, t in enumerate(targets)))
-    assert {r.status for r in results} == {Status.OK}
+    await client.pause()
+    pushed = [await client.push(read(f"r{i}", target)) for i, target in enumerate(targets)]
+    await client.resume()
+    assert {(await future).status for future in pushed} == {Status.OK}
     for target in targets:
         assert snapshot(caches, target) == before
+    stats = await client.stats()
+    assert stats["storage"]["hits"] == 2 * 2, "two blocks on two ranks, loaded once each"
+    assert [rank["shared_loads"] for rank in stats["ranks"]] == [2 * 14, 2 * 14]
 
 
 async def test_a_damaged_object_is_a_miss_and_is_counted(client: Client, daemon: DaemonProcess) -> None:
