@@ -74,6 +74,8 @@ def _check_write(task: WriteStorageTask, limits: Limits) -> None:
     keys, ids = _check_storage(task, task.start_write_block_idx, limits)
     if ids != keys:
         raise RequestError(f"keys has {keys} entries, gpu_block_ids {ids}", code="length_mismatch")
+    if keys > limits.device_blocks:  # a read or swap of so many would name a target twice
+        raise RequestError(f"{keys} blocks, the device has {limits.device_blocks}", code="too_many_blocks")
     check_ids(task.gpu_block_ids, limits.device_blocks, "gpu_block_ids", target=False)
     if len(set(task.keys)) != keys:
         twice = next(key for key, times in Counter(task.keys).items() if times > 1)

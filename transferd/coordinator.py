@@ -32,6 +32,7 @@ log = structlog.get_logger(__name__)
 
 Deliver = Callable[[bytes, int, TaskResult], None]
 Observe = Callable[[Task, TaskResult], None]
+MAX_MATCH_KEYS = 65536  # keeps one request from holding up the loop; longer than any sequence's blocks
 MAX_GENERATION = 256  # characters; part of every object's name
 
 
@@ -64,7 +65,6 @@ class Coordinator:
         self._jobs: dict[str, Job] = {}  # running tasks, and those that a straggler still holds
         self._alarm: asyncio.TimerHandle | None = None
         self._waiting: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
-        self.moved_at = clock.monotonic()  # when the dispatcher last heard something
         self._apply: dict[type, Callable[[Any], None]] = {
             ev.Start: self._start,
             ev.StopTask: self._stop,
@@ -89,9 +89,9 @@ class Coordinator:
         return self._dispatcher.admitting
 
     @property
-    def idle(self) -> bool:
-        """Nothing admitted that is not answered and let go."""
-        return self._dispatcher.empty
+    def overdue_s(self) -> float:
+        """Seconds for which a deadline has gone unnoticed: 0 while the dispatcher moves or is idle."""
+        return max(0.0, self._clock.monotonic() - self._dispatcher.next_alarm)
 
     def submit(self, client: bytes, seq: int, task: Task) -> bool:
         """Admit or answer a task. True: a result follows later; False: it was delivered during this call."""
@@ -109,6 +109,10 @@ class Coordinator:
         """How many leading keys every rank could load now. Raises StorageError; RequestError without storage."""
         if self._storage is None:
             raise RequestError('this daemon has no storage tier (storage.backend = "none")', code="no_storage_tier")
+        if len(keys) > MAX_MATCH_KEYS:
+            raise RequestError(
+                f"{len(keys)} keys, at most {MAX_MATCH_KEYS} can be matched at once", code="too_many_keys"
+            )
         digests = [self._namer.digest(key) for key in keys]
         names = [self._namer.names(self.generation, digests, worker.rank) for worker in self.workers]
         counts = await asyncio.gather(*(w.match(n) for w, n in zip(self.workers, names, strict=True)))
@@ -180,7 +184,6 @@ class Coordinator:
         self._carry_out(self._dispatcher.handle(event))
 
     def _carry_out(self, instructions: list[ev.Instruction]) -> None:
-        self.moved_at = self._clock.monotonic()
         for instruction in instructions:
             self._apply[type(instruction)](instruction)
         if self._waiting:

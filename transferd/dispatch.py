@@ -187,6 +187,11 @@ class Dispatcher:
         return self._refusal is None
 
     @property
+    def next_alarm(self) -> float:
+        """When the next deadline is due; long past means that nobody sends DeadlineReached. math.inf for never."""
+        return self._alarms.next()
+
+    @property
     def task_ids(self) -> list[str]:
         """Ids of all tasks that are admitted and not answered."""
         return list(self._records)

@@ -66,7 +66,9 @@ def _storage(daemon: Daemon) -> dict[str, Any]:
     report |= dict.fromkeys(("objects", "bytes", "hits", "misses", "errors"), 0)
     if daemon.storage is not None:
         report |= daemon.storage.statistics()
-    report["corrupt"] = sum(worker.corrupt for worker in daemon.coordinator.workers)
+    workers = daemon.coordinator.workers
+    report["corrupt"] = (report.get("corrupt") or 0) + sum(worker.corrupt for worker in workers)
+    report["misses"] = (report["misses"] or 0) + sum(worker.missed for worker in workers)
     return report
 
 

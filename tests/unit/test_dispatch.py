@@ -138,6 +138,7 @@ def test_every_state_of_the_table_can_be_left_as_it_says_and_in_no_other_way() -
         (WriteStorageTask(task_id="t", keys=["a"], gpu_block_ids=[1, 2]), "length_mismatch"),
         (WriteStorageTask(task_id="t", keys=["a", "b"], gpu_block_ids=[1]), "length_mismatch"),
         (WriteStorageTask(task_id="t", keys=["a", "a"], gpu_block_ids=[1, 2]), "duplicate_key"),
+        (WriteStorageTask(task_id="t", keys=[f"{i}" for i in range(9)], gpu_block_ids=[1] * 9), "too_many_blocks"),
         (ReadStorageTask(task_id="t", keys=["a", "b"], gpu_block_ids=[1]), "length_mismatch"),
         (ReadStorageTask(task_id="t", keys=["a"], gpu_block_ids=[-1]), None),
         (ReadStorageTask(task_id="t", keys=["a"], gpu_block_ids=[8]), None),
@@ -410,6 +411,15 @@ def test_a_task_belongs_to_the_generation_of_its_admission(desk: Desk) -> None:
     desk.finish("old")
     desk.finish("new")
     assert [desk.answers[seq].generation for seq in (old, new)] == ["g1", "g2"]
+
+
+def test_the_next_alarm_is_the_soonest_deadline_of_what_is_not_done(desk: Desk) -> None:
+    assert desk.dispatcher.next_alarm == float("inf")
+    desk.submit(write("late", 1, timeout=50.0))
+    desk.submit(write("soon", 2, timeout=5.0))
+    assert desk.dispatcher.next_alarm == 5.0
+    desk.finish("soon")
+    assert desk.dispatcher.next_alarm == 50.0
 
 
 def test_alarms_of_finished_tasks_do_not_pile_up(desk: Desk) -> None:

@@ -125,6 +125,11 @@ class RankWorker:
         """Objects that were found and failed their check."""
         return self._reader.corrupt
 
+    @property
+    def missed(self) -> int:
+        """Keys that reads asked for and storage did not have."""
+        return self._reader.missed
+
     def statistics(self) -> dict[str, Any]:
         """rank, device, and per lane: running, done, failed, bytes (queued is the dispatcher's to know)."""
         return {

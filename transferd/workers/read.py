@@ -40,6 +40,7 @@ class Reader:
         self._chunk_blocks = context.staging.chunk_slots(self.consumer)
         self.flights = Flights()
         self.corrupt = 0  # objects that were found and failed their check
+        self.missed = 0  # keys beyond the prefix that storage had when a task asked
 
     async def match(self, names: Sequence[str]) -> int:
         """How many leading names storage has. Raises StorageError."""
@@ -72,7 +73,11 @@ class Reader:
         matching = self._context.background.spawn(self.match(self._context.names(job)))
         answered = await job.stop.race(matching)
         account.storage_s += self._context.clock.monotonic() - before
-        return matching.result() if answered else 0
+        if not answered:
+            return 0
+        available = matching.result()
+        self.missed += job.task.blocks - available
+        return available
 
     async def _load(self, job: Job, account: Account, positions: range) -> bool:
         """One chunk, from wherever its objects are on their way. True: every block arrived."""
