@@ -67,7 +67,8 @@ def _storage(daemon: Daemon) -> dict[str, Any]:
     if daemon.storage is not None:
         report |= daemon.storage.statistics()
     workers = daemon.coordinator.workers
-    report["corrupt"] = (report.get("corrupt") or 0) + sum(worker.corrupt for worker in workers)
+    if "corrupt" not in report:  # a backend that counts what is set aside knows of ours, too
+        report["corrupt"] = sum(worker.corrupt for worker in workers)
     report["misses"] = (report["misses"] or 0) + sum(worker.missed for worker in workers)
     return report
 
