@@ -5,67 +5,54 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-import tempfile
 import time
-import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from transferd.client import Client
-from transferd.launch import running
-from transferd.replay.engine import Engine
+from transferd.errors import TransferError
+from transferd.offload import ThreadOffload
+from transferd.replay.engine import Engine, Tiers
 from transferd.replay.kvdata import KvData
+from transferd.replay.own import own_daemon
 from transferd.replay.report import Report
 from transferd.replay.trace import TraceRequest
 
-# An own daemon's cache: a real layout in small, with pools small enough that every tier is used.
-OWN_CACHE: dict[str, Any] = {
-    "layers": 4,
-    "kv_heads": 2,
-    "head_dim": 64,
-    "block_size": 64,
-    "device_blocks": 512,
-    "host_blocks": 1024,
-}
-
-
-@contextlib.contextmanager
-def own_daemon(ranks: int | None, config: Path | None, cache: Mapping[str, Any]) -> Iterator[str]:
-    """A daemon on the shm device and the file backend in a temporary directory. Yields its endpoint."""
-    tree: dict[str, Any] = {"cache": OWN_CACHE | dict(cache), "storage": {"backend": "file", "model": "replay"}}
-    if config is not None:
-        tree = tomllib.loads(config.read_text(encoding="utf-8"))
-    if ranks is not None:
-        tree.setdefault("cache", {})["ranks"] = ranks
-        tree["cache"].pop("devices", None)
-    with tempfile.TemporaryDirectory(prefix="transferd-replay-") as directory:
-        if config is not None:  # its rules for the cache, our places for everything it would write to
-            tree.setdefault("server", {}).pop("endpoint", None)
-            tree.setdefault("metrics", {})["listen"] = ""
-            tree.setdefault("storage", {}).setdefault("file", {}).pop("path", None)
-        with running(tree, Path(directory)) as daemon:
-            yield daemon.endpoint
-
 
 async def replay(endpoint: str, requests: Sequence[TraceRequest], concurrency: int, console: Console) -> Report:
-    """Play requests against the daemon at `endpoint`; the progress bar shows on a terminal only."""
+    """Play requests against the daemon at `endpoint`; the progress bar shows on a terminal only.
+
+    A replay that had to end early says so in its report. Raises ConnectTimeout, and TierError where the
+    daemon's device memory cannot be attached as arrays.
+    """
     report = Report()
-    async with Client(endpoint) as client:
-        stats = await client.stats()
-        caches = [await client.attach(rank["rank"]) for rank in stats["ranks"]]
-        engine = Engine(client, KvData(caches), report, stats["layout"]["device_blocks"], stats["host"]["blocks"])
-        columns = ("replaying", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
-            bar = progress.add_task("requests", total=len(requests))
-            before = time.monotonic()
-            await engine.play(requests, concurrency, lambda: progress.advance(bar))
-            report.seconds = time.monotonic() - before
+    offload = ThreadOffload(1)
+    try:
+        async with Client(endpoint) as client:
+            stats = await client.stats()
+            data = KvData([await client.attach(rank["rank"]) for rank in stats["ranks"]])
+            engine = Engine(client, data, Tiers.of(stats), report, offload)
+            with _progress(console) as progress:
+                bar = progress.add_task("replaying", total=len(requests))
+                before = time.monotonic()
+                try:
+                    await engine.play(requests, concurrency, lambda: progress.advance(bar))
+                except TransferError as error:
+                    report.aborted = str(error)
+                report.seconds = time.monotonic() - before
+    finally:
+        offload.close()
     return report
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("replaying"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
 
 
 def run(
@@ -80,12 +67,15 @@ def run(
 ) -> Report:
     """Replay against `endpoint`, or against an own daemon. Progress goes to stderr.
 
-    cache: overrides of OWN_CACHE for an own daemon without a configuration file.
+    cache: overrides of own.CACHE for an own daemon without a configuration file. quiet: no progress bar.
+
+    Raises ConfigError for a bad file; TransferError if there is no daemon to play against, or if an own
+    one did not stop cleanly.
     """
     import uvloop
 
     console = Console(file=sys.stderr, quiet=quiet)
     with contextlib.ExitStack() as stack:
-        at = endpoint or stack.enter_context(own_daemon(ranks, config, cache))
+        at = endpoint or stack.enter_context(own_daemon(config, ranks, cache))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(replay(at, requests, concurrency, console))

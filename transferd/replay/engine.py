@@ -1,29 +1,39 @@
 """A small engine that lives off a daemon: prefix index, device and host pools, and real tasks.
 
-A request is a list of block ids, root to leaf. For each the engine
+A request is a chain of contents, root to leaf. It is let in when all its blocks fit on the device beside
+those of the requests in flight (pool.Admission). Then, from the root on, each run of contents
 
-    1. uses what is on the device already (also what another request is just bringing there),
-    2. swaps in what follows from the host pool,
-    3. asks storage how far the rest goes, and reads that,
-    4. "computes" what is left: writes the block's KV into the attached memory of every rank,
-    5. at its end stores what it computed.
+    1. that is on the device, or that another request is just bringing there, is used where it is;
+    2. that is missing is brought by this request: swapped in from the host pool as far as that has it,
+       read from storage as far as that goes, and the rest "computed": its KV is written into the
+       attached memory of every rank.
 
-Device blocks that nobody uses go to the host pool when room is needed, least recently used first.
-Requests overlap; a block belongs to a task until that task's result. Every block that a swap or a read
-brought back is compared to the last byte, in target blocks that were poisoned first.
+At its end a request stores what is not stored yet. When blocks are needed, idle ones of the device move to
+the host pool, in place of the idle ones there; what finds no room is dropped. A block belongs to a task
+until that task's result, and to its request until the request ends.
+
+Nothing is taken on trust. Target blocks are poisoned before bytes come, compared to the last byte once
+they have come, and compared again when another request finds them on the device and at the very end. A
+task that does not end well costs its blocks a longer way (storage instead of host, compute instead of
+storage), never their truth; it is counted. Only two things end a replay early, because nobody can say
+what the blocks hold: a lost daemon, and a rank that was left behind working on a task's blocks.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from transferd.client import Client
-from transferd.replay.kvdata import KvData
-from transferd.replay.pool import BlockPool, Entry
+from transferd.clock import SYSTEM_CLOCK, Clock
+from transferd.errors import DaemonLost, TransferError
+from transferd.offload import Direction, Offload
+from transferd.replay.kvdata import VERSION, KvData
+from transferd.replay.pool import Admission, BlockPool, Entry
 from transferd.replay.report import Report
 from transferd.replay.trace import TraceRequest
 from transferd.tasks import (
@@ -36,26 +46,64 @@ from transferd.tasks import (
     WriteStorageTask,
 )
 
-EVICT_BATCH = 8  # device blocks swapped out together: one task instead of eight
+T = TypeVar("T")
+
+TASK_TIMEOUT_S = 60.0
+BUSY_RETRY_S = 0.01  # if the daemon names no time of its own
+DAEMON_GONE = frozenset({"daemon_lost", "no_answer", "closed"})
+LEFT_BEHIND = frozenset({"expired", "rank_died"})  # codes of ranks that had not arrived when their task was answered
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """What a daemon offers: device and host blocks per rank, and whether there is a storage pool."""
+
+    device_blocks: int
+    host_blocks: int
+    storage: bool
+
+    @classmethod
+    def of(cls, stats: dict[str, Any]) -> Tiers:
+        """From Client.stats()."""
+        storage = stats["storage"]["backend"] != "none"
+        return cls(stats["layout"]["device_blocks"], stats["host"]["blocks"], storage)
 
 
 class Engine:
-    """Plays requests against one daemon. Borrows the client and the attached memory behind `data`."""
+    """Plays requests against one daemon. Borrows client, offload, and the attached memory behind `data`."""
 
-    def __init__(self, client: Client, data: KvData, report: Report, device_blocks: int, host_blocks: int) -> None:
+    def __init__(
+        self,
+        client: Client,
+        data: KvData,
+        tiers: Tiers,
+        report: Report,
+        offload: Offload,
+        *,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
         self._client = client
         self._data = data
+        self._tiers = tiers
         self._report = report
-        self._device = BlockPool(device_blocks)
-        self._host = BlockPool(host_blocks)
+        self._offload = offload
+        self._clock = clock
+        self._device = BlockPool(tiers.device_blocks)
+        self._host = BlockPool(tiers.host_blocks)
+        self._admission = Admission(tiers.device_blocks)
         self._arriving: dict[int, asyncio.Future[None]] = {}  # contents on their way to the device
-        self._rooms: deque[tuple[int, asyncio.Future[None]]] = deque()  # who waits for how many blocks, in order
-        self._stored: set[int] = set()  # contents that every rank is known to have stored
+        self._stored: set[int] = set()  # contents that every rank has stored, as far as is known
+        self._storing: set[int] = set()
         self._number = itertools.count()
-        self._run = f"{time.time_ns():x}"  # task ids of an earlier replay are remembered for a while
+        self._run = clock.fresh_id()[:12]  # a daemon remembers the task ids of an earlier replay for a while
 
-    async def play(self, requests: Sequence[TraceRequest], concurrency: int, progress: Callable[[], None]) -> None:
-        """Run all requests, `concurrency` at a time, in order of their start."""
+    async def play(
+        self, requests: Iterable[TraceRequest], concurrency: int, progress: Callable[[], None] = lambda: None
+    ) -> None:
+        """Run all requests, `concurrency` at a time, in order of their start.
+
+        Raises DaemonLost, and TransferError with code `left_behind` when a rank did not let go of a task's blocks.
+        """
         waiting = deque(requests)
 
         async def slot() -> None:
@@ -63,211 +111,225 @@ class Engine:
                 await self._request(waiting.popleft())
                 progress()
 
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(concurrency, len(waiting))):
-                group.create_task(slot())
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(concurrency, len(waiting))):
+                    group.create_task(slot())
+        except BaseExceptionGroup as errors:
+            raise _cause(errors) from errors
+        await self._verify([(entry.content, entry.block) for entry in self._device.entries])
 
     # --- one request --------------------------------------------------------------------------------
 
     async def _request(self, request: TraceRequest) -> None:
-        ids = list(dict.fromkeys(request.hash_ids))[: self._device.count]
-        self._report.requests += 1
-        self._report.truncated += len(ids) < len(set(request.hash_ids))
-        held = await self._use_device(ids)
-        wanted = ids[len(held) :]
-        self._report.hits["device"] += len(held)
-        try:
-            if wanted:
-                blocks = await self._allocate(len(wanted))
-                held += await self._bring(ids, wanted, blocks)
-        finally:
-            for entry in held:
-                entry.users -= 1
-            self._serve_rooms()
-
-    async def _use_device(self, ids: Sequence[int]) -> list[Entry]:
-        """The leading ids that are on the device, or will be when another request has brought them."""
+        chain = list(dict.fromkeys(request.hash_ids))
+        contents = chain[: self._device.count]
+        self._report.truncated += len(contents) < len(chain)
+        await self._admission.enter(len(contents))
         held: list[Entry] = []
-        for content in ids:
-            arriving = self._arriving.get(content)
-            if arriving is not None:
+        while len(held) < len(contents):
+            held += await self._use_device(contents[len(held) :])
+            held += await self._bring(contents[len(held) :])
+        if self._tiers.storage:
+            await self._store(held)
+        for entry in reversed(held):  # leaves fall idle before their roots
+            self._device.release(entry)
+        self._admission.leave(len(contents))
+        self._report.requests += 1
+
+    async def _use_device(self, contents: Sequence[int]) -> list[Entry]:
+        """The leading contents that are on the device, or that another request is bringing; held."""
+        held: list[Entry] = []
+        for content in contents:
+            while (arriving := self._arriving.get(content)) is not None:
                 await asyncio.wait({arriving})
             entry = self._device.find(content)
             if entry is None:
                 break
-            entry.users += 1
+            self._device.hold(entry)
             held.append(entry)
+        self._report.hits["device"] += len(held)
+        await self._verify([(entry.content, entry.block) for entry in held])
         return held
 
-    async def _bring(self, ids: Sequence[int], wanted: list[int], blocks: list[int]) -> list[Entry]:
-        """Fill `blocks` with `wanted`, each from the nearest tier that has it. Returns the entries, in use."""
-        held: list[Entry] = []
-        # While this request waited for room, another one may have brought some of it.
-        while wanted and (wanted[0] in self._arriving or self._device.find(wanted[0]) is not None):
-            more = await self._use_device(wanted[:1])
-            if not more:
-                continue  # it arrived and went again, or never came
-            held += more
-            del wanted[0]
-            self._report.hits["device"] += 1
-        mine = self._claim(wanted)
-        self._device.give_back(blocks[len(mine) :])
-        place = dict(zip(mine, blocks, strict=False))
-        done = 0
-        try:
-            for tier in (self._from_host, self._from_storage, self._compute):
-                done += await tier(mine[done:], place)
-                for content in mine[:done]:
-                    self._arrived(content, place, held)
-        finally:
-            for content in mine:
-                if content in self._arriving:  # an error on the way
-                    self._arriving.pop(content).set_result(None)
-                    self._device.give_back([place[content]])
-        await self._store(ids, [content for content in mine if content not in self._stored], place)
-        return held
-
-    def _claim(self, wanted: Sequence[int]) -> list[int]:
-        """Announce what this request brings, up to the first that somebody else has or brings."""
+    async def _bring(self, contents: Sequence[int]) -> list[Entry]:
+        """Bring the leading contents that nobody has or brings, each from the nearest tier; held."""
         mine: list[int] = []
-        for content in wanted:
+        for content in contents:
             if content in self._arriving or self._device.find(content) is not None:
                 break
             self._arriving[content] = asyncio.get_running_loop().create_future()
             mine.append(content)
-        return mine
-
-    def _arrived(self, content: int, place: dict[int, int], held: list[Entry]) -> None:
-        arriving = self._arriving.pop(content, None)
-        if arriving is not None:
-            held.append(self._device.hold(content, place[content]))
-            arriving.set_result(None)
+        place = dict(zip(mine, await self._make_room(len(mine)), strict=True))
+        held: list[Entry] = []
+        for name, tier in (("host", self._from_host), ("storage", self._from_storage), ("none", self._compute)):
+            missing = mine[len(held) :]
+            brought = missing[: await tier(missing, place)] if missing else []
+            self._report.hits[name] += len(brought)
+            for content in brought:
+                held.append(self._device.put(content, place[content]))
+                self._arriving.pop(content).set_result(None)
+        return held
 
     # --- where blocks come from: each returns how many of the leading contents it brought -------------
 
     async def _from_host(self, contents: Sequence[int], place: dict[int, int]) -> int:
-        entries = list(itertools.takewhile(lambda e: e is not None, map(self._host.find, contents)))
-        found = [entry for entry in entries if entry is not None]
+        found: list[Entry] = []
+        for entry in map(self._host.find, contents):
+            if entry is None:
+                break
+            self._host.hold(entry)
+            found.append(entry)
         if not found:
             return 0
-        for entry in found:
-            entry.users += 1
         targets = [place[entry.content] for entry in found]
-        self._data.poison(targets)
-        result = await self._submit(
-            SwapInTask(task_id=self._id("in"), gpu_block_ids=targets, cpu_block_ids=[e.block for e in found])
+        await self._off_loop(lambda: self._data.poison(targets))
+        task = SwapInTask(
+            task_id=self._id("in"),
+            timeout=TASK_TIMEOUT_S,
+            gpu_block_ids=targets,
+            cpu_block_ids=[entry.block for entry in found],
+            swap_node_ids=tuple(entry.content for entry in found),
         )
-        for entry in found:
-            entry.users -= 1
-        brought = found if result.status is Status.OK else []
-        self._verify([(e.content, place[e.content]) for e in brought])
-        self._report.hits["host"] += len(brought)
-        return len(brought)
+        result = await self._submit(task)
+        for entry in reversed(found):
+            self._host.release(entry)
+        return await self._came(found, targets, result)
+
+    async def _came(self, found: Sequence[Entry], targets: Sequence[int], result: TaskResult) -> int:
+        """How many blocks of a swap are there; compared."""
+        count = len(result.block_ids)
+        await self._verify([(entry.content, block) for entry, block in zip(found[:count], targets, strict=False)])
+        return count
 
     async def _from_storage(self, contents: Sequence[int], place: dict[int, int]) -> int:
+        if not self._tiers.storage:
+            return 0
         keys = [_key(content) for content in contents]
-        available = await self._client.match(keys) if keys else 0
+        available = await self._match(keys)
         if not available:
             return 0
-        # As FastDeploy does, name all the blocks there are: those beyond the keys stay untouched.
+        # As FastDeploy does, name all the blocks there are: those beyond the keys must stay untouched.
         targets = [place[content] for content in contents]
-        self._data.poison(targets)
-        result = await self._submit(
-            ReadStorageTask(task_id=self._id("read"), keys=keys[:available], gpu_block_ids=targets)
+        await self._off_loop(lambda: self._data.poison(targets))
+        task = ReadStorageTask(
+            task_id=self._id("read"), timeout=TASK_TIMEOUT_S, keys=keys[:available], gpu_block_ids=targets
         )
-        brought = len(result.block_ids)
-        self._verify([(content, place[content]) for content in contents[:brought]])
-        self._report.hits["storage"] += brought
-        self._report.blocks_read += brought
-        self._stored.update(contents[:brought])
-        return brought
+        result = await self._submit(task)
+        brought = contents[: len(result.block_ids)]
+        await self._verify([(content, place[content]) for content in brought])
+        await self._verify_untouched([(content, place[content]) for content in contents[available:]])
+        self._report.blocks_read += len(brought)
+        self._stored.update(brought)
+        return len(brought)
+
+    async def _match(self, keys: list[str]) -> int:
+        try:
+            return await self._client.match(keys)
+        except DaemonLost:
+            raise
+        except TransferError as error:  # storage is in trouble: nothing can be read, all else goes on
+            self._report.error(f"match: {error}")
+            return 0
 
     async def _compute(self, contents: Sequence[int], place: dict[int, int]) -> int:
-        for content in contents:
-            self._data.fill(place[content], content)
-            await asyncio.sleep(0)  # prefill is not instant; let the loop breathe
-        self._report.hits["none"] += len(contents)
+        def prefill() -> None:
+            for content in contents:
+                self._data.fill(place[content], content)
+
+        await self._off_loop(prefill)
+        self._stored.difference_update(contents)  # whatever was known of them, storage has them no more
         return len(contents)
 
-    def _verify(self, arrived: Sequence[tuple[int, int]]) -> None:
-        for content, block in arrived:
-            mismatch = self._data.verify(block, content)
-            if mismatch is not None:
-                self._report.mismatch(mismatch)
+    # --- where blocks go ----------------------------------------------------------------------------
 
-    async def _store(self, ids: Sequence[int], mine: Sequence[int], place: dict[int, int]) -> None:
-        """Write this request's blocks that are not known to be stored."""
-        if not mine:
-            return
-        result = await self._submit(
-            WriteStorageTask(
-                task_id=self._id("write"),
-                keys=[_key(content) for content in mine],
-                gpu_block_ids=[place[content] for content in mine],
-                start_write_block_idx=ids.index(mine[0]),
-            )
+    async def _store(self, held: Sequence[Entry]) -> None:
+        """Write what is not stored yet: one task for each stretch of blocks that follow one another."""
+        due = [i for i, e in enumerate(held) if e.content not in self._stored and e.content not in self._storing]
+        stretches = itertools.groupby(enumerate(due), key=lambda item: item[1] - item[0])
+        tasks = [self._write([i for _, i in stretch], held) for _, stretch in stretches]
+        await asyncio.gather(*tasks)
+
+    async def _write(self, positions: Sequence[int], held: Sequence[Entry]) -> None:
+        entries = [held[i] for i in positions]
+        contents = [entry.content for entry in entries]
+        self._storing.update(contents)
+        task = WriteStorageTask(
+            task_id=self._id("write"),
+            timeout=TASK_TIMEOUT_S,
+            keys=[_key(content) for content in contents],
+            gpu_block_ids=[entry.block for entry in entries],
+            start_write_block_idx=positions[0],
         )
-        self._report.blocks_written += len(result.block_ids)
+        result = await self._submit(task)
         written = set(result.block_ids)
-        self._stored.update(content for content in mine if place[content] in written)
+        self._storing.difference_update(contents)
+        self._stored.update(entry.content for entry in entries if entry.block in written)
+        self._report.blocks_written += len(written)
 
-    # --- room on the device -------------------------------------------------------------------------
+    async def _make_room(self, count: int) -> list[int]:
+        """`count` device blocks, given out; admission made sure that they can be had."""
+        blocks, evicted = self._device.take(count)
+        await self._swap_out(evicted)
+        return blocks
 
-    async def _allocate(self, count: int) -> list[int]:
-        """`count` device blocks, evicting to the host pool. In order of asking, so nobody starves."""
-        if self._rooms or self._device.obtainable < count:
-            turn = asyncio.get_running_loop().create_future()
-            self._rooms.append((count, turn))
-            self._serve_rooms()
-            await turn
-        blocks = self._device.take_free(count)
-        victims = self._device.evict(count - len(blocks))
-        for start in range(0, len(victims), EVICT_BATCH):
-            await self._swap_out(victims[start : start + EVICT_BATCH])
-        return blocks + [victim.block for victim in victims]
-
-    def _serve_rooms(self) -> None:
-        """Let in the first who waits, once there is room; the next one looks again when it has taken it."""
-        while self._rooms and self._rooms[0][1].done():
-            self._rooms.popleft()
-        if self._rooms and self._device.obtainable >= self._rooms[0][0]:
-            self._rooms.popleft()[1].set_result(None)
-
-    async def _swap_out(self, victims: Sequence[Entry]) -> None:
-        """Keep what can be kept: to the host pool, in place of what is least recently used there."""
-        moving = [victim for victim in victims if self._host.find(victim.content) is None]
-        blocks = self._host.take_free(len(moving))
-        blocks += [entry.block for entry in self._host.evict(len(moving) - len(blocks))]
-        moving = moving[: len(blocks)]
+    async def _swap_out(self, evicted: Sequence[Entry]) -> None:
+        """Keep of the evicted what the host pool has room for, the most recently used before the others."""
+        moving = [entry for entry in evicted if self._host.find(entry.content) is None]
+        moving = moving[len(moving) - min(len(moving), self._host.obtainable) :]
         if not moving:
             return
-        result = await self._submit(
-            SwapOutTask(
-                task_id=self._id("out"),
-                gpu_block_ids=[victim.block for victim in moving],
-                cpu_block_ids=blocks,
-                swap_node_ids=tuple(victim.content for victim in moving),
-            )
+        blocks, _ = self._host.take(len(moving))
+        task = SwapOutTask(
+            task_id=self._id("out"),
+            timeout=TASK_TIMEOUT_S,
+            gpu_block_ids=[entry.block for entry in moving],
+            cpu_block_ids=blocks,
+            swap_node_ids=tuple(entry.content for entry in moving),
         )
-        for victim, block in zip(moving, blocks, strict=True):
-            if result.status is Status.OK and self._host.find(victim.content) is None:
-                self._host.hold(victim.content, block).users -= 1
+        result = await self._submit(task)
+        for entry, block in zip(moving, blocks, strict=True):
+            # The same content may have come, gone and been swapped out once more while this one was under way.
+            if result.status is Status.OK and self._host.find(entry.content) is None:
+                self._host.release(self._host.put(entry.content, block))
             else:
                 self._host.give_back([block])
 
-    # --- tasks --------------------------------------------------------------------------------------
+    # --- tasks and bytes ----------------------------------------------------------------------------
 
     async def _submit(self, task: Task) -> TaskResult:
-        """Push until it is admitted, count the answer."""
+        """Push until it is admitted; count the answer. Raises when nobody can say what the blocks hold."""
         while True:
-            before = time.monotonic()
+            before = self._clock.monotonic()
             result = await self._client.submit(task)
             if result.status is not Status.BUSY:
                 break
             self._report.busy += 1
-            await asyncio.sleep(result.retry_after or 0.01)
-        self._report.task(task, result, time.monotonic() - before)
+            await asyncio.sleep(result.retry_after or BUSY_RETRY_S)
+        self._report.task(task, result, self._clock.monotonic() - before)
+        if result.error is not None and result.error.code in DAEMON_GONE:
+            raise DaemonLost(f"{task.kind} {task.task_id}: {result.error.message}", code=result.error.code)
+        behind = [rank.rank for rank in result.ranks if rank.error is not None and rank.error.code in LEFT_BEHIND]
+        if behind:
+            what = f"rank {', '.join(map(str, behind))} was left behind at work on {task.kind} {task.task_id}"
+            raise TransferError(f"{what}: its blocks cannot be used again", code="left_behind")
         return result
+
+    async def _verify(self, blocks: Sequence[tuple[int, int]]) -> None:
+        """Compare (content, block) pairs to the last byte."""
+        if not blocks:
+            return
+        found = await self._off_loop(lambda: [self._data.verify(block, content) for content, block in blocks])
+        self._report.verified(len(blocks), [mismatch for mismatch in found if mismatch is not None])
+
+    async def _verify_untouched(self, blocks: Sequence[tuple[int, int]]) -> None:
+        """Nobody wrote into blocks that were poisoned and in no task's range."""
+        found = await self._off_loop(lambda: [self._data.untouched(block, content) for content, block in blocks])
+        self._report.verified(0, [mismatch for mismatch in found if mismatch is not None])
+
+    def _off_loop(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        """Heavy work on bytes away from the loop, so that latencies are the daemon's and not ours."""
+        return self._offload.run(Direction.IN, work)
 
     def _id(self, kind: str) -> str:
         return f"replay-{self._run}-{kind}-{next(self._number)}"
@@ -275,4 +337,14 @@ class Engine:
 
 def _key(content: int) -> str:
     """Trace ids are chained already: equal ids mean equal prefixes."""
-    return f"trace-block-{content}"
+    return f"replay-v{VERSION}-block-{content}"
+
+
+def _cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The one error that says most: a bug before what the world did; of several of one kind, the first."""
+    ours, others = group.split(TransferError)
+    error: BaseException | None = others or ours
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert error is not None
+    return error

@@ -1,7 +1,8 @@
 """Deterministic random KV: what a block must contain, on every rank, to the last byte.
 
-The content of (block, rank, plane, layer) is a stretch of one random table, XORed with a 64-bit mix of
-the four. Any two differ in every word, and it costs about as much as a memory copy.
+The bytes of (content, rank, plane, layer) are a stretch of one random table, XORed with a 64-bit mix of
+the four. So any two of them differ nearly everywhere, a shifted copy differs too, nothing has to be
+remembered, and it costs about as much as a memory copy.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from transferd.errors import InvariantError
+
 POISON = 0xA5  # what target blocks are filled with first, so that stale bytes cannot pass for good ones
+VERSION = 1  # of the bytes below: stored blocks of another version have other keys
 _OFFSETS = 4096
 
 Caches = Sequence[dict[str, list[npt.NDArray[Any]]]]  # per rank: plane -> one array per layer
@@ -21,7 +25,7 @@ Caches = Sequence[dict[str, list[npt.NDArray[Any]]]]  # per rank: plane -> one a
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A block that came back wrong, and the first byte of it that is."""
+    """A block that is not what it must be, and the first byte that shows it."""
 
     content: int
     block: int
@@ -30,42 +34,68 @@ class Mismatch:
     layer: int
     offset: int
 
+    def __str__(self) -> str:
+        return (
+            f"content {self.content} in block {self.block}: rank {self.rank}, {self.plane} of layer {self.layer}, "
+            f"from byte {self.offset}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One layer of one plane of one rank: raw is [blocks, bytes], sharing the attached memory."""
+
+    rank: int
+    plane: str
+    layer: int
+    raw: npt.NDArray[np.uint8]
+
 
 class KvData:
-    """Fills and verifies blocks of attached caches. Borrows the arrays."""
+    """Fills, poisons and verifies blocks of attached caches. Borrows the arrays; not for two threads at once."""
 
-    def __init__(self, caches: Caches, seed: int = 0) -> None:
+    def __init__(self, caches: Caches) -> None:
+        """caches: what Client.attach returned, rank by rank."""
         self._parts = [
-            (rank, plane, layer, _raw(array))
+            _Part(rank, plane, layer, _raw(array))
             for rank, cache in enumerate(caches)
             for plane, layers in cache.items()
             for layer, array in enumerate(layers)
         ]
-        longest = max(part[3].shape[1] for part in self._parts)
-        words = -(-longest // 8) + _OFFSETS
-        self._table = np.random.default_rng(seed).integers(0, 2**63, words, dtype=np.uint64)
-        self.block_bytes = sum(part[3].shape[1] for part in self._parts)
+        longest = max(part.raw.shape[1] for part in self._parts)
+        self._table = np.random.default_rng(VERSION).integers(0, 2**63, -(-longest // 8) + _OFFSETS, dtype=np.uint64)
+        self.block_bytes = sum(part.raw.shape[1] for part in self._parts)  # of all ranks
 
     def fill(self, block: int, content: int) -> None:
         """Write what `content` must look like into device block `block`, on every rank."""
-        for number, (_, _, _, raw) in enumerate(self._parts):
-            raw[block] = self._expected(content, number, raw.shape[1])
+        for number, part in enumerate(self._parts):
+            part.raw[block] = self._expected(content, number, part)
 
     def poison(self, blocks: Sequence[int]) -> None:
-        for _, _, _, raw in self._parts:
-            raw[list(blocks)] = POISON
+        """Make blocks look like nothing that is ever expected."""
+        for part in self._parts:
+            part.raw[list(blocks)] = POISON
 
     def verify(self, block: int, content: int) -> Mismatch | None:
         """The first difference, or None if every byte of the block is right on every rank."""
-        for number, (rank, plane, layer, raw) in enumerate(self._parts):
-            expected = self._expected(content, number, raw.shape[1])
-            if not np.array_equal(raw[block], expected):
-                offset = int(np.flatnonzero(raw[block] != expected)[0])
-                return Mismatch(content, block, rank, plane, layer, offset)
+        for number, part in enumerate(self._parts):
+            expected = self._expected(content, number, part)
+            if not np.array_equal(part.raw[block], expected):
+                offset = int(np.argmax(part.raw[block] != expected))
+                return Mismatch(content, block, part.rank, part.plane, part.layer, offset)
         return None
 
-    def _expected(self, content: int, number: int, nbytes: int) -> npt.NDArray[np.uint8]:
-        mixed = _mix(content * 65536 + number)
+    def untouched(self, block: int, content: int) -> Mismatch | None:
+        """The first byte of a poisoned block that somebody wrote, if any. content: what it was meant for."""
+        for part in self._parts:
+            written = part.raw[block] != POISON
+            if written.any():
+                return Mismatch(content, block, part.rank, part.plane, part.layer, int(np.argmax(written)))
+        return None
+
+    def _expected(self, content: int, number: int, part: _Part) -> npt.NDArray[np.uint8]:
+        nbytes = part.raw.shape[1]
+        mixed = _mix(_mix(content) + number)
         start = mixed % _OFFSETS
         words: npt.NDArray[np.uint64] = self._table[start : start + -(-nbytes // 8)] ^ np.uint64(mixed)
         return words.view(np.uint8)[:nbytes]
@@ -73,7 +103,9 @@ class KvData:
 
 def _raw(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     """An attached array as [blocks, bytes], sharing its memory."""
-    raw: npt.NDArray[np.uint8] = array.view(np.uint8).reshape(array.shape[0], -1)
+    if not array.flags.c_contiguous:
+        raise InvariantError("an attached array is not contiguous: what is written to it would go to a copy")
+    raw: npt.NDArray[np.uint8] = array.reshape(array.shape[0], -1).view(np.uint8)
     return raw
 
 

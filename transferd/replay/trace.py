@@ -7,50 +7,57 @@ whole chain up to it (Mooncake, FAST'25).
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
 
 from transferd.errors import RequestError
 
+TRACE_BLOCK_TOKENS = 512  # one hash id per so many tokens
+_Id = Annotated[int, msgspec.Meta(ge=0)]
 
-@dataclass(frozen=True, slots=True)
-class TraceRequest:
+
+class TraceRequest(msgspec.Struct, frozen=True):
     """One request: when it came (ms since the start of the trace) and which prefix blocks it has."""
 
-    timestamp_ms: float
-    input_length: int
-    output_length: int
-    hash_ids: tuple[int, ...]
+    hash_ids: tuple[_Id, ...]
+    timestamp: float = 0.0
+    input_length: int = 0
+    output_length: int = 0
+
+
+_decoder = msgspec.json.Decoder(TraceRequest)
 
 
 def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
-    """The first `limit` requests of a trace file. Raises RequestError naming the line that is wrong."""
+    """The first `limit` requests of a trace file; no further line is read.
+
+    Raises RequestError for a file that cannot be read, for a line that is not a request (naming it), and
+    for a trace without any request.
+    """
     try:
-        with path.open(encoding="utf-8") as lines:
-            return list(islice(_parse(path, lines), limit))
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"{path}: cannot be read: {error}", code="bad_trace") from error
+        with path.open("rb") as lines:
+            requests = list(islice(parse_trace(lines, str(path)), limit))
+    except OSError as error:
+        raise RequestError(f"{path}: cannot be read: {error.strerror}", code="bad_trace") from error
+    if not requests:
+        raise RequestError(f"{path}: holds no requests", code="bad_trace")
+    return requests
 
 
-def _parse(path: Path, lines: Iterator[str]) -> Iterator[TraceRequest]:
+def parse_trace(lines: Iterable[bytes], name: str) -> Iterator[TraceRequest]:
+    """Requests one by one, as the lines come. Raises RequestError naming `name` and the line."""
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            item = json.loads(line)
-            ids = tuple(int(i) for i in item["hash_ids"])
-            yield TraceRequest(
-                float(item.get("timestamp", 0)),
-                int(item.get("input_length", 0)),
-                int(item.get("output_length", 0)),
-                ids,
-            )
-        except (ValueError, KeyError, TypeError) as error:
-            raise RequestError(f"{path}:{number}: not a trace line: {error!r}", code="bad_trace") from error
+            yield _decoder.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise RequestError(f"{name}:{number}: not a trace line: {error}", code="bad_trace") from error
 
 
 def generated_workload(seed: int, requests: int) -> list[TraceRequest]:
@@ -66,5 +73,12 @@ def generated_workload(seed: int, requests: int) -> list[TraceRequest]:
     for number in range(requests):
         conversation = rng.choice(conversations)
         conversation.extend(next(fresh) for _ in range(rng.randint(1, 4)))
-        workload.append(TraceRequest(number * 10.0, len(conversation) * 512, 256, tuple(conversation)))
+        workload.append(
+            TraceRequest(
+                hash_ids=tuple(conversation),
+                timestamp=number * 10.0,
+                input_length=len(conversation) * TRACE_BLOCK_TOKENS,
+                output_length=TRACE_BLOCK_TOKENS // 2,
+            )
+        )
     return workload
