@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
@@ -30,6 +31,8 @@ def quiet() -> Iterator[None]:
     yield
     structlog.reset_defaults()
 
+
+SEEDS = int(os.environ.get("SEEDS", "50"))  # storms; the other weathers get half as many
 
 DEATHS = replace(STORM, device=replace(STORM.device, lost=0.005))
 CUTS = replace(STORM, network=replace(STORM.network, lose=0.3))
@@ -170,20 +173,20 @@ def run(weather: Weather, seeds: range) -> Counter[str]:
 
 
 def test_a_storm_passes_and_every_task_was_answered_once_in_time_and_honestly() -> None:
-    seen = run(STORM, range(80))
+    seen = run(STORM, range(SEEDS))
     for what in ("ok", "partial", "miss", "failed", "expired", "cancelled", "busy", "flip", "full", "fail"):
         assert seen[what] >= 5, f"{what} hardly ever happened: {seen}"
 
 
 def test_a_rank_that_dies_takes_the_group_with_it_and_nothing_hangs() -> None:
-    seen = run(DEATHS, range(40))
-    assert seen["lost"] >= 3
+    seen = run(DEATHS, range(SEEDS // 2))
+    assert seen["lost"] >= 2
     assert seen["rank_died"] >= 5
 
 
 @pytest.mark.parametrize("weather", [CUTS, CUTS_AND_ECHOES], ids=["cuts", "cuts and echoes"])
 def test_broken_connections_lose_no_task(weather: Weather) -> None:
-    assert run(weather, range(30))["ok"] >= 5
+    assert run(weather, range(SEEDS // 2))["ok"] >= 5
 
 
 def calm(program: Callable[[SimWorld, SimEngine], Coroutine[Any, Any, None]], seed: int = 0) -> None:
