@@ -28,7 +28,7 @@ types: $(TEST_STAMP) ## mypy --strict on transferd/
 check: lint types test ## everything CI does
 
 sim: $(TEST_STAMP) ## the seeded simulation: make sim SEEDS=100000
-	$(BIN)/python -m pytest tests/sim --sim-seeds=$(SEEDS) -q
+	SEEDS=$(SEEDS) $(BIN)/python -m pytest tests/sim -q --timeout 0
 
 bench: $(STAMP) ## control and copy benchmarks, as text
 	$(BIN)/transferd bench control

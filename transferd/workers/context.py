@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from transferd.clock import Clock
-from transferd.errors import InvariantError, TransferError
+from transferd.errors import DeviceLost, InvariantError, TransferError
 from transferd.integrity import Stamp, stamps
 from transferd.keys import ObjectNamer
 from transferd.layout.base import BlockLayout
@@ -113,8 +113,8 @@ class Account:
     storage_s: float = 0.0
 
     def failed(self, error: TransferError) -> None:
-        """Keep the first error."""
-        if self.error is None:
+        """Keep the first error; but a lost device is what the others came from, and ends the rank."""
+        if self.error is None or isinstance(error, DeviceLost):
             self.error = ErrorInfo(error.reason, str(error))
 
     def done(self, positions: Sequence[int], nbytes: int) -> None:
