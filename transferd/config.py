@@ -139,6 +139,24 @@ class MemoryStorageSection(_Section, frozen=True, kw_only=True):
     capacity: Size = Size(1024**3)
 
 
+class MooncakeStorageSection(_Section, frozen=True, kw_only=True):
+    """The Mooncake backend: how to join a pool, and what this node lends it."""
+
+    master_server_addr: str = ""  # host:port, or etcd://…
+    metadata_server: str = "P2PHANDSHAKE"  # or http://…/metadata, etcd://…, redis://…
+    local_hostname: str = "127.0.0.1"  # how other nodes reach this one
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    rdma_devices: str = ""  # comma separated; "" = all
+    global_segment_size: Size = Size(1024**3)  # memory lent to the pool; 0: use only what others lend
+    local_buffer_size: Size = Size(128 * 1024**2)
+    replica_num: Positive = 1
+    soft_pin: bool = False
+    hard_pin: bool = False
+    timeout: Seconds = 5.0  # of one call; past it the breaker opens
+    connect_timeout: Seconds = 30.0  # how long a start waits for the master
+    probe_interval: Seconds = 1.0  # between two questions to a pool that did not answer
+
+
 class StorageSection(_Section, frozen=True, kw_only=True):
     """Which pool blocks are stored in, and what their names begin with."""
 
@@ -147,6 +165,7 @@ class StorageSection(_Section, frozen=True, kw_only=True):
     generation: str = ""
     file: FileStorageSection = FileStorageSection()
     memory: MemoryStorageSection = MemoryStorageSection()
+    mooncake: MooncakeStorageSection = MooncakeStorageSection()
 
 
 class MetricsSection(_Section, frozen=True, kw_only=True):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import functools
 import mmap
+import tempfile
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +15,25 @@ from transferd.config import Config, from_tree
 from transferd.storage.base import Blob, Outcome, Storage
 from transferd.storage.file import FileStorage
 from transferd.storage.memory import MemoryStorage
+from transferd.storage.mooncake import MooncakeStorage
+from transferd.testing.mooncake import Master, master_executable
 from transferd.testing.storage import SimStorage
 
 MEMORY_BYTES = 32 * 1024**2
+
+
+@functools.cache
+def mooncake_master() -> Master:
+    """One master for all tests of a run: it holds nothing once the client that lent the memory has closed."""
+    master = Master(Path(tempfile.mkdtemp(prefix="transferd-master-")) / "master.log")
+    master.start()
+    atexit.register(master.stop)
+    return master
+
+
+def mooncake_config(capacity: int) -> Config:
+    section = {"master_server_addr": mooncake_master().address, "global_segment_size": capacity}
+    return from_tree({"storage": {"backend": "mooncake", "mooncake": section | {"local_buffer_size": "16MiB"}}})
 
 
 def file_config(path: Path, capacity: int, **more: object) -> Config:
@@ -31,6 +50,7 @@ class Backend:
 
     name: str
     make: Callable[[Path, int], Storage]
+    sees_lengths: bool = True  # a put knows that what is stored has another length
     keeps_lru: bool = True  # evicts exactly the least recently used, so a test can say which objects are left
 
 
@@ -41,6 +61,15 @@ BACKENDS = [
     Backend("file", lambda path, capacity: FileStorage(file_config(path, capacity))),
     Backend("file-fsync", lambda path, capacity: FileStorage(file_config(path, capacity, fsync=True))),
 ]
+if master_executable() is not None:  # tests/storage/test_mooncake.py says so when it is not
+    BACKENDS.append(
+        Backend(
+            "mooncake",
+            lambda _, capacity: MooncakeStorage(mooncake_config(capacity)),
+            sees_lengths=False,
+            keeps_lru=False,
+        )
+    )
 
 
 class Memory:

@@ -83,7 +83,9 @@ async def test_an_object_of_another_length_is_missing_and_can_be_stored_anew(ope
     assert await store.get((name("aa"), nbytes)) == [(FOUND, right)]
 
 
-async def test_putting_another_length_replaces_what_nobody_could_load(open_backend: Open) -> None:
+async def test_putting_another_length_replaces_what_nobody_could_load(backend: Backend, open_backend: Open) -> None:
+    if not backend.sees_lengths:
+        pytest.skip("keeps what is there until a get finds that it does not fit")
     store = await open_backend()
     await store.put((name("aa"), content(1, 10)))
     assert await store.put((name("aa"), content(1))) == [STORED]

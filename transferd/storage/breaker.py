@@ -1,0 +1,81 @@
+"""A circuit breaker: after a failure of the whole backend, calls fail at once instead of each waiting it out.
+
+    closed     calls go through
+    open       calls fail at once; a probe runs every `probe_interval` seconds
+    half_open  the probe is under way
+
+It opens when it is told of a failure (`failed`: a code that means "nobody answers", or a call that is
+overdue) and closes when a probe succeeds. Only then does it use a timer: closed, it costs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Awaitable, Callable
+
+import structlog
+
+from transferd.errors import StorageUnavailable
+
+log = structlog.get_logger(__name__)
+
+
+class BreakerState(enum.StrEnum):
+    """Whether calls go through."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+
+
+class CircuitBreaker:
+    """Guards one backend. probe: asks the backend something cheap; True if it answered. Bounded by itself."""
+
+    def __init__(self, name: str, probe: Callable[[], Awaitable[bool]], probe_interval: float) -> None:
+        self.state = BreakerState.CLOSED
+        self.opened = 0  # times
+        self._name = name
+        self._probe = probe
+        self._probe_interval = probe_interval
+        self._reason = ""
+        self._timer: asyncio.TimerHandle | None = None
+        self._probing: asyncio.Task[None] | None = None
+
+    def check(self) -> None:
+        """Raise StorageUnavailable unless closed."""
+        if self.state is not BreakerState.CLOSED:
+            raise StorageUnavailable(
+                f"{self._name} does not answer ({self._reason}); it is asked again in the background"
+            )
+
+    def failed(self, reason: str) -> None:
+        """The backend as a whole did not answer."""
+        self._reason = reason
+        if self.state is BreakerState.CLOSED:
+            self.state = BreakerState.OPEN
+            self.opened += 1
+            log.warning("storage does not answer: failing fast until it does", backend=self._name, reason=reason)
+            self._probe_later()
+
+    def close(self) -> None:
+        """Probe no more; for the shutdown."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._probing is not None:
+            self._probing.cancel()
+
+    def _probe_later(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._probe_interval, self._start_probe)
+
+    def _start_probe(self) -> None:
+        self.state = BreakerState.HALF_OPEN
+        self._probing = asyncio.get_running_loop().create_task(self._run_probe())
+
+    async def _run_probe(self) -> None:
+        if await self._probe():
+            self.state = BreakerState.CLOSED
+            log.info("storage answers again", backend=self._name)
+        else:
+            self.state = BreakerState.OPEN
+            self._probe_later()
