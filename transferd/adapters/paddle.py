@@ -1,0 +1,36 @@
+"""Attached cache memory as paddle tensors: the same bytes, in their true types, without a copy.
+
+`Client.attach` returns numpy arrays. Paddle takes them over by DLPack; numpy has no bfloat16, so a
+uint16 array stands for it, and Paddle's `from_dlpack` makes a bfloat16 tensor of one (paddle 3.3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy.typing as npt
+
+from transferd.errors import ConfigError
+
+
+def tensors(caches: Mapping[str, Sequence[npt.NDArray[Any]]], *, float8: bool = False) -> dict[str, list[Any]]:
+    """{plane: [one paddle.Tensor per layer]} over the memory of `caches`, as `Client.attach` returns it.
+
+    uint16 arrives as bfloat16, float16 and float32 as themselves, uint8 as uint8; with `float8` the uint8
+    key and value planes are viewed as float8_e4m3fn (block_wise_fp8). The tensors borrow the memory:
+    keep `caches` for as long as they are used. Raises ConfigError without paddle.
+    """
+    try:
+        import paddle
+        from paddle.utils.dlpack import from_dlpack
+    except ImportError as error:
+        raise ConfigError("paddle", "is not installed: pip install 'transferd[paddle]'") from error
+
+    def tensor(plane: str, array: npt.NDArray[Any]) -> Any:
+        made = from_dlpack(array)
+        if float8 and array.dtype == "uint8" and plane in ("key", "value"):
+            return made.view(paddle.float8_e4m3fn)
+        return made
+
+    return {plane: [tensor(plane, array) for array in layers] for plane, layers in caches.items()}
