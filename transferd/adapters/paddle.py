@@ -1,7 +1,8 @@
 """Attached cache memory as paddle tensors: the same bytes, in their true types, without a copy.
 
-`Client.attach` returns numpy arrays. Paddle takes them over by DLPack; numpy has no bfloat16, so a
-uint16 array stands for it, and Paddle's `from_dlpack` makes a bfloat16 tensor of one (paddle 3.3).
+`Client.attach` returns numpy arrays, which Paddle takes over by DLPack. numpy has no bfloat16, so a uint16
+array stands for it; Paddle would take it for its own uint16, which it cannot compute with, so the
+elements travel as int16 and are viewed as bfloat16 on the other side (checked with paddle 3.3).
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ def tensors(caches: Mapping[str, Sequence[npt.NDArray[Any]]], *, float8: bool = 
         raise ConfigError("paddle", "is not installed: pip install 'transferd[paddle]'") from error
 
     def tensor(plane: str, array: npt.NDArray[Any]) -> Any:
+        if array.dtype == "uint16":
+            return from_dlpack(array.view("int16")).view(paddle.bfloat16)
         made = from_dlpack(array)
         if float8 and array.dtype == "uint8" and plane in ("key", "value"):
             return made.view(paddle.float8_e4m3fn)
