@@ -229,10 +229,10 @@ def serve(config: Config, *, reload: Callable[[], Config] | None = None) -> int:
 
 
 async def _serve(config: Config, reload: Callable[[], Config] | None) -> int:
+    daemon = Daemon(config)  # a configuration that cannot be built is told before anything is logged or touched
     removed = remove_stale_segments()
     if removed:
         log.info("removed shared memory of dead owners", segments=removed)
-    daemon = Daemon(config)
     notifier = Notifier.from_environment()
     with Signals(config.server.shutdown_timeout, lambda: _reload(daemon, notifier, reload)) as signals:
         try:
