@@ -113,7 +113,7 @@ def test_replay_reports_what_the_contract_says(tmp_path: Path) -> None:
     trace.write_text("\n".join(map(json.dumps, lines)))
     config = tmp_path / "own.toml"
     config.write_text(
-        '[cache]\nlayers = 2\nblock_size = 16\ndevice_blocks = 24\nhost_blocks = 8\n[host]\nstaging = "1MiB"\n'
+        '[cache]\nlayers = 2\nblock_size = 16\ndevice_blocks = 12\nhost_blocks = 6\n[host]\nstaging = "1MiB"\n'
     )
     done = transferd(
         "replay", str(trace), "--ranks", "2", "--concurrency", "4", "--config", str(config), "--format", "json"

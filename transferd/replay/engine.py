@@ -160,26 +160,33 @@ class Engine:
                 break
             self._arriving[content] = asyncio.get_running_loop().create_future()
             mine.append(content)
+        on_host = self._use_host(mine)  # before room is made: that evicts from the host pool, too
         place = dict(zip(mine, await self._make_room(len(mine)), strict=True))
-        held: list[Entry] = []
-        for name, tier in (("host", self._from_host), ("storage", self._from_storage), ("none", self._compute)):
+        held = self._arrived("host", mine[: await self._from_host(on_host, place)], place)
+        for name, tier in (("storage", self._from_storage), ("none", self._compute)):
             missing = mine[len(held) :]
-            brought = missing[: await tier(missing, place)] if missing else []
-            self._report.hits[name] += len(brought)
-            for content in brought:
-                held.append(self._device.put(content, place[content]))
-                self._arriving.pop(content).set_result(None)
+            if missing:
+                held += self._arrived(name, missing[: await tier(missing, place)], place)
         return held
+
+    def _arrived(self, tier: str, contents: Sequence[int], place: dict[int, int]) -> list[Entry]:
+        """These are on the device now: whoever waits for them may go on."""
+        self._report.hits[tier] += len(contents)
+        for content in contents:
+            self._arriving.pop(content).set_result(None)
+        return [self._device.put(content, place[content]) for content in contents]
 
     # --- where blocks come from: each returns how many of the leading contents it brought -------------
 
-    async def _from_host(self, contents: Sequence[int], place: dict[int, int]) -> int:
-        found: list[Entry] = []
-        for entry in map(self._host.find, contents):
-            if entry is None:
-                break
+    def _use_host(self, contents: Sequence[int]) -> list[Entry]:
+        """The leading contents that the host pool has; held."""
+        entries = itertools.takewhile(lambda entry: entry is not None, map(self._host.find, contents))
+        held = [entry for entry in entries if entry is not None]
+        for entry in held:
             self._host.hold(entry)
-            found.append(entry)
+        return held
+
+    async def _from_host(self, found: Sequence[Entry], place: dict[int, int]) -> int:
         if not found:
             return 0
         targets = [place[entry.content] for entry in found]
@@ -194,13 +201,9 @@ class Engine:
         result = await self._submit(task)
         for entry in reversed(found):
             self._host.release(entry)
-        return await self._came(found, targets, result)
-
-    async def _came(self, found: Sequence[Entry], targets: Sequence[int], result: TaskResult) -> int:
-        """How many blocks of a swap are there; compared."""
-        count = len(result.block_ids)
-        await self._verify([(entry.content, block) for entry, block in zip(found[:count], targets, strict=False)])
-        return count
+        brought = len(result.block_ids)
+        await self._verify([(entry.content, place[entry.content]) for entry in found[:brought]])
+        return brought
 
     async def _from_storage(self, contents: Sequence[int], place: dict[int, int]) -> int:
         if not self._tiers.storage:

@@ -63,7 +63,8 @@ class KvData:
             for layer, array in enumerate(layers)
         ]
         longest = max(part.raw.shape[1] for part in self._parts)
-        self._table = np.random.default_rng(VERSION).integers(0, 2**63, -(-longest // 8) + _OFFSETS, dtype=np.uint64)
+        # A bit generator's raw stream is the same in every version of numpy.
+        self._table: npt.NDArray[np.uint64] = np.random.PCG64(VERSION).random_raw(-(-longest // 8) + _OFFSETS)
         self.block_bytes = sum(part.raw.shape[1] for part in self._parts)  # of all ranks
 
     def fill(self, block: int, content: int) -> None:
