@@ -20,9 +20,10 @@ from transferd.config import from_tree
 from transferd.copyplan import CopyPlan
 from transferd.errors import DaemonLost, TransferError
 from transferd.replay.engine import Engine, Tiers
-from transferd.replay.kvdata import KvData
+from transferd.replay.kvdata import POISON, KvData
 from transferd.replay.report import Report
 from transferd.replay.trace import TraceRequest, generated_workload
+from transferd.testing.device import SimDevice
 from transferd.testing.faults import Latency
 from transferd.testing.loop import SimLoop, simulate
 from transferd.testing.offload import SimOffload
@@ -225,18 +226,63 @@ def test_a_rank_that_dies_ends_the_replay_or_leaves_it_to_compute() -> None:
         assert report.verify_failures == 0
 
 
-def test_a_daemon_that_falls_silent_ends_the_replay() -> None:
+@pytest.mark.parametrize("storage", [True, False], ids=["while matching", "while swapping"])
+def test_a_daemon_that_falls_silent_ends_the_replay(storage: bool) -> None:
     async def main(loop: SimLoop) -> None:
-        stage = Stage(loop)
+        stage = Stage(loop, storage=storage)
         await stage.open()
         stage.world.weather = replace(CALM, network=replace(CALM.network, latency=Latency(0.1, 0.1)))
-        loop.call_later(1.0, stage.world.network.cut, "engine")
+        loop.call_later(3.0, stage.world.network.cut, "engine")
         with pytest.raises(DaemonLost):
             await stage.engine.play(WORKLOAD, 8)
         assert stage.report.requests < len(WORKLOAD)
         await stage.close()
 
     simulate(main, 0)
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_a_rank_left_behind_on_our_blocks_ends_the_replay(seed: int) -> None:
+    """Its copy may still land in blocks that the engine would use again; no report could be believed."""
+
+    def stall(stage: Stage) -> None:
+        gate = stage.world.devices[1].gate
+        stage.world.loop.call_later(0.2, gate.hold)
+        stage.world.loop.call_later(65.0, gate.release)  # task timeout, slack, and then some
+
+    report = play(seed, prepare=stall)
+    assert (report.aborted, report.verify_failures) == ("left_behind", 0)
+    assert report.requests < len(WORKLOAD)
+    assert "expired" in report.statuses
+
+
+def watching(watch: Callable[[Any, CopyPlan], None]) -> Callable[[Stage], None]:
+    """Look at every rank's memory before each copy into it."""
+
+    def prepare(stage: Stage) -> None:
+        for device in stage.world.devices:
+
+            async def copy_in(plan: CopyPlan, host: HostMemory, device: SimDevice = device) -> None:
+                watch(device.memory, plan)
+                await SimDevice.copy_in(device, plan, host)
+
+            device.copy_in = copy_in  # type: ignore[method-assign]
+
+    return prepare
+
+
+def test_every_block_is_poisoned_before_a_swap_in_or_a_read_fills_it() -> None:
+    filled = 0
+
+    def watch(memory: Any, plan: CopyPlan) -> None:
+        nonlocal filled
+        for _, target, nbytes in plan.runs.tolist():
+            assert (memory[target : target + nbytes] == POISON).all()
+            filled += nbytes
+
+    report = play(1, prepare=watching(watch))
+    assert report.good
+    assert filled == 2 * 128 * (report.hits["host"] + report.hits["storage"])  # ranks x block bytes
 
 
 def scribbling(nth: int, corrupt: Callable[[Any, CopyPlan], None]) -> Callable[[Stage], None]:
@@ -269,9 +315,7 @@ def test_one_wrong_byte_on_one_rank_is_found_and_named(nth: int) -> None:
     assert {mismatch.rank for mismatch in report.mismatches} == {1}
 
 
-def test_a_copy_that_never_happened_is_found_even_where_the_right_bytes_lay_before() -> None:
-    """The one block of the device held the content already: only poison tells that nothing came."""
-
+def test_a_copy_that_never_happened_is_found() -> None:
     async def nothing(_plan: CopyPlan, _host: HostMemory) -> None:
         """Claims to have copied."""
 
@@ -294,7 +338,7 @@ def test_bytes_in_a_block_that_no_task_named_are_found() -> None:
             await copy_in(plan, host)
             for offset, nbytes in zip(*(stage.world.daemon.layout.device.offsets, [32] * 4), strict=True):
                 spare = device.memory[int(offset) : int(offset) + nbytes * 48].reshape(48, nbytes)
-                spare[(spare == 0xA5).all(axis=1)] = 0
+                spare[(spare == POISON).all(axis=1)] = 0
 
         device.copy_in = copy_too_much  # type: ignore[method-assign]
 
