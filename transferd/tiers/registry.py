@@ -32,4 +32,6 @@ def create_device_tier(config: Config, layout: BlockLayout, rank: int, offload: 
         factory = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError("cache.device", f"cannot be loaded, is its extra installed? {error}", name) from error
+    if config.cache.ownership == "attach" and not getattr(factory, "attaches", False):
+        raise ConfigError("cache.ownership", f"the {name} device is always created by the daemon", "attach")
     return cast("DeviceTier", factory(layout, rank, config.cache.device_of_rank[rank], offload))
