@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rich.console import Console
+from rich.markup import escape
 
 from transferd.replay import command
 from transferd.replay.report import Report
@@ -37,7 +38,7 @@ def run(console: Console) -> Report:
 def explain(report: Report, console: Console) -> None:
     """What the figures mean, for somebody who knows LLM serving and not us."""
     hits = report.hits
-    total = max(1, sum(hits.values()))
+    total = max(1, hits.total())
     saved = total - hits["none"]
     console.print("\n[bold]What just happened[/]")
     console.print(
@@ -48,10 +49,16 @@ def explain(report: Report, console: Console) -> None:
         f"The other {hits['none']:,} were computed, and stored for the next time (write). "
         "When device memory was full, blocks that nobody used went to host memory (swap_out).\n"
         f"Each task ran on {RANKS} ranks at once and was answered once, with what every rank really did: "
-        f"{sum(report.statuses.values()):,} tasks pushed, as many results."
+        f"{report.statuses.total():,} tasks pushed, as many results."
     )
     if report.verify_failures:
-        console.print(f"[bold red]{report.verify_failures} blocks came back with wrong bytes. This is a bug.[/]")
+        console.print(f"[bold red]{report.verify_failures} blocks had wrong bytes. This is a bug.[/]")
+    elif report.good:
+        console.print(
+            f"{report.blocks_verified:,} times a block that came back, or was used again, was compared with what had "
+            "been computed, every byte of it on every rank: no difference."
+        )
     else:
-        console.print("Every byte of every block that came back was compared with what was stored: no difference.")
+        console.print("[bold red]It did not go well:[/]", escape(report.aborted or "; ".join(report.errors)))
+    # True when this is read: a daemon that ends badly or leaves something is an error of its own (replay/own.py).
     console.print("The daemon was stopped with SIGTERM and left nothing behind.")

@@ -316,7 +316,7 @@ def test_one_wrong_byte_on_one_rank_is_found_and_named(nth: int) -> None:
 
 
 def test_a_copy_that_never_happened_is_found() -> None:
-    async def nothing(_plan: CopyPlan, _host: HostMemory) -> None:
+    async def nothing(plan: CopyPlan, host: HostMemory) -> None:
         """Claims to have copied."""
 
     def prepare(stage: Stage) -> None:

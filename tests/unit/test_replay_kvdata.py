@@ -31,7 +31,8 @@ def caches() -> list[Cache]:
 
 
 def raw(array: npt.NDArray[Any], block: int) -> npt.NDArray[np.uint8]:
-    return array[block].reshape(-1).view(np.uint8)
+    view: npt.NDArray[np.uint8] = array[block].reshape(-1).view(np.uint8)
+    return view
 
 
 def test_a_filled_block_verifies_and_no_other_content_does() -> None:

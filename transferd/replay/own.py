@@ -13,6 +13,7 @@ from transferd import config as configuration
 from transferd.config import Size
 from transferd.errors import TransferError
 from transferd.launch import start
+from transferd.tiers.segment import DIRECTORY, PREFIX
 
 # A real layout in small, with pools small enough that every tier is used.
 CACHE: dict[str, Any] = {
@@ -50,7 +51,8 @@ def settings(config: Path | None, ranks: int | None, cache: Mapping[str, Any]) -
 def own_daemon(config: Path | None, ranks: int | None, cache: Mapping[str, Any]) -> Iterator[str]:
     """A daemon for as long as the context; yields its endpoint. Stops it with SIGTERM, removes all it wrote.
 
-    Raises ConfigError for a bad file, TransferError if the daemon does not start or does not end with exit code 0.
+    Raises ConfigError for a bad file; TransferError if the daemon does not start, does not end with exit
+    code 0, or leaves shared memory behind.
     """
     tree = settings(config, ranks, cache)
     with tempfile.TemporaryDirectory(prefix="transferd-replay-") as directory:
@@ -68,3 +70,6 @@ def own_daemon(config: Path | None, ranks: int | None, cache: Mapping[str, Any])
         if code:
             told = "\n".join(daemon.log.splitlines()[-LOG_LINES:])
             raise TransferError(f"the daemon ended with exit code {code}; its log ends:\n{told}")
+        left = sorted(path.name for path in DIRECTORY.glob(f"{PREFIX}{daemon.pid}.*"))
+        if left:
+            raise TransferError(f"the daemon ended and left shared memory behind: {', '.join(left)}")
