@@ -1,35 +1,52 @@
-"""Does a task get dearer with more tasks queued, and does memory stay bounded?
-
-The real dispatcher alone, no I/O: n tasks are queued behind a pause, then all are run to their end.
-Also: the time of one task's plan against its number of blocks.
+"""Does a task get dearer with more tasks queued, a block with more blocks, and does memory stay bounded?
 
     python benchmarks/growth.py [--format json]
+
+Three questions, each row against its smallest case:
+
+* dispatch: the real dispatcher alone, no I/O; n tasks are queued behind a pause, then all run to their end;
+* swap: one task of n blocks to a daemon in a process of its own;
+* memory of such a daemon after it was flooded again and again with more tasks than its queue takes.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import gc
 import json
-import resource
+import statistics
+import tempfile
 import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from transferd import events as ev
 from transferd.admission import Limits
-from transferd.bench.harness import Row, machine, report, row
-from transferd.config import CacheSection
-from transferd.copyplan import plan_copy
+from transferd.bench.harness import RUNS, Row, machine, report, row
+from transferd.client import Client
 from transferd.daemon import quiet_collector
 from transferd.dispatch import Dispatcher
-from transferd.layout import build_layout
-from transferd.tasks import RankOutcome, SwapOutTask
+from transferd.launch import running
+from transferd.tasks import RankOutcome, Status, SwapOutTask
 
-RUNS = 5
 QUEUES = (100, 1_000, 10_000, 100_000)
-PLANS = (64, 256, 1024)
+LEAST_TASKS = 20_000  # per measurement: a small queue is filled and emptied that often
+SWAPS = (16, 64, 256, 1024)  # blocks of a task
+FLOOD = 20_000  # tasks pushed at once
+FLOODS = 10
+QUEUE_BOUND = 1024
 
 
 def per_task_us(queued: int) -> float:
     """Microseconds per task, from submission to answer, with so many queued at once."""
+    gc.collect()
+    rounds = max(1, LEAST_TASKS // queued)
+    return statistics.median(_queue_and_run(queued) for _ in range(rounds)) / queued * 1e6
+
+
+def _queue_and_run(queued: int) -> float:
     limits = Limits(ranks=1, device_blocks=1024, host_blocks=1024, block_bytes=1, max_queued=queued, max_results=1024)
     dispatcher = Dispatcher(limits)
     dispatcher.handle(ev.PauseRequested(0.0))
@@ -45,37 +62,102 @@ def per_task_us(queued: int) -> float:
         started += [i for i in instructions if isinstance(i, ev.Start)]
     seconds = time.perf_counter() - before
     assert dispatcher.empty
-    return seconds / queued * 1e6
+    return seconds
 
 
-def plan_us_per_block(blocks: int) -> float:
-    """Microseconds per block to plan a swap of so many scattered blocks."""
-    layout = build_layout(CacheSection(device_blocks=2 * blocks, host_blocks=2 * blocks))
-    ids = list(range(0, 2 * blocks, 2))
-    before = time.perf_counter()
-    plan_copy(layout.device, ids, layout.host, ids[::-1])
-    return (time.perf_counter() - before) / blocks * 1e6
+def grow(sizes: Sequence[int], measure: Callable[[int], float], name: str, unit: str) -> list[Row]:
+    """All sizes in turn, RUNS times; each against the smallest."""
+    values: dict[int, list[float]] = {size: [] for size in sizes}
+    for number in range(RUNS + 1):
+        for size in sizes:
+            value = measure(size)
+            if number:  # the first is warm-up
+                values[size].append(value)
+    smallest = statistics.median(values[sizes[0]])
+    return [row(name.format(size), values[size], unit, smallest, f"{unit} at {sizes[0]:,}") for size in sizes]
+
+
+def swap_rows() -> list[Row]:
+    """Microseconds per block of a swap task, the way there and back included."""
+    blocks = max(SWAPS)
+    tree = {
+        "cache": {"ranks": 1, "layers": 4, "block_size": 16, "device_blocks": 2 * blocks, "host_blocks": 2 * blocks},
+        "storage": {"backend": "none"},
+    }
+    number = iter(range(10**9))
+    with (
+        tempfile.TemporaryDirectory(prefix="transferd-bench-") as directory,
+        running(tree, Path(directory)) as daemon,
+        asyncio.Runner() as runner,
+    ):
+        client = Client(daemon.endpoint)
+        runner.run(client.connect())
+
+        async def swap(count: int) -> float:
+            ids = list(range(0, 2 * count, 2))  # none beside another
+            seconds: list[float] = []
+            for _ in range(10):
+                task = SwapOutTask(task_id=f"t{next(number)}", gpu_block_ids=ids, cpu_block_ids=ids[::-1])
+                before = time.perf_counter()
+                result = await client.submit(task)
+                seconds.append(time.perf_counter() - before)
+                assert result.status is Status.OK, result
+            return statistics.median(seconds) / count * 1e6
+
+        rows = grow(SWAPS, lambda count: runner.run(swap(count)), "swap task of {:,} blocks of 64 KiB", "us/block")
+        runner.run(client.close())
+    return rows
+
+
+def memory_rows() -> list[Row]:
+    """A daemon's resident memory after floods of tasks, most of which it has to refuse."""
+    tree = {
+        "cache": {"ranks": 2, "layers": 1, "kv_heads": 1, "head_dim": 16, "block_size": 16},
+        "server": {"max_queued_tasks": QUEUE_BOUND, "max_results": QUEUE_BOUND},
+        "storage": {"backend": "none"},
+    }
+    with tempfile.TemporaryDirectory(prefix="transferd-bench-") as directory, running(tree, Path(directory)) as daemon:
+        sizes = asyncio.run(_flood(daemon.endpoint, daemon.pid))
+    first, half = sizes[0], len(sizes) // 2
+    name = f"daemon memory, after {{}} floods of {FLOOD:,} tasks, queue of {QUEUE_BOUND:,}"
+    return [
+        row(name.format(f"1-{half}"), sizes[:half], "MiB", first, "MiB after the first"),
+        row(name.format(f"{half + 1}-{len(sizes)}"), sizes[half:], "MiB", first, "MiB after the first"),
+    ]
+
+
+async def _flood(endpoint: str, pid: int) -> list[float]:
+    """MiB after each flood. Every task is answered, once, and none but with ok or busy."""
+    sizes: list[float] = []
+    async with Client(endpoint) as client:
+        for flood in range(FLOODS):
+            tasks = [
+                SwapOutTask(task_id=f"f{flood}-{i}", gpu_block_ids=[i % 64], cpu_block_ids=[i % 64])
+                for i in range(FLOOD)
+            ]
+            answers = Counter([result.status for result in await asyncio.gather(*map(client.submit, tasks))])
+            if set(answers) != {Status.OK, Status.BUSY}:
+                raise RuntimeError(f"a flood was answered {answers}")
+            sizes.append(_resident_mib(pid))
+    return sizes
+
+
+def _resident_mib(pid: int) -> float:
+    """Private memory: shared pools are as large as they were configured."""
+    for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) / 1024
+    raise RuntimeError("the kernel does not tell RssAnon")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--format", choices=["text", "json"], default="text")
     form = parser.parse_args().format
     before = machine()
-    quiet_collector()  # as in the daemon
-    rows: list[Row] = []
-    fewest = 0.0
-    for queued in QUEUES:
-        values = [per_task_us(queued) for _ in range(RUNS)]
-        rows.append(row(f"dispatch, {queued:,} tasks queued", values, "us/task", fewest or min(values), "us at 100"))
-        fewest = fewest or rows[0].value
-    smallest = 0.0
-    for blocks in PLANS:
-        values = [plan_us_per_block(blocks) for _ in range(RUNS + 1)][1:]
-        rows.append(row(f"copy plan, {blocks} blocks", values, "us/block", smallest or min(values), "us at 64"))
-        smallest = smallest or rows[-1].value
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    rows.append(row("peak memory of all of it", [peak], "MiB", peak, "itself"))
+    rows = swap_rows() + memory_rows()
+    quiet_collector()  # as in the daemon; here it is this process that dispatches
+    rows = grow(QUEUES, per_task_us, "dispatch, {:,} tasks queued", "us/task") + rows
     tree = report("growth", before, rows)
     if form == "json":
         print(json.dumps(tree))

@@ -122,11 +122,14 @@ async def prepare(client: Client, tasks: Tasks, ranks: int) -> KvData:
 
 
 async def p50_us(
-    submit: Callable[[Task], Awaitable[TaskResult]], make: Callable[[], Task], count: int = TASKS
+    submit: Callable[[Task], Awaitable[TaskResult]], make: Callable[[], Task], count: int | None = None
 ) -> float:
-    """Median microseconds from push to result, one task at a time. Raises RuntimeError for a bad result."""
+    """Median microseconds from push to result, one task at a time. Raises RuntimeError for a bad result.
+
+    count: how many; default TASKS.
+    """
     trips: list[float] = []
-    for _ in range(count):
+    for _ in range(count or TASKS):
         task = make()
         before = time.perf_counter()
         result = await submit(task)
