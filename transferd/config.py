@@ -140,21 +140,25 @@ class MemoryStorageSection(_Section, frozen=True, kw_only=True):
 
 
 class MooncakeStorageSection(_Section, frozen=True, kw_only=True):
-    """The Mooncake backend: how to join a pool, and what this node lends it."""
+    """The Mooncake backend: how to join a pool, and what this node lends it.
 
-    master_server_addr: str = ""  # host:port, or etcd://…
-    metadata_server: str = "P2PHANDSHAKE"  # or http://…/metadata, etcd://…, redis://…
-    local_hostname: str = "127.0.0.1"  # how other nodes reach this one
-    protocol: Literal["tcp", "rdma"] = "tcp"
-    rdma_devices: str = ""  # comma separated; "" = all
-    global_segment_size: Size = Size(1024**3)  # memory lent to the pool; 0: use only what others lend
-    local_buffer_size: Size = Size(128 * 1024**2)
+    The first seven are FastDeploy's: where one is not given, its MOONCAKE_* settings count before the default.
+    """
+
+    master_server_addr: str | None = None  # host:port, or etcd://…
+    metadata_server: str | None = None  # default P2PHANDSHAKE; or http://…/metadata, etcd://…, redis://…
+    local_hostname: str | None = None  # how other nodes reach this one; default 127.0.0.1
+    protocol: Literal["tcp", "rdma"] | None = None  # default tcp
+    rdma_devices: str | None = None  # comma separated; default all
+    global_segment_size: Size | None = None  # memory lent to the pool; default 1GiB; 0: use only what others lend
+    local_buffer_size: Size | None = None  # default 128MiB
     replica_num: Positive = 1
     soft_pin: bool = False
     hard_pin: bool = False
     timeout: Seconds = 5.0  # of one call; past it the breaker opens
     connect_timeout: Seconds = 30.0  # how long a start waits for the master
     probe_interval: Seconds = 1.0  # between two questions to a pool that did not answer
+    native_log: Literal["off", "error", "warning", "info"] = "off"  # the library's own lines on stderr
 
 
 class StorageSection(_Section, frozen=True, kw_only=True):

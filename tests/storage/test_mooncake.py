@@ -15,7 +15,7 @@ from transferd.config import Config, MooncakeStorageSection, from_tree
 from transferd.errors import ConfigError, StorageUnavailable
 from transferd.storage.base import Found, Storage
 from transferd.storage.mooncake import MooncakeStorage
-from transferd.storage.mooncake_environment import section_from_environment
+from transferd.storage.mooncake.environment import membership
 from transferd.testing.mooncake import Master, master_executable
 
 needs_mooncake = pytest.mark.skipif(master_executable() is None, reason="mooncake-transfer-engine is not installed")
@@ -120,7 +120,7 @@ async def until_closed(storage: Storage) -> None:
 async def test_an_absent_master_is_one_clear_error_within_the_connect_timeout() -> None:
     section = {"master_server_addr": "127.0.0.1:1", "connect_timeout": 0.3}
     storage = MooncakeStorage(from_tree({"storage": {"mooncake": section}}))
-    with pytest.raises(StorageUnavailable, match=r"no Mooncake master at 127\.0\.0\.1:1 after 0\.3 s"):
+    with pytest.raises(StorageUnavailable, match=r"no Mooncake master at 127\.0\.0\.1:1 within 0\.3 s"):
         await storage.open()
     await storage.close()
 
@@ -132,16 +132,29 @@ async def test_without_an_address_the_configuration_is_wrong() -> None:
 
 def test_fastdeploys_variables_are_honoured_and_toml_wins() -> None:
     env = {"MOONCAKE_MASTER_SERVER_ADDR": "m:1", "MOONCAKE_PROTOCOL": "rdma", "MOONCAKE_GLOBAL_SEGMENT_SIZE": "123"}
-    section = section_from_environment(MooncakeStorageSection(master_server_addr="toml:2"), env)
-    assert (section.master_server_addr, section.protocol, section.global_segment_size) == ("toml:2", "rdma", 123)
+    joining = membership(MooncakeStorageSection(master_server_addr="toml:2"), env)
+    assert (joining.master_server_addr, joining.protocol, joining.global_segment_size) == ("toml:2", "rdma", 123)
+
+
+def test_a_setting_that_equals_the_default_still_wins_over_a_variable() -> None:
+    joining = membership(
+        MooncakeStorageSection(master_server_addr="toml:2", protocol="tcp"), {"MOONCAKE_PROTOCOL": "rdma"}
+    )
+    assert joining.protocol == "tcp"
+
+
+def test_mooncakes_own_names_are_taken_after_fastdeploys() -> None:
+    env = {"MOONCAKE_MASTER": "own:1", "MOONCAKE_DEVICE": "mlx5_0", "MOONCAKE_RDMA_DEVICES": "mlx5_1"}
+    joining = membership(MooncakeStorageSection(), env)
+    assert (joining.master_server_addr, joining.rdma_devices) == ("own:1", "mlx5_1")
 
 
 def test_a_config_file_replaces_the_variables(tmp_path: Path) -> None:
     file = tmp_path / "mooncake.json"
     file.write_text(json.dumps({"master_server_addr": "file:1", "local_buffer_size": 5}))
     env = {"MOONCAKE_CONFIG_PATH": str(file), "MOONCAKE_PROTOCOL": "rdma"}
-    section = section_from_environment(MooncakeStorageSection(), env)
-    assert (section.master_server_addr, section.protocol, section.local_buffer_size) == ("file:1", "tcp", 5)
+    joining = membership(MooncakeStorageSection(), env)
+    assert (joining.master_server_addr, joining.protocol, joining.local_buffer_size) == ("file:1", "tcp", 5)
 
 
 @pytest.mark.parametrize(
@@ -154,4 +167,4 @@ def test_a_config_file_replaces_the_variables(tmp_path: Path) -> None:
 )
 def test_a_bad_value_is_named(env: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="MOONCAKE_"):
-        section_from_environment(MooncakeStorageSection(), env)
+        membership(MooncakeStorageSection(), env)

@@ -1,11 +1,12 @@
 """A circuit breaker: after a failure of the whole backend, calls fail at once instead of each waiting it out.
 
     closed     calls go through
-    open       calls fail at once; a probe runs every `probe_interval` seconds
-    half_open  the probe is under way
+    open       calls fail at once; a probe is made `probe_interval` seconds later
+    half_open  the probe is under way; calls still fail at once
 
-It opens when it is told of a failure (`failed`: a code that means "nobody answers", or a call that is
-overdue) and closes when a probe succeeds. Only then does it use a timer: closed, it costs nothing.
+It opens when it is told of a failure (`failed`: an answer that means "nobody is there", or a call that
+is overdue while it still hangs) and closes when a probe succeeds. Closed, it costs nothing: no timer,
+no task. Open, it makes one probe at a time for as long as it takes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
-from transferd.errors import StorageUnavailable
+from transferd.errors import StorageError, StorageUnavailable
 
 log = structlog.get_logger(__name__)
 
@@ -30,51 +31,63 @@ class BreakerState(enum.StrEnum):
 
 
 class CircuitBreaker:
-    """Guards one backend. probe: asks the backend something cheap; True if it answered. Bounded by itself."""
+    """Guards one backend, on one event loop.
+
+    probe: asks the backend something cheap. True if it answered; False or StorageError if not. Bounded by itself.
+    """
 
     def __init__(self, name: str, probe: Callable[[], Awaitable[bool]], probe_interval: float) -> None:
         self.state = BreakerState.CLOSED
         self.opened = 0  # times
+        self.reason = ""  # of the last failure; empty while closed
         self._name = name
         self._probe = probe
         self._probe_interval = probe_interval
-        self._reason = ""
         self._timer: asyncio.TimerHandle | None = None
         self._probing: asyncio.Task[None] | None = None
+        self._over = False
 
     def check(self) -> None:
         """Raise StorageUnavailable unless closed."""
         if self.state is not BreakerState.CLOSED:
             raise StorageUnavailable(
-                f"{self._name} does not answer ({self._reason}); it is asked again in the background"
+                f"{self._name} does not answer ({self.reason}); it is asked again in the background"
             )
 
     def failed(self, reason: str) -> None:
         """The backend as a whole did not answer."""
-        self._reason = reason
+        if self._over:
+            return
+        self.reason = reason
         if self.state is BreakerState.CLOSED:
             self.state = BreakerState.OPEN
             self.opened += 1
             log.warning("storage does not answer: failing fast until it does", backend=self._name, reason=reason)
             self._probe_later()
 
-    def close(self) -> None:
-        """Probe no more; for the shutdown."""
+    async def close(self) -> None:
+        """Probe no more; returns when a probe under way has ended. For the shutdown. Idempotent."""
+        self._over = True
         if self._timer is not None:
             self._timer.cancel()
         if self._probing is not None:
-            self._probing.cancel()
+            await asyncio.wait([self._probing])
 
     def _probe_later(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(self._probe_interval, self._start_probe)
+        if not self._over:
+            self._timer = asyncio.get_running_loop().call_later(self._probe_interval, self._start_probe)
 
     def _start_probe(self) -> None:
         self.state = BreakerState.HALF_OPEN
         self._probing = asyncio.get_running_loop().create_task(self._run_probe())
 
     async def _run_probe(self) -> None:
-        if await self._probe():
-            self.state = BreakerState.CLOSED
+        try:
+            answered = await self._probe()
+        except StorageError as error:
+            answered, self.reason = False, str(error)
+        if answered:
+            self.state, self.reason = BreakerState.CLOSED, ""
             log.info("storage answers again", backend=self._name)
         else:
             self.state = BreakerState.OPEN

@@ -1,0 +1,5 @@
+"""Storage in a Mooncake Store pool: `store` is the backend, the other modules are what it is made of."""
+
+from transferd.storage.mooncake.store import MooncakeStorage
+
+__all__ = ["MooncakeStorage"]

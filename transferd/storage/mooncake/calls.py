@@ -1,0 +1,96 @@
+"""Native calls off the loop: a bounded number of threads, a share of them for each kind of call.
+
+A native call cannot be taken back, and a process that exits while one runs crashes in the library's
+destructors. So the threads are ordinary ones, which the interpreter waits for; how long that may take is
+bounded by the library's own limits (client.py).
+
+Stores never keep a load waiting for a thread, and the probe has one of its own: the others may all be stuck.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from transferd.errors import StorageUnavailable
+
+T = TypeVar("T")
+
+
+class Lane(enum.Enum):
+    """A kind of call; the value is how many of it may be under way."""
+
+    STORE = "store", 8
+    LOAD = "load", 8
+    PROBE = "probe", 1
+
+    @property
+    def threads(self) -> int:
+        return self.value[1]
+
+
+class NativeCalls:
+    """Runs blocking functions in its own threads. Owns them until `close`.
+
+    wait: seconds a call waits for a thread of its lane at most.
+    """
+
+    def __init__(self, wait: float) -> None:
+        self._wait = wait
+        self._free = {lane: asyncio.Semaphore(lane.threads) for lane in Lane}
+        self._under_way = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._threads = ThreadPoolExecutor(sum(lane.threads for lane in Lane), thread_name_prefix="transferd-mooncake")
+
+    @property
+    def under_way(self) -> int:
+        return self._under_way
+
+    async def run(self, lane: Lane, function: Callable[[], T], begun: Callable[[], None] | None = None) -> T:
+        """Run `function` in a thread and return its result; `begun` is called when a thread takes it.
+
+        Must not be cancelled once begun: the caller would not know when the thread has ended (see `uncancelled`).
+        Raises StorageUnavailable when no thread came free in time; then nothing was called.
+        """
+        await self._a_thread(lane)
+        self._under_way += 1
+        self._idle.clear()
+        try:
+            if begun is not None:
+                begun()
+            return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+        finally:
+            self._free[lane].release()
+            self._under_way -= 1
+            if not self._under_way:
+                self._idle.set()
+
+    async def _a_thread(self, lane: Lane) -> None:
+        free = self._free[lane]
+        if not free.locked():
+            await free.acquire()  # at once
+            return
+        try:
+            async with asyncio.timeout(self._wait):
+                await free.acquire()
+        except TimeoutError:
+            raise StorageUnavailable(
+                f"mooncake: {lane.threads} calls of this kind are under way and none ended within {self._wait:g} s"
+            ) from None
+
+    async def idle(self, within: float) -> bool:
+        """Wait until no call is under way. False when one still is after `within` seconds."""
+        try:
+            async with asyncio.timeout(within):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Take no more calls. Those under way end by themselves."""
+        self._threads.shutdown(wait=False, cancel_futures=True)

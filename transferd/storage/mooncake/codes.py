@@ -1,0 +1,82 @@
+"""What the library's integers mean: the one place where they are given names and sorted.
+
+Values are those of Mooncake's `ErrorCode` (mooncake-store/include/types.h, 0.3.13). A code that is not
+listed is an error of its object and is told by its number.
+"""
+
+from __future__ import annotations
+
+OK = 0
+NO_AVAILABLE_HANDLE = -200  # no segment has room; also for a second after a master's restart
+INVALID_PARAMS = -600  # of a get: the object is longer than the buffer
+ILLEGAL_CLIENT = -601
+INVALID_WRITE = -700
+REPLICA_IS_NOT_READY = -703  # is being written
+OBJECT_NOT_FOUND = -704
+OBJECT_ALREADY_EXISTS = -705
+OBJECT_HAS_LEASE = -706
+LEASE_EXPIRED = -707
+REPLICA_NOT_FOUND = -710
+REPLICA_IS_GONE = -712
+TRANSFER_FAIL = -800
+RPC_FAIL = -900
+RPC_TIMEOUT = -901
+
+NAMES = {
+    -1: "INTERNAL_ERROR",
+    -10: "BUFFER_OVERFLOW",
+    -101: "SEGMENT_NOT_FOUND",
+    -102: "SEGMENT_ALREADY_EXISTS",
+    -103: "CLIENT_NOT_FOUND",
+    NO_AVAILABLE_HANDLE: "NO_AVAILABLE_HANDLE",
+    -300: "INVALID_VERSION",
+    -400: "INVALID_KEY",
+    -500: "WRITE_FAIL",
+    INVALID_PARAMS: "INVALID_PARAMS",
+    ILLEGAL_CLIENT: "ILLEGAL_CLIENT",
+    INVALID_WRITE: "INVALID_WRITE",
+    -701: "INVALID_READ",
+    -702: "INVALID_REPLICA",
+    REPLICA_IS_NOT_READY: "REPLICA_IS_NOT_READY",
+    OBJECT_NOT_FOUND: "OBJECT_NOT_FOUND",
+    OBJECT_ALREADY_EXISTS: "OBJECT_ALREADY_EXISTS",
+    OBJECT_HAS_LEASE: "OBJECT_HAS_LEASE",
+    LEASE_EXPIRED: "LEASE_EXPIRED",
+    -708: "OBJECT_HAS_REPLICATION_TASK",
+    -709: "OBJECT_NO_REPLICATION_TASK",
+    REPLICA_NOT_FOUND: "REPLICA_NOT_FOUND",
+    -711: "REPLICA_ALREADY_EXISTS",
+    REPLICA_IS_GONE: "REPLICA_IS_GONE",
+    -714: "OBJECT_REPLICA_BUSY",
+    TRANSFER_FAIL: "TRANSFER_FAIL",
+    -801: "CHECKSUM_MISMATCH",
+    RPC_FAIL: "RPC_FAIL",
+    RPC_TIMEOUT: "RPC_TIMEOUT",
+    -1000: "ETCD_OPERATION_ERROR",
+    -1001: "ETCD_KEY_NOT_EXIST",
+    -1002: "ETCD_TRANSACTION_FAIL",
+    -1003: "ETCD_CTX_CANCELLED",
+    -1010: "UNAVAILABLE_IN_CURRENT_STATUS",
+    -1011: "UNAVAILABLE_IN_CURRENT_MODE",
+    -1700: "TENANT_QUOTA_EXCEEDED",
+    -1701: "TENANT_NOT_REGISTERED",
+}
+
+# The pool as a whole cannot be asked: the master is gone, hangs, or is not the leader (yet).
+NOBODY_ANSWERS = frozenset({RPC_FAIL, RPC_TIMEOUT, -1000, -1001, -1002, -1003, -1010, -1011})
+
+# A get that finds nothing, and nothing is wrong.
+NOT_THERE = frozenset({OBJECT_NOT_FOUND, REPLICA_IS_NOT_READY, REPLICA_NOT_FOUND, REPLICA_IS_GONE})
+
+# A put that another client's write of the same key got in the way of.
+OVERTAKEN = frozenset({OBJECT_ALREADY_EXISTS, ILLEGAL_CLIENT, INVALID_WRITE, OBJECT_NOT_FOUND, -714})
+
+# Failures that leave no transfer behind: none was begun, or it had ended and only its result was dropped.
+# After any other, a call that ran into the library's own limit may leave bytes on their way (store.py).
+SETTLED = NOBODY_ANSWERS | NOT_THERE | {NO_AVAILABLE_HANDLE, INVALID_PARAMS, OBJECT_ALREADY_EXISTS, LEASE_EXPIRED}
+
+
+def told(code: int) -> str:
+    """A code for people, such as `OBJECT_NOT_FOUND, -704`."""
+    name = NAMES.get(code)
+    return f"code {code}" if name is None else f"{name}, {code}"

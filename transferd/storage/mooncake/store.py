@@ -1,0 +1,408 @@
+"""Storage in a Mooncake Store pool: objects on every machine of the pool, written and read without a copy.
+
+Theory of operation
+-------------------
+The library blocks, cannot be interrupted, and holds on to the buffers of a call until that has
+returned. So does this backend: `put` and `get` return when the native call has let go, also when the
+caller is cancelled. What gives a task its answer in time is the worker, which stops waiting and leaves
+the buffers lent. What keeps the *next* call from waiting is the breaker: it opens when a call says that
+nobody answers, and by a timer while a call still hangs; then every call fails at once. `health_check`
+is not asked: it says "healthy" with the master dead.
+
+**A put is looked up before it counts.** The library answers 0 for a key that another client is writing
+at this moment, or began and never finished; nothing is transferred then and a get finds nothing. So
+after a put its keys are asked for. One that is not there is asked for again for a second, the time another
+writer may need, and then written over what is in its place. The question has a welcome side effect: the
+new object is leased, so a pool under pressure evicts old objects before it, and a decode node that reads
+right after a prefill node has stored finds what it was promised.
+
+**Memory after a transfer that never ended.** When a peer hangs, its transfers fail by the transport's
+own timers (client.py), and a code means that the buffer is free. Only a call that ran into the library's
+limit of 60 s may leave transfers queued. Their buffers are held back until every transfer under way
+has had time to fail; the task has had its answer long before.
+
+**A full pool** evicts in the background and answers "no room" meanwhile, so a put asks again a few times.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import structlog
+
+from transferd.clock import SYSTEM_CLOCK, Clock
+from transferd.config import Config
+from transferd.errors import ConfigError, InvariantError, StorageError, StorageFull, StorageUnavailable
+from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found, Outcome, Storage
+from transferd.storage.breaker import CircuitBreaker
+from transferd.storage.mooncake import codes
+from transferd.storage.mooncake.calls import Lane, NativeCalls
+from transferd.storage.mooncake.client import Batch, NativeClient, stall_limit
+from transferd.storage.mooncake.codes import told
+from transferd.storage.mooncake.environment import membership
+from transferd.storage.uncancelled import uncancelled
+from transferd.tiers.base import HostMemory
+
+log = structlog.get_logger(__name__)
+
+DIAL_TIMEOUT_S = 2.0
+DIAL_INTERVAL_S = 0.25
+CLOSE_TIMEOUT_S = 5.0  # that a close waits for calls still under way
+LIBRARY_GIVES_UP_S = 60.0  # hard-coded in the library: a call this long may leave transfers behind
+PROBE_KEY = "transferd/probe"
+ROOM_PAUSES_S = (0.01, 0.02, 0.04)  # an eviction takes a few milliseconds
+CONTEST_PAUSES_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.4)  # a second for another writer
+
+_COUNTED_AS = {Found.FOUND: "hits", Found.MISSING: "misses", Found.FAILED: "errors"}
+_COUNTS = ("hits", "misses", "wrong_length", "corrupt", "errors", "waited_for_room", "contested", "taken_over", "held")
+
+
+class MooncakeStorage(Storage):
+    """A client of one pool, for all ranks of this daemon. Owns the client and its threads from `open` to `close`."""
+
+    backend = "mooncake"
+
+    def __init__(self, config: Config, *, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._section = config.storage.mooncake
+        self._clock = clock
+        self._client: NativeClient | None = None
+        self._calls: NativeCalls | None = None
+        self._breaker = CircuitBreaker("mooncake", self._probe, self._section.probe_interval)
+        self._registered: dict[int, int] = {}  # address: length
+        self._counts: Counter[str] = Counter()
+        self._moving = 0  # objects in native calls
+
+    # --- life ---------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Join the pool, trying until `connect_timeout`. Raises StorageUnavailable, ConfigError."""
+        joining = membership(self._section)
+        address = _address(joining.master_server_addr)
+        calls = NativeCalls(self._section.timeout)
+        give_up = self._clock.monotonic() + self._section.connect_timeout
+        told_so = False
+        try:
+            while self._client is None:
+                try:
+                    await _dial(address)
+                    self._client = await calls.run(Lane.PROBE, lambda: NativeClient(self._section, joining))
+                except StorageUnavailable as error:
+                    if self._clock.monotonic() >= give_up:
+                        within = f"within {self._section.connect_timeout:g} s"
+                        what = f"no Mooncake master at {joining.master_server_addr} {within}: {error}"
+                        raise StorageUnavailable(what) from None
+                    if not told_so:
+                        told_so = True
+                        log.warning("waiting for the Mooncake master", address=joining.master_server_addr)
+                    await asyncio.sleep(DIAL_INTERVAL_S)
+        except BaseException:
+            calls.close()
+            raise
+        self._calls = calls
+
+    def register(self, memory: HostMemory) -> None:
+        code = self._opened()[0].register(memory.address, memory.nbytes)
+        if code != 0:
+            raise StorageError(f"Mooncake refused to register {memory.nbytes} bytes of staging ({told(code)})")
+        self._registered[memory.address] = memory.nbytes
+
+    def unregister(self, memory: HostMemory) -> None:
+        if self._registered.pop(memory.address, None) is not None and self._client is not None:
+            self._client.unregister(memory.address)
+
+    async def close(self) -> None:
+        """Leave the pool. The whole process stands still for seconds of it (client.py), so this comes last."""
+        await self._breaker.close()
+        client, self._client = self._client, None
+        calls, self._calls = self._calls, None
+        if client is not None and calls is not None:
+            if await calls.idle(CLOSE_TIMEOUT_S):
+                await calls.run(Lane.PROBE, client.close)
+            else:
+                # Closing under a call crashes the process; the interpreter waits for its threads and then closes.
+                log.warning("Mooncake calls are still under way: their client is left open", calls=calls.under_way)
+            calls.close()
+
+    def _opened(self) -> tuple[NativeClient, NativeCalls]:
+        if self._client is None or self._calls is None:
+            raise StorageError("mooncake storage is not open")
+        return self._client, self._calls
+
+    # --- objects ------------------------------------------------------------------------------------
+
+    async def exists(self, names: Sequence[str]) -> list[bool]:
+        if not names:
+            return []
+        keys = [_key(name) for name in names]
+        found = await uncancelled(self._native(Lane.LOAD, lambda client: client.exists(keys)))
+        wrong = next((code for code in found if code not in (0, 1)), None)
+        if wrong is not None:
+            self._counts["errors"] += 1
+            kind = StorageUnavailable if wrong in codes.NOBODY_ANSWERS else StorageError
+            raise kind(f"Mooncake cannot say what it has ({told(wrong)})")
+        return [code == 1 for code in found]
+
+    async def put(self, blobs: Sequence[Blob]) -> list[Outcome]:
+        first = _first_of_each(blobs)
+        if not first:
+            return []
+        outcomes = await uncancelled(self._put(self._batch(first)))
+        self._counts["errors"] += sum(outcome.found is Found.FAILED for outcome in outcomes.values())
+        return [outcomes[_key(blob.name)] for blob in blobs]
+
+    async def get(self, blobs: Sequence[Blob]) -> list[Outcome]:
+        first = _first_of_each(blobs)
+        if not first:
+            return []
+        outcomes = await uncancelled(self._get(self._batch(first)))
+        answers = [outcomes[_key(blob.name)] for blob in blobs]
+        for blob, outcome in zip(blobs, answers, strict=True):
+            self._counts[_COUNTED_AS[outcome.found]] += 1
+            if outcome is FOUND and blob is not first[blob.name]:
+                blob.data[:] = first[blob.name].data  # the library fills one buffer a key
+        return answers
+
+    async def quarantine(self, name: str) -> None:
+        self._counts["corrupt"] += 1
+        await uncancelled(self._native(Lane.LOAD, lambda client: client.remove([_key(name)])))
+
+    def statistics(self) -> dict[str, Any]:
+        """objects and bytes are None: only the master knows, for the whole pool (`transferd pool status`)."""
+        return {name: self._counts[name] for name in _COUNTS} | {
+            "objects": None,
+            "bytes": None,
+            "breaker": str(self._breaker.state),
+            "breaker_opened": self._breaker.opened,
+            "breaker_reason": self._breaker.reason,
+            "calls_under_way": 0 if self._calls is None else self._calls.under_way,
+        }
+
+    def _batch(self, first: dict[str, Blob]) -> Batch:
+        addresses = [_registered_address(blob, self._registered) for blob in first.values()]
+        return Batch([_key(name) for name in first], addresses, [blob.data.nbytes for blob in first.values()])
+
+    # --- put ----------------------------------------------------------------------------------------
+
+    async def _put(self, batch: Batch) -> dict[str, Outcome]:
+        answers = dict(zip(batch.keys, await self._store(batch), strict=True))
+        for pause in ROOM_PAUSES_S:
+            full = [key for key, code in answers.items() if code == codes.NO_AVAILABLE_HANDLE]
+            if not full:
+                break
+            self._counts["waited_for_room"] += len(full)
+            await asyncio.sleep(pause)
+            answers |= zip(full, await self._store(batch.only(full)), strict=True)
+        doubtful = [key for key, code in answers.items() if code == codes.OK or code in codes.OVERTAKEN]
+        try:
+            there = await self._settle(batch.only(doubtful))
+        except StorageUnavailable as error:
+            there = dict.fromkeys(doubtful, Outcome(Found.FAILED, error))
+        sizes = dict(zip(batch.keys, batch.sizes, strict=True))
+        return {key: there.get(key) or _not_stored(code, sizes[key]) for key, code in answers.items()}
+
+    async def _store(self, batch: Batch) -> list[int]:
+        return await self._native(Lane.STORE, lambda client: client.put(batch), moves=len(batch.keys))
+
+    async def _settle(self, batch: Batch) -> dict[str, Outcome]:
+        """What has become of keys that the library says are stored. Raises StorageUnavailable."""
+        missing = await self._absent(batch)
+        if missing.keys:
+            self._counts["contested"] += len(missing.keys)
+            for pause in CONTEST_PAUSES_S:
+                await asyncio.sleep(pause)
+                missing = await self._absent(missing)
+                if not missing.keys:
+                    break
+            else:
+                missing = await self._take_over(missing)
+        gone = Outcome(Found.FAILED, StorageError("another client writes this object and has not finished"))
+        return dict.fromkeys(batch.keys, STORED) | dict.fromkeys(missing.keys, gone)
+
+    async def _absent(self, batch: Batch) -> Batch:
+        """The part of a batch that a get would not find now."""
+        if not batch.keys:
+            return batch
+        found = await self._native(Lane.STORE, lambda client: client.exists(batch.keys))
+        return batch.only([key for key, code in zip(batch.keys, found, strict=True) if code != 1])
+
+    async def _take_over(self, batch: Batch) -> Batch:
+        """Write in place of writes that do not come to an end. Returns what is still absent."""
+        if not self._opened()[0].can_replace:
+            return batch
+        self._counts["taken_over"] += len(batch.keys)
+        await self._native(Lane.STORE, lambda client: client.replace(batch), moves=len(batch.keys))
+        return await self._absent(batch)
+
+    # --- get ----------------------------------------------------------------------------------------
+
+    async def _get(self, batch: Batch) -> dict[str, Outcome]:
+        answers = await self._native(Lane.LOAD, lambda client: client.get(batch), moves=len(batch.keys))
+        outcomes, odd = {}, []
+        for key, size, code in zip(batch.keys, batch.sizes, answers, strict=True):
+            if code == size:
+                outcomes[key] = FOUND
+            elif code >= 0 or code == codes.INVALID_PARAMS:
+                odd.append(key)
+            else:
+                outcomes[key] = MISSING if code in codes.NOT_THERE else _failed("load", code)
+        return outcomes | await self._misfits(batch.only(odd))
+
+    async def _misfits(self, batch: Batch) -> dict[str, Outcome]:
+        """Objects that are not as long as their buffers: missing, and removed.
+
+        Nobody could load them under this name; left there, they would never be stored anew.
+        """
+        if not batch.keys:
+            return {}
+        try:
+            lengths = await self._native(Lane.LOAD, lambda client: client.lengths(batch.keys))
+        except StorageUnavailable as error:
+            return dict.fromkeys(batch.keys, Outcome(Found.FAILED, error))
+        outcomes, misfits = {}, []
+        for key, size, length in zip(batch.keys, batch.sizes, lengths, strict=True):
+            if length >= 0 and length != size:
+                misfits.append(key)
+            outcomes[key] = MISSING if length >= 0 or length in codes.NOT_THERE else _failed("load", length)
+        self._counts["wrong_length"] += len(misfits)
+        if misfits:
+            with contextlib.suppress(StorageUnavailable):  # then the next get removes them
+                await self._native(Lane.LOAD, lambda client: client.remove(misfits))
+        return outcomes
+
+    # --- native calls -------------------------------------------------------------------------------
+
+    async def _native(self, lane: Lane, call: Callable[[NativeClient], list[int]], moves: int = 0) -> list[int]:
+        """Make a native call, to its end. moves: objects whose buffers it uses.
+
+        Raises StorageUnavailable without calling while the breaker is not closed, and after it when nobody
+        answered for any key. Must not be cancelled.
+        """
+        self._breaker.check()
+        client, calls = self._opened()
+        before = self._now()
+        self._moving += moves
+        try:
+            with self._alarm() as begun:
+                answers = await calls.run(lane, lambda: call(client), begun)
+            await self._let_go(moves, answers, before)
+        finally:
+            self._moving -= moves
+        nobody = next((code for code in answers if code in codes.NOBODY_ANSWERS), None)
+        if nobody is not None:
+            self._breaker.failed(told(nobody))
+            if all(code in codes.NOBODY_ANSWERS for code in answers):
+                self._counts["errors"] += 1
+                raise StorageUnavailable(f"Mooncake does not answer ({told(nobody)})")
+        return answers
+
+    @contextlib.contextmanager
+    def _alarm(self) -> Iterator[Callable[[], None]]:
+        """Yields what to call when a native call begins: from then on it must not take longer than `timeout`."""
+        timer: asyncio.TimerHandle | None = None
+
+        def begun() -> None:
+            nonlocal timer
+            self._breaker.check()  # it may have opened while the call waited for a thread
+            overdue = f"a call takes longer than {self._section.timeout:g} s"
+            timer = asyncio.get_running_loop().call_later(self._section.timeout, self._breaker.failed, overdue)
+
+        try:
+            yield begun
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    def _now(self) -> tuple[float, float]:
+        return self._clock.monotonic(), self._clock.wall()
+
+    async def _let_go(self, moves: int, answers: Sequence[int], before: tuple[float, float]) -> None:
+        """Return when no transfer of this call can still touch its buffers (see the module).
+
+        The library measures its limit by the wall clock, which may be set meanwhile.
+        """
+        seconds = max(now - then for now, then in zip(self._now(), before, strict=True))
+        unsettled = [code for code in answers if code < 0 and code not in codes.SETTLED]
+        if not moves or not unsettled or seconds < LIBRARY_GIVES_UP_S:
+            return
+        hold = max(LIBRARY_GIVES_UP_S, self._moving * stall_limit())
+        self._counts["held"] += moves
+        log.warning(
+            "a Mooncake transfer did not end: its memory is held back",
+            objects=moves,
+            hold_s=hold,
+            code=told(unsettled[0]),
+        )
+        await asyncio.sleep(hold)
+
+    async def _probe(self) -> bool:
+        """Whether the master answers."""
+        client, calls = self._opened()
+        found = await calls.run(Lane.PROBE, lambda: client.exists([PROBE_KEY]))
+        return found[0] in (0, 1)
+
+
+def _address(master: str) -> tuple[str, int] | None:
+    """Where to dial; None for a master that the library finds by itself (etcd://…). Raises ConfigError."""
+    if "://" in master:
+        return None
+    host, _, port = master.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError("storage.mooncake.master_server_addr", "expected host:port", master)
+    return host.strip("[]"), int(port)
+
+
+async def _dial(address: tuple[str, int] | None) -> None:
+    """Raises StorageUnavailable unless somebody listens there."""
+    if address is None:
+        return
+    try:
+        async with asyncio.timeout(DIAL_TIMEOUT_S):
+            _, writer = await asyncio.open_connection(*address)
+    except TimeoutError:
+        raise StorageUnavailable(f"no connection within {DIAL_TIMEOUT_S:g} s") from None
+    except OSError as error:
+        raise StorageUnavailable(str(error)) from None
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+
+
+def _key(name: str) -> str:
+    """A name as a Mooncake key: itself, or hex behind a tilde where C++ or a shell could not take it."""
+    if name.isascii() and name.isprintable() and not name.startswith("~"):
+        return name
+    return f"~{name.encode('utf-8', 'surrogatepass').hex()}"
+
+
+def _first_of_each(blobs: Sequence[Blob]) -> dict[str, Blob]:
+    """The library takes a key once per batch."""
+    first: dict[str, Blob] = {}
+    for blob in blobs:
+        first.setdefault(blob.name, blob)
+    return first
+
+
+def _registered_address(blob: Blob, registered: Mapping[int, int]) -> int:
+    """Where a blob's buffer lies. Raises InvariantError when that is not in registered memory."""
+    address = ctypes.addressof(ctypes.c_char.from_buffer(blob.data))
+    end = address + blob.data.nbytes
+    if not any(start <= address and end <= start + nbytes for start, nbytes in registered.items()):
+        raise InvariantError(f"the buffer of {blob.name} lies in memory that was never registered with Mooncake")
+    return address
+
+
+def _not_stored(code: int, nbytes: int) -> Outcome:
+    if code == codes.NO_AVAILABLE_HANDLE:
+        what = f"no segment of the pool has room for an object of {nbytes} bytes ({told(code)})"
+        return Outcome(Found.FAILED, StorageFull(what))
+    return _failed("store", code)
+
+
+def _failed(verb: str, code: int) -> Outcome:
+    kind = StorageUnavailable if code in codes.NOBODY_ANSWERS else StorageError
+    return Outcome(Found.FAILED, kind(f"Mooncake could not {verb} an object ({told(code)})"))
