@@ -1,8 +1,13 @@
 """Block ids × geometry → coalesced byte runs. The one place that knows offsets.
 
-A plan is an int64 table of runs [n, 3]: source offset, target offset, byte count, each offset
-relative to its side's origin. Because geometries are relative, ranks whose memory has the same
-shape share one plan. Runs that continue each other on both sides are merged.
+A plan says the same thing twice, and each device tier reads the form that it can carry out best:
+
+* `moves`: which block goes where, between which two geometries. A GPU kernel computes addresses from
+  a table of segments and these ids, so that what travels to the device is a few bytes a block;
+* `runs`: an int64 table [n, 3]: source offset, target offset, byte count, each offset relative to its
+  side's origin; worked out when first asked for. Runs that continue each other on both sides are merged.
+
+Because geometries are relative, ranks whose memory has the same shape share one plan.
 
 `check_ids` is what admission calls, so that a bad id is refused before anything moves; `plan_copy`
 checks the same again, as the last line before memory is written.
@@ -12,7 +17,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -22,12 +26,33 @@ from transferd.errors import InvariantError, RequestError
 from transferd.layout.base import Geometry
 
 
-@dataclass(frozen=True, slots=True)
-class CopyPlan:
-    """runs: int64 [n, 3] C-contiguous (source offset, target offset, nbytes). nbytes: their sum."""
+class Moves(NamedTuple):
+    """Block source_ids[i] of one memory goes to block target_ids[i] of the other, every segment. ids: int64 [n]."""
 
-    runs: npt.NDArray[np.int64]
-    nbytes: int
+    source: Geometry
+    source_ids: npt.NDArray[np.int64]
+    target: Geometry
+    target_ids: npt.NDArray[np.int64]
+
+
+class CopyPlan:
+    """What to copy. nbytes: the sum of all runs. moves: None for a plan that was made of runs alone."""
+
+    __slots__ = ("_runs", "moves", "nbytes")
+
+    def __init__(self, nbytes: int, *, moves: Moves | None = None, runs: npt.NDArray[np.int64] | None = None) -> None:
+        assert moves is not None or runs is not None
+        self.nbytes = nbytes
+        self.moves = moves
+        self._runs = runs
+
+    @property
+    def runs(self) -> npt.NDArray[np.int64]:
+        """int64 [n, 3], C-contiguous: source offset, target offset, byte count."""
+        if self._runs is None:
+            assert self.moves is not None
+            self._runs = _runs_of(self.moves)
+        return self._runs
 
 
 def check_ids(ids: Sequence[int], blocks: int, what: str, *, target: bool) -> None:
@@ -53,18 +78,24 @@ def plan_copy(source: Geometry, source_ids: Sequence[int], target: Geometry, tar
         raise RequestError(f"{count} source ids, {len(target_ids)} target ids", code="length_mismatch")
     check_ids(source_ids, source.blocks, "source ids", target=False)
     check_ids(target_ids, target.blocks, "target ids", target=True)
-    path = _path(source, target)
+    moves = Moves(source, np.asarray(source_ids, dtype=np.int64), target, np.asarray(target_ids, dtype=np.int64))
+    return CopyPlan(_path(source, target).nbytes * count, moves=moves)
+
+
+def _runs_of(moves: Moves) -> npt.NDArray[np.int64]:
+    path = _path(moves.source, moves.target)
+    count = len(moves.source_ids)
     if count == 1:  # the control plane's commonest plan: nothing to merge, a few vector operations less
-        return CopyPlan(path.base + path.source_step * source_ids[0] + path.target_step * target_ids[0], path.nbytes)
+        source_id, target_id = int(moves.source_ids[0]), int(moves.target_ids[0])
+        return path.base + path.source_step * source_id + path.target_step * target_id
     # [segment, block, 3]: for layer-major memory, neighbours in a row are neighbours in memory.
     # Reading in ascending order is worth a tenth of the speed, and finds every pair of neighbours.
-    sources = np.asarray(source_ids, dtype=np.int64)
-    order = np.argsort(sources, kind="stable")
+    order = np.argsort(moves.source_ids, kind="stable")
     runs = np.empty((len(path.base), count, 3), dtype=np.int64)
     runs[:] = path.base[:, None]
-    runs[:, :, 0] += np.multiply.outer(source.strides, sources[order])
-    runs[:, :, 1] += np.multiply.outer(target.strides, np.asarray(target_ids, dtype=np.int64)[order])
-    return CopyPlan(_merged(runs.reshape(-1, 3)), path.nbytes * count)
+    runs[:, :, 0] += np.multiply.outer(moves.source.strides, moves.source_ids[order])
+    runs[:, :, 1] += np.multiply.outer(moves.target.strides, moves.target_ids[order])
+    return _merged(runs.reshape(-1, 3))
 
 
 class _Path(NamedTuple):

@@ -251,7 +251,7 @@ async def test_a_plan_that_leaves_its_memory_is_found_out() -> None:
     device, host = await opened()
     for runs in ([[0, host.nbytes - 3, 4]], [[-1, 0, 4]], [[device.memory.size - 3, 0, 4]]):
         with pytest.raises(InvariantError, match="leaves the memory"):
-            await device.copy_out(CopyPlan(np.array(runs, dtype=np.int64), 4), host)
+            await device.copy_out(CopyPlan(4, runs=np.array(runs, dtype=np.int64)), host)
 
 
 # --- storage --------------------------------------------------------------------------------------

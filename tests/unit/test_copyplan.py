@@ -80,10 +80,19 @@ def test_the_native_copy_is_built_where_a_compiler_is() -> None:
 
 def test_neighbours_on_both_sides_become_one_run() -> None:
     layout = build_layout(CACHES["gqa"])
-    plan = plan_copy(layout.device, [4, 2, 3], layout.host, [7, 5, 6])
+    plan = plan_copy(layout.device, [4, 2, 3], layout.device, [6, 4, 5])
     assert len(plan.runs) == len(layout.segments)
-    scattered = plan_copy(layout.device, [4, 2, 3], layout.host, [5, 6, 7])
+    scattered = plan_copy(layout.device, [4, 2, 3], layout.device, [4, 5, 6])
     assert len(scattered.runs) == 2 * len(layout.segments), "2, 3 → 6, 7 go together, 4 → 5 alone"
+
+
+def test_a_block_of_the_host_pool_is_one_range() -> None:
+    layout = build_layout(CACHES["fp8"])
+    runs = plan_copy(layout.device, [3], layout.host, [2]).runs
+    targets = sorted((int(target), int(nbytes)) for _, target, nbytes in runs.tolist())
+    ends = [target + nbytes for target, nbytes in targets]
+    assert [target for target, _ in targets[1:]] == ends[:-1]
+    assert ends[-1] - targets[0][0] == layout.block_bytes
 
 
 @pytest.mark.parametrize(

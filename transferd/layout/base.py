@@ -11,10 +11,10 @@ Where segments lie in memory is an `Arena`: segment s of block b starts at
 
 This one formula describes both shapes that memory comes in:
 
-* *layer-major* (device tensors and the host pool): each segment is an array of all blocks;
-  strides[s] = nbytes[s];
-* *packed* (staging slots and stored objects): a block's segments lie one after the other;
-  strides[s] = the slot size.
+* *layer-major* (device tensors): each segment is an array of all blocks; strides[s] = nbytes[s];
+* *packed* (the host pool, staging slots, stored objects): a block's segments lie one after the other;
+  strides[s] = the slot size. One block is then one range, which a DMA engine moves at full speed where
+  a range for each segment would be too small for it (docs/adr/0007).
 
 Copying between any two places is therefore one function (copyplan), for every direction and plane.
 """
@@ -144,12 +144,18 @@ class BlockLayout:
     def device(self) -> Geometry:
         """Layer-major, in segment order, each segment aligned: one rank's device memory in one piece."""
         counts = [self.device_blocks_of(segment.layer) for segment in self.segments]
-        return self._layer_major(counts, min(counts))
+        offsets: list[int] = []
+        end = 0
+        for segment, count in zip(self.segments, counts, strict=True):
+            offsets.append(end)
+            end += align(segment.nbytes * count)
+        nbytes = np.array([s.nbytes for s in self.segments], dtype=np.int64)
+        return Geometry(np.array(offsets, dtype=np.int64), nbytes, nbytes, min(counts), end)
 
     @functools.cached_property
     def host(self) -> Geometry:
-        """Layer-major with host_blocks blocks in every layer: one rank's pinned pool in one piece."""
-        return self._layer_major([self.host_blocks] * len(self.segments), self.host_blocks)
+        """host_blocks packed blocks: one rank's pinned pool in one piece."""
+        return self.packed(self.host_blocks, align(self.block_bytes))
 
     def packed(self, slots: int, slot_bytes: int) -> Geometry:
         """`slots` packed blocks, each at the start of a slot of `slot_bytes` (>= block_bytes)."""
@@ -161,15 +167,6 @@ class BlockLayout:
             blocks=slots,
             extent=slots * slot_bytes,
         )
-
-    def _layer_major(self, counts: list[int], blocks: int) -> Geometry:
-        offsets: list[int] = []
-        end = 0
-        for segment, count in zip(self.segments, counts, strict=True):
-            offsets.append(end)
-            end += align(segment.nbytes * count)
-        nbytes = np.array([s.nbytes for s in self.segments], dtype=np.int64)
-        return Geometry(np.array(offsets, dtype=np.int64), nbytes, nbytes, blocks, end)
 
 
 ALIGNMENT = 256  # bytes: what cudaMalloc guarantees and vector loads like; applied to each segment's start

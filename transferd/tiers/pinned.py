@@ -103,7 +103,7 @@ def _lock(address: int, nbytes: int) -> bool:
 
 
 class HostPool:
-    """One rank's host tier: `host_blocks` blocks, layer-major, in one region that it owns."""
+    """One rank's host tier: `host_blocks` packed blocks in one region that it owns."""
 
     def __init__(self, layout: BlockLayout, rank: int) -> None:
         self.rank = rank
