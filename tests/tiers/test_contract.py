@@ -16,11 +16,14 @@ from transferd.layout import BlockLayout, build_layout
 from transferd.offload import Offload, ThreadOffload
 from transferd.testing.device import SimDevice
 from transferd.tiers.base import DeviceTier
+from transferd.tiers.paddle import PaddleDeviceTier
 from transferd.tiers.pinned import HostPool, HostRegion
 from transferd.tiers.shm import ShmDeviceTier
 
 TIERS: dict[str, Callable[[BlockLayout, Offload], DeviceTier]] = {
     "shm": lambda layout, offload: ShmDeviceTier(layout, 0, 0, offload),
+    "paddle": lambda layout, offload: PaddleDeviceTier(layout, 0, 0, offload),
+    "paddle as on a device": lambda layout, offload: PaddleDeviceTier(layout, 0, 0, offload, shared=False),
     "simulated": lambda layout, offload: SimDevice(layout, 0, 0, offload),
 }
 SIZES = {"layers": 3, "device_blocks": 24, "host_blocks": 40}
@@ -37,6 +40,8 @@ LAYOUTS = {
 
 @pytest.fixture(params=TIERS, ids=str)
 def kind(request: pytest.FixtureRequest) -> str:
+    if request.param.startswith("paddle"):
+        pytest.importorskip("paddle", reason="the paddle extra is not installed")
     return str(request.param)
 
 

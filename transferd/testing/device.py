@@ -67,6 +67,9 @@ class SimDevice:
             raise TierError(f"rank {self.rank} has no device memory (simulated)")
         self._memory = SimMemory(self._layout.device.extent)
 
+    async def attach(self, handle: DeviceHandle) -> None:
+        raise TierError(f"simulated device memory is made here, not attached ({handle.kind})")
+
     async def copy_out(self, plan: CopyPlan, host: HostMemory) -> None:
         await self._copy("copy_out", plan, host)
 

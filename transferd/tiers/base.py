@@ -7,7 +7,8 @@ Guaranteed by the caller (workers):
    the pinned pool.
 2. No two copies under way touch the same device bytes with at least one writing (dispatch orders
    them); any number of other copies may be under way at once, in both directions.
-3. `open` is awaited once before anything else, `close` once after every copy has returned.
+3. `open`, or `attach` in its place, is awaited before anything else, `close` after every copy has returned.
+   After `close`, `open` or `attach` may come again: a cache is cleared and made anew.
 
 Duties of an implementation:
 
@@ -17,7 +18,9 @@ Duties of an implementation:
 3. Once started, a copy runs to its end: cancelling the awaiting task must not leave a copy running
    that the caller does not know of. (Callers shield; a tier need not handle cancellation.)
 4. A failed copy raises `TierError`; a device that will never work again raises `DeviceLost`.
-5. `close` frees everything that `open` made, exactly once, and keeps the first error.
+5. `close` frees everything that `open` made, or unmaps what `attach` mapped, exactly once, and keeps the
+   first error.
+6. Memory that `open` returns holds nothing of anyone's: what a cache held before it was closed is not in it.
 """
 
 from __future__ import annotations
@@ -52,7 +55,10 @@ class HostMemory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DeviceHandle:
-    """What another process needs to map this memory. `kind` names the mechanism, `data` is its own."""
+    """What another process needs to map this memory. `kind` names the mechanism, `data` is its own.
+
+    All kinds have in `data` the `owner` (owner.py) and the `arrays` (arrays.py).
+    """
 
     kind: str
     data: dict[str, Any]
@@ -71,6 +77,15 @@ class DeviceTier(Protocol):
 
     async def open(self) -> None:
         """Allocate (or attach) and make ready. Raises TierError; then nothing is left behind."""
+        ...
+
+    async def attach(self, handle: DeviceHandle) -> None:
+        """Map memory that the engine made, in place of `open`; the engine goes on owning it.
+
+        The caller has checked that the handle's owner lives. Raises RequestError (code `layout_mismatch`)
+        for memory that does not fit the layout, TierError when it cannot be mapped; then nothing is left
+        behind. Only classes that say `attaches = True` are asked.
+        """
         ...
 
     async def copy_out(self, plan: CopyPlan, host: HostMemory) -> None:

@@ -1,7 +1,8 @@
 """The device tier without a device: shared memory that stands in for it.
 
 It is what the daemon runs on where there is no accelerator, and what every other tier must equal byte
-for byte. The engine maps the same memory (segment.py), so "device" blocks are shared without a copy.
+for byte. Daemon and engine map the same memory (segment.py), so "device" blocks are shared without a copy;
+either of them may be the one that makes it.
 """
 
 from __future__ import annotations
@@ -10,16 +11,24 @@ import os
 from typing import Any
 
 from transferd.copyplan import CopyPlan
-from transferd.errors import TierError
+from transferd.errors import RequestError, TierError
 from transferd.layout.base import Arena, BlockLayout
 from transferd.offload import Direction, Offload
+from transferd.tiers.arrays import Region, describe, locate
 from transferd.tiers.base import INLINE_BYTES, DeviceHandle, HostMemory
 from transferd.tiers.hostcopy import copy_runs
+from transferd.tiers.owner import as_data, this_process
 from transferd.tiers.segment import PREFIX, Segment
+
+KIND = "shm"
 
 
 class ShmDeviceTier:
-    """One rank's blocks in POSIX shared memory. Owns the segment between `open` and `close`."""
+    """One rank's blocks in POSIX shared memory.
+
+    Owns the segment between `open` and `close`; between `attach` and `close` it owns a mapping of the
+    engine's.
+    """
 
     def __init__(self, layout: BlockLayout, rank: int, device: int, offload: Offload) -> None:
         self.rank = rank
@@ -27,10 +36,13 @@ class ShmDeviceTier:
         self._layout = layout
         self._offload = offload
         self._segment: Segment | None = None
+        self._arena: Arena | None = None
 
     @property
     def arena(self) -> Arena:
-        return Arena(self._layout.device, self._mapped.address)
+        if self._arena is None:
+            raise TierError(f"the device memory of rank {self.rank} is not open")
+        return self._arena
 
     @property
     def _mapped(self) -> Segment:
@@ -39,16 +51,24 @@ class ShmDeviceTier:
         return self._segment
 
     async def open(self) -> None:
-        if self._segment is not None:
-            raise TierError(f"the device memory of rank {self.rank} is open already")
+        self._check_closed()
         name = f"{PREFIX}{os.getpid()}.{id(self):x}.rank{self.rank}"
         self._segment = Segment(name, self._layout.device.extent, create=True)
+        self._arena = Arena(self._layout.device, self._segment.address)
+
+    async def attach(self, handle: DeviceHandle) -> None:
+        self._check_closed()
+        self._segment, self._arena = map_offered(self._layout, handle)
+
+    def _check_closed(self) -> None:
+        if self._segment is not None:
+            raise TierError(f"the device memory of rank {self.rank} is open already")
 
     async def copy_out(self, plan: CopyPlan, host: HostMemory) -> None:
-        await self._copy(Direction.OUT, self._mapped.address, host.address, plan)
+        await self._copy(Direction.OUT, self.arena.origin, host.address, plan)
 
     async def copy_in(self, plan: CopyPlan, host: HostMemory) -> None:
-        await self._copy(Direction.IN, host.address, self._mapped.address, plan)
+        await self._copy(Direction.IN, host.address, self.arena.origin, plan)
 
     async def _copy(self, direction: Direction, source: int, target: int, plan: CopyPlan) -> None:
         if plan.nbytes <= INLINE_BYTES:
@@ -57,24 +77,42 @@ class ShmDeviceTier:
             await self._offload.run(direction, lambda: copy_runs(source, target, plan.runs))
 
     def handle(self) -> DeviceHandle:
-        """name and nbytes of the segment, and where each (plane, layer) array lies in it."""
-        segment, layout = self._mapped, self._layout
-        arrays = [
-            {
-                "plane": part.plane.name,
-                "layer": part.layer,
-                "offset": int(offset),
-                "shape": [layout.device_blocks_of(part.layer), *part.plane.shape],
-                "dtype": part.plane.numpy_dtype.name,
-            }
-            for part, offset in zip(layout.segments, layout.device.offsets, strict=True)
-        ]
-        return DeviceHandle("shm", {"name": segment.name, "nbytes": segment.nbytes, "arrays": arrays})
+        return created_handle(self._layout, self._mapped)
 
     async def close(self) -> None:
-        segment, self._segment = self._segment, None
+        segment, self._segment, self._arena = self._segment, None, None
         if segment is not None:
             segment.close()
 
     def statistics(self) -> dict[str, Any]:
         return {"bytes": self._layout.device.extent, "open": self._segment is not None}
+
+
+def created_handle(layout: BlockLayout, segment: Segment) -> DeviceHandle:
+    """Of memory that this process laid out as `layout.device` says: the segment, its arrays, its owner."""
+    data = {
+        "name": segment.name,
+        "nbytes": segment.nbytes,
+        "arrays": describe(layout),
+        "owner": as_data(this_process()),
+    }
+    return DeviceHandle(KIND, data)
+
+
+def map_offered(layout: BlockLayout, handle: DeviceHandle) -> tuple[Segment, Arena]:
+    """Map a segment that another process made; the caller owns the mapping, not the segment.
+
+    handle.data: as in `created_handle`; the arrays may lie anywhere in the segment, in any order.
+    Raises RequestError for a handle that is none or does not fit the layout, TierError if it cannot be mapped.
+    """
+    if handle.kind != KIND:
+        raise RequestError(f"a handle of kind {handle.kind[:40]!r}; {KIND!r} is needed", code="wrong_kind")
+    name, nbytes = handle.data.get("name"), handle.data.get("nbytes")
+    if not isinstance(name, str) or not isinstance(nbytes, int) or nbytes <= 0:
+        raise RequestError("the handle names no shared memory: name and nbytes are needed", code="bad_value")
+    segment = Segment(name, nbytes, create=False)
+    try:
+        return segment, locate(layout, handle.data.get("arrays"), [Region(segment.address, segment.nbytes)])
+    except RequestError:
+        segment.close()
+        raise

@@ -1,0 +1,75 @@
+"""The owner of handed-over memory: known while it lives, refused in one line when it does not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from transferd.errors import RequestError, TierError
+from transferd.tiers.owner import ENGINE_GONE, as_data, check_owner, this_process
+
+OTHER = """
+import json, sys
+from transferd.tiers.owner import as_data, this_process
+print(json.dumps(as_data(this_process())), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def other() -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen([sys.executable, "-c", OTHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_this_process_is_alive() -> None:
+    me = this_process()
+    assert check_owner(as_data(me)) == me
+    assert me.started > 0
+
+
+def test_another_process_is_known_until_it_dies(other: subprocess.Popen[str]) -> None:
+    assert other.stdout is not None
+    data = json.loads(other.stdout.readline())
+    assert check_owner(data).pid == other.pid
+    other.kill()
+    other.wait()
+    with pytest.raises(TierError, match=f"{other.pid}, has gone") as caught:
+        check_owner(data)
+    assert caught.value.reason == ENGINE_GONE
+
+
+def test_a_process_id_that_was_given_out_again_is_another_process() -> None:
+    data = as_data(this_process())
+    with pytest.raises(TierError, match="has gone"):
+        check_owner(data | {"started": data["started"] - 1})
+
+
+def test_a_handle_from_before_the_machine_started_is_refused() -> None:
+    with pytest.raises(TierError, match="before this one was started") as caught:
+        check_owner(as_data(this_process()) | {"boot": "another"})
+    assert caught.value.reason == ENGINE_GONE
+
+
+def test_a_process_of_another_container_cannot_be_looked_up_and_passes() -> None:
+    elsewhere = as_data(this_process()) | {"namespace": 1, "pid": 2**22 + 1}
+    assert check_owner(elsewhere).namespace == 1
+
+
+@pytest.mark.parametrize("pid", [0, -1, 2**22 + 1, 2**62])
+def test_process_ids_that_nobody_has_are_refused(pid: int) -> None:
+    with pytest.raises(TierError, match="has gone"):
+        check_owner(as_data(this_process()) | {"pid": pid})
+
+
+@pytest.mark.parametrize("data", [None, {}, [], {"boot": 1}, "x"])
+def test_what_is_no_owner_is_refused(data: Any) -> None:
+    with pytest.raises(RequestError, match="owner"):
+        check_owner(data)
