@@ -1,4 +1,7 @@
-"""What every test shares: each async test runs on asyncio's own loop and on uvloop."""
+"""What every test shares: each async test runs on asyncio's own loop and on uvloop.
+
+Marked `one_loop` are slow tests of daemons in processes of their own, which run on uvloop anyway.
+"""
 
 from __future__ import annotations
 
@@ -12,4 +15,7 @@ import uvloop
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+    factories: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {"asyncio": asyncio.new_event_loop}
+    if item.get_closest_marker("one_loop") is None:
+        factories["uvloop"] = uvloop.new_event_loop
+    return factories

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transferd.client import Client
-    from transferd.errors import TransferError
+    from transferd.errors import HandoverFailed, TransferError
     from transferd.sync_client import SyncClient
     from transferd.tasks import (
         RankResult,
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Client",
+    "HandoverFailed",
     "RankResult",
     "ReadStorageTask",
     "Status",
@@ -37,7 +38,12 @@ __all__ = [
     "WriteStorageTask",
 ]
 
-_HOMES = {"Client": "transferd.client", "SyncClient": "transferd.sync_client", "TransferError": "transferd.errors"}
+_HOMES = {
+    "Client": "transferd.client",
+    "SyncClient": "transferd.sync_client",
+    "HandoverFailed": "transferd.errors",
+    "TransferError": "transferd.errors",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 
 from transferd.copyplan import check_ids
 from transferd.errors import RequestError
-from transferd.tasks import ReadStorageTask, SwapInTask, SwapOutTask, Task, WriteStorageTask
+from transferd.tasks import (
+    ReadStorageTask,
+    ReceiveTask,
+    SendTask,
+    SwapInTask,
+    SwapOutTask,
+    Task,
+    WriteStorageTask,
+)
 
 MAX_TASK_ID = 1024  # characters; task ids are kept for as long as results are
 MAX_TIMEOUT_S = 24 * 3600.0
@@ -19,7 +27,8 @@ class Limits:
     """The bounds that admission keeps, and the shape of the cache it checks ids against.
 
     max_queued: tasks admitted and not running. max_bytes: per lane, queued and running, all ranks.
-    block_bytes: of one block on one rank. storage: False when no backend is configured.
+    block_bytes: of one block on one rank. storage: False when no backend is configured. direct: True
+    in pd.mode "direct".
     """
 
     ranks: int
@@ -27,6 +36,7 @@ class Limits:
     host_blocks: int
     block_bytes: int
     storage: bool = True
+    direct: bool = False
     max_queued: int = 4096
     max_bytes: int = 16 * 1024**3
     lane_depth: int = 4
@@ -84,15 +94,29 @@ def _check_write(task: WriteStorageTask, limits: Limits) -> None:
 
 def _check_storage(task: ReadStorageTask | WriteStorageTask, start: int, limits: Limits) -> tuple[int, int]:
     """What reads and writes share. Returns how many keys and how many ids there are."""
-    if not limits.storage:
+    if isinstance(task, SendTask | ReceiveTask):
+        _check_direct(task, limits)
+    elif not limits.storage:
         raise RequestError('this daemon has no storage tier (storage.backend = "none")', code="no_storage_tier")
     if start < 0:
         raise RequestError(f"start_{task.kind}_block_idx must not be negative, is {start}", code="bad_value")
     return len(task.keys), len(task.gpu_block_ids)
 
 
+def _check_direct(task: SendTask | ReceiveTask, limits: Limits) -> None:
+    if not limits.direct:
+        raise RequestError('this daemon hands nothing over directly (pd.mode = "storage")', code="no_direct_mode")
+    if not 0 < len(task.transfer_id) <= MAX_TASK_ID:
+        raise RequestError(f"transfer_id must have 1 to {MAX_TASK_ID} characters", code="bad_value")
+    if isinstance(task, ReceiveTask):
+        host, _, port = task.peer.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            raise RequestError(f"peer must be host:port, not {task.peer[:80]!r}", code="bad_value")
+
+
 def content_hash(task: Task) -> int:
     """Equal for equal requests within one process; the timeout may differ between pushes of one task."""
     if isinstance(task, SwapOutTask | SwapInTask):
         return hash((task.kind, tuple(task.gpu_block_ids), tuple(task.cpu_block_ids)))
-    return hash((task.kind, tuple(task.keys), tuple(task.gpu_block_ids), task.token_ids))
+    transfer = task.transfer_id if isinstance(task, SendTask | ReceiveTask) else None
+    return hash((task.kind, transfer, tuple(task.keys), tuple(task.gpu_block_ids), task.token_ids))

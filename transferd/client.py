@@ -17,12 +17,13 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from transferd import handover
 from transferd import protocol as wire
 from transferd.clock import SYSTEM_CLOCK, Clock
 from transferd.config import DEFAULT_ENDPOINT
 from transferd.errors import TierError
 from transferd.link import Link, Pending, PendingTask
-from transferd.tasks import Task, TaskResult
+from transferd.tasks import DEFAULT_TIMEOUT_S, Task, TaskResult
 from transferd.transport import ClientTransport, ZmqClientTransport
 
 NO_ANSWER_S = 30.0  # past a task's own timeout; the daemon answers by then unless it has a bug
@@ -56,6 +57,7 @@ class Client:
     ) -> None:
         self.endpoint = endpoint or default_endpoint()
         self._connect_timeout = connect_timeout
+        self._clock = clock
         self._link = Link(self.endpoint, transport or ZmqClientTransport(self.endpoint), clock)
 
     @property
@@ -131,6 +133,72 @@ class Client:
         False: there was nothing to take back.
         """
         return bool(await self._ask(wire.Cancel(task_id)))
+
+    # --- prefill → decode ---------------------------------------------------------------------------
+
+    async def write_all(
+        self,
+        request_id: str,
+        token_ids: handover.Tokens,
+        gpu_block_ids: Sequence[int],
+        *,
+        extra_keys: handover.ExtraKeys | None = None,
+        timeout: float = DEFAULT_TIMEOUT_S,
+    ) -> TaskResult:
+        """Prefill: hand over the KV of a whole sequence; return when every block of it is where decode can have it.
+
+        token_ids: the sequence from its first token. gpu_block_ids: its blocks, the last one incomplete or not;
+        block ceil(tokens / block_size) - 1 is handed over whole, whatever it holds behind the last token.
+        extra_keys: see `transferd.keys.block_keys`; both sides must give the same.
+
+        Send the first token only after this. Raises HandoverFailed for anything less than all blocks,
+        RequestError for bad input.
+        """
+        planned = self._plan(request_id, token_ids, gpu_block_ids, extra_keys, timeout)
+        return handover.whole(await self.submit(planned.out(self._link.pd_mode)), len(planned.keys))
+
+    async def read_all(
+        self,
+        request_id: str,
+        token_ids: handover.Tokens,
+        gpu_block_ids: Sequence[int],
+        *,
+        extra_keys: handover.ExtraKeys | None = None,
+        peer: str | None = None,
+        timeout: float = DEFAULT_TIMEOUT_S,
+    ) -> TaskResult:
+        """Decode: get the KV of a whole sequence into `gpu_block_ids`, which may be more than it needs; or nothing.
+
+        peer: `pd_address` of the prefill engine's daemon; needed in direct mode, not looked at in storage mode.
+
+        Raises HandoverFailed, which an engine answers with its `http_status` 502 and its text; the blocks then
+        hold anything. RequestError for bad input.
+        """
+        planned = self._plan(request_id, token_ids, gpu_block_ids, extra_keys, timeout)
+        return handover.whole(await self.submit(planned.into(self._link.pd_mode, peer)), len(planned.keys))
+
+    @property
+    def pd_address(self) -> str:
+        """Where other daemons reach this one in direct mode: what the decode engine names as `peer`. "" otherwise."""
+        return self._link.pd_address
+
+    def _plan(
+        self,
+        request_id: str,
+        token_ids: handover.Tokens,
+        gpu_block_ids: Sequence[int],
+        extra_keys: handover.ExtraKeys | None,
+        timeout: float,
+    ) -> handover.Handover:
+        return handover.plan_handover(
+            request_id,
+            self._clock.fresh_id(),
+            token_ids,
+            gpu_block_ids,
+            block_size=self._link.block_size,
+            extra_keys=extra_keys,
+            timeout=timeout,
+        )
 
     # --- control ------------------------------------------------------------------------------------
 

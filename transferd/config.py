@@ -172,6 +172,20 @@ class StorageSection(_Section, frozen=True, kw_only=True):
     mooncake: MooncakeStorageSection = MooncakeStorageSection()
 
 
+class PdSection(_Section, frozen=True, kw_only=True):
+    """How sequences go from a prefill to a decode engine: through storage, or straight from daemon to daemon.
+
+    mode: where it is not given, FastDeploy's FD_PD_TRANSFER_VIA_STORAGE counts (1 storage, 0 direct), then "storage".
+    The rest is of direct mode only.
+    """
+
+    mode: Literal["storage", "direct"] | None = None
+    listen: str = "127.0.0.1:0"  # where decode daemons reach this one; port 0: any, see stats
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    rdma_devices: str = ""  # comma separated; "" = all
+    staging: Size = Size(64 * 1024**2)  # per rank; the only memory that peers write to
+
+
 class MetricsSection(_Section, frozen=True, kw_only=True):
     """Where /metrics, /healthz, /readyz and /status are served."""
 
@@ -192,6 +206,7 @@ class Config(_Section, frozen=True, kw_only=True):
     cache: CacheSection = CacheSection()
     host: HostSection = HostSection()
     storage: StorageSection = StorageSection()
+    pd: PdSection = PdSection()
     metrics: MetricsSection = MetricsSection()
     log: LogSection = LogSection()
 
@@ -241,6 +256,17 @@ def from_tree(tree: Mapping[str, Any]) -> Config:
     return config
 
 
+def pd_mode(config: Config, env: Mapping[str, str] | None = None) -> str:
+    """The mode of the handover from prefill to decode, "storage" or "direct". Raises ConfigError."""
+    if config.pd.mode is not None:
+        return config.pd.mode
+    via_storage = (os.environ if env is None else env).get("FD_PD_TRANSFER_VIA_STORAGE", "")
+    modes = {"": "storage", "1": "storage", "0": "direct"}
+    if via_storage not in modes:
+        raise ConfigError("FD_PD_TRANSFER_VIA_STORAGE", "expected 0 or 1", via_storage)
+    return modes[via_storage]
+
+
 def to_tree(config: Config) -> dict[str, Any]:
     """The effective configuration as plain data, sizes as text."""
     tree: dict[str, Any] = msgspec.to_builtins(config, enc_hook=str, builtin_types=(int,))
@@ -270,6 +296,8 @@ def check(config: Config) -> None:
     listen = config.metrics.listen
     if listen and not re.fullmatch(r".+:\d{1,5}", listen):
         raise ConfigError("metrics.listen", "expected host:port or nothing", listen)
+    if not re.fullmatch(r".+:\d{1,5}", config.pd.listen):
+        raise ConfigError("pd.listen", "expected host:port", config.pd.listen)
 
 
 def _check_endpoint(endpoint: str, curve: bool) -> None:

@@ -18,8 +18,10 @@ from transferd import logs, report
 from transferd.admission import Limits
 from transferd.barrier import RankBarrier
 from transferd.clock import SYSTEM_CLOCK, Clock
-from transferd.config import Config
+from transferd.config import Config, pd_mode
 from transferd.coordinator import Coordinator
+from transferd.direct.exchange import Exchange
+from transferd.direct.transfer_engine import TransferEngineCarrier
 from transferd.dispatch import Dispatcher
 from transferd.errors import ConfigError, TransferError
 from transferd.integrity import FOOTER_BYTES
@@ -38,7 +40,7 @@ from transferd.tiers.segment import remove_stale_segments
 from transferd.tiers.staging import Staging
 from transferd.trace import Recorder
 from transferd.transport import ServerTransport, ZmqServerTransport
-from transferd.workers.context import Background, RankContext
+from transferd.workers.context import Background, DirectPath, RankContext
 from transferd.workers.rank import RankWorker
 
 log = structlog.get_logger(__name__)
@@ -70,13 +72,14 @@ class Daemon:
         self.offload = offload if offload is not None else ThreadOffload(COPY_THREADS)
         self.namer = ObjectNamer(config.storage.model, self.layout.fingerprint)
         self.dispatcher = Dispatcher(
-            limits_of(config, self.layout, storage=self.storage is not None),
+            limits_of(config, self.layout, storage=self.storage is not None, direct=pd_mode(config) == "direct"),
             boot_id=clock.fresh_id(),
             generation=config.storage.generation,
             recorder=self.recorder,
             admitting=False,
         )
         self.barrier = RankBarrier(config.cache.ranks)
+        self.exchange = self._build_exchange()
         self.coordinator = Coordinator(self.dispatcher, self.barrier, self.namer, self.storage, clock=clock)
         self.coordinator.workers = [self._build_rank(rank) for rank in range(config.cache.ranks)]
         self.coordinator.stats = lambda: report.stats(self)
@@ -91,9 +94,18 @@ class Daemon:
             clock=clock,
             max_message=config.server.max_message,
             client_timeout=config.server.client_timeout,
+            block_size=config.cache.block_size,
+            pd_mode=pd_mode(config),
+            pd_address=lambda: "" if self.exchange is None else self.exchange.address,
         )
         self.coordinator.deliver = self.server.deliver
         self.started_at = clock.monotonic()
+
+    def _build_exchange(self) -> Exchange | None:
+        """In pd.mode "direct", what other daemons send to and receive from."""
+        if pd_mode(self.config) != "direct":
+            return None
+        return Exchange(TransferEngineCarrier(self.config), self.config.pd.listen, self.config.cache.ranks)
 
     def _build_rank(self, rank: int) -> RankWorker:
         config, layout = self.config, self.layout
@@ -110,8 +122,14 @@ class Daemon:
             clock=self.clock,
             recorder=self.recorder,
             background=Background(),
+            direct=self._direct_path(),
         )
         return RankWorker(context, self.coordinator.rank_arrived, self.coordinator.rank_died)
+
+    def _direct_path(self) -> DirectPath | None:
+        if self.exchange is None:
+            return None
+        return DirectPath(self.exchange, Staging(self.layout, self.config.pd.staging, FOOTER_BYTES, key="pd.staging"))
 
     # --- life ---------------------------------------------------------------------------------------
 
@@ -125,6 +143,8 @@ class Daemon:
         await self.server.start()
         if self.storage is not None:
             await self.storage.open()
+        if self.exchange is not None:
+            await self.exchange.open()
         for worker in self.coordinator.workers:
             await worker.open()
         self.coordinator.announce_ready()
@@ -149,9 +169,13 @@ class Daemon:
         await _attempt(errors, self.reports.close())
         await _attempt(errors, self.server.close())
         coordinator.close()
-        # 5. Close workers (they wait for bytes in flight), then storage, then the copy threads.
+        # 5. Close workers (they wait for bytes in flight), then the ways in and out, then the copy threads.
+        if self.exchange is not None:
+            await _attempt(errors, self.exchange.hang_up())  # or a peer that hangs could keep bytes in flight
         for worker in coordinator.workers:
             await _attempt(errors, worker.close())
+        if self.exchange is not None:
+            await _attempt(errors, self.exchange.close())
         if self.storage is not None:
             await _attempt(errors, self.storage.close())
         self.offload.close()
@@ -176,7 +200,7 @@ class Daemon:
         return "" if self.coordinator.admitting else "draining"
 
 
-def limits_of(config: Config, layout: BlockLayout, *, storage: bool) -> Limits:
+def limits_of(config: Config, layout: BlockLayout, *, storage: bool, direct: bool = False) -> Limits:
     """Admission's view of the configuration."""
     return Limits(
         ranks=config.cache.ranks,
@@ -184,6 +208,7 @@ def limits_of(config: Config, layout: BlockLayout, *, storage: bool) -> Limits:
         host_blocks=layout.host_blocks,
         block_bytes=layout.block_bytes,
         storage=storage,
+        direct=direct,
         max_queued=config.server.max_queued_tasks,
         max_bytes=config.server.max_inflight_bytes,
         lane_depth=config.server.lane_depth,

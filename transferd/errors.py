@@ -16,7 +16,7 @@ that talks to the foreign thing; nothing else in the package catches broadly.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 class TransferError(Exception):
@@ -101,6 +101,33 @@ class StorageUnavailable(StorageError):
     """The backend does not answer (its circuit breaker is open, its master is gone). Quick by design."""
 
     code = "storage_unavailable"
+
+
+class HandoverFailed(TransferError):
+    """A sequence did not go from prefill to decode completely. The code is that of the cause, as with any task.
+
+    result: the TaskResult; what it claims is less than what was asked for, and none of it should be used.
+    http_status: what an engine answers the request with.
+    """
+
+    code = "handover_failed"
+    http_status: ClassVar[int] = 502
+
+    def __init__(self, message: str, *, code: str | None = None, result: Any = None) -> None:
+        super().__init__(message, code=code)
+        self.result = result
+
+
+class PeerLost(TransferError):
+    """The daemon at the other end of a direct transfer has gone, or its memory could not be reached."""
+
+    code = "peer_lost"
+
+
+class PeerRefused(TransferError):
+    """The daemon at the other end of a direct transfer would not have it, or gave it up. The code says why."""
+
+    code = "peer_refused"
 
 
 class ConnectTimeout(TransferError):

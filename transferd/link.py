@@ -132,6 +132,9 @@ class Link:
         self.endpoint = endpoint
         self.boot_id = ""
         self.generation = ""
+        self.block_size = 0
+        self.pd_mode = "storage"
+        self.pd_address = ""
         self.ready = False  # what the daemon said last
         self.lost = False  # silent for too long, and nothing heard since
         self._transport = transport
@@ -303,6 +306,7 @@ class Link:
             again = True
         self.boot_id, self.generation, self.ready = welcome.boot_id, welcome.generation, welcome.ready
         self._session, self._max_message = welcome.session, welcome.max_message
+        self.block_size, self.pd_mode, self.pd_address = welcome.block_size, welcome.pd_mode, welcome.pd_address
         if again:
             self._ask_again()
         if welcome.ready and self._ready_future is not None:

@@ -49,6 +49,8 @@ from transferd.tasks import (
     TASK_TYPES,
     ErrorInfo,
     ReadStorageTask,
+    ReceiveTask,
+    SendTask,
     SwapInTask,
     SwapOutTask,
     TaskResult,
@@ -116,7 +118,7 @@ class Attach(_Message, frozen=True, tag="attach"):
 
 
 Control = Hello | Bye | Cancel | Match | Pause | Resume | Drain | SetGeneration | Stats | Attach
-Body = WriteStorageTask | ReadStorageTask | SwapOutTask | SwapInTask | Control
+Body = WriteStorageTask | ReadStorageTask | SwapOutTask | SwapInTask | SendTask | ReceiveTask | Control
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
@@ -132,7 +134,11 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Welcome(_Message, frozen=True, tag="welcome"):
-    """Who answers. A new boot_id is a new daemon, which knows nothing of earlier requests."""
+    """Who answers. A new boot_id is a new daemon, which knows nothing of earlier requests.
+
+    block_size: tokens of a block, for whoever computes block keys. pd_mode: "storage" or "direct", see handover.py;
+    pd_address: where other daemons reach this one in direct mode, "" otherwise.
+    """
 
     boot_id: str
     ready: bool
@@ -140,6 +146,9 @@ class Welcome(_Message, frozen=True, tag="welcome"):
     generation: str
     max_message: int
     session: int = ANY_SESSION
+    block_size: int = 0
+    pd_mode: str = "storage"
+    pd_address: str = ""
 
 
 class Accepted(_Message, frozen=True, tag="accepted"):

@@ -34,6 +34,7 @@ def stats(daemon: Daemon) -> dict[str, Any]:
         "host": _host(daemon),
         "staging": _staging(daemon),
         "storage": _storage(daemon),
+        "pd": _pd(daemon),
         "server": server,
         "layout": _layout(daemon),
     }
@@ -57,8 +58,10 @@ def _host(daemon: Daemon) -> dict[str, Any]:
 
 
 def _staging(daemon: Daemon) -> dict[str, int]:
-    ranks = [worker.context.staging.statistics() for worker in daemon.coordinator.workers]
-    return {key: sum(rank[key] for rank in ranks) for key in ("capacity", "used", "peak")}
+    contexts = [worker.context for worker in daemon.coordinator.workers]
+    stagings = [c.staging for c in contexts] + [c.direct.staging for c in contexts if c.direct is not None]
+    each = [staging.statistics() for staging in stagings]
+    return {key: sum(one[key] for one in each) for key in ("capacity", "used", "peak")}
 
 
 def _storage(daemon: Daemon) -> dict[str, Any]:
@@ -71,6 +74,12 @@ def _storage(daemon: Daemon) -> dict[str, Any]:
         report["corrupt"] = sum(worker.corrupt for worker in workers)
     report["misses"] = (report["misses"] or 0) + sum(worker.missed for worker in workers)
     return report
+
+
+def _pd(daemon: Daemon) -> dict[str, Any]:
+    if daemon.exchange is None:
+        return {"mode": "storage"}
+    return {"mode": "direct"} | daemon.exchange.statistics()
 
 
 def _layout(daemon: Daemon) -> dict[str, Any]:

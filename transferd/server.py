@@ -75,12 +75,19 @@ class Server:
         clock: Clock = SYSTEM_CLOCK,
         max_message: int = 64 * 1024**2,
         client_timeout: float = 5.0,
+        block_size: int = 0,
+        pd_mode: str = "storage",
+        pd_address: Callable[[], str] = str,
     ) -> None:
+        """block_size, pd_mode, pd_address: told to clients in the Welcome."""
         self._transport = transport
         self._coordinator = coordinator
         self._clock = clock
         self._max_message = max_message
         self._client_timeout = client_timeout
+        self._block_size = block_size
+        self._pd_mode = pd_mode
+        self._pd_address = pd_address
         self._clients: dict[bytes, _Client] = {}
         self._sessions: Iterator[int] = itertools.count(1)
         self._reaper: asyncio.TimerHandle | None = None
@@ -175,8 +182,18 @@ class Server:
 
     def _hello(self, peer: bytes, seq: int, _: wire.Hello) -> None:
         core, session = self._coordinator, self._clients[peer].session
-        limit = self._max_message
-        self._send(peer, seq, wire.Welcome(core.boot_id, core.ready, VERSION, core.generation, limit, session))
+        welcome = wire.Welcome(
+            boot_id=core.boot_id,
+            ready=core.ready,
+            version=VERSION,
+            generation=core.generation,
+            max_message=self._max_message,
+            session=session,
+            block_size=self._block_size,
+            pd_mode=self._pd_mode,
+            pd_address=self._pd_address(),
+        )
+        self._send(peer, seq, welcome)
 
     def _bye(self, peer: bytes, _seq: int, _: wire.Bye) -> None:
         self._forget(peer)

@@ -11,7 +11,8 @@ from typing import Any, Self, TypeVar
 
 from transferd.client import Client
 from transferd.errors import Closed
-from transferd.tasks import Task, TaskResult
+from transferd.handover import ExtraKeys, Tokens
+from transferd.tasks import DEFAULT_TIMEOUT_S, Task, TaskResult
 
 T = TypeVar("T")
 
@@ -87,6 +88,39 @@ class SyncClient:
 
         self._call(push())
         return outside
+
+    def write_all(
+        self,
+        request_id: str,
+        token_ids: Tokens,
+        gpu_block_ids: Sequence[int],
+        *,
+        extra_keys: ExtraKeys | None = None,
+        timeout: float = DEFAULT_TIMEOUT_S,
+    ) -> TaskResult:
+        return self._call(
+            self._client.write_all(request_id, token_ids, gpu_block_ids, extra_keys=extra_keys, timeout=timeout)
+        )
+
+    def read_all(
+        self,
+        request_id: str,
+        token_ids: Tokens,
+        gpu_block_ids: Sequence[int],
+        *,
+        extra_keys: ExtraKeys | None = None,
+        peer: str | None = None,
+        timeout: float = DEFAULT_TIMEOUT_S,
+    ) -> TaskResult:
+        return self._call(
+            self._client.read_all(
+                request_id, token_ids, gpu_block_ids, extra_keys=extra_keys, peer=peer, timeout=timeout
+            )
+        )
+
+    @property
+    def pd_address(self) -> str:
+        return self._client.pd_address
 
     def cancel(self, task_id: str) -> bool:
         return self._call(self._client.cancel(task_id))

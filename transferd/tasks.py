@@ -48,6 +48,8 @@ class Lane(enum.StrEnum):
     SWAP_IN = "swap_in"
     READ = "read"
     WRITE = "write"
+    SEND = "send"
+    RECEIVE = "receive"
 
 
 class Stop(enum.StrEnum):
@@ -376,6 +378,32 @@ class ReadStorageTask(_StorageTask, frozen=True, kw_only=True, tag="read"):
         return Footprint(device_writes=self.gpu_block_ids[: len(self.keys)], storage_reads=self.keys)
 
 
+class SendTask(WriteStorageTask, frozen=True, kw_only=True, tag="send"):
+    """Write the device blocks `gpu_block_ids` into the memory of the daemon that receives `transfer_id`.
+
+    A block counts once that daemon has taken it: verified, and copied to its own device.
+    """
+
+    transfer_id: str
+
+    lane: ClassVar[Lane] = Lane.SEND
+
+    def footprint(self) -> Footprint:
+        return Footprint(device_reads=self.gpu_block_ids)
+
+
+class ReceiveTask(ReadStorageTask, frozen=True, kw_only=True, tag="receive"):
+    """Take the blocks `keys` of `transfer_id` from the daemon at `peer` (host:port) into `gpu_block_ids`."""
+
+    transfer_id: str
+    peer: str
+
+    lane: ClassVar[Lane] = Lane.RECEIVE
+
+    def footprint(self) -> Footprint:
+        return Footprint(device_writes=self.gpu_block_ids[: len(self.keys)])
+
+
 class _SwapTask(_Task, frozen=True, kw_only=True):
     """gpu_block_ids[i] pairs with cpu_block_ids[i]. swap_node_ids is the caller's own; it is not read."""
 
@@ -412,5 +440,12 @@ class SwapInTask(_SwapTask, frozen=True, kw_only=True, tag="swap_in"):
         return Footprint(host_reads=self.cpu_block_ids, device_writes=self.gpu_block_ids)
 
 
-Task = WriteStorageTask | ReadStorageTask | SwapOutTask | SwapInTask
-TASK_TYPES: tuple[type[Task], ...] = (WriteStorageTask, ReadStorageTask, SwapOutTask, SwapInTask)
+Task = WriteStorageTask | ReadStorageTask | SwapOutTask | SwapInTask | SendTask | ReceiveTask
+TASK_TYPES: tuple[type[Task], ...] = (
+    WriteStorageTask,
+    ReadStorageTask,
+    SwapOutTask,
+    SwapInTask,
+    SendTask,
+    ReceiveTask,
+)

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
+from tests.integration.caches import Caches, attach, fill, snapshot, wipe
 from transferd import (
     Client,
     ReadStorageTask,
@@ -23,7 +23,6 @@ from transferd import (
 from transferd.launch import DaemonProcess, running, start
 
 Tree = dict[str, dict[str, Any]]
-Caches = list[dict[str, list[np.ndarray[Any, Any]]]]
 
 
 def config(ranks: int = 2, **cache: Any) -> Tree:
@@ -46,34 +45,6 @@ def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
 async def client(daemon: DaemonProcess) -> AsyncIterator[Client]:
     async with Client(daemon.endpoint) as connected:
         yield connected
-
-
-async def attach(client: Client, ranks: int = 2) -> Caches:
-    return [await client.attach(rank=rank) for rank in range(ranks)]
-
-
-def arrays(caches: Caches) -> Iterator[np.ndarray[Any, Any]]:
-    for cache in caches:
-        for layers in cache.values():
-            yield from layers
-
-
-def fill(caches: Caches, blocks: list[int], seed: int) -> None:
-    """Every byte of these blocks, on every rank, random."""
-    random = np.random.default_rng(seed)
-    for array in arrays(caches):
-        for block in blocks:
-            raw = array[block].view(np.uint8)
-            raw[...] = random.integers(0, 256, raw.shape, dtype=np.uint8)
-
-
-def snapshot(caches: Caches, blocks: list[int]) -> list[bytes]:
-    return [array[block].tobytes() for array in arrays(caches) for block in blocks]
-
-
-def wipe(caches: Caches, blocks: list[int]) -> None:
-    for array in arrays(caches):
-        array[blocks] = 0
 
 
 def write(task_id: str, blocks: list[int], prefix: str = "key", **more: Any) -> WriteStorageTask:

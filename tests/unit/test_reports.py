@@ -121,7 +121,7 @@ async def test_metrics_parse_and_count(daemon: Daemon) -> None:
     assert {s.labels["kind"]: s.value for s in counts}["swap_in"] == 1
     assert families["transferd_ready"].samples[0].value == 0
     assert families["transferd_staging_capacity_bytes"].samples[0].value > 0
-    assert len(families["transferd_lane_done"].samples) == 8, "two ranks, four lanes"
+    assert len(families["transferd_lane_done"].samples) == 12, "two ranks, six lanes"
 
 
 async def test_status_is_the_stats_report_with_every_key_of_the_contract(daemon: Daemon) -> None:

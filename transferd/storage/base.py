@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from transferd.config import Config
-from transferd.errors import StorageError
+from transferd.errors import TransferError
 from transferd.tiers.base import HostMemory
 
 
@@ -54,7 +54,7 @@ class Outcome:
     """One object's answer. `error` exactly when `found` is FAILED."""
 
     found: Found
-    error: StorageError | None = None
+    error: TransferError | None = None
 
 
 STORED = Outcome(Found.STORED)

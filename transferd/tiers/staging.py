@@ -83,20 +83,23 @@ class Staging:
     object_bytes: block and footer, what a slot holds. packed: the slots' geometry for copy plans,
     relative to memory.address.
 
-    Raises ConfigError("host.staging") when not every consumer gets a slot.
+    Raises ConfigError naming `key` when not every consumer gets a slot.
     """
 
     def __init__(
-        self, layout: BlockLayout, nbytes: int, footer_bytes: int, consumers: Sequence[str] = ("read", "write")
+        self,
+        layout: BlockLayout,
+        nbytes: int,
+        footer_bytes: int,
+        consumers: Sequence[str] = ("read", "write"),
+        key: str = "host.staging",
     ) -> None:
         self.object_bytes = layout.block_bytes + footer_bytes
         slot_bytes = align(self.object_bytes, SLOT_ALIGNMENT)
         slots = nbytes // slot_bytes
         if slots < len(consumers):
             need = slot_bytes * len(consumers)
-            raise ConfigError(
-                "host.staging", f"must be at least {need} bytes, one block for each of {consumers}", nbytes
-            )
+            raise ConfigError(key, f"must be at least {need} bytes, one block for each of {consumers}", nbytes)
         self._slot_bytes = slot_bytes
         self.memory = HostRegion(slots * slot_bytes)
         self.nbytes = slots * slot_bytes

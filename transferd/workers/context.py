@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from transferd.clock import Clock
+from transferd.direct.exchange import Exchange
 from transferd.errors import DeviceLost, InvariantError, TransferError
 from transferd.integrity import Stamp, stamps
 from transferd.keys import ObjectNamer
@@ -58,11 +59,20 @@ class Background:
 
 
 @dataclass(frozen=True, slots=True)
+class DirectPath:
+    """The way to other daemons: their exchange, shared by all ranks, and the only memory that peers write to."""
+
+    exchange: Exchange
+    staging: Staging
+
+
+@dataclass(frozen=True, slots=True)
 class RankContext:
     """One rank's parts, put together by the daemon and borrowed by the handlers.
 
     host is None without a host tier, storage without a storage backend (admission refuses tasks for
-    them). staging is always there: it is the only memory that storage I/O ever touches.
+    them). staging is always there: it is the only memory that storage I/O ever touches. direct is there in
+    pd.mode "direct" only.
     """
 
     rank: int
@@ -77,6 +87,7 @@ class RankContext:
     clock: Clock
     recorder: Recorder
     background: Background
+    direct: DirectPath | None = None
 
     def names(self, job: Job, positions: Sequence[int] | None = None) -> list[str]:
         """Object names of the job's keys (or of those at `positions`) on this rank."""

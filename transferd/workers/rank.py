@@ -18,6 +18,7 @@ import structlog
 from transferd.errors import DeviceLost, InvariantError, TransferError
 from transferd.tasks import ErrorInfo, Lane, RankOutcome
 from transferd.workers.context import RankContext
+from transferd.workers.handover import Handover
 from transferd.workers.job import Job
 from transferd.workers.read import Reader
 from transferd.workers.swap import Swapper
@@ -52,12 +53,15 @@ class RankWorker:
         self._arrive = arrive
         self._died = died
         self._reader = Reader(context)
+        self._handover = handover = Handover(context)
         swap, write = Swapper(context), Writer(context)
         self._handlers: dict[Lane, Callable[[Job], Awaitable[RankOutcome]]] = {
             Lane.SWAP_OUT: swap.run,
             Lane.SWAP_IN: swap.run,
             Lane.READ: self._reader.run,
             Lane.WRITE: write.run,
+            Lane.SEND: handover.send,
+            Lane.RECEIVE: handover.receive,
         }
         self._jobs: set[asyncio.Task[None]] = set()
 
@@ -66,6 +70,9 @@ class RankWorker:
         await self.context.device.open()
         if self.context.storage is not None:
             self.context.storage.register(self.context.staging.memory)
+        direct = self.context.direct
+        if direct is not None:
+            direct.exchange.carrier.register(direct.staging.memory)
 
     def start(self, job: Job) -> None:
         """Begin this rank's share of a task. Returns at once; the outcome goes to `arrive`."""
@@ -112,6 +119,12 @@ class RankWorker:
                 storage.unregister(staging.memory)
         with _kept(errors):
             staging.close()
+        direct = self.context.direct
+        if direct is not None:
+            with _kept(errors):
+                direct.exchange.carrier.unregister(direct.staging.memory)
+            with _kept(errors):
+                direct.staging.close()
         with _kept(errors):
             await self.context.device.close()
         if host is not None:
@@ -123,7 +136,7 @@ class RankWorker:
     @property
     def corrupt(self) -> int:
         """Objects that were found and failed their check."""
-        return self._reader.corrupt
+        return self._reader.corrupt + self._handover.corrupt
 
     @property
     def missed(self) -> int:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
 from transferd.copyplan import plan_copy
 from transferd.errors import TransferError
@@ -137,12 +138,12 @@ class Reader:
     async def _fetch(self, batch: Batch, stamps: Sequence[Stamp], holder: str) -> list[Outcome]:
         """Storage → slots, verified. Belongs to the batch, not to the task that began it."""
         context = self._context
-        storage, staging = require(context.storage), context.staging
+        staging = context.staging
         batch.lease = await staging.acquire(self.consumer, len(batch.names), holder)
         if not batch.consumers:  # everybody was stopped while this waited for slots
             return [MISSING] * len(batch.names)
         views = [staging.slot_view(slot, staging.object_bytes) for slot in batch.lease.slots]
-        outcomes = await storage.get([Blob(name, view) for name, view in zip(batch.names, views, strict=True)])
+        outcomes = await self._get([Blob(name, view) for name, view in zip(batch.names, views, strict=True)])
         found = [i for i, outcome in enumerate(outcomes) if outcome.found is Found.FOUND]
         payload = context.layout.block_bytes
 
@@ -155,5 +156,12 @@ class Reader:
                 outcomes[i] = MISSING
                 self.corrupt += 1
                 context.recorder.note(holder, "corrupt object", name=batch.names[i], reason=str(reason))
-                context.background.spawn(storage.quarantine(batch.names[i]))
+                context.background.spawn(self._quarantine(batch.names[i]))
         return outcomes
+
+    def _get(self, blobs: Sequence[Blob]) -> Coroutine[Any, Any, list[Outcome]]:
+        """Where objects come from."""
+        return require(self._context.storage).get(blobs)
+
+    def _quarantine(self, name: str) -> Coroutine[Any, Any, None]:
+        return require(self._context.storage).quarantine(name)

@@ -11,8 +11,9 @@ told to stop, it stops waiting, and the slots come back when the put has ended.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from transferd.copyplan import plan_copy
 from transferd.errors import TransferError
@@ -83,7 +84,7 @@ class Writer:
             if job.stop.reason is None:
                 await self._gather(job, account, positions, lease)
                 blobs = self._blobs(job, positions, lease)
-                put = self._context.background.spawn(require(self._context.storage).put(blobs))
+                put = self._context.background.spawn(self._put(blobs))
                 # From here the lease is the put's: it comes back when the bytes have left the slots.
                 put.add_done_callback(lambda _: lease.release())
                 return _Chunk(positions, put)
@@ -130,6 +131,10 @@ class Writer:
             Blob(name, staging.slot_view(slot, staging.object_bytes))
             for name, slot in zip(names, lease.slots, strict=True)
         ]
+
+    def _put(self, blobs: Sequence[Blob]) -> Coroutine[Any, Any, list[Outcome]]:
+        """Where sealed objects go."""
+        return require(self._context.storage).put(blobs)
 
     def _collect(self, account: Account, in_flight: list[_Chunk]) -> None:
         """Take over what has been answered so far."""

@@ -36,7 +36,7 @@ from transferd.storage.mooncake.environment import Membership
 log = structlog.get_logger(__name__)
 
 STALL_S = 3  # without a byte moved, a TCP transfer has failed
-_STALL_LIMITS = ("MC_TCP_STATUS_TIMEOUT_SEC", "MC_TCP_PROGRESS_TIMEOUT_SEC")
+STALL_LIMITS = ("MC_TCP_STATUS_TIMEOUT_SEC", "MC_TCP_PROGRESS_TIMEOUT_SEC")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class NativeClient:
 
 def stall_limit() -> float:
     """Seconds after which the transport lets go of a transfer that does not move."""
-    limits = [os.environ.get(name, "") for name in _STALL_LIMITS]
+    limits = [os.environ.get(name, "") for name in STALL_LIMITS]
     return float(max((int(text) for text in limits if text.isdigit()), default=STALL_S))
 
 
@@ -142,7 +142,7 @@ def _set_limits(section: MooncakeStorageSection) -> None:
         "MC_STORE_CLIENT_METRIC": "0",
         "MC_STORE_CLIENT_SETUP_RETRIES": "1",
         "MC_RPC_TIMEOUT_MS": str(max(1, int(section.timeout * 1000))),
-    } | dict.fromkeys(_STALL_LIMITS, str(STALL_S))
+    } | dict.fromkeys(STALL_LIMITS, str(STALL_S))
     for name, value in limits.items():
         os.environ.setdefault(name, value)
 

@@ -1,0 +1,346 @@
+"""Two exchanges over real loopback connections; bytes go through memory, and tests decide when."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from transferd.direct import inbound as inbound_module
+from transferd.direct.exchange import Exchange
+from transferd.direct.inbound import Inbound
+from transferd.direct.outbound import Outbound
+from transferd.errors import PeerLost, PeerRefused, TransferError
+from transferd.storage.base import Blob, Found, Outcome
+from transferd.tasks import ErrorInfo
+from transferd.testing.carrier import Fabric, MemoryCarrier
+from transferd.tiers.pinned import HostRegion
+
+SLOT = 4096
+NAMES = [f"model/layout/gen/{i:040x}/0" for i in range(8)]
+WHY = ErrorInfo("expired", "the deadline was reached")
+
+
+@dataclass
+class Node:
+    """One daemon's exchange, its carrier, and the staging that it uses."""
+
+    exchange: Exchange
+    carrier: MemoryCarrier
+    memory: HostRegion
+
+    def blobs(self, names: Sequence[str], first_slot: int = 0) -> list[Blob]:
+        starts = [(first_slot + i) * SLOT for i in range(len(names))]
+        return [Blob(n, self.memory.view[s : s + SLOT]) for n, s in zip(names, starts, strict=True)]
+
+    def fill(self, names: Sequence[str]) -> list[Blob]:
+        blobs = self.blobs(names)
+        for blob in blobs:
+            blob.data[:] = content(blob.name)
+        return blobs
+
+
+def content(name: str) -> bytes:
+    return (name.encode() * (SLOT // len(name) + 1))[:SLOT]
+
+
+@pytest.fixture(autouse=True)
+def short_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inbound_module, "HOLD_S", 0.05)
+
+
+@pytest.fixture
+async def nodes() -> AsyncIterator[tuple[Node, Node]]:
+    """(sender, receiver)"""
+    fabric = Fabric()
+    made = []
+    for name in ("sender", "receiver"):
+        carrier = fabric.carrier(name)
+        node = Node(Exchange(carrier, "127.0.0.1:0", ranks=2), carrier, HostRegion(64 * SLOT))
+        await node.exchange.open()
+        carrier.register(node.memory)
+        made.append(node)
+    async with asyncio.timeout(30):
+        yield made[0], made[1]
+    for node in made:
+        await node.exchange.close()
+
+
+async def joined(
+    sender: Node, receiver: Node, names: list[str] = NAMES, transfer: str = "t", rank: int = 0
+) -> tuple[Outbound, Inbound]:
+    """A transfer that has begun."""
+    outbound = sender.exchange.outbound(transfer, rank, names)
+    inbound = receiver.exchange.inbound(transfer, rank, names, sender.exchange.address)
+    await inbound.begun()
+    return outbound, inbound
+
+
+async def asked(outbound: Outbound, count: int) -> list[str]:
+    names: list[str] = []
+    while len(names) < count:
+        names += await outbound.posted(count)
+    return names
+
+
+def failed(outcomes: Sequence[Outcome], code: str) -> bool:
+    return all(o.found is Found.FAILED and o.error is not None and o.error.reason == code for o in outcomes)
+
+
+async def test_objects_land_where_they_were_posted_and_both_sides_hear_of_it(nodes: tuple[Node, Node]) -> None:
+    sender, receiver = nodes
+    outbound, inbound = await joined(sender, receiver)
+    buffers = receiver.blobs(NAMES, first_slot=20)
+    getting = asyncio.ensure_future(inbound.get(buffers))
+    assert await asked(outbound, 8) == NAMES
+    assert {o.found for o in await outbound.put(sender.fill(NAMES))} == {Found.STORED}
+    assert {o.found for o in await getting} == {Found.FOUND}
+    assert [bytes(buffer.data) for buffer in buffers] == [content(name) for name in NAMES]
+    taking = asyncio.ensure_future(outbound.taken())
+    inbound.end(None)
+    await taking
+    outbound.end(None)
+    assert await outbound.posted(8) == []
+
+
+@pytest.mark.parametrize("first", ["sender", "receiver"])
+async def test_either_side_may_come_first(nodes: tuple[Node, Node], first: str) -> None:
+    sender, receiver = nodes
+    if first == "sender":
+        await joined(sender, receiver)
+        return
+    inbound = receiver.exchange.inbound("t", 0, NAMES, sender.exchange.address)
+    beginning = asyncio.ensure_future(inbound.begun())
+    while not sender.exchange.statistics()["waiting"]:  # noqa: ASYNC110 - the exchange tells nobody
+        await asyncio.sleep(0)
+    sender.exchange.outbound("t", 0, NAMES)
+    await beginning
+
+
+@pytest.mark.parametrize(
+    ("part", "code"),
+    [(0, "model_mismatch"), (1, "layout_mismatch"), (2, "generation_mismatch"), (3, "blocks_mismatch")],
+)
+async def test_other_objects_are_refused_on_both_sides_with_the_difference(
+    nodes: tuple[Node, Node], part: int, code: str
+) -> None:
+    sender, receiver = nodes
+    parts = NAMES[0].split("/")
+    parts[part] = "f" * 40
+    outbound = sender.exchange.outbound("t", 0, NAMES)
+    other_rank = sender.exchange.outbound("t", 1, NAMES)
+    inbound = receiver.exchange.inbound("t", 0, ["/".join(parts), *NAMES[1:]], sender.exchange.address)
+    with pytest.raises(PeerRefused) as refusal:
+        await inbound.begun()
+    assert refusal.value.reason == code
+    for waiting in (outbound, other_rank):
+        with pytest.raises(PeerRefused):
+            await waiting.posted(1)
+
+
+async def test_a_receiver_with_more_ranks_is_refused(nodes: tuple[Node, Node]) -> None:
+    sender, receiver = nodes
+    inbound = receiver.exchange.inbound("t", 2, NAMES, sender.exchange.address)
+    with pytest.raises(PeerRefused, match="2 ranks"):
+        await inbound.begun()
+
+
+async def test_a_receiver_that_gives_up_keeps_its_buffers_until_the_write_has_ended(nodes: tuple[Node, Node]) -> None:
+    sender, receiver = nodes
+    outbound, inbound = await joined(sender, receiver)
+    getting = asyncio.ensure_future(inbound.get(receiver.blobs(NAMES)))
+    names = await asked(outbound, 8)
+    sender.carrier.gate.clear()
+    putting = asyncio.ensure_future(outbound.put(sender.fill(names)))
+    inbound.end(WHY)
+    with pytest.raises(PeerRefused, match="gave up"):
+        await outbound.taken()  # the sender has heard of it
+    assert not getting.done()
+    sender.carrier.gate.set()
+    await putting
+    assert {o.found for o in await getting} <= {Found.FOUND, Found.FAILED}
+    outbound.end(WHY)
+    assert sender.exchange.statistics()["sending"] == receiver.exchange.statistics()["receiving"] == 0
+
+
+async def test_a_sender_that_gives_up_says_so_once_nothing_is_being_written(nodes: tuple[Node, Node]) -> None:
+    sender, receiver = nodes
+    outbound, inbound = await joined(sender, receiver)
+    getting = asyncio.ensure_future(inbound.get(receiver.blobs(NAMES)))
+    names = await asked(outbound, 8)
+    sender.carrier.gate.clear()
+    putting = asyncio.ensure_future(outbound.put(sender.fill(names[:4])))
+    await asyncio.sleep(0)
+    outbound.end(ErrorInfo("cancelled", "taken back"))
+    assert not getting.done()
+    sender.carrier.gate.set()
+    await putting
+    outcomes = await getting
+    assert [o.found for o in outcomes[:4]] == [Found.FOUND] * 4
+    assert failed(outcomes[4:], "cancelled")
+    inbound.end(WHY)
+
+
+async def test_a_write_that_fails_is_told_to_both_sides(nodes: tuple[Node, Node]) -> None:
+    sender, receiver = nodes
+    outbound, inbound = await joined(sender, receiver)
+    getting = asyncio.ensure_future(inbound.get(receiver.blobs(NAMES)))
+    names = await asked(outbound, 8)
+    sender.carrier.broken = True
+    assert failed(await outbound.put(sender.fill(names)), "peer_lost")
+    assert failed(await getting, "peer_lost")
+    outbound.end(WHY)
+    inbound.end(WHY)
+
+
+async def test_when_the_sender_goes_the_receiver_fails_and_gets_its_buffers_back(nodes: tuple[Node, Node]) -> None:
+    sender, receiver = nodes
+    _outbound, inbound = await joined(sender, receiver)
+    getting = asyncio.ensure_future(inbound.get(receiver.blobs(NAMES)))
+    await asyncio.sleep(0)
+    await sender.exchange.hang_up()
+    assert failed(await getting, "peer_lost")
+    inbound.end(WHY)
+    assert receiver.exchange.statistics()["receiving"] == 0
+
+
+async def test_when_the_receiver_goes_the_sender_fails(nodes: tuple[Node, Node]) -> None:
+    sender, receiver = nodes
+    outbound, _inbound = await joined(sender, receiver)
+    await receiver.exchange.hang_up()
+    with pytest.raises(PeerLost):
+        await outbound.posted(1)
+    assert failed(await outbound.put(sender.blobs(NAMES[:1])), "peer_lost")
+
+
+async def test_a_receiver_that_leaves_before_the_sender_came_is_forgotten(nodes: tuple[Node, Node]) -> None:
+    sender, receiver = nodes
+    inbound = receiver.exchange.inbound("t", 0, NAMES, sender.exchange.address)
+    beginning = asyncio.ensure_future(inbound.begun())
+    while not sender.exchange.statistics()["waiting"]:  # noqa: ASYNC110 - the exchange tells nobody
+        await asyncio.sleep(0)
+    inbound.end(WHY)
+    with pytest.raises(PeerRefused):
+        await beginning
+    while receiver.exchange.statistics()["receiving"]:  # noqa: ASYNC110 - as above
+        await asyncio.sleep(0)
+    assert not sender.exchange.statistics()["waiting"]
+
+
+async def test_memory_that_was_not_asked_for_ends_the_connection(nodes: tuple[Node, Node]) -> None:
+    sender, receiver = nodes
+    outbound, inbound = await joined(sender, receiver)
+    outcomes = await inbound.get(receiver.blobs(["model/layout/gen/other/0"]))
+    assert failed(outcomes, "peer_lost")
+    with pytest.raises(PeerLost):
+        await outbound.posted(1)
+
+
+@pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\n\r\n", b"\x05\0\0\0hello", b"\xff\xff\xff\xff", b"\x01\0\0\0"])
+async def test_noise_ends_its_own_connection_and_nothing_else(nodes: tuple[Node, Node], noise: bytes) -> None:
+    sender, receiver = nodes
+    _host, _, port = sender.exchange.address.rpartition(":")
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(port))
+    writer.write(noise)
+    if noise == b"\x01\0\0\0":
+        writer.write_eof()
+    assert await _rest(reader) == b""
+    writer.close()
+    await joined(sender, receiver)
+
+
+async def _rest(reader: asyncio.StreamReader) -> bytes:
+    try:
+        return await reader.read()
+    except ConnectionError:
+        return b""
+
+
+async def test_nobody_at_the_peer_address_is_a_lost_peer(nodes: tuple[Node, Node]) -> None:
+    _, receiver = nodes
+    inbound = receiver.exchange.inbound("t", 0, NAMES, "127.0.0.1:1")
+    with pytest.raises(PeerLost, match=r"127\.0\.0\.1:1"):
+        await inbound.begun()
+    inbound.end(WHY)
+    assert receiver.exchange.statistics()["receiving"] == 0
+
+
+async def test_a_transfer_cannot_be_sent_or_received_twice_at_once(nodes: tuple[Node, Node]) -> None:
+    sender, receiver = nodes
+    await joined(sender, receiver)
+    with pytest.raises(TransferError, match="already"):
+        sender.exchange.outbound("t", 0, NAMES)
+    with pytest.raises(TransferError, match="already"):
+        receiver.exchange.inbound("t", 0, NAMES, sender.exchange.address)
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_no_byte_arrives_after_a_buffer_was_given_back(nodes: tuple[Node, Node], seed: int) -> None:
+    """Many transfers that end in many ways, in a random order: a get that returned owns its buffers again."""
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    sender, receiver = nodes
+
+    async def send(outbound: Outbound, slot: int) -> None:
+        try:
+            while names := await outbound.posted(chance.randint(1, 3)):
+                blobs = sender.blobs(names, first_slot=slot)
+                for blob in blobs:
+                    blob.data[:] = content(blob.name)
+                if chance.random() < 0.1:
+                    return
+                await outbound.put(blobs)
+            await outbound.taken()
+        except TransferError:
+            pass
+        finally:
+            outbound.end(WHY)
+
+    async def receive(inbound: Inbound, names: list[str], slot: int) -> None:
+        whole = True
+        gets: list[tuple[list[Blob], asyncio.Future[list[Outcome]]]] = []
+        try:
+            await inbound.begun()
+            for start in (0, 4):
+                blobs = receiver.blobs(names[start : start + 4], first_slot=slot + start)
+                gets.append((blobs, asyncio.ensure_future(inbound.get(blobs))))
+                await asyncio.sleep(0)
+            if chance.random() < 0.3:
+                inbound.end(WHY)
+        except TransferError:
+            whole = False
+        for blobs, getting in gets:
+            for blob, outcome in zip(blobs, await getting, strict=True):
+                if outcome.found is Found.FOUND:
+                    assert bytes(blob.data) == content(blob.name)
+                else:
+                    whole = False
+                blob.data[:] = bytes(SLOT)  # ours again: whoever writes to it now is caught below
+        inbound.end(None if whole else WHY)
+
+    outbounds, sending, receiving = [], [], []
+    for number in range(6):
+        names = [f"model/layout/gen/{number}-{i}/0" for i in range(8)]
+        outbounds.append(sender.exchange.outbound(str(number), 0, names))
+        sending.append(asyncio.ensure_future(send(outbounds[-1], number * 8)))
+        inbound = receiver.exchange.inbound(str(number), 0, names, sender.exchange.address)
+        receiving.append(asyncio.ensure_future(receive(inbound, names, number * 8)))
+    for _ in range(chance.randint(0, 30)):
+        await asyncio.sleep(0)
+        if chance.random() < 0.2:
+            sender.carrier.gate.clear()
+        elif chance.random() < 0.5:
+            sender.carrier.gate.set()
+    if chance.random() < 0.3:
+        sender.carrier.gate.set()
+        await chance.choice((sender, receiver)).exchange.hang_up()
+    sender.carrier.gate.set()
+    await asyncio.gather(*receiving)
+    for outbound in outbounds:
+        outbound.end(WHY)  # of those whose receiver never came
+    await asyncio.gather(*sending)
+    await asyncio.sleep(0.05)
+    assert not receiver.memory.view.tobytes().strip(b"\0")

@@ -1,0 +1,306 @@
+"""Prefill to decode, in both modes: two daemons, real pools and transfer engines, every byte compared."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.caches import Caches, attach, fill, snapshot, wipe
+from transferd import Client, HandoverFailed, Status
+from transferd.errors import RequestError
+from transferd.keys import block_keys
+from transferd.launch import DaemonProcess, running
+from transferd.tasks import ReceiveTask, SendTask
+from transferd.testing.mooncake import Master, master_executable
+
+pytestmark = [
+    pytest.mark.skipif(master_executable() is None, reason="mooncake-transfer-engine is not installed"),
+    pytest.mark.one_loop,
+]
+
+BLOCK = 8
+TOKENS = list(range(1000, 1000 + 5 * BLOCK + 3))  # five full blocks and three tokens
+BLOCKS = 6
+MODES = ("storage", "direct")
+
+
+def config(mode: str, master: Master | None, **cache: Any) -> dict[str, dict[str, Any]]:
+    storage: dict[str, Any] = {"backend": "none"}
+    if mode == "storage":
+        assert master is not None
+        mooncake = {"master_server_addr": master.address, "global_segment_size": "32MiB", "local_buffer_size": "16MiB"}
+        storage = {"backend": "mooncake", "mooncake": mooncake}
+    shape = {"ranks": 2, "layers": 3, "kv_heads": 2, "head_dim": 16, "block_size": BLOCK, "device_blocks": 64}
+    return {
+        "cache": shape | {"host_blocks": 0} | cache,
+        "host": {"staging": "64KiB"},
+        "storage": storage,
+        "pd": {"mode": mode, "staging": "64KiB"},
+    }
+
+
+@dataclass
+class Side:
+    """One engine: its daemon, its client, its device memory."""
+
+    daemon: DaemonProcess
+    client: Client
+    caches: Caches
+
+
+@pytest.fixture(scope="module")
+def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
+    """One pool for all tests, each of which has a model of its own."""
+    pool = Master(tmp_path_factory.mktemp("pool") / "master.log")
+    pool.start()
+    yield pool
+    pool.stop()
+
+
+@contextlib.asynccontextmanager
+async def side(name: str, tree: dict[str, dict[str, Any]], directory: Path) -> AsyncIterator[Side]:
+    tree["storage"]["model"] = directory.name
+    with running(tree, directory, name=name) as daemon:
+        async with Client(daemon.endpoint) as client:
+            yield Side(daemon, client, await attach(client, tree["cache"]["ranks"]))
+
+
+@contextlib.asynccontextmanager
+async def pair(mode: str, master: Master | None, directory: Path, **decode: Any) -> AsyncIterator[tuple[Side, Side]]:
+    async with (
+        side("prefill", config(mode, master), directory) as prefill,
+        side("decode", config(mode, master, **decode), directory) as other,
+    ):
+        yield prefill, other
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_sequence_arrives_whole_its_incomplete_block_too(mode: str, master: Master, tmp_path: Path) -> None:
+    async with pair(mode, master, tmp_path) as (prefill, decode):
+        source, target = [7, 3, 11, 2, 30, 9], [1, 2, 3, 4, 5, 6]
+        fill(prefill.caches, source, seed=1)
+        written = asyncio.ensure_future(prefill.client.write_all("r1", TOKENS, source))
+        if mode == "storage":
+            await written
+        read = await decode.client.read_all("r1", TOKENS, target, peer=prefill.client.pd_address)
+        assert read.block_ids == target
+        assert (await written).block_ids == source
+        assert snapshot(decode.caches, target) == snapshot(prefill.caches, source)
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_many_sequences_at_once_share_a_small_staging(mode: str, master: Master, tmp_path: Path) -> None:
+    """40 blocks in two directions' worth of tasks through 16 slots a rank; the receivers come first."""
+    async with pair(mode, master, tmp_path) as (prefill, decode):
+        fill(prefill.caches, list(range(64)), seed=2)
+        sequences = [[3 * i for i in range(n, n + 10)] for n in range(4)]
+        tokens = [[1000 * n + i for i in range(10 * BLOCK)] for n in range(4)]
+        targets = [list(range(10 * n, 10 * n + 10)) for n in range(4)]
+
+        async def write(n: int) -> None:
+            await prefill.client.write_all(f"r{n}", tokens[n], sequences[n])
+
+        async def read(n: int) -> None:
+            await decode.client.read_all(f"r{n}", tokens[n], targets[n], peer=prefill.client.pd_address)
+
+        if mode == "storage":
+            await asyncio.gather(*(write(n) for n in range(4)))
+            await asyncio.gather(*(read(n) for n in range(4)))
+        else:
+            await asyncio.gather(*(read(n) for n in range(4)), *(write(3 - n) for n in range(4)))
+        for n in range(4):
+            assert snapshot(decode.caches, targets[n]) == snapshot(prefill.caches, sequences[n])
+        for one in (prefill, decode):
+            assert (await one.client.stats())["staging"]["used"] == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_less_than_everything_is_an_error_that_maps_to_502(mode: str, master: Master, tmp_path: Path) -> None:
+    async with pair(mode, master, tmp_path) as (prefill, decode):
+        full, peer = TOKENS[: 5 * BLOCK], prefill.client.pd_address
+        fill(prefill.caches, [1, 2, 3, 4, 5], seed=3)
+        writing = asyncio.ensure_future(prefill.client.write_all("r1", full, [1, 2, 3, 4, 5], timeout=5))
+        if mode == "storage":
+            await writing
+        with pytest.raises(HandoverFailed) as failure:  # its last block has three tokens; P's sequence ends before it
+            await decode.client.read_all("r1", TOKENS, [1, 2, 3, 4, 5, 6], peer=peer, timeout=5)
+        assert failure.value.http_status == 502
+        assert failure.value.reason == {"storage": "blocks_missing", "direct": "blocks_mismatch"}[mode]
+        if mode == "direct":
+            with pytest.raises(HandoverFailed):
+                await writing
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_another_layout_is_never_delivered(mode: str, master: Master, tmp_path: Path) -> None:
+    async with pair(mode, master, tmp_path, head_dim=32) as (prefill, decode):
+        fill(prefill.caches, [1, 2, 3, 4, 5, 6], seed=4)
+        wipe(decode.caches, list(range(64)))
+        before = snapshot(decode.caches, list(range(64)))
+        writing = asyncio.ensure_future(prefill.client.write_all("r1", TOKENS, [1, 2, 3, 4, 5, 6], timeout=5))
+        if mode == "storage":
+            await writing
+        with pytest.raises(HandoverFailed) as failure:
+            await decode.client.read_all("r1", TOKENS, [1, 2, 3, 4, 5, 6], peer=prefill.client.pd_address, timeout=5)
+        assert failure.value.reason == {"storage": "blocks_missing", "direct": "layout_mismatch"}[mode]
+        assert snapshot(decode.caches, list(range(64))) == before
+        if mode == "direct":
+            with pytest.raises(HandoverFailed):
+                await writing
+            assert (await decode.client.stats())["pd"]["refused"] == {"layout_mismatch": 2}
+
+
+async def test_a_failed_attempt_can_be_made_again_at_once(master: Master, tmp_path: Path) -> None:
+    async with pair("storage", master, tmp_path) as (prefill, decode):
+        with pytest.raises(HandoverFailed):
+            await decode.client.read_all("r1", TOKENS, [1, 2, 3, 4, 5, 6])
+        await prefill.client.write_all("r1", TOKENS, [1, 2, 3, 4, 5, 6])
+        assert (await decode.client.read_all("r1", TOKENS, [1, 2, 3, 4, 5, 6])).block_ids == [1, 2, 3, 4, 5, 6]
+
+
+async def test_bad_input_is_the_callers_fault_not_a_502(tmp_path: Path) -> None:
+    async with side("only", config("direct", None), tmp_path) as node:
+        with pytest.raises(RequestError, match="peer"):
+            await node.client.read_all("r1", TOKENS, [1, 2, 3, 4, 5, 6])
+        with pytest.raises(RequestError, match="host:port"):
+            await node.client.read_all("r1", TOKENS, [1, 2, 3, 4, 5, 6], peer="nowhere")
+        with pytest.raises(RequestError, match="gpu_block_ids"):
+            await node.client.write_all("r1", TOKENS, [1, 2, 3])
+        with pytest.raises(RequestError, match="without tokens"):
+            await node.client.write_all("r1", [], [])
+
+
+async def test_a_side_that_never_comes_is_a_failure_by_the_deadline(tmp_path: Path) -> None:
+    async with pair("direct", None, tmp_path) as (prefill, decode):
+        ids = [1, 2, 3, 4, 5, 6]
+        with pytest.raises(HandoverFailed) as failure:
+            await prefill.client.write_all("nobody-reads", TOKENS, ids, timeout=0.5)
+        assert failure.value.reason == "expired"
+        with pytest.raises(HandoverFailed) as failure:
+            await decode.client.read_all("nobody-writes", TOKENS, ids, peer=prefill.client.pd_address, timeout=0.5)
+        assert failure.value.reason == "expired"
+        with pytest.raises(HandoverFailed) as failure:
+            await decode.client.read_all("nobody-there", TOKENS, ids, peer="127.0.0.1:1", timeout=5)
+        assert failure.value.reason == "peer_lost"
+        await expect_nothing_left(prefill, decode)
+
+
+async def test_a_cancelled_side_ends_the_other_one_at_once(tmp_path: Path) -> None:
+    async with pair("direct", None, tmp_path) as (prefill, decode):
+        ids = [1, 2, 3, 4, 5, 6]
+        task = SendTask(task_id="send", transfer_id="r1", keys=block_keys(TOKENS, BLOCK), gpu_block_ids=ids, timeout=60)
+        receive = ReceiveTask(
+            task_id="receive",
+            transfer_id="r1",
+            peer=prefill.client.pd_address,
+            keys=block_keys(TOKENS[::-1], BLOCK)[:6],
+            gpu_block_ids=ids,
+            timeout=60,
+        )
+        waiting = await decode.client.push(receive)
+        while (await prefill.client.stats())["pd"]["waiting"] != 2:  # noqa: ASYNC110 - as below
+            await asyncio.sleep(0.01)
+        await decode.client.cancel("receive")
+        assert (await waiting).status is Status.CANCELLED
+        sending = await prefill.client.push(task)
+        await prefill.client.cancel("send")
+        assert (await sending).status is Status.CANCELLED
+        await expect_nothing_left(prefill, decode)
+
+
+BIG = {"layers": 4, "head_dim": 128, "block_size": BLOCK, "kv_heads": 32, "device_blocks": 128}  # 1 MiB a block
+
+
+async def begun(node: Side, block: int) -> None:
+    """Until bytes have arrived in this block of rank 0."""
+    array = node.caches[0]["key"][0]
+    async with asyncio.timeout(30):
+        while not array[block].any():  # noqa: ASYNC110 - memory tells nobody
+            await asyncio.sleep(0.001)
+
+
+@contextlib.asynccontextmanager
+async def big_transfer(directory: Path) -> AsyncIterator[tuple[Side, Side, list[asyncio.Future[Any]]]]:
+    """128 MiB a rank under way, its first bytes there."""
+    tree = config("direct", None, **BIG)
+    tree["pd"]["staging"] = tree["host"]["staging"] = "8MiB"
+    async with side("prefill", tree, directory) as prefill, side("decode", tree, directory) as decode:
+        tokens, ids = list(range(128 * BLOCK)), list(range(128))
+        for cache in prefill.caches:
+            for plane in cache.values():
+                for layer in plane:
+                    layer[:] = 7
+        wipe(decode.caches, ids)
+        peer = prefill.client.pd_address
+        under_way = [
+            asyncio.ensure_future(prefill.client.write_all("big", tokens, ids, timeout=20)),
+            asyncio.ensure_future(decode.client.read_all("big", tokens, ids, peer=peer, timeout=20)),
+        ]
+        await begun(decode, 0)
+        yield prefill, decode, under_way
+
+
+async def test_a_sender_killed_in_the_middle_leaves_a_failed_result(tmp_path: Path) -> None:
+    async with big_transfer(tmp_path) as (prefill, decode, (writing, reading)):
+        prefill.daemon.kill()
+        with pytest.raises(HandoverFailed) as failure:
+            await reading
+        assert failure.value.reason == "peer_lost"
+        assert failure.value.result.block_ids == []
+        with pytest.raises(HandoverFailed) as failure:
+            await writing
+        assert failure.value.reason == "daemon_lost"
+        assert (await decode.client.stats())["ready"]
+        await expect_nothing_left(decode)
+
+
+async def test_a_receiver_killed_in_the_middle_leaves_a_failed_result(tmp_path: Path) -> None:
+    async with big_transfer(tmp_path) as (prefill, decode, (writing, reading)):
+        decode.daemon.kill()
+        with pytest.raises(HandoverFailed) as failure:
+            await writing
+        assert failure.value.reason == "peer_lost"
+        assert failure.value.result.block_ids == []
+        with pytest.raises(HandoverFailed) as failure:
+            await reading
+        assert failure.value.reason == "daemon_lost"
+        await expect_nothing_left(prefill)
+
+
+async def test_a_sender_stopped_in_the_middle_costs_the_receiver_its_deadline_and_no_more(tmp_path: Path) -> None:
+    tree = config("direct", None)
+    async with side("prefill", tree, tmp_path) as prefill, side("decode", tree, tmp_path) as decode:
+        ids = [1, 2, 3, 4, 5, 6]
+        fill(prefill.caches, ids, seed=5)
+        peer = prefill.client.pd_address
+        reading = asyncio.ensure_future(decode.client.read_all("r1", TOKENS, ids, peer=peer, timeout=1))
+        prefill.daemon.signal(signal.SIGSTOP)
+        with pytest.raises(HandoverFailed) as failure:
+            await reading
+        assert failure.value.reason == "expired"
+        prefill.daemon.signal(signal.SIGCONT)
+        await prefill.client.wait_ready(10)
+        both = await asyncio.gather(
+            prefill.client.write_all("r2", TOKENS, ids), decode.client.read_all("r2", TOKENS, ids, peer=peer)
+        )
+        assert [result.block_ids for result in both] == [ids, ids]
+        assert snapshot(decode.caches, ids) == snapshot(prefill.caches, ids)
+
+
+async def expect_nothing_left(*nodes: Side) -> None:
+    """No slot, no transfer, no waiting receiver; what is on its way out gets there."""
+    async with asyncio.timeout(10):
+        for node in nodes:
+            while True:
+                stats = await node.client.stats()
+                pd = stats["pd"]
+                if not (stats["staging"]["used"] or pd["sending"] or pd["receiving"] or pd["waiting"]):
+                    break
+                await asyncio.sleep(0.01)
