@@ -7,7 +7,6 @@ JSON goes to stdout alone; logs go to stderr.
 from __future__ import annotations
 
 import asyncio
-import enum
 import json
 import sys
 from pathlib import Path
@@ -19,6 +18,8 @@ from transferd import config as configuration
 from transferd import logs
 from transferd.bench.command import app as bench_app
 from transferd.errors import ConfigError, TransferError
+from transferd.options import Format, FormatOption
+from transferd.pool.command import app as pool_app
 
 app = typer.Typer(
     name="transferd",
@@ -30,18 +31,11 @@ app = typer.Typer(
 
 
 app.add_typer(bench_app)
-
-
-class Format(enum.StrEnum):
-    """How a report is printed."""
-
-    TEXT = "text"
-    JSON = "json"
+app.add_typer(pool_app)
 
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="TOML configuration file.", dir_okay=False)]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="section.key=value, over file and environment.")]
-FormatOption = Annotated[Format, typer.Option("--format", help="text or json.")]
 EndpointOption = Annotated[
     str | None, typer.Option("--endpoint", envvar="TRANSFERD_ENDPOINT", help="Where the daemon listens.")
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import json
 from collections.abc import Callable
 from typing import Annotated
@@ -11,20 +10,13 @@ import typer
 from rich.console import Console
 
 from transferd.bench import harness
+from transferd.options import Format, FormatOption
 
 app = typer.Typer(name="bench", help="Measure this machine against its own limits.", no_args_is_help=True)
 
 
-class _Format(enum.StrEnum):
-    TEXT = "text"
-    JSON = "json"
-
-
-FormatOption = Annotated[_Format, typer.Option("--format", help="text or json.")]
-
-
 @app.command()
-def control(format_: FormatOption = _Format.TEXT) -> None:
+def control(format_: FormatOption = Format.TEXT) -> None:
     """What a task costs besides its bytes, against a raw ZeroMQ echo."""
     from transferd.bench import control as bench
 
@@ -34,7 +26,7 @@ def control(format_: FormatOption = _Format.TEXT) -> None:
 @app.command()
 def copy(
     device: Annotated[str, typer.Option(help="The device tier to measure.")] = "shm",
-    format_: FormatOption = _Format.TEXT,
+    format_: FormatOption = Format.TEXT,
 ) -> None:
     """Swaps between device and host memory, against one memcpy."""
     from transferd.bench import copy as bench
@@ -45,7 +37,7 @@ def copy(
 @app.command()
 def storage(
     backend: Annotated[str, typer.Option(help="file, memory or mooncake.")] = "file",
-    format_: FormatOption = _Format.TEXT,
+    format_: FormatOption = Format.TEXT,
 ) -> None:
     """Writes and reads through a rank, against the backend's own raw calls."""
     from transferd.bench import storage as bench
@@ -53,10 +45,10 @@ def storage(
     _run("storage", lambda: bench.run(backend), format_)
 
 
-def _run(name: str, bench: Callable[[], list[harness.Row]], format_: _Format) -> None:
+def _run(name: str, bench: Callable[[], list[harness.Row]], format_: Format) -> None:
     before = harness.machine()
     tree = harness.report(name, before, bench())
-    if format_ is _Format.JSON:
+    if format_ is Format.JSON:
         print(json.dumps(tree))
     else:
         harness.show(tree, Console())

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
+
+from transferd.pool.master import master_command, master_executable
+
+__all__ = ["Master", "free_port", "master_executable"]
 
 START_TIMEOUT_S = 20.0
 
@@ -19,12 +21,6 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-def master_executable() -> str | None:
-    """The wheel's master, beside this interpreter or on the path."""
-    beside = Path(sys.executable).parent / "mooncake_master"
-    return str(beside) if beside.exists() else shutil.which("mooncake_master")
 
 
 class Master:
@@ -42,20 +38,9 @@ class Master:
 
     def start(self) -> None:
         """Start and wait until it listens. Raises RuntimeError with the log's end."""
-        executable = master_executable()
-        if executable is None:
-            raise RuntimeError("mooncake_master is not installed")
         with self._log_file.open("ab") as log:
             self._process = subprocess.Popen(
-                [
-                    executable,
-                    "--rpc_address=127.0.0.1",
-                    f"--rpc_port={self.port}",
-                    "--metrics_host=127.0.0.1",
-                    f"--metrics_port={self.metrics_port}",
-                    f"--default_kv_lease_ttl={self._lease_ttl}",
-                    "--logtostderr=true",
-                ],
+                master_command("127.0.0.1", self.port, self.metrics_port, self._lease_ttl),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

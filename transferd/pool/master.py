@@ -1,0 +1,45 @@
+"""The command line of `mooncake_master`, with flags that suit transferd.
+
+The master keeps metadata only; memory comes from the daemons (`storage.mooncake.global_segment_size`).
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+from transferd.errors import TransferError
+
+DEFAULT_PORT = 50051
+DEFAULT_METRICS_PORT = 9003
+
+
+def master_executable() -> str | None:
+    """The wheel's master, beside this interpreter or on the path."""
+    beside = Path(sys.executable).parent / "mooncake_master"
+    return str(beside) if beside.exists() else shutil.which("mooncake_master")
+
+
+def master_command(host: str, port: int, metrics_port: int, lease: str = "5s") -> list[str]:
+    """What to execute. Raises TransferError when Mooncake is not installed.
+
+    lease: how long an object that was asked for is safe from eviction. A decode engine that reads after a
+    match, or after a prefill engine has written, must be done by then; Mooncake's own default is 5 s, too.
+    """
+    executable = master_executable()
+    if executable is None:
+        raise TransferError("mooncake_master is not installed: pip install 'transferd[mooncake-cpu]'")
+    return [
+        executable,
+        f"--rpc_address={host}",
+        f"--rpc_port={port}",
+        f"--metrics_host={host}",
+        f"--metrics_port={metrics_port}",
+        f"--default_kv_lease_ttl={lease}",
+        # What a daemon lends is gone with the daemon: noticed after this many seconds without a heartbeat.
+        "--client_ttl=10",
+        # The periodic line repeats what `pool status` and /metrics say.
+        "--enable_metric_reporting=false",
+        "--logtostderr=true",
+    ]

@@ -1,0 +1,108 @@
+"""What a pool's master says of itself, from the HTTP pages on its metrics port."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from transferd.errors import StorageUnavailable
+
+# Their sample in /metrics: our name.
+_COUNTERS = {
+    "master_key_count": "keys",
+    "master_soft_pin_key_count": "soft_pinned",
+    "master_total_capacity_bytes": "capacity",
+    "master_allocated_bytes": "used",
+    "master_evicted_key_count": "evicted_keys",
+    "master_put_start_alloc_failures_total": "no_room",
+}
+
+
+def read_status(address: str, timeout: float = 2.0, *, keys: int = 0) -> dict[str, Any]:
+    """One report of the pool whose master serves metrics at `address` (host:port).
+
+    health: "ok" or what the master says. role, ready. keys, soft_pinned, capacity, used (bytes),
+    evicted_keys, no_room: counts. segments: [{name, protocol, status, capacity, used}]. key_names: up to
+    `keys` of them. Raises StorageUnavailable when nobody answers there, or somebody else does.
+    """
+    try:
+        health = json.loads(_get(address, "health", timeout))
+        samples = _samples(_get(address, "metrics", timeout))
+        segments = json.loads(_get(address, "get_segments_detail", timeout)).get("segments", [])
+        names = _get(address, "get_all_keys", timeout).split() if keys else []
+        report = {
+            "address": address,
+            "health": health["status"],
+            "role": health["role"],
+            "ready": bool(health["service_ready"]),
+            "segments": [_segment(segment) for segment in segments],
+            "key_names": names[:keys],
+        }
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise StorageUnavailable(f"{address} does not answer like a Mooncake master: {error!r}") from error
+    return report | {ours: int(samples.get(theirs, 0)) for theirs, ours in _COUNTERS.items()}
+
+
+def _segment(segment: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "name": segment["segment_name"],
+        "protocol": segment.get("protocol", ""),
+        "status": segment.get("status", ""),
+        "capacity": int(segment["size_bytes"]),
+        "used": int(segment.get("allocator_used_bytes", 0)),
+    }
+
+
+def _get(address: str, page: str, timeout: float) -> str:
+    try:
+        with urllib.request.urlopen(f"http://{address}/{page}", timeout=timeout) as response:
+            text: str = response.read().decode("utf-8", "replace")
+            return text
+    except (OSError, urllib.error.URLError, http.client.HTTPException) as error:
+        raise StorageUnavailable(f"no Mooncake master answers at {address}: {error}") from error
+
+
+def _samples(text: str) -> dict[str, float]:
+    """Samples without labels of a Prometheus page."""
+    found = {}
+    for line in text.splitlines():
+        name, _, value = line.partition(" ")
+        if name in _COUNTERS:
+            found[name] = float(value)
+    return found
+
+
+def print_status(report: dict[str, Any], console: Console) -> None:
+    """The report for people."""
+    state = "serving" if report["ready"] else "not serving"
+    console.print(f"master {report['address']}: {report['health']}, {report['role']}, {state}")
+    share = f" ({report['used'] / report['capacity']:.0%})" if report["capacity"] else ""
+    console.print(
+        f"{report['keys']:,} keys ({report['soft_pinned']:,} soft-pinned), {_size(report['used'])} of "
+        f"{_size(report['capacity'])} used{share}, {report['evicted_keys']:,} evicted, "
+        f"{report['no_room']:,} times no room"
+    )
+    if not report["segments"]:
+        console.print("no segments: nobody lends memory, so nothing can be stored")
+        return
+    table = Table("segment", "protocol", "status", "capacity", "used")
+    for segment in report["segments"]:
+        used, capacity = segment["used"], segment["capacity"]
+        table.add_row(segment["name"], segment["protocol"], segment["status"], _size(capacity), _size(used))
+    console.print(table)
+    for name in report["key_names"]:
+        console.print(name, markup=False, highlight=False)
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
