@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TEST_STAMP := $(VENV)/.installed-for-tests
 SEEDS ?= 2000
+FIRST ?= 0
 
 .PHONY: help demo test lint types check sim bench gpu-check clean
 
@@ -27,8 +28,8 @@ types: $(TEST_STAMP) ## mypy --strict on transferd/
 
 check: lint types test ## everything CI does
 
-sim: $(TEST_STAMP) ## the seeded simulation: make sim SEEDS=100000
-	SEEDS=$(SEEDS) $(BIN)/python -m pytest tests/sim -q --timeout 0
+sim: $(TEST_STAMP) ## the seeded simulation: make sim SEEDS=100000 FIRST=0
+	$(BIN)/python -m transferd.testing.campaign --seeds $(SEEDS) --first $(FIRST)
 
 bench: $(STAMP) ## control and copy benchmarks, as text
 	$(BIN)/transferd bench control

@@ -40,7 +40,7 @@ from transferd.tiers.segment import remove_stale_segments
 from transferd.tiers.staging import Staging
 from transferd.trace import Recorder
 from transferd.transport import ServerTransport, ZmqServerTransport
-from transferd.workers.context import Background, DirectPath, RankContext
+from transferd.workers.context import INLINE_CHECK_BYTES, Background, DirectPath, RankContext
 from transferd.workers.rank import RankWorker
 
 log = structlog.get_logger(__name__)
@@ -62,9 +62,11 @@ class Daemon:
         offload: Offload | None = None,
         storage: Storage | None = None,
         clock: Clock = SYSTEM_CLOCK,
+        inline_check_bytes: int = INLINE_CHECK_BYTES,
     ) -> None:
         """Build, touching nothing yet. The keyword parts replace the real ones (simulation). Raises ConfigError."""
         self.config = config
+        self._inline_check_bytes = inline_check_bytes
         self.clock = clock
         self.recorder = Recorder(clock=clock)
         self.layout: BlockLayout = build_layout(config.cache)
@@ -123,6 +125,7 @@ class Daemon:
             recorder=self.recorder,
             background=Background(),
             direct=self._direct_path(),
+            inline_check_bytes=self._inline_check_bytes,
         )
         return RankWorker(context, self.coordinator.rank_arrived, self.coordinator.rank_died)
 

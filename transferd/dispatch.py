@@ -132,7 +132,7 @@ class Dispatcher:
         self.limits = limits
         self.boot_id = boot_id
         self.generation = generation
-        self._recorder = recorder or Recorder()
+        self._recorder = recorder if recorder is not None else Recorder()  # an empty one is falsy
         self._records: dict[str, _Record] = {}  # queued, running, cancelling
         self._stragglers: dict[str, _Record] = {}  # done, but a rank has not let go
         self._results = ResultMemory(limits.result_ttl, limits.max_results)
@@ -237,6 +237,20 @@ class Dispatcher:
         assert len(self._results) <= self.limits.max_results
         assert self.empty is (not self._records and not self._stragglers)
         assert not self.empty or self._hazards.idle
+        self._validate_blocks()
+
+    def _validate_blocks(self) -> None:
+        """No block that one task at work changes is touched by another: asked of the tasks, not of the hazard table."""
+        working = [r for r in self._records.values() if r.state in (State.RUNNING, State.CANCELLING)]
+        users: dict[tuple[str, int], str] = {}
+        for writes in (True, False):
+            for record in (*working, *self._stragglers.values()):
+                footprint, task_id = record.task.footprint(), record.task.task_id
+                for tier in ("device", "host"):
+                    for block in getattr(footprint, f"{tier}_{'writes' if writes else 'reads'}"):
+                        use = tier, block
+                        other = users.setdefault(use, task_id) if writes else users.get(use, task_id)
+                        assert other == task_id, f"{task_id!r} and {other!r} are at work on {tier} block {block}"
 
     # --- admission ----------------------------------------------------------------------------------
 

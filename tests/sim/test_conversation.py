@@ -360,6 +360,27 @@ def test_what_a_broken_connection_lost_is_asked_again_and_done_once() -> None:
     run(program, seeds=range(20))
 
 
+def test_what_was_asked_before_the_first_welcome_and_lost_is_asked_again() -> None:
+    async def program(world: World) -> None:
+        client = world.new_client("early")
+        connecting = asyncio.ensure_future(client.connect())
+        await asyncio.sleep(SENT)
+        early = asyncio.ensure_future(client.submit(task()))
+        await asyncio.sleep(SENT)
+        world.network.faults = NetworkFaults(Latency(0.0001, 0.001), lose=1.0)
+        world.network.cut("early")
+        assert world.network.lost == 2, "the greeting and the task"
+        await asyncio.sleep(1)
+        world.network.mend("early")
+        await connecting
+        result = await asyncio.wait_for(early, 1)
+        assert result.status is Status.OK
+        assert world.core.ran == {"t": 1}
+        await client.close()
+
+    run(program)
+
+
 def test_an_echo_from_an_earlier_connection_is_refused() -> None:
     async def program(world: World) -> None:
         world.network.faults = NetworkFaults(Latency(0.001, 0.002), duplicate=1.0)

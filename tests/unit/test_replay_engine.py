@@ -27,7 +27,8 @@ from transferd.testing.device import SimDevice
 from transferd.testing.faults import Latency
 from transferd.testing.loop import SimLoop, simulate
 from transferd.testing.offload import SimOffload
-from transferd.testing.simworld import CALM, STORM, SimWorld, Weather
+from transferd.testing.simworld import SimWorld
+from transferd.testing.weather import CALM, STORM, Weather
 from transferd.tiers.base import HostMemory
 
 SEEDS = 8

@@ -28,7 +28,8 @@ class SimDevice:
     no two copies on the same bytes with one of them writing, no copy under way at close.
 
     faults: the plan, may be replaced at any time. dice: for scripts; operations "open", "copy_out" and
-    "copy_in". gate: holds copies that would start now. The order of arguments is the registry's.
+    "copy_in". gate: holds copies that would start now. stuck: holds those that the fault of this name
+    befell, until `unstick`. The order of arguments is the registry's.
     """
 
     def __init__(
@@ -48,6 +49,8 @@ class SimDevice:
         self.dice = Dice(rng, f"device {rank}")
         self.watch = watch or MemoryWatch()
         self.gate = Gate()
+        self.stuck = Gate()
+        self.stuck.hold()
         self.lost = False
         self.counts: Counter[str] = Counter()
         self._layout = layout
@@ -94,6 +97,11 @@ class SimDevice:
         """All device bytes; offsets are relative to arena.origin. Borrowed; valid while open."""
         return self._opened.array
 
+    def unstick(self) -> None:
+        """Copies that stand still go on to their end."""
+        self.stuck.release()
+        self.stuck.hold()
+
     @property
     def under_way(self) -> int:
         """Copies that have not ended."""
@@ -133,6 +141,8 @@ class SimDevice:
                 fault = self.dice.draw(operation, self.faults.of_copy())
                 await take(middle)
                 self._move(runs[:half], device, host, outward)
+                if fault == "stuck":
+                    await self.stuck.passed()
                 await take(seconds - middle)
                 self._fail(fault, operation)
                 self._move(runs[half:], device, host, outward)
@@ -148,7 +158,7 @@ class SimDevice:
         if self.lost:  # by this copy, or by another one while this one ran
             self.counts["lost"] += 1
             raise DeviceLost(f"the device of rank {self.rank} was lost during {operation} (simulated)")
-        if fault is not None:
+        if fault == "fail":
             self.counts["failed"] += 1
             raise TierError(f"{operation} of rank {self.rank} failed (simulated)")
 

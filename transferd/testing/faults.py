@@ -33,14 +33,18 @@ NOW = Latency()
 
 @dataclass(frozen=True, slots=True)
 class DeviceFaults:
-    """Of each copy. fail: half of it is copied, then TierError. lost: so too, and the device is gone for good."""
+    """Of each copy. fail: half of it is copied, then TierError. lost: so too, and the device is gone for good.
+
+    stuck: it stands still until somebody lets it go on (SimDevice.unstick), past every deadline.
+    """
 
     latency: Latency = NOW
     fail: float = 0.0
     lost: float = 0.0
+    stuck: float = 0.0
 
     def of_copy(self) -> dict[str, float]:
-        return {"fail": self.fail, "lost": self.lost}
+        return {"fail": self.fail, "lost": self.lost, "stuck": self.stuck}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,8 @@ class StorageFaults:
     """unavailable: of each call, the whole of it raises. The others are of each object:
 
     error: it fails. full: a put fails for want of room. missing: a get does not find it though it is
-    there. flip: a get delivers it with one bit wrong, and says FOUND.
+    there. flip: a get delivers it with one bit wrong, and says FOUND. short: a get delivers only a part
+    of it, leaves the rest of the buffer as it was, and says FOUND.
     """
 
     latency: Latency = NOW
@@ -57,6 +62,7 @@ class StorageFaults:
     full: float = 0.0
     missing: float = 0.0
     flip: float = 0.0
+    short: float = 0.0
 
     def of_call(self) -> dict[str, float]:
         return {"unavailable": self.unavailable}
@@ -65,7 +71,7 @@ class StorageFaults:
         return {"error": self.error, "full": self.full}
 
     def of_get(self) -> dict[str, float]:
-        return {"error": self.error, "missing": self.missing, "flip": self.flip}
+        return {"error": self.error, "missing": self.missing, "flip": self.flip, "short": self.short}
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,6 +119,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         self.steps = 0
         self.trace: deque[str] = deque(maxlen=keep_trace)
         self.unheard: list[str] = []  # what asyncio could report to nobody
+        self.after_step: Callable[[], None] | None = None  # an oracle; what it raises ends the run
         self._now = START
         self._end_of_time = START + max_time
         self._max_steps = max_steps
@@ -148,6 +149,11 @@ class SimLoop(asyncio.AbstractEventLoop):
         line = f"{self._now - START:.9f} {text}\n"
         self.trace.append(line)
         self._digest.update(line.encode())
+
+    def stand_still(self, seconds: float) -> None:
+        """Time passes and nothing runs, as when the whole process is stopped; what was due meanwhile is late."""
+        self._now += seconds
+        self.note(f"stood still for {seconds:g} s")
 
     @property
     def fingerprint(self) -> str:
@@ -244,6 +250,8 @@ class SimLoop(asyncio.AbstractEventLoop):
                 raise SimRunaway(f"more than {self._max_steps} steps\n{self.story()}")
             self.note(callback.name)
             callback.run()
+            if self.after_step is not None:
+                self.after_step()
 
     def _jump(self) -> None:
         """Nothing is ready: on to the next timer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -55,6 +56,7 @@ class Blocks:
         return base + self.geometry.offsets + block * self.geometry.strides, self.geometry.nbytes
 
 
+@functools.lru_cache(maxsize=4096)
 def content(label: str, rank: int, nbytes: int) -> Bytes:
     """The bytes that belong to a label on a rank."""
     seed = xxhash.xxh3_64_intdigest(f"{label}/{rank}".encode())

@@ -6,7 +6,6 @@ ones; time, chance, network, storage, device and offload are fakes that go wrong
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from transferd.client import Client
@@ -14,41 +13,14 @@ from transferd.config import Config, from_tree
 from transferd.daemon import Daemon
 from transferd.testing.clock import SimClock
 from transferd.testing.device import SimDevice
-from transferd.testing.faults import (
-    DeviceFaults,
-    Dice,
-    Latency,
-    NetworkFaults,
-    OffloadFaults,
-    StorageFaults,
-)
+from transferd.testing.faults import Dice
 from transferd.testing.loop import SimLoop
 from transferd.testing.memory import MemoryWatch
 from transferd.testing.network import ENDPOINT, SimNetwork
 from transferd.testing.offload import SimOffload
 from transferd.testing.storage import SimStorage
+from transferd.testing.weather import CALM, Weather
 from transferd.tiers.base import DeviceTier
-
-
-@dataclass(frozen=True, slots=True)
-class Weather:
-    """All fault plans at one time."""
-
-    device: DeviceFaults
-    storage: StorageFaults
-    offload: OffloadFaults
-    network: NetworkFaults
-
-
-_PACE = Latency(0.001, 0.01)
-CALM = Weather(DeviceFaults(_PACE), StorageFaults(_PACE), OffloadFaults(_PACE), NetworkFaults(Latency(0.0001, 0.001)))
-_GUSTS = Latency(0.001, 0.05, slow=0.05, factor=60.0)  # a slow copy outlives a deadline and its slack
-STORM = Weather(
-    DeviceFaults(_GUSTS, fail=0.03),
-    StorageFaults(_GUSTS, unavailable=0.02, error=0.03, full=0.03, missing=0.03, flip=0.03),
-    OffloadFaults(_GUSTS),
-    NetworkFaults(Latency(0.0001, 0.01)),
-)
 
 
 def small_config(ranks: int = 2, **server: Any) -> Config:
@@ -79,12 +51,18 @@ class SimWorld:
     def __init__(self, loop: SimLoop, config: Config, weather: Weather = CALM, *, capacity: int | None = None) -> None:
         self.loop = loop
         self.clock = SimClock(loop)
+        self.stood_still = 0.0  # seconds so far for which nothing ran
         self.watch = MemoryWatch()
         self.network = SimNetwork(rng=loop.stream("network"))
         self.storage = SimStorage(capacity=capacity, rng=loop.stream("storage"), watch=self.watch)
         self.offload = SimOffload(rng=loop.stream("offload"))
         self.daemon = Daemon(
-            config, transport=self.network.server(), offload=self.offload, storage=self.storage, clock=self.clock
+            config,
+            transport=self.network.server(),
+            offload=self.offload,
+            storage=self.storage,
+            clock=self.clock,
+            inline_check_bytes=0,  # as with large blocks: every checksum goes to the offload
         )
         self.devices = [
             self._own(worker.context.device, rank) for rank, worker in enumerate(self.daemon.coordinator.workers)
@@ -106,6 +84,8 @@ class SimWorld:
     def weather(self, weather: Weather) -> None:
         for device in self.devices:
             device.faults = weather.device
+            if not weather.device.stuck:
+                device.unstick()
         self.storage.faults = weather.storage
         self.offload.faults = weather.offload
         self.network.faults = weather.network
@@ -113,6 +93,11 @@ class SimWorld:
     def client(self, name: str) -> Client:
         """A real client on the simulated network, not yet connected."""
         return Client(ENDPOINT, clock=self.clock, transport=self.network.client(name))
+
+    def stand_still(self, seconds: float) -> None:
+        """Everybody is stopped for a while, and goes on."""
+        self.stood_still += seconds
+        self.loop.stand_still(seconds)
 
     async def open(self) -> None:
         await self.daemon.open()

@@ -48,6 +48,7 @@ class SimStorage(Storage):
         self.gate = Gate()
         self.objects: OrderedDict[str, bytes] = OrderedDict()  # least recently used first
         self.quarantined: dict[str, bytes] = {}
+        self.gone: set[str] = set()  # names that were stored once and are not any more
         self.counts: Counter[str] = Counter()
         self._capacity = capacity
         self._bytes = 0
@@ -160,6 +161,7 @@ class SimStorage(Storage):
             self.counts["errors"] += 1
             return Outcome(Found.FAILED, StorageFull(f"{blob.name} is larger than the whole storage"))
         self.objects[blob.name] = data
+        self.gone.discard(blob.name)
         self._bytes += len(data)
         while self._capacity is not None and self._bytes > self._capacity:
             self._remove(next(iter(self.objects)))
@@ -201,7 +203,11 @@ class SimStorage(Storage):
             self.counts["misses"] += 1
             return MISSING
         half = len(data) // 2
-        blob.data[half:] = data[half:]
+        if fault == "short":
+            self.counts["short"] += bytes(blob.data[half:]) != data[half:]  # else it got the whole object after all
+            note(f"short read of {blob.name}")
+        else:
+            blob.data[half:] = data[half:]
         if fault == "flip":
             bit = self.dice.rng.randrange(8 * len(data))
             blob.data[bit // 8] ^= 1 << bit % 8
@@ -223,6 +229,7 @@ class SimStorage(Storage):
         data = self.objects.pop(name, None)
         if data is not None:
             self._bytes -= len(data)
+            self.gone.add(name)
         return data
 
 

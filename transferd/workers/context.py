@@ -88,6 +88,7 @@ class RankContext:
     recorder: Recorder
     background: Background
     direct: DirectPath | None = None
+    inline_check_bytes: int = INLINE_CHECK_BYTES
 
     def names(self, job: Job, positions: Sequence[int] | None = None) -> list[str]:
         """Object names of the job's keys (or of those at `positions`) on this rank."""
@@ -106,7 +107,7 @@ class RankContext:
 
     async def checksum(self, direction: Direction, nbytes: int, work: Callable[[], T]) -> T:
         """Run checksum work over `nbytes` where it is cheapest."""
-        if nbytes <= INLINE_CHECK_BYTES:
+        if nbytes <= self.inline_check_bytes:
             return work()
         return await self.offload.run(direction, work)
 

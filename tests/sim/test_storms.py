@@ -1,0 +1,139 @@
+"""Thousands of seeded stories of a whole daemon, and that a failing one is told small.
+
+SEEDS says how many; CI runs the default. `make sim SEEDS=100000` is the same with another number.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
+from transferd.testing.campaign import campaign
+from transferd.testing.loop import SimLoop, simulate
+from transferd.testing.shrink import attempt, shrink
+from transferd.testing.simplan import EVENTS, WORK, draw_plan
+from transferd.testing.simstory import Story
+from transferd.testing.weather import CALM, STORM
+from transferd.tiers.staging import Staging
+
+SEEDS = int(os.environ.get("SEEDS", "2000"))
+PROCESSES = min(os.cpu_count() or 1, 8)
+
+# Everything that the fault plan promises, as the stories call it, and everything a daemon may answer.
+FAULTS = (
+    *("fail", "lost", "stuck", "device_lost", "rank_died"),
+    *("unavailable", "error", "full", "missing", "flip", "short"),
+    *("vanish", "cut", "lose", "duplicate", "again", "cancel", "garbage", "rejects"),
+    *("pause", "drain", "set_generation", "jump_wall", "stand_still", "look"),
+)
+ANSWERS = ("ok", "partial", "miss", "failed", "expired", "cancelled", "busy", "rejected", "daemon_lost", "late")
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """The daemon logs every fault."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("critical"))
+    yield
+    structlog.reset_defaults()
+
+
+@pytest.mark.timeout(0 if SEEDS > 2000 else 400)
+def test_storms_pass_and_every_task_was_answered_once_in_time_and_honestly(capfd: pytest.CaptureFixture[str]) -> None:
+    command = [sys.executable, "-m", "transferd.testing.campaign", "--seeds", str(SEEDS), "--jobs", str(PROCESSES)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with capfd.disabled():
+        print(f"\n{done.stdout.splitlines()[0]}")
+    seen = dict(item.rsplit(" ", 1) for item in done.stdout.splitlines()[1].split(", "))
+    rare = [what for what in (*FAULTS, *ANSWERS) if SEEDS >= 1000 and int(seen.get(what, 0)) < 5]
+    assert not rare, f"hardly ever happened: {rare} of {seen}"
+
+
+FINGERPRINT = """
+import structlog
+structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("critical"))
+from transferd.testing.loop import simulate
+from transferd.testing.simplan import draw_plan
+from transferd.testing.simstory import Story
+async def main(loop):
+    await Story(loop, draw_plan(11)).run()
+    return loop.fingerprint
+print(simulate(main, 11))
+"""
+
+
+def test_a_seed_tells_the_same_story_again_in_any_process() -> None:
+    async def main(loop: SimLoop) -> str:
+        await Story(loop, draw_plan(11)).run()
+        return loop.fingerprint
+
+    mine = simulate(main, 11)
+    assert simulate(main, 11) == mine
+    for hash_seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        other = subprocess.run(
+            [sys.executable, "-c", FINGERPRINT], capture_output=True, text=True, check=True, env=environment, timeout=60
+        )
+        assert other.stdout.split()[-1] == mine
+
+
+def test_a_plan_is_a_function_of_its_seed_and_plans_differ() -> None:
+    assert draw_plan(3) == draw_plan(3)
+    plans = [draw_plan(seed) for seed in range(300)]
+    drawn = {deed.what for plan in plans for deed in plan.deeds}
+    assert drawn == {*WORK, *EVENTS}
+    kinds = {kind for plan in plans for kind in plan.weather.weights()}
+    assert kinds >= {"device.stuck", "device.lost", "storage.short", "network.lose", "offload.slow"}
+    assert min(len(plan.weather.weights()) for plan in plans) <= 2
+
+
+def test_a_kind_of_fault_can_be_left_out_of_the_weather() -> None:
+    weather = STORM
+    for kind in STORM.weights():
+        weather = weather.without(kind)
+        assert kind not in weather.weights()
+    assert str(weather) == str(CALM) == "calm"
+    assert "storage.flip 0.03" in str(STORM)
+
+
+def test_a_failing_story_is_made_small_and_names_the_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    def keeps_nothing(self: Staging, slot: int, nbytes: int) -> memoryview:
+        return self.memory.view[:nbytes]  # every block through one slot: the last one wins
+
+    monkeypatch.setattr(Staging, "slot_view", keeps_nothing)
+    failure = next(found for seed in range(50) if (found := attempt(draw_plan(seed))) is not None)
+    smallest = shrink(failure, 60)
+    assert smallest.kind == failure.kind
+    assert len(smallest.plan.deeds) < len(failure.plan.deeds)
+    told = str(smallest)
+    assert f"seed {failure.plan.seed}" in told
+    assert "weather: calm" in told
+    assert "the last steps:" in told
+
+
+def test_a_campaign_stops_at_the_first_failure_and_a_limit_ends_it_early() -> None:
+    report = campaign(range(60), 2)
+    assert (report.ran, report.failed) == (60, [])
+    assert report.seen["ok"] > 100
+    assert 0 < campaign(range(100_000), 2, limit_s=0.0).ran < 1000
+
+
+def test_the_command_tells_a_seed_and_its_numbers() -> None:
+    command = [sys.executable, "-m", "transferd.testing.campaign"]
+    replayed = subprocess.run([*command, "--replay", "5"], capture_output=True, text=True, check=True, timeout=60)
+    assert replayed.stdout.startswith("seed 5: ")
+    counted = subprocess.run(
+        [*command, "--seeds", "3", "--jobs", "1", "--format", "json"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    report = json.loads(counted.stdout)
+    assert (report["ran"], report["failed"]) == (3, [])
