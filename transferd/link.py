@@ -14,9 +14,9 @@ is on its way through the socket's thread.
 
 *Sessions* (see protocol.py). A Welcome of the same boot with another session number says that
 something was lost on the way, or that we were given up. Then everything pending is asked again, in
-the order it was asked first; tasks that the daemon knows are joined, not done twice. So it is with the
-first Welcome of all, for what was asked before its Hello. A Welcome older than one already seen says
-nothing.
+the order it was asked first; tasks that the daemon knows are joined, not done twice. A Welcome older
+than one already seen says nothing. Before the first one, what is asked waits: a request of no session
+could be lost, or done twice by an echo, and nobody could tell.
 
 *Congestion.* What the transport does not take waits in order in `_unsent`, and is tried again with
 each message that arrives and each heartbeat.
@@ -207,7 +207,7 @@ class Link:
         if payload is None:
             return seq
         self._pending[seq] = pending
-        if self._unsent or not self._transport.send(payload):
+        if self._unsent or not self._welcome_seq or not self._transport.send(payload):
             self._unsent.append(seq)
         return seq
 
@@ -238,7 +238,7 @@ class Link:
         return payload
 
     def _send_waiting(self) -> None:
-        while self._unsent:
+        while self._unsent and self._welcome_seq:
             seq = self._unsent[0]
             pending = self._pending.get(seq)
             if pending is not None:
@@ -303,9 +303,6 @@ class Link:
             if self.boot_id:
                 what = f"{self.endpoint}: the daemon was restarted (boot {welcome.boot_id}, was {self.boot_id})"
                 self._fail_all(DaemonLost(what), but=seq)
-            else:
-                # What was asked before this Hello names no session, so nobody can tell whether it was lost.
-                again = any(asked < seq for asked in self._pending)
         elif welcome.session != self._session:
             again = True
         self.boot_id, self.generation, self.ready = welcome.boot_id, welcome.generation, welcome.ready

@@ -229,7 +229,7 @@ class Server:
         task = asyncio.get_running_loop().create_task(self._answer(peer, seq, work))
         self._waiting.add(task)
         client.waiting.add(task)
-        task.add_done_callback(functools.partial(self._answered, peer, seq, client))
+        task.add_done_callback(functools.partial(self._answered, peer, seq, client, work))
 
     async def _answer(self, peer: bytes, seq: int, work: Coroutine[Any, Any, Any]) -> None:
         try:
@@ -237,9 +237,12 @@ class Server:
         except TransferError as error:
             self._refused(peer, seq, error)
 
-    def _answered(self, peer: bytes, seq: int, client: _Client, task: asyncio.Task[None]) -> None:
+    def _answered(
+        self, peer: bytes, seq: int, client: _Client, work: Coroutine[Any, Any, Any], task: asyncio.Task[None]
+    ) -> None:
         self._waiting.discard(task)
         client.waiting.discard(task)
+        work.close()  # of a task that was cancelled before its first step, it was never begun
         if task.cancelled():
             if peer in self._clients:  # else nobody is left to hear it
                 self._refused(peer, seq, TransferError("the daemon is shutting down", code="shutdown"))

@@ -60,18 +60,20 @@ def _failure(plan: Plan, error: Exception) -> Failure:
         first = first.exceptions[0]
     what = first.what if isinstance(first, BrokenPromise) else str(first)
     notes = [note for part in dict.fromkeys((first, error)) for note in getattr(part, "__notes__", ())]
-    told = "\n".join((f"{type(first).__name__}: {first}", _where(first), *notes))
-    return Failure(plan, f"{type(first).__name__}: {_shape(what)}", told)
+    function, line = _where(first)
+    told = "\n".join((f"{type(first).__name__}: {first}", f"  raised in {function} ({line})", *notes))
+    return Failure(plan, f"{type(first).__name__} in {function}: {_shape(what)}", told)
 
 
-def _where(error: BaseException) -> str:
+def _where(error: BaseException) -> tuple[str, str]:
+    """The function that raised it, and the file and line."""
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
     if traceback is None:
-        return "  raised nowhere"
+        return "nothing", "nowhere"
     code = traceback.tb_frame.f_code
-    return f"  raised in {code.co_qualname} ({code.co_filename.rpartition('/')[2]}:{traceback.tb_lineno})"
+    return code.co_qualname, f"{code.co_filename.rpartition('/')[2]}:{traceback.tb_lineno}"
 
 
 def _shape(text: str) -> str:

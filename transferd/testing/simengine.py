@@ -93,11 +93,14 @@ class SimEngine:
         await self._client.connect()
 
     async def vanish(self, name: str) -> None:
-        """Leave, with whatever is pending, and come back as somebody else."""
+        """Leave, with whatever is pending, and come back as somebody else. What is pushed meanwhile has to wait."""
         await self._client.close()
         self.link = f"{self.name}-{name}"
         self._client = self.world.client(self.link)
-        await self._client.connect()
+        try:
+            await self._client.connect()
+        finally:
+            self.cut_at = self.world.loop.time()
 
     async def lose_connection(self, seconds: float) -> None:
         """The network is away for a while; what was on its way may be lost."""
@@ -168,19 +171,23 @@ class SimEngine:
             self.device.free += blocks
             self.host.free += host
             return
-        timeout = 30.0
+        # The one in the middle may be over before its turn: those behind it must wait for those before it.
+        timeout, brief = 30.0, act.timeout()
         new = [self._some_key(act, i, fresh=1.0) for i in range(count)]
         old = [self._some_key(act, i, fresh=0.0) for i in range(count)]
         tasks: tuple[Task, ...] = (
             write := WriteStorageTask(task_id=f"{act.name}-1", timeout=timeout, keys=new, gpu_block_ids=blocks),
-            ReadStorageTask(task_id=f"{act.name}-2", timeout=timeout, keys=old, gpu_block_ids=blocks),
+            ReadStorageTask(task_id=f"{act.name}-2", timeout=brief, keys=old, gpu_block_ids=blocks),
             out := SwapOutTask(task_id=f"{act.name}-3", timeout=timeout, gpu_block_ids=blocks, cpu_block_ids=host),
             back := ReadStorageTask(task_id=f"{act.name}-4", timeout=timeout, keys=new, gpu_block_ids=blocks),
         )
         self._prepare(write)
         client, world = self._client, self.world
+        if not act.patient and act.chance.random() < 0.2:
+            world.loop.call_later(act.chance.uniform(0, 0.1), self._cancel_later, client, f"{act.name}-2")
         pushed = [(task, world.loop.time(), world.stood_still, await client.push(task)) for task in tasks]
-        results = [self._account(task, await future, at, still) for task, at, still, future in pushed]
+        waits = (self._accounted(task, future, at, still) for task, at, still, future in pushed)
+        results = await asyncio.gather(*waits)
         written, found, swapped, again = results
         self._wrote(write, written)
         if not all(map(answered_whole, results)):
@@ -247,6 +254,11 @@ class SimEngine:
         elif result.ranks:
             self.left_behind += device
         return result
+
+    async def _accounted(
+        self, task: Task, future: asyncio.Future[TaskResult], pushed_at: float, stood_still: float
+    ) -> TaskResult:
+        return self._account(task, await future, pushed_at, stood_still)
 
     def _account(self, task: Task, result: TaskResult, pushed_at: float, stood_still: float) -> TaskResult:
         self.outcomes[str(result.status)] += 1

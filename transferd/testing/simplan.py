@@ -48,12 +48,13 @@ class Plan:
     engines: int
     lane_depth: int
     max_queued_tasks: int
+    staging: str
     capacity: int | None
     deeds: tuple[Deed, ...]
 
     def __str__(self) -> str:
         world = f"{self.ranks} ranks, {self.engines} engines, lanes {self.lane_depth} deep"
-        bounds = f"queue {self.max_queued_tasks}, storage {self.capacity or 'without bound'}"
+        bounds = f"queue {self.max_queued_tasks}, staging {self.staging}, storage {self.capacity or 'without bound'}"
         deeds = "\n".join(f"  {deed}" for deed in sorted(self.deeds, key=lambda deed: deed.at))
         return f"seed {self.seed}: {world}, {bounds}\nweather: {self.weather}\ndeeds:\n{deeds}"
 
@@ -82,13 +83,8 @@ def draw_plan(seed: int) -> Plan:
         for engine in range(engines)
         for _ in range(DEEDS_OF_AN_ENGINE)
     ]
-    # A push that was refused for now ("busy", "draining") and comes again as an echo is admitted, when its
-    # engine uses the blocks for something else: only an engine whose pushes may come twice can prevent that.
-    # So where messages may be doubled, nothing is refused for now.
-    echoes = bool(weather.network.duplicate)
-    events = [event for event in EVENTS if not (echoes and event == "drain")]
     deeds += [
-        (chance.uniform(0, BAD_TIMES_S), chance.randrange(engines), chance.choice(events))
+        (chance.uniform(0, BAD_TIMES_S), chance.randrange(engines), chance.choice(EVENTS))
         for _ in range(chance.randint(0, 5))
     ]
     return Plan(
@@ -97,7 +93,8 @@ def draw_plan(seed: int) -> Plan:
         ranks=chance.randint(1, 3),
         engines=engines,
         lane_depth=chance.randint(1, 4),
-        max_queued_tasks=256 if echoes else chance.choice((4, 64)),
+        max_queued_tasks=chance.choice((4, 64)),
+        staging=chance.choice(("8KiB", "16KiB", "32KiB")),
         capacity=chance.choice((None, 40 * 256)),
         deeds=tuple(Deed(number, *deed) for number, deed in enumerate(deeds)),
     )

@@ -39,7 +39,7 @@ class Story:
         self.loop = loop
         self.plan = plan
         server = {"max_queued_tasks": plan.max_queued_tasks, "lane_depth": plan.lane_depth}
-        self.world = SimWorld(loop, small_config(plan.ranks, **server), capacity=plan.capacity)
+        self.world = SimWorld(loop, small_config(plan.ranks, plan.staging, **server), capacity=plan.capacity)
         self.judge = Judge(self.world)
         self.oracle = Oracle(self.world)
         self.engines: list[SimEngine] = []
@@ -101,6 +101,17 @@ class Story:
             for what in ("write", "read", "swap_out", "swap_in", "chain"):
                 await engine.act(what, Act(f"calm-{number}-{what}", self.loop.stream(f"calm {number} {what}"), True))
             assert engine.errors == before, f"in good times: {engine.errors - before}"
+        await self._pause_and_resume(self.engines[0])
+
+    async def _pause_and_resume(self, engine: SimEngine) -> None:
+        """What is pushed during a pause starts with the resume, also when nothing else happens."""
+        await engine.client.pause()
+        act = Act("calm-paused", self.loop.stream("calm paused"), patient=True)
+        working = self.loop.create_task(engine.act("write", act))
+        await asyncio.sleep(1)
+        assert not working.done(), "a task was started during a pause"
+        await engine.client.resume()
+        await asyncio.wait_for(working, SLOWEST_S)
 
     async def end(self) -> None:
         for engine in self.engines:

@@ -23,8 +23,8 @@ from transferd.testing.weather import CALM, Weather
 from transferd.tiers.base import DeviceTier
 
 
-def small_config(ranks: int = 2, **server: Any) -> Config:
-    """A daemon of tiny blocks: 4 segments of 32 bytes, staging for 4 blocks each way."""
+def small_config(ranks: int = 2, staging: str = "32KiB", **server: Any) -> Config:
+    """A daemon of tiny blocks: 4 segments of 32 bytes, staging for 4 blocks each way (one for every 8 KiB)."""
     return from_tree(
         {
             "server": {"endpoint": "ipc:///nowhere", **server},
@@ -38,7 +38,7 @@ def small_config(ranks: int = 2, **server: Any) -> Config:
                 "device_blocks": 48,
                 "host_blocks": 48,
             },
-            "host": {"staging": "32KiB"},
+            "host": {"staging": staging},
             "storage": {"backend": "none"},  # replaced
             "metrics": {"listen": ""},
         }

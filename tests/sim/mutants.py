@@ -1,0 +1,286 @@
+"""Deliberate bugs, one after another, and which seed of the simulation finds each.
+
+    python -m tests.sim.mutants [--only NAME ...] [--seeds 2000] [--jobs 2] [--format text|json]
+
+A mutant is a text in a file of the package and another one in its place. Each is put into a copy of the
+package in a temporary directory, where the campaign then lives its seeds until a story fails. Exit 0
+when every mutant was found. A text that is not there exactly once is an error, so a mutant cannot rot
+into one that changes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent.parent / "transferd"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One bug: in `file` below the package, `old` (there exactly once) becomes `new`."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+
+    def apply(self, package: Path) -> None:
+        """Raises AssertionError when the text is not there exactly once."""
+        path = package / self.file
+        text = path.read_text()
+        assert text.count(self.old) == 1, f"{self.name}: its text is {text.count(self.old)} times in {self.file}"
+        path.write_text(text.replace(self.old, self.new))
+
+
+MUTANTS = (
+    Mutant(
+        "the barrier resets a round in place instead of ending it",
+        "barrier.py",
+        "        del self._rounds[task_id]\n        self._end(round_)\n        return Arrival.COMPLETED",
+        "        self._end(round_)\n        round_.outcomes.clear()\n        return Arrival.COMPLETED",
+    ),
+    Mutant(
+        "a deadline forgets which ranks were missing",
+        "barrier.py",
+        "            self._owing[round_.task_id] = set(round_.missing)",
+        "            round_.missing = ()",
+    ),
+    Mutant(
+        "a dead rank is not told to the open rounds",
+        "coordinator.py",
+        "        self._barrier.rank_died(rank, cause)",
+        "        pass",
+    ),
+    Mutant(
+        "a late arrival is dropped and nobody hears of it",
+        "coordinator.py",
+        "        if self._barrier.arrive(job.task.task_id, outcome) is Arrival.LATE:",
+        "        if self._barrier.arrive(job.task.task_id, outcome) is None:",
+    ),
+    Mutant(
+        "the result of the last rank is lost",
+        "tasks.py",
+        "        for o in sorted(outcomes, key=lambda o: o.rank)\n    ]\n    # Ranks that",
+        "        for o in sorted(outcomes, key=lambda o: o.rank)[: max(1, len(outcomes) - 1)]\n    ]\n    # Ranks that",
+    ),
+    Mutant(
+        "a read is merged by the longest prefix",
+        "tasks.py",
+        "    prefix = min((_prefix(o.moved) for o in outcomes), default=0)",
+        "    prefix = max((_prefix(o.moved) for o in outcomes), default=0)",
+    ),
+    Mutant(
+        "a read is merged by count instead of prefix",
+        "tasks.py",
+        "    prefix = min((_prefix(o.moved) for o in outcomes), default=0)",
+        "    prefix = min((len(o.moved) for o in outcomes), default=0)",
+    ),
+    Mutant(
+        "a write claims what any rank stored",
+        "tasks.py",
+        "common & set(outcome.moved)",
+        "common | set(outcome.moved)",
+    ),
+    Mutant(
+        "a swap is whole when one rank is",
+        "tasks.py",
+        "    complete = bool(outcomes) and all(len(o.moved) == wanted for o in outcomes)",
+        "    complete = bool(outcomes) and any(len(o.moved) == wanted for o in outcomes)",
+    ),
+    Mutant(
+        "a lease returns when the put begins",
+        "workers/write.py",
+        "                put.add_done_callback(lambda _: lease.release())",
+        "                lease.release()",
+    ),
+    Mutant(
+        "a block is sealed before it is copied",
+        "workers/write.py",
+        "            await context.device.copy_out(plan, staging.memory)\n"
+        "            await context.checksum(Direction.OUT, payload * len(positions), seal_all)",
+        "            await context.checksum(Direction.OUT, payload * len(positions), seal_all)\n"
+        "            await context.device.copy_out(plan, staging.memory)",
+    ),
+    Mutant(
+        "a write arrives before its puts",
+        "workers/write.py",
+        "            await self._wait(job, account, in_flight)",
+        "            account.done([i for chunk in in_flight for i in chunk.positions], 0)",
+    ),
+    Mutant(
+        "the footer is not checked",
+        "workers/read.py",
+        "            return [check(views[i], payload, stamps[i]) for i in found]",
+        "            return [None for i in found]",
+    ),
+    Mutant(
+        "a read arrives before its last copies",
+        "workers/read.py",
+        "            for load in under_way:\n                await load",
+        "            under_way.clear()",
+    ),
+    Mutant(
+        "slots of a shared fetch return with its first reader",
+        "workers/flights.py",
+        "        if batch.consumers == 0 and (batch.fetch is None or batch.fetch.done()):",
+        "        if batch.fetch is None or batch.fetch.done():",
+    ),
+    Mutant(
+        "hazards are ignored",
+        "hazards.py",
+        "        claim.blockers = len(blockers)\n",
+        "        blockers.clear()\n        claim.blockers = len(blockers)\n",
+    ),
+    Mutant(
+        "a write does not wait for readers",
+        "hazards.py",
+        "                blockers.update(use.readers)",
+        "                pass",
+    ),
+    Mutant(
+        "a claim that is taken back lets later ones overtake",
+        "hazards.py",
+        "            claim.abandoned = True\n            return []",
+        "            claim.abandoned = True\n            claim.blockers = 0",
+    ),
+    Mutant(
+        "the blocks of a straggler are given to the next",
+        "dispatch.py",
+        "        if record.straggling:\n            self._stragglers[task_id] = record",
+        "        if record.straggling and False:\n            self._stragglers[task_id] = record",
+    ),
+    Mutant(
+        "a deadline is not armed",
+        "dispatch.py",
+        "        self._set_alarm(record.deadline, record)",
+        "        pass",
+    ),
+    Mutant(
+        "the slack after a deadline is not armed",
+        "dispatch.py",
+        "            self._set_alarm(record.forsaken_at, record)",
+        "            pass",
+    ),
+    Mutant(
+        "a task runs in the generation of its start",
+        "dispatch.py",
+        "                self._out.append(ev.Start(record.task, record.generation, record.admitted_at))",
+        "                self._out.append(ev.Start(record.task, self.generation, record.admitted_at))",
+    ),
+    Mutant(
+        "a result is sent twice",
+        "dispatch.py",
+        "        for client, seq in record.waiters:\n",
+        "        for client, seq in record.waiters * 2:\n",
+    ),
+    Mutant(
+        "a joined push is never answered",
+        "dispatch.py",
+        "            record.waiters.append((event.client, event.seq))",
+        "            pass",
+    ),
+    Mutant(
+        "a task that is known runs again",
+        "dispatch.py",
+        "        elif kept is not None:\n            self._out",
+        "        elif kept is not None:\n            return False\n            self._out",
+    ),
+    Mutant(
+        "the queue has no bound",
+        "dispatch.py",
+        "        if self._queued >= self.limits.max_queued:",
+        "        if False:",
+    ),
+    Mutant(
+        "a resume starts nothing",
+        "dispatch.py",
+        "        if self._starting:\n            self._refusal = None\n        self._start_ready()",
+        "        if self._starting:\n            self._refusal = None",
+    ),
+    Mutant(
+        "what a broken connection lost is not asked again",
+        "link.py",
+        "        if again:\n            self._ask_again()",
+        "        if again:\n            pass",
+    ),
+    Mutant(
+        "an echo of an earlier session is done",
+        "server.py",
+        "        if request.session not in (client.session, wire.ANY_SESSION):",
+        "        if False:",
+    ),
+    Mutant(
+        "a silent client is looked for a hundred times as often",
+        "server.py",
+        "        delay = self._client_timeout / 2",
+        "        delay = self._client_timeout / 200",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """seed: the first that failed, None if the mutant survived. how: what failed. seconds: until then."""
+
+    mutant: str
+    seed: int | None
+    how: str
+    seconds: float
+
+
+def hunt(mutant: Mutant, seeds: int, jobs: int) -> Verdict:
+    """Put the bug in and live seeds until one finds it."""
+    with tempfile.TemporaryDirectory(prefix="transferd-mutant-") as directory:
+        copy = Path(directory) / "transferd"
+        shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+        mutant.apply(copy)
+        began = time.monotonic()
+        command = [sys.executable, "-m", "transferd.testing.campaign", "--brief", "--seeds", str(seeds)]
+        done = subprocess.run(
+            [*command, "--jobs", str(jobs)],
+            cwd=directory,
+            env={**os.environ, "PYTHONPATH": directory},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        seconds = time.monotonic() - began
+    found = re.search(r"^seed (\d+): (.*)$", done.stderr, re.MULTILINE)
+    if found is None:
+        assert done.returncode == 0, done.stderr
+        return Verdict(mutant.name, None, "survived", seconds)
+    return Verdict(mutant.name, int(found[1]), found[2], seconds)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.sim.mutants", description=__doc__)
+    parser.add_argument("--only", nargs="*", default=None, help="names, or parts of names")
+    parser.add_argument("--seeds", type=int, default=2000, help="at most so many for each")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--format", choices=("text", "json"), default="text")
+    options = parser.parse_args(arguments)
+    chosen = [m for m in MUTANTS if options.only is None or any(part in m.name for part in options.only)]
+    verdicts = []
+    for mutant in chosen:
+        verdicts.append(verdict := hunt(mutant, options.seeds, options.jobs))
+        if options.format == "text":
+            where = "SURVIVED" if verdict.seed is None else f"seed {verdict.seed}"
+            print(f"| {mutant.name} | `{mutant.file}` | {where} | {verdict.how} |", flush=True)
+    if options.format == "json":
+        print(json.dumps([vars(verdict) for verdict in verdicts]))
+    return 0 if all(verdict.seed is not None for verdict in verdicts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
