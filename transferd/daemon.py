@@ -35,7 +35,7 @@ from transferd.signals import Signals
 from transferd.storage.base import Storage
 from transferd.storage.registry import create_storage
 from transferd.tiers.pinned import HostPool
-from transferd.tiers.registry import create_device_tier
+from transferd.tiers.registry import create_device_tier, create_pinning
 from transferd.tiers.segment import remove_stale_segments
 from transferd.tiers.staging import Staging
 from transferd.trace import Recorder
@@ -111,12 +111,14 @@ class Daemon:
 
     def _build_rank(self, rank: int) -> RankWorker:
         config, layout = self.config, self.layout
+        device = create_device_tier(config, layout, rank, self.offload)
+        pinning = create_pinning(config, rank)
         context = RankContext(
             rank=rank,
             layout=layout,
-            device=create_device_tier(config, layout, rank, self.offload),
-            host=HostPool(layout, rank) if layout.host_blocks else None,
-            staging=Staging(layout, config.host.staging, FOOTER_BYTES),
+            device=device,
+            host=HostPool(layout, rank, pinning) if layout.host_blocks else None,
+            staging=Staging(layout, config.host.staging, FOOTER_BYTES, pinning=pinning),
             storage=self.storage,
             namer=self.namer,
             model=config.storage.model,

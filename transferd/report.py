@@ -32,6 +32,7 @@ def stats(daemon: Daemon) -> dict[str, Any]:
         "results_kept": dispatch.results_kept,
         "rejects": dict(Counter(dispatch.rejects) + Counter(server["rejects"])),
         "host": _host(daemon),
+        "degraded": _degraded(daemon),
         "staging": _staging(daemon),
         "storage": _storage(daemon),
         "pd": _pd(daemon),
@@ -55,6 +56,20 @@ def _host(daemon: Daemon) -> dict[str, Any]:
         "bytes": sum(pool["bytes"] for pool in pools),
         "pinned": bool(pools) and all(pool["pinned"] for pool in pools),
     }
+
+
+def _degraded(daemon: Daemon) -> list[str]:
+    """Why it works, but slower than it should; empty when all is as it should be."""
+    reasons: list[str] = []
+    for worker in daemon.coordinator.workers:
+        context = worker.context
+        regions = {"staging": context.staging.memory} | ({"host": context.host.memory} if context.host else {})
+        reasons += [
+            f"rank {context.rank}: {name} memory is not pinned: {region.degraded}"
+            for name, region in regions.items()
+            if region.degraded
+        ]
+    return reasons
 
 
 def _staging(daemon: Daemon) -> dict[str, int]:

@@ -30,7 +30,7 @@ from transferd.tasks import Status, SwapInTask, SwapOutTask
 from transferd.tiers.base import DeviceTier
 from transferd.tiers.hostcopy import NATIVE
 from transferd.tiers.pinned import HostPool
-from transferd.tiers.registry import create_device_tier
+from transferd.tiers.registry import create_device_tier, create_pinning
 
 BLOCKS = 64  # moved per task
 SEED = 1
@@ -109,7 +109,7 @@ async def _layout(name: str, cache: dict[str, object], device: str) -> list[Row]
     offload = ThreadOffload(1)
     tier = create_device_tier(config, layout, 0, offload)
     await tier.open()
-    host = HostPool(layout, 0)
+    host = HostPool(layout, 0, create_pinning(config, 0))
     try:
         return await _measure(name, layout, tier, host)
     finally:

@@ -1,8 +1,8 @@
-"""Host memory that stays where it is: page-aligned, populated, and locked where that is allowed.
+"""Host memory that stays where it is: page-aligned, populated, next to its device, and pinned where that is allowed.
 
 Copies to and from a GPU, and zero-copy transfers over a network, need memory that the kernel does not
-move. Locking asks for RLIMIT_MEMLOCK; where it is refused the memory works all the same, more slowly,
-`pinned` says so, and one warning a process is logged.
+move. How it is pinned is the device's to know (pinning.py). Where it is refused the memory works all the
+same, more slowly: `degraded` says why, stats say so, and one warning a process is logged.
 """
 
 from __future__ import annotations
@@ -12,19 +12,16 @@ import ctypes
 import errno
 import gc
 import mmap
-import os
 from typing import Any
 
 import structlog
 
 from transferd.errors import TierError
 from transferd.layout.base import Arena, BlockLayout, align
+from transferd.tiers.numa import prefer_node
+from transferd.tiers.pinning import MEMORY_LOCK, Pinning
 
 log = structlog.get_logger(__name__)
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_libc.munlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; asm-generic/mman-common.h
 
@@ -32,33 +29,44 @@ _warned = False
 
 
 class HostRegion:
-    """An anonymous range of host memory. Owns it from construction until `close`.
+    """An anonymous range of host memory. Owns it, and its pinning, from construction until `close`.
 
-    Raises TierError when there is not that much memory.
+    degraded: why it is not pinned; "" when it is. Raises TierError when there is not that much memory.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, pinning: Pinning = MEMORY_LOCK) -> None:
         self.nbytes = align(max(nbytes, 1), mmap.PAGESIZE)
         try:
             self._map = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._anchor = (ctypes.c_char * self.nbytes).from_buffer(self._map)
+            self.address = ctypes.addressof(self._anchor)
+            if pinning.node is not None:  # before the first page is there; best effort, speed is all that hangs on it
+                prefer_node(self.address, self.nbytes, pinning.node)
             _populate(self._map)
         except (OSError, ValueError) as error:
             raise TierError(f"cannot allocate {self.nbytes} bytes of host memory: {error}") from error
         self.view = memoryview(self._map)
-        self._anchor = (ctypes.c_char * self.nbytes).from_buffer(self._map)
-        self.address = ctypes.addressof(self._anchor)
-        self.pinned = _lock(self.address, self.nbytes)
+        self._pinning = pinning
+        self.degraded = pinning.pin(self.address, self.nbytes)
+        self.pinned = not self.degraded
+        if self.degraded:
+            _warn(self.degraded)
 
     def close(self) -> None:
         """Unlock and give the memory back. Idempotent; no view of it may be in use any more."""
         if self.address == 0:
             return
-        if self.pinned:
-            _libc.munlock(self.address, self.nbytes)
-        self.address = 0
-        self.pinned = False
-        del self._anchor
-        self.view.release()
+        address, self.address = self.address, 0
+        pinned, self.pinned = self.pinned, False
+        try:
+            if pinned:
+                self._pinning.unpin(address, self.nbytes)
+        finally:
+            del self._anchor
+            self.view.release()
+            self._unmap()
+
+    def _unmap(self) -> None:
         with contextlib.suppress(BufferError):
             self._map.close()
             return
@@ -86,33 +94,24 @@ def _populate(memory: mmap.mmap) -> None:
         view.release()
 
 
-def _lock(address: int, nbytes: int) -> bool:
+def _warn(reason: str) -> None:
     global _warned
-    if _libc.mlock(address, nbytes) == 0:
-        return True
     if not _warned:
         _warned = True
-        code = ctypes.get_errno()
-        log.warning(
-            "host memory is not pinned: copies to a device will be slower",
-            reason=errno.errorcode.get(code, str(code)),
-            problem=os.strerror(code),
-            advice="raise RLIMIT_MEMLOCK (LimitMEMLOCK=infinity in the unit)",
-        )
-    return False
+        log.warning("host memory is not pinned: copies to a device will be slower", reason=reason)
 
 
 class HostPool:
     """One rank's host tier: `host_blocks` packed blocks in one region that it owns."""
 
-    def __init__(self, layout: BlockLayout, rank: int) -> None:
+    def __init__(self, layout: BlockLayout, rank: int, pinning: Pinning = MEMORY_LOCK) -> None:
         self.rank = rank
-        self.memory = HostRegion(layout.host.extent)
+        self.memory = HostRegion(layout.host.extent, pinning)
         self.arena = Arena(layout.host, self.memory.address)
 
     def close(self) -> None:
         self.memory.close()
 
     def statistics(self) -> dict[str, Any]:
-        """blocks and bytes of this rank's pool, and whether it is locked in memory."""
+        """blocks and bytes of this rank's pool, and whether it is pinned."""
         return {"blocks": self.arena.geometry.blocks, "bytes": self.memory.nbytes, "pinned": self.memory.pinned}

@@ -6,13 +6,14 @@ A name with a colon is a class outside this package: "package.module:Class".
 from __future__ import annotations
 
 import importlib
-from typing import cast
+from typing import Any, cast
 
 from transferd.config import Config
 from transferd.errors import ConfigError
 from transferd.layout.base import BlockLayout
 from transferd.offload import Offload
 from transferd.tiers.base import DeviceTier
+from transferd.tiers.pinning import MEMORY_LOCK, Pinning
 
 _CLASSES = {
     "shm": "transferd.tiers.shm:ShmDeviceTier",
@@ -23,15 +24,29 @@ _CLASSES = {
 
 def create_device_tier(config: Config, layout: BlockLayout, rank: int, offload: Offload) -> DeviceTier:
     """One rank's device tier, not yet open. Raises ConfigError."""
+    factory = _class_of(config)
+    if config.cache.ownership == "attach" and not getattr(factory, "attaches", False):
+        name = config.cache.device
+        raise ConfigError("cache.ownership", f"the {name} device is always created by the daemon", "attach")
+    return cast("DeviceTier", factory(layout, rank, config.cache.device_of_rank[rank], offload))
+
+
+def create_pinning(config: Config, rank: int) -> Pinning:
+    """How host memory for a rank's device is pinned: what the device's class says (`pinning(device)`), else mlock.
+
+    Raises ConfigError, and TierError where the device itself has to be asked and is not there.
+    """
+    make = getattr(_class_of(config), "pinning", None)
+    return MEMORY_LOCK if make is None else cast("Pinning", make(config.cache.device_of_rank[rank]))
+
+
+def _class_of(config: Config) -> Any:
     name = config.cache.device
     target = name if ":" in name else _CLASSES.get(name)
     if target is None:
         raise ConfigError("cache.device", f"expected one of {', '.join(_CLASSES)}, or package.module:Class", name)
     module, _, attribute = target.partition(":")
     try:
-        factory = getattr(importlib.import_module(module), attribute)
+        return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError("cache.device", f"cannot be loaded, is its extra installed? {error}", name) from error
-    if config.cache.ownership == "attach" and not getattr(factory, "attaches", False):
-        raise ConfigError("cache.ownership", f"the {name} device is always created by the daemon", "attach")
-    return cast("DeviceTier", factory(layout, rank, config.cache.device_of_rank[rank], offload))

@@ -20,6 +20,7 @@ from typing import Any
 from transferd.errors import ConfigError, InvariantError
 from transferd.layout.base import BlockLayout, Geometry, align
 from transferd.tiers.pinned import HostRegion
+from transferd.tiers.pinning import MEMORY_LOCK, Pinning
 
 SLOT_ALIGNMENT = 4096  # bytes: what direct I/O and RDMA registration like
 CHUNK_BYTES = 8 * 1024**2  # large enough that a chunk's fixed costs vanish, small enough to overlap
@@ -93,6 +94,7 @@ class Staging:
         footer_bytes: int,
         consumers: Sequence[str] = ("read", "write"),
         key: str = "host.staging",
+        pinning: Pinning = MEMORY_LOCK,
     ) -> None:
         self.object_bytes = layout.block_bytes + footer_bytes
         slot_bytes = align(self.object_bytes, SLOT_ALIGNMENT)
@@ -101,7 +103,7 @@ class Staging:
             need = slot_bytes * len(consumers)
             raise ConfigError(key, f"must be at least {need} bytes, one block for each of {consumers}", nbytes)
         self._slot_bytes = slot_bytes
-        self.memory = HostRegion(slots * slot_bytes)
+        self.memory = HostRegion(slots * slot_bytes, pinning)
         self.nbytes = slots * slot_bytes
         self.packed: Geometry = layout.packed(slots, slot_bytes)
         self._shares: dict[str, _Share] = {}
