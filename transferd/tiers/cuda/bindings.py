@@ -1,0 +1,231 @@
+"""The driver API through NVIDIA's own bindings, cuda-bindings 12.8 or newer.
+
+Every call of the bindings releases the GIL and answers (CUresult, value, …); it is translated once, here.
+Structs are read and written through their addresses: the bindings' attribute names for them have changed
+(the `reserved` bytes of an IPC handle came and went between 12.9 and 13.5), the memory has not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from transferd.errors import TierError
+from transferd.tiers.cuda.batch import BatchCopy, find_batch_copy
+from transferd.tiers.cuda.driver import NO_DRIVER, DeviceInfo, Driver, failure
+
+_IPC_HANDLE_BYTES = 64
+
+
+@functools.cache
+def open_driver() -> Driver:
+    """The driver of this process. Raises TierError with code `no_cuda` and one line that says what is missing."""
+    try:
+        from cuda.bindings import driver as api
+    except ImportError as error:
+        raise TierError("cuda-bindings is not installed: pip install 'transferd[cuda]'", code=NO_DRIVER) from error
+    try:
+        (result,) = api.cuInit(0)
+    except Exception as error:  # the bindings load libcuda at the first call, and have changed how that fails
+        sentence = " ".join(str(error).split())
+        raise TierError(f"there is no NVIDIA driver: {sentence}", code=NO_DRIVER) from error
+    if result != api.CUresult.CUDA_SUCCESS:
+        raise failure("cuInit", result.name, "no GPU can be used by this process")
+    return BindingsDriver(api)
+
+
+class BindingsDriver:
+    """Driver over the module cuda.bindings.driver. Stateless: what it makes belongs to the caller."""
+
+    def __init__(self, api: Any) -> None:
+        self._api = api
+        self.version = int(self._call("cuDriverGetVersion"))
+        self._batch: BatchCopy | None = find_batch_copy(api)
+
+    @property
+    def batches(self) -> bool:
+        return self._batch is not None
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """One call; its first value, or None. Raises what `failure` says."""
+        result, *values = getattr(self._api, name)(*arguments)
+        if result != self._api.CUresult.CUDA_SUCCESS:
+            raise self._failure(name, result)
+        return values[0] if values else None
+
+    def _failure(self, name: str, result: Any) -> TierError:
+        _, text = self._api.cuGetErrorString(result)
+        return failure(name, result.name, text.decode(errors="replace") if text else "")
+
+    # --- devices and contexts -----------------------------------------------------------------------
+
+    def device_count(self) -> int:
+        return int(self._call("cuDeviceGetCount"))
+
+    def describe(self, index: int) -> DeviceInfo:
+        device = self._call("cuDeviceGet", index)
+        attribute = self._api.CUdevice_attribute
+        major, minor = (
+            int(self._call("cuDeviceGetAttribute", which, device))
+            for which in (
+                attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+                attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+            )
+        )
+        return DeviceInfo(
+            index=index,
+            name=_text(self._call("cuDeviceGetName", 128, device)),
+            uuid=ctypes.string_at(self._call("cuDeviceGetUuid", device).getPtr(), 16).hex(),
+            pci=_text(self._call("cuDeviceGetPCIBusId", 32, device)).lower(),
+            capability=(major, minor),
+        )
+
+    def retain(self, index: int) -> int:
+        return int(self._call("cuDevicePrimaryCtxRetain", self._call("cuDeviceGet", index)))
+
+    def release(self, index: int) -> None:
+        self._call("cuDevicePrimaryCtxRelease", self._call("cuDeviceGet", index))
+
+    @contextlib.contextmanager
+    def current(self, context: int) -> Iterator[None]:
+        self._call("cuCtxPushCurrent", context)
+        try:
+            yield
+        finally:
+            self._call("cuCtxPopCurrent")
+
+    # --- memory -------------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int) -> int:
+        return int(self._call("cuMemAlloc", nbytes))
+
+    def free(self, address: int) -> None:
+        self._call("cuMemFree", address)
+
+    def memory_info(self) -> tuple[int, int]:
+        result, free, total = self._api.cuMemGetInfo()
+        if result != self._api.CUresult.CUDA_SUCCESS:
+            raise self._failure("cuMemGetInfo", result)
+        return int(free), int(total)
+
+    def address_range(self, address: int) -> tuple[int, int]:
+        result, start, nbytes = self._api.cuMemGetAddressRange(address)
+        if result != self._api.CUresult.CUDA_SUCCESS:
+            raise self._failure("cuMemGetAddressRange", result)
+        return int(start), int(nbytes)
+
+    def register_host(self, address: int, nbytes: int) -> None:
+        flags = self._api.CU_MEMHOSTREGISTER_PORTABLE | self._api.CU_MEMHOSTREGISTER_DEVICEMAP
+        self._call("cuMemHostRegister", address, nbytes, flags)
+
+    def unregister_host(self, address: int) -> None:
+        self._call("cuMemHostUnregister", address)
+
+    # --- streams and events -------------------------------------------------------------------------
+
+    def create_stream(self, *, urgent: bool = False) -> int:
+        flags = self._api.CUstream_flags.CU_STREAM_NON_BLOCKING
+        if not urgent:
+            return int(self._call("cuStreamCreate", flags))
+        result, _, greatest = self._api.cuCtxGetStreamPriorityRange()
+        if result != self._api.CUresult.CUDA_SUCCESS:
+            raise self._failure("cuCtxGetStreamPriorityRange", result)
+        return int(self._call("cuStreamCreateWithPriority", flags, greatest))
+
+    def destroy_stream(self, stream: int) -> None:
+        self._call("cuStreamDestroy", stream)
+
+    def synchronize_stream(self, stream: int) -> None:
+        self._call("cuStreamSynchronize", stream)
+
+    def create_event(self, *, shared: bool = False) -> int:
+        kinds = self._api.CUevent_flags
+        flags = kinds.CU_EVENT_BLOCKING_SYNC | kinds.CU_EVENT_DISABLE_TIMING
+        if shared:
+            flags |= kinds.CU_EVENT_INTERPROCESS
+        return int(self._call("cuEventCreate", int(flags)))
+
+    def destroy_event(self, event: int) -> None:
+        self._call("cuEventDestroy", event)
+
+    def record(self, event: int, stream: int) -> None:
+        self._call("cuEventRecord", event, stream)
+
+    def wait(self, stream: int, event: int) -> None:
+        self._call("cuStreamWaitEvent", stream, event, 0)
+
+    def synchronize(self, event: int) -> None:
+        self._call("cuEventSynchronize", event)
+
+    # --- work ---------------------------------------------------------------------------------------
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        self._call("cuMemcpyAsync", target, source, nbytes, stream)
+
+    def copy_batch(
+        self,
+        targets: npt.NDArray[np.uint64],
+        sources: npt.NDArray[np.uint64],
+        sizes: npt.NDArray[np.uint64],
+        stream: int,
+    ) -> None:
+        if self._batch is not None:
+            status = self._batch(targets, sources, sizes, stream)
+            if status:
+                raise self._failure("cuMemcpyBatchAsync", self._api.CUresult(status))
+            return
+        for target, source, nbytes in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
+            self.copy(target, source, nbytes, stream)
+
+    def fill(self, address: int, value: int, nbytes: int, stream: int) -> None:
+        self._call("cuMemsetD8Async", address, value, nbytes, stream)
+
+    def load(self, image: bytes) -> int:
+        return int(self._call("cuModuleLoadData", image))
+
+    def unload(self, module: int) -> None:
+        self._call("cuModuleUnload", module)
+
+    def function(self, module: int, name: str) -> int:
+        return int(self._call("cuModuleGetFunction", module, name.encode()))
+
+    def launch(self, function: int, grid: int, block: int, argument: ctypes.Structure, stream: int) -> None:
+        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
+        shape = (grid, 1, 1, block, 1, 1)
+        self._call("cuLaunchKernel", function, *shape, 0, stream, ctypes.addressof(parameters), 0)
+
+    # --- other processes ----------------------------------------------------------------------------
+
+    def export_memory(self, address: int) -> bytes:
+        return ctypes.string_at(self._call("cuIpcGetMemHandle", address).getPtr(), _IPC_HANDLE_BYTES)
+
+    def open_memory(self, handle: bytes) -> int:
+        named = self._filled(self._api.CUipcMemHandle(), handle)
+        flags = self._api.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        return int(self._call("cuIpcOpenMemHandle", named, int(flags)))
+
+    def close_memory(self, address: int) -> None:
+        self._call("cuIpcCloseMemHandle", address)
+
+    def export_event(self, event: int) -> bytes:
+        return ctypes.string_at(self._call("cuIpcGetEventHandle", event).getPtr(), _IPC_HANDLE_BYTES)
+
+    def open_event(self, handle: bytes) -> int:
+        return int(self._call("cuIpcOpenEventHandle", self._filled(self._api.CUipcEventHandle(), handle)))
+
+    @staticmethod
+    def _filled(named: Any, handle: bytes) -> Any:
+        if len(handle) != _IPC_HANDLE_BYTES:
+            raise TierError(f"a CUDA IPC handle has {_IPC_HANDLE_BYTES} bytes, this one {len(handle)}")
+        ctypes.memmove(named.getPtr(), handle, _IPC_HANDLE_BYTES)
+        return named
+
+
+def _text(padded: bytes) -> str:
+    return padded.partition(b"\0")[0].decode(errors="replace")

@@ -1,0 +1,91 @@
+"""The kernel's two structs as ctypes, and the arithmetic of its launch. See kernels/move_blocks.cu."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from transferd.layout.base import Arena, Geometry
+
+SOURCE = Path(__file__).parent.parent / "kernels" / "move_blocks.cu"
+NAME = "move_blocks"
+TILE = 16384  # bytes of one segment that a thread block moves at a time
+MAX_BLOCKS = 448  # cache blocks a launch can name
+THREADS = 256  # a thread block; each thread moves four 16-byte vectors of a full tile
+# Enough to outrun any bus by a factor of ten, few enough to leave most multiprocessors to the engine.
+GRID = 48
+
+
+class Segment(ctypes.Structure):
+    """Where one segment lies: in the cache (address of block 0, stride) and in a packed block (offset)."""
+
+    _fields_ = (
+        ("address", ctypes.c_uint64),
+        ("stride", ctypes.c_int64),
+        ("nbytes", ctypes.c_int64),
+        ("offset", ctypes.c_int64),
+    )
+
+
+class Move(ctypes.Structure):
+    """The kernel's parameter. reserved is there to make the padding visible."""
+
+    _fields_ = (
+        ("segments", ctypes.c_uint64),
+        ("packed", ctypes.c_uint64),
+        ("packed_stride", ctypes.c_int64),
+        ("first_segment", ctypes.c_int32),
+        ("segment_count", ctypes.c_int32),
+        ("blocks", ctypes.c_int32),
+        ("tiles", ctypes.c_int32),
+        ("gather", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+        ("cache_ids", ctypes.c_int32 * MAX_BLOCKS),
+        ("packed_ids", ctypes.c_int32 * MAX_BLOCKS),
+    )
+
+    def name_blocks(self, cache_ids: npt.NDArray[np.int64], packed_ids: npt.NDArray[np.int64]) -> None:
+        """Fill in which blocks move; equal lengths, at most MAX_BLOCKS."""
+        self.blocks = len(cache_ids)
+        np.frombuffer(self.cache_ids, dtype=np.int32)[: len(cache_ids)] = cache_ids
+        np.frombuffer(self.packed_ids, dtype=np.int32)[: len(packed_ids)] = packed_ids
+
+    @property
+    def grid(self) -> int:
+        """Thread blocks worth launching."""
+        return max(1, min(GRID, int(self.blocks) * int(self.segment_count) * int(self.tiles)))
+
+
+def segment_table(cache: Arena, packed_offsets: npt.NDArray[np.int64]) -> bytes:
+    """The kernel's table for a cache: one Segment each, in segment order."""
+    geometry = cache.geometry
+    table = np.empty((len(geometry.nbytes), 4), dtype=np.int64)
+    table[:, 0] = geometry.offsets + cache.origin
+    table[:, 1] = geometry.strides
+    table[:, 2] = geometry.nbytes
+    table[:, 3] = packed_offsets
+    return table.tobytes()
+
+
+def tiles_of(nbytes: npt.NDArray[np.int64]) -> int:
+    """Tiles of the longest of these segments."""
+    return -(-int(nbytes.max()) // TILE)
+
+
+@functools.lru_cache(maxsize=64)
+def is_packed(geometry: Geometry) -> bool:
+    """A block is one range there: each segment begins where the one before it ends, one stride for all."""
+    return bool(
+        (geometry.strides == geometry.strides[0]).all()
+        and (geometry.offsets[1:] == geometry.offsets[:-1] + geometry.nbytes[:-1]).all()
+    )
+
+
+@functools.cache
+def source() -> bytes:
+    """The kernel's text."""
+    return SOURCE.read_bytes()

@@ -1,0 +1,287 @@
+"""One direction of one device: its streams, its staging, and how a copy gets through them.
+
+Out of the device (into it is the mirror image), cut into chunks that fit a slot:
+
+    kernels   wait slot free · gather → slot · record ready  |  wait … · gather → slot' …
+    copies                       wait ready · DMA slot → host · record free  |  wait …
+
+Two slots, two streams: while the DMA engine empties one slot a kernel fills the other. Everything is
+ordered by events on the device; the host submits a whole copy at once and waits for nothing in between,
+so how busy the host is does not show in the middle of a copy. What a copy needs on the device besides
+the slots is in the launch itself (block ids), so nothing has to be kept alive or given back per copy.
+
+Two further ways, chosen per copy (`_way`):
+
+* *batched*: one DMA a run, straight between cache and host memory, submitted in one call. For runs
+  long enough that the DMA engine's cost per run does not show; needs registered host memory;
+* *one by one*: the same with a call for each run. For what the others cannot do: a plan made of runs
+  alone, or host memory in which a block is not one range.
+
+A caller's event is waited for before device memory is touched in either direction: a kernel of the engine
+that was begun before may still read the blocks that a load overwrites.
+
+Submission happens in a thread of the offload, one copy at a time; completion is found by one thread a
+lane, asleep in cuEventSynchronize (docs/adr/0008).
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from transferd.copyplan import CopyPlan, Moves
+from transferd.errors import Closed, TierError
+from transferd.layout.base import Arena, Geometry
+from transferd.tiers.base import HostMemory
+from transferd.tiers.cuda.chunks import Chunk, Cutter
+from transferd.tiers.cuda.driver import Driver
+from transferd.tiers.cuda.kernel import THREADS, Move, is_packed
+from transferd.tiers.cuda.owned import Owned
+from transferd.tiers.cuda.pinning import is_registered
+
+SLOTS = 2
+# From this mean run length on, a batch of DMAs is as fast as gather and one DMA a block, and leaves the
+# multiprocessors alone: at half a microsecond a run, 64 KiB keep PCIe 5 at nine tenths of its speed.
+BATCH_FROM = 64 * 1024
+
+Completed = Callable[[TierError | None], None]
+Ids = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What every copy of a tier shares: cache and kernel. table: the kernel's segments, in device memory."""
+
+    cache: Arena
+    function: int
+    table: int
+    cutter: Cutter
+    slot_bytes: int
+
+
+@dataclass(slots=True)
+class _Slot:
+    address: int
+    ready: int  # event: filled by the first of the two stages
+    free: int  # event: emptied by the second
+
+
+class Lane:
+    """One direction. Owns two streams, SLOTS slots, their events and a thread, until `close`.
+
+    outward: device → host. caller: an event to wait for, or 0. way: "gather" or "batch" to prefer one
+    whenever it is possible, for measurements and tests.
+
+    Everything but `submit` wants the context to be current. Raises TierError.
+    """
+
+    def __init__(
+        self, driver: Driver, context: int, program: Program, *, outward: bool, caller: int = 0, way: str = ""
+    ) -> None:
+        self.outward = outward
+        self._driver = driver
+        self._context = context
+        self._program = program
+        self._caller = caller
+        self._preferred = way
+        self._turn = 0
+        self._closed = False
+        self._submitting = threading.Lock()
+        self._under_way: queue.SimpleQueue[tuple[int, Completed] | None] = queue.SimpleQueue()
+        self._idle: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._slots: list[_Slot] = []
+        self._owned = Owned()
+        self.counts = dict.fromkeys(("gather", "batch", "single"), 0)
+        try:
+            self._kernels = self._stream(urgent=True)
+            self._copies = self._stream(urgent=False)
+            for _ in range(SLOTS):
+                self._slots.append(self._slot())
+            self._waiter = self._start_waiter()
+        except BaseException:
+            self._owned.release()
+            raise
+
+    def _stream(self, *, urgent: bool) -> int:
+        stream = self._driver.create_stream(urgent=urgent)
+        self._owned.add(lambda: self._driver.destroy_stream(stream))
+        return stream
+
+    def _event(self) -> int:
+        event = self._driver.create_event()
+        self._owned.add(lambda: self._driver.destroy_event(event))
+        return event
+
+    def _slot(self) -> _Slot:
+        address = self._driver.allocate(self._program.slot_bytes)
+        self._owned.add(lambda: self._driver.free(address))
+        return _Slot(address, self._event(), self._event())
+
+    # --- submitting ---------------------------------------------------------------------------------
+
+    def submit(self, plan: CopyPlan, host: HostMemory, completed: Completed) -> None:
+        """Hand a whole copy to the device; `completed` is called once, from the lane's thread.
+
+        Blocks while another copy is handed over. Raises what kept it from being handed over; then
+        whatever part of it had begun has ended, and `completed` is not called.
+        """
+        with self._submitting, self._driver.current(self._context):
+            if self._closed:
+                raise Closed("this copy lane is closed")
+            done = self._take_event()
+            try:
+                self._driver.record(done, self._submit(plan, host))
+            except BaseException:
+                self._idle.put(done)
+                self._quiesce()
+                raise
+            self._under_way.put((done, completed))
+
+    def _take_event(self) -> int:
+        """An event nobody uses; as many are made as copies were ever under way at once."""
+        try:
+            return self._idle.get_nowait()
+        except queue.Empty:
+            return self._event()
+
+    def _quiesce(self) -> None:
+        """After a failure: nothing that was begun may still move when the failure is reported."""
+        for stream in (self._kernels, self._copies):
+            self._driver.synchronize_stream(stream)
+
+    def _submit(self, plan: CopyPlan, host: HostMemory) -> int:
+        """Returns the stream whose end is the copy's end."""
+        moves = self._block_moves(plan)
+        way = self._way(plan, moves, host)
+        self.counts[way] += 1
+        if way == "gather":
+            assert moves is not None
+            return self._move_blocks(moves, host)
+        return self._move_runs(plan, host, batched=way == "batch")
+
+    def _block_moves(self, plan: CopyPlan) -> Moves | None:
+        """The plan as moves of blocks, if the kernel can carry them out."""
+        moves = plan.moves
+        if moves is None:
+            return None
+        cache, packed = (moves.source, moves.target) if self.outward else (moves.target, moves.source)
+        return moves if cache is self._program.cache.geometry and is_packed(packed) else None
+
+    def _way(self, plan: CopyPlan, moves: Moves | None, host: HostMemory) -> str:
+        batch = self._driver.batches and is_registered(host.address)
+        if moves is None:
+            return "batch" if batch else "single"
+        runs = len(moves.source_ids) * len(moves.source.nbytes)
+        wanted = self._preferred == "batch" or (self._preferred == "" and plan.nbytes >= BATCH_FROM * runs)
+        return "batch" if batch and wanted else "gather"
+
+    # --- runs, straight -----------------------------------------------------------------------------
+
+    def _move_runs(self, plan: CopyPlan, host: HostMemory, *, batched: bool) -> int:
+        driver, stream, cache = self._driver, self._copies, self._program.cache.origin
+        source, target = (cache, host.address) if self.outward else (host.address, cache)
+        runs = plan.runs.view(np.uint64)
+        sources, targets = runs[:, 0] + np.uint64(source), runs[:, 1] + np.uint64(target)
+        sizes = np.ascontiguousarray(runs[:, 2])
+        if self._caller:
+            driver.wait(stream, self._caller)
+        if batched:
+            driver.copy_batch(targets, sources, sizes, stream)
+        else:
+            for to, at, nbytes in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
+                driver.copy(to, at, nbytes, stream)
+        return stream
+
+    # --- blocks, through staging --------------------------------------------------------------------
+
+    def _move_blocks(self, moves: Moves, host: HostMemory) -> int:
+        driver = self._driver
+        filling, emptying = (self._kernels, self._copies) if self.outward else (self._copies, self._kernels)
+        if self._caller:
+            driver.wait(self._kernels, self._caller)
+        batched = driver.batches and is_registered(host.address)
+        for chunk in self._program.cutter.cut(len(moves.source_ids)):
+            slot = self._slots[self._turn]
+            self._turn = (self._turn + 1) % SLOTS
+            driver.wait(filling, slot.free)
+            if self.outward:
+                self._launch(chunk, moves.source_ids, slot)
+            else:
+                self._transfer(chunk, moves.source, moves.source_ids, host, slot, batched=batched)
+            driver.record(slot.ready, filling)
+            driver.wait(emptying, slot.ready)
+            if self.outward:
+                self._transfer(chunk, moves.target, moves.target_ids, host, slot, batched=batched)
+            else:
+                self._launch(chunk, moves.target_ids, slot)
+            driver.record(slot.free, emptying)
+        return emptying
+
+    def _launch(self, chunk: Chunk, cache_ids: Ids, slot: _Slot) -> None:
+        """Between cache and slot. Blocks lie in the slot one after the other, in the copy's order."""
+        program, part = self._program, chunk.part
+        move = Move(
+            segments=program.table,
+            packed=slot.address - part.offset,  # the kernel adds each segment's place in a whole block
+            packed_stride=program.cutter.stride,
+            first_segment=part.first_segment,
+            segment_count=part.segments,
+            tiles=part.tiles,
+            gather=self.outward,
+        )
+        ids = cache_ids[chunk.start : chunk.stop]
+        move.name_blocks(ids, np.arange(len(ids)))
+        self._driver.launch(program.function, move.grid, THREADS, move, self._kernels)
+
+    def _transfer(
+        self, chunk: Chunk, packed: Geometry, ids: Ids, host: HostMemory, slot: _Slot, *, batched: bool
+    ) -> None:
+        """Between slot and host memory: one DMA a block."""
+        part = chunk.part
+        start = host.address + int(packed.offsets[0]) + part.offset
+        there = (start + ids[chunk.start : chunk.stop] * int(packed.strides[0])).astype(np.uint64)
+        here = (slot.address + np.arange(len(there)) * self._program.cutter.stride).astype(np.uint64)
+        targets, sources = (there, here) if self.outward else (here, there)
+        if batched and len(there) > 1:
+            sizes = np.full(len(there), part.nbytes, dtype=np.uint64)
+            self._driver.copy_batch(targets, sources, sizes, self._copies)
+            return
+        for target, source in zip(targets.tolist(), sources.tolist(), strict=True):
+            self._driver.copy(target, source, part.nbytes, self._copies)
+
+    # --- completion ---------------------------------------------------------------------------------
+
+    def _start_waiter(self) -> threading.Thread:
+        name = f"transferd-cuda-{'out' if self.outward else 'in'}"
+        waiter = threading.Thread(target=self._wait_for_copies, name=name, daemon=True)
+        waiter.start()
+        return waiter
+
+    def _wait_for_copies(self) -> None:
+        """The lane's thread: copies end in the order they were handed over."""
+        driver = self._driver
+        while (item := self._under_way.get()) is not None:
+            done, completed = item
+            error: TierError | None = None
+            try:
+                with driver.current(self._context):
+                    driver.synchronize(done)
+            except TierError as raised:
+                error = raised
+            self._idle.put(done)
+            completed(error)
+
+    def close(self) -> None:
+        """Free everything, after every copy has ended. Idempotent. Raises the first TierError, after the rest."""
+        with self._submitting:
+            if self._closed:
+                return
+            self._closed = True
+        self._under_way.put(None)
+        self._waiter.join()
+        self._owned.release()
