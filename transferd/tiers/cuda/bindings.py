@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from transferd.errors import TierError
 from transferd.tiers.cuda.batch import BatchCopy, find_batch_copy
+from transferd.tiers.cuda.compiler import compile_kernel
 from transferd.tiers.cuda.driver import NO_DRIVER, DeviceInfo, Driver, failure
 
 _IPC_HANDLE_BYTES = 64
@@ -185,6 +186,9 @@ class BindingsDriver:
 
     def fill(self, address: int, value: int, nbytes: int, stream: int) -> None:
         self._call("cuMemsetD8Async", address, value, nbytes, stream)
+
+    def compile(self, source: bytes, capability: tuple[int, int]) -> bytes:
+        return compile_kernel(source, capability)
 
     def load(self, image: bytes) -> int:
         return int(self._call("cuModuleLoadData", image))

@@ -35,12 +35,14 @@ class Chunk(NamedTuple):
 class Cutter:
     """Cuts copies of blocks of one shape. nbytes: int64 [segments]; slot_bytes: at least the longest segment.
 
-    stride: bytes from block to block in a slot.
+    stride: bytes from block to block in a slot. offsets: where each segment begins in a packed block.
     """
 
     def __init__(self, nbytes: npt.NDArray[np.int64], slot_bytes: int) -> None:
         self.stride = align(int(nbytes.sum()), SLOT_ALIGNMENT)
-        self._parts = _parts(nbytes, slot_bytes)
+        ends = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(nbytes)))
+        self.offsets: npt.NDArray[np.int64] = ends[:-1]
+        self._parts = _parts(nbytes, ends, slot_bytes)
         self._blocks = max(1, min(MAX_BLOCKS, slot_bytes // self.stride))
 
     def cut(self, blocks: int) -> Iterator[Chunk]:
@@ -50,15 +52,14 @@ class Cutter:
                 yield Chunk(start, min(start + self._blocks, blocks), part)
 
 
-def _parts(nbytes: npt.NDArray[np.int64], slot_bytes: int) -> list[Part]:
-    """The whole block where it fits, else as many segments at a time as fit."""
+def _parts(nbytes: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], slot_bytes: int) -> list[Part]:
+    """The whole block where it fits, else as many segments at a time as fit. ends: 0, then where each one ends."""
     parts: list[Part] = []
-    offsets = np.concatenate(([0], np.cumsum(nbytes)))
     first = 0
     while first < len(nbytes):
-        last = int(np.searchsorted(offsets, offsets[first] + slot_bytes, side="right")) - 1
+        last = int(np.searchsorted(ends, ends[first] + slot_bytes, side="right")) - 1
         assert last > first, "a slot holds the longest segment"
         inside = nbytes[first:last]
-        parts.append(Part(first, last - first, int(offsets[first]), int(inside.sum()), tiles_of(inside)))
+        parts.append(Part(first, last - first, int(ends[first]), int(inside.sum()), tiles_of(inside)))
         first = last
     return parts

@@ -1,32 +1,38 @@
-"""Device memory across processes: what a handle of kind "cuda_ipc" holds, and how it is opened.
+"""Device memory across processes: what a handle of kind "cuda_ipc" holds, how it is made and mapped.
 
 The process that allocated with cudaMalloc exports, the other one maps; both see the same bytes. Either
 side may be the engine:
 
-* `create`: `CudaDeviceTier.handle()` exports, the engine calls `attach(data)` and gets arrays;
-* `attach`: the engine calls `export(arrays)` and hands the data over, the daemon calls
-  `CudaDeviceTier.adopt(data)` before `open()`, which maps them instead of allocating. FastDeploy's
-  exchange through named shared memory arrives as the same data (`fastdeploy.handle_of`).
+* `create`: `CudaDeviceTier.handle()` exports, the engine opens it (`engine.attach`) and gets arrays;
+* `attach`: the engine exports what it allocated (`engine.export`), `CudaDeviceTier.attach` maps it.
+  FastDeploy's exchange through named shared memory arrives as the same data (`fastdeploy.handle_of`).
 
-The data of a handle (`CudaHandle`), plain types only:
+The data of a handle, plain types only:
 
     device   UUID of the GPU, 32 hex digits: indices differ between processes, the UUID does not
-    owner    who allocated, as owner.as_data() says it (boot id, pid and its start); checked when opened
+    owner    who allocated, as owner.as_data() says it
     regions  [{handle, offset, nbytes}]: the 64 bytes of a CUDA IPC handle in hex, which names a whole
              allocation; where in it the region starts; how long the region is
-    arrays   [{plane, layer, offset, shape, dtype, region}], as for every kind: offset from the region's start
+    arrays   [{plane, layer, offset, shape, dtype, region}], as for every kind (arrays.py)
     event    the 64 bytes of a CUDA IPC event handle in hex, or "". Work that was recorded into it is
              waited for before device blocks are read or written
 
-A handle may be opened once per process: CUDA maps an allocation once, and a second opening of the same
-one here shares the mapping of the first (`Mapping.close` is counted).
+A process maps an allocation once, however often and for however many regions it is named; the last
+`Mapping` of it to be closed unmaps it.
 """
 
 from __future__ import annotations
 
+import threading
+import weakref
 from typing import Any
 
 import msgspec
+
+from transferd.errors import RequestError, TierError
+from transferd.tiers.arrays import MISMATCH, Region
+from transferd.tiers.cuda.driver import DeviceInfo, Driver
+from transferd.tiers.cuda.owned import Owned
 
 KIND = "cuda_ipc"
 HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
@@ -48,3 +54,105 @@ class CudaHandle(msgspec.Struct, frozen=True, kw_only=True):
     regions: list[ExportedRegion]
     arrays: list[dict[str, Any]]
     event: str = ""
+
+
+def as_data(handle: CudaHandle) -> dict[str, Any]:
+    """Plain data for a DeviceHandle."""
+    data: dict[str, Any] = msgspec.to_builtins(handle)
+    return data
+
+
+def read(data: object) -> CudaHandle:
+    """The handle that plain data says. Raises RequestError for anything else."""
+    try:
+        handle = msgspec.convert(data, CudaHandle)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"the handle cannot be read: {error}", code="bad_value") from None
+    for region in handle.regions:
+        if region.nbytes <= 0 or region.offset < 0:
+            raise RequestError(f"a region of {region.nbytes} bytes at {region.offset}", code="bad_value")
+    for text in (handle.event, *(region.handle for region in handle.regions)):
+        _bytes_of(text)
+    return handle
+
+
+def _bytes_of(text: str) -> bytes:
+    try:
+        handle = bytes.fromhex(text)
+    except ValueError:
+        handle = b"?"
+    if text and len(handle) != HANDLE_BYTES:
+        raise RequestError(f"an IPC handle is {2 * HANDLE_BYTES} hex digits", code="bad_value")
+    return handle
+
+
+class _Allocations:
+    """Which allocations of others this process has mapped on one device, and how many hold each."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._mapped: dict[bytes, tuple[int, int]] = {}  # handle → address, holders
+
+    def take(self, driver: Driver, handle: bytes) -> int:
+        with self._lock:
+            address, holders = self._mapped.get(handle) or (driver.open_memory(handle), 0)
+            self._mapped[handle] = (address, holders + 1)
+            return address
+
+    def give(self, driver: Driver, handle: bytes) -> None:
+        with self._lock:
+            address, holders = self._mapped.pop(handle)
+            if holders > 1:
+                self._mapped[handle] = (address, holders - 1)
+            else:
+                driver.close_memory(address)
+
+
+_allocations: weakref.WeakKeyDictionary[Driver, dict[str, _Allocations]] = weakref.WeakKeyDictionary()
+
+
+class Mapping:
+    """The regions and the event of a handle, mapped here. Owns the mapping until `close`.
+
+    regions: in the handle's order. event: 0 without one. Wants the device's context to be current, in
+    `close` too. Raises RequestError for a handle of another device or of less memory than it says,
+    TierError if it cannot be mapped; then nothing stays mapped.
+    """
+
+    def __init__(self, driver: Driver, info: DeviceInfo, handle: CudaHandle) -> None:
+        if handle.device != info.uuid:
+            problem = f"the memory is on GPU {handle.device[:40]}, this rank's is {info.uuid} (device {info.index})"
+            raise RequestError(problem, code="wrong_device")
+        self.regions: list[Region] = []
+        self.event = 0
+        self._driver = driver
+        self._owned = Owned()
+        self._allocations = _allocations.setdefault(driver, {}).setdefault(info.uuid, _Allocations())
+        try:
+            for region in handle.regions:
+                self.regions.append(self._map(region))
+            if handle.event:
+                self.event = driver.open_event(_bytes_of(handle.event))
+                self._owned.add(lambda: driver.destroy_event(self.event))
+        except TierError as error:
+            self.close()
+            pid = handle.owner.get("pid")
+            raise type(error)(f"memory of process {pid} cannot be mapped: {error}", code=error.reason) from error
+        except RequestError:
+            self.close()
+            raise
+
+    def _map(self, region: ExportedRegion) -> Region:
+        driver, handle = self._driver, _bytes_of(region.handle)
+        address = self._allocations.take(driver, handle)
+        self._owned.add(lambda: self._allocations.give(driver, handle))
+        start, nbytes = driver.address_range(address)
+        room = start + nbytes - address
+        if region.offset + region.nbytes > room:
+            problem = f"a region of {region.nbytes} bytes at {region.offset} of an allocation that has {room}"
+            raise RequestError(problem, code=MISMATCH)
+        return Region(address + region.offset, region.nbytes)
+
+    def close(self) -> None:
+        """Unmap. Idempotent. Raises the first TierError, after the rest."""
+        self._owned.release()

@@ -1,0 +1,160 @@
+"""What one rank has on its GPU between open and close, made and freed as one."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from typing import Any
+
+from transferd.errors import DeviceLost, RequestError, TierError
+from transferd.layout.base import Arena, BlockLayout
+from transferd.tiers.arrays import describe, locate
+from transferd.tiers.base import DeviceHandle
+from transferd.tiers.cuda import ipc
+from transferd.tiers.cuda.chunks import Cutter
+from transferd.tiers.cuda.device import find_device
+from transferd.tiers.cuda.driver import OUT_OF_MEMORY, Driver
+from transferd.tiers.cuda.kernel import NAME, segment_table, source
+from transferd.tiers.cuda.lane import SLOTS, Lane, Program
+from transferd.tiers.cuda.owned import Owned
+from transferd.tiers.owner import as_data, this_process
+
+_DEFAULT_STREAM = 0  # for what happens once, before there are lanes
+
+
+class OnDevice:
+    """Context, cache (allocated, or the engine's mapped when `handle` is given), kernel, segment table, two lanes.
+
+    Blocks while it is made and closed. Raises TierError, and RequestError for a handle that does not fit;
+    then nothing is left behind.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        device: int,
+        layout: BlockLayout,
+        slot_bytes: int,
+        *,
+        handle: DeviceHandle | None,
+        way: str,
+    ) -> None:
+        self.info = find_device(driver, device)
+        self._driver = driver
+        self._layout = layout
+        self._slot_bytes = slot_bytes
+        self._mapped: ipc.Mapping | None = None
+        self._event = 0
+        self._owned = Owned()
+        self._context = driver.retain(device)
+        try:
+            with driver.current(self._context):
+                self.arena = self._create() if handle is None else self._map(handle)
+                program = self._program()
+                self.outward = self._lane(program, outward=True, way=way)
+                self.inward = self._lane(program, outward=False, way=way)
+        except BaseException as error:
+            problem = None
+            with contextlib.suppress(TierError):
+                problem = self._explain(error)
+            self.close()
+            if problem is not None:
+                raise problem from error
+            raise
+
+    def _explain(self, error: BaseException) -> TierError | None:
+        """Out of memory says how much there was, before anything is freed again."""
+        if not isinstance(error, TierError) or error.reason != OUT_OF_MEMORY:
+            return None
+        with self._driver.current(self._context):
+            free, total = self._driver.memory_info()
+        need, staging = self._layout.device.extent, 2 * SLOTS * self._slot_bytes
+        return TierError(
+            f"device {self.info.index} ({self.info.name}) has no room: the cache needs {need} bytes and staging "
+            f"{staging}; {free} of {total} are free now",
+            code=OUT_OF_MEMORY,
+        )
+
+    def _create(self) -> Arena:
+        driver, nbytes = self._driver, self._layout.device.extent
+        address = self._allocate(nbytes)
+        driver.fill(address, 0, nbytes, _DEFAULT_STREAM)  # nothing of anyone's is in it
+        driver.synchronize_stream(_DEFAULT_STREAM)
+        try:
+            self._event = driver.create_event(shared=True)
+        except DeviceLost:
+            raise
+        except TierError:
+            pass  # a device whose events cannot be shared: the handle has none, engines push when compute is done
+        else:
+            self._owned.add(lambda: driver.destroy_event(self._event))
+        return Arena(self._layout.device, address)
+
+    def _map(self, handle: DeviceHandle) -> Arena:
+        if handle.kind != ipc.KIND:
+            raise RequestError(f"a handle of kind {handle.kind[:40]!r}; {ipc.KIND!r} is needed", code="wrong_kind")
+        mapping = ipc.Mapping(self._driver, self.info, ipc.read(handle.data))
+        self._mapped = mapping
+        self._owned.add(mapping.close)
+        self._event = mapping.event
+        return locate(self._layout, handle.data.get("arrays"), mapping.regions)
+
+    def _allocate(self, nbytes: int) -> int:
+        address = self._driver.allocate(nbytes)
+        self._owned.add(lambda: self._driver.free(address))
+        return address
+
+    def _program(self) -> Program:
+        driver = self._driver
+        module = driver.load(driver.compile(source(), self.info.capability))
+        self._owned.add(lambda: driver.unload(module))
+        nbytes = self.arena.geometry.nbytes
+        cutter = Cutter(nbytes, self._slot_bytes)
+        table = segment_table(self.arena, cutter.offsets)
+        address = self._allocate(len(table))
+        text = ctypes.create_string_buffer(table, len(table))
+        driver.copy(address, ctypes.addressof(text), len(table), _DEFAULT_STREAM)
+        driver.synchronize_stream(_DEFAULT_STREAM)
+        return Program(self.arena, driver.function(module, NAME), address, cutter, self._slot_bytes)
+
+    def _lane(self, program: Program, *, outward: bool, way: str) -> Lane:
+        lane = Lane(self._driver, self._context, program, outward=outward, caller=self._event, way=way)
+        self._owned.add(lane.close)
+        return lane
+
+    def handle(self) -> DeviceHandle:
+        """For an engine that attaches. Raises TierError for memory that an engine made."""
+        if self._mapped is not None:
+            raise TierError("this memory was made by an engine: the daemon has nothing of its own to share")
+        driver = self._driver
+        with driver.current(self._context):
+            exported = driver.export_memory(self.arena.origin).hex()
+            event = driver.export_event(self._event).hex() if self._event else ""
+        data = ipc.CudaHandle(
+            device=self.info.uuid,
+            owner=as_data(this_process()),
+            regions=[ipc.ExportedRegion(handle=exported, nbytes=self._layout.device.extent)],
+            arrays=describe(self._layout),
+            event=event,
+        )
+        return DeviceHandle(ipc.KIND, ipc.as_data(data))
+
+    def statistics(self) -> dict[str, Any]:
+        return {
+            "name": self.info.name,
+            "staging": 2 * SLOTS * self._slot_bytes,
+            "copies": {"out": dict(self.outward.counts), "in": dict(self.inward.counts)},
+        }
+
+    def close(self) -> None:
+        """Free everything, the last thing first. Idempotent. Raises the first TierError, after the rest."""
+        context, self._context = self._context, 0
+        if not context:
+            return
+        try:
+            with self._driver.current(context):
+                self._owned.release()
+        except DeviceLost:
+            pass  # the driver took everything when it lost the context
+        finally:
+            self._driver.release(self.info.index)
