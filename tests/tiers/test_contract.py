@@ -14,16 +14,31 @@ from transferd.copyplan import plan_copy
 from transferd.errors import TierError
 from transferd.layout import BlockLayout, build_layout
 from transferd.offload import Offload, ThreadOffload
+from transferd.testing.cuda.gpu import FakeGpu
+from transferd.testing.cuda.shim import compiler
+from transferd.testing.cuda.tier import FakeCudaTier
 from transferd.testing.device import SimDevice
 from transferd.tiers.base import DeviceTier
+from transferd.tiers.cuda.pinning import CudaPinning
 from transferd.tiers.paddle import PaddleDeviceTier
 from transferd.tiers.pinned import HostPool, HostRegion
+from transferd.tiers.pinning import MEMORY_LOCK
 from transferd.tiers.shm import ShmDeviceTier
 
 TIERS: dict[str, Callable[[BlockLayout, Offload], DeviceTier]] = {
     "shm": lambda layout, offload: ShmDeviceTier(layout, 0, 0, offload),
     "paddle": lambda layout, offload: PaddleDeviceTier(layout, 0, 0, offload),
     "paddle as on a device": lambda layout, offload: PaddleDeviceTier(layout, 0, 0, offload, shared=False),
+    "cuda": lambda layout, offload: FakeCudaTier(layout, 0, 0, offload, gpu=FakeGpu(seed=1), slot_bytes=1 << 18),
+    "cuda, small slots": lambda layout, offload: FakeCudaTier(
+        layout, 0, 0, offload, gpu=FakeGpu(seed=2, batches=False), slot_bytes=1
+    ),
+    "cuda, batches": lambda layout, offload: FakeCudaTier(
+        layout, 0, 0, offload, gpu=FakeGpu(seed=3), way="batch", slot_bytes=1
+    ),
+    "cuda, nothing pinned": lambda layout, offload: FakeCudaTier(
+        layout, 0, 0, offload, gpu=FakeGpu(seed=4, pins=False, shares=False), slot_bytes=1 << 18
+    ),
     "simulated": lambda layout, offload: SimDevice(layout, 0, 0, offload),
 }
 SIZES = {"layers": 3, "device_blocks": 24, "host_blocks": 40}
@@ -42,6 +57,8 @@ LAYOUTS = {
 def kind(request: pytest.FixtureRequest) -> str:
     if request.param.startswith("paddle"):
         pytest.importorskip("paddle", reason="the paddle extra is not installed")
+    if request.param.startswith("cuda") and compiler() is None:
+        pytest.skip("there is no C compiler to run kernels on the CPU with")
     return str(request.param)
 
 
@@ -58,11 +75,14 @@ async def tier(kind: str, layout: BlockLayout) -> AsyncIterator[DeviceTier]:
     yield made
     await made.close()
     offload.close()
+    if isinstance(made, FakeCudaTier):
+        assert not made.gpu.leaks()
 
 
 @pytest.fixture
-def pool(layout: BlockLayout) -> np.ndarray:  # type: ignore[type-arg]
-    made = HostPool(layout, 0)
+def pool(layout: BlockLayout, tier: DeviceTier) -> np.ndarray:  # type: ignore[type-arg]
+    pinning = CudaPinning(0, tier.gpu) if isinstance(tier, FakeCudaTier) else MEMORY_LOCK
+    made = HostPool(layout, 0, pinning)
     yield made
     made.close()
 

@@ -80,9 +80,9 @@ class FakeGpu(Calls):
         found += [f"context of device {index}, {count} times" for index, count in self._contexts.items() if count]
         return found
 
-    def verdict(self) -> list[str]:
-        """Everything that was wrong so far; and leaks, for the end of a test."""
-        return [*self.problems, *self._order.races, *(f"leaked: {leak}" for leak in self.leaks())]
+    def wrong(self) -> list[str]:
+        """What a program has done that it must not, so far."""
+        return [*self.problems, *self._order.races]
 
     # --- memory -------------------------------------------------------------------------------------
 

@@ -1,0 +1,87 @@
+"""Handing memory to any framework by DLPack: a capsule that says where an array lies and whose it is.
+
+The consumer takes the capsule over by renaming it and calls its deleter when done; a capsule that nobody
+took frees itself. Either way `owner` is kept until then. (DLPack 0.8, dlpack.h: DLManagedTensor.)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from typing import Any
+
+CPU, CUDA = 1, 2  # DLDeviceType
+_CODES = {"int": 0, "uint": 1, "float": 2}  # DLDataTypeCode, by the beginning of numpy's name
+_NAME = b"dltensor"
+
+
+class _Device(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int32), ("index", ctypes.c_int32))
+
+
+class _DataType(ctypes.Structure):
+    _fields_ = (("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device", _Device),
+        ("ndim", ctypes.c_int32),
+        ("dtype", _DataType),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _ManagedTensor(ctypes.Structure):
+    _fields_ = (("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
+
+
+_Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_alive: dict[int, tuple[Any, ...]] = {}  # address of a managed tensor → all that it needs
+
+_new_capsule = ctypes.pythonapi.PyCapsule_New
+_new_capsule.restype = ctypes.py_object
+_new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, _Deleter)
+_is_valid = ctypes.pythonapi.PyCapsule_IsValid
+_is_valid.argtypes = (ctypes.c_void_p, ctypes.c_char_p)
+_pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer_of.restype = ctypes.c_void_p
+_pointer_of.argtypes = (ctypes.c_void_p, ctypes.c_char_p)
+
+
+def _delete(address: int) -> None:
+    """What the consumer calls when it is done."""
+    _alive.pop(address, None)
+
+
+def _destroy(capsule: int) -> None:
+    """What the capsule's end calls; its name has changed if somebody took it over."""
+    if _is_valid(capsule, _NAME):
+        _delete(_pointer_of(capsule, _NAME))
+
+
+_deleter, _destructor = _Deleter(_delete), _Deleter(_destroy)
+
+
+def capsule(address: int, shape: tuple[int, ...], dtype: str, device: tuple[int, int], owner: object) -> Any:
+    """A DLPack capsule of a C-contiguous array. dtype: numpy's name. device: (CPU or CUDA, index)."""
+    kind = dtype.rstrip("0123456789")
+    sizes = (ctypes.c_int64 * len(shape))(*shape)
+    strides = (ctypes.c_int64 * len(shape))(*(math.prod(shape[axis + 1 :]) for axis in range(len(shape))))
+    managed = _ManagedTensor(
+        tensor=_Tensor(
+            data=address,
+            device=_Device(*device),
+            ndim=len(shape),
+            dtype=_DataType(_CODES[kind], int(dtype.removeprefix(kind)), 1),
+            shape=sizes,
+            strides=strides,
+        ),
+        deleter=ctypes.cast(_deleter, ctypes.c_void_p),
+    )
+    where = ctypes.addressof(managed)
+    _alive[where] = (managed, sizes, strides, owner)
+    return _new_capsule(where, _NAME, _destructor)

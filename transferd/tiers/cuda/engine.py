@@ -1,0 +1,204 @@
+"""The engine's side of a shared GPU cache: arrays over the daemon's memory, or the daemon's access to its own.
+
+    caches = attach(handle.data).caches       # {plane: [one DeviceArray per layer]}
+    data = export(caches, device=0, event=…)  # of memory that this process allocated
+
+A DeviceArray is what frameworks take without a copy, by `__cuda_array_interface__` (torch.as_tensor,
+cupy.asarray, numba) or by DLPack (torch, paddle, jax: from_dlpack). The mapping lives as long as any array
+over it.
+
+Ordering: push a task when what it names is computed; or record `Attached.ready` on the compute stream
+after the kernels that write or read the blocks, and push at once: the copy waits for it on the device.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping as Map
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from transferd.errors import RequestError, TierError
+from transferd.tiers.cuda import dlpack, ipc
+from transferd.tiers.cuda.bindings import open_driver
+from transferd.tiers.cuda.driver import DeviceInfo, Driver
+from transferd.tiers.owner import as_data, check_owner, this_process
+
+# Element types by what an exporter may call them; numpy has no bfloat16 and no float8.
+_ELEMENTS = {
+    "f2": "float16",
+    "f4": "float32",
+    "u2": "uint16",
+    "i2": "uint16",
+    "V2": "uint16",
+    "u1": "uint8",
+} | dict.fromkeys(("i1", "V1"), "uint8")
+
+
+class _Held:
+    """A mapping and its context, for as long as anything refers to it."""
+
+    def __init__(self, driver: Driver, info: DeviceInfo, handle: ipc.CudaHandle) -> None:
+        self.driver = driver
+        self.context = driver.retain(info.index)
+        try:
+            with driver.current(self.context):
+                self.mapping = ipc.Mapping(driver, info, handle)
+        except BaseException:
+            driver.release(info.index)
+            raise
+        end = weakref.finalize(self, _unmap, driver, info.index, self.context, self.mapping)
+        end.atexit = False  # a process that ends gives everything back by itself
+
+
+def _unmap(driver: Driver, index: int, context: int, mapping: ipc.Mapping) -> None:
+    try:
+        with driver.current(context):
+            mapping.close()
+    finally:
+        driver.release(index)
+
+
+class DeviceArray:
+    """A C-contiguous array in GPU memory, borrowed from the mapping that it keeps alive.
+
+    dtype is numpy's name, uint16 standing for bfloat16; `view` gives the same bytes another name.
+    """
+
+    def __init__(self, address: int, shape: tuple[int, ...], dtype: str, device: int, owner: object) -> None:
+        self.address = address
+        self.shape = shape
+        self.dtype = np.dtype(dtype)
+        self.device = device
+        self._owner = owner
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+    def view(self, dtype: str) -> DeviceArray:
+        """The same bytes as elements of another type of the same size."""
+        if np.dtype(dtype).itemsize != self.dtype.itemsize:
+            raise RequestError(f"{dtype} is not as long as {self.dtype.name}")
+        return DeviceArray(self.address, self.shape, dtype, self.device, self._owner)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """Version 3, without a stream: whoever uses it orders its work by `Attached.ready` and by results."""
+        return {
+            "shape": self.shape,
+            "typestr": self.dtype.str,
+            "data": (self.address, False),
+            "version": 3,
+            "strides": None,
+        }
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (dlpack.CUDA, self.device)
+
+    def __dlpack__(self, **_wishes: object) -> Any:
+        """Wishes (a stream, a version, no copy) need nothing here; version 0.8 is what every consumer reads."""
+        return dlpack.capsule(self.address, self.shape, self.dtype.name, self.__dlpack_device__(), self._owner)
+
+
+class ReadyEvent:
+    """The event that copies wait for before they touch device blocks."""
+
+    def __init__(self, held: _Held) -> None:
+        self._held = held
+
+    def record(self, stream: int) -> None:
+        """All that is on this CUDA stream (its address) by now has to happen first. The next record takes its place."""
+        held = self._held
+        with held.driver.current(held.context):
+            held.driver.record(held.mapping.event, stream)
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """caches: {plane: [one array per layer]}. ready: None where events cannot be shared."""
+
+    caches: dict[str, list[DeviceArray]]
+    ready: ReadyEvent | None
+
+
+def attach(data: Map[str, Any], driver: Driver | None = None) -> Attached:
+    """Map what a handle of kind "cuda_ipc" describes.
+
+    Raises RequestError for what is no handle, TierError when its owner has gone, its GPU is not visible
+    here, or it cannot be mapped.
+    """
+    handle = ipc.read(data)
+    check_owner(handle.owner)
+    driver = driver if driver is not None else open_driver()
+    info = _device_with(driver, handle.device)
+    held = _Held(driver, info, handle)
+    caches: dict[str, list[DeviceArray]] = {}
+    for item in sorted(handle.arrays, key=lambda item: int(item["layer"])):
+        start = held.mapping.regions[int(item.get("region", 0))].address
+        array = DeviceArray(start + int(item["offset"]), tuple(item["shape"]), str(item["dtype"]), info.index, held)
+        caches.setdefault(str(item["plane"]), []).append(array)
+    return Attached(caches, ReadyEvent(held) if held.mapping.event else None)
+
+
+def _device_with(driver: Driver, uuid: str) -> DeviceInfo:
+    for index in range(driver.device_count()):
+        info = driver.describe(index)
+        if info.uuid == uuid:
+            return info
+    raise TierError(f"GPU {uuid} is not visible to this process (CUDA_VISIBLE_DEVICES?)", code="no_cuda")
+
+
+def export(
+    caches: Map[str, Sequence[Any]], *, device: int, event: bytes = b"", driver: Driver | None = None
+) -> dict[str, Any]:
+    """The data of a handle over memory that this process has on GPU `device`.
+
+    caches: {plane: [one array per layer]}, contiguous, anything with `__cuda_array_interface__`. event: 64
+    bytes of an IPC event (torch.cuda.Event(interprocess=True).ipc_handle()). The memory stays the caller's,
+    and must stay where it is until the daemon was told to let go.
+
+    Raises RequestError for arrays that are not contiguous or of unknown type, TierError for memory that
+    cannot be shared: not from cudaMalloc (an allocator's expandable segments, a memory pool).
+    """
+    driver = driver if driver is not None else open_driver()
+    regions: dict[int, ipc.ExportedRegion] = {}
+    arrays: list[dict[str, Any]] = []
+    context = driver.retain(device)
+    try:
+        with driver.current(context):
+            for plane, layers in caches.items():
+                for layer, array in enumerate(layers):
+                    address, shape, dtype = _described(array, f"{plane} of layer {layer}")
+                    start, nbytes = driver.address_range(address)
+                    if start not in regions:
+                        regions[start] = ipc.ExportedRegion(handle=driver.export_memory(start).hex(), nbytes=nbytes)
+                    place = {"plane": plane, "layer": layer, "offset": address - start, "shape": shape, "dtype": dtype}
+                    arrays.append(place | {"region": list(regions).index(start)})
+    finally:
+        driver.release(device)
+    handle = ipc.CudaHandle(
+        device=driver.describe(device).uuid,
+        owner=as_data(this_process()),
+        regions=list(regions.values()),
+        arrays=arrays,
+        event=event.hex(),
+    )
+    return ipc.as_data(handle)
+
+
+def _described(array: Any, what: str) -> tuple[int, list[int], str]:
+    interface = array.__cuda_array_interface__
+    shape = [int(size) for size in interface["shape"]]
+    dtype = _ELEMENTS.get(str(interface["typestr"]).lstrip("<|="))
+    if dtype is None:
+        raise RequestError(f"{what} has elements of type {interface['typestr']}", code="bad_value")
+    expected = np.dtype(dtype).itemsize
+    for size, stride in zip(reversed(shape), reversed(interface.get("strides") or ()), strict=False):
+        if stride != expected and size > 1:
+            raise RequestError(f"{what} is not contiguous", code="bad_value")
+        expected *= size
+    return int(interface["data"][0]), shape, dtype
