@@ -10,7 +10,7 @@ import asyncio
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -20,6 +20,9 @@ from transferd.bench.command import app as bench_app
 from transferd.errors import ConfigError, TransferError
 from transferd.options import Format, FormatOption
 from transferd.pool.command import app as pool_app
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 app = typer.Typer(
     name="transferd",
@@ -142,13 +145,18 @@ def replay(
 
 
 @app.command()
-def demo(format_: FormatOption = Format.TEXT) -> None:
+def demo(
+    pd: Annotated[bool, typer.Option("--pd", help="A prefill and a decode node instead, in both modes.")] = False,
+    format_: FormatOption = Format.TEXT,
+) -> None:
     """Show the main job on a generated workload, in under a minute, with an own daemon."""
     from rich.console import Console
 
     from transferd import demo as show
 
     console = Console(stderr=format_ is Format.JSON)
+    if pd:
+        _demo_pd(console, format_)
     report = show.run(console)
     if format_ is Format.JSON:
         print(json.dumps(report.tree()))
@@ -156,6 +164,16 @@ def demo(format_: FormatOption = Format.TEXT) -> None:
         report.print(console)
         show.explain(report, console)
     raise typer.Exit(0 if report.good else 1)
+
+
+def _demo_pd(console: Console, format_: Format) -> NoReturn:
+    from transferd.rehearsal import command
+
+    reports = command.run(console)
+    command.explain(reports, console)
+    if format_ is Format.JSON:
+        print(json.dumps({report.mode: report.tree() for report in reports}))
+    raise typer.Exit(0 if all(report.good for report in reports) else 1)
 
 
 def _print_tree(report: dict[str, Any], indent: int = 0) -> None:

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,11 +62,19 @@ class DaemonProcess:
             raise
 
 
-def start(tree: Mapping[str, Any], directory: Path, *, name: str = "daemon", wait: bool = True) -> DaemonProcess:
+def start(
+    tree: Mapping[str, Any],
+    directory: Path,
+    *,
+    name: str = "daemon",
+    wait: bool = True,
+    prefix: Sequence[str] = (),
+) -> DaemonProcess:
     """Start `python -m transferd serve` with this configuration; wait until it answers and is ready.
 
     tree: configuration sections as plain data. server.endpoint, storage.file.path and metrics.listen
-    default to places inside `directory` and to "off". Raises RuntimeError with the log if it does not start.
+    default to places inside `directory` and to "off". prefix: what the command is preceded by, such as
+    `nsenter …`; it must execute the rest in its own process. Raises RuntimeError with the log if it does not start.
     """
     sections: dict[str, dict[str, Any]] = {section: dict(values) for section, values in tree.items()}
     endpoint = f"ipc://{directory / name}.sock"
@@ -78,7 +86,7 @@ def start(tree: Mapping[str, Any], directory: Path, *, name: str = "daemon", wai
     log_file = directory / f"{name}.log"
     with log_file.open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "transferd", "serve", "--config", str(config_file)],
+            [*prefix, sys.executable, "-m", "transferd", "serve", "--config", str(config_file)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -91,9 +99,11 @@ def start(tree: Mapping[str, Any], directory: Path, *, name: str = "daemon", wai
 
 
 @contextlib.contextmanager
-def running(tree: Mapping[str, Any], directory: Path, *, name: str = "daemon") -> Iterator[DaemonProcess]:
+def running(
+    tree: Mapping[str, Any], directory: Path, *, name: str = "daemon", prefix: Sequence[str] = ()
+) -> Iterator[DaemonProcess]:
     """`start`, and `stop` at the end however it ends."""
-    daemon = start(tree, directory, name=name)
+    daemon = start(tree, directory, name=name, prefix=prefix)
     try:
         yield daemon
     finally:

@@ -6,6 +6,7 @@ The master keeps metadata only; memory comes from the daemons (`storage.mooncake
 from __future__ import annotations
 
 import shutil
+import socket
 import sys
 from pathlib import Path
 
@@ -19,6 +20,14 @@ def master_executable() -> str | None:
     """The wheel's master, beside this interpreter or on the path."""
     beside = Path(sys.executable).parent / "mooncake_master"
     return str(beside) if beside.exists() else shutil.which("mooncake_master")
+
+
+def free_port() -> int:
+    """A port that was free a moment ago, for a master that is started for a while."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def master_command(host: str, port: int, metrics_port: int, lease: str = "5s") -> list[str]:

@@ -8,19 +8,11 @@ import subprocess
 import time
 from pathlib import Path
 
-from transferd.pool.master import master_command, master_executable
+from transferd.pool.master import free_port, master_command, master_executable
 
 __all__ = ["Master", "free_port", "master_executable"]
 
 START_TIMEOUT_S = 20.0
-
-
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class Master:
