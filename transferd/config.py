@@ -192,6 +192,19 @@ class MetricsSection(_Section, frozen=True, kw_only=True):
     listen: str = "127.0.0.1:9464"  # "" = off
 
 
+class EventsSection(_Section, frozen=True, kw_only=True):
+    """KV events for routers that know caches, in vLLM's wire form (docs/events.md)."""
+
+    endpoint: str = ""  # of the PUB socket, such as tcp://127.0.0.1:5557; "" = off
+    replay_endpoint: str = ""  # where batches that were missed can be asked for again; "" = nowhere
+    topic: str = ""
+    dp_rank: Count = 0  # data-parallel rank, in every batch
+    token_ids: bool = True  # False: events carry hashes only, not the tokens of prompts
+    buffer: Positive = 10_000  # batches kept to be asked for again
+    buffer_bytes: Size = Size(64 * 1024**2)  # and their bytes
+    max_blocks: Positive = 1_000_000  # stored blocks announced at once; beyond it the oldest are withdrawn
+
+
 class LogSection(_Section, frozen=True, kw_only=True):
     """What is logged, and how a line looks."""
 
@@ -208,6 +221,7 @@ class Config(_Section, frozen=True, kw_only=True):
     storage: StorageSection = StorageSection()
     pd: PdSection = PdSection()
     metrics: MetricsSection = MetricsSection()
+    events: EventsSection = EventsSection()
     log: LogSection = LogSection()
 
 
@@ -293,11 +307,22 @@ def check(config: Config) -> None:
         raise ConfigError("server.socket_mode", "expected octal permissions such as '0660'", config.server.socket_mode)
     if not config.storage.model:
         raise ConfigError("storage.model", "must not be empty: it is part of every key", config.storage.model)
+    _check_events(config.events)
     listen = config.metrics.listen
     if listen and not re.fullmatch(r".+:\d{1,5}", listen):
         raise ConfigError("metrics.listen", "expected host:port or nothing", listen)
     if not re.fullmatch(r".+:\d{1,5}", config.pd.listen):
         raise ConfigError("pd.listen", "expected host:port", config.pd.listen)
+
+
+def _check_events(events: EventsSection) -> None:
+    if events.replay_endpoint and not events.endpoint:
+        raise ConfigError("events.replay_endpoint", "needs events.endpoint", events.replay_endpoint)
+    for name in ("endpoint", "replay_endpoint"):
+        endpoint = getattr(events, name)
+        # Routers speak plain ZeroMQ and sit on other machines: no CURVE, and not only loopback.
+        if endpoint and not re.fullmatch(r"ipc://.+|tcp://.+:(\d{1,5}|\*)", endpoint):
+            raise ConfigError(f"events.{name}", "expected ipc://PATH or tcp://HOST:PORT", endpoint)
 
 
 def _check_endpoint(endpoint: str, curve: bool) -> None:

@@ -40,7 +40,8 @@ class Coordinator:
     """Runs tasks on all ranks. Built by the daemon, driven by the server; see the module's diagram.
 
     deliver: hands one terminal result to one waiting client. observe: hears of every task
-    that was admitted and has ended (metrics, events). Both are set before the first submit and must not raise.
+    that was admitted and has ended (metrics, events). renamed: hears of another generation. All are
+    set before the first submit and must not raise.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Coordinator:
         self.workers: list[RankWorker] = []
         self.deliver: Deliver = _nobody_listens
         self.observe: Observe = _nobody_watches
+        self.renamed: Callable[[str], None] = lambda _: None
         self.stats: Callable[[], dict[str, Any]] = dict  # the daemon's report
         self.ready = False
         self._jobs: dict[str, Job] = {}  # running tasks, and those that a straggler still holds
@@ -137,7 +139,10 @@ class Coordinator:
         if len(generation) > MAX_GENERATION or not generation.isprintable():
             what = f"a generation is at most {MAX_GENERATION} printable characters, not {generation[:80]!r}"
             raise RequestError(what, code="bad_value")
+        before = self.generation
         self._hear(ev.GenerationBumped(generation, self._clock.monotonic()))
+        if generation != before:
+            self.renamed(generation)
 
     def client_gone(self, client: bytes) -> None:
         self._hear(ev.ClientGone(client, self._clock.monotonic()))

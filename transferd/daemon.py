@@ -30,10 +30,12 @@ from transferd.layout import BlockLayout, build_layout
 from transferd.metrics import Reports
 from transferd.notify import Notifier, Watchdog
 from transferd.offload import Offload, ThreadOffload
+from transferd.publisher.feed import EventFeed
 from transferd.server import Server
 from transferd.signals import Signals
 from transferd.storage.base import Storage
 from transferd.storage.registry import create_storage
+from transferd.tasks import Task, TaskResult
 from transferd.tiers.pinned import HostPool
 from transferd.tiers.registry import create_device_tier, create_pinning
 from transferd.tiers.segment import remove_stale_segments
@@ -88,7 +90,10 @@ class Daemon:
         self.reports = Reports(
             config.metrics.listen, self.coordinator.stats, lambda: self.alive, lambda: self.not_ready
         )
-        self.coordinator.observe = self.reports.tasks.observe_result
+        self.events = EventFeed(config, self.namer, self.storage, clock=clock) if config.events.endpoint else None
+        self.coordinator.observe = self._task_ended
+        if self.events is not None:
+            self.coordinator.renamed = self.events.generation_changed
         self.transport = transport if transport is not None else ZmqServerTransport(config.server)
         self.server = Server(
             self.transport,
@@ -146,6 +151,8 @@ class Daemon:
         """
         await self.reports.start()
         await self.server.start()
+        if self.events is not None:
+            self.events.start()
         if self.storage is not None:
             await self.storage.open()
         if self.exchange is not None:
@@ -170,7 +177,9 @@ class Daemon:
             await _within(max(budget_s(), self.config.server.deadline_slack), coordinator.running_done())
         # 3. Fail what is queued, each task with its result.
         coordinator.fail_queued()
-        # 4. Close what faces outward: reports, then the server once its results have left.
+        # 4. Close what faces outward: events and reports, then the server once its results have left.
+        if self.events is not None:
+            self.events.close()
         await _attempt(errors, self.reports.close())
         await _attempt(errors, self.server.close())
         coordinator.close()
@@ -186,6 +195,12 @@ class Daemon:
         self.offload.close()
         if errors:
             raise errors[0]
+
+    def _task_ended(self, task: Task, result: TaskResult) -> None:
+        """Called by the coordinator once per admitted task, after its answer was sent."""
+        self.reports.tasks.observe_result(task, result)
+        if self.events is not None:
+            self.events.task_ended(task, result)
 
     # --- what can be seen from outside --------------------------------------------------------------
 

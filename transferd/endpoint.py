@@ -20,17 +20,17 @@ import zmq
 
 from transferd.errors import ConfigError
 
-_KEY = "server.endpoint"
-
 
 class Claim:
     """The exclusive right to bind one endpoint. Owns the lock file's descriptor; release() gives both back.
 
-    Raises ConfigError, one line that names the endpoint, when somebody else has it or it cannot be had.
+    key: where the endpoint stands in the configuration. Raises ConfigError, one line that names key and
+    endpoint, when somebody else has it or it cannot be had.
     """
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, key: str = "server.endpoint") -> None:
         self.endpoint = endpoint
+        self._key = key
         scheme, _, address = endpoint.partition("://")
         # "*" is a path that libzmq makes up, "@name" lives outside the file system: nothing to protect.
         is_file = scheme == "ipc" and address != "*" and not address.startswith("@")
@@ -44,14 +44,14 @@ class Claim:
             lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             problem = f"cannot make the lock file {path}.lock: {error.strerror}"
-            raise ConfigError(_KEY, problem, self.endpoint) from error
+            raise ConfigError(self._key, problem, self.endpoint) from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.lexists(path) and not stat.S_ISSOCK(os.lstat(path).st_mode):
-                raise ConfigError(_KEY, "exists and is not a socket; it is not mine to remove", self.endpoint)
+                raise ConfigError(self._key, "exists and is not a socket; it is not mine to remove", self.endpoint)
         except BlockingIOError as error:
             os.close(lock)
-            raise ConfigError(_KEY, "is in use by another daemon", self.endpoint) from error
+            raise ConfigError(self._key, "is in use by another daemon", self.endpoint) from error
         except BaseException:
             os.close(lock)
             raise
@@ -66,7 +66,7 @@ class Claim:
         except zmq.ZMQError as error:
             in_use = error.errno == zmq.EADDRINUSE
             problem = "is in use" if in_use else f"cannot be bound: {os.strerror(error.errno or 0)}"
-            raise ConfigError(_KEY, problem, self.endpoint) from error
+            raise ConfigError(self._key, problem, self.endpoint) from error
         finally:
             os.umask(before)
         bound: str = socket.getsockopt_string(zmq.LAST_ENDPOINT)

@@ -99,6 +99,11 @@ class ObjectNamer:
         tail = f"/{rank}"
         return [head + digest + tail for digest in digests]
 
+    def digest_of(self, generation: str, name: str) -> str | None:
+        """The digest in the name of an object of this generation, whatever its rank; None for any other name."""
+        head = f"{self._space}{quote_part(generation)}/"
+        return name[len(head) :].partition("/")[0] if name.startswith(head) else None
+
     def __repr__(self) -> str:
         return f"ObjectNamer({self.model!r}, {self.fingerprint!r})"
 

@@ -70,6 +70,8 @@ class _StatsCollector:
         yield from self._ranks(stats)
         yield from self._memory(stats)
         yield from self._storage(stats["storage"])
+        if stats["events"]:
+            yield from self._events(stats["events"])
 
     def _daemon(self, stats: dict[str, Any]) -> Iterator[Metric]:
         yield _gauge("transferd_uptime_seconds", "Seconds since the start", stats["uptime_s"])
@@ -118,6 +120,16 @@ class _StatsCollector:
             counter = CounterMetricFamily(f"transferd_storage_{key}", f"Storage {key}", labels=["backend"])
             counter.add_metric([backend["backend"]], storage.get(key) or 0)
             yield counter
+
+    def _events(self, events: dict[str, Any]) -> Iterator[Metric]:
+        yield _counter("transferd_kv_events", "KV events published", [], {"": events["events"]})
+        yield _counter("transferd_kv_event_replays", "Replays sent to their end", [], {"": events["replays"]})
+        announced = GaugeMetricFamily(
+            "transferd_kv_blocks_announced", "Blocks that routers were told of", labels=["medium"]
+        )
+        for medium, blocks in events["announced"].items():
+            announced.add_metric([medium], blocks)
+        yield announced
 
 
 def _gauge(name: str, text: str, value: Any) -> GaugeMetricFamily:

@@ -36,6 +36,7 @@ def stats(daemon: Daemon) -> dict[str, Any]:
         "staging": _staging(daemon),
         "storage": _storage(daemon),
         "pd": _pd(daemon),
+        "events": {} if daemon.events is None else daemon.events.statistics(),
         "server": server,
         "layout": _layout(daemon),
     }

@@ -73,7 +73,7 @@ class ClientTransport(Protocol):
     def close(self) -> None: ...
 
 
-class _Channel:
+class Channel:
     """One ZeroMQ socket on the running loop: hands every message to `receive`, never waits."""
 
     def __init__(
@@ -155,7 +155,7 @@ class ZmqServerTransport:
 
     def __init__(self, config: ServerSection) -> None:
         self._config = config
-        self._channel: _Channel | None = None
+        self._channel: Channel | None = None
         self._gate: KeyGate | None = None
         self._claims: list[Claim] = []
         self._endpoints: list[str] = list(config.endpoints)
@@ -179,10 +179,10 @@ class ZmqServerTransport:
             socket.close(0)
             self._let_go(context)
             raise
-        self._channel = _Channel(context, socket, lambda socket: on_message(socket.recv(zmq.DONTWAIT), _one(socket)))
+        self._channel = Channel(context, socket, lambda socket: on_message(socket.recv(zmq.DONTWAIT), _one(socket)))
 
     def _set_options(self, socket: zmq.Socket[bytes]) -> None:
-        _set_common_options(socket, self._config.endpoints, self.LINGER_MS)
+        set_common_options(socket, self._config.endpoints, self.LINGER_MS)
         socket.setsockopt(zmq.SNDHWM, self.SEND_HWM)
         socket.setsockopt(zmq.RCVHWM, self.RECEIVE_HWM)
         socket.setsockopt(zmq.MAXMSGSIZE, receive_limit(self._config.max_message))
@@ -238,7 +238,7 @@ class ZmqClientTransport:
     def __init__(self, endpoint: str, *, curve: ClientCurve | None = None) -> None:
         self._endpoint = endpoint
         self._curve = curve
-        self._channel: _Channel | None = None
+        self._channel: Channel | None = None
 
     def start(self, on_message: ClientMessage) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -252,10 +252,10 @@ class ZmqClientTransport:
             socket.close(0)
             context.term()
             raise ConfigError("endpoint", f"cannot be connected to: {error}", self._endpoint) from error
-        self._channel = _Channel(context, socket, lambda socket: on_message(_one(socket)))
+        self._channel = Channel(context, socket, lambda socket: on_message(_one(socket)))
 
     def _set_options(self, socket: zmq.Socket[bytes]) -> None:
-        _set_common_options(socket, [self._endpoint], self.LINGER_MS)
+        set_common_options(socket, [self._endpoint], self.LINGER_MS)
         socket.setsockopt(zmq.SNDHWM, self.SEND_HWM)
         # No limit, and bounded all the same: what arrives answers requests of ours that wait in memory. With
         # a limit, a client that pushes much before it reads would make the daemon drop what it has to say.
@@ -289,7 +289,7 @@ def receive_limit(max_message: int) -> int:
     return max_message + max(max_message, 16 * 1024 * 1024)
 
 
-def _set_common_options(socket: zmq.Socket[bytes], endpoints: Sequence[str], linger_ms: int) -> None:
+def set_common_options(socket: zmq.Socket[bytes], endpoints: Sequence[str], linger_ms: int) -> None:
     socket.setsockopt(zmq.LINGER, linger_ms)
     # Names like "localhost" mean one address, unless an address is written as IPv6.
     socket.setsockopt(zmq.IPV6, int(any(endpoint.startswith("tcp://[") for endpoint in endpoints)))

@@ -51,6 +51,7 @@ class Backend:
     name: str
     make: Callable[[Path, int], Storage]
     sees_lengths: bool = True  # a put knows that what is stored has another length
+    tells: bool = True  # of every object that leaves
     keeps_lru: bool = True  # evicts exactly the least recently used, so a test can say which objects are left
 
 
@@ -67,6 +68,7 @@ if master_executable() is not None:  # tests/storage/test_mooncake.py says so wh
             "mooncake",
             lambda _, capacity: MooncakeStorage(mooncake_config(capacity)),
             sees_lengths=False,
+            tells=False,
             keeps_lru=False,
         )
     )

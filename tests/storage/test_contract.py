@@ -321,3 +321,30 @@ class TestCapacity:
         indexed(store).set_capacity(5000)
         await put_each(store, 9, 10)
         assert await present(store, 11) == [6, 7, 8, 9, 10]
+
+
+async def test_a_departure_is_told_in_the_step_in_which_holds_turns_false(backend: Backend, open_backend: Open) -> None:
+    if not backend.tells:
+        pytest.skip("a pool that evicts on its own cannot say")
+    nbytes = 1024**2
+    store = await open_backend(16 * nbytes)
+    told: list[str] = []
+
+    def left(name_: str) -> None:
+        assert not store.storage.holds(name_)
+        told.append(name_)
+
+    assert store.storage.tell_departures(left)
+    stored = [name(f"{i:02x}") for i in range(20)]
+    for i, each in enumerate(stored):
+        assert not store.storage.holds(each)
+        await store.put((each, content(i, nbytes)))
+        assert store.storage.holds(each)
+    held = {each for each in stored if store.storage.holds(each)}
+    assert len(told) >= 4
+    assert held == set(stored) - set(told)
+    assert await store.storage.exists(stored) == [each in held for each in stored]
+    newest = stored[-1]
+    await store.storage.quarantine(newest)
+    assert told[-1] == newest
+    assert not store.storage.holds(newest)

@@ -38,6 +38,8 @@ def test_a_nested_section_is_reached_from_the_environment() -> None:
 @pytest.mark.parametrize(
     ("override", "line"),
     [
+        ("events.replay_endpoint=ipc:///r", "events.replay_endpoint: needs events.endpoint ('ipc:///r')"),
+        ("events.endpoint=udp://a:1", "events.endpoint: expected ipc://PATH or tcp://HOST:PORT ('udp://a:1')"),
         ("cache.rank=2", "cache.rank: unknown key (2)"),
         ("cache.ranks=-1", "cache.ranks: expected `int` >= 1 (-1)"),
         ("cache.ranks=many", "cache.ranks: expected `int`, got `str` ('many')"),

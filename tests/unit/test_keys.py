@@ -276,3 +276,12 @@ def test_bad_arguments_are_refused_by_name(arguments: Any, what: str) -> None:
 )
 def test_the_token_count_of_a_partial_key_is_read_back(key: str, count: int | None) -> None:
     assert partial_tokens(key) == count
+
+
+def test_the_digest_comes_back_out_of_a_name_of_the_same_generation_only() -> None:
+    namer = ObjectNamer("a/model", "f00d")
+    digest = namer.digest("key")
+    for rank in (0, 11):
+        assert namer.digest_of("RL-1", namer.name("RL-1", digest, rank)) == digest
+    for other in (namer.name("RL-2", digest, 0), ObjectNamer("b", "f00d").name("RL-1", digest, 0), "", "x/y"):
+        assert namer.digest_of("RL-1", other) is None

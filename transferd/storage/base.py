@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import abc
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +89,18 @@ class Storage(abc.ABC):
 
     def reconfigure(self, config: Config) -> None:
         """Take over what may change while running (a capacity); called on SIGHUP, on the event loop."""
+
+    def tell_departures(self, left: Callable[[str], None]) -> bool:  # noqa: ARG002 - a default
+        """Call `left(name)`, on the event loop, in the very step in which a get stops finding an object.
+
+        For those who tell others what is stored. False, the default: this backend cannot say (a pool
+        that other nodes share evicts on its own), and `left` is never called. At most once.
+        """
+        return False
+
+    def holds(self, name: str) -> bool:
+        """Whether a get would find the object, as is known without asking. Only where departures are told."""
+        raise NotImplementedError
 
     def unregister(self, memory: HostMemory) -> None:
         """The memory is about to be freed; called after the last put and get, before close."""

@@ -126,6 +126,14 @@ class IndexedStorage(Storage):
         if self._index.forget(name):
             await asyncio.shield(self._put_aside([name]))
 
+    def tell_departures(self, left: Callable[[str], None]) -> bool:
+        self._index.left = left
+        return True
+
+    def holds(self, name: str) -> bool:
+        """Does not count as a use."""
+        return name in self._index
+
     def set_capacity(self, nbytes: int) -> None:
         """Change the capacity now; what is too much leaves in the background. Call on the event loop."""
         self._evict_in_background(self._index.set_capacity(nbytes))

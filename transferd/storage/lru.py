@@ -17,7 +17,7 @@ One owner mutates an index, on the event loop, between awaits: every method is o
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 
@@ -42,10 +42,14 @@ class Entry:
 
 
 class LruIndex:
-    """Names with sizes, least recently used first, within `capacity` bytes."""
+    """Names with sizes, least recently used first, within `capacity` bytes.
+
+    left: called with every name that was present and is not any more, in the same step.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
+        self.left: Callable[[str], None] | None = None
         self.used = 0  # bytes, reserved and present
         self.bytes = 0  # bytes, present
         self._present: OrderedDict[str, Entry] = OrderedDict()
@@ -155,6 +159,8 @@ class LruIndex:
         nbytes = self._present.pop(name).nbytes
         self.bytes -= nbytes
         self.used -= nbytes
+        if self.left is not None:
+            self.left(name)
         return nbytes
 
     def __repr__(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, OrderedDict
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -52,6 +52,7 @@ class SimStorage(Storage):
         self.counts: Counter[str] = Counter()
         self._capacity = capacity
         self._bytes = 0
+        self._left: Callable[[str], None] | None = None
         self._registered: list[HostMemory] = []
         self._under_way = 0
         self._open = False
@@ -66,6 +67,13 @@ class SimStorage(Storage):
 
     def unregister(self, memory: HostMemory) -> None:
         self._registered.remove(memory)
+
+    def tell_departures(self, left: Callable[[str], None]) -> bool:
+        self._left = left
+        return True
+
+    def holds(self, name: str) -> bool:
+        return name in self.objects
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
         return await self._call(self._exists(names))
@@ -230,6 +238,8 @@ class SimStorage(Storage):
         if data is not None:
             self._bytes -= len(data)
             self.gone.add(name)
+            if self._left is not None:
+                self._left(name)
         return data
 
 

@@ -1,0 +1,260 @@
+"""The event sockets against subscribers that join late, miss, dawdle, leave and talk nonsense."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from tests.integration.subscriber import WAIT_MS, Subscriber
+from transferd.config import EventsSection, Size
+from transferd.errors import ConfigError
+from transferd.publisher.sockets import END, MAX_PEERS, EventSockets
+from transferd.publisher.wire import BlockRemoved, encode_batch
+
+Open = Callable[..., EventSockets]
+Follow = Callable[..., Subscriber]
+
+
+@pytest.fixture
+async def open_sockets(tmp_path: Path) -> AsyncIterator[Open]:
+    opened: list[EventSockets] = []
+
+    def open_(**more: Any) -> EventSockets:
+        places = {"endpoint": "tcp://127.0.0.1:*", "replay_endpoint": f"ipc://{tmp_path}/replay"}
+        sockets = EventSockets(EventsSection(**(places | more)))
+        sockets.start()
+        opened.append(sockets)
+        return sockets
+
+    yield open_
+    for sockets in opened:
+        sockets.close()
+
+
+@pytest.fixture
+def follow() -> Iterator[Follow]:
+    subscribers: list[Subscriber] = []
+
+    def follow_(sockets: EventSockets, **more: Any) -> Subscriber:
+        subscribers.append(Subscriber(sockets.endpoint, sockets.replay_endpoint, **more))
+        return subscribers[-1]
+
+    yield follow_
+    for subscriber in subscribers:
+        subscriber.close()
+
+
+def publish(sockets: EventSockets, number: int, size: int = 1) -> None:
+    sockets.publish([BlockRemoved([number] * size, "CPU")])
+
+
+def numbers(subscriber: Subscriber) -> list[int]:
+    return [batch.events[0].block_hashes[0] for batch in subscriber.batches]  # type: ignore[union-attr,misc]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_MS / 1000):
+        while not condition():  # noqa: ASYNC110 - sockets tell nobody
+            await asyncio.sleep(0.001)
+
+
+async def joined(sockets: EventSockets, subscriber: Subscriber) -> int:
+    """Publish until the subscriber hears of it; returns how many batches that took."""
+    count = 0
+    async with asyncio.timeout(WAIT_MS / 1000):
+        while not subscriber.live():
+            publish(sockets, count)
+            count += 1
+            await asyncio.sleep(0.001)
+    return count
+
+
+async def test_a_subscriber_that_joins_late_asks_for_the_beginning_and_misses_nothing(
+    open_sockets: Open, follow: Follow
+) -> None:
+    sockets = open_sockets(topic="kv@node-1@demo", dp_rank=2)
+    for i in range(20):
+        publish(sockets, i)
+    subscriber = follow(sockets, topic=b"kv@")
+    count = 20
+    async with asyncio.timeout(WAIT_MS / 1000):
+        while not subscriber.live():
+            publish(sockets, count)
+            count += 1
+            await asyncio.sleep(0.001)
+    for i in range(count, count + 10):
+        publish(sockets, i)
+    await asyncio.to_thread(subscriber.follow, count + 10)
+    assert numbers(subscriber) == list(range(count + 10))
+    assert subscriber.asked == 1
+    assert subscriber.topics == {b"kv@node-1@demo"}
+    assert {batch.data_parallel_rank for batch in subscriber.batches} == {2}
+    times = [batch.ts for batch in subscriber.batches]
+    assert times == sorted(times)
+
+
+async def test_a_subscriber_that_does_not_read_slows_nobody_and_recovers_by_replay(
+    open_sockets: Open, follow: Follow
+) -> None:
+    sockets = open_sockets()
+    subscriber = follow(sockets, hwm=1)
+    count = await joined(sockets, subscriber)
+    for i in range(count, count + 4000):  # more than sockets and their buffers hold between them
+        publish(sockets, i, size=500)
+    assert sockets.statistics()["batches"] == count + 4000
+    await asyncio.to_thread(subscriber.follow, count + 4000)
+    assert numbers(subscriber) == list(range(count + 4000))
+    assert subscriber.asked >= 1
+
+
+async def test_nobody_subscribed_is_no_reason_to_wait(open_sockets: Open) -> None:
+    sockets = open_sockets()
+    for i in range(5000):
+        publish(sockets, i)
+    assert sockets.statistics()["batches"] == 5000
+
+
+LENGTH = len(encode_batch(1.0, [BlockRemoved([100], "CPU")], 0))  # of every batch in the test below
+
+
+@pytest.mark.parametrize("bound", [{"buffer": 10}, {"buffer_bytes": Size(10 * LENGTH + 1)}])
+async def test_what_is_kept_for_replay_is_bounded_in_batches_and_bytes(
+    open_sockets: Open, follow: Follow, bound: dict[str, Any]
+) -> None:
+    sockets = open_sockets(**bound)
+    for i in range(50, 100):
+        publish(sockets, i)
+    subscriber = follow(sockets)
+    subscriber.last = 0
+    came = await asyncio.to_thread(subscriber.catch_up)
+    kept = sockets.statistics()
+    assert came == kept["kept"] == 10
+    assert kept["kept_bytes"] == 10 * LENGTH
+    assert numbers(subscriber) == list(range(90, 100))
+
+
+async def test_asking_beyond_the_end_is_answered_with_the_end(open_sockets: Open, follow: Follow) -> None:
+    sockets = open_sockets()
+    publish(sockets, 0)
+    subscriber = follow(sockets)
+    for last in (0, 1000, 2**64 - 2):
+        subscriber.last = last
+        assert await asyncio.to_thread(subscriber.catch_up) == 0
+
+
+async def test_batches_published_during_a_replay_are_part_of_it(open_sockets: Open, follow: Follow) -> None:
+    sockets = open_sockets()
+    for i in range(1000):
+        publish(sockets, i)
+    subscriber = follow(sockets)
+    asking = asyncio.ensure_future(asyncio.to_thread(subscriber.catch_up))
+    await until(lambda: bool(sockets._replays))
+    for i in range(1000, 1010):
+        publish(sockets, i)
+    assert await asking == 1010
+    assert numbers(subscriber) == list(range(1010))
+
+
+async def test_a_req_socket_may_ask_too(open_sockets: Open) -> None:
+    sockets = open_sockets()
+    publish(sockets, 7)
+    with zmq.Context() as context, context.socket(zmq.REQ) as ask:
+        ask.setsockopt(zmq.RCVTIMEO, WAIT_MS)
+        ask.setsockopt(zmq.LINGER, 0)
+        ask.connect(sockets.replay_endpoint)
+        ask.send((0).to_bytes(8, "big"))
+        topic, sequence, payload = await asyncio.to_thread(ask.recv_multipart)
+        assert (topic, int.from_bytes(sequence, "big")) == (b"", 0)
+        assert payload
+
+
+async def test_nonsense_is_not_answered_and_does_no_harm(open_sockets: Open) -> None:
+    sockets = open_sockets()
+    publish(sockets, 7)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as ask:
+        ask.setsockopt(zmq.RCVTIMEO, WAIT_MS)
+        ask.setsockopt(zmq.LINGER, 0)
+        ask.connect(sockets.replay_endpoint)
+        for frames in ([b""], [b"x" * 8], [b"", b"short"], [b"", b"x" * 200], [b"x", b"y" * 8], [b""] * 500):
+            ask.send_multipart(frames)
+        ask.send_multipart([b"", (1).to_bytes(8, "big")])
+        assert await asyncio.to_thread(ask.recv_multipart) == [b"", b"", END, b""]
+
+
+async def test_a_replay_to_a_peer_that_does_not_read_is_broken_off(open_sockets: Open, follow: Follow) -> None:
+    sockets = open_sockets(buffer=20)
+    for i in range(20):
+        publish(sockets, i, size=5000)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as ask:
+        ask.setsockopt(zmq.RCVHWM, 1)
+        ask.setsockopt(zmq.LINGER, 0)
+        ask.connect(sockets.replay_endpoint)
+        for _ in range(100):
+            ask.send_multipart([b"", bytes(8)])
+        await until(lambda: sockets.statistics()["replays_broken_off"] > 0)
+        subscriber = follow(sockets)
+        assert await asyncio.to_thread(subscriber.catch_up) == 20
+
+
+async def test_more_peers_than_are_served_at_once_are_turned_away_and_come_again(open_sockets: Open) -> None:
+    sockets = open_sockets()
+    for i in range(500):
+        publish(sockets, i)
+    with zmq.Context() as context:
+        peers = [context.socket(zmq.DEALER) for _ in range(MAX_PEERS + 20)]
+        for peer in peers:
+            peer.setsockopt(zmq.RCVTIMEO, WAIT_MS)
+            peer.setsockopt(zmq.LINGER, 0)
+            peer.connect(sockets.replay_endpoint)
+            peer.send_multipart([b"", bytes(8)])
+
+        def served() -> int:
+            return int(sockets.statistics()["replays"])
+
+        await until(lambda: served() + sockets.statistics()["replays_broken_off"] == len(peers))
+        assert served() >= MAX_PEERS
+        for peer in peers:
+            before = served()
+            peer.send_multipart([b"", (499).to_bytes(8, "big")])
+            await until(lambda before=before: served() == before + 1)  # type: ignore[misc]
+        for peer in peers:
+            peer.close()
+
+
+async def test_a_peer_that_leaves_during_its_replay_is_forgotten(open_sockets: Open) -> None:
+    sockets = open_sockets()
+    for i in range(3000):
+        publish(sockets, i)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as ask:
+        ask.setsockopt(zmq.LINGER, 0)
+        ask.connect(sockets.replay_endpoint)
+        ask.send_multipart([b"", bytes(8)])
+        await until(lambda: bool(sockets._replays))
+    await until(lambda: not sockets._replays)
+
+
+async def test_an_address_in_use_is_told_with_its_key_and_nothing_stays_bound(
+    open_sockets: Open, tmp_path: Path
+) -> None:
+    first = open_sockets()
+    again = EventSockets(EventsSection(endpoint=f"ipc://{tmp_path}/pub", replay_endpoint=first.replay_endpoint))
+    with pytest.raises(ConfigError, match=r"events\.replay_endpoint: is in use by another daemon"):
+        again.start()
+    open_sockets(endpoint=f"ipc://{tmp_path}/pub", replay_endpoint="")
+    with pytest.raises(ConfigError, match=r"events\.endpoint: is in use"):
+        EventSockets(EventsSection(endpoint=first.endpoint)).start()
+
+
+async def test_after_close_nothing_is_sent_and_the_addresses_are_free(open_sockets: Open, tmp_path: Path) -> None:
+    sockets = open_sockets()
+    publish(sockets, 1)
+    sockets.close()
+    publish(sockets, 2)
+    assert sockets.statistics()["batches"] == 1
+    assert not (tmp_path / "replay").exists()
+    open_sockets()

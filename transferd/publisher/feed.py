@@ -1,0 +1,104 @@
+"""Joins residency to the sockets: what a daemon holds when `events.endpoint` is set.
+
+Events are collected and sent as one batch by the loop's next turn, so an answer to a client never
+waits for them, and what becomes true together is told together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import structlog
+
+from transferd.clock import SYSTEM_CLOCK, Clock
+from transferd.config import Config
+from transferd.keys import ObjectNamer
+from transferd.publisher.residency import Residency
+from transferd.publisher.sockets import EventSockets
+from transferd.storage.base import Storage
+from transferd.tasks import Task, TaskResult
+
+log = structlog.get_logger(__name__)
+
+
+class EventFeed:
+    """Publishes every change of residency from `start` to `close`.
+
+    The first batch of a daemon's life and the last are AllBlocksCleared: with a daemon goes what it
+    knew, and a subscriber that missed its end learns of it from its successor.
+    """
+
+    def __init__(
+        self, config: Config, namer: ObjectNamer, storage: Storage | None, *, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
+        self._namer = namer
+        self._storage = storage
+        self._ranks = range(config.cache.ranks)
+        self._generation = config.storage.generation
+        self._token_ids = config.events.token_ids
+        tells = storage is not None and storage.tell_departures(self._object_left)
+        self.residency = Residency(
+            namer,
+            block_size=config.cache.block_size,
+            max_blocks=config.events.max_blocks,
+            token_ids=config.events.token_ids,
+            holds=self._holds if tells else lambda _: True,
+            tells=tells,
+            changed=self._soon,
+        )
+        self.sockets = EventSockets(config.events, socket_mode=int(config.server.socket_mode, 8), clock=clock)
+        self._flush: asyncio.Handle | None = None
+        self._running = False
+
+    def start(self) -> None:
+        """Bind, and begin with a clean slate. Raises ConfigError."""
+        self.sockets.start()
+        self._running = True
+        self.residency.clear()
+        log.info(
+            "publishing KV events",
+            endpoint=self.sockets.endpoint,
+            replay_endpoint=self.sockets.replay_endpoint,
+            token_ids=self._token_ids,
+        )
+
+    def close(self) -> None:
+        """Tell that nothing is here any more, and stop. Idempotent."""
+        if self._running:
+            self._running = False
+            if self._flush is not None:
+                self._flush.cancel()
+            self.residency.clear()
+            self.sockets.publish(self.residency.take())
+        self.sockets.close()
+
+    def task_ended(self, task: Task, result: TaskResult) -> None:
+        """An admitted task was answered."""
+        self.residency.task_ended(task, result, self._generation)
+
+    def generation_changed(self, generation: str) -> None:
+        """Objects have other names from now on, and device blocks hold another model's KV."""
+        self._generation = generation
+        self.residency.clear()
+
+    def statistics(self) -> dict[str, Any]:
+        return self.sockets.statistics() | {"announced": self.residency.statistics()}
+
+    def _soon(self) -> None:
+        if self._running:
+            self._flush = asyncio.get_running_loop().call_soon(self._send)
+
+    def _send(self) -> None:
+        self._flush = None
+        self.sockets.publish(self.residency.take())
+
+    def _object_left(self, name: str) -> None:
+        digest = self._namer.digest_of(self._generation, name)
+        if digest is not None:
+            self.residency.object_left(digest)
+
+    def _holds(self, digest: str) -> bool:
+        assert self._storage is not None
+        names = (self._namer.name(self._generation, digest, rank) for rank in self._ranks)
+        return all(map(self._storage.holds, names))

@@ -1,0 +1,323 @@
+"""Which block is where, as far as transferd knows, and what there is to tell when that changes.
+
+Theory of operation
+-------------------
+A *claim* is a statement to routers: "this block is in this medium on this node". A wrong claim sends
+requests to a node that has to compute them again; a missing one costs a chance. So a claim is made
+only on proof and withdrawn on doubt. Pure logic: results of tasks and departures of objects go in,
+events come out, and nothing here knows of sockets.
+
+    GPU, CPU   are pools of slots. A slot's content is known from the task that named it. What transferd
+               itself brought there is claimed: read and swap_in for GPU, swap_out for CPU. A write only
+               teaches which block a device slot holds, so that a later swap can say what it moves.
+               A swap is a move: an engine that swaps gives the source away.
+    STORAGE    is claimed when every rank has stored a block (write), or when a read has found it.
+
+Withdrawn is a claim on a slot whenever a task had the slot as its target, whatever came of it; on a
+stored block when its object leaves the storage of any rank, when a read misses it, or when it is the
+oldest of more than `max_blocks` claims; and everything when the generation changes.
+
+A hash that is in several slots of a pool is announced once and withdrawn with the last of them:
+consumers count announcements.
+
+What cannot be told apart is not claimed: results of an older generation, and blocks of a partly done
+write that names one device block twice.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy.typing as npt
+
+from transferd.keys import ObjectNamer, partial_tokens
+from transferd.publisher.wire import (
+    MEDIUM_CPU,
+    MEDIUM_GPU,
+    MEDIUM_STORAGE,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KvEvent,
+    block_hash,
+)
+from transferd.tasks import (
+    ReadStorageTask,
+    Status,
+    SwapOutTask,
+    Task,
+    TaskResult,
+    TokenIds,
+    WriteStorageTask,
+)
+
+HASHES_PER_EVENT = 1024  # so that no single event grows without bound
+
+
+class Block(NamedTuple):
+    """One block as an event tells of it.
+
+    parent: hash of the block before it; None at the root, and where `linked` is False: not known.
+    tokens: its token ids; None where they are not known (or not to be told).
+    """
+
+    hash: int
+    parent: int | None
+    linked: bool
+    tokens: npt.NDArray | None  # type: ignore[type-arg]
+
+
+class _Slots:
+    """The blocks that are known to lie in the slots of one pool, and which of them are claimed."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, Block] = {}
+        self._claimed: set[int] = set()  # slots
+        self._count: Counter[int] = Counter()  # claimed slots of a hash
+
+    def get(self, slot: int) -> Block | None:
+        return self._held.get(slot)
+
+    def update(self, dropped: Iterable[int], put: Iterable[tuple[int, Block]], *, claim: bool) -> _Change:
+        """Forget what the dropped slots held, then take over what was put. Returns what that means outside."""
+        before: dict[int, bool] = {}
+        for slot in dropped:
+            self._drop(slot, before)
+        arrived: dict[int, Block] = {}
+        for slot, block in put:
+            held = self._held.get(slot)
+            if held is not None and held.hash == block.hash and (slot in self._claimed) >= claim:
+                continue
+            self._drop(slot, before)
+            # A copy: the slice would keep the token ids of the whole sequence alive.
+            self._held[slot] = block if block.tokens is None else block._replace(tokens=block.tokens.copy())
+            if claim:
+                before.setdefault(block.hash, block.hash in self._count)
+                self._claimed.add(slot)
+                self._count[block.hash] += 1
+                arrived[block.hash] = block
+        removed = [hash_ for hash_, there in before.items() if there and hash_ not in self._count]
+        stored = [block for hash_, block in arrived.items() if not before[hash_] and hash_ in self._count]
+        return _Change(removed, stored)
+
+    def _drop(self, slot: int, before: dict[int, bool]) -> None:
+        block = self._held.pop(slot, None)
+        if block is None or slot not in self._claimed:
+            return
+        before.setdefault(block.hash, True)
+        self._claimed.discard(slot)
+        self._count[block.hash] -= 1
+        if not self._count[block.hash]:
+            del self._count[block.hash]
+
+    @property
+    def claims(self) -> int:
+        return len(self._count)
+
+
+class _Change(NamedTuple):
+    removed: list[int]
+    stored: list[Block]
+
+
+class Residency:
+    """Turns results of tasks into events; see the module's theory of operation.
+
+    holds: whether the object of this digest is in the storage of every rank now (True where the
+    backend cannot tell). tells: the backend reports every object that leaves it. changed: called when
+    there is something to take, once until `take`.
+    """
+
+    def __init__(
+        self,
+        namer: ObjectNamer,
+        *,
+        block_size: int,
+        max_blocks: int,
+        token_ids: bool = True,
+        holds: Callable[[str], bool] = lambda _: True,
+        tells: bool = False,
+        changed: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._namer = namer
+        self._block_size = block_size
+        self._max_blocks = max_blocks
+        self._token_ids = token_ids
+        self._holds = holds
+        self._tells = tells
+        self._changed = changed
+        self._device, self._host = _Slots(), _Slots()
+        self._stored: OrderedDict[str, int] = OrderedDict()  # digest -> hash, longest unused first
+        self._out: list[KvEvent] = []
+
+    # --- what happens -------------------------------------------------------------------------------
+
+    def task_ended(self, task: Task, result: TaskResult, generation: str) -> None:
+        """An admitted task was answered. generation: the current one."""
+        if not result.ranks:  # it never started, so it touched nothing
+            return
+        current = result.generation == generation
+        if isinstance(task, WriteStorageTask):
+            self._wrote(task, result, current=current)
+        elif isinstance(task, ReadStorageTask):
+            self._read(task, result, current=current)
+        elif isinstance(task, SwapOutTask):
+            moves = zip(task.gpu_block_ids, task.cpu_block_ids, strict=True)
+            self._swapped(list(moves), self._device, self._host, MEDIUM_GPU, MEDIUM_CPU, result, current=current)
+        else:
+            moves = zip(task.cpu_block_ids, task.gpu_block_ids, strict=True)
+            self._swapped(list(moves), self._host, self._device, MEDIUM_CPU, MEDIUM_GPU, result, current=current)
+
+    def object_left(self, digest: str) -> None:
+        """A rank's object of the current generation is not in storage any more."""
+        hash_ = self._stored.pop(digest, None)
+        if hash_ is not None:
+            self._tell_removed(MEDIUM_STORAGE, [hash_])
+
+    def clear(self) -> None:
+        """Nothing that was announced holds any more: another generation, or the beginning, or the end."""
+        self._device, self._host = _Slots(), _Slots()
+        self._stored.clear()
+        self._tell([AllBlocksCleared()])
+
+    # --- what there is to tell ----------------------------------------------------------------------
+
+    def take(self) -> list[KvEvent]:
+        """The events since the last call, in order."""
+        events, self._out = self._out, []
+        return events
+
+    def statistics(self) -> dict[str, int]:
+        """Blocks announced and not withdrawn, by medium."""
+        counts = (self._device.claims, self._host.claims, len(self._stored))
+        return dict(zip((MEDIUM_GPU, MEDIUM_CPU, MEDIUM_STORAGE), counts, strict=True))
+
+    # --- tasks --------------------------------------------------------------------------------------
+
+    def _wrote(self, task: WriteStorageTask, result: TaskResult, *, current: bool) -> None:
+        ids = task.gpu_block_ids
+        unambiguous = len(set(ids)) == len(ids)
+        blocks = self._describe(task.keys, task.token_ids, task.start_write_block_idx)
+        if not current:
+            self._update(self._device, MEDIUM_GPU, ids, [], claim=False)
+            return
+        if unambiguous:
+            self._update(self._device, MEDIUM_GPU, [], zip(ids, blocks, strict=True), claim=False)
+        if result.status is Status.OK:
+            self._claim_stored(task.keys, blocks)
+        elif unambiguous:
+            moved = set(result.block_ids)
+            positions = [i for i, block in enumerate(ids) if block in moved]
+            self._claim_stored([task.keys[i] for i in positions], [blocks[i] for i in positions])
+
+    def _read(self, task: ReadStorageTask, result: TaskResult, *, current: bool) -> None:
+        targets = task.gpu_block_ids[: len(task.keys)]
+        count = len(result.block_ids)
+        if not current:
+            self._update(self._device, MEDIUM_GPU, targets, [], claim=True)
+            return
+        blocks = self._describe(task.keys[:count], task.token_ids, task.start_read_block_idx)
+        self._update(self._device, MEDIUM_GPU, targets[count:], zip(targets[:count], blocks, strict=True), claim=True)
+        self._claim_stored(task.keys[:count], blocks)
+        if result.error is None and count < len(task.keys) and not self._tells:
+            self.object_left(self._namer.digest(task.keys[count]))
+
+    def _swapped(
+        self,
+        moves: list[tuple[int, int]],
+        source: _Slots,
+        target: _Slots,
+        source_medium: str,
+        target_medium: str,
+        result: TaskResult,
+        *,
+        current: bool,
+    ) -> None:
+        done = result.status is Status.OK and current
+        known = [(to, block) for at, to in moves if (block := source.get(at)) is not None] if done else []
+        self._update(target, target_medium, [to for _, to in moves], known, claim=True)
+        if result.status is Status.OK:
+            self._update(source, source_medium, [at for at, _ in moves], [], claim=True)
+
+    def _update(
+        self, slots: _Slots, medium: str, dropped: Iterable[int], put: Iterable[tuple[int, Block]], *, claim: bool
+    ) -> None:
+        change = slots.update(dropped, put, claim=claim)
+        self._tell_removed(medium, change.removed)
+        self._tell_stored(medium, change.stored)
+
+    def _claim_stored(self, keys: Sequence[str], blocks: Sequence[Block]) -> None:
+        fresh = []
+        for key, block in zip(keys, blocks, strict=True):
+            digest = self._namer.digest(key)
+            if digest in self._stored:
+                self._stored.move_to_end(digest)
+            elif self._holds(digest):  # it may have been evicted since this rank or that one stored it
+                self._stored[digest] = block.hash
+                fresh.append(block)
+        self._tell_stored(MEDIUM_STORAGE, fresh)
+        while len(self._stored) > self._max_blocks:
+            _, oldest = self._stored.popitem(last=False)
+            self._tell_removed(MEDIUM_STORAGE, [oldest])
+
+    # --- events -------------------------------------------------------------------------------------
+
+    def _describe(self, keys: Sequence[str], token_ids: TokenIds | None, start: int) -> list[Block]:
+        """Keys of consecutive blocks of a sequence, the first of them its block `start`."""
+        size, blocks = self._block_size, []
+        parent: int | None = None
+        for i, key in enumerate(keys):
+            hash_, linked, tokens = block_hash(key), i > 0 or start == 0, None
+            end = (start + i + 1) * size
+            # Without its parent a block's tokens would look like the root of another sequence.
+            if self._token_ids and linked and token_ids is not None and end <= len(token_ids):
+                tokens = token_ids.array[end - size : end] if partial_tokens(key) is None else None
+            blocks.append(Block(hash_, parent, linked, tokens))
+            parent = hash_
+        return blocks
+
+    def _tell_stored(self, medium: str, blocks: Sequence[Block]) -> None:
+        chain: list[Block] = []
+        for block in blocks:
+            if chain and not _follows(block, chain):
+                self._tell([_stored_event(medium, chain, self._block_size)])
+                chain = []
+            chain.append(block)
+        if chain:
+            self._tell([_stored_event(medium, chain, self._block_size)])
+
+    def _tell_removed(self, medium: str, hashes: Sequence[int]) -> None:
+        for hash_ in hashes:
+            last = self._out[-1] if self._out else None
+            if isinstance(last, BlockRemoved) and last.medium == medium and len(last.block_hashes) < HASHES_PER_EVENT:
+                last.block_hashes.append(hash_)
+            else:
+                self._tell([BlockRemoved([hash_], medium)])
+
+    def _tell(self, events: Sequence[KvEvent]) -> None:
+        first = not self._out
+        self._out.extend(events)
+        if first:
+            self._changed()
+
+
+def _follows(block: Block, chain: Sequence[Block]) -> bool:
+    """Whether a block can stand in one event with those before it."""
+    last = chain[-1]
+    same_kind = (block.tokens is None) == (last.tokens is None)
+    return block.linked and block.parent == last.hash and same_kind and len(chain) < HASHES_PER_EVENT
+
+
+def _stored_event(medium: str, chain: Sequence[Block], block_size: int) -> BlockStored:
+    tokens = [token for block in chain if block.tokens is not None for token in block.tokens.tolist()]
+    return BlockStored(
+        block_hashes=[block.hash for block in chain],
+        parent_block_hash=chain[0].parent,
+        token_ids=tokens,
+        block_size=block_size if tokens else 0,
+        lora_id=None,
+        medium=medium,
+        lora_name=None,
+    )
