@@ -14,7 +14,7 @@ from tests.integration.subscriber import WAIT_MS, Subscriber
 from transferd.config import EventsSection, Size
 from transferd.errors import ConfigError
 from transferd.publisher.sockets import END, MAX_PEERS, EventSockets
-from transferd.publisher.wire import BlockRemoved, encode_batch
+from transferd.residency.wire import BlockRemoved, encode_batch
 
 Open = Callable[..., EventSockets]
 Follow = Callable[..., Subscriber]

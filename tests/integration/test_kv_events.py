@@ -14,7 +14,7 @@ from tests.integration.test_daemon import config
 from transferd import Client, ReadStorageTask, Status, SwapInTask, SwapOutTask, WriteStorageTask
 from transferd.keys import block_keys
 from transferd.launch import DaemonProcess, running
-from transferd.publisher.wire import block_hash
+from transferd.residency.wire import block_hash
 
 BLOCK = 8  # tokens, as in config()
 

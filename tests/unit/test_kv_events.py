@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from transferd.keys import block_keys, key_digest
-from transferd.publisher.wire import AllBlocksCleared, BlockRemoved, BlockStored, block_hash, encode_batch
+from transferd.residency.wire import AllBlocksCleared, BlockRemoved, BlockStored, block_hash, encode_batch
 
 # A subscriber's view, as the published schema has it: strict about what must be there, open for what may come.
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from transferd.keys import ObjectNamer, block_keys
-from transferd.publisher.residency import HASHES_PER_EVENT, Residency
-from transferd.publisher.wire import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, block_hash
+from transferd.residency.claims import HASHES_PER_EVENT, Residency
+from transferd.residency.wire import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, block_hash
 from transferd.tasks import (
     ErrorInfo,
     RankResult,

@@ -1,5 +1,1 @@
-"""KV events: every change of where a block is, told to whoever subscribes (docs/events.md).
-
-wire.py says what an event looks like, residency.py when there is one, sockets.py how it travels, and
-feed.py joins the three to a daemon.
-"""
+"""KV events on their way out (docs/events.md): sockets.py is how they travel, feed.py joins them to a daemon."""

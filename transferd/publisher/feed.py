@@ -14,8 +14,8 @@ import structlog
 from transferd.clock import SYSTEM_CLOCK, Clock
 from transferd.config import Config
 from transferd.keys import ObjectNamer
-from transferd.publisher.residency import Residency
 from transferd.publisher.sockets import EventSockets
+from transferd.residency.claims import Residency
 from transferd.storage.base import Storage
 from transferd.tasks import Task, TaskResult
 

@@ -27,7 +27,7 @@ import zmq
 from transferd.clock import SYSTEM_CLOCK, Clock
 from transferd.config import EventsSection
 from transferd.endpoint import Claim
-from transferd.publisher.wire import KvEvent, encode_batch
+from transferd.residency.wire import KvEvent, encode_batch
 from transferd.transport import Channel, set_common_options
 
 log = structlog.get_logger(__name__)

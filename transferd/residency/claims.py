@@ -33,7 +33,7 @@ from typing import NamedTuple
 import numpy.typing as npt
 
 from transferd.keys import ObjectNamer, partial_tokens
-from transferd.publisher.wire import (
+from transferd.residency.wire import (
     MEDIUM_CPU,
     MEDIUM_GPU,
     MEDIUM_STORAGE,
@@ -44,6 +44,7 @@ from transferd.publisher.wire import (
     block_hash,
 )
 from transferd.tasks import (
+    Lane,
     ReadStorageTask,
     Status,
     SwapOutTask,
@@ -205,6 +206,8 @@ class Residency:
             return
         if unambiguous:
             self._update(self._device, MEDIUM_GPU, [], zip(ids, blocks, strict=True), claim=False)
+        if task.lane is not Lane.WRITE:  # sent to another node
+            return
         if result.status is Status.OK:
             self._claim_stored(task.keys, blocks)
         elif unambiguous:
@@ -220,6 +223,8 @@ class Residency:
             return
         blocks = self._describe(task.keys[:count], task.token_ids, task.start_read_block_idx)
         self._update(self._device, MEDIUM_GPU, targets[count:], zip(targets[:count], blocks, strict=True), claim=True)
+        if task.lane is not Lane.READ:  # received from another node
+            return
         self._claim_stored(task.keys[:count], blocks)
         if result.error is None and count < len(task.keys) and not self._tells:
             self.object_left(self._namer.digest(task.keys[count]))
