@@ -15,7 +15,7 @@ import pytest
 from tests.integration.caches import Caches, attach, fill, snapshot, wipe
 from transferd import Client, HandoverFailed, Status
 from transferd.errors import RequestError
-from transferd.keys import block_keys
+from transferd.keys import block_keys, key_digest
 from transferd.launch import DaemonProcess, running
 from transferd.tasks import ReceiveTask, SendTask
 from transferd.testing.mooncake import Master, master_executable
@@ -304,3 +304,26 @@ async def expect_nothing_left(*nodes: Side) -> None:
                 if not (stats["staging"]["used"] or pd["sending"] or pd["receiving"] or pd["waiting"]):
                     break
                 await asyncio.sleep(0.01)
+
+
+async def test_an_object_with_another_number_of_tokens_is_never_taken_for_this_one(tmp_path: Path) -> None:
+    """The object of `…:partial:2` is put in the place of `…:partial:3`, as a faulty pool might."""
+    tree = config("direct", None) | {"storage": {"backend": "file"}, "pd": {"mode": "storage"}}
+    async with side("only", tree, tmp_path) as node:
+        two, three = TOKENS[:-1], TOKENS
+        fill(node.caches, [1, 2, 3, 4, 5, 6], seed=6)
+        await node.client.write_all("r2", two, [1, 2, 3, 4, 5, 6])
+        await node.client.write_all("r3", three, [1, 2, 3, 4, 5, 6])
+        for rank in range(2):
+            source, target = (stored_as(tmp_path / "blocks", block_keys(t, BLOCK)[-1], rank) for t in (two, three))
+            target.write_bytes(source.read_bytes())
+        with pytest.raises(HandoverFailed) as failure:
+            await node.client.read_all("r3", three, [11, 12, 13, 14, 15, 16])
+        assert failure.value.reason == "blocks_missing"
+        assert (await node.client.stats())["storage"]["corrupt"] >= 1
+
+
+def stored_as(directory: Path, key: str, rank: int) -> Path:
+    digest = key_digest(key)
+    (path,) = (path for path in directory.rglob("*") if digest in path.name and path.name.endswith(f"{rank}"))
+    return path
