@@ -1,4 +1,4 @@
-"""The simulation finds bugs that were put in on purpose. All of them: `python -m tests.sim.mutants` (docs/testing.md)."""
+"""The simulation finds bugs put in on purpose. All of them: `python -m tests.sim.mutants` (docs/testing.md)."""
 
 from __future__ import annotations
 
