@@ -35,6 +35,7 @@ from __future__ import annotations
 import enum
 import functools
 import hashlib
+import re
 import struct
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -42,7 +43,7 @@ from typing import NamedTuple
 import xxhash
 
 from transferd.errors import InvariantError
-from transferd.keys import DIGEST_BYTES, encode_text
+from transferd.keys import DIGEST_BYTES, encode_text, unquote_part
 
 FOOTER_BYTES = 128
 FORMAT_VERSION = 1
@@ -53,6 +54,8 @@ _BODY = struct.Struct("<8sHHIQQ20s4x16s16s16s16x")
 _SEAL = struct.Struct("<Q")
 assert _BODY.size + _SEAL.size == FOOTER_BYTES
 assert DIGEST_BYTES == 20  # the width of the key field
+_DIGEST = re.compile(r"[0-9a-f]{40}")
+_RANK = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
 class Damage(enum.StrEnum):
@@ -113,6 +116,66 @@ def check(slot: memoryview, payload_bytes: int, stamp: Stamp) -> Damage | None:
     """None if `slot` holds the whole object that `stamp` names, else why it must not be delivered."""
     _check_room(slot, payload_bytes)
     footer = bytes(slot[payload_bytes : payload_bytes + FOOTER_BYTES])
+    damage = _check_footer(footer, payload_bytes, stamp)
+    if damage is not None:
+        return damage
+    intact = _checksum_of(footer) == xxhash.xxh3_64_intdigest(slot[:payload_bytes])
+    return None if intact else Damage.CHECKSUM
+
+
+class Inspection:
+    """Checks an object by its own name, without a layout: for a scrub, and for a store without its daemon.
+
+    name: of the object. nbytes: of the object, footer included. Feed the footer first, then the payload
+    in order, in pieces of any size; `damage` at the end is what `check` would have said.
+
+    Raises NotSealed if the name is none that `ObjectNamer` gives.
+    """
+
+    def __init__(self, name: str, nbytes: int) -> None:
+        self._stamp = stamp_of_name(name)
+        self.payload_bytes = nbytes - FOOTER_BYTES
+        self._footer = b""
+        self._hasher = xxhash.xxh3_64()
+
+    def footer(self, footer: bytes) -> Damage | None:
+        """What the footer alone says, the object's last FOOTER_BYTES; fewer if the object has not so many."""
+        self._footer = footer
+        if len(footer) < FOOTER_BYTES:
+            return Damage.MAGIC
+        return _check_footer(footer, self.payload_bytes, self._stamp)
+
+    def payload(self, piece: memoryview) -> None:
+        self._hasher.update(piece)
+
+    def damage(self) -> Damage | None:
+        """Once the whole payload was fed to an inspection whose footer is good."""
+        return None if _checksum_of(self._footer) == self._hasher.intdigest() else Damage.CHECKSUM
+
+
+class NotSealed(ValueError):
+    """The name is not one of ours, so nothing in the object can be relied on to tell whether it is whole."""
+
+
+def stamp_of_name(name: str) -> Stamp:
+    """What the footer of the object of this name must say.
+
+    A part of a name that was too long to be in it (keys.py) stays empty and is not compared. Raises NotSealed.
+    """
+    parts = name.split("/")
+    if len(parts) != 5 or not _DIGEST.fullmatch(parts[3]) or not _RANK.fullmatch(parts[4]):
+        raise NotSealed(name)
+    model, fingerprint, generation = (_digest_of_part(part) for part in parts[:3])
+    return Stamp(bytes.fromhex(parts[3]), generation, fingerprint, model, int(parts[4]))
+
+
+def _digest_of_part(part: str) -> bytes:
+    text = unquote_part(part)
+    return b"" if text is None else _text_digest(text)
+
+
+def _check_footer(footer: bytes, payload_bytes: int, stamp: Stamp) -> Damage | None:
+    """Everything but the payload's checksum. An empty field of the stamp agrees with anything."""
     magic, version, size, rank = _OUTER.unpack_from(footer)
     if magic != _MAGIC:
         return Damage.MAGIC
@@ -120,22 +183,25 @@ def check(slot: memoryview, payload_bytes: int, stamp: Stamp) -> Damage | None:
         return Damage.VERSION
     if _SEAL.unpack_from(footer, _BODY.size)[0] != xxhash.xxh3_64_intdigest(footer[: _BODY.size]):
         return Damage.FOOTER
-    _, _, _, _, length, checksum, key, generation, fingerprint, model = _BODY.unpack_from(footer)
+    _, _, _, _, length, _, key, generation, fingerprint, model = _BODY.unpack_from(footer)
     if key != stamp.key:
         return Damage.KEY
-    if generation != stamp.generation:
+    if generation != stamp.generation and stamp.generation:
         return Damage.GENERATION
-    if fingerprint != stamp.fingerprint:
+    if fingerprint != stamp.fingerprint and stamp.fingerprint:
         return Damage.LAYOUT
-    if model != stamp.model:
+    if model != stamp.model and stamp.model:
         return Damage.MODEL
     if rank != stamp.rank:
         return Damage.RANK
     if length != payload_bytes:
         return Damage.LENGTH
-    if checksum != xxhash.xxh3_64_intdigest(slot[:payload_bytes]):
-        return Damage.CHECKSUM
     return None
+
+
+def _checksum_of(footer: bytes) -> int:
+    checksum: int = _BODY.unpack_from(footer)[5]
+    return checksum
 
 
 def _check_room(slot: memoryview, payload_bytes: int) -> None:

@@ -42,6 +42,7 @@ import re
 import struct
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, SupportsIndex
+from urllib.parse import unquote_to_bytes
 
 import numpy.typing as npt
 
@@ -117,6 +118,17 @@ def quote_part(text: str) -> str:
         return quoted
     digest = hashlib.blake2b(raw, digest_size=DIGEST_BYTES, person=b"transferd part").hexdigest()
     return f"{quoted[: PART_BYTES - len(digest) - 1]}~{digest}"
+
+
+def unquote_part(part: str) -> str | None:
+    """The text that `quote_part` made this of; None if it was too long to be in it, or if it is no such part."""
+    if "~" in part:
+        return None
+    try:
+        text = unquote_to_bytes(part).decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        return None
+    return text if quote_part(text) == part else None
 
 
 # --- block keys -----------------------------------------------------------------------------------

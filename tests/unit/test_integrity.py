@@ -11,8 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transferd.errors import InvariantError
-from transferd.integrity import FOOTER_BYTES, FORMAT_VERSION, Damage, Stamp, check, seal, stamps
-from transferd.keys import key_digest
+from transferd.integrity import (
+    FOOTER_BYTES,
+    FORMAT_VERSION,
+    Damage,
+    Inspection,
+    NotSealed,
+    Stamp,
+    check,
+    seal,
+    stamps,
+)
+from transferd.keys import ObjectNamer, key_digest
 
 PAYLOAD = 1000
 
@@ -154,3 +164,57 @@ def test_a_slot_without_room_for_the_footer_is_a_bug(slot_bytes: int) -> None:
 def test_reasons_are_plain_text_for_metrics() -> None:
     assert [str(reason) for reason in Damage] == [reason.value for reason in Damage]
     assert f"{Damage.CHECKSUM}" == "checksum"
+
+
+# --- by its own name --------------------------------------------------------------------------------
+
+
+def inspected(name: str, data: bytes, piece: int = 97) -> Damage | None:
+    inspection = Inspection(name, len(data))
+    damage = inspection.footer(data[max(0, len(data) - FOOTER_BYTES) :])
+    if damage is not None:
+        return damage
+    payload = memoryview(data)[: inspection.payload_bytes]
+    for start in range(0, len(payload), piece):
+        inspection.payload(payload[start : start + piece])
+    return inspection.damage()
+
+
+@given(st.text(), st.text(max_size=200), st.text(max_size=200), st.integers(0, 999), st.integers(1, 600))
+def test_an_object_is_checked_by_its_own_name_alone(
+    key: str, model: str, generation: str, rank: int, payload_bytes: int
+) -> None:
+    namer = ObjectNamer(model, "f0")
+    mark = stamp(key, model=model, generation=generation, rank=rank)
+    name = namer.name(generation, namer.digest(key), rank)
+    whole = bytes(sealed(payload_bytes, mark=mark))
+    assert inspected(name, whole) is None
+    assert inspected(name, whole[:-1]) is not None
+    flipped = bytearray(whole)
+    flipped[payload_bytes // 2] ^= 1
+    assert inspected(name, bytes(flipped)) is Damage.CHECKSUM
+    assert inspected(namer.name(generation, namer.digest(key + "x"), rank), whole) is Damage.KEY
+    assert inspected(namer.name(generation, namer.digest(key), rank + 1), whole) is Damage.RANK
+
+
+def test_every_field_of_a_name_is_compared_unless_it_was_too_long_for_it() -> None:
+    whole = bytes(sealed(mark=stamp("k", model="m", fingerprint="f", generation="g")))
+    digest = key_digest("k")
+    assert inspected(f"m/f/g/{digest}/0", whole) is None
+    assert inspected(f"n/f/g/{digest}/0", whole) is Damage.MODEL
+    assert inspected(f"m/e/g/{digest}/0", whole) is Damage.LAYOUT
+    assert inspected(f"m/f/h/{digest}/0", whole) is Damage.GENERATION
+    long = "g" * 500
+    whole = bytes(sealed(mark=stamp("k", generation=long)))
+    assert inspected(ObjectNamer("demo", "f0").name(long, digest, 0), whole) is None
+
+
+@pytest.mark.parametrize("length", [0, 1, FOOTER_BYTES - 1])
+def test_what_is_shorter_than_a_footer_is_no_object(length: int) -> None:
+    assert inspected(f"m/f/g/{key_digest('k')}/0", bytes(length)) is Damage.MAGIC
+
+
+@pytest.mark.parametrize("name", ["", "prefix_abc_0_key", "a/b/c/d/0", f"a/b/{'0' * 40}/0", f"a/b/c/{'0' * 40}/x"])
+def test_a_name_that_is_not_ours_cannot_be_checked(name: str) -> None:
+    with pytest.raises(NotSealed):
+        Inspection(name, 1000)
