@@ -11,12 +11,15 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from transferd.config import Config, from_tree
+from transferd.config import Config, MooncakeStorageSection, from_tree
 from transferd.storage.base import Blob, Outcome, Storage
 from transferd.storage.file import FileStorage
 from transferd.storage.memory import MemoryStorage
 from transferd.storage.mooncake import MooncakeStorage
+from transferd.storage.mooncake.client import NativeClient
+from transferd.storage.mooncake.environment import Membership, membership
 from transferd.testing.mooncake import Master, master_executable
+from transferd.testing.simpool import SIM_MASTER, SimPool
 from transferd.testing.storage import SimStorage
 
 MEMORY_BYTES = 32 * 1024**2
@@ -31,9 +34,45 @@ def mooncake_master() -> Master:
     return master
 
 
-def mooncake_config(capacity: int) -> Config:
-    section = {"master_server_addr": mooncake_master().address, "global_segment_size": capacity}
-    return from_tree({"storage": {"backend": "mooncake", "mooncake": section | {"local_buffer_size": "16MiB"}}})
+def mooncake_config(master: str, **more: object) -> Config:
+    section = {"master_server_addr": master, "global_segment_size": 64 * 1024**2, "local_buffer_size": 0, **more}
+    return from_tree({"storage": {"backend": "mooncake", "mooncake": section}})
+
+
+class KeptClient(NativeClient):
+    """A client that a close only empties: a real close takes two seconds, and the suite closes often."""
+
+    def __init__(self, section: MooncakeStorageSection, membership: Membership) -> None:
+        super().__init__(section, membership)
+        self._memory: set[int] = set()
+
+    def register(self, address: int, nbytes: int) -> int:
+        self._memory.add(address)
+        return super().register(address, nbytes)
+
+    def unregister(self, address: int) -> int:
+        self._memory.discard(address)
+        return super().unregister(address)
+
+    def close(self) -> None:
+        for address in list(self._memory):
+            self.unregister(address)
+        self._store.remove_all(True)
+
+    def really_close(self) -> None:
+        super().close()
+
+
+@functools.cache
+def kept_client() -> KeptClient:
+    config = mooncake_config(mooncake_master().address, global_segment_size=256 * 1024**2)
+    client = KeptClient(config.storage.mooncake, membership(config.storage.mooncake))
+    atexit.register(client.really_close)  # before the master stops
+    return client
+
+
+def kept(_section: MooncakeStorageSection, _membership: Membership) -> NativeClient:
+    return kept_client()
 
 
 def file_config(path: Path, capacity: int, **more: object) -> Config:
@@ -61,12 +100,18 @@ BACKENDS = [
     Backend("memory", lambda _, capacity: MemoryStorage(memory_config(capacity))),
     Backend("file", lambda path, capacity: FileStorage(file_config(path, capacity))),
     Backend("file-fsync", lambda path, capacity: FileStorage(file_config(path, capacity, fsync=True))),
+    Backend(
+        "mooncake-simulated",
+        lambda _, capacity: MooncakeStorage(mooncake_config(SIM_MASTER), set_up=SimPool(capacity=capacity).set_up),
+        sees_lengths=False,
+        keeps_lru=False,
+    ),
 ]
 if master_executable() is not None:  # tests/storage/test_mooncake.py says so when it is not
     BACKENDS.append(
         Backend(
             "mooncake",
-            lambda _, capacity: MooncakeStorage(mooncake_config(capacity)),
+            lambda _path, _capacity: MooncakeStorage(mooncake_config(mooncake_master().address), set_up=kept),
             sees_lengths=False,
             tells=False,
             keeps_lru=False,

@@ -18,8 +18,13 @@ DEFAULT_METRICS_PORT = 9003
 
 def master_executable() -> str | None:
     """The wheel's master, beside this interpreter or on the path."""
-    beside = Path(sys.executable).parent / "mooncake_master"
-    return str(beside) if beside.exists() else shutil.which("mooncake_master")
+    return wheel_program("mooncake_master")
+
+
+def wheel_program(name: str) -> str | None:
+    """A program that came with Mooncake's Python package, beside this interpreter or on the path."""
+    beside = Path(sys.executable).parent / name
+    return str(beside) if beside.exists() else shutil.which(name)
 
 
 def free_port() -> int:

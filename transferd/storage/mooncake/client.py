@@ -23,7 +23,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 
@@ -54,8 +54,48 @@ class Batch:
         return Batch([self.keys[i] for i in kept], [self.addresses[i] for i in kept], [self.sizes[i] for i in kept])
 
 
+class PoolClient(Protocol):
+    """What the backend asks of a connected client. Every method blocks; any thread, `close` when no call runs.
+
+    Lists of codes answer key by key (codes.py). Raises StorageError when the library itself fails.
+    """
+
+    def register(self, address: int, nbytes: int) -> int:
+        """0 or a code. Announces memory that batches point into."""
+
+    def unregister(self, address: int) -> int:
+        """0 or a code."""
+
+    def exists(self, keys: Sequence[str]) -> list[int]:
+        """1, 0 or a code. What is there is leased: not evicted for the master's lease time."""
+
+    def put(self, batch: Batch) -> list[int]:
+        """0 or a code. 0 is also the answer for a key that another client is still writing, or never finished."""
+
+    @property
+    def can_replace(self) -> bool:
+        """Whether `replace` may be called."""
+
+    def replace(self, batch: Batch) -> list[int]:
+        """As put, but takes the place of what is there; memory of a write in progress is kept until that has ended."""
+
+    def get(self, batch: Batch) -> list[int]:
+        """The object's length, or a code."""
+
+    def lengths(self, keys: Sequence[str]) -> list[int]:
+        """The objects' lengths, or codes. One question each."""
+
+    def remove(self, keys: Sequence[str]) -> list[int]:
+        """0 or a code. Leased and pinned objects too."""
+
+    def close(self) -> None:
+        """Leave the pool; what this node lent it is gone. Holds the interpreter lock for seconds."""
+
+
 class NativeClient:
-    """One client of a pool, connected. Every method blocks; use it from any thread, `close` when no call runs."""
+    """The library's client of one pool, connected: a PoolClient."""
+
+    _explain = False  # the last set-up failed: let the library say why the next one does
 
     def __init__(self, section: MooncakeStorageSection, joining: Membership) -> None:
         """Join the pool. Raises StorageUnavailable, or ConfigError where no waiting can help."""
@@ -64,6 +104,9 @@ class NativeClient:
             from mooncake import store as library
         except ImportError as error:
             raise ConfigError("storage.backend", f"mooncake cannot be loaded: {error}", "mooncake") from error
+        quiet = section.native_log == "off"
+        if quiet and not NativeClient._explain and not glog.silence():
+            log.info("this build of Mooncake cannot be silenced: its error lines stay on stderr")
         self._replicate = _replicate_config(library, section)
         self._store: Any = library.MooncakeDistributedStore()
         with _translated():
@@ -76,12 +119,15 @@ class NativeClient:
                 joining.rdma_devices,
                 joining.master_server_addr,
             )
+        NativeClient._explain = code != 0
         if code != 0:
+            if quiet:
+                glog.show_errors()
             raise StorageUnavailable(
                 f"the Mooncake master at {joining.master_server_addr} let nobody in ({told(code)})"
             )
-        if section.native_log == "off" and not glog.silence():
-            log.info("this build of Mooncake cannot be silenced: its error lines stay on stderr")
+        if quiet:
+            glog.silence()
 
     def register(self, address: int, nbytes: int) -> int:
         code: int = self._store.register_buffer(address, nbytes)
@@ -92,11 +138,9 @@ class NativeClient:
         return code
 
     def exists(self, keys: Sequence[str]) -> list[int]:
-        """1, 0 or a code. What is there is leased: not evicted for the master's lease time."""
         return _per_key(keys, lambda: self._store.batch_is_exist(list(keys)))
 
     def put(self, batch: Batch) -> list[int]:
-        """0 or a code. 0 is also the answer for a key that another client is still writing, or never finished."""
         return _per_key(
             batch.keys,
             lambda: self._store.batch_put_from(batch.keys, batch.addresses, batch.sizes, self._replicate),
@@ -107,26 +151,21 @@ class NativeClient:
         return hasattr(self._store, "batch_upsert_from")
 
     def replace(self, batch: Batch) -> list[int]:
-        """As put, but takes the place of what is there; memory of a write in progress is kept until that has ended."""
         return _per_key(
             batch.keys,
             lambda: self._store.batch_upsert_from(batch.keys, batch.addresses, batch.sizes, self._replicate),
         )
 
     def get(self, batch: Batch) -> list[int]:
-        """The object's length, or a code."""
         return _per_key(batch.keys, lambda: self._store.batch_get_into(batch.keys, batch.addresses, batch.sizes))
 
     def lengths(self, keys: Sequence[str]) -> list[int]:
-        """The objects' lengths, or codes. One question each."""
         return _per_key(keys, lambda: [self._store.get_size(key) for key in keys])
 
     def remove(self, keys: Sequence[str]) -> list[int]:
-        """0 or a code. Leased and pinned objects too."""
         return _per_key(keys, lambda: self._store.batch_remove(list(keys), True))
 
     def close(self) -> None:
-        """Leave the pool; what this node lent it is gone. Holds the interpreter lock for seconds."""
         self._store.close()
 
 

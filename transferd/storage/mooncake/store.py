@@ -30,28 +30,30 @@ import asyncio
 import contextlib
 import ctypes
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import structlog
 
 from transferd.clock import SYSTEM_CLOCK, Clock
 from transferd.config import Config
-from transferd.errors import ConfigError, InvariantError, StorageError, StorageFull, StorageUnavailable
+from transferd.errors import InvariantError, StorageError, StorageFull, StorageUnavailable
+from transferd.layout import build_layout
 from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found, Outcome, Storage
 from transferd.storage.breaker import CircuitBreaker
 from transferd.storage.mooncake import codes
 from transferd.storage.mooncake.calls import Lane, NativeCalls
-from transferd.storage.mooncake.client import Batch, NativeClient, stall_limit
+from transferd.storage.mooncake.client import Batch, NativeClient, PoolClient, stall_limit
 from transferd.storage.mooncake.codes import told
-from transferd.storage.mooncake.environment import membership
+from transferd.storage.mooncake.joining import SetUp, join
+from transferd.storage.mooncake.layouts import Layouts
 from transferd.storage.uncancelled import uncancelled
 from transferd.tiers.base import HostMemory
 
 log = structlog.get_logger(__name__)
 
-DIAL_TIMEOUT_S = 2.0
-DIAL_INTERVAL_S = 0.25
+T = TypeVar("T")
+
 CLOSE_TIMEOUT_S = 5.0  # that a close waits for calls still under way
 LIBRARY_GIVES_UP_S = 60.0  # hard-coded in the library: a call this long may leave transfers behind
 PROBE_KEY = "transferd/probe"
@@ -63,72 +65,69 @@ _COUNTS = ("hits", "misses", "wrong_length", "corrupt", "errors", "waited_for_ro
 
 
 class MooncakeStorage(Storage):
-    """A client of one pool, for all ranks of this daemon. Owns the client and its threads from `open` to `close`."""
+    """A client of one pool, for all ranks of this daemon. Owns the client and its threads from `open` to `close`.
+
+    set_up: makes a connected client, blocking; tests have one for a simulated pool.
+    """
 
     backend = "mooncake"
 
-    def __init__(self, config: Config, *, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(self, config: Config, *, clock: Clock = SYSTEM_CLOCK, set_up: SetUp = NativeClient) -> None:
         self._section = config.storage.mooncake
         self._clock = clock
-        self._client: NativeClient | None = None
+        self._set_up = set_up
+        self._client: PoolClient | None = None
         self._calls: NativeCalls | None = None
         self._breaker = CircuitBreaker("mooncake", self._probe, self._section.probe_interval)
         self._registered: dict[int, int] = {}  # address: length
         self._counts: Counter[str] = Counter()
         self._moving = 0  # objects in native calls
+        self._layouts = Layouts(config.storage.model, build_layout(config.cache), self._ask, clock)
 
     # --- life ---------------------------------------------------------------------------------------
 
     async def open(self) -> None:
         """Join the pool, trying until `connect_timeout`. Raises StorageUnavailable, ConfigError."""
-        joining = membership(self._section)
-        address = _address(joining.master_server_addr)
         calls = NativeCalls(self._section.timeout)
-        give_up = self._clock.monotonic() + self._section.connect_timeout
-        told_so = False
         try:
-            while self._client is None:
-                try:
-                    await _dial(address)
-                    self._client = await calls.run(Lane.PROBE, lambda: NativeClient(self._section, joining))
-                except StorageUnavailable as error:
-                    if self._clock.monotonic() >= give_up:
-                        within = f"within {self._section.connect_timeout:g} s"
-                        what = f"no Mooncake master at {joining.master_server_addr} {within}: {error}"
-                        raise StorageUnavailable(what) from None
-                    if not told_so:
-                        told_so = True
-                        log.warning("waiting for the Mooncake master", address=joining.master_server_addr)
-                    await asyncio.sleep(DIAL_INTERVAL_S)
+            self._client = await join(self._section, calls, self._clock, self._set_up)
         except BaseException:
             calls.close()
             raise
         self._calls = calls
+        self._register(self._layouts.address, self._layouts.nbytes)
+        with contextlib.suppress(StorageError):  # the next miss looks again
+            await self._layouts.look()
 
     def register(self, memory: HostMemory) -> None:
-        code = self._opened()[0].register(memory.address, memory.nbytes)
-        if code != 0:
-            raise StorageError(f"Mooncake refused to register {memory.nbytes} bytes of staging ({told(code)})")
-        self._registered[memory.address] = memory.nbytes
+        self._register(memory.address, memory.nbytes)
 
     def unregister(self, memory: HostMemory) -> None:
         if self._registered.pop(memory.address, None) is not None and self._client is not None:
             self._client.unregister(memory.address)
 
+    def _register(self, address: int, nbytes: int) -> None:
+        code = self._opened()[0].register(address, nbytes)
+        if code != 0:
+            raise StorageError(f"Mooncake refused to register {nbytes} bytes of memory ({told(code)})")
+        self._registered[address] = nbytes
+
     async def close(self) -> None:
         """Leave the pool. The whole process stands still for seconds of it (client.py), so this comes last."""
+        await self._layouts.settled()
         await self._breaker.close()
         client, self._client = self._client, None
         calls, self._calls = self._calls, None
         if client is not None and calls is not None:
             if await calls.idle(CLOSE_TIMEOUT_S):
-                await calls.run(Lane.PROBE, client.close)
+                client.unregister(self._layouts.address)
+                await uncancelled(calls.run(Lane.PROBE, client.close))
             else:
                 # Closing under a call crashes the process; the interpreter waits for its threads and then closes.
                 log.warning("Mooncake calls are still under way: their client is left open", calls=calls.under_way)
             calls.close()
 
-    def _opened(self) -> tuple[NativeClient, NativeCalls]:
+    def _opened(self) -> tuple[PoolClient, NativeCalls]:
         if self._client is None or self._calls is None:
             raise StorageError("mooncake storage is not open")
         return self._client, self._calls
@@ -139,19 +138,21 @@ class MooncakeStorage(Storage):
         if not names:
             return []
         keys = [_key(name) for name in names]
-        found = await uncancelled(self._native(Lane.LOAD, lambda client: client.exists(keys)))
+        found = await self._counted(self._native(Lane.LOAD, lambda client: client.exists(keys)))
         wrong = next((code for code in found if code not in (0, 1)), None)
         if wrong is not None:
             self._counts["errors"] += 1
             kind = StorageUnavailable if wrong in codes.NOBODY_ANSWERS else StorageError
             raise kind(f"Mooncake cannot say what it has ({told(wrong)})")
+        if 0 in found:
+            self._layouts.absent(names[found.index(0)])
         return [code == 1 for code in found]
 
     async def put(self, blobs: Sequence[Blob]) -> list[Outcome]:
         first = _first_of_each(blobs)
         if not first:
             return []
-        outcomes = await uncancelled(self._put(self._batch(first)))
+        outcomes = await self._counted(self._put(self._batch(first)))
         self._counts["errors"] += sum(outcome.found is Found.FAILED for outcome in outcomes.values())
         return [outcomes[_key(blob.name)] for blob in blobs]
 
@@ -159,7 +160,7 @@ class MooncakeStorage(Storage):
         first = _first_of_each(blobs)
         if not first:
             return []
-        outcomes = await uncancelled(self._get(self._batch(first)))
+        outcomes = await self._counted(self._get(self._batch(first)))
         answers = [outcomes[_key(blob.name)] for blob in blobs]
         for blob, outcome in zip(blobs, answers, strict=True):
             self._counts[_COUNTED_AS[outcome.found]] += 1
@@ -169,11 +170,25 @@ class MooncakeStorage(Storage):
 
     async def quarantine(self, name: str) -> None:
         self._counts["corrupt"] += 1
-        await uncancelled(self._native(Lane.LOAD, lambda client: client.remove([_key(name)])))
+        key = _key(name)
+        (code,) = await self._counted(self._native(Lane.LOAD, lambda client: client.remove([key])))
+        if code != codes.OK and code not in codes.NOT_THERE:
+            self._counts["errors"] += 1
+            raise StorageError(f"Mooncake could not remove a damaged object ({told(code)})")
+
+    async def _counted(self, call: Coroutine[Any, Any, T]) -> T:
+        """A call to its end; where it fails as a whole, that is one error."""
+        try:
+            return await uncancelled(call)
+        except StorageError:
+            self._counts["errors"] += 1
+            raise
 
     def statistics(self) -> dict[str, Any]:
         """objects and bytes are None: only the master knows, for the whole pool (`transferd pool status`)."""
         return {name: self._counts[name] for name in _COUNTS} | {
+            "other_layout": self._layouts.misses,
+            "other_layouts": dict(self._layouts.others),
             "objects": None,
             "bytes": None,
             "breaker": str(self._breaker.state),
@@ -276,7 +291,7 @@ class MooncakeStorage(Storage):
 
     # --- native calls -------------------------------------------------------------------------------
 
-    async def _native(self, lane: Lane, call: Callable[[NativeClient], list[int]], moves: int = 0) -> list[int]:
+    async def _native(self, lane: Lane, call: Callable[[PoolClient], list[int]], moves: int = 0) -> list[int]:
         """Make a native call, to its end. moves: objects whose buffers it uses.
 
         Raises StorageUnavailable without calling while the breaker is not closed, and after it when nobody
@@ -296,7 +311,6 @@ class MooncakeStorage(Storage):
         if nobody is not None:
             self._breaker.failed(told(nobody))
             if all(code in codes.NOBODY_ANSWERS for code in answers):
-                self._counts["errors"] += 1
                 raise StorageUnavailable(f"Mooncake does not answer ({told(nobody)})")
         return answers
 
@@ -339,37 +353,15 @@ class MooncakeStorage(Storage):
         )
         await asyncio.sleep(hold)
 
+    async def _ask(self, call: Callable[[PoolClient], list[int]]) -> list[int]:
+        """A small call that no task waits for."""
+        return await uncancelled(self._native(Lane.PROBE, call))
+
     async def _probe(self) -> bool:
         """Whether the master answers."""
         client, calls = self._opened()
         found = await calls.run(Lane.PROBE, lambda: client.exists([PROBE_KEY]))
         return found[0] in (0, 1)
-
-
-def _address(master: str) -> tuple[str, int] | None:
-    """Where to dial; None for a master that the library finds by itself (etcd://…). Raises ConfigError."""
-    if "://" in master:
-        return None
-    host, _, port = master.rpartition(":")
-    if not host or not port.isdigit():
-        raise ConfigError("storage.mooncake.master_server_addr", "expected host:port", master)
-    return host.strip("[]"), int(port)
-
-
-async def _dial(address: tuple[str, int] | None) -> None:
-    """Raises StorageUnavailable unless somebody listens there."""
-    if address is None:
-        return
-    try:
-        async with asyncio.timeout(DIAL_TIMEOUT_S):
-            _, writer = await asyncio.open_connection(*address)
-    except TimeoutError:
-        raise StorageUnavailable(f"no connection within {DIAL_TIMEOUT_S:g} s") from None
-    except OSError as error:
-        raise StorageUnavailable(str(error)) from None
-    writer.close()
-    with contextlib.suppress(OSError):
-        await writer.wait_closed()
 
 
 def _key(name: str) -> str:

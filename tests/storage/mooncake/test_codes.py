@@ -1,0 +1,28 @@
+"""Codes: every one has a name, and the groups that decisions hang on do not contradict each other."""
+
+from __future__ import annotations
+
+from transferd.storage.mooncake import codes
+
+
+def test_a_code_is_told_by_name_and_number_and_an_unknown_one_by_number() -> None:
+    assert codes.told(-704) == "OBJECT_NOT_FOUND, -704"
+    assert codes.told(-4711) == "code -4711"
+
+
+def test_every_named_constant_is_in_the_table_under_its_own_name() -> None:
+    constants = {name: value for name, value in vars(codes).items() if name.isupper() and isinstance(value, int)}
+    assert len(constants) > 10
+    for name, value in constants.items():
+        assert name == "OK" or codes.NAMES[value] == name
+
+
+def test_every_code_in_a_group_has_a_name() -> None:
+    for group in (codes.NOBODY_ANSWERS, codes.NOT_THERE, codes.OVERTAKEN, codes.SETTLED):
+        assert group <= codes.NAMES.keys()
+
+
+def test_the_groups_do_not_contradict_each_other() -> None:
+    assert not codes.NOBODY_ANSWERS & (codes.NOT_THERE | codes.OVERTAKEN), "an answer is not the lack of one"
+    assert codes.NO_AVAILABLE_HANDLE not in codes.OVERTAKEN | codes.NOT_THERE, "full is neither stored nor missing"
+    assert codes.TRANSFER_FAIL not in codes.SETTLED, "a failed transfer may leave bytes on their way"

@@ -1,0 +1,52 @@
+"""How a node joins a pool: the configuration first, then FastDeploy's file or variables, then Mooncake's own names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from transferd.config import MooncakeStorageSection
+from transferd.errors import ConfigError
+from transferd.storage.mooncake.environment import membership
+
+
+def test_fastdeploys_variables_are_honoured_and_toml_wins() -> None:
+    env = {"MOONCAKE_MASTER_SERVER_ADDR": "m:1", "MOONCAKE_PROTOCOL": "rdma", "MOONCAKE_GLOBAL_SEGMENT_SIZE": "123"}
+    joining = membership(MooncakeStorageSection(master_server_addr="toml:2"), env)
+    assert (joining.master_server_addr, joining.protocol, joining.global_segment_size) == ("toml:2", "rdma", 123)
+
+
+def test_a_setting_that_equals_the_default_still_wins_over_a_variable() -> None:
+    joining = membership(
+        MooncakeStorageSection(master_server_addr="toml:2", protocol="tcp"), {"MOONCAKE_PROTOCOL": "rdma"}
+    )
+    assert joining.protocol == "tcp"
+
+
+def test_mooncakes_own_names_are_taken_after_fastdeploys() -> None:
+    env = {"MOONCAKE_MASTER": "own:1", "MOONCAKE_DEVICE": "mlx5_0", "MOONCAKE_RDMA_DEVICES": "mlx5_1"}
+    joining = membership(MooncakeStorageSection(), env)
+    assert (joining.master_server_addr, joining.rdma_devices) == ("own:1", "mlx5_1")
+
+
+def test_a_config_file_replaces_the_variables(tmp_path: Path) -> None:
+    file = tmp_path / "mooncake.json"
+    file.write_text(json.dumps({"master_server_addr": "file:1", "local_buffer_size": 5}))
+    env = {"MOONCAKE_CONFIG_PATH": str(file), "MOONCAKE_PROTOCOL": "rdma"}
+    joining = membership(MooncakeStorageSection(), env)
+    assert (joining.master_server_addr, joining.protocol, joining.local_buffer_size) == ("file:1", "tcp", 5)
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"MOONCAKE_PROTOCOL": "carrier pigeon"},
+        {"MOONCAKE_GLOBAL_SEGMENT_SIZE": "much"},
+        {"MOONCAKE_CONFIG_PATH": "/nonexistent"},
+    ],
+)
+def test_a_bad_value_is_named(env: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="MOONCAKE_"):
+        membership(MooncakeStorageSection(), env)

@@ -1,0 +1,110 @@
+"""Joining: dial until somebody listens, one line meanwhile, one error at the end, nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from transferd.clock import SYSTEM_CLOCK
+from transferd.config import Config, from_tree
+from transferd.errors import ConfigError, StorageUnavailable
+from transferd.storage.mooncake import MooncakeStorage
+from transferd.storage.mooncake.calls import NativeCalls
+from transferd.storage.mooncake.joining import dial_address, join
+from transferd.testing.mooncake import free_port
+from transferd.testing.simpool import SIM_MASTER, SimPool
+
+
+def config(**section: Any) -> Config:
+    return from_tree({"storage": {"mooncake": section}})
+
+
+async def test_an_absent_master_is_one_line_and_one_clear_error_within_the_connect_timeout() -> None:
+    storage = MooncakeStorage(config(master_server_addr="127.0.0.1:1", connect_timeout=0.6))
+    with capture_logs() as logs, pytest.raises(StorageUnavailable, match=r"no Mooncake master at 127.0.0.1:1 within 0"):
+        await storage.open()
+    await storage.close()
+    assert [line["event"] for line in logs] == ["waiting for the Mooncake master"]
+    assert logs[0]["address"] == "127.0.0.1:1"
+    assert "refused" in logs[0]["problem"].lower()
+
+
+async def test_a_master_that_comes_late_is_joined() -> None:
+    port, pool = free_port(), SimPool()
+    storage = MooncakeStorage(config(master_server_addr=f"127.0.0.1:{port}", connect_timeout=30.0), set_up=pool.set_up)
+    with capture_logs() as logs:
+        opening = asyncio.ensure_future(storage.open())
+        async with asyncio.timeout(30):
+            while not logs:  # noqa: ASYNC110 - a log line tells nobody
+                await asyncio.sleep(0.01)
+        async with await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", port):
+            await opening
+    assert await storage.exists(["x"]) == [False]
+    await storage.close()
+
+
+async def test_a_refused_set_up_is_tried_again_and_a_wrong_configuration_is_not() -> None:
+    pool, answers = SimPool(), [StorageUnavailable("let nobody in"), None]
+
+    def set_up(*args: Any) -> Any:
+        answer = answers.pop(0)
+        if answer is not None:
+            raise answer
+        return pool.set_up(*args)
+
+    storage = MooncakeStorage(config(master_server_addr=SIM_MASTER), set_up=set_up)
+    await storage.open()
+    await storage.close()
+    assert not answers
+    answers = [ConfigError("storage.backend", "cannot be loaded")]  # type: ignore[list-item]
+    with pytest.raises(ConfigError):
+        await MooncakeStorage(config(master_server_addr=SIM_MASTER), set_up=set_up).open()
+
+
+async def test_a_cancelled_join_leaves_no_client_behind() -> None:
+    pool, calls = SimPool(), NativeCalls(1.0)
+    entered, go_on, made = threading.Event(), threading.Event(), []
+
+    def set_up(*args: Any) -> Any:
+        entered.set()
+        assert go_on.wait(30)
+        made.append(pool.set_up(*args))
+        return made[0]
+
+    section = config(master_server_addr=SIM_MASTER).storage.mooncake
+    joining = asyncio.ensure_future(join(section, calls, SYSTEM_CLOCK, set_up))
+    await asyncio.to_thread(entered.wait, 30)
+    joining.cancel()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await joining
+    assert [client.closed for client in made] == [True]
+    calls.close()
+
+
+async def test_without_an_address_the_configuration_is_wrong() -> None:
+    with pytest.raises(ConfigError, match=r"storage\.mooncake\.master_server_addr"):
+        await MooncakeStorage(from_tree({})).open()
+
+
+@pytest.mark.parametrize("address", ["", "host", ":1", "host:", "host:x", "host:0", "host:65536", "host:-1", "host:²"])
+def test_an_address_that_cannot_be_dialled_is_named(address: str) -> None:
+    with pytest.raises(ConfigError, match="expected host:port"):
+        dial_address(address)
+
+
+async def test_a_host_name_that_does_not_exist_is_waited_for_like_a_master_that_does_not() -> None:
+    for name in ("no..such", "no-such-host.invalid"):
+        storage = MooncakeStorage(config(master_server_addr=f"{name}:1", connect_timeout=0.01))
+        with pytest.raises(StorageUnavailable, match="no Mooncake master"):
+            await storage.open()
+
+
+def test_addresses_are_dialled_as_written_and_those_of_other_schemes_are_not() -> None:
+    assert dial_address("10.0.0.1:50051") == ("10.0.0.1", 50051)
+    assert dial_address("[::1]:50051") == ("::1", 50051)
+    assert dial_address("etcd://10.0.0.1:2379") is None

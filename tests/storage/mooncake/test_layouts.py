@@ -1,0 +1,149 @@
+"""Other layouts of a model in a pool: seen, told once, counted when they are why a look-up found nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from structlog.testing import capture_logs
+
+from tests.storage.harness import Open
+from transferd.clock import Clock
+from transferd.config import Config, from_tree
+from transferd.keys import ObjectNamer, key_digest
+from transferd.layout import build_layout
+from transferd.storage.mooncake import MooncakeStorage, codes
+from transferd.storage.mooncake.layouts import LOOK_EVERY_S, RECORD_BYTES, SLOTS
+from transferd.testing.simpool import SIM_MASTER, SimPool
+
+WARNING = "another layout of this model is in the pool: its blocks are misses here"
+
+
+def config(ranks: int = 2, model: str = "demo", **cache: object) -> Config:
+    mooncake = {"master_server_addr": SIM_MASTER}
+    return from_tree({"cache": {"ranks": ranks, **cache}, "storage": {"model": model, "mooncake": mooncake}})
+
+
+class Hands:
+    """A clock that a test turns."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.clock = replace(Clock(), monotonic=lambda: self.now)
+
+    def later(self) -> None:
+        self.now += LOOK_EVERY_S
+
+
+def names(settings: Config, *keys: str, rank: int = 0) -> list[str]:
+    namer = ObjectNamer(settings.storage.model, build_layout(settings.cache).fingerprint)
+    return namer.names("", [key_digest(key) for key in keys], rank)
+
+
+async def settled(storage: MooncakeStorage) -> MooncakeStorage:
+    await storage._layouts.settled()
+    return storage
+
+
+async def test_a_key_stored_under_another_tensor_parallel_size_is_a_miss_that_is_counted_and_told_once(
+    open_storage: Open,
+) -> None:
+    pool, p, d = SimPool(), config(ranks=2), config(ranks=4)
+    prefill = await open_storage(MooncakeStorage(p, set_up=pool.set_up))
+    with capture_logs() as logs:
+        decode = await open_storage(MooncakeStorage(d, set_up=pool.set_up))
+    fingerprints = {name: build_layout(settings.cache) for name, settings in (("p", p), ("d", d))}
+    (line,) = [line for line in logs if line["event"] == WARNING]
+    assert line["ours"] == f"{fingerprints['d'].fingerprint} {fingerprints['d'].identity}"
+    assert line["theirs"] == f"{fingerprints['p'].fingerprint} {fingerprints['p'].identity}"
+    await prefill.put(*((name, b"kv") for name in names(p, "a", "b")))
+    with capture_logs() as logs:
+        for _ in range(3):
+            assert await decode.storage.exists(names(d, "a", "b")) == [False, False]
+    await settled(decode.storage)
+    statistics = decode.storage.statistics()
+    assert statistics["other_layout"] == 3
+    assert statistics["other_layouts"] == {fingerprints["p"].fingerprint: fingerprints["p"].identity}
+    assert not logs, "it was told at the start"
+
+
+async def test_a_key_that_nobody_stored_is_not_put_down_to_another_layout(open_storage: Open) -> None:
+    pool = SimPool()
+    await open_storage(MooncakeStorage(config(ranks=2), set_up=pool.set_up))
+    decode = await open_storage(MooncakeStorage(config(ranks=4), set_up=pool.set_up))
+    assert await decode.storage.exists(names(config(ranks=4), "a")) == [False]
+    assert (await settled(decode.storage)).statistics()["other_layout"] == 0
+
+
+async def test_a_daemon_that_was_there_first_learns_of_the_other_at_its_next_miss(open_storage: Open) -> None:
+    pool, hands, p, d = SimPool(), Hands(), config(ranks=2), config(ranks=4)
+    decode = await open_storage(MooncakeStorage(d, set_up=pool.set_up, clock=hands.clock))
+    prefill = await open_storage(MooncakeStorage(p, set_up=pool.set_up))
+    await prefill.put((names(p, "a")[0], b"kv"))
+    assert await decode.storage.exists(names(d, "a")) == [False]
+    assert (await settled(decode.storage)).statistics()["other_layout"] == 0, "it looked a moment ago"
+    hands.later()
+    with capture_logs() as logs:
+        assert await decode.storage.exists(names(d, "a")) == [False]
+        assert (await settled(decode.storage)).statistics()["other_layout"] == 1
+    assert [line["event"] for line in logs] == [WARNING]
+
+
+async def test_every_rank_looks_up_and_one_of_them_counts(open_storage: Open) -> None:
+    pool, p, d = SimPool(), config(ranks=4), config(ranks=2)
+    prefill = await open_storage(MooncakeStorage(p, set_up=pool.set_up))
+    decode = await open_storage(MooncakeStorage(d, set_up=pool.set_up))
+    await prefill.put(*((names(p, "a", rank=rank)[0], b"kv") for rank in range(4)))
+    await asyncio.gather(*(decode.storage.exists(names(d, "a", rank=rank)) for rank in range(2)))
+    assert (await settled(decode.storage)).statistics()["other_layout"] == 1
+
+
+async def test_equal_layouts_share_one_record_and_other_models_do_not_matter(open_storage: Open) -> None:
+    pool = SimPool()
+    with capture_logs() as logs:
+        for settings in (config(), config(), config(ranks=8, model="another")):
+            await open_storage(MooncakeStorage(settings, set_up=pool.set_up))
+    assert sorted(pool.objects) == ["transferd/layouts/another/0", "transferd/layouts/demo/0"]
+    assert not logs
+
+
+async def test_more_layouts_than_there_are_slots_leave_the_last_unannounced_and_disturb_nobody(
+    open_storage: Open,
+) -> None:
+    pool = SimPool()
+    for ranks in range(1, SLOTS + 3):
+        last = await open_storage(MooncakeStorage(config(ranks=ranks), set_up=pool.set_up))
+    assert len(pool.objects) == SLOTS
+    assert len(last.storage.statistics()["other_layouts"]) == SLOTS
+
+
+async def test_a_record_that_is_lost_is_left_again(open_storage: Open) -> None:
+    pool, hands = SimPool(), Hands()
+    harness = await open_storage(MooncakeStorage(config(), set_up=pool.set_up, clock=hands.clock))
+    pool.objects.clear()  # a restarted master
+    hands.later()
+    await harness.storage.exists(names(config(), "a"))
+    await settled(harness.storage)
+    assert list(pool.objects) == ["transferd/layouts/demo/0"]
+
+
+@pytest.mark.parametrize("record", [b"\xff" * RECORD_BYTES, b"short", b"".ljust(RECORD_BYTES, b"\0")])
+async def test_a_record_that_is_none_is_passed_over(open_storage: Open, record: bytes) -> None:
+    pool = SimPool()
+    pool.objects["transferd/layouts/demo/0"] = record
+    harness = await open_storage(MooncakeStorage(config(), set_up=pool.set_up))
+    assert harness.storage.statistics()["other_layouts"] == {}
+    assert pool.objects["transferd/layouts/demo/1"].startswith(build_layout(config().cache).fingerprint.encode())
+
+
+@pytest.mark.parametrize("operation", ["get", "put", "exists"])
+async def test_a_pool_that_cannot_be_asked_costs_nobody_an_answer(open_storage: Open, operation: str) -> None:
+    pool, hands = SimPool(), Hands()
+    for code in (codes.TRANSFER_FAIL, codes.NO_AVAILABLE_HANDLE):
+        pool.answer(operation, code, times=SLOTS)
+        harness = await open_storage(MooncakeStorage(config(), set_up=pool.set_up, clock=hands.clock))
+        pool._scripted.clear()
+        assert await harness.storage.exists(names(config(), "a")) == [False]
+        await settled(harness.storage)
+        assert harness.storage.statistics()["breaker"] == "closed"

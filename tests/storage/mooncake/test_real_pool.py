@@ -1,0 +1,155 @@
+"""What only a real pool shows: its master and its clients are processes here, and are killed, frozen and restarted."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.storage.harness import Open, mooncake_config
+from transferd.config import Config
+from transferd.errors import StorageUnavailable
+from transferd.storage.base import FOUND, MISSING, STORED, Found, Storage
+from transferd.storage.mooncake import MooncakeStorage
+from transferd.testing.mooncake import Lender, Master, freeze, master_executable, thaw, wait_until
+
+pytestmark = [
+    pytest.mark.skipif(master_executable() is None, reason="mooncake-transfer-engine is not installed"),
+    pytest.mark.one_loop,
+]
+MIB = 1024**2
+
+
+@pytest.fixture
+def master(tmp_path: Path) -> Iterator[Master]:
+    with Master(tmp_path / "master.log", lease_ttl="100ms") as running:
+        yield running
+
+
+def config(master: Master, **more: object) -> Config:
+    return mooncake_config(master.address, **{"timeout": 1.0, "probe_interval": 0.2} | more)
+
+
+async def test_a_killed_master_is_noticed_fails_fast_and_a_restarted_one_is_used_again(
+    master: Master, open_storage: Open
+) -> None:
+    harness = await open_storage(MooncakeStorage(config(master)))
+    await harness.put(("before", b"x" * 1000))
+    master.stop()
+    with pytest.raises(StorageUnavailable):
+        await harness.get(("before", 1000))
+    for _ in range(50):  # without a breaker each of these would block for seconds
+        with pytest.raises(StorageUnavailable, match="asked again in the background"):
+            await harness.storage.exists(["before"])
+    assert harness.storage.statistics()["breaker"] in ("open", "half_open")
+    master.start()
+    await until_closed(harness.storage)
+    assert await harness.storage.exists(["before"]) == [False], "a restarted master has forgotten everything"
+    async with asyncio.timeout(30):
+        while (await harness.put(("after", b"y" * 1000)))[0].found is not Found.STORED:  # noqa: ASYNC110 - as below
+            await asyncio.sleep(0.1)  # the segment is mounted again about a second later
+    assert await harness.get(("after", 1000)) == [(FOUND, b"y" * 1000)]
+
+
+async def test_a_frozen_master_opens_the_breaker_while_the_call_still_hangs(master: Master, open_storage: Open) -> None:
+    harness = await open_storage(MooncakeStorage(config(master)))
+    freeze(master.pid)
+    hanging = asyncio.ensure_future(harness.storage.exists(["x"]))
+    async with asyncio.timeout(10):
+        while harness.storage.statistics()["breaker"] == "closed":  # noqa: ASYNC110 - as below
+            await asyncio.sleep(0.01)
+    with pytest.raises(StorageUnavailable):
+        await harness.storage.exists(["y"])
+    thaw(master.pid)
+    async with asyncio.timeout(60):
+        await asyncio.wait([hanging])
+    hanging.exception()
+    await until_closed(harness.storage)
+
+
+async def test_a_full_pool_makes_room_and_a_pinned_one_and_a_small_one_are_full(
+    master: Master, open_storage: Open
+) -> None:
+    harness = await open_storage(MooncakeStorage(config(master, global_segment_size=16 * MIB)))
+    [outcome] = await harness.put(("too large", bytes(17 * MIB)))
+    assert outcome.error is not None
+    assert outcome.error.reason == "storage_full"
+    async with asyncio.timeout(60):
+        for i in range(40):
+            harness.reuse_memory()
+            while await harness.put((f"loose {i}", bytes([i]) * MIB)) != [STORED]:
+                harness.reuse_memory()
+                await asyncio.sleep(0.02)  # what was stored just now is leased, all of it
+    left = await harness.storage.exists([f"loose {i}" for i in range(40)])
+    assert 0 < sum(left) <= 16, "others made room"
+    harness.reuse_memory()
+    found = await harness.get(*((f"loose {i}", MIB) for i in range(40) if left[i]))
+    assert found == [(FOUND, bytes([i]) * MIB) for i in range(40) if left[i]]
+
+    pinning = await open_storage(MooncakeStorage(config(master, global_segment_size=0, hard_pin=True)))
+    outcomes = []
+    for i in range(17):
+        pinning.reuse_memory()
+        outcomes += await pinning.put((f"pinned {i}", bytes([i]) * MIB))
+    full = [outcome for outcome in outcomes if outcome != STORED]
+    assert full
+    assert {outcome.error.reason for outcome in full if outcome.error} == {"storage_full"}
+    there = [outcome == STORED for outcome in outcomes]
+    assert await pinning.storage.exists([f"pinned {i}" for i in range(17)]) == there, "and none was pushed out"
+    assert pinning.storage.statistics()["breaker"] == "closed", "a full pool answers"
+
+
+async def test_a_put_that_its_client_died_in_is_never_seen_and_the_next_one_takes_over(
+    master: Master, open_storage: Open, tmp_path: Path
+) -> None:
+    """The writer is killed while the memory it writes to stands still, so its put is begun and not ended."""
+    with Lender(master, 32 * MIB, tmp_path / "lender.log") as lender:
+        harness = await open_storage(MooncakeStorage(config(master, global_segment_size=0, timeout=10.0)))
+        size = 8 * MIB
+        writer = start_writer(master.address, "contested", str(size))
+        assert writer.stdin is not None
+        assert writer.stdout is not None
+        with writer:
+            try:
+                assert writer.stdout.readline() == b"ready\n"
+                begun = put_starts(master)
+                freeze(lender.pid)
+                writer.stdin.write(b"go\n")
+                writer.stdin.flush()
+                assert await asyncio.to_thread(wait_until, lambda: put_starts(master) > begun)
+                assert await harness.storage.exists(["contested"]) == [False]
+            finally:
+                writer.kill()
+        thaw(lender.pid)
+        [(outcome, _)] = await harness.get(("contested", size))
+        assert outcome == MISSING, "half an object is none"
+        harness.reuse_memory()
+        assert await harness.put(("contested", b"\x5a" * size)) == [STORED]
+        harness.reuse_memory()
+        assert await harness.get(("contested", size)) == [(FOUND, b"\x5a" * size)]
+        statistics = harness.storage.statistics()
+        assert (statistics["contested"], statistics["taken_over"]) == (1, 1)
+
+
+def start_writer(*arguments: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, Path(__file__).with_name("writer.py"), *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+
+
+def put_starts(master: Master) -> int:
+    return sum(master.counter(f"master_{kind}_start_requests_total") for kind in ("put", "batch_put"))
+
+
+async def until_closed(storage: Storage) -> None:
+    async with asyncio.timeout(60):
+        while storage.statistics()["breaker"] != "closed":  # noqa: ASYNC110 - a breaker tells nobody
+            await asyncio.sleep(0.05)

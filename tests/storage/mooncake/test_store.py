@@ -1,0 +1,437 @@
+"""The backend's own rules, over a simulated pool that answers what the real one was seen to answer."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from tests.storage.harness import MEMORY_BYTES, Harness, Memory, Open
+from transferd.clock import Clock
+from transferd.config import Config, from_tree
+from transferd.errors import InvariantError, StorageError, StorageFull, StorageUnavailable
+from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found, Outcome
+from transferd.storage.mooncake import MooncakeStorage, codes
+from transferd.storage.mooncake import store as store_module
+from transferd.testing.simpool import SIM_MASTER, SimPool
+
+Start = Callable[..., Any]
+
+
+def config(**section: object) -> Config:
+    mooncake = {"master_server_addr": SIM_MASTER, "timeout": 5.0, "probe_interval": 0.01} | section
+    return from_tree({"storage": {"mooncake": mooncake}})
+
+
+@pytest.fixture
+def pool() -> SimPool:
+    return SimPool()
+
+
+@pytest.fixture
+def start(open_storage: Open, pool: SimPool) -> Start:
+    async def start_(clock: Clock | None = None, **section: object) -> Harness:
+        storage = MooncakeStorage(config(**section), clock=clock or Clock(), set_up=pool.set_up)
+        harness: Harness = await open_storage(storage)
+        pool.calls.clear()
+        return harness
+
+    return start_
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "CONTEST_PAUSES_S", (0.001,) * 3)
+    monkeypatch.setattr(store_module, "ROOM_PAUSES_S", (0.001,) * 3)
+
+
+class Held:
+    """Holds up the pool's calls of one operation, as a master or a peer does that hangs."""
+
+    def __init__(self, pool: SimPool, operation: str) -> None:
+        self._operation = operation
+        self.entered, self.release = threading.Event(), threading.Event()
+        pool.before = self
+
+    def __call__(self, operation: str, _keys: Sequence[str]) -> None:
+        if operation == self._operation:
+            self.entered.set()
+            assert self.release.wait(30)
+
+
+def reason(outcome: Outcome) -> str:
+    assert outcome.found is Found.FAILED
+    assert outcome.error is not None
+    return outcome.error.reason
+
+
+async def until(storage: MooncakeStorage, state: str) -> None:
+    async with asyncio.timeout(30):
+        while storage.statistics()["breaker"] != state:  # noqa: ASYNC110 - a breaker tells nobody
+            await asyncio.sleep(0.001)
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+async def test_memory_that_the_transport_refuses_is_an_error(pool: SimPool) -> None:
+    storage, memory = MooncakeStorage(config(), set_up=pool.set_up), Memory(4096)
+    await storage.open()
+    pool.registering = codes.INVALID_PARAMS
+    with pytest.raises(StorageError, match=r"refused to register 4096 bytes.*INVALID_PARAMS"):
+        storage.register(memory)
+    storage.unregister(memory)
+    await storage.close()
+    memory.close()
+
+
+async def test_a_start_fails_where_nothing_can_be_registered(pool: SimPool) -> None:
+    pool.registering = codes.INVALID_PARAMS
+    storage = MooncakeStorage(config(), set_up=pool.set_up)
+    with pytest.raises(StorageError, match="refused to register"):
+        await storage.open()
+    await storage.close()
+
+
+@pytest.mark.parametrize("operation", ["put", "get"])
+async def test_a_buffer_outside_registered_memory_never_reaches_the_library(
+    start: Start, pool: SimPool, operation: str
+) -> None:
+    harness = await start()
+    call = harness.storage.put if operation == "put" else harness.storage.get
+    with pytest.raises(InvariantError, match="never registered"):
+        await call([Blob("name", memoryview(bytearray(10)))])
+    assert not pool.calls
+
+
+async def test_a_buffer_may_lie_in_any_registered_memory_up_to_its_last_byte(start: Start) -> None:
+    harness = await start()
+    edge = harness.memory.view[MEMORY_BYTES - 10 :]
+    assert await harness.storage.put([Blob("name", edge)]) == [STORED]
+    edge.release()
+
+
+# --- put ------------------------------------------------------------------------------------------
+
+
+async def test_a_put_is_looked_up_before_it_counts(start: Start, pool: SimPool) -> None:
+    harness = await start()
+    assert await harness.put(("a", b"x"), ("b", b"y")) == [STORED, STORED]
+    assert pool.calls == [("put", ["a", "b"]), ("exists", ["a", "b"])]
+
+
+async def test_a_key_that_another_client_is_writing_counts_once_that_has_ended(start: Start, pool: SimPool) -> None:
+    harness = await start()
+    pool.begun.add("a")
+
+    def finish(operation: str, keys: Sequence[str]) -> None:
+        if operation == "exists" and keys == ["a"]:  # the second question, about what was not there at the first
+            pool.finish("a", b"theirs")
+
+    pool.before = finish
+    assert await harness.put(("a", b"theirs"), ("b", b"y")) == [STORED, STORED]
+    assert harness.storage.statistics()["contested"] == 1
+    assert harness.storage.statistics()["taken_over"] == 0
+
+
+async def test_a_write_that_never_ended_is_taken_over(start: Start, pool: SimPool) -> None:
+    harness = await start()
+    pool.begun.add("a")
+    assert await harness.put(("a", b"ours"), ("b", b"y")) == [STORED, STORED]
+    assert await harness.get(("a", 4)) == [(FOUND, b"ours")]
+    assert [call for call in pool.calls if call[0] == "replace"] == [("replace", ["a"])]
+    assert harness.storage.statistics()["taken_over"] == 1
+
+
+async def test_what_cannot_be_taken_over_is_an_error_of_its_object_alone(start: Start, pool: SimPool) -> None:
+    harness = await start()
+    pool.begun.add("a")
+    pool.answer("replace", codes.INVALID_WRITE)
+    first, second = await harness.put(("a", b"x"), ("b", b"y"))
+    assert (reason(first), second) == ("storage_error", STORED)
+    assert "another client" in str(first.error)
+    assert harness.storage.statistics()["errors"] == 1
+
+
+async def test_a_library_that_cannot_replace_leaves_the_other_writer_alone(
+    start: Start, pool: SimPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transferd.testing.simpool.SimPoolClient.can_replace", False)
+    harness = await start()
+    pool.begun.add("a")
+    assert reason((await harness.put(("a", b"x")))[0]) == "storage_error"
+    assert harness.storage.statistics()["taken_over"] == 0
+
+
+@pytest.mark.parametrize("code", sorted(codes.OVERTAKEN))
+async def test_a_put_that_another_one_overtook_counts_if_the_object_is_there(
+    start: Start, pool: SimPool, code: int
+) -> None:
+    harness = await start()
+    pool.answer("put", code)
+    pool.objects["a"] = b"x"
+    assert await harness.put(("a", b"x")) == [STORED]
+
+
+async def test_a_put_fails_object_by_object(start: Start, pool: SimPool) -> None:
+    pool.largest = 100
+    harness = await start()
+    big, small = await harness.put(("big", bytes(101)), ("small", bytes(100)))
+    assert (reason(big), small) == ("storage_full", STORED)
+    assert isinstance(big.error, StorageFull)
+    assert "101 bytes" in str(big.error)
+
+
+async def test_a_full_pool_is_asked_again_until_its_eviction_has_made_room(start: Start, pool: SimPool) -> None:
+    harness = await start()
+    pool.answer("put", codes.NO_AVAILABLE_HANDLE, times=2)
+    assert await harness.put(("a", b"x"), ("b", b"y")) == [STORED, STORED]
+    assert harness.storage.statistics()["waited_for_room"] == 4, "two objects, twice"
+
+
+async def test_a_pool_full_of_pinned_objects_is_full(start: Start, pool: SimPool) -> None:
+    harness = await start(hard_pin=True)
+    pool.capacity = sum(map(len, pool.objects.values())) + 10
+    assert await harness.put(("a", bytes(6))) == [STORED]
+    assert reason((await harness.put(("b", bytes(6))))[0]) == "storage_full"
+    assert await harness.storage.exists(["a", "b"]) == [True, False]
+
+
+async def test_what_became_of_a_put_is_unknown_when_nobody_answers_the_question(start: Start, pool: SimPool) -> None:
+    harness = await start()
+    pool.answer("exists", codes.RPC_FAIL, times=1000)
+    assert [reason(outcome) for outcome in await harness.put(("a", b"x"))] == ["storage_unavailable"]
+    pool._scripted.clear()
+    await until(harness.storage, "closed")
+
+
+# --- get ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", sorted(codes.NOT_THERE))
+async def test_what_is_not_there_for_whatever_reason_is_missing(start: Start, pool: SimPool, code: int) -> None:
+    harness = await start()
+    pool.answer("get", code)
+    [(outcome, _)] = await harness.get(("a", 10))
+    assert outcome == MISSING
+    assert harness.storage.statistics()["errors"] == 0
+
+
+async def test_an_unknown_code_is_an_error_of_its_object_told_by_number(start: Start, pool: SimPool) -> None:
+    harness = await start()
+    pool.answer("get", -4711)
+    [(outcome, _)] = await harness.get(("a", 10))
+    assert reason(outcome) == "storage_error"
+    assert "code -4711" in str(outcome.error)
+    assert harness.storage.statistics()["breaker"] == "closed"
+
+
+async def test_an_object_of_another_length_is_missing_and_removed_but_no_other(start: Start, pool: SimPool) -> None:
+    harness = await start()
+    pool.objects |= {"short": bytes(9), "long": bytes(11), "right": bytes(10)}
+    answers = await harness.get(("short", 10), ("long", 10), ("right", 10), ("absent", 10))
+    assert [outcome for outcome, _ in answers] == [MISSING, MISSING, FOUND, MISSING]
+    assert {"short", "long", "right"} & pool.objects.keys() == {"right"}
+    assert harness.storage.statistics()["wrong_length"] == 2
+
+
+async def test_a_misfit_that_cannot_be_removed_now_is_missing_all_the_same(start: Start, pool: SimPool) -> None:
+    harness = await start()
+    pool.objects["short"] = bytes(9)
+    pool.answer("remove", codes.RPC_FAIL)
+    [(outcome, _)] = await harness.get(("short", 10))
+    assert outcome == MISSING
+    await until(harness.storage, "closed")
+
+
+async def test_a_name_twice_in_a_batch_crosses_once_and_fills_both_buffers(start: Start, pool: SimPool) -> None:
+    harness = await start()
+    assert await harness.put(("a", b"one"), ("b", b"two"), ("a", b"one")) == [STORED] * 3
+    assert await harness.get(("a", 3), ("b", 3), ("a", 3)) == [(FOUND, b"one"), (FOUND, b"two"), (FOUND, b"one")]
+    assert [keys for operation, keys in pool.calls if operation in ("put", "get")] == [["a", "b"], ["a", "b"]]
+    assert harness.storage.statistics()["hits"] == 3
+
+
+async def test_a_negative_answer_to_exists_is_an_error_and_not_a_hit(start: Start, pool: SimPool) -> None:
+    harness = await start()
+    pool.answer("exists", -1)
+    with pytest.raises(StorageError, match="INTERNAL_ERROR"):
+        await harness.storage.exists(["a", "b"])
+    assert harness.storage.statistics()["errors"] == 1
+
+
+async def test_a_damaged_object_that_cannot_be_removed_is_told_and_counted(start: Start, pool: SimPool) -> None:
+    harness = await start()
+    pool.answer("remove", codes.OBJECT_HAS_LEASE)
+    with pytest.raises(StorageError, match="OBJECT_HAS_LEASE"):
+        await harness.storage.quarantine("a")
+    assert (harness.storage.statistics()["corrupt"], harness.storage.statistics()["errors"]) == (1, 1)
+
+
+# --- the breaker ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", sorted(codes.NOBODY_ANSWERS))
+async def test_an_answer_that_means_nobody_opens_the_breaker_and_a_probe_closes_it(
+    start: Start, pool: SimPool, code: int
+) -> None:
+    harness = await start(probe_interval=0.01)
+    pool.answer("exists", code, times=3)
+    with capture_logs() as logs:
+        with pytest.raises(StorageUnavailable, match="does not answer"):
+            await harness.storage.exists(["a"])
+        for call in (harness.put(("a", b"x")), harness.get(("a", 1)), harness.storage.exists(["a"])):
+            with pytest.raises(StorageUnavailable, match="asked again in the background"):
+                await call
+        assert not any(operation in ("put", "get") for operation, _ in pool.calls), "nothing was called"
+        await until(harness.storage, "closed")
+    assert await harness.put(("a", b"x")) == [STORED]
+    assert [line["event"] for line in logs] == [
+        "storage does not answer: failing fast until it does",
+        "storage answers again",
+    ]
+    statistics = harness.storage.statistics()
+    assert (statistics["errors"], statistics["breaker_opened"], statistics["breaker_reason"]) == (4, 1, "")
+
+
+async def test_a_call_that_hangs_opens_the_breaker_while_it_hangs_and_ends_with_what_it_got(
+    start: Start, pool: SimPool
+) -> None:
+    harness = await start(timeout=0.05, probe_interval=30.0)
+    held = Held(pool, "get")
+    pool.objects["a"] = b"x"
+    hanging = asyncio.ensure_future(harness.get(("a", 1)))
+    await until(harness.storage, "open")
+    with pytest.raises(StorageUnavailable, match=r"a call takes longer than 0.05 s"):
+        await harness.storage.exists(["a"])
+    assert not hanging.done()
+    held.release.set()
+    assert await hanging == [(FOUND, b"x")]
+
+
+async def test_a_cancelled_call_keeps_its_buffers_until_it_has_ended(start: Start, pool: SimPool) -> None:
+    harness = await start()
+    held = Held(pool, "get")
+    pool.objects["a"] = b"fresh"
+    buffer = harness.buffer(5, b"stale")
+    getting = asyncio.ensure_future(harness.storage.get([Blob("a", buffer)]))
+    assert await asyncio.to_thread(held.entered.wait, 30)
+    getting.cancel()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not getting.done(), "the library still has the buffer"
+    held.release.set()
+    with pytest.raises(asyncio.CancelledError):
+        await getting
+    assert bytes(buffer) == b"fresh"
+
+
+async def test_calls_that_all_hang_leave_the_next_one_an_error_within_the_timeout(start: Start, pool: SimPool) -> None:
+    harness = await start(timeout=0.05, probe_interval=30.0)
+    held = Held(pool, "get")
+    hanging = [asyncio.ensure_future(harness.get((f"k{i}", 1))) for i in range(12)]  # more than there are threads
+    done, pending = await asyncio.wait(hanging, timeout=30, return_when=asyncio.FIRST_COMPLETED)
+    assert {type(task.exception()) for task in done} == {StorageUnavailable}
+    held.release.set()
+    await asyncio.wait(hanging)
+    results = [task.exception() for task in hanging]
+    assert [type(error) for error in results].count(StorageUnavailable) == 4
+    assert pending
+
+
+# --- memory after a transfer that never ended -----------------------------------------------------
+
+
+@pytest.fixture
+def hold(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """How long buffers were held back, without waiting for it."""
+    held: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        held.append(seconds)
+
+    monkeypatch.setattr(store_module, "stall_limit", lambda: 3.0)
+    monkeypatch.setattr(store_module.asyncio, "sleep", sleep)
+    return held
+
+
+@pytest.mark.parametrize("which", ["monotonic", "wall"])
+async def test_a_transfer_that_ran_into_the_librarys_limit_keeps_its_buffers(
+    start: Start, pool: SimPool, hold: list[float], which: str
+) -> None:
+    now = {"monotonic": 0.0, "wall": 0.0}
+    clock = replace(Clock(), monotonic=lambda: now["monotonic"], wall=lambda: now["wall"])
+    harness = await start(clock=clock)
+
+    def a_minute_passes(operation: str, _keys: Sequence[str]) -> None:
+        now[which] += 61.0 * (operation == "get")
+
+    pool.before = a_minute_passes
+    pool.answer("get", codes.TRANSFER_FAIL)
+    with capture_logs() as logs:
+        answers = await harness.get(*((f"k{i}", 1) for i in range(30)))
+    assert {reason(outcome) for outcome, _ in answers} == {"storage_error"}
+    assert hold == [90.0], "30 transfers of 3 s each may still be queued"
+    assert harness.storage.statistics()["held"] == 30
+    assert [line["event"] for line in logs] == ["a Mooncake transfer did not end: its memory is held back"]
+
+
+@pytest.mark.parametrize("code", sorted(codes.SETTLED))
+async def test_a_failure_that_leaves_no_transfer_behind_gives_the_buffers_back(
+    start: Start, pool: SimPool, hold: list[float], code: int
+) -> None:
+    now = [0.0]
+    harness = await start(clock=replace(Clock(), monotonic=lambda: now[0]))
+    pool.before = lambda operation, _keys: now.__setitem__(0, now[0] + 61.0 * (operation == "get"))
+    pool.answer("get", code)
+    await asyncio.gather(harness.get(("a", 1)), return_exceptions=True)
+    assert 60.0 not in hold
+    assert harness.storage.statistics()["held"] == 0
+
+
+async def test_a_transfer_that_failed_in_time_gives_its_buffers_back(
+    start: Start, pool: SimPool, hold: list[float]
+) -> None:
+    harness = await start()
+    pool.answer("get", codes.TRANSFER_FAIL)
+    [(outcome, _)] = await harness.get(("a", 1))
+    assert reason(outcome) == "storage_error"
+    assert not hold
+
+
+# --- close ----------------------------------------------------------------------------------------
+
+
+async def test_a_close_with_a_call_under_way_leaves_the_client_to_the_interpreter(
+    pool: SimPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "CLOSE_TIMEOUT_S", 0.01)
+    storage, memory = MooncakeStorage(config(), set_up=pool.set_up), Memory(4096)
+    await storage.open()
+    client = storage._client
+    held = Held(pool, "exists")
+    hanging = asyncio.ensure_future(storage.exists(["a"]))
+    assert await asyncio.to_thread(held.entered.wait, 30)
+    with capture_logs() as logs:
+        await storage.close()
+    assert [line["calls"] for line in logs] == [1]
+    assert not client.closed  # type: ignore[union-attr]
+    held.release.set()
+    assert await hanging == [False]
+    memory.close()
+
+
+async def test_after_the_close_nothing_is_open(pool: SimPool) -> None:
+    storage = MooncakeStorage(config(), set_up=pool.set_up)
+    await storage.open()
+    client = storage._client
+    await storage.close()
+    assert client.closed  # type: ignore[union-attr]
+    assert client.registered == {}  # type: ignore[union-attr]
+    with pytest.raises(StorageError, match="not open"):
+        await storage.exists(["a"])

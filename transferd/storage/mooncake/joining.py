@@ -1,0 +1,90 @@
+"""Joining a pool: dial until the master listens, then set up the client.
+
+The dial comes first because a set-up holds the interpreter lock (client.py): without a master to talk
+to, the daemon would stand still for seconds at a time instead of answering `/readyz` and signals.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable
+
+import structlog
+
+from transferd.clock import Clock
+from transferd.config import MooncakeStorageSection
+from transferd.errors import ConfigError, StorageUnavailable
+from transferd.storage.mooncake.calls import Lane, NativeCalls
+from transferd.storage.mooncake.client import PoolClient
+from transferd.storage.mooncake.environment import Membership, membership
+from transferd.storage.uncancelled import uncancelled
+
+log = structlog.get_logger(__name__)
+
+DIAL_TIMEOUT_S = 2.0
+DIAL_INTERVAL_S = 0.25
+
+SetUp = Callable[[MooncakeStorageSection, Membership], PoolClient]
+
+
+async def join(section: MooncakeStorageSection, calls: NativeCalls, clock: Clock, set_up: SetUp) -> PoolClient:
+    """A client of the configured pool, tried for until `connect_timeout`; one log line says that it waits.
+
+    Raises ConfigError, or StorageUnavailable when the time is over. Cancelled, it leaves no client behind.
+    """
+    membership_ = membership(section)
+    address = dial_address(membership_.master_server_addr)
+    give_up = clock.monotonic() + section.connect_timeout
+    waiting = False
+    while True:
+        try:
+            await _dial(address)
+            return await _set_up(calls, lambda: set_up(section, membership_))
+        except StorageUnavailable as error:
+            where, seconds = membership_.master_server_addr, f"{section.connect_timeout:g}"
+            if clock.monotonic() >= give_up:
+                raise StorageUnavailable(f"no Mooncake master at {where} within {seconds} s: {error}") from None
+            if not waiting:
+                waiting = True
+                log.warning("waiting for the Mooncake master", address=where, at_most_s=seconds, problem=str(error))
+            await asyncio.sleep(DIAL_INTERVAL_S)
+
+
+async def _set_up(calls: NativeCalls, set_up: Callable[[], PoolClient]) -> PoolClient:
+    made: list[PoolClient] = []
+    try:
+        await uncancelled(calls.run(Lane.PROBE, lambda: made.append(set_up())))
+    except asyncio.CancelledError:
+        for client in made:
+            await uncancelled(calls.run(Lane.PROBE, client.close))
+        raise
+    return made[0]
+
+
+def dial_address(master: str) -> tuple[str, int] | None:
+    """Where to dial; None for a master that the library finds by itself (etcd://…). Raises ConfigError."""
+    if "://" in master:
+        return None
+    host, _, port = master.rpartition(":")
+    if not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
+        raise ConfigError("storage.mooncake.master_server_addr", "expected host:port", master)
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+async def _dial(address: tuple[str, int] | None) -> None:
+    """Raises StorageUnavailable unless somebody listens there."""
+    if address is None:
+        return
+    try:
+        async with asyncio.timeout(DIAL_TIMEOUT_S):
+            _, writer = await asyncio.open_connection(*address)
+    except TimeoutError:
+        raise StorageUnavailable(f"no connection within {DIAL_TIMEOUT_S:g} s") from None
+    except (OSError, UnicodeError) as error:  # UnicodeError: a host name that IDNA cannot encode
+        number = getattr(error, "errno", None)  # the loops word their messages differently
+        raise StorageUnavailable(os.strerror(number) if number and number > 0 else str(error)) from None
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()

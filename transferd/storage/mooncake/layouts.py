@@ -1,0 +1,153 @@
+"""Which layouts of a model are in a pool, so that a wrong one on the other side is seen and not guessed at.
+
+The fingerprint is part of every object's name, so blocks of another layout or tensor-parallel size are
+never loaded: they are misses, like any other. For the operator of a prefill and a decode node they are
+not like any other, because they will never be hits. So every daemon leaves a small record of its layout
+in the pool, and looks for those of others:
+
+    transferd/layouts/<model>/0 … SLOTS-1    RECORD_BYTES each: "<fingerprint> <identity>", then zeros
+
+A layout has one record however many daemons use it. A daemon takes the first free slot; since a put never
+replaces an object, it learns who was first by reading back. Records are evicted and lost like all objects,
+so they are looked at again from time to time, when a look-up comes back with absent keys: that is the only
+moment at which another layout matters. A pool that nobody asks costs nothing.
+
+* `layouts` counts the other layouts seen, each logged once, with both identities.
+* `other_layout` counts look-ups whose first absent key is there under another layout of the same model:
+  what a matching configuration would have found. Only rank 0's, which every layout has.
+
+Nothing here is needed for an answer: looking happens behind the look-up, and a failure of it only means
+that nothing new is learned. See docs/adr.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import mmap
+import re
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+
+import structlog
+
+from transferd.clock import Clock
+from transferd.errors import StorageError
+from transferd.keys import quote_part
+from transferd.layout.base import BlockLayout
+from transferd.storage.mooncake import codes
+from transferd.storage.mooncake.client import Batch, PoolClient
+
+log = structlog.get_logger(__name__)
+
+SLOTS = 8
+RECORD_BYTES = 512
+LOOK_EVERY_S = 1.0
+MOST_WAITING = 1024  # look-ups to follow up; more are not counted
+_RECORD = re.compile(rb"([0-9a-f]{16}) ([^\0]*)\0*\Z")
+
+Native = Callable[[Callable[[PoolClient], list[int]]], Awaitable[list[int]]]
+
+
+class Layouts:
+    """The layouts of one model in one pool, seen from one daemon.
+
+    Owns `nbytes` of memory at `address` that records travel through: registered before the first look,
+    unregistered after `settled`. native: makes one native call; raises StorageError.
+    """
+
+    def __init__(self, model: str, layout: BlockLayout, native: Native, clock: Clock) -> None:
+        self.others: dict[str, str] = {}  # fingerprint: identity
+        self.misses = 0  # look-ups that another layout could have answered
+        self._model = quote_part(model)
+        self._layout = layout
+        self._native = native
+        self._clock = clock
+        self._memory = mmap.mmap(-1, SLOTS * RECORD_BYTES)
+        self.nbytes = len(self._memory)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._announced = False
+        self._looked_at = -LOOK_EVERY_S
+        self._absent: deque[str] = deque(maxlen=MOST_WAITING)
+        self._looking: asyncio.Task[None] | None = None
+
+    def absent(self, name: str) -> None:
+        """A look-up's first absent name. Returns at once; what there is to find out is found out behind it."""
+        if not name.endswith("/0"):
+            return
+        self._absent.append(name)
+        if self._looking is None:
+            self._looking = asyncio.get_running_loop().create_task(self._find_out())
+
+    async def settled(self) -> None:
+        """Return when nothing is under way any more."""
+        if self._looking is not None:
+            await asyncio.wait([self._looking])
+
+    async def look(self) -> None:
+        """Read the records of others, leave ours where there is none. Raises StorageError."""
+        self._looked_at = self._clock.monotonic()
+        self._announced = False
+        free = await self._read(range(SLOTS))
+        for _ in range(SLOTS):
+            if self._announced or not free:
+                return
+            await self._write(free[0])
+            free = await self._read(free)  # another daemon may have been first there
+
+    async def _read(self, slots: Iterable[int]) -> list[int]:
+        """Take note of what these slots hold. Returns those that hold nothing."""
+        batch = self._batch(slots)
+        answers = dict(zip(slots, await self._native(lambda client: client.get(batch)), strict=True))
+        for slot, code in answers.items():
+            if code == RECORD_BYTES:
+                self._note(self._memory[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES])
+        return [slot for slot, code in answers.items() if code in codes.NOT_THERE]
+
+    async def _write(self, slot: int) -> None:
+        record = f"{self._layout.fingerprint} {self._layout.identity}".encode()[:RECORD_BYTES]
+        self._memory[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES] = record.ljust(RECORD_BYTES, b"\0")
+        batch = self._batch([slot])
+        await self._native(lambda client: client.put(batch))
+
+    def _batch(self, slots: Iterable[int]) -> Batch:
+        keys = [f"transferd/layouts/{self._model}/{slot}" for slot in slots]
+        return Batch(keys, [self.address + slot * RECORD_BYTES for slot in slots], [RECORD_BYTES] * len(keys))
+
+    def _note(self, record: bytes) -> None:
+        match = _RECORD.match(record)
+        if match is None:
+            return  # not ours to judge; another version's, perhaps
+        fingerprint = match[1].decode()
+        if fingerprint == self._layout.fingerprint:
+            self._announced = True
+        elif fingerprint not in self.others:
+            identity = self.others[fingerprint] = match[2].decode("utf-8", "replace")
+            log.warning(
+                "another layout of this model is in the pool: its blocks are misses here",
+                model=self._model,
+                ours=f"{self._layout.fingerprint} {self._layout.identity}",
+                theirs=f"{fingerprint} {identity}",
+            )
+
+    async def _find_out(self) -> None:
+        try:
+            while self._absent:
+                names = list(self._absent)
+                self._absent.clear()
+                with contextlib.suppress(StorageError):
+                    if self._clock.monotonic() - self._looked_at >= LOOK_EVERY_S:
+                        await self.look()
+                    await self._count(names)
+        finally:
+            self._looking = None
+
+    async def _count(self, names: Iterable[str]) -> None:
+        ours = f"{self._model}/{self._layout.fingerprint}/"
+        rests = [name.removeprefix(ours) for name in names if name.startswith(ours)]
+        keys = [f"{self._model}/{fingerprint}/{rest}" for rest in rests for fingerprint in self.others]
+        if keys:
+            found = await self._native(lambda client: client.exists(keys))
+            width = len(self.others)
+            self.misses += sum(1 in found[i : i + width] for i in range(0, len(found), width))

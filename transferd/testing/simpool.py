@@ -1,0 +1,162 @@
+"""SimPool: a Mooncake pool in this process, behind the same client interface, that misbehaves on demand.
+
+    pool = SimPool()
+    storage = MooncakeStorage(config, set_up=pool.set_up)   # master_server_addr = SIM_MASTER
+
+What it answers is what mooncake 0.3.13 was seen to answer (storage/mooncake/client.py, codes.py), odd
+things included: a put over a write that was begun and never finished says 0 and stores nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Sequence
+
+from transferd.config import MooncakeStorageSection
+from transferd.storage.mooncake import codes
+from transferd.storage.mooncake.client import Batch
+from transferd.storage.mooncake.environment import Membership
+
+SIM_MASTER = "sim://pool"  # a scheme: nobody dials it
+
+
+class SimPool:
+    """What the master and the segments of a pool hold. Thread-safe, as calls come from many threads.
+
+    objects: finished ones, least recently stored first. begun: keys of writes that have not finished.
+    capacity: bytes; older objects that are not pinned make room. largest: bytes of an object at most.
+    """
+
+    def __init__(self, *, capacity: int = 1 << 40, largest: int = 1 << 40) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.begun: set[str] = set()
+        self.pinned: set[str] = set()
+        self.capacity = capacity
+        self.largest = largest
+        self.calls: list[tuple[str, list[str]]] = []  # operation and keys of every call
+        self.registering = codes.OK  # what register answers
+        self.before: Callable[[str, Sequence[str]], None] = _nothing  # runs in the calling thread, may block
+        self._scripted: dict[str, list[int]] = {}
+        self._lock = threading.RLock()
+
+    def answer(self, operation: str, code: int, times: int = 1) -> None:
+        """Let the next calls of an operation answer this code for each key, and do nothing else."""
+        self._scripted.setdefault(operation, []).extend([code] * times)
+
+    def finish(self, key: str, data: bytes) -> None:
+        """The other writer has come to its end."""
+        with self._lock:
+            self.begun.discard(key)
+            self.objects[key] = data
+
+    def set_up(self, section: MooncakeStorageSection, _membership: Membership) -> SimPoolClient:
+        """A client, as NativeClient(section, membership) makes one."""
+        return SimPoolClient(self, hard_pin=section.hard_pin)
+
+    def call(self, operation: str, keys: Sequence[str], each: Callable[[str], int]) -> list[int]:
+        """One native call."""
+        with self._lock:
+            self.calls.append((operation, list(keys)))
+            scripted = self._scripted.get(operation)
+            code = scripted.pop(0) if scripted else None
+        self.before(operation, keys)
+        with self._lock:
+            return [each(key) if code is None else code for key in keys]
+
+    def store(self, key: str, data: bytes, *, pin: bool, over: bool = False) -> int:
+        if not over and (key in self.objects or key in self.begun):
+            return codes.OK
+        if len(data) > self.largest or not self._make_room(len(data)):
+            return codes.NO_AVAILABLE_HANDLE
+        self.finish(key, data)
+        if pin:
+            self.pinned.add(key)
+        return codes.OK
+
+    def remove(self, key: str) -> int:
+        self.pinned.discard(key)
+        return codes.OBJECT_NOT_FOUND if self.objects.pop(key, None) is None else codes.OK
+
+    def _make_room(self, nbytes: int) -> bool:
+        loose = [key for key in self.objects if key not in self.pinned]
+        while sum(map(len, self.objects.values())) + nbytes > self.capacity:
+            if not loose:
+                return False
+            del self.objects[loose.pop(0)]
+        return True
+
+
+class SimPoolClient:
+    """A PoolClient of a SimPool. Reads and writes only memory that was registered, as a segment's owner would."""
+
+    def __init__(self, pool: SimPool, *, hard_pin: bool) -> None:
+        self.pool = pool
+        self.registered: dict[int, int] = {}
+        self.closed = False
+        self._pin = hard_pin
+
+    def register(self, address: int, nbytes: int) -> int:
+        if self.pool.registering == codes.OK:
+            self.registered[address] = nbytes
+        return self.pool.registering
+
+    def unregister(self, address: int) -> int:
+        return codes.INVALID_PARAMS if self.registered.pop(address, None) is None else codes.OK
+
+    def exists(self, keys: Sequence[str]) -> list[int]:
+        return self.pool.call("exists", keys, lambda key: int(key in self.pool.objects))
+
+    def put(self, batch: Batch) -> list[int]:
+        places = self._places(batch)
+        return self.pool.call("put", batch.keys, lambda key: self._store(key, places[key], over=False))
+
+    @property
+    def can_replace(self) -> bool:
+        return True
+
+    def replace(self, batch: Batch) -> list[int]:
+        places = self._places(batch)
+        return self.pool.call("replace", batch.keys, lambda key: self._store(key, places[key], over=True))
+
+    def get(self, batch: Batch) -> list[int]:
+        places = self._places(batch)
+
+        def load(key: str) -> int:
+            data = self.pool.objects.get(key)
+            if data is None:
+                return codes.REPLICA_IS_NOT_READY if key in self.pool.begun else codes.OBJECT_NOT_FOUND
+            address, size = places[key]
+            if len(data) > size or not self._is_registered(address, size):
+                return codes.INVALID_PARAMS
+            ctypes.memmove(address, data, len(data))
+            return len(data)
+
+        return self.pool.call("get", batch.keys, load)
+
+    def lengths(self, keys: Sequence[str]) -> list[int]:
+        objects = self.pool.objects
+        return self.pool.call(
+            "lengths", keys, lambda key: len(objects[key]) if key in objects else codes.OBJECT_NOT_FOUND
+        )
+
+    def remove(self, keys: Sequence[str]) -> list[int]:
+        return self.pool.call("remove", keys, self.pool.remove)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _places(self, batch: Batch) -> dict[str, tuple[int, int]]:
+        return dict(zip(batch.keys, zip(batch.addresses, batch.sizes, strict=True), strict=True))
+
+    def _is_registered(self, address: int, size: int) -> bool:
+        return any(start <= address and address + size <= start + n for start, n in self.registered.items())
+
+    def _store(self, key: str, place: tuple[int, int], *, over: bool) -> int:
+        if not self._is_registered(*place):
+            return codes.INVALID_PARAMS
+        return self.pool.store(key, ctypes.string_at(*place), pin=self._pin, over=over)
+
+
+def _nothing(operation: str, keys: Sequence[str]) -> None:
+    """Calls are not held up."""
