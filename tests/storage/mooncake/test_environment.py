@@ -13,9 +13,13 @@ from transferd.storage.mooncake.environment import membership
 
 
 def test_fastdeploys_variables_are_honoured_and_toml_wins() -> None:
-    env = {"MOONCAKE_MASTER_SERVER_ADDR": "m:1", "MOONCAKE_PROTOCOL": "rdma", "MOONCAKE_GLOBAL_SEGMENT_SIZE": "123"}
+    env = {
+        "MOONCAKE_MASTER_SERVER_ADDR": "m:1",
+        "MOONCAKE_PROTOCOL": "rdma",
+        "MOONCAKE_GLOBAL_SEGMENT_SIZE": "33554432",
+    }
     joining = membership(MooncakeStorageSection(master_server_addr="toml:2"), env)
-    assert (joining.master_server_addr, joining.protocol, joining.global_segment_size) == ("toml:2", "rdma", 123)
+    assert (joining.master_server_addr, joining.protocol, joining.global_segment_size) == ("toml:2", "rdma", 33554432)
 
 
 def test_a_setting_that_equals_the_default_still_wins_over_a_variable() -> None:
@@ -50,3 +54,15 @@ def test_a_config_file_replaces_the_variables(tmp_path: Path) -> None:
 def test_a_bad_value_is_named(env: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="MOONCAKE_"):
         membership(MooncakeStorageSection(), env)
+
+
+@pytest.mark.parametrize("size", [1, 16 * 1024**2 - 1])
+def test_a_segment_that_mooncake_would_refuse_is_refused_before_anything_is_asked(size: int) -> None:
+    with pytest.raises(ConfigError, match=r"global_segment_size: must be 0 or at least 16MiB"):
+        membership(MooncakeStorageSection(master_server_addr="m:1"), {"MOONCAKE_GLOBAL_SEGMENT_SIZE": str(size)})
+
+
+@pytest.mark.parametrize("size", [0, 16 * 1024**2])
+def test_a_node_may_lend_nothing_or_a_whole_segment(size: int) -> None:
+    env = {"MOONCAKE_GLOBAL_SEGMENT_SIZE": str(size)}
+    assert membership(MooncakeStorageSection(master_server_addr="m:1"), env).global_segment_size == size

@@ -25,11 +25,14 @@ def config(**section: Any) -> Config:
 
 async def test_an_absent_master_is_one_line_and_one_clear_error_within_the_connect_timeout() -> None:
     storage = MooncakeStorage(config(master_server_addr="127.0.0.1:1", connect_timeout=0.6))
-    with capture_logs() as logs, pytest.raises(StorageUnavailable, match=r"no Mooncake master at 127.0.0.1:1 within 0"):
+    with (
+        capture_logs() as logs,
+        pytest.raises(StorageUnavailable, match=r"join the Mooncake pool at 127.0.0.1:1 within 0"),
+    ):
         await storage.open()
     await storage.close()
-    assert [line["event"] for line in logs] == ["waiting for the Mooncake master"]
-    assert logs[0]["address"] == "127.0.0.1:1"
+    assert [line["event"] for line in logs] == ["waiting for the Mooncake pool"]
+    assert logs[0]["master"] == "127.0.0.1:1"
     assert "refused" in logs[0]["problem"].lower()
 
 
@@ -100,7 +103,7 @@ def test_an_address_that_cannot_be_dialled_is_named(address: str) -> None:
 async def test_a_host_name_that_does_not_exist_is_waited_for_like_a_master_that_does_not() -> None:
     for name in ("no..such", "no-such-host.invalid"):
         storage = MooncakeStorage(config(master_server_addr=f"{name}:1", connect_timeout=0.01))
-        with pytest.raises(StorageUnavailable, match="no Mooncake master"):
+        with pytest.raises(StorageUnavailable, match="could not join"):
             await storage.open()
 
 

@@ -95,7 +95,7 @@ class PoolClient(Protocol):
 class NativeClient:
     """The library's client of one pool, connected: a PoolClient."""
 
-    _explain = False  # the last set-up failed: let the library say why the next one does
+    _failed = 0  # set-ups in a row that failed; the library may say why once, at the second
 
     def __init__(self, section: MooncakeStorageSection, joining: Membership) -> None:
         """Join the pool. Raises StorageUnavailable, or ConfigError where no waiting can help."""
@@ -105,7 +105,7 @@ class NativeClient:
         except ImportError as error:
             raise ConfigError("storage.backend", f"mooncake cannot be loaded: {error}", "mooncake") from error
         quiet = section.native_log == "off"
-        if quiet and not NativeClient._explain and not glog.silence():
+        if quiet and not (glog.show_errors() if NativeClient._failed == 1 else glog.silence()):
             log.info("this build of Mooncake cannot be silenced: its error lines stay on stderr")
         self._replicate = _replicate_config(library, section)
         self._store: Any = library.MooncakeDistributedStore()
@@ -119,10 +119,8 @@ class NativeClient:
                 joining.rdma_devices,
                 joining.master_server_addr,
             )
-        NativeClient._explain = code != 0
+        NativeClient._failed = 0 if code == 0 else NativeClient._failed + 1
         if code != 0:
-            if quiet:
-                glog.show_errors()
             raise StorageUnavailable(
                 f"the Mooncake master at {joining.master_server_addr} let nobody in ({told(code)})"
             )

@@ -22,6 +22,8 @@ from typing import Any, Literal
 from transferd.config import MooncakeStorageSection, Size
 from transferd.errors import ConfigError
 
+LEAST_SEGMENT = 16 * 1024**2  # the library refuses to set up with less, with a code that says nothing
+
 # Setting: the same in Mooncake's own JSON file, and in its own environment.
 OTHER_NAMES = {
     "master_server_addr": ("master_server_address", "MOONCAKE_MASTER"),
@@ -55,7 +57,11 @@ def membership(section: MooncakeStorageSection, env: Mapping[str, str] | None = 
     settings = outside | given
     if not settings.get("master_server_addr"):
         raise ConfigError("storage.mooncake.master_server_addr", "is needed, such as 127.0.0.1:50051")
-    return Membership(**settings)
+    complete = Membership(**settings)
+    if 0 < complete.global_segment_size < LEAST_SEGMENT:
+        what = f"must be 0 or at least {Size(LEAST_SEGMENT)}: Mooncake lends no smaller segment"
+        raise ConfigError("storage.mooncake.global_segment_size", what, str(complete.global_segment_size))
+    return complete
 
 
 def _from_variables(env: Mapping[str, str]) -> dict[str, Any]:

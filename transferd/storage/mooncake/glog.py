@@ -3,7 +3,7 @@
 They are not JSON and would spoil a structured log: two or three at every healthy start, and several a
 second with the master gone. Everything they say about a call comes back as that call's code anyway, so
 they are off by default. A set-up that fails is the exception (a missing RDMA device is explained nowhere
-else): after it errors are shown until one has worked.
+else): when it is tried the second time, errors are shown.
 
 `MC_LOG_LEVEL` is read when the library is imported and knows no "off"; GLOG_* variables are ignored,
 because this glog takes its flags from gflags. Hence the flag itself is set.

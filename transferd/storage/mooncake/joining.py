@@ -45,10 +45,11 @@ async def join(section: MooncakeStorageSection, calls: NativeCalls, clock: Clock
         except StorageUnavailable as error:
             where, seconds = membership_.master_server_addr, f"{section.connect_timeout:g}"
             if clock.monotonic() >= give_up:
-                raise StorageUnavailable(f"no Mooncake master at {where} within {seconds} s: {error}") from None
+                what = f"could not join the Mooncake pool at {where} within {seconds} s: {error}"
+                raise StorageUnavailable(what) from None
             if not waiting:
                 waiting = True
-                log.warning("waiting for the Mooncake master", address=where, at_most_s=seconds, problem=str(error))
+                log.warning("waiting for the Mooncake pool", master=where, at_most_s=seconds, problem=str(error))
             await asyncio.sleep(DIAL_INTERVAL_S)
 
 
