@@ -26,3 +26,7 @@ def test_the_groups_do_not_contradict_each_other() -> None:
     assert not codes.NOBODY_ANSWERS & (codes.NOT_THERE | codes.OVERTAKEN), "an answer is not the lack of one"
     assert codes.NO_AVAILABLE_HANDLE not in codes.OVERTAKEN | codes.NOT_THERE, "full is neither stored nor missing"
     assert codes.TRANSFER_FAIL not in codes.SETTLED, "a failed transfer may leave bytes on their way"
+
+
+def test_a_call_that_nobody_answered_moved_nothing() -> None:
+    assert codes.NOBODY_ANSWERS | codes.NOT_THERE | {codes.NO_AVAILABLE_HANDLE} <= codes.SETTLED

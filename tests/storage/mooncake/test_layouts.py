@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -87,7 +88,25 @@ async def test_a_daemon_that_was_there_first_learns_of_the_other_at_its_next_mis
     with capture_logs() as logs:
         assert await decode.storage.exists(names(d, "a")) == [False]
         assert (await settled(decode.storage)).statistics()["other_layout"] == 1
-    assert [line["event"] for line in logs] == [WARNING]
+        hands.later()
+        assert await decode.storage.exists(names(d, "b")) == [False]
+        await settled(decode.storage)
+    assert [line["event"] for line in logs] == [WARNING], "told once, however often it looks"
+
+
+async def test_of_two_layouts_that_want_one_slot_at_once_the_second_takes_the_next(open_storage: Open) -> None:
+    pool, others = SimPool(), SimPool()
+    await open_storage(MooncakeStorage(config(ranks=4), set_up=others.set_up))
+    slot = "transferd/layouts/demo/0"
+
+    def overtake(operation: str, keys: Sequence[str]) -> None:
+        if operation == "put" and slot in keys:
+            pool.objects[slot] = others.objects[slot]
+
+    pool.before = overtake
+    harness = await open_storage(MooncakeStorage(config(ranks=2), set_up=pool.set_up))
+    assert sorted(pool.objects) == [slot, "transferd/layouts/demo/1"]
+    assert list(harness.storage.statistics()["other_layouts"]) == [build_layout(config(ranks=4).cache).fingerprint]
 
 
 async def test_every_rank_looks_up_and_one_of_them_counts(open_storage: Open) -> None:

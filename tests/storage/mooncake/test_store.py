@@ -18,6 +18,7 @@ from transferd.errors import InvariantError, StorageError, StorageFull, StorageU
 from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found, Outcome
 from transferd.storage.mooncake import MooncakeStorage, codes
 from transferd.storage.mooncake import store as store_module
+from transferd.storage.mooncake.calls import Lane
 from transferd.testing.simpool import SIM_MASTER, SimPool
 
 Start = Callable[..., Any]
@@ -342,6 +343,41 @@ async def test_calls_that_all_hang_leave_the_next_one_an_error_within_the_timeou
     results = [task.exception() for task in hanging]
     assert [type(error) for error in results].count(StorageUnavailable) == 4
     assert pending
+
+
+async def all_threads_hang(harness: Harness, pool: SimPool) -> tuple[Held, list[asyncio.Future[Any]]]:
+    held = Held(pool, "get")
+    hanging = [asyncio.ensure_future(harness.get((f"k{i}", 1))) for i in range(Lane.LOAD.threads)]
+    async with asyncio.timeout(30):
+        while sum(operation == "get" for operation, _ in pool.calls) < len(hanging):  # noqa: ASYNC110 - as above
+            await asyncio.sleep(0.001)
+    return held, hanging
+
+
+async def test_with_the_breaker_open_nobody_waits_for_a_thread(start: Start, pool: SimPool) -> None:
+    harness = await start(timeout=5.0, probe_interval=30.0)
+    held, hanging = await all_threads_hang(harness, pool)
+    harness.storage._breaker.failed("gone")
+    with pytest.raises(StorageUnavailable, match=r"gone.*asked again in the background"):
+        await harness.get(("late", 1))
+    held.release.set()
+    await asyncio.gather(*hanging)
+
+
+async def test_a_call_that_waited_for_a_thread_while_the_breaker_opened_is_not_made(
+    start: Start, pool: SimPool
+) -> None:
+    harness = await start(timeout=5.0, probe_interval=30.0)
+    held, hanging = await all_threads_hang(harness, pool)
+    waiting = asyncio.ensure_future(harness.get(("late", 1)))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    harness.storage._breaker.failed("gone meanwhile")
+    held.release.set()
+    with pytest.raises(StorageUnavailable, match="gone meanwhile"):
+        await waiting
+    await asyncio.gather(*hanging)
+    assert ("get", ["late"]) not in pool.calls
 
 
 # --- memory after a transfer that never ended -----------------------------------------------------
