@@ -104,10 +104,11 @@ BACKENDS = [
         "mooncake-simulated",
         lambda _, capacity: MooncakeStorage(mooncake_config(SIM_MASTER), set_up=SimPool(capacity=capacity).set_up),
         sees_lengths=False,
+        tells=False,
         keeps_lru=False,
     ),
 ]
-if master_executable() is not None:  # tests/storage/test_mooncake.py says so when it is not
+if master_executable() is not None:  # tests/storage/mooncake says so when it is not
     BACKENDS.append(
         Backend(
             "mooncake",
