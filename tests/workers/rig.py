@@ -1,0 +1,228 @@
+"""One rank with real handlers over fakes whose every step can be held."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from transferd.clock import SYSTEM_CLOCK
+from transferd.config import CacheSection
+from transferd.integrity import FOOTER_BYTES, check, stamps
+from transferd.keys import ObjectNamer
+from transferd.layout import build_layout
+from transferd.layout.base import Geometry
+from transferd.offload import Offload
+from transferd.storage.base import Storage
+from transferd.tasks import RankOutcome, ReadStorageTask, SwapInTask, SwapOutTask, Task, WriteStorageTask
+from transferd.testing.device import SimDevice
+from transferd.testing.memory import MemoryWatch
+from transferd.testing.offload import SimOffload
+from transferd.testing.storage import SimStorage
+from transferd.tiers.base import DeviceTier
+from transferd.tiers.pinned import HostPool
+from transferd.tiers.staging import Staging
+from transferd.trace import Recorder
+from transferd.workers.context import Background, RankContext
+from transferd.workers.job import Job
+from transferd.workers.rank import RankWorker
+
+MODEL = "m"
+GENERATION = "g"
+SLOT = 4096  # staging bytes that one of these blocks takes
+LAYOUT = build_layout(
+    CacheSection(layers=2, kv_heads=1, head_dim=4, block_size=4, device_blocks=16, host_blocks=16, ranks=2)
+)
+
+
+async def until(condition: Callable[[], object], what: str = "") -> None:
+    """Let the loop turn until it is so; a bounded number of turns."""
+    for _ in range(500):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError(f"never came: {what or condition}")
+
+
+async def turns(count: int = 50) -> None:
+    """Let everything happen that can happen without somebody's help."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def block(memory: npt.NDArray[np.uint8], geometry: Geometry, number: int) -> bytes:
+    """One block's bytes in layout order."""
+    starts = geometry.offsets + geometry.strides * number
+    return b"".join(
+        memory[start : start + nbytes].tobytes() for start, nbytes in zip(starts, geometry.nbytes, strict=True)
+    )
+
+
+class Rig:
+    """A RankWorker and everything around it. arrived, died: what it reported, in order.
+
+    slots: of staging; half of them for reads, half for writes, and a chunk is half of a half.
+    """
+
+    def __init__(
+        self,
+        *,
+        slots: int = 8,
+        rank: int = 0,
+        device: DeviceTier | None = None,
+        storage: Storage | None = None,
+        offload: Offload | None = None,
+    ) -> None:
+        watch = MemoryWatch()
+        self.offload = offload or SimOffload()
+        self.device = device or SimDevice(LAYOUT, rank, watch=watch)
+        self.storage = storage or SimStorage(watch=watch)
+        self.namer = ObjectNamer(MODEL, LAYOUT.fingerprint)
+        self.background = Background()
+        self.host = HostPool(LAYOUT, rank)
+        self.staging = Staging(LAYOUT, slots * SLOT, FOOTER_BYTES)
+        self.recorder = Recorder()
+        context = RankContext(
+            rank=rank,
+            layout=LAYOUT,
+            device=self.device,
+            host=self.host,
+            staging=self.staging,
+            storage=self.storage,
+            namer=self.namer,
+            model=MODEL,
+            offload=self.offload,
+            clock=SYSTEM_CLOCK,
+            recorder=self.recorder,
+            background=self.background,
+        )
+        self.arrived: list[tuple[Job, RankOutcome]] = []
+        self.died: list[tuple[int, str]] = []
+        self.worker = RankWorker(
+            context, lambda *arrival: self.arrived.append(arrival), lambda *death: self.died.append(death)
+        )
+
+    @property
+    def sim_device(self) -> SimDevice:
+        assert isinstance(self.device, SimDevice)
+        return self.device
+
+    @property
+    def sim_storage(self) -> SimStorage:
+        assert isinstance(self.storage, SimStorage)
+        return self.storage
+
+    async def open(self) -> Rig:
+        await self.storage.open()
+        await self.worker.open()
+        self.memory[:] = np.random.default_rng(7).integers(0, 256, len(self.memory), dtype=np.uint8)
+        return self
+
+    async def close(self) -> None:
+        """What the daemon does, and what must be true then."""
+        assert self.staging.statistics()["used"] == 0 or self.background or self.worker._jobs
+        await self.worker.close()
+        await self.storage.close()
+        self.offload.close()
+        if isinstance(self.storage, SimStorage):
+            assert self.storage.watch.conflicts == []
+
+    # --- memory -------------------------------------------------------------------------------------
+
+    @property
+    def memory(self) -> npt.NDArray[np.uint8]:
+        """All device bytes."""
+        arena = self.device.arena
+        at = ctypes.cast(arena.origin, ctypes.POINTER(ctypes.c_uint8))
+        return np.ctypeslib.as_array(at, shape=(arena.geometry.extent,))
+
+    def block(self, number: int) -> bytes:
+        return block(self.memory, LAYOUT.device, number)
+
+    def host_block(self, number: int) -> bytes:
+        return block(np.frombuffer(self.host.memory.view, dtype=np.uint8).copy(), LAYOUT.host, number)
+
+    @property
+    def slots_used(self) -> int:
+        used = self.staging.statistics()["used"]
+        assert isinstance(used, int)
+        return used // SLOT
+
+    def name(self, key: str) -> str:
+        return self.namer.name(GENERATION, self.namer.digest(key), self.worker.rank)
+
+    def stored(self, key: str) -> bytes:
+        """The payload of a stored object, whose footer says that it is this key's."""
+        slot = bytearray(self.sim_storage.objects[self.name(key)])
+        stamp = stamps(
+            [self.namer.digest(key)],
+            model=MODEL,
+            fingerprint=LAYOUT.fingerprint,
+            generation=GENERATION,
+            rank=self.worker.rank,
+        )[0]
+        assert check(memoryview(slot), LAYOUT.block_bytes, stamp) is None
+        assert len(slot) == LAYOUT.block_bytes + FOOTER_BYTES
+        return bytes(slot[: LAYOUT.block_bytes])
+
+    async def begin(self, task: Task) -> Job:
+        """Start, and let the question what is stored be answered; every put or get after it waits at the gate."""
+        gate = self.sim_storage.gate
+        gate.hold()
+        before = gate.held
+        job = self.start(task)
+        await until(lambda: gate.held > before, "the question")
+        gate.release()
+        gate.hold()
+        return job
+
+    # --- work ---------------------------------------------------------------------------------------
+
+    def start(self, task: Task) -> Job:
+        keys = getattr(task, "keys", [])
+        job = Job(task, GENERATION, self.namer.digests(keys), admitted_at=1.0, started_at=3.0)
+        self.worker.start(job)
+        return job
+
+    def outcome(self, job: Job) -> RankOutcome | None:
+        """None while it has not arrived. It arrives once."""
+        mine = [outcome for other, outcome in self.arrived if other is job]
+        assert len(mine) <= 1, mine
+        return mine[0] if mine else None
+
+    async def ended(self, job: Job) -> RankOutcome:
+        """Its outcome, once its task on the loop has ended altogether."""
+        if self.worker._jobs:
+            await asyncio.wait_for(asyncio.wait(self.worker._jobs), 10)
+        outcome = self.outcome(job)
+        assert outcome is not None
+        return outcome
+
+    async def stopped(self, job: Job) -> RankOutcome:
+        """Its outcome, while others may still be at work."""
+        await until(lambda: self.outcome(job) is not None)
+        outcome = self.outcome(job)
+        assert outcome is not None
+        return outcome
+
+    async def run(self, task: Task) -> RankOutcome:
+        return await self.ended(self.start(task))
+
+
+def write(keys: Sequence[str], ids: Sequence[int], task_id: str = "w") -> WriteStorageTask:
+    return WriteStorageTask(task_id=task_id, keys=list(keys), gpu_block_ids=list(ids))
+
+
+def read(keys: Sequence[str], ids: Sequence[int], task_id: str = "r") -> ReadStorageTask:
+    return ReadStorageTask(task_id=task_id, keys=list(keys), gpu_block_ids=list(ids))
+
+
+def swap_out(gpu: Sequence[int], cpu: Sequence[int], task_id: str = "o") -> SwapOutTask:
+    return SwapOutTask(task_id=task_id, gpu_block_ids=list(gpu), cpu_block_ids=list(cpu))
+
+
+def swap_in(cpu: Sequence[int], gpu: Sequence[int], task_id: str = "i") -> SwapInTask:
+    return SwapInTask(task_id=task_id, gpu_block_ids=list(gpu), cpu_block_ids=list(cpu))

@@ -1,0 +1,108 @@
+"""What one rank does for a ReadStorageTask: the prefix it loads, what it shares, and what it never delivers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.workers.rig import Rig, read, turns, until, write
+from transferd.tasks import Stop
+
+KEYS = [f"k{i}" for i in range(6)]
+SOURCE = [0, 1, 2, 3, 4, 5]
+TARGET = [8, 15, 10, 9, 14, 12]
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    """Six stored blocks; four slots for reads: a chunk is two blocks, and two chunks fit."""
+    made = await Rig(slots=8).open()
+    await made.run(write(KEYS, SOURCE))
+    yield made
+    await made.close()
+
+
+async def test_every_block_arrives_where_it_is_wanted_and_nowhere_else(rig: Rig) -> None:
+    before = {number: rig.block(number) for number in range(16)}
+    outcome = await rig.run(read(KEYS, TARGET))
+    assert list(outcome.moved) == list(range(6))
+    for number in range(16):
+        expected = before[SOURCE[TARGET.index(number)]] if number in TARGET else before[number]
+        assert rig.block(number) == expected
+
+
+async def test_a_hole_ends_the_prefix_and_what_is_behind_it_is_not_touched(rig: Rig) -> None:
+    del rig.sim_storage.objects[rig.name("k3")]
+    before = rig.block(TARGET[4])
+    outcome = await rig.run(read(KEYS, TARGET))
+    assert list(outcome.moved) == [0, 1, 2]
+    assert outcome.error is None
+    assert rig.block(TARGET[4]) == before
+
+
+async def test_a_damaged_object_is_set_aside_counted_and_never_delivered(rig: Rig) -> None:
+    rig.sim_storage.damage(rig.name("k1"), bit=77)
+    before = rig.block(TARGET[1])
+    outcome = await rig.run(read(KEYS, TARGET))
+    assert list(outcome.moved)[:1] == [0]
+    assert 1 not in outcome.moved
+    assert rig.block(TARGET[1]) == before
+    assert rig.worker.corrupt == 1
+    await until(lambda: rig.name("k1") in rig.sim_storage.quarantined)
+
+
+async def test_two_tasks_that_want_the_same_object_share_one_fetch(rig: Rig) -> None:
+    rig.sim_device.gate.hold()  # the first stays a consumer until the second has boarded
+    first = rig.start(read(KEYS[:2], [8, 9], "first"))
+    await until(lambda: rig.sim_storage.counts["hits"] == 2)
+    second = rig.start(read(KEYS[:2], [10, 11], "second"))
+    await turns()
+    rig.sim_device.gate.release()
+    assert [list((await rig.ended(job)).moved) for job in (first, second)] == [[0, 1], [0, 1]]
+    assert rig.sim_storage.counts["hits"] == 2
+    assert [rig.block(n) for n in (8, 9, 10, 11)] == [rig.block(n) for n in (0, 1, 0, 1)]
+    assert rig.slots_used == 0
+
+
+async def test_a_task_that_is_stopped_does_not_disturb_one_that_shares_its_fetch(rig: Rig) -> None:
+    first = await rig.begin(read(KEYS[:2], [8, 9], "first"))
+    await until(lambda: rig.sim_storage.gate.held == 1, "its get")
+    second = rig.start(read(KEYS[:2], [10, 11], "second"))
+    await until(lambda: rig.sim_storage.gate.held == 2, "the second's question")
+    before = rig.block(8)
+    first.stop.set(Stop.CANCELLED)
+    outcome = await rig.stopped(first)
+    assert (list(outcome.moved), outcome.stop) == ([], Stop.CANCELLED)
+    rig.sim_storage.gate.release()
+    assert list((await rig.ended(second)).moved) == [0, 1]
+    assert rig.block(8) == before
+    assert rig.slots_used == 0
+
+
+async def test_a_stop_answers_while_a_get_hangs_and_its_slots_stay_lent(rig: Rig) -> None:
+    job = await rig.begin(read(KEYS[:2], [8, 9]))
+    await until(lambda: rig.sim_storage.gate.held == 1)
+    before = rig.block(8)
+    job.stop.set(Stop.EXPIRED)
+    outcome = await rig.stopped(job)
+    assert (list(outcome.moved), outcome.stop) == ([], Stop.EXPIRED)
+    assert rig.slots_used == 2, "the get still fills them"
+    rig.sim_storage.gate.release()
+    await until(lambda: rig.slots_used == 0)
+    assert rig.block(8) == before
+
+
+async def test_a_get_that_raises_is_the_tasks_error_and_every_slot_comes_back(rig: Rig) -> None:
+    rig.sim_storage.dice.script("get", "unavailable")
+    outcome = await rig.run(read(KEYS, TARGET))
+    assert outcome.error is not None
+    assert outcome.error.code == "storage_unavailable"
+    await until(lambda: rig.slots_used == 0)
+
+
+async def test_the_same_key_twice_in_one_task_is_fetched_once(rig: Rig) -> None:
+    outcome = await rig.run(read(["k0", "k0"], [8, 9]))
+    assert list(outcome.moved) == [0, 1]
+    assert rig.block(8) == rig.block(9) == rig.block(0)
+    assert rig.sim_storage.counts["hits"] == 1

@@ -1,0 +1,114 @@
+"""What one rank does for a WriteStorageTask: what it stores, in which order, and what it holds meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.workers.rig import Rig, turns, until, write
+from transferd.tasks import Stop
+from transferd.testing.faults import StorageFaults
+
+KEYS = [f"k{i}" for i in range(6)]
+IDS = [3, 9, 1, 12, 7, 5]
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    """Four slots for writes: a chunk is two blocks, and two chunks fit."""
+    made = await Rig(slots=8).open()
+    yield made
+    await made.close()
+
+
+async def test_every_block_is_stored_with_its_bytes_and_its_identity(rig: Rig) -> None:
+    outcome = await rig.run(write(KEYS, IDS))
+    assert list(outcome.moved) == list(range(6))
+    assert [rig.stored(key) for key in KEYS] == [rig.block(block) for block in IDS]
+    assert outcome.error is None
+    assert outcome.queue_s == 2.0
+
+
+async def test_a_stored_key_counts_and_is_not_moved_again(rig: Rig) -> None:
+    await rig.run(write(KEYS[2:4], IDS[2:4]))
+    copies = rig.sim_device.counts["copy_out"]
+    outcome = await rig.run(write(KEYS[2:4], IDS[2:4], "again"))
+    assert list(outcome.moved) == [0, 1]
+    assert outcome.bytes == 0
+    assert rig.sim_device.counts["copy_out"] == copies
+
+
+async def test_the_next_chunk_is_gathered_while_one_is_being_stored(rig: Rig) -> None:
+    job = await rig.begin(write(KEYS, IDS))
+    await until(lambda: rig.sim_storage.gate.held == 2, "two puts under way")
+    assert rig.sim_device.counts["copy_out"] == 2
+    await turns()
+    assert (rig.sim_device.counts["copy_out"], rig.slots_used) == (2, 4), "the third chunk waits for slots"
+    rig.sim_storage.gate.release()
+    assert list((await rig.ended(job)).moved) == list(range(6))
+
+
+async def test_staging_bounds_a_write_of_any_length(rig: Rig) -> None:
+    keys = [f"long-{i}" for i in range(16)]
+    outcome = await rig.run(write(keys, range(16)))
+    assert len(outcome.moved) == 16
+    assert rig.staging.statistics()["peak"] <= rig.staging.statistics()["capacity"] // 2
+    assert rig.slots_used == 0
+
+
+async def test_a_stop_answers_while_a_put_hangs_and_its_slots_stay_lent(rig: Rig) -> None:
+    job = await rig.begin(write(KEYS[:2], IDS[:2]))
+    await until(lambda: rig.sim_storage.gate.held == 1)
+    job.stop.set(Stop.EXPIRED)
+    outcome = await rig.ended(job)
+    assert (list(outcome.moved), outcome.stop) == ([], Stop.EXPIRED)
+    assert rig.slots_used == 2, "the put still reads them"
+    rig.sim_storage.gate.release()
+    await until(lambda: rig.slots_used == 0)
+
+
+async def test_a_stop_before_the_copy_touches_no_block(rig: Rig) -> None:
+    rig.sim_storage.gate.hold()
+    job = rig.start(write(KEYS, IDS))
+    await turns()
+    job.stop.set(Stop.CANCELLED)
+    outcome = await rig.ended(job)
+    assert (list(outcome.moved), outcome.stop) == ([], Stop.CANCELLED)
+    rig.sim_storage.gate.release()
+    await turns()
+    assert rig.sim_device.counts["copy_out"] == 0
+
+
+async def test_what_one_object_fails_with_is_told_and_the_others_count(rig: Rig) -> None:
+    rig.sim_storage.dice.script("object put", None, "full")
+    outcome = await rig.run(write(KEYS[:2], IDS[:2]))
+    assert list(outcome.moved) == [0]
+    assert outcome.error is not None
+    assert outcome.error.code == "storage_full"
+
+
+async def test_a_storage_that_does_not_answer_fails_the_write_and_stores_nothing(rig: Rig) -> None:
+    rig.sim_storage.faults = StorageFaults(unavailable=1.0)
+    outcome = await rig.run(write(KEYS, IDS))
+    assert list(outcome.moved) == []
+    assert outcome.error is not None
+    assert outcome.error.code == "storage_unavailable"
+    assert not rig.sim_storage.objects
+
+
+async def test_a_failed_copy_stores_nothing_of_its_chunk(rig: Rig) -> None:
+    rig.sim_device.dice.script("copy_out", None, "fail")
+    outcome = await rig.run(write(KEYS[:4], IDS[:4]))
+    assert list(outcome.moved) == [0, 1]
+    assert outcome.error is not None
+    assert outcome.error.code == "tier_error"
+    assert len(rig.sim_storage.objects) == 2
+
+
+async def test_a_lost_device_is_reported_once_and_ends_the_rank(rig: Rig) -> None:
+    rig.sim_device.dice.script("copy_out", "lost")
+    outcome = await rig.run(write(KEYS[:2], IDS[:2]))
+    assert outcome.error is not None
+    assert outcome.error.code == "device_lost"
+    assert [rank for rank, _ in rig.died] == [0]
