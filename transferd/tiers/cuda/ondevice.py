@@ -25,8 +25,8 @@ _DEFAULT_STREAM = 0  # for what happens once, before there are lanes
 class OnDevice:
     """Context, cache (allocated, or the engine's mapped when `handle` is given), kernel, segment table, two lanes.
 
-    Blocks while it is made and closed. Raises TierError, and RequestError for a handle that does not fit;
-    then nothing is left behind.
+    event: what copies wait for, or 0. Blocks while it is made and closed. Raises TierError, and RequestError
+    for a handle that does not fit; then nothing is left behind.
     """
 
     def __init__(
@@ -40,19 +40,19 @@ class OnDevice:
         way: str,
     ) -> None:
         self.info = find_device(driver, device)
-        self._driver = driver
+        self.driver = driver
         self._layout = layout
         self._slot_bytes = slot_bytes
         self._mapped: ipc.Mapping | None = None
-        self._event = 0
+        self.event = 0
         self._owned = Owned()
-        self._context = driver.retain(device)
+        self.context = driver.retain(device)
         try:
-            with driver.current(self._context):
+            with driver.current(self.context):
                 self.arena = self._create() if handle is None else self._map(handle)
-                program = self._program()
-                self.outward = self._lane(program, outward=True, way=way)
-                self.inward = self._lane(program, outward=False, way=way)
+                self.program = self._program()
+                self.outward = self._lane(outward=True, way=way)
+                self.inward = self._lane(outward=False, way=way)
         except BaseException as error:
             problem = None
             with contextlib.suppress(TierError):
@@ -66,8 +66,8 @@ class OnDevice:
         """Out of memory says how much there was, before anything is freed again."""
         if not isinstance(error, TierError) or error.reason != OUT_OF_MEMORY:
             return None
-        with self._driver.current(self._context):
-            free, total = self._driver.memory_info()
+        with self.driver.current(self.context):
+            free, total = self.driver.memory_info()
         need, staging = self._layout.device.extent, 2 * SLOTS * self._slot_bytes
         return TierError(
             f"device {self.info.index} ({self.info.name}) has no room: the cache needs {need} bytes and staging "
@@ -76,36 +76,36 @@ class OnDevice:
         )
 
     def _create(self) -> Arena:
-        driver, nbytes = self._driver, self._layout.device.extent
+        driver, nbytes = self.driver, self._layout.device.extent
         address = self._allocate(nbytes)
         driver.fill(address, 0, nbytes, _DEFAULT_STREAM)  # nothing of anyone's is in it
         driver.synchronize_stream(_DEFAULT_STREAM)
         try:
-            self._event = driver.create_event(shared=True)
+            self.event = driver.create_event(shared=True)
         except DeviceLost:
             raise
         except TierError:
             pass  # a device whose events cannot be shared: the handle has none, engines push when compute is done
         else:
-            self._owned.add(lambda: driver.destroy_event(self._event))
+            self._owned.add(lambda: driver.destroy_event(self.event))
         return Arena(self._layout.device, address)
 
     def _map(self, handle: DeviceHandle) -> Arena:
         if handle.kind != ipc.KIND:
             raise RequestError(f"a handle of kind {handle.kind[:40]!r}; {ipc.KIND!r} is needed", code="wrong_kind")
-        mapping = ipc.Mapping(self._driver, self.info, ipc.read(handle.data))
+        mapping = ipc.Mapping(self.driver, self.info, ipc.read(handle.data))
         self._mapped = mapping
         self._owned.add(mapping.close)
-        self._event = mapping.event
+        self.event = mapping.event
         return locate(self._layout, handle.data.get("arrays"), mapping.regions)
 
     def _allocate(self, nbytes: int) -> int:
-        address = self._driver.allocate(nbytes)
-        self._owned.add(lambda: self._driver.free(address))
+        address = self.driver.allocate(nbytes)
+        self._owned.add(lambda: self.driver.free(address))
         return address
 
     def _program(self) -> Program:
-        driver = self._driver
+        driver = self.driver
         module = driver.load(driver.compile(source(), self.info.capability))
         self._owned.add(lambda: driver.unload(module))
         nbytes = self.arena.geometry.nbytes
@@ -117,8 +117,8 @@ class OnDevice:
         driver.synchronize_stream(_DEFAULT_STREAM)
         return Program(self.arena, driver.function(module, NAME), address, cutter, self._slot_bytes)
 
-    def _lane(self, program: Program, *, outward: bool, way: str) -> Lane:
-        lane = Lane(self._driver, self._context, program, outward=outward, caller=self._event, way=way)
+    def _lane(self, *, outward: bool, way: str) -> Lane:
+        lane = Lane(self.driver, self.context, self.program, outward=outward, caller=self.event, way=way)
         self._owned.add(lane.close)
         return lane
 
@@ -126,10 +126,10 @@ class OnDevice:
         """For an engine that attaches. Raises TierError for memory that an engine made."""
         if self._mapped is not None:
             raise TierError("this memory was made by an engine: the daemon has nothing of its own to share")
-        driver = self._driver
-        with driver.current(self._context):
+        driver = self.driver
+        with driver.current(self.context):
             exported = driver.export_memory(self.arena.origin).hex()
-            event = driver.export_event(self._event).hex() if self._event else ""
+            event = driver.export_event(self.event).hex() if self.event else ""
         data = ipc.CudaHandle(
             device=self.info.uuid,
             owner=as_data(this_process()),
@@ -148,13 +148,13 @@ class OnDevice:
 
     def close(self) -> None:
         """Free everything, the last thing first. Idempotent. Raises the first TierError, after the rest."""
-        context, self._context = self._context, 0
+        context, self.context = self.context, 0
         if not context:
             return
         try:
-            with self._driver.current(context):
+            with self.driver.current(context):
                 self._owned.release()
         except DeviceLost:
             pass  # the driver took everything when it lost the context
         finally:
-            self._driver.release(self.info.index)
+            self.driver.release(self.info.index)

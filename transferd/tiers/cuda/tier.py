@@ -76,10 +76,11 @@ class CudaDeviceTier:
 
     @property
     def arena(self) -> Arena:
-        return self._on_device.arena
+        return self.on_device.arena
 
     @property
-    def _on_device(self) -> OnDevice:
+    def on_device(self) -> OnDevice:
+        """All that it has there, for measurements and checks. Raises TierError when it is not open."""
         if self._resident is None:
             raise TierError(f"the device memory of rank {self.rank} is not open")
         return self._resident
@@ -101,10 +102,10 @@ class CudaDeviceTier:
         self._resident = await self._offload.run(Direction.IN, make)
 
     async def copy_out(self, plan: CopyPlan, host: HostMemory) -> None:
-        await self._copy(Direction.OUT, self._on_device.outward, plan, host)
+        await self._copy(Direction.OUT, self.on_device.outward, plan, host)
 
     async def copy_in(self, plan: CopyPlan, host: HostMemory) -> None:
-        await self._copy(Direction.IN, self._on_device.inward, plan, host)
+        await self._copy(Direction.IN, self.on_device.inward, plan, host)
 
     async def _copy(self, direction: Direction, lane: Lane, plan: CopyPlan, host: HostMemory) -> None:
         if not plan.nbytes:
@@ -120,7 +121,7 @@ class CudaDeviceTier:
         await ended
 
     def handle(self) -> DeviceHandle:
-        return self._on_device.handle()
+        return self.on_device.handle()
 
     async def close(self) -> None:
         resident, self._resident = self._resident, None

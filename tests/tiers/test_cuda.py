@@ -1,0 +1,469 @@
+"""The CUDA tier on a GPU that watches: order, ends, failures, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+
+from transferd.config import CacheSection
+from transferd.copyplan import CopyPlan, plan_copy
+from transferd.errors import DeviceLost, TierError
+from transferd.layout import build_layout
+from transferd.offload import ThreadOffload
+from transferd.testing.cuda.gpu import FakeGpu
+from transferd.testing.cuda.shim import compiler
+from transferd.tiers.cuda import CudaDeviceTier
+from transferd.tiers.cuda.driver import OUT_OF_MEMORY
+from transferd.tiers.cuda.pinning import CudaPinning, is_registered
+from transferd.tiers.pinned import HostPool, HostRegion
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="there is no C compiler to run kernels on the CPU with")
+
+CACHE = CacheSection(layers=2, kv_heads=1, head_dim=8, block_size=4, device_blocks=12, host_blocks=24)
+LAYOUT = build_layout(CACHE)
+ONE_BLOCK = 1  # a slot too small for two blocks: each chunk is one, or a part of one
+BLOCKS = list(range(8))
+
+
+@pytest.fixture
+def offload() -> Iterator[ThreadOffload]:
+    threads = ThreadOffload(2)
+    yield threads
+    threads.close()
+
+
+class Rig:
+    """An open tier on its GPU, and a registered pool with random bytes in it."""
+
+    def __init__(self, gpu: FakeGpu, tier: CudaDeviceTier, pool: HostPool) -> None:
+        self.gpu = gpu
+        self.tier = tier
+        self.pool = pool
+        self.memory = np.frombuffer(pool.memory.view, dtype=np.uint8)
+        self.memory[:] = np.random.default_rng(7).integers(0, 256, self.memory.shape, dtype=np.uint8)
+
+    def inward(self, host: list[int], device: list[int]) -> CopyPlan:
+        return plan_copy(LAYOUT.host, host, self.tier.arena.geometry, device)
+
+    def outward(self, device: list[int], host: list[int]) -> CopyPlan:
+        return plan_copy(self.tier.arena.geometry, device, LAYOUT.host, host)
+
+    def block(self, host: int) -> bytes:
+        start = host * int(LAYOUT.host.strides[0])
+        return self.memory[start : start + LAYOUT.block_bytes].tobytes()
+
+    async def there_and_back(self) -> bool:
+        """Eight blocks to the device and back to other places. True if they are the same."""
+        before = [self.block(i) for i in BLOCKS]
+        await self.tier.copy_in(self.inward(BLOCKS, BLOCKS[::-1]), self.pool.memory)
+        await self.tier.copy_out(self.outward(BLOCKS[::-1], [8 + i for i in BLOCKS]), self.pool.memory)
+        return [self.block(8 + i) for i in BLOCKS] == before
+
+
+@asynccontextmanager
+async def rig(gpu: FakeGpu, offload: ThreadOffload, *, clean: bool = True, **options: object) -> AsyncIterator[Rig]:
+    """clean: what is wrong on the GPU, or left on it at the end, fails the test."""
+    tier = CudaDeviceTier(LAYOUT, 0, 0, offload, driver=gpu, **({"slot_bytes": ONE_BLOCK} | options))  # type: ignore[arg-type]
+    await tier.open()
+    pool = HostPool(LAYOUT, 0, CudaPinning(0, gpu))
+    made = Rig(gpu, tier, pool)
+    try:
+        yield made
+    finally:
+        del made.memory
+        await tier.close()
+        pool.close()
+    if clean:
+        assert gpu.wrong() == []
+        assert gpu.leaks() == []
+
+
+# --- order --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_streams_may_run_in_any_order_that_the_events_allow(offload: ThreadOffload, seed: int) -> None:
+    async with rig(FakeGpu(seed=seed, batches=seed % 2 == 0), offload) as made:
+        assert await made.there_and_back()
+
+
+class Deaf(FakeGpu):
+    """A GPU on which one call of a name, by its number, is forgotten: a bug as the tier might have it."""
+
+    def __init__(self, forget: str, number: int) -> None:
+        super().__init__(seed=number, batches=False)
+        self.forget = forget
+        self.left = number
+        self.forgotten = False
+
+    def _forgets(self, call: str) -> bool:
+        if call != self.forget:
+            return False
+        self.left -= 1
+        self.forgotten |= self.left == -1
+        return self.left == -1
+
+    def wait(self, stream: int, event: int) -> None:
+        meaning = bool(self._signal(event).recorded)  # waiting for what was never recorded is no wait
+        if not (meaning and self._forgets("wait")):
+            super().wait(stream, event)
+
+    def synchronize(self, event: int) -> None:
+        if not self._forgets("synchronize"):
+            super().synchronize(event)
+
+
+@pytest.mark.parametrize(
+    ("forget", "number"), [*(("wait", n) for n in range(28)), ("synchronize", 0), ("synchronize", 1)]
+)
+async def test_a_wait_that_is_missing_is_seen(offload: ThreadOffload, forget: str, number: int) -> None:
+    gpu = Deaf(forget, number)
+    async with rig(gpu, offload, clean=False) as made:
+        same = await made.there_and_back()
+    assert gpu.forgotten
+    assert not same or gpu.wrong(), "each wait is needed, and the fake would notice"
+
+
+async def test_a_copy_has_ended_when_it_returns(offload: ThreadOffload) -> None:
+    async with rig(FakeGpu(), offload) as made:
+        await made.tier.copy_in(made.inward(BLOCKS, BLOCKS), made.pool.memory)
+        made.memory[:] = 0  # the engine may do so
+        await made.tier.copy_out(made.outward(BLOCKS, BLOCKS), made.pool.memory)
+        assert made.block(0) != bytes(LAYOUT.block_bytes)
+        assert made.gpu.count("synchronize") == 2
+
+
+async def test_copies_wait_for_what_the_engine_has_recorded(offload: ThreadOffload) -> None:
+    """The engine pushes a task while its kernels still write the blocks (docs/adr/0009; FastDeploy #6144)."""
+    daemon, engine = FakeGpu(seed=1), FakeGpu(seed=2)
+    async with rig(daemon, offload) as made:
+        handle = made.tier.handle().data
+        context = engine.retain(0)
+        with engine.current(context):
+            event = engine.open_event(bytes.fromhex(handle["event"]))
+            cache = engine.open_memory(bytes.fromhex(handle["regions"][0]["handle"]))
+            stream = engine.create_stream()
+            engine.fill(cache, 0x5A, LAYOUT.device.extent, stream)  # the engine's compute, not done yet
+            engine.record(event, stream)
+            copying = asyncio.ensure_future(made.tier.copy_out(made.outward([3], [0]), made.pool.memory))
+            await asyncio.wait({copying}, timeout=0.05)
+            assert not copying.done()
+            engine.synchronize_stream(stream)  # now it is done
+            await asyncio.wait_for(copying, 10)
+            assert made.block(0) == b"\x5a" * LAYOUT.block_bytes
+            engine.fill(cache, 0x11, LAYOUT.device.extent, stream)  # reads and writes of the next step
+            engine.record(event, stream)
+            loading = asyncio.ensure_future(made.tier.copy_in(made.inward([1], [5]), made.pool.memory))
+            await asyncio.wait({loading}, timeout=0.05)
+            assert not loading.done(), "a load overwrites nothing that is still in use"
+            engine.synchronize_stream(stream)
+            await asyncio.wait_for(loading, 10)
+            await made.tier.copy_out(made.outward([5, 6], [7, 8]), made.pool.memory)
+            assert made.block(7) == made.block(1)
+            assert made.block(8) == b"\x11" * LAYOUT.block_bytes
+            for undo in (lambda: engine.destroy_stream(stream), lambda: engine.destroy_event(event)):
+                undo()
+            engine.close_memory(cache)
+        engine.release(0)
+    assert engine.leaks() == []
+
+
+async def test_a_copy_that_nobody_waits_for_any_more_runs_to_its_end(offload: ThreadOffload) -> None:
+    gpu = FakeGpu()
+    async with rig(gpu, offload) as made:
+        await made.tier.copy_in(made.inward([0], [0]), made.pool.memory)
+        with gpu._changed:  # nothing runs while we hold this
+            copying = asyncio.ensure_future(made.tier.copy_out(made.outward([0], [9]), made.pool.memory))
+            await asyncio.sleep(0)
+            copying.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await copying
+        await made.tier.copy_out(made.outward([0], [10]), made.pool.memory)
+        assert made.block(9) == made.block(10) == made.block(0)
+
+
+async def test_an_idle_tier_calls_nothing_and_its_threads_sleep(offload: ThreadOffload) -> None:
+    gpu = FakeGpu()
+    async with rig(gpu, offload) as made:
+        await made.there_and_back()
+        calls = len(gpu.calls)
+        await asyncio.sleep(0.05)
+        assert len(gpu.calls) == calls
+        assert {"transferd-cuda-out", "transferd-cuda-in"} <= {thread.name for thread in threading.enumerate()}
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("transferd-cuda")]
+
+
+# --- which way ------------------------------------------------------------------------------------------
+
+
+async def test_short_segments_are_gathered_and_long_ones_go_straight(offload: ThreadOffload) -> None:
+    long = build_layout(CacheSection(layers=1, kv_heads=8, head_dim=128, block_size=64, device_blocks=2, host_blocks=2))
+    for layout, way in ((LAYOUT, "gather"), (long, "batch")):
+        gpu = FakeGpu()
+        tier = CudaDeviceTier(layout, 0, 0, offload, driver=gpu)
+        await tier.open()
+        registered, pageable = HostPool(layout, 0, CudaPinning(0, gpu)), HostPool(layout, 0)
+        for pool in (registered, pageable):
+            await tier.copy_in(plan_copy(layout.host, [0], layout.device, [1]), pool.memory)
+        expected = {"gather": 0, "batch": 0, "single": 0}
+        expected[way] += 1
+        expected["gather"] += 1  # memory that is not registered is never given to a batch
+        assert tier.statistics()["copies"]["in"] == expected
+        await tier.close()
+        registered.close()
+        pageable.close()
+        assert gpu.wrong() == []
+
+
+@pytest.mark.parametrize("registered", [True, False])
+async def test_a_plan_of_runs_alone_goes_run_by_run(offload: ThreadOffload, registered: bool) -> None:
+    gpu = FakeGpu()
+    async with rig(gpu, offload) as made:
+        region = HostRegion(4096, CudaPinning(0, gpu)) if registered else HostRegion(4096)
+        region.view[:4096] = bytes(range(256)) * 16
+        inward = CopyPlan(300, runs=np.array([[10, 0, 100], [200, 1000, 200]], dtype=np.int64))
+        outward = CopyPlan(200, runs=np.array([[1000, 2000, 200]], dtype=np.int64))
+        await made.tier.copy_in(inward, region)
+        await made.tier.copy_out(outward, region)
+        assert bytes(region.view[2000:2200]) == bytes(region.view[200:400])
+        assert made.tier.statistics()["copies"]["in"]["batch" if registered else "single"] == 1
+        region.close()
+
+
+async def test_work_on_the_device_is_bounded_and_reused(offload: ThreadOffload) -> None:
+    gpu = FakeGpu()
+    async with rig(gpu, offload) as made:
+        await made.there_and_back()
+        made_once = {call: gpu.count(call) for call in ("allocate", "create_stream", "create_event")}
+        for _ in range(5):
+            await made.there_and_back()
+        assert {call: gpu.count(call) for call in made_once} == made_once
+        assert made_once["allocate"] == 6, "cache, table, and two slots each way"
+        assert made_once["create_stream"] == 4
+
+
+# --- failures -----------------------------------------------------------------------------------------
+
+
+async def test_no_room_for_the_cache_is_said_with_figures_and_leaves_nothing(offload: ThreadOffload) -> None:
+    gpu = FakeGpu(capacity=LAYOUT.device.extent + 1000)
+    tier = CudaDeviceTier(LAYOUT, 0, 0, offload, driver=gpu)
+    with pytest.raises(
+        TierError, match=rf"device 0 \(Fake GPU\) has no room: the cache needs {LAYOUT.device.extent}"
+    ) as e:
+        await tier.open()
+    assert e.value.reason == OUT_OF_MEMORY
+    assert "\n" not in str(e.value)
+    assert gpu.leaks() == []
+
+
+@pytest.mark.parametrize(
+    ("devices", "said"), [(0, "no GPU that this process may use"), (1, "device 3 is not there: this")]
+)
+async def test_an_absent_device_is_named(offload: ThreadOffload, devices: int, said: str) -> None:
+    gpu = FakeGpu(devices=devices)
+    with pytest.raises(TierError, match=said):
+        await CudaDeviceTier(LAYOUT, 0, 3, offload, driver=gpu).open()
+    with pytest.raises(TierError, match=said):
+        CudaPinning(3, gpu)
+
+
+def calls_of_opening() -> list[tuple[str, int]]:
+    """(name, number) of every call that an opening makes."""
+    gpu, threads = FakeGpu(), ThreadOffload(1)
+
+    async def go() -> None:
+        tier = CudaDeviceTier(LAYOUT, 0, 0, threads, driver=gpu, slot_bytes=ONE_BLOCK)
+        await tier.open()
+
+    asyncio.run(go())
+    seen: dict[str, int] = {}
+    found = []
+    for call in gpu.calls:
+        found.append((call, seen.get(call, 0)))
+        seen[call] = seen.get(call, 0) + 1
+    return [(call, number) for call, number in found if call not in ("compile", "device_count", "describe")]
+
+
+async def test_whichever_call_fails_while_it_opens_nothing_is_left(offload: ThreadOffload) -> None:
+    calls = await asyncio.to_thread(calls_of_opening)
+    assert len(calls) > 20
+    for call, number in calls:
+        gpu = FakeGpu()
+        gpu.refuse(call, "CUDA_ERROR_INVALID_VALUE", after=number)
+        tier = CudaDeviceTier(LAYOUT, 0, 0, offload, driver=gpu, slot_bytes=ONE_BLOCK)
+        if (call, number) == ("create_event", 0):  # the shared event, which is optional
+            await tier.open()
+            assert tier.handle().data["event"] == ""
+            await tier.close()
+        else:
+            with pytest.raises(TierError, match=call):
+                await tier.open()
+        assert gpu.leaks() == [], f"after {call}, call {number}"
+        if call != "synchronize_stream":  # what cannot be waited for is freed all the same: CUDA waits then
+            assert gpu.wrong() == []
+
+
+@pytest.mark.parametrize("call", ["launch", "copy", "record", "wait"])
+@pytest.mark.parametrize("after", [0, 3, 7])
+async def test_a_copy_that_cannot_be_submitted_fails_when_all_of_it_has_ended(
+    offload: ThreadOffload, call: str, after: int
+) -> None:
+    gpu = FakeGpu(batches=False)
+    async with rig(gpu, offload) as made:
+        gpu.refuse(call, "CUDA_ERROR_INVALID_VALUE", after=after)
+        with pytest.raises(TierError, match=call) as caught:
+            await made.tier.copy_in(made.inward(BLOCKS, BLOCKS), made.pool.memory)
+        assert not isinstance(caught.value, DeviceLost)
+        assert not any(gpu._streams.values()), "nothing moves any more"
+        assert await made.there_and_back(), "and the next copy works"
+
+
+@pytest.mark.parametrize("answer", ["CUDA_ERROR_ECC_UNCORRECTABLE", "CUDA_ERROR_LAUNCH_FAILED"])
+async def test_a_lost_device_is_told_for_every_copy_and_closes_quietly(offload: ThreadOffload, answer: str) -> None:
+    gpu = FakeGpu()
+    async with rig(gpu, offload, clean=False) as made:
+        gpu.refuse("synchronize", answer)
+        with pytest.raises(DeviceLost, match=answer):
+            await made.tier.copy_in(made.inward(BLOCKS, BLOCKS), made.pool.memory)
+        with pytest.raises(DeviceLost):
+            await made.tier.copy_out(made.outward([0], [0]), made.pool.memory)
+        made.pool.memory._pinning = NeverMind()  # type: ignore[assignment] # the pool goes with the process
+
+
+class NeverMind:
+    """Unpinning on a device that is gone."""
+
+    node = None
+
+    def pin(self, address: int, nbytes: int) -> str:
+        raise NotImplementedError
+
+    def unpin(self, address: int, nbytes: int) -> None:
+        pass
+
+
+async def test_a_kernel_that_leaves_its_memory_loses_the_device(offload: ThreadOffload) -> None:
+    gpu = FakeGpu()
+    async with rig(gpu, offload, clean=False, slot_bytes=1 << 16) as made:
+        made.tier.on_device.program.cutter.stride = 1 << 30  # a bug in the arithmetic
+        with pytest.raises(DeviceLost, match="ILLEGAL_ADDRESS"):
+            await made.tier.copy_out(made.outward([0, 1], [0, 1]), made.pool.memory)
+        made.pool.memory._pinning = NeverMind()  # type: ignore[assignment]
+
+
+async def test_an_error_while_it_closes_is_told_after_everything_else_was_freed(offload: ThreadOffload) -> None:
+    gpu = FakeGpu()
+    tier = CudaDeviceTier(LAYOUT, 0, 0, offload, driver=gpu)
+    await tier.open()
+    gpu.refuse("destroy_stream", "CUDA_ERROR_INVALID_HANDLE")
+    with pytest.raises(TierError, match="destroy_stream"):
+        await tier.close()
+    assert len(gpu.leaks()) == 1
+    assert gpu.leaks()[0].startswith("stream")
+
+
+async def test_it_can_be_closed_and_opened_again_and_holds_nothing_of_before(offload: ThreadOffload) -> None:
+    gpu = FakeGpu()
+    async with rig(gpu, offload) as made:
+        await made.tier.copy_in(made.inward(BLOCKS, BLOCKS), made.pool.memory)
+        await made.tier.close()
+        await made.tier.open()
+        await made.tier.copy_out(made.outward(BLOCKS, BLOCKS), made.pool.memory)
+        assert made.block(3) == bytes(LAYOUT.block_bytes)
+
+
+# --- pinning ------------------------------------------------------------------------------------------
+
+
+def test_host_memory_is_registered_as_long_as_it_lives() -> None:
+    gpu = FakeGpu()
+    region = HostRegion(10_000, CudaPinning(0, gpu))
+    assert region.pinned
+    assert is_registered(region.address)
+    assert gpu.memory.registered[region.address].nbytes == region.nbytes
+    address = region.address
+    region.close()
+    assert not is_registered(address)
+    assert gpu.leaks() == []
+
+
+@pytest.mark.parametrize("refused", ["register_host", "retain"])
+def test_where_registering_is_refused_memory_is_pageable_and_says_why(refused: str) -> None:
+    gpu = FakeGpu()
+    pinning = CudaPinning(0, gpu)
+    gpu.refuse(refused, "CUDA_ERROR_NOT_PERMITTED")
+    region = HostRegion(10_000, pinning)
+    assert not region.pinned
+    assert "CUDA_ERROR_NOT_PERMITTED" in region.degraded
+    assert not is_registered(region.address)
+    region.close()
+    assert gpu.leaks() == []
+
+
+# --- what the fake itself sees --------------------------------------------------------------------------
+
+
+def in_context(gpu: FakeGpu, work: Callable[[], None]) -> None:
+    with gpu.current(gpu.retain(0)):
+        work()
+    gpu.release(0)
+
+
+def test_memory_freed_under_a_copy_is_seen() -> None:
+    gpu = FakeGpu()
+
+    def work() -> None:
+        one, other, stream = gpu.allocate(100), gpu.allocate(100), gpu.create_stream()
+        gpu.copy(one, other, 100, stream)
+        gpu.free(other)
+        gpu.synchronize_stream(stream)
+        gpu.free(one)
+        gpu.destroy_stream(stream)
+
+    in_context(gpu, work)
+    assert any("is freed, and nobody has waited" in problem for problem in gpu.wrong())
+    assert any("is gone when" in problem for problem in gpu.wrong())
+
+
+def test_a_copy_past_the_end_of_memory_and_a_call_without_a_context_are_refused() -> None:
+    gpu = FakeGpu()
+
+    def work() -> None:
+        one, other = gpu.allocate(100), gpu.allocate(200)
+        with pytest.raises(TierError, match="INVALID_VALUE"):
+            gpu.copy(one, other, 101, 0)
+        gpu.free(one)
+        gpu.free(other)
+
+    in_context(gpu, work)
+    with pytest.raises(TierError, match="INVALID_CONTEXT"):
+        gpu.allocate(1)
+    assert "leaves the memory" in gpu.wrong()[0]
+
+
+def test_work_in_no_order_on_the_same_bytes_is_a_race_also_when_it_went_well() -> None:
+    gpu = FakeGpu()
+
+    def work() -> None:
+        memory, one, other = gpu.allocate(100), gpu.create_stream(), gpu.create_stream()
+        gpu.fill(memory, 1, 50, one)
+        gpu.fill(memory + 50, 2, 50, other)  # other bytes: no race
+        assert gpu.wrong() == []
+        gpu.fill(memory + 49, 3, 1, other)
+        assert len(gpu.wrong()) == 1
+        gpu.synchronize_stream(one)
+        gpu.fill(memory, 1, 49, other)  # the host has seen the end of the first
+        assert len(gpu.wrong()) == 1
+        for undo in (gpu.synchronize_stream, gpu.destroy_stream):
+            undo(other)
+        gpu.destroy_stream(one)
+        gpu.free(memory)
+
+    in_context(gpu, work)
+    assert "share bytes, in no order" in gpu.wrong()[0]

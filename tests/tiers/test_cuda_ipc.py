@@ -1,0 +1,389 @@
+"""GPU memory across processes, two fakes standing for two processes: who maps what, once, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import gc
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from transferd.config import CacheSection
+from transferd.copyplan import plan_copy
+from transferd.errors import RequestError, TierError
+from transferd.layout import build_layout
+from transferd.offload import ThreadOffload
+from transferd.testing.cuda.gpu import FakeGpu
+from transferd.testing.cuda.shim import compiler
+from transferd.tiers.base import DeviceHandle
+from transferd.tiers.cuda import CudaDeviceTier, engine, fastdeploy
+from transferd.tiers.cuda.ipc import KIND
+from transferd.tiers.owner import this_process
+from transferd.tiers.pinned import HostPool
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="there is no C compiler to run kernels on the CPU with")
+
+LAYOUT = build_layout(
+    CacheSection(layers=2, device_blocks=6, host_blocks=6, block_size=5, kv_heads=3, head_dim=7, mtp_layers=1,
+                 mtp_blocks=9, dtype="block_wise_fp8", scale_dtype="float32")
+)  # fmt: skip
+
+
+@pytest.fixture
+def offload() -> Iterator[ThreadOffload]:
+    threads = ThreadOffload(2)
+    yield threads
+    threads.close()
+
+
+@pytest.fixture
+async def daemon(offload: ThreadOffload) -> AsyncIterator[CudaDeviceTier]:
+    """A tier that is not open; what is wrong on its GPU, or left there, fails the test."""
+    gpu = FakeGpu(seed=1)
+    tier = CudaDeviceTier(LAYOUT, 0, 0, offload, driver=gpu, slot_bytes=1)
+    yield tier
+    await tier.close()
+    assert gpu.wrong() == []
+    assert gpu.leaks() == []
+
+
+@pytest.fixture
+def pool() -> Iterator[HostPool]:
+    made = HostPool(LAYOUT, 0)
+    yield made
+    made.close()
+
+
+class Elsewhere:
+    """The engine: another process's GPU, with the arrays that it allocates itself."""
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        self.gpu = gpu
+        self.context = gpu.retain(0)
+        self.allocations: list[int] = []
+
+    def allocate(self, nbytes: int) -> int:
+        with self.gpu.current(self.context):
+            self.allocations.append(self.gpu.allocate(nbytes))
+        return self.allocations[-1]
+
+    def arrays(self, *, per_array: bool) -> dict[str, list[engine.DeviceArray]]:
+        """Arrays as the layout wants them: each an allocation, or all in one large one, at odd places."""
+        sizes = [LAYOUT.device_blocks_of(part.layer) * part.nbytes for part in LAYOUT.segments]
+        start = 0 if per_array else self.allocate(sum(nbytes + 256 for nbytes in sizes)) + 128
+        caches: dict[str, list[engine.DeviceArray]] = {}
+        for part, nbytes in zip(LAYOUT.segments, sizes, strict=True):
+            address = self.allocate(nbytes) if per_array else start
+            start += -(-nbytes // 128) * 128 + 128
+            shape = (LAYOUT.device_blocks_of(part.layer), *part.plane.shape)
+            array = engine.DeviceArray(address, shape, part.plane.numpy_dtype.name, 0, None)
+            caches.setdefault(part.plane.name, []).append(array)
+        return caches
+
+    def close(self) -> None:
+        with self.gpu.current(self.context):
+            for address in self.allocations:
+                self.gpu.free(address)
+        self.gpu.release(0)
+        gc.collect()  # arrays that a test has dropped
+        assert self.gpu.wrong() == []
+        assert self.gpu.leaks() == []
+
+
+@pytest.fixture
+def other() -> Iterator[Elsewhere]:
+    made = Elsewhere(FakeGpu(seed=2))
+    yield made
+    made.close()
+
+
+def seen(array: engine.DeviceArray) -> np.ndarray[Any, Any]:
+    """The bytes of an array on a fake GPU, [blocks, bytes], as long as it lives."""
+    raw = (ctypes.c_uint8 * array.nbytes).from_address(array.address)
+    return np.frombuffer(raw, dtype=np.uint8).reshape(array.shape[0], -1)
+
+
+async def moves_blocks(tier: CudaDeviceTier, pool: HostPool, caches: dict[str, list[engine.DeviceArray]]) -> None:
+    """Random bytes in the arrays; blocks out, and in again elsewhere; every byte of the arrays compared."""
+    rng = np.random.default_rng(5)
+    for arrays in caches.values():
+        for array in arrays:
+            seen(array)[...] = rng.integers(0, 256, seen(array).shape, dtype=np.uint8)
+    before = {plane: [seen(array).copy() for array in arrays] for plane, arrays in caches.items()}
+    where = tier.arena.geometry
+    await tier.copy_out(plan_copy(where, [4, 1, 2], LAYOUT.host, [0, 5, 3]), pool.memory)
+    memory = np.frombuffer(pool.memory.view, dtype=np.uint8)
+    for part, offset in zip(LAYOUT.segments, LAYOUT.host.offsets, strict=True):
+        start = int(offset) + 5 * int(LAYOUT.host.strides[0])
+        assert memory[start : start + part.nbytes].tobytes() == before[part.plane.name][part.layer][1].tobytes()
+    del memory
+    await tier.copy_in(plan_copy(LAYOUT.host, [0, 5, 3], where, [0, 5, 3]), pool.memory)
+    for plane, arrays in caches.items():
+        for array, was in zip(arrays, before[plane], strict=True):
+            expected = was.copy()
+            expected[[0, 5, 3]] = was[[4, 1, 2]]
+            assert np.array_equal(seen(array), expected), plane
+
+
+# --- create: the daemon allocates ---------------------------------------------------------------------
+
+
+async def test_an_engine_maps_the_daemons_memory_and_both_see_the_same_bytes(
+    daemon: CudaDeviceTier, other: Elsewhere, pool: HostPool
+) -> None:
+    await daemon.open()
+    handle = daemon.handle()
+    assert handle.kind == KIND
+    attached = engine.attach(handle.data, other.gpu)
+    assert {plane: len(arrays) for plane, arrays in attached.caches.items()} == dict.fromkeys(
+        ("key", "value", "key_scale", "value_scale"), 3
+    )
+    assert attached.caches["key"][2].shape == (9, 3, 5, 7), "MTP layers have their own count"
+    await moves_blocks(daemon, pool, attached.caches)
+
+
+async def test_a_mapping_lives_as_long_as_an_array_of_it(daemon: CudaDeviceTier, other: Elsewhere) -> None:
+    await daemon.open()
+    data = daemon.handle().data
+    one = engine.attach(data, other.gpu).caches["key"][0].view("uint8")
+    two = engine.attach(data, other.gpu).caches["value"][1]
+    assert other.gpu.count("open_memory") == 1, "a process maps an allocation once"
+    gc.collect()
+    assert other.gpu.count("close_memory") == 0
+    seen(one)[0] = 7
+    del one
+    gc.collect()
+    assert other.gpu.count("close_memory") == 0
+    del two
+    gc.collect()
+    assert other.gpu.count("close_memory") == 1
+    assert other.gpu.memory.opened == {}
+
+
+async def test_frameworks_find_what_they_ask_an_array_for(daemon: CudaDeviceTier, other: Elsewhere) -> None:
+    await daemon.open()
+    array = engine.attach(daemon.handle().data, other.gpu).caches["key_scale"][0]
+    interface = array.__cuda_array_interface__
+    assert interface == {
+        "shape": (6, 3, 5), "typestr": "<f4", "data": (array.address, False), "version": 3, "strides": None,
+    }  # fmt: skip
+    assert array.__dlpack_device__() == (2, 0)
+    assert array.nbytes == 6 * 3 * 5 * 4
+    with pytest.raises(RequestError, match="float16 is not as long as float32"):
+        array.view("float16")
+
+
+async def test_an_engine_says_when_its_kernels_are_done(daemon: CudaDeviceTier, other: Elsewhere) -> None:
+    await daemon.open()
+    attached = engine.attach(daemon.handle().data, other.gpu)
+    assert attached.ready is not None
+    with other.gpu.current(other.context):
+        stream = other.gpu.create_stream()
+    attached.ready.record(stream)
+    signal = daemon.on_device.driver._events[daemon.on_device.event]  # type: ignore[attr-defined]
+    assert signal.recorded == 1
+    with other.gpu.current(other.context):
+        other.gpu.synchronize_stream(stream)
+        other.gpu.destroy_stream(stream)
+    assert signal.reached == 1
+
+
+async def test_a_gpu_that_this_process_does_not_see_is_named(daemon: CudaDeviceTier, other: Elsewhere) -> None:
+    await daemon.open()
+    data = daemon.handle().data | {"device": "f" * 32}
+    with pytest.raises(TierError, match=f"GPU {'f' * 32} is not visible"):
+        engine.attach(data, other.gpu)
+
+
+# --- attach: the engine allocates ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("per_array", [True, False], ids=["an allocation each", "all in one"])
+async def test_the_daemon_maps_the_engines_memory(
+    daemon: CudaDeviceTier, other: Elsewhere, pool: HostPool, per_array: bool
+) -> None:
+    caches = other.arrays(per_array=per_array)
+    data = engine.export(caches, device=0, driver=other.gpu)
+    assert len(data["regions"]) == (len(LAYOUT.segments) if per_array else 1)
+    if not per_array:
+        assert data["arrays"][0]["offset"] == 128, "an array's place in its allocation, by address range"
+    await daemon.attach(DeviceHandle(KIND, data))
+    gpu = daemon._driver
+    assert isinstance(gpu, FakeGpu)
+    assert gpu.count("open_memory") == len(data["regions"])
+    await moves_blocks(daemon, pool, caches)
+    with pytest.raises(TierError, match="made by an engine"):
+        daemon.handle()
+    await daemon.close()
+    assert gpu.count("close_memory") == len(data["regions"]), "closed when the engine goes"
+    await daemon.attach(DeviceHandle(KIND, data))  # and it may come again
+
+
+async def test_what_fastdeploy_publishes_is_understood(
+    daemon: CudaDeviceTier, other: Elsewhere, pool: HostPool, tmp_path: Path
+) -> None:
+    caches = other.arrays(per_array=True)
+    for plane, arrays in caches.items():
+        for layer, array in enumerate(arrays):
+            with other.gpu.current(other.context):
+                content = b"\1" + bytes(7) + other.gpu.export_memory(array.address)
+            (tmp_path / fastdeploy.segment_name(plane, layer, 3, 5)).write_bytes(content)
+    assert (tmp_path / "key_caches_0_rank3.device5").exists()
+    assert (tmp_path / "value_cache_scales_2_rank3.device5").exists()
+    handle = fastdeploy.handle_of(LAYOUT, 3, 5, f"{0:032x}", this_process(), tmp_path)
+    await daemon.attach(handle)
+    await moves_blocks(daemon, pool, caches)
+
+
+def test_a_tensor_that_fastdeploy_has_not_published_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TierError, match=r"has not published key_caches_0_rank0\.device1: No such file") as caught:
+        fastdeploy.handle_of(LAYOUT, 0, 1, f"{0:032x}", this_process(), tmp_path)
+    assert caught.value.reason == "engine_gone"
+    (tmp_path / "key_caches_0_rank0.device1").write_bytes(bytes(40))
+    with pytest.raises(TierError, match="has 40 bytes"):
+        fastdeploy.handle_of(LAYOUT, 0, 1, f"{0:032x}", this_process(), tmp_path)
+
+
+def changed(data: dict[str, Any], change: Callable[[dict[str, Any]], Any]) -> DeviceHandle:
+    data = copy.deepcopy(data)
+    change(data)
+    return DeviceHandle(KIND, data)
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        (lambda data: data.pop("regions"), "bad_value"),
+        (lambda data: data["regions"][0].update(handle="zz"), "bad_value"),
+        (lambda data: data["regions"][0].update(handle="00"), "bad_value"),
+        (lambda data: data["regions"][0].update(nbytes=0), "bad_value"),
+        (lambda data: data["regions"][0].update(offset=-1), "bad_value"),
+        (lambda data: data.update(event="12"), "bad_value"),
+        (lambda data: data.update(device="1" * 32), "wrong_device"),
+        (lambda data: data["regions"][0].update(nbytes=1 << 40), "layout_mismatch"),
+        (lambda data: data["regions"][0].update(offset=1 << 40), "layout_mismatch"),
+        (lambda data: data["regions"][-1].update(nbytes=8), "layout_mismatch"),
+        (lambda data: data["arrays"][0].update(offset=4096), "layout_mismatch"),
+        (lambda data: data["arrays"].pop(), "layout_mismatch"),
+        (lambda data: data["arrays"][1].update(region=99), "layout_mismatch"),
+    ],
+)
+async def test_a_handle_that_does_not_fit_is_refused_whole(
+    daemon: CudaDeviceTier, other: Elsewhere, change: Callable[[dict[str, Any]], Any], code: str
+) -> None:
+    data = engine.export(other.arrays(per_array=True), device=0, driver=other.gpu)
+    with pytest.raises(RequestError) as caught:
+        await daemon.attach(changed(data, change))
+    assert caught.value.reason == code
+    assert "\n" not in str(caught.value)
+    gpu = daemon._driver
+    assert isinstance(gpu, FakeGpu)
+    assert gpu.leaks() == [], "nothing half mapped"
+
+
+async def test_a_handle_of_another_kind_is_refused(daemon: CudaDeviceTier) -> None:
+    with pytest.raises(RequestError, match="kind 'shm'; 'cuda_ipc' is needed"):
+        await daemon.attach(DeviceHandle("shm", {}))
+
+
+async def test_the_handle_of_an_engine_that_has_gone_is_one_line_and_leaves_nothing(daemon: CudaDeviceTier) -> None:
+    engine_gpu = FakeGpu(seed=9)
+    gone = Elsewhere(engine_gpu)
+    data = engine.export(gone.arrays(per_array=True), device=0, driver=engine_gpu)
+    gone.close()
+    with pytest.raises(TierError, match=rf"memory of process {data['owner']['pid']} cannot be mapped: .*INVALID") as e:
+        await daemon.attach(DeviceHandle(KIND, data))
+    assert not isinstance(e.value, RequestError)
+    assert "\n" not in str(e.value)
+    gpu = daemon._driver
+    assert isinstance(gpu, FakeGpu)
+    assert gpu.leaks() == []
+
+
+class Described:
+    """An array as a framework describes it."""
+
+    def __init__(self, **interface: Any) -> None:
+        self.__cuda_array_interface__ = interface
+
+
+@pytest.mark.parametrize(
+    ("typestr", "dtype"),
+    [("<V2", "uint16"), ("<f2", "float16"), ("|u1", "uint8"), ("|V1", "uint8"), ("<f4", "float32")],
+)
+def test_element_types_are_read_as_frameworks_write_them(other: Elsewhere, typestr: str, dtype: str) -> None:
+    address = other.allocate(1 << 12)
+    array = Described(shape=(2, 3), typestr=typestr, data=(address, False), strides=None)
+    assert engine.export({"key": [array]}, device=0, driver=other.gpu)["arrays"][0]["dtype"] == dtype
+
+
+@pytest.mark.parametrize(
+    ("change", "said"), [({"typestr": "<c8"}, "type <c8"), ({"strides": (24, 8)}, "key of layer 0 is not contiguous")]
+)
+def test_arrays_that_cannot_be_shared_are_refused(other: Elsewhere, change: dict[str, Any], said: str) -> None:
+    address = other.allocate(1 << 12)
+    array = Described(**({"shape": (2, 3), "typestr": "<f4", "data": (address, False), "strides": (12, 4)} | change))
+    with pytest.raises(RequestError, match=said):
+        engine.export({"key": [array]}, device=0, driver=other.gpu)
+
+
+# --- DLPack -----------------------------------------------------------------------------------------------
+
+
+class OnCpu:
+    """A DLPack capsule of ours that a consumer without a GPU can take."""
+
+    def __init__(self, array: np.ndarray[Any, Any], owner: object) -> None:
+        self.array, self.owner = array, owner
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0)
+
+    def __dlpack__(self, **_: object) -> Any:
+        from transferd.tiers.cuda import dlpack
+
+        array = self.array
+        return dlpack.capsule(array.ctypes.data, array.shape, array.dtype.name, (dlpack.CPU, 0), self.owner)
+
+
+class Owner:
+    """Somebody whose end can be seen."""
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "uint16", "float16", "float32"])
+def test_a_capsule_is_the_same_memory_and_keeps_its_owner(dtype: str) -> None:
+    import weakref
+
+    source = np.arange(24, dtype=dtype).reshape(2, 3, 4)
+    owner = Owner()
+    watch = weakref.ref(owner)
+    taken = np.from_dlpack(OnCpu(source, owner))
+    assert taken.shape == source.shape
+    assert taken.dtype == source.dtype
+    assert np.array_equal(taken, source)
+    source[1, 2, 3] = 99
+    assert taken[1, 2, 3] == 99
+    del owner
+    gc.collect()
+    assert watch() is not None
+    del taken
+    gc.collect()
+    assert watch() is None
+
+
+def test_a_capsule_that_nobody_takes_lets_its_owner_go() -> None:
+    import weakref
+
+    owner = Owner()
+    watch = weakref.ref(owner)
+    capsule = OnCpu(np.zeros(3), owner).__dlpack__()
+    del owner
+    gc.collect()
+    assert watch() is not None
+    del capsule
+    gc.collect()
+    assert watch() is None
