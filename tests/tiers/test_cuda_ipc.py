@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import gc
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from transferd.layout import build_layout
 from transferd.offload import ThreadOffload
 from transferd.testing.cuda.gpu import FakeGpu
 from transferd.testing.cuda.shim import compiler
+from transferd.testing.cuda.tier import as_numpy
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.cuda import CudaDeviceTier, engine, fastdeploy
 from transferd.tiers.cuda.ipc import KIND
@@ -102,9 +102,8 @@ def other() -> Iterator[Elsewhere]:
 
 
 def seen(array: engine.DeviceArray) -> np.ndarray[Any, Any]:
-    """The bytes of an array on a fake GPU, [blocks, bytes], as long as it lives."""
-    raw = (ctypes.c_uint8 * array.nbytes).from_address(array.address)
-    return np.frombuffer(raw, dtype=np.uint8).reshape(array.shape[0], -1)
+    """The bytes of an array on a fake GPU, [blocks, bytes]."""
+    return as_numpy(array).reshape(array.shape[0], -1).view(np.uint8)
 
 
 async def moves_blocks(tier: CudaDeviceTier, pool: HostPool, caches: dict[str, list[engine.DeviceArray]]) -> None:

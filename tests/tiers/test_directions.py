@@ -23,16 +23,20 @@ from transferd.integrity import FOOTER_BYTES, check, seal, stamps
 from transferd.layout.base import PLANE_ORDER
 from transferd.storage.base import Blob, Found
 from transferd.tasks import ReadStorageTask, Status, SwapInTask, SwapOutTask, Task, TaskResult, WriteStorageTask
+from transferd.testing.cuda.shim import compiler
+from transferd.testing.cuda.tier import attach_arrays as attach_fake_cuda
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.pinned import HostRegion
 from transferd.tiers.segment import attach_arrays
 
+FAKE_CUDA = "transferd.testing.cuda.tier:FakeCudaTier"
 Arrays = dict[str, list[np.ndarray[Any, Any]]]
 
 # How a test sees the memory of a device's handle, not through the tier.
 VIEWS: dict[str, Callable[[DeviceHandle], Arrays]] = {
     "shm": lambda handle: attach_arrays(handle.data),
     "paddle": lambda handle: attach_arrays(handle.data),
+    FAKE_CUDA: lambda handle: attach_fake_cuda(handle.data),
 }
 SMALL = {"device_blocks": 8, "host_blocks": 8, "block_size": 16}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -115,6 +119,8 @@ class Rig:
 def device(request: pytest.FixtureRequest) -> str:
     if request.param == "paddle":
         pytest.importorskip("paddle", reason="the paddle extra is not installed")
+    if request.param == FAKE_CUDA and compiler() is None:
+        pytest.skip("there is no C compiler to run kernels on the CPU with")
     return str(request.param)
 
 

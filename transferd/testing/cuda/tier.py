@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from transferd.errors import InvariantError
 from transferd.layout.base import BlockLayout
 from transferd.offload import Offload
 from transferd.testing.cuda.gpu import FakeGpu
 from transferd.tiers.cuda import CudaDeviceTier
+from transferd.tiers.cuda.engine import DeviceArray, attach
 from transferd.tiers.cuda.pinning import CudaPinning
 from transferd.tiers.cuda.tier import SLOT_BYTES
 from transferd.tiers.pinning import Pinning
@@ -49,3 +54,25 @@ class FakeCudaTier(CudaDeviceTier):
         wrong = self.gpu.wrong()
         if wrong:
             raise InvariantError("\n".join(wrong))
+
+
+class _OnFake:
+    """What numpy needs to see a DeviceArray of a fake GPU, whose memory this process can read."""
+
+    def __init__(self, array: DeviceArray) -> None:
+        self.array = array  # keeps the mapping
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return self.array.__cuda_array_interface__
+
+
+def as_numpy(array: DeviceArray) -> npt.NDArray[Any]:
+    """The same memory as a numpy array, which keeps it mapped."""
+    return np.asarray(_OnFake(array))
+
+
+def attach_arrays(data: dict[str, Any]) -> dict[str, list[npt.NDArray[Any]]]:
+    """What an engine in another process sees of a fake GPU's cache, as numpy arrays."""
+    caches = attach(data, FakeGpu(devices=8)).caches
+    return {plane: [as_numpy(array) for array in arrays] for plane, arrays in caches.items()}
