@@ -17,17 +17,20 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
+
 from transferd import handover
 from transferd import protocol as wire
 from transferd.clock import SYSTEM_CLOCK, Clock
 from transferd.config import DEFAULT_ENDPOINT
 from transferd.errors import TierError
 from transferd.link import Link, Pending, PendingTask
-from transferd.tasks import DEFAULT_TIMEOUT_S, Task, TaskResult
+from transferd.tasks import DEFAULT_TIMEOUT_S, ErrorInfo, Status, Task, TaskResult
 from transferd.transport import ClientTransport, ZmqClientTransport
 
 NO_ANSWER_S = 30.0  # past a task's own timeout; the daemon answers by then unless it has a bug
 CONTROL_TIMEOUT_S = 30.0  # for an answer that waits for nothing but the daemon
+BUSY_PAUSE_S = 0.01  # before a busy daemon is asked again, if it names no time of its own
 QUIET_TIMEOUT_S = 24 * 3600.0  # pause and drain wait for tasks, which have deadlines of their own
 
 
@@ -59,6 +62,7 @@ class Client:
         self._connect_timeout = connect_timeout
         self._clock = clock
         self._link = Link(self.endpoint, transport or ZmqClientTransport(self.endpoint), clock)
+        self._insisting: dict[str, asyncio.Future[None]] = {}  # by task_id: between two pushes to a busy daemon
 
     @property
     def boot_id(self) -> str:
@@ -101,6 +105,8 @@ class Client:
 
     async def close(self) -> None:
         """Say Bye and disconnect. What is pending ends with code `closed`. Idempotent."""
+        while self._insisting:
+            self._insisting.popitem()[1].set_result(None)
         self._link.close()
 
     # --- tasks --------------------------------------------------------------------------------------
@@ -111,6 +117,31 @@ class Client:
         self._link.ask(pending)
         result: TaskResult = await pending.future
         return result
+
+    async def insist(self, task: Task) -> TaskResult:
+        """Like submit, but pushes again while the daemon is busy, for as long as the task's timeout allows.
+
+        The timeout covers the waiting, too: a later push has what is left of it.
+        """
+        give_up = self._limit(task) - NO_ANSWER_S
+        while True:
+            result = await self.submit(task)
+            pause = result.retry_after or BUSY_PAUSE_S
+            if result.status is not Status.BUSY or self._link.now + pause >= give_up:
+                return result
+            if await self._taken_back(task.task_id, pause):
+                info = ErrorInfo("cancelled", "cancelled while the daemon was busy")
+                return TaskResult(task_id=task.task_id, status=Status.CANCELLED, error=info, boot_id=self.boot_id)
+            task = msgspec.structs.replace(task, timeout=give_up - self._link.now)
+
+    async def _taken_back(self, task_id: str, pause: float) -> bool:
+        """Wait before a task is pushed again. True: `cancel` or `close` came meanwhile."""
+        told = self._insisting[task_id] = asyncio.get_running_loop().create_future()
+        try:
+            await asyncio.wait({told}, timeout=pause)
+        finally:
+            self._insisting.pop(task_id, None)
+        return told.done()
 
     async def push(self, task: Task) -> asyncio.Future[TaskResult]:
         """Push a task; return once it is admitted or answered.
@@ -132,6 +163,10 @@ class Client:
 
         False: there was nothing to take back.
         """
+        told = self._insisting.pop(task_id, None)
+        if told is not None:  # the daemon does not know it
+            told.set_result(None)
+            return True
         return bool(await self._ask(wire.Cancel(task_id)))
 
     # --- prefill → decode ---------------------------------------------------------------------------

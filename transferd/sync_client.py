@@ -74,6 +74,17 @@ class SyncClient:
     def submit(self, task: Task) -> TaskResult:
         return self._call(self._client.submit(task))
 
+    def start(self, task: Task) -> concurrent.futures.Future[TaskResult]:
+        """Push a task and return at once, without waiting even for its admission; busy is retried (Client.insist).
+
+        Tasks of one thread are pushed in the order of its calls. The future is cancelled if the client is
+        closed before the task was pushed. Raises Closed.
+        """
+        loop = self._loop
+        if loop is None:
+            raise Closed("the client is closed, or was never entered")
+        return asyncio.run_coroutine_threadsafe(self._client.insist(task), loop)
+
     def push(self, task: Task) -> concurrent.futures.Future[TaskResult]:
         """Push a task; return once it is admitted or answered. The future is done already if rejected or busy."""
         outside: concurrent.futures.Future[TaskResult] = concurrent.futures.Future()

@@ -1,0 +1,393 @@
+"""FastDeploy's cache queue over a real daemon: its calls, its shapes, and an answer to everything."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import enum
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from transferd.adapters.fastdeploy import EngineCacheQueue
+from transferd.adapters.fastdeploy.queue import NotConnected, endpoint_of
+from transferd.adapters.fastdeploy.retired import BARRIERS
+from transferd.errors import Closed, ConfigError, RequestError
+from transferd.launch import DaemonProcess, running
+from transferd.tasks import Status, TaskResult
+from transferd.testing.sabotage import FILE_VARIABLE, Saboteur
+
+RANKS = 2
+WAIT_S = 20.0  # for an answer; far more than it takes
+CACHE = {
+    "ranks": RANKS,
+    "layers": 2,
+    "kv_heads": 1,
+    "head_dim": 16,
+    "block_size": 8,
+    "device_blocks": 64,
+    "host_blocks": 64,
+    "device": "transferd.testing.sabotage:SabotagedDevice",
+}
+
+
+class CacheStatus(enum.Enum):
+    SWAP2CPU = 1
+    SWAP2GPU = 2
+    STORAGE2GPU = 4
+    GPU2STORAGE = 5
+
+
+@pytest.fixture(scope="module")
+def saboteur(tmp_path_factory: pytest.TempPathFactory) -> Saboteur:
+    return Saboteur(tmp_path_factory.mktemp("orders") / "order")
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory, saboteur: Saboteur) -> Iterator[DaemonProcess]:
+    tree = {
+        "cache": CACHE,
+        "host": {"staging": "256KiB"},
+        "storage": {"backend": "transferd.testing.sabotage:SabotagedStorage"},
+        "server": {"max_queued_tasks": 2, "lane_depth": 1},
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(FILE_VARIABLE, str(saboteur.file))
+        with running(tree, tmp_path_factory.mktemp("daemon")) as process:
+            yield process
+
+
+@pytest.fixture(autouse=True)
+def no_endpoint_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRANSFERD_ENDPOINT", raising=False)
+
+
+@pytest.fixture
+def make(daemon: DaemonProcess) -> Iterator[Callable[..., EngineCacheQueue]]:
+    made = []
+
+    def one(**more: Any) -> EngineCacheQueue:
+        arguments = {"address": daemon.endpoint, "num_client": RANKS, "client_id": 0} | more
+        made.append(EngineCacheQueue(**arguments))
+        return made[-1]
+
+    yield one
+    for queue in made:
+        queue.close()
+
+
+@pytest.fixture
+def queue(make: Callable[..., EngineCacheQueue]) -> EngineCacheQueue:
+    return make()
+
+
+def done(queue: EngineCacheQueue) -> tuple[Any, ...]:
+    answer = queue.get_transfer_done_signal(timeout=WAIT_S)
+    assert answer is not None, "no answer"
+    return answer
+
+
+def swap(event: CacheStatus, name: str, gpu: list[int], cpu: list[int]) -> tuple[Any, ...]:
+    return event, name, [f"node-{i}" for i in gpu], gpu, cpu
+
+
+def write(name: str, keys: list[str], gpu: list[int], **more: Any) -> tuple[Any, ...]:
+    return CacheStatus.GPU2STORAGE, task(name, keys, gpu, **more)
+
+
+def read(name: str, keys: list[str], gpu: list[int], **more: Any) -> tuple[Any, ...]:
+    return CacheStatus.STORAGE2GPU, task(name, keys, gpu, start_read_block_idx=0, **more)
+
+
+def task(name: str, keys: list[str], gpu: list[int], **more: Any) -> SimpleNamespace:
+    return SimpleNamespace(
+        **{"task_id": name, "keys": keys, "token_ids": None, "gpu_block_ids": gpu, "timeout": 10.0} | more
+    )
+
+
+def story(queue: EngineCacheQueue, *of: Any) -> TaskResult:
+    result = queue.transfer_result(*of)
+    assert result is not None
+    return result
+
+
+def test_bytes_go_the_whole_round_of_host_and_storage(queue: EngineCacheQueue) -> None:
+    caches = [queue.client.attach(rank) for rank in range(RANKS)]
+    arrays = [array for cache in caches for layers in cache.values() for array in layers]
+    random = np.random.default_rng(5)
+    for array in arrays:
+        array[1:3] = random.integers(0, 2**16, array[1:3].shape, dtype=np.uint16)
+    before = [array[1:3].copy() for array in arrays]
+
+    queue.put_transfer_task(swap(CacheStatus.SWAP2CPU, "r1", [1, 2], [5, 6]))
+    assert done(queue) == swap(CacheStatus.SWAP2CPU, "r1", [1, 2], [5, 6])
+    queue.put_transfer_task(swap(CacheStatus.SWAP2GPU, "r1", [11, 12], [5, 6]))
+    assert done(queue) == swap(CacheStatus.SWAP2GPU, "r1", [11, 12], [5, 6])
+    queue.put_transfer_task(write("r1", ["k1", "k2"], [11, 12]))
+    assert done(queue) == (CacheStatus.GPU2STORAGE, "r1", ["k1", "k2"], [11, 12])
+    queue.put_transfer_task(read("r1", ["k1", "k2", "k3"], [21, 22, 23, 24]))
+    assert [done(queue) for _ in range(RANKS)] == [
+        (CacheStatus.STORAGE2GPU, "r1", ["k1", "k2", "k3"], [21, 22])
+    ] * RANKS
+    for array, expected in zip(arrays, before, strict=True):
+        np.testing.assert_array_equal(array[21:23], expected)
+    assert queue.result_queue_empty()
+    assert queue.empty()
+    assert queue.get_transfer_done_signal() is None
+
+
+def test_one_id_may_be_used_again_and_again(queue: EngineCacheQueue) -> None:
+    """A preempted request comes back under its id: its blocks must really be loaded again."""
+    (array, *_), *_ = queue.client.attach(0).values()
+    array[1] = 7
+    queue.put_transfer_task(write("again", ["again"], [1]))
+    assert done(queue)[3] == [1]
+    for _ in range(2):
+        array[2] = 0
+        queue.put_transfer_task(read("again", ["again"], [2]))
+        assert [done(queue)[3] for _ in range(RANKS)] == [[2]] * RANKS
+        assert (array[2] == 7).all()
+
+
+@pytest.mark.parametrize(
+    ("operation", "item", "answers"),
+    [
+        ("copy_out", swap(CacheStatus.SWAP2CPU, "f", [1, 2], [1, 2]), [(CacheStatus.SWAP2CPU, "f", [], [], [])]),
+        ("copy_in", swap(CacheStatus.SWAP2GPU, "f", [1, 2], [1, 2]), [(CacheStatus.SWAP2GPU, "f", [], [], [])]),
+        ("copy_out", write("f", ["w1"], [1]), [(CacheStatus.GPU2STORAGE, "f", ["w1"], [])]),
+        ("put", write("f", ["w2"], [1]), [(CacheStatus.GPU2STORAGE, "f", ["w2"], [])]),
+        ("exists", write("f", ["w3"], [1]), [(CacheStatus.GPU2STORAGE, "f", ["w3"], [])]),
+        ("copy_in", read("f", ["there"], [1]), [(CacheStatus.STORAGE2GPU, "f", ["there"], [])] * RANKS),
+        ("get", read("f", ["there"], [1]), [(CacheStatus.STORAGE2GPU, "f", ["there"], [])] * RANKS),
+        ("exists", read("f", ["there"], [1]), [(CacheStatus.STORAGE2GPU, "f", ["there"], [])] * RANKS),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_rank_that_fails_is_answered_with_nothing_and_named(
+    queue: EngineCacheQueue, saboteur: Saboteur, operation: Any, item: tuple[Any, ...], answers: list[Any]
+) -> None:
+    queue.put_transfer_task(write("before", ["there"], [3]))
+    assert done(queue)[3] == [3]
+    with saboteur.order(operation, 1):
+        queue.put_transfer_task(item)
+        assert [done(queue) for _ in answers] == answers
+    result = story(queue, "f", item[0])
+    assert result.status is Status.FAILED
+    assert result.error is not None
+    assert result.error.message.startswith("rank 1:")
+    assert queue.result_queue_empty()
+
+
+def test_a_task_past_its_timeout_is_answered_with_what_it_did(queue: EngineCacheQueue, saboteur: Saboteur) -> None:
+    queue.put_transfer_task(write("late", ["late"], [1]))
+    assert done(queue)[3] == [1]
+    with saboteur.order("get", 1, "stall"):
+        queue.put_transfer_task(read("late", ["late"], [2], timeout=0.1))
+        assert [done(queue) for _ in range(RANKS)] == [(CacheStatus.STORAGE2GPU, "late", ["late"], [])] * RANKS
+        assert story(queue, "late").status is Status.EXPIRED
+    with saboteur.order("copy_in", 0, "stall"):
+        queue.put_transfer_task(swap(CacheStatus.SWAP2GPU, "stuck", [4], [4]))
+        queue.clear_transfer_task()
+        assert done(queue) == (CacheStatus.SWAP2GPU, "stuck", [], [], [])
+        assert story(queue, "stuck").status is Status.CANCELLED
+
+
+def test_a_put_never_waits_and_a_busy_daemon_is_asked_again(queue: EngineCacheQueue, saboteur: Saboteur) -> None:
+    """The daemon takes one running task and two queued ones; the others are put all the same, and all are done."""
+    with saboteur.order("put", 1, "stall"):
+        for number in range(8):
+            queue.put_transfer_task(write(f"busy-{number}", [f"busy-{number}"], [number]))
+        while sum(queue.client.stats()["rejects"].values()) == 0:
+            pass
+        assert not queue.empty()
+        assert queue.result_queue_empty()
+    assert {done(queue)[1] for _ in range(8)} == {f"busy-{number}" for number in range(8)}
+    assert queue.empty()
+
+
+def test_what_waits_before_a_busy_daemon_can_be_taken_back(queue: EngineCacheQueue, saboteur: Saboteur) -> None:
+    refused = queue.client.stats()["rejects"].get("queue_full", 0)
+    with saboteur.order("put", 1, "stall"):
+        for number in range(6):
+            queue.put_transfer_task(write(f"back-{number}", [f"back-{number}"], [number]))
+        while queue.client.stats()["rejects"].get("queue_full", 0) < refused + 3:
+            pass
+        queue.clear_transfer_task()
+        answers = [done(queue) for _ in range(6)]
+    assert {answer[1] for answer in answers} == {f"back-{number}" for number in range(6)}
+    assert all(answer[3] == [] for answer in answers)
+    assert {story(queue, f"back-{number}").status for number in range(6)} == {Status.CANCELLED}
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        (CacheStatus.SWAP2CPU, "bad", ["n"], None, [1]),
+        (CacheStatus.SWAP2CPU, "bad", ["n"], [1, 2], [1]),
+        (CacheStatus.SWAP2CPU, "bad", ["n"], [10**6], [1]),
+        (CacheStatus.SWAP2CPU, "bad", ["n"], [object()], [1]),
+        write("bad", ["k"], [1, 2]),
+        write("bad", ["k"], [1], token_ids=["x"]),
+        write("bad", ["k"], [1], timeout=-1.0),
+        write("bad", ["k"], [1], timeout=None),
+        write("bad", ["\ud800"], [1]),
+        (CacheStatus.STORAGE2GPU, "bad", 5, [1], 1.0),
+    ],
+    ids=str,
+)
+def test_lists_that_make_no_task_are_answered_with_nothing(queue: EngineCacheQueue, item: tuple[Any, ...]) -> None:
+    queue.put_transfer_task(item)
+    answer = done(queue)
+    assert answer[0] is item[0]
+    assert answer[-1] == []
+    assert story(queue, "bad").status is Status.REJECTED
+
+
+def test_an_item_of_no_known_shape_raises_at_once(queue: EngineCacheQueue) -> None:
+    with pytest.raises(RequestError, match="not an item"):
+        queue.put_transfer_task(("what", "ever"))
+    assert queue.empty()
+
+
+def test_many_threads_put_and_one_fetches(queue: EngineCacheQueue) -> None:
+    names = [f"many-{number}" for number in range(200)]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda name: queue.put_transfer_task(write(name, [name], [hash(name) % 64])), names))
+    assert sorted(done(queue)[1] for _ in names) == sorted(names)
+
+
+def test_the_parts_that_have_retired_are_harmless(queue: EngineCacheQueue) -> None:
+    for name in BARRIERS:
+        barrier = getattr(queue, name)
+        assert barrier.wait() == barrier.wait(timeout=1.0) == 0
+        barrier.reset()
+        barrier.abort()
+        assert (barrier.parties, barrier.n_waiting, barrier.broken) == (RANKS, 0, False)
+    for call in (queue.get_transfer_task, lambda: queue.put_transfer_done_signal(())):
+        with pytest.raises(RequestError, match="must not be started"):
+            call()
+
+
+def test_a_server_instance_tells_a_port_and_connects_when_it_is_used(
+    make: Callable[..., EngineCacheQueue], monkeypatch: pytest.MonkeyPatch, daemon: DaemonProcess
+) -> None:
+    monkeypatch.setenv("TRANSFERD_ENDPOINT", daemon.endpoint)
+    server, other = (make(address=("127.0.0.1", 0), is_server=True, client_id=-1) for _ in range(2))
+    assert 0 < server.get_server_port() != other.get_server_port()
+    assert make(address=("127.0.0.1", 9923), is_server=True).get_server_port() == 9923
+    client = make(address=("127.0.0.1", server.get_server_port()))
+    with pytest.raises(RuntimeError, match="server instance"):
+        client.get_server_port()
+    with pytest.raises(RuntimeError, match="no port"):
+        make(address="/dev/shm/fd_task_queue_1.sock", is_server=True).get_server_port()
+    server.put_transfer_task(swap(CacheStatus.SWAP2CPU, "s", [1], [1]))
+    assert done(server)[1] == "s"
+    assert client.result_queue_empty()
+
+
+@pytest.mark.parametrize(
+    ("variable", "address", "endpoint"),
+    [
+        (None, "ipc:///tmp/a.sock", "ipc:///tmp/a.sock"),
+        (None, ("10.0.0.1", 9923), "ipc:///run/transferd/transferd.sock"),
+        (None, "/dev/shm/fd_task_queue_9923.sock", "ipc:///run/transferd/transferd.sock"),
+        ("", "ipc:///tmp/a.sock", "ipc:///tmp/a.sock"),
+        ("ipc:///tmp/b.sock", "ipc:///tmp/a.sock", "ipc:///tmp/b.sock"),
+        ("ipc:///tmp/b.sock", ("10.0.0.1", 9923), "ipc:///tmp/b.sock"),
+        ("ipc:///tmp/{port}-{dp}.sock", ("10.0.0.1", 9923), "ipc:///tmp/9923-3.sock"),
+        ("ipc:///tmp/{dp}.sock", "/dev/shm/q.sock", "ipc:///tmp/3.sock"),
+    ],
+)
+def test_where_the_daemon_is(
+    monkeypatch: pytest.MonkeyPatch, variable: str | None, address: Any, endpoint: str
+) -> None:
+    if variable is not None:
+        monkeypatch.setenv("TRANSFERD_ENDPOINT", variable)
+    assert endpoint_of(address, 3) == endpoint
+
+
+@pytest.mark.parametrize("variable", ["ipc:///{what}", "ipc:///{", "ipc:///{}", "ipc:///{port}"])
+def test_a_pattern_that_cannot_be_filled_in_is_named(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    monkeypatch.setenv("TRANSFERD_ENDPOINT", variable)
+    with pytest.raises(ConfigError, match="TRANSFERD_ENDPOINT"):
+        endpoint_of("/dev/shm/q.sock", 3)
+
+
+def test_a_group_of_another_size_than_the_daemons_is_refused(make: Callable[..., EngineCacheQueue]) -> None:
+    with pytest.raises(ConfigError, match="2 ranks"):
+        make(num_client=4)
+    with pytest.raises(ConfigError, match="client_id"):
+        make(client_id=2)
+    assert threading.active_count() < 20
+
+
+def test_nobody_there_is_told_as_fastdeploy_tells_it(tmp_path: Path) -> None:
+    with pytest.raises(ConnectionError, match="nobody answers") as caught:
+        EngineCacheQueue(f"ipc://{tmp_path}/no.sock", num_client=1, client_id=0, connect_timeout=0.2)
+    assert isinstance(caught.value, NotConnected)
+
+
+def test_a_lost_daemon_answers_everything(
+    tmp_path: Path, make: Callable[..., EngineCacheQueue], saboteur: Saboteur, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FILE_VARIABLE, str(saboteur.file))
+    with running({"cache": CACHE, "storage": {"backend": "none"}}, tmp_path, name="lost") as doomed:
+        queue = make(address=doomed.endpoint)
+        with saboteur.order("copy_out", 0, "stall"):
+            queue.put_transfer_task(swap(CacheStatus.SWAP2CPU, "lost", [1], [1]))
+            doomed.kill()
+            assert done(queue) == (CacheStatus.SWAP2CPU, "lost", [], [], [])
+        queue.put_transfer_task(swap(CacheStatus.SWAP2CPU, "after", [1], [1]))
+        assert done(queue)[1] == "after"
+        for name in ("lost", "after"):
+            error = story(queue, name).error
+            assert error is not None
+            assert error.code == "daemon_lost"
+
+
+def test_closing_answers_what_is_open_and_refuses_more(queue: EngineCacheQueue, saboteur: Saboteur) -> None:
+    with saboteur.order("copy_out", 0, "stall"):
+        queue.put_transfer_task(swap(CacheStatus.SWAP2CPU, "open", [1], [1]))
+        queue.cleanup()
+        queue.close()
+    assert done(queue) == (CacheStatus.SWAP2CPU, "open", [], [], [])
+    with pytest.raises(Closed):
+        queue.put_transfer_task(swap(CacheStatus.SWAP2CPU, "more", [1], [1]))
+    assert queue.empty()
+
+
+def test_the_newest_result_is_found_by_id_and_event(queue: EngineCacheQueue) -> None:
+    queue.put_transfer_task(write("both", ["both"], [1]))
+    done(queue)
+    queue.put_transfer_task(read("both", ["both", "no"], [2, 3]))
+    done(queue)
+    assert story(queue, "both", CacheStatus.GPU2STORAGE).block_ids == [1]
+    assert story(queue, "both", CacheStatus.STORAGE2GPU).block_ids == [2]
+    assert story(queue, "both").block_ids == [2]
+    assert queue.transfer_result("nobody") is None
+    assert queue.transfer_result("both", CacheStatus.SWAP2CPU) is None
+
+
+def test_a_forked_process_is_told_instead_of_waiting_for_ever(queue: EngineCacheQueue) -> None:
+    pid = queue._pid
+    queue._pid = -1
+    try:
+        with pytest.raises(Closed, match="fork"):
+            queue.put_transfer_task(swap(CacheStatus.SWAP2CPU, "fork", [1], [1]))
+    finally:
+        queue._pid = pid
+
+
+def test_the_adapter_needs_nothing_of_fastdeploy_and_nothing_heavy() -> None:
+    code = "import sys, transferd.adapters.fastdeploy as f; print(*sorted({m.split('.')[0] for m in sys.modules}))"
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60, env=os.environ
+    ).stdout
+    assert not {"fastdeploy", "paddle", "cuda", "mooncake", "uvloop", "pickle5"} & set(out.split())

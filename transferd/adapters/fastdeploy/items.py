@@ -1,0 +1,164 @@
+"""What FastDeploy puts into its cache queue and expects back, as values.
+
+FastDeploy speaks in tuples. Four shapes have been in use, and all are understood (CacheStatus members
+stand as SWAP2CPU, SWAP2GPU, STORAGE2GPU, GPU2STORAGE):
+
+    swap            (event, transfer_task_id, swap_node_ids, gpu_block_ids, cpu_block_ids)
+    swap, older     (swap_node_ids, gpu_block_ids, cpu_block_ids, event, transfer_task_id)
+    storage         (event, task)                     ReadStorageTask or WriteStorageTask of its cache_tasks
+    storage, older  (event, request_id, keys, gpu_block_ids, timeout)
+
+Answers have the shape of the question for swaps, and (event, task_id, keys, gpu_block_ids) for storage.
+An answer carries back the caller's own event object. Its lists say what *every* rank moved: for a read the
+prefix, for a write the blocks that are stored now, for a swap all or nothing.
+
+Nothing of FastDeploy is imported: an event is known by the name of its enum member, or else by its value
+where that is known (1 and 2, the swaps; storage events have had no published numbers); a task is known by
+its attributes, and those that came later may be missing.
+
+Source of the shapes: FastDeploy's cache_transfer_manager.py and prefix_cache_manager.py, releases 2.0 to 2.4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transferd.errors import RequestError
+from transferd.tasks import (
+    DEFAULT_TIMEOUT_S,
+    Lane,
+    ReadStorageTask,
+    Status,
+    SwapInTask,
+    SwapOutTask,
+    Task,
+    TaskResult,
+    WriteStorageTask,
+)
+
+_BY_NAME = {
+    "SWAP2CPU": Lane.SWAP_OUT,
+    "SWAP2GPU": Lane.SWAP_IN,
+    "STORAGE2GPU": Lane.READ,
+    "GPU2STORAGE": Lane.WRITE,
+}
+_BY_VALUE = {1: Lane.SWAP_OUT, 2: Lane.SWAP_IN}
+_SWAPS = (Lane.SWAP_OUT, Lane.SWAP_IN)
+
+Answer = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SwapItem:
+    """A swap. `event_first`: of the newer shape."""
+
+    lane: Lane
+    event: Any
+    transfer_id: Any
+    nodes: Sequence[Any]
+    gpu: Sequence[int]
+    cpu: Sequence[int]
+    event_first: bool
+
+    def task(self, task_id: str, swap_timeout: float) -> Task:
+        """Raises TypeError for lists that are none."""
+        kind = SwapOutTask if self.lane is Lane.SWAP_OUT else SwapInTask
+        return kind(task_id=task_id, timeout=swap_timeout, gpu_block_ids=list(self.gpu), cpu_block_ids=list(self.cpu))
+
+    def answers(self, result: TaskResult, ranks: int) -> list[Answer]:  # noqa: ARG002 - rank 0 alone reports a swap
+        """The lists that were asked for if every rank moved every block, else empty ones."""
+        done = result.status is Status.OK
+        nodes, gpu, cpu = (self.nodes, self.gpu, self.cpu) if done else ([], [], [])
+        if self.event_first:
+            return [(self.event, self.transfer_id, nodes, gpu, cpu)]
+        return [(nodes, gpu, cpu, self.event, self.transfer_id)]
+
+
+@dataclass(frozen=True, slots=True)
+class StorageItem:
+    """A read from storage or a write to it. `source`: has the attributes that depend on FastDeploy's version."""
+
+    lane: Lane
+    event: Any
+    transfer_id: Any
+    keys: Sequence[str]
+    gpu: Sequence[int]
+    timeout: float
+    source: Any = None
+
+    def task(self, task_id: str, swap_timeout: float) -> Task:  # noqa: ARG002 - it has a timeout of its own
+        """Raises TypeError or OverflowError for attributes of other types."""
+        shared: dict[str, Any] = {
+            "task_id": task_id,
+            "timeout": self.timeout,
+            "keys": list(self.keys),
+            "gpu_block_ids": list(self.gpu),
+            "token_ids": getattr(self.source, "token_ids", None),
+        }
+        if self.lane is Lane.READ:
+            return ReadStorageTask(start_read_block_idx=getattr(self.source, "start_read_block_idx", 0), **shared)
+        return WriteStorageTask(
+            start_write_block_idx=getattr(self.source, "start_write_block_idx", 0),
+            flush_cache_exists=getattr(self.source, "flush_cache_exists", None),
+            **shared,
+        )
+
+    def answers(self, result: TaskResult, ranks: int) -> list[Answer]:
+        """One for a write; for a read as many as there are ranks: FastDeploy counts them and takes the shortest."""
+        copies = ranks if self.lane is Lane.READ else 1
+        return [(self.event, self.transfer_id, self.keys, list(result.block_ids)) for _ in range(copies)]
+
+
+Item = SwapItem | StorageItem
+
+
+def read_item(item: Any) -> Item:
+    """Understand what was put. Raises RequestError for what has none of the module's shapes."""
+    if not isinstance(item, tuple | list):
+        raise _unknown(item)
+    fields = list(item)
+    if len(fields) == 2:
+        return _storage_task(item, *fields)
+    if len(fields) != 5:
+        raise _unknown(item)
+    event_first = not _is_ids(fields[0])
+    if not event_first:  # the older order of a swap
+        fields = [fields[3], fields[4], *fields[:3]]
+    event, transfer_id, first, second, third = fields
+    lane = _lane(event)
+    if lane is None or (lane not in _SWAPS and not event_first):
+        raise _unknown(item)
+    if lane in _SWAPS:
+        return SwapItem(lane, event, transfer_id, first, second, third, event_first)
+    return StorageItem(lane, event, transfer_id, keys=first, gpu=second, timeout=third)
+
+
+def _storage_task(item: Any, event: Any, task: Any) -> StorageItem:
+    lane = _lane(event)
+    try:
+        transfer_id, keys, gpu = task.task_id, task.keys, task.gpu_block_ids
+    except AttributeError:
+        raise _unknown(item) from None
+    if lane is None:
+        lane = Lane.READ if hasattr(task, "start_read_block_idx") else Lane.WRITE
+    if lane in _SWAPS:
+        raise _unknown(item)
+    return StorageItem(lane, event, transfer_id, keys, gpu, getattr(task, "timeout", DEFAULT_TIMEOUT_S), task)
+
+
+def _lane(event: Any) -> Lane | None:
+    lane = _BY_NAME.get(getattr(event, "name", ""))
+    if lane is not None:
+        return lane
+    value = getattr(event, "value", event)
+    return _BY_VALUE.get(value) if isinstance(value, int) else None
+
+
+def _is_ids(field: Any) -> bool:
+    return isinstance(field, list | tuple) or hasattr(field, "tolist")
+
+
+def _unknown(item: Any) -> RequestError:
+    return RequestError(f"not an item of FastDeploy's cache queue: {str(item)[:200]}", code="bad_item")

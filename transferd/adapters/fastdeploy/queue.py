@@ -1,0 +1,340 @@
+"""EngineCacheQueue as FastDeploy constructs and calls it, with a transferd daemon behind it.
+
+    PrefixCacheManager ── put_transfer_task ──▶ items ▶ SyncClient ─ ZMQ ─▶ daemon ▶ every rank
+                       ◀─ get_transfer_done_signal ── answers ◀── one TaskResult ◀──┘
+
+FastDeploy's queue is a server process, a hand-off bitmask, thirteen barriers and one process for each rank.
+The daemon replaces all of it, so what is left here is translation: an item becomes a task, its result
+becomes as many answers as the caller counts. Three promises hold whatever happens:
+
+* `put_transfer_task` never waits: not for a rank, not for the daemon, not while the daemon is busy.
+* Every item that was accepted is answered exactly once (a read: once for each rank), in time: its timeout,
+  the daemon's `deadline_slack`, and at most 5 s more if the daemon itself is lost.
+* An answer never names a block that some rank did not move. What failed is answered with empty lists,
+  because that is the only way to say it in FastDeploy's shapes; `transfer_result` has the whole story.
+
+An item that is not understood raises at once: it has no id under which it could be answered.
+
+Task ids. FastDeploy uses one id (its request's) for the read and the write of a request, and again when a
+preempted request comes back. The daemon joins pushes of one id, so each put gets an id of its own:
+`fd/<process>/<number>/<kind>/<FastDeploy's id>`.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import itertools
+import logging
+import os
+import queue
+import socket
+import threading
+from collections import OrderedDict
+from typing import Any
+
+from transferd.adapters.fastdeploy.items import Answer, Item, read_item
+from transferd.adapters.fastdeploy.retired import BARRIERS, OpenBarrier
+from transferd.client import default_endpoint
+from transferd.clock import SYSTEM_CLOCK
+from transferd.errors import Closed, ConfigError, ConnectTimeout, RequestError, TransferError
+from transferd.sync_client import SyncClient
+from transferd.tasks import DEFAULT_TIMEOUT_S, ErrorInfo, Status, TaskResult
+
+log = logging.getLogger(__name__)
+
+Address = str | tuple[str, int]
+
+CONNECT_TIMEOUT_S = 15.0  # as long as FastDeploy's client keeps trying
+RESULTS_KEPT = 1024
+_ID_CHARACTERS = 128  # of FastDeploy's id in ours, which is for people to read
+
+
+class NotConnected(ConnectTimeout, ConnectionError):
+    """No ready daemon answers. Also a ConnectionError, which is what FastDeploy's own client raises."""
+
+
+class EngineCacheQueue:
+    """The engine's end of the cache queue. Thread-safe.
+
+    address: where the daemon is, if it is an endpoint (`ipc://…`, `tcp://…`). FastDeploy's own addresses,
+        (host, port) or a socket's path, name a server that is not there any more; then TRANSFERD_ENDPOINT
+        says where the daemon is, or else it is the packaged one. In that variable `{dp}` stands for
+        local_data_parallel_id and `{port}` for the address's port: one daemon serves one tensor-parallel group.
+    authkey: not used; the socket's permissions decide who may connect.
+    is_server: True connects at the first put instead of now.
+    num_client: tensor-parallel size; must be the daemon's number of ranks.
+    client_id: checked as FastDeploy checks it.
+    local_data_parallel_size, local_data_parallel_id: see address.
+    swap_timeout: seconds for a swap, which has none in FastDeploy.
+    connect_timeout: seconds to wait for a ready daemon.
+
+    Raises NotConnected; ConfigError for a client_id or num_client that does not fit.
+    """
+
+    # They exist in every instance (see retired.py); FastDeploy's names.
+    barrier1: OpenBarrier
+    barrier2: OpenBarrier
+    barrier3: OpenBarrier
+
+    def __init__(
+        self,
+        address: Address = ("127.0.0.1", 56666),
+        authkey: bytes = b"cache_queue_service",
+        is_server: bool = False,
+        num_client: int = 1,
+        client_id: int = -1,
+        local_data_parallel_size: int = 1,
+        local_data_parallel_id: int = 0,
+        *,
+        swap_timeout: float = DEFAULT_TIMEOUT_S,
+        connect_timeout: float = CONNECT_TIMEOUT_S,
+    ) -> None:
+        if not is_server and not 0 <= client_id < num_client:
+            raise ConfigError("client_id", f"must be 0 to {num_client - 1}", client_id)
+        self.authkey = authkey
+        self.is_server = is_server
+        self.num_client = num_client
+        self.client_id = client_id
+        self.local_data_parallel_size = local_data_parallel_size
+        self.local_data_parallel_id = local_data_parallel_id
+        self.swap_timeout = swap_timeout
+        self._connect_timeout = connect_timeout
+        self._port_keeper: socket.socket | None = None
+        self.address = self._with_port(address) if is_server else address
+        self.endpoint = endpoint_of(self.address, local_data_parallel_id)
+        for name in BARRIERS:
+            setattr(self, name, OpenBarrier(num_client))
+        self._run = SYSTEM_CLOCK.fresh_id()[:12]
+        self._numbers = itertools.count()
+        self._done: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._unanswered: dict[str, Item] = {}  # by task id
+        self._results: OrderedDict[tuple[str, Any], TaskResult] = OrderedDict()  # the newest last
+        self._connecting = threading.Lock()
+        self._client: SyncClient | None = None
+        self._closed = False
+        self._pid = os.getpid()
+        if not is_server:
+            self._connected()
+
+    # --- FastDeploy's interface ---------------------------------------------------------------------
+
+    def put_transfer_task(self, item: Any) -> None:
+        """Hand a transfer over. item: see items.py. Returns at once; the answer comes as a done signal.
+
+        Raises RequestError for an item of no known shape, Closed, NotConnected (first use of a server instance).
+        """
+        understood = read_item(item)
+        client = self._connected()
+        number = next(self._numbers)
+        task_id = f"fd/{self._run}/{number}/{understood.lane}/{str(understood.transfer_id)[:_ID_CHARACTERS]}"
+        with self._lock:
+            self._unanswered[task_id] = understood
+        try:
+            future = client.start(understood.task(task_id, self.swap_timeout))
+        except Exception as error:  # noqa: BLE001 - whatever the caller's lists raise, the caller waits for an answer
+            self._answer(task_id, understood, _not_pushed(task_id, error))
+            return
+        future.add_done_callback(lambda done: self._answer(task_id, understood, _outcome(task_id, done)))
+
+    def get_transfer_done_signal(self, timeout: float = 0.0) -> Answer | None:
+        """The next answer, oldest first, or None.
+
+        timeout: seconds to wait for one. FastDeploy asks without waiting and sleeps a millisecond in between;
+        a caller of ours need not poll.
+        """
+        try:
+            return self._done.get(timeout=timeout) if timeout > 0 else self._done.get_nowait()
+        except queue.Empty:
+            return None
+
+    def result_queue_empty(self) -> bool:
+        """No answer waits to be fetched."""
+        return self._done.empty()
+
+    def empty(self) -> bool:
+        """Every item that was put has been answered. (Answers may wait to be fetched.)"""
+        return not self._unanswered
+
+    def clear_transfer_task(self) -> None:
+        """Take back what was put and is not answered yet. Each is still answered, with what it moved until then."""
+        with self._lock:
+            task_ids = list(self._unanswered)
+        client = self._client
+        for task_id in task_ids:
+            if client is None:
+                break
+            try:
+                client.cancel(task_id)
+            except TransferError:  # the daemon is lost, hence so are the tasks: they are answered already
+                break
+
+    def get_server_port(self) -> int:
+        """The port in the address; for port 0 one that is kept free of others while this server instance lives."""
+        if not self.is_server:
+            raise RuntimeError("only the server instance has a port to tell")
+        if isinstance(self.address, str):
+            raise RuntimeError(f"the address {self.address!r} has no port")
+        return self.address[1]
+
+    def get_transfer_task(self) -> tuple[Any, bool]:
+        """For FastDeploy's transfer processes, which must not run beside a daemon. Raises RequestError."""
+        raise _no_workers()
+
+    def put_transfer_done_signal(self, item: Any) -> None:  # noqa: ARG002 - FastDeploy's signature
+        """As get_transfer_task."""
+        raise _no_workers()
+
+    def cleanup(self) -> None:
+        """FastDeploy's name for close."""
+        self.close()
+
+    # --- beyond it ----------------------------------------------------------------------------------
+
+    @property
+    def client(self) -> SyncClient:
+        """The client beneath: match, pause, resume, set_generation, stats, attach. Raises Closed, NotConnected."""
+        return self._connected()
+
+    def transfer_result(self, transfer_task_id: Any, event_type: Any = None) -> TaskResult | None:
+        """What really happened to a transfer: status, every rank's share, the error. The newest under that id.
+
+        event_type: where FastDeploy uses one id for several kinds. None when it is not answered, or is
+        long ago: the last RESULTS_KEPT are remembered.
+        """
+        name = None if event_type is None else _event_name(event_type)
+        with self._lock:
+            for (event, transfer_id), result in reversed(self._results.items()):
+                if transfer_id == transfer_task_id and name in (None, event):
+                    return result
+        return None
+
+    def close(self) -> None:
+        """Disconnect. What is not answered yet is answered as failed. Idempotent."""
+        with self._connecting:
+            self._closed = True
+            client, self._client = self._client, None
+            keeper, self._port_keeper = self._port_keeper, None
+        if client is not None and self._pid == os.getpid():
+            client.close()
+            for task_id, item in list(self._unanswered.items()):  # put while the client was closing
+                self._answer(task_id, item, _not_pushed(task_id, Closed("the queue was closed")))
+        if keeper is not None:
+            keeper.close()
+
+    def __repr__(self) -> str:
+        return f"<EngineCacheQueue {self.endpoint} ranks={self.num_client} unanswered={len(self._unanswered)}>"
+
+    # --- inside -------------------------------------------------------------------------------------
+
+    def _connected(self) -> SyncClient:
+        client = self._client
+        if client is not None and self._pid == os.getpid():
+            return client
+        with self._connecting:
+            if self._closed:
+                raise Closed("the queue was closed")
+            if self._pid != os.getpid():
+                raise Closed("the queue belongs to the process that made it, and threads do not survive a fork")
+            if self._client is None:
+                self._client = self._connect()
+            return self._client
+
+    def _connect(self) -> SyncClient:
+        client = SyncClient(self.endpoint, connect_timeout=self._connect_timeout)
+        try:
+            client.connect()
+        except ConnectTimeout as error:
+            raise NotConnected(str(error)) from None
+        try:
+            ranks = len(client.stats()["ranks"])
+            if ranks != self.num_client:
+                what = f"the daemon at {self.endpoint} has {ranks} ranks (cache.ranks)"
+                raise ConfigError("num_client", what, self.num_client)
+        except BaseException:
+            client.close()
+            raise
+        return client
+
+    def _answer(self, task_id: str, item: Item, result: TaskResult) -> None:
+        """Called once for each item: on the client's thread, or on the caller's if it could not be pushed."""
+        key = (_event_name(item.event), item.transfer_id)
+        answers = item.answers(result, self.num_client)
+        with self._lock:
+            if self._unanswered.pop(task_id, None) is None:
+                return
+            _remember(self._results, key, result)
+        if result.error is not None:
+            log.warning(
+                "transfer %s of %s ended %s: %s (%s)",
+                item.lane,
+                item.transfer_id,
+                result.status,
+                result.error.message,
+                result.error.code,
+            )
+        for answer in answers:
+            self._done.put(answer)
+
+    def _with_port(self, address: Address) -> Address:
+        """FastDeploy lets a server choose its port with 0 and tells it to others; they want one that is unique."""
+        if isinstance(address, str) or address[1] != 0:
+            return address
+        self._port_keeper = socket.socket()
+        self._port_keeper.bind(("127.0.0.1", 0))
+        return address[0], int(self._port_keeper.getsockname()[1])
+
+
+def endpoint_of(address: Address, data_parallel_id: int = 0) -> str:
+    """The daemon's endpoint that an EngineCacheQueue of this address talks to; see its `address`.
+
+    Raises ConfigError for other braces than {dp} and {port}, or {port} with an address that has none.
+    """
+    if isinstance(address, str) and "://" in address and not os.environ.get("TRANSFERD_ENDPOINT"):
+        return address
+    endpoint = default_endpoint()
+    if "{" not in endpoint:
+        return endpoint
+    known: dict[str, Any] = {"dp": data_parallel_id}
+    if not isinstance(address, str):
+        known["port"] = address[1]
+    try:
+        return endpoint.format(**known)
+    except (KeyError, IndexError, ValueError) as error:
+        raise ConfigError(
+            "TRANSFERD_ENDPOINT", f"only {{dp}} and {{port}} can be filled in: {error}", endpoint
+        ) from None
+
+
+def _remember(results: OrderedDict[tuple[str, Any], TaskResult], key: tuple[str, Any], result: TaskResult) -> None:
+    try:
+        results[key] = result
+    except TypeError:  # an id that is not hashable can be answered, but not asked for
+        return
+    results.move_to_end(key)
+    if len(results) > RESULTS_KEPT:
+        results.popitem(last=False)
+
+
+def _outcome(task_id: str, future: concurrent.futures.Future[TaskResult]) -> TaskResult:
+    if future.cancelled():
+        return _not_pushed(task_id, Closed("the queue was closed"))
+    error = future.exception()
+    return future.result() if error is None else _not_pushed(task_id, error)
+
+
+def _not_pushed(task_id: str, error: BaseException) -> TaskResult:
+    if isinstance(error, TransferError):
+        status = Status.REJECTED if isinstance(error, RequestError) else Status.FAILED
+        return TaskResult(task_id=task_id, status=status, error=ErrorInfo(error.reason, str(error)))
+    info = ErrorInfo("bad_value", f"{type(error).__name__}: {error}")
+    return TaskResult(task_id=task_id, status=Status.REJECTED, error=info)
+
+
+def _event_name(event: Any) -> str:
+    return str(getattr(event, "name", getattr(event, "value", event)))
+
+
+def _no_workers() -> RequestError:
+    what = "transferd runs the ranks itself: FastDeploy's cache transfer processes must not be started"
+    return RequestError(what, code="no_workers")
