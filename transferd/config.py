@@ -165,6 +165,7 @@ class StorageSection(_Section, frozen=True, kw_only=True):
     """Which pool blocks are stored in, and what their names begin with."""
 
     backend: str = "file"
+    key_schema: Literal["transferd", "fastdeploy"] = "transferd"  # what objects are called and hold: objects.py
     model: str = "demo"
     generation: str = ""
     file: FileStorageSection = FileStorageSection()

@@ -22,7 +22,7 @@ from transferd.barrier import Arrival, RankBarrier, Round
 from transferd.clock import SYSTEM_CLOCK, Clock
 from transferd.dispatch import Dispatcher, State
 from transferd.errors import ConfigError, RequestError
-from transferd.keys import ObjectNamer
+from transferd.objects import ObjectFormat
 from transferd.storage.base import Storage
 from transferd.tasks import RankOutcome, Stop, Task, TaskResult
 from transferd.workers.job import Job
@@ -48,14 +48,14 @@ class Coordinator:
         self,
         dispatcher: Dispatcher,
         barrier: RankBarrier,
-        namer: ObjectNamer,
+        objects: ObjectFormat,
         storage: Storage | None,
         *,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._dispatcher = dispatcher
         self._barrier = barrier
-        self._namer = namer
+        self._objects = objects
         self._storage = storage
         self._clock = clock
         self.workers: list[RankWorker] = []
@@ -115,8 +115,8 @@ class Coordinator:
             raise RequestError(
                 f"{len(keys)} keys, at most {MAX_MATCH_KEYS} can be matched at once", code="too_many_keys"
             )
-        digests = [self._namer.digest(key) for key in keys]
-        names = [self._namer.names(self.generation, digests, worker.rank) for worker in self.workers]
+        ids = self._objects.ids(keys)
+        names = [self._objects.names(self.generation, ids, worker.rank) for worker in self.workers]
         counts = await asyncio.gather(*(w.match(n) for w, n in zip(self.workers, names, strict=True)))
         return min(counts)
 
@@ -196,11 +196,9 @@ class Coordinator:
 
     def _start(self, start: ev.Start) -> None:
         task = start.task
-        keys: list[str] = getattr(task, "keys", [])
         job = Job(
             task=task,
             generation=start.generation,
-            digests=[self._namer.digest(key) for key in keys],
             admitted_at=start.admitted_at,
             started_at=self._clock.monotonic(),
         )

@@ -24,16 +24,16 @@ from transferd.direct.exchange import Exchange
 from transferd.direct.transfer_engine import TransferEngineCarrier
 from transferd.dispatch import Dispatcher
 from transferd.errors import ConfigError, TransferError
-from transferd.integrity import FOOTER_BYTES
-from transferd.keys import ObjectNamer
 from transferd.layout import BlockLayout, build_layout
 from transferd.metrics import Reports
 from transferd.notify import Notifier, Watchdog
+from transferd.objects import SealedBlocks, object_format
 from transferd.offload import Offload, ThreadOffload
 from transferd.publisher.feed import EventFeed
 from transferd.server import Server
 from transferd.signals import Signals
 from transferd.storage.base import Storage
+from transferd.storage.divided import divided
 from transferd.storage.registry import create_storage
 from transferd.tasks import Task, TaskResult
 from transferd.tiers.pinned import HostPool
@@ -74,7 +74,7 @@ class Daemon:
         self.layout: BlockLayout = build_layout(config.cache)
         self.storage = storage if storage is not None else create_storage(config, clock)
         self.offload = offload if offload is not None else ThreadOffload(COPY_THREADS)
-        self.namer = ObjectNamer(config.storage.model, self.layout.fingerprint)
+        self.objects = object_format(config.storage, self.layout)
         self.dispatcher = Dispatcher(
             limits_of(config, self.layout, storage=self.storage is not None, direct=pd_mode(config) == "direct"),
             boot_id=clock.fresh_id(),
@@ -84,7 +84,7 @@ class Daemon:
         )
         self.barrier = RankBarrier(config.cache.ranks)
         self.exchange = self._build_exchange()
-        self.coordinator = Coordinator(self.dispatcher, self.barrier, self.namer, self.storage, clock=clock)
+        self.coordinator = Coordinator(self.dispatcher, self.barrier, self.objects, self.storage, clock=clock)
         self.coordinator.workers = [self._build_rank(rank) for rank in range(config.cache.ranks)]
         self.coordinator.stats = lambda: report.stats(self)
         self.reports = Reports(
@@ -123,10 +123,11 @@ class Daemon:
             layout=layout,
             device=device,
             host=HostPool(layout, rank, pinning) if layout.host_blocks else None,
-            staging=Staging(layout, config.host.staging, FOOTER_BYTES, pinning=pinning),
-            storage=self.storage,
-            namer=self.namer,
-            model=config.storage.model,
+            staging=Staging(
+                layout, config.host.staging, self.objects.slot_bytes, self.objects.offsets, pinning=pinning
+            ),
+            storage=None if self.storage is None else divided(self.storage, self.objects.parts),
+            format=self.objects,
             offload=self.offload,
             clock=self.clock,
             recorder=self.recorder,
@@ -139,7 +140,9 @@ class Daemon:
     def _direct_path(self) -> DirectPath | None:
         if self.exchange is None:
             return None
-        return DirectPath(self.exchange, Staging(self.layout, self.config.pd.staging, FOOTER_BYTES, key="pd.staging"))
+        sealed = SealedBlocks(self.config.storage.model, self.layout)  # between daemons, whatever storage has
+        staging = Staging(self.layout, self.config.pd.staging, sealed.slot_bytes, sealed.offsets, key="pd.staging")
+        return DirectPath(self.exchange, staging, sealed)
 
     # --- life ---------------------------------------------------------------------------------------
 

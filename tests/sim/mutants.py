@@ -108,8 +108,8 @@ MUTANTS = (
         "a block is sealed before it is copied",
         "workers/write.py",
         "            await context.device.copy_out(plan, staging.memory)\n"
-        "            await context.checksum(Direction.OUT, payload * len(positions), seal_all)",
-        "            await context.checksum(Direction.OUT, payload * len(positions), seal_all)\n"
+        "            await context.seal(lease.slots, job.generation, context.ids(job, positions))",
+        "            await context.seal(lease.slots, job.generation, context.ids(job, positions))\n"
         "            await context.device.copy_out(plan, staging.memory)",
     ),
     Mutant(
@@ -120,9 +120,9 @@ MUTANTS = (
     ),
     Mutant(
         "the footer is not checked",
-        "workers/read.py",
-        "            return [check(views[i], payload, stamps[i]) for i in found]",
-        "            return [None for i in found]",
+        "objects.py",
+        "        return [check(slot, self._payload, mark) for slot, mark in zip(slots, marks, strict=True)]",
+        "        return [None for _ in slots]",
     ),
     Mutant(
         "a read arrives before its last copies",

@@ -12,7 +12,7 @@ from transferd.keys import ObjectNamer
 from transferd.storage.paths import is_directory_of_ours, is_temporary, name_of, path_of, temporary_of
 
 any_text = st.text(st.characters(exclude_categories=()), max_size=40) | st.text("ab/.%@~", max_size=12)
-any_name = st.tuples(any_text, any_text).map("/".join)
+any_name = st.tuples(any_text, any_text).map("/".join) | any_text
 
 
 def test_an_ordinary_name_is_readable_as_a_path() -> None:

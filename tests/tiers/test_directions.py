@@ -105,14 +105,14 @@ class Rig:
         return rows.reshape(self.layout.host_blocks, stride)[:, : self.layout.block_bytes]
 
     def stamp_of(self, rank: int, key: str) -> Any:
-        digest = self.daemon.namer.digest(key)
         config = self.daemon.config.storage
         return stamps(
-            [digest], model=config.model, fingerprint=self.layout.fingerprint, generation=config.generation, rank=rank
+            self.daemon.objects.ids([key]), model=config.model, fingerprint=self.layout.fingerprint, generation=config.generation, rank=rank
         )[0]
 
     def name_of(self, rank: int, key: str) -> str:
-        return self.daemon.namer.names(self.daemon.config.storage.generation, [self.daemon.namer.digest(key)], rank)[0]
+        objects = self.daemon.objects
+        return objects.names(self.daemon.config.storage.generation, objects.ids([key]), rank)[0]
 
 
 @pytest.fixture(params=VIEWS)

@@ -20,7 +20,7 @@ SLOT = 4096  # a small block and its footer fit one page
 
 
 def make(slots: int) -> Staging:
-    return Staging(LAYOUT, slots * SLOT, 128)
+    return Staging(LAYOUT, slots * SLOT, LAYOUT.block_bytes + 128)
 
 
 @pytest.fixture

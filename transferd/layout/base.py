@@ -157,11 +157,15 @@ class BlockLayout:
         """host_blocks packed blocks: one rank's pinned pool in one piece."""
         return self.packed(self.host_blocks, align(self.block_bytes))
 
-    def packed(self, slots: int, slot_bytes: int) -> Geometry:
-        """`slots` packed blocks, each at the start of a slot of `slot_bytes` (>= block_bytes)."""
+    def packed(self, slots: int, slot_bytes: int, offsets: npt.NDArray[np.int64] | None = None) -> Geometry:
+        """`slots` packed blocks, each at the start of a slot of `slot_bytes` (>= block_bytes).
+
+        offsets: where each segment begins in its slot; packed order if None.
+        """
         assert slot_bytes >= self.block_bytes
+        in_order = np.array([s.offset for s in self.segments], dtype=np.int64)
         return Geometry(
-            offsets=np.array([s.offset for s in self.segments], dtype=np.int64),
+            offsets=in_order if offsets is None else offsets,
             strides=np.full(len(self.segments), slot_bytes, dtype=np.int64),
             nbytes=np.array([s.nbytes for s in self.segments], dtype=np.int64),
             blocks=slots,

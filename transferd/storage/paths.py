@@ -4,7 +4,8 @@
     <part>/…/<part>/<fan>/<digest>@<rank>~<n>      the same, being written
 
 The last two parts of a name are the digest and the rank, the fan directory is the first FAN_DIGITS
-characters of the digest, and every part before becomes a directory. Every byte of a part outside
+characters of the digest, and every part before becomes a directory. A name of one part is `<fan>/@<name>`,
+where the fan comes from a hash of the name. Every byte of a part outside
 `A-Z a-z 0-9 _ . -` is written %XX, a leading dot too, and an empty part is a lone `%`. So no part is
 hidden, `.` or `..`; `/`, `@` and `~` mean only what they mean here; and two names never share a path.
 
@@ -14,6 +15,7 @@ A path that is not exactly what a name would give belongs to somebody else.
 from __future__ import annotations
 
 import functools
+import hashlib
 import re
 from urllib.parse import unquote_to_bytes
 
@@ -23,12 +25,13 @@ FAN_DIGITS = 2  # 256 directories: some hundred files in each at a hundred thous
 
 _UNSAFE = re.compile(rb"\A\.|[^A-Za-z0-9_.-]")
 _PART = re.compile(r"(?!\.)[A-Za-z0-9_.%-]+")
-_TEMPORARY = re.compile(r"(?!\.)[A-Za-z0-9_.%-]+@[A-Za-z0-9_.%-]+~[0-9]+")
+_TEMPORARY = re.compile(r"(?!\.)[A-Za-z0-9_.%-]*@[A-Za-z0-9_.%-]+~[0-9]+")
 
 
 def path_of(name: str) -> str:
-    """The object's path, relative to the objects directory. A name has two parts at least."""
-    assert "/" in name, name
+    """The object's path, relative to the objects directory."""
+    if "/" not in name:
+        return f"{_fan_of(name)}/@{_quote(name)}"
     head, _, rank = name.rpartition("/")
     space, slash, digest = head.rpartition("/")
     quoted = _quote(digest)
@@ -40,7 +43,7 @@ def name_of(path: str) -> str | None:
     space, _, leaf = path.rpartition("/")
     space = space.rpartition("/")[0]  # without the fan directory
     digest, at, rank = leaf.partition("@")
-    parts = [*(space.split("/") if space else []), digest, rank]
+    parts = [*(space.split("/") if space else []), *([digest] if digest else []), rank]
     if not at or not all(_PART.fullmatch(part) for part in parts):
         return None
     try:
@@ -63,6 +66,10 @@ def temporary_of(path: str, number: int) -> str:
 def is_temporary(name: str) -> bool:
     """Is a file of this name one that was being written?"""
     return _TEMPORARY.fullmatch(name) is not None
+
+
+def _fan_of(name: str) -> str:
+    return hashlib.blake2b(encode_text(name), digest_size=FAN_DIGITS // 2).hexdigest()
 
 
 @functools.lru_cache(maxsize=64)

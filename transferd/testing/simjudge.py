@@ -87,11 +87,11 @@ class Judge:
 
     def stored(self, task: WriteStorageTask, result: TaskResult) -> None:
         """What it claims is in storage, unless storage itself let it go."""
-        storage, namer = self.world.storage, self.world.daemon.namer
+        storage, objects = self.world.storage, self.world.daemon.objects
         claimed = [key for key, block in zip(task.keys, task.gpu_block_ids, strict=True) if block in result.block_ids]
-        digests = [namer.digest(key) for key in claimed]
         for rank in range(len(self.world.devices)):
-            for name in namer.names(result.generation, digests, rank):
+            blocks = objects.names(result.generation, objects.ids(claimed), rank)
+            for name in (block + part.suffix for block in blocks for part in objects.parts):
                 there = name in storage.objects or name in storage.gone
                 self.check(there, task, f"{name} was not stored: {result}")
 

@@ -18,6 +18,7 @@ BAD_TIMES_S = 3.0  # virtual seconds over which the deeds begin
 BLOCKS_OF_AN_ENGINE = 16
 DEEDS_OF_AN_ENGINE = 9
 MAX_ENGINES = 3
+FASTDEPLOY_SHARE = 0.2  # of the stories, whose blocks are several objects each
 
 # What engines do, each as often as it stands here.
 WORK = ("write", "write", "read", "read", "read", "swap_out", "swap_in", "chain")
@@ -50,11 +51,13 @@ class Plan:
     max_queued_tasks: int
     staging: str
     capacity: int | None
+    key_schema: str
     deeds: tuple[Deed, ...]
 
     def __str__(self) -> str:
         world = f"{self.ranks} ranks, {self.engines} engines, lanes {self.lane_depth} deep"
         bounds = f"queue {self.max_queued_tasks}, staging {self.staging}, storage {self.capacity or 'without bound'}"
+        bounds += f", objects of {self.key_schema}"
         deeds = "\n".join(f"  {deed}" for deed in sorted(self.deeds, key=lambda deed: deed.at))
         return f"seed {self.seed}: {world}, {bounds}\nweather: {self.weather}\ndeeds:\n{deeds}"
 
@@ -71,6 +74,8 @@ class Plan:
             yield replace(self, weather=self.weather.without(kind))
         if self.capacity is not None:
             yield replace(self, capacity=None)
+        if self.key_schema != "transferd":
+            yield replace(self, key_schema="transferd")
 
 
 def draw_plan(seed: int) -> Plan:
@@ -87,7 +92,7 @@ def draw_plan(seed: int) -> Plan:
         (chance.uniform(0, BAD_TIMES_S), chance.randrange(engines), chance.choice(EVENTS))
         for _ in range(chance.randint(0, 5))
     ]
-    return Plan(
+    plan = Plan(
         seed=seed,
         weather=weather,
         ranks=chance.randint(1, 3),
@@ -96,5 +101,10 @@ def draw_plan(seed: int) -> Plan:
         max_queued_tasks=chance.choice((4, 64)),
         staging=chance.choice(("8KiB", "16KiB", "32KiB")),
         capacity=chance.choice((None, 40 * 256)),
+        key_schema="fastdeploy" if chance.random() < FASTDEPLOY_SHARE else "transferd",
         deeds=tuple(Deed(number, *deed) for number, deed in enumerate(deeds)),
     )
+    if plan.key_schema == "transferd":
+        return plan
+    # Objects without a footer: damage cannot be told from data.
+    return replace(plan, weather=plan.weather.without("storage.flip").without("storage.short"))

@@ -23,7 +23,9 @@ from transferd.testing.weather import CALM, Weather
 from transferd.tiers.base import DeviceTier
 
 
-def small_config(ranks: int = 2, staging: str = "32KiB", **server: Any) -> Config:
+def small_config(
+    ranks: int = 2, staging: str = "32KiB", *, key_schema: str = "transferd", **server: Any
+) -> Config:
     """A daemon of tiny blocks: 4 segments of 32 bytes, staging for 4 blocks each way (one for every 8 KiB)."""
     return from_tree(
         {
@@ -39,7 +41,7 @@ def small_config(ranks: int = 2, staging: str = "32KiB", **server: Any) -> Confi
                 "host_blocks": 48,
             },
             "host": {"staging": staging},
-            "storage": {"backend": "none"},  # replaced
+            "storage": {"backend": "none", "key_schema": key_schema},  # the backend is replaced
             "metrics": {"listen": ""},
         }
     )

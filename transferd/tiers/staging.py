@@ -17,6 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from transferd.errors import ConfigError, InvariantError
 from transferd.layout.base import BlockLayout, Geometry, align
 from transferd.tiers.pinned import HostRegion
@@ -81,8 +84,8 @@ class _Share:
 class Staging:
     """One rank's staging memory. Owns the region.
 
-    object_bytes: block and footer, what a slot holds. packed: the slots' geometry for copy plans,
-    relative to memory.address.
+    object_bytes: what a slot holds, block and footer. offsets: where each segment of the block begins in it;
+    packed order if None. packed: the slots' geometry for copy plans, relative to memory.address.
 
     Raises ConfigError naming `key` when not every consumer gets a slot.
     """
@@ -91,12 +94,13 @@ class Staging:
         self,
         layout: BlockLayout,
         nbytes: int,
-        footer_bytes: int,
+        object_bytes: int,
+        offsets: npt.NDArray[np.int64] | None = None,
         consumers: Sequence[str] = ("read", "write"),
         key: str = "host.staging",
         pinning: Pinning = MEMORY_LOCK,
     ) -> None:
-        self.object_bytes = layout.block_bytes + footer_bytes
+        self.object_bytes = object_bytes
         slot_bytes = align(self.object_bytes, SLOT_ALIGNMENT)
         slots = nbytes // slot_bytes
         if slots < len(consumers):
@@ -105,7 +109,7 @@ class Staging:
         self._slot_bytes = slot_bytes
         self.memory = HostRegion(slots * slot_bytes, pinning)
         self.nbytes = slots * slot_bytes
-        self.packed: Geometry = layout.packed(slots, slot_bytes)
+        self.packed: Geometry = layout.packed(slots, slot_bytes, offsets)
         self._shares: dict[str, _Share] = {}
         first = 0
         for number, consumer in enumerate(consumers):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -10,9 +11,9 @@ from typing import Any, TypeVar
 from transferd.clock import Clock
 from transferd.direct.exchange import Exchange
 from transferd.errors import DeviceLost, InvariantError, TransferError
-from transferd.integrity import Stamp, stamps
-from transferd.keys import ObjectNamer
+from transferd.integrity import Damage
 from transferd.layout.base import BlockLayout
+from transferd.objects import ObjectFormat
 from transferd.offload import Direction, Offload
 from transferd.storage.base import Storage
 from transferd.tasks import ErrorInfo, RankOutcome, Stop
@@ -60,10 +61,11 @@ class Background:
 
 @dataclass(frozen=True, slots=True)
 class DirectPath:
-    """The way to other daemons: their exchange, shared by all ranks, and the only memory that peers write to."""
+    """The way to other daemons: their exchange, shared by all ranks; the only memory that peers write to; its format."""
 
     exchange: Exchange
     staging: Staging
+    format: ObjectFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +83,7 @@ class RankContext:
     host: HostPool | None
     staging: Staging
     storage: Storage | None
-    namer: ObjectNamer
-    model: str
+    format: ObjectFormat
     offload: Offload
     clock: Clock
     recorder: Recorder
@@ -92,22 +93,28 @@ class RankContext:
 
     def names(self, job: Job, positions: Sequence[int] | None = None) -> list[str]:
         """Object names of the job's keys (or of those at `positions`) on this rank."""
-        digests = job.digests if positions is None else [job.digests[i] for i in positions]
-        return self.namer.names(job.generation, digests, self.rank)
+        return self.format.names(job.generation, self.ids(job, positions), self.rank)
 
-    def stamps(self, job: Job, digests: Sequence[str]) -> list[Stamp]:
-        """What the footers of these objects must say on this rank."""
-        return stamps(
-            digests,
-            model=self.model,
-            fingerprint=self.layout.fingerprint,
-            generation=job.generation,
-            rank=self.rank,
-        )
+    def ids(self, job: Job, positions: Sequence[int] | None = None) -> list[str]:
+        """What of those keys goes into names."""
+        ids = job.key_ids(self.format)
+        return ids if positions is None else [ids[i] for i in positions]
 
-    async def checksum(self, direction: Direction, nbytes: int, work: Callable[[], T]) -> T:
-        """Run checksum work over `nbytes` where it is cheapest."""
-        if nbytes <= self.inline_check_bytes:
+    async def seal(self, slots: Sequence[int], generation: str, ids: Sequence[str]) -> None:
+        """Complete staging slots that hold packed blocks: from here they are objects to be stored."""
+        views = [self.staging.slot_view(slot, self.staging.object_bytes) for slot in slots]
+        work = functools.partial(self.format.seal, views, generation, ids, self.rank)
+        await self._over(Direction.OUT, len(slots), work)
+
+    async def check(self, slots: Sequence[int], generation: str, ids: Sequence[str]) -> list[Damage | None]:
+        """Which of these staging slots hold what they should."""
+        views = [self.staging.slot_view(slot, self.staging.object_bytes) for slot in slots]
+        work = functools.partial(self.format.check, views, generation, ids, self.rank)
+        return await self._over(Direction.IN, len(slots), work)
+
+    async def _over(self, direction: Direction, blocks: int, work: Callable[[], T]) -> T:
+        """Run what goes over the bytes of so many blocks where it is cheapest."""
+        if self.format.checked_bytes * blocks <= self.inline_check_bytes:
             return work()
         return await self.offload.run(direction, work)
 

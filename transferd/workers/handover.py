@@ -120,7 +120,7 @@ class Handover:
     async def send(self, job: Job) -> RankOutcome:
         task, direct = job.task, require(self._context.direct)
         assert isinstance(task, SendTask)
-        context = dataclasses.replace(self._context, staging=direct.staging)
+        context = dataclasses.replace(self._context, staging=direct.staging, format=direct.format)
         outbound = direct.exchange.outbound(task.transfer_id, context.rank, context.names(job))
         try:
             return await Sender(context, outbound).run(job)
@@ -130,7 +130,7 @@ class Handover:
     async def receive(self, job: Job) -> RankOutcome:
         task, direct = job.task, require(self._context.direct)
         assert isinstance(task, ReceiveTask)
-        context = dataclasses.replace(self._context, staging=direct.staging)
+        context = dataclasses.replace(self._context, staging=direct.staging, format=direct.format)
         inbound = direct.exchange.inbound(task.transfer_id, context.rank, context.names(job), task.peer)
         receiver = Receiver(context, inbound)
         try:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from transferd.copyplan import CopyPlan
+from transferd.objects import ObjectFormat
 from transferd.tasks import Stop, Task
 
 
@@ -54,18 +55,25 @@ def _wake(waiter: asyncio.Future[None]) -> None:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A started task. Shared by all ranks, which read it and remember copy plans in it.
+    """A started task. Shared by all ranks, which read it and remember in it what is the same for all of them.
 
-    digests: of task.keys, in order; empty for swaps. started_at, admitted_at: monotonic seconds.
+    started_at, admitted_at: monotonic seconds.
     """
 
     task: Task
     generation: str
-    digests: list[str]
     admitted_at: float
     started_at: float
     stop: StopSignal = field(default_factory=StopSignal)
+    _ids: dict[ObjectFormat, list[str]] = field(default_factory=dict)
     _plans: dict[Hashable, CopyPlan] = field(default_factory=dict)
+
+    def key_ids(self, objects: ObjectFormat) -> list[str]:
+        """ObjectFormat.ids of the task's keys, in order; computed on first use. Empty for swaps."""
+        ids = self._ids.get(objects)
+        if ids is None:
+            ids = self._ids[objects] = objects.ids(getattr(self.task, "keys", ()))
+        return ids
 
     @property
     def queue_s(self) -> float:

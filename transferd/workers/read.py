@@ -20,8 +20,6 @@ from typing import Any
 
 from transferd.copyplan import plan_copy
 from transferd.errors import TransferError
-from transferd.integrity import Damage, Stamp, check
-from transferd.offload import Direction
 from transferd.storage.base import MISSING, Blob, Found, Outcome
 from transferd.tasks import RankOutcome, ReadStorageTask
 from transferd.workers.context import Account, RankContext, require
@@ -85,9 +83,9 @@ class Reader:
         names = self._context.names(job, positions)
         parts, lead = self.flights.board(names)
         if lead is not None:
-            digest_of = dict(zip(names, (job.digests[i] for i in positions), strict=True))
-            stamps = self._context.stamps(job, [digest_of[name] for name in lead.names])
-            lead.fetch = self._context.background.spawn(self._fetch(lead, stamps, job.task.task_id))
+            id_of = dict(zip(names, self._context.ids(job, positions), strict=True))
+            ids = [id_of[name] for name in lead.names]
+            lead.fetch = self._context.background.spawn(self._fetch(lead, job.generation, ids, job.task.task_id))
             lead.fetch.add_done_callback(lambda _: self.flights.fetched(lead))
         arrivals = [self._consume(job, account, batch, names, positions, mine) for batch, mine in parts]
         if len(arrivals) == 1:
@@ -135,22 +133,18 @@ class Reader:
             account.copy_s += context.clock.monotonic() - before
         account.done([positions[i] for i in good], plan.nbytes)
 
-    async def _fetch(self, batch: Batch, stamps: Sequence[Stamp], holder: str) -> list[Outcome]:
+    async def _fetch(self, batch: Batch, generation: str, ids: Sequence[str], holder: str) -> list[Outcome]:
         """Storage → slots, verified. Belongs to the batch, not to the task that began it."""
         context = self._context
         staging = context.staging
         batch.lease = await staging.acquire(self.consumer, len(batch.names), holder)
         if not batch.consumers:  # everybody was stopped while this waited for slots
             return [MISSING] * len(batch.names)
-        views = [staging.slot_view(slot, staging.object_bytes) for slot in batch.lease.slots]
+        slots = batch.lease.slots
+        views = (staging.slot_view(slot, staging.object_bytes) for slot in slots)
         outcomes = await self._get([Blob(name, view) for name, view in zip(batch.names, views, strict=True)])
         found = [i for i, outcome in enumerate(outcomes) if outcome.found is Found.FOUND]
-        payload = context.layout.block_bytes
-
-        def check_all() -> list[Damage | None]:
-            return [check(views[i], payload, stamps[i]) for i in found]
-
-        reasons = await context.checksum(Direction.IN, payload * len(found), check_all)
+        reasons = await context.check([slots[i] for i in found], generation, [ids[i] for i in found])
         for i, reason in zip(found, reasons, strict=True):
             if reason is not None:
                 outcomes[i] = MISSING

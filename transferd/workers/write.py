@@ -1,7 +1,7 @@
 """Write: device → staging → storage, for the keys that storage does not have yet.
 
     exists? ─ skip what is stored
-    for each chunk:  lease slots → copy device → slots → seal (checksum, footer) → put, in background
+    for each chunk:  lease slots → copy device → slots → seal (objects.py) → put, in background
 
 While chunk k is being put, chunk k+1 is gathered: the lease of k+1 is granted as soon as slots are
 free, and staging has room for two chunks. A put that was begun is never aborted; when the task is
@@ -17,8 +17,6 @@ from typing import Any
 
 from transferd.copyplan import plan_copy
 from transferd.errors import TransferError
-from transferd.integrity import seal
-from transferd.offload import Direction
 from transferd.storage.base import Blob, Found, Outcome
 from transferd.tasks import RankOutcome, WriteStorageTask
 from transferd.tiers.staging import Lease
@@ -110,17 +108,10 @@ class Writer:
         staging, device = context.staging, context.device.arena.geometry
         blocks = [task.gpu_block_ids[i] for i in positions]
         plan = plan_copy(device, blocks, staging.packed, lease.slots)
-        payload = context.layout.block_bytes
-        stamps = context.stamps(job, [job.digests[i] for i in positions])
-
-        def seal_all() -> None:
-            for slot, stamp in zip(lease.slots, stamps, strict=True):
-                seal(staging.slot_view(slot, staging.object_bytes), payload, stamp)
-
         before = context.clock.monotonic()
         try:
             await context.device.copy_out(plan, staging.memory)
-            await context.checksum(Direction.OUT, payload * len(positions), seal_all)
+            await context.seal(lease.slots, job.generation, context.ids(job, positions))
         finally:
             account.copy_s += context.clock.monotonic() - before
 

@@ -1,0 +1,108 @@
+"""A block of several objects behaves as one: the worst of its objects' answers is its own."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.storage.harness import Harness, Memory, memory_config
+from transferd.errors import StorageUnavailable
+from transferd.objects import Part
+from transferd.storage.base import Found, Storage
+from transferd.storage.divided import divided
+from transferd.storage.memory import MemoryStorage
+from transferd.testing.faults import StorageFaults
+from transferd.testing.storage import SimStorage
+
+PARTS = (Part("_key", 0, 100), Part("_value", 100, 160), Part("_scale", 160, 161))
+BLOCK = bytes(range(161))
+
+
+@pytest.fixture
+async def behind() -> SimStorage:
+    storage = SimStorage()
+    await storage.open()
+    return storage
+
+
+@pytest.fixture
+def blocks(behind: SimStorage) -> Harness:
+    storage, memory = divided(behind, PARTS), Memory(1024**2)
+    storage.register(memory)
+    return Harness(storage, memory)
+
+
+def test_a_block_that_is_one_object_needs_no_division() -> None:
+    storage = SimStorage()
+    assert divided(storage, [Part("", 0, 100)]) is storage
+
+
+async def test_each_part_is_an_object_of_its_own(behind: SimStorage, blocks: Harness) -> None:
+    (outcome,) = await blocks.put(("b", BLOCK))
+    assert outcome.found is Found.STORED
+    assert behind.objects == {"b_key": BLOCK[:100], "b_value": BLOCK[100:160], "b_scale": BLOCK[160:]}
+    ((outcome, data),) = await blocks.get(("b", 161))
+    assert (outcome.found, data) == (Found.FOUND, BLOCK)
+    assert [o.found for o in await blocks.put(("b", BLOCK), ("c", BLOCK))] == [Found.EXISTS, Found.STORED]
+
+
+@pytest.mark.parametrize("part", ["_key", "_value", "_scale"])
+async def test_a_block_that_lacks_an_object_is_missing_until_a_put_completes_it(
+    behind: SimStorage, blocks: Harness, part: str
+) -> None:
+    await blocks.put(("a", BLOCK), ("b", BLOCK), ("c", BLOCK))
+    del behind.objects[f"b{part}"]
+    assert await blocks.storage.exists(["a", "b", "c", "d"]) == [True, False, True, False]
+    got = await blocks.get(("a", 161), ("b", 161), ("c", 161))
+    assert [outcome.found for outcome, _ in got] == [Found.FOUND, Found.MISSING, Found.FOUND]
+    assert [o.found for o in await blocks.put(("b", BLOCK))] == [Found.STORED]
+    assert await blocks.storage.exists(["b"]) == [True]
+
+
+@pytest.mark.parametrize("place", range(3))
+async def test_one_object_that_fails_fails_its_block_alone(behind: SimStorage, blocks: Harness, place: int) -> None:
+    faults = [None] * 3 + [None] * place + ["error"]
+    behind.dice.script("object put", *faults)
+    assert [o.found for o in await blocks.put(("a", BLOCK), ("b", BLOCK))] == [Found.STORED, Found.FAILED]
+    await blocks.put(("b", BLOCK))
+    behind.dice.script("object get", *faults)
+    got = await blocks.get(("a", 161), ("b", 161))
+    assert [outcome.found for outcome, _ in got] == [Found.FOUND, Found.FAILED]
+    assert got[1][0].error is not None
+
+
+async def test_a_failure_weighs_more_than_a_gap(behind: SimStorage, blocks: Harness) -> None:
+    await blocks.put(("a", BLOCK))
+    behind.dice.script("object get", "missing", "error", None)
+    ((outcome, _),) = await blocks.get(("a", 161))
+    assert outcome.found is Found.FAILED
+
+
+async def test_a_call_that_fails_as_a_whole_raises(behind: SimStorage, blocks: Harness) -> None:
+    behind.faults = StorageFaults(unavailable=1.0)
+    with pytest.raises(StorageUnavailable):
+        await blocks.storage.exists(["a"])
+
+
+async def test_quarantine_takes_every_object_and_close_leaves_what_is_behind_open(
+    behind: SimStorage, blocks: Harness
+) -> None:
+    await blocks.put(("a", BLOCK))
+    await blocks.storage.quarantine("a")
+    assert set(behind.quarantined) == {"a_key", "a_value", "a_scale"}
+    await blocks.storage.open()
+    await blocks.storage.close()
+    assert await blocks.storage.exists(["a"]) == [False]
+    assert blocks.storage.statistics() == behind.statistics()
+    assert blocks.storage.backend == behind.backend
+    blocks.storage.unregister(blocks.memory)
+
+
+async def test_a_backends_capacity_can_be_changed_through_it() -> None:
+    behind = MemoryStorage(memory_config(1000))
+    storage: Storage = divided(behind, PARTS)
+    storage.reconfigure(memory_config(10))
+    harness = Harness(storage, Memory(4096))
+    storage.register(harness.memory)
+    (outcome,) = await harness.put(("a", BLOCK))
+    assert outcome.found is Found.FAILED
+    await behind.close()

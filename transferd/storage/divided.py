@@ -1,0 +1,85 @@
+"""A block that is several objects, seen as one: a Storage in front of another.
+
+A name stands for the objects name + suffix, one for each Part of the format; a buffer is cut into their
+ranges. The answer for a block is the worst of its objects':
+
+    exists   all of them
+    put      FAILED if one failed; else STORED if one was new; else EXISTS
+    get      FAILED if one failed; else MISSING if one is; else FOUND
+
+A block of which only some objects are there is missing, and a put completes it. Whoever reads between
+two objects of one put sees a block that is not there yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transferd.config import Config
+from transferd.objects import Part
+from transferd.storage.base import Blob, Found, Outcome, Storage
+from transferd.tiers.base import HostMemory
+
+_WORST_FIRST = (Found.FAILED, Found.MISSING, Found.STORED, Found.EXISTS, Found.FOUND)
+_BADNESS = {found: rank for rank, found in enumerate(reversed(_WORST_FIRST))}
+
+
+def divided(storage: Storage, parts: Sequence[Part]) -> Storage:
+    """`storage` for blocks of these parts: itself, where a block is one object under its own name."""
+    return storage if [part.suffix for part in parts] == [""] else DividedStorage(storage, parts)
+
+
+class DividedStorage(Storage):
+    """See the module. Borrows the storage behind it, whose life is its owner's: open and close do nothing."""
+
+    def __init__(self, storage: Storage, parts: Sequence[Part]) -> None:
+        self.backend = storage.backend
+        self._storage = storage
+        self._parts = tuple(parts)
+
+    async def open(self) -> None:
+        """Its owner opens what is behind."""
+
+    async def close(self) -> None:
+        """Its owner closes what is behind."""
+
+    def register(self, memory: HostMemory) -> None:
+        self._storage.register(memory)
+
+    def unregister(self, memory: HostMemory) -> None:
+        self._storage.unregister(memory)
+
+    def reconfigure(self, config: Config) -> None:
+        self._storage.reconfigure(config)
+
+    def statistics(self) -> dict[str, Any]:
+        return self._storage.statistics()
+
+    async def exists(self, names: Sequence[str]) -> list[bool]:
+        """In order of the parts, so that what a pool says of a block comes from one moment if it can."""
+        found = await self._storage.exists([name + part.suffix for name in names for part in self._parts])
+        each = len(self._parts)
+        return [all(found[i : i + each]) for i in range(0, len(found), each)]
+
+    async def put(self, blobs: Sequence[Blob]) -> list[Outcome]:
+        return self._joined(await self._storage.put(self._cut(blobs)))
+
+    async def get(self, blobs: Sequence[Blob]) -> list[Outcome]:
+        return self._joined(await self._storage.get(self._cut(blobs)))
+
+    async def quarantine(self, name: str) -> None:
+        for part in self._parts:
+            await self._storage.quarantine(name + part.suffix)
+
+    def _cut(self, blobs: Sequence[Blob]) -> list[Blob]:
+        return [
+            Blob(blob.name + part.suffix, blob.data[part.start : part.stop]) for blob in blobs for part in self._parts
+        ]
+
+    def _joined(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
+        each = len(self._parts)
+        return [
+            max(outcomes[i : i + each], key=lambda outcome: _BADNESS[outcome.found])
+            for i in range(0, len(outcomes), each)
+        ]
