@@ -22,7 +22,7 @@ LEVELS: dict[str, int] = {
     "tasks": 1, "config": 1, "events": 1, "layout": 1,
     # 2: pure logic
     "keys": 2, "integrity": 2, "copyplan": 2, "hazards": 2, "admission": 2, "alarms": 2, "results": 2, "barrier": 2,
-    "dispatch": 2, "protocol": 2, "offload": 2, "residency": 2, "handover": 2, "objects": 2,
+    "dispatch": 2, "protocol": 2, "offload": 2, "residency": 2, "handover": 2, "objects": 2, "generation": 2,
     # 3: the world: sockets, memory, storage
     "curve": 3, "endpoint": 3, "link": 3, "transport": 3, "tiers": 3, "storage": 3, "breaker": 3,
     "direct": 3,

@@ -168,6 +168,7 @@ class StorageSection(_Section, frozen=True, kw_only=True):
     key_schema: Literal["transferd", "fastdeploy"] = "transferd"  # what objects are called and hold: objects.py
     model: str = "demo"
     generation: str = ""
+    version_file: str = ""  # FastDeploy's version.yaml: where the generation is read instead, at start and on restore
     file: FileStorageSection = FileStorageSection()
     memory: MemoryStorageSection = MemoryStorageSection()
     mooncake: MooncakeStorageSection = MooncakeStorageSection()
@@ -309,6 +310,10 @@ def check(config: Config) -> None:
     if not config.storage.model:
         raise ConfigError("storage.model", "must not be empty: it is part of every key", config.storage.model)
     _check_events(config.events)
+    if config.storage.version_file and config.storage.generation:
+        raise ConfigError(
+            "storage.generation", "is read from storage.version_file, which is set, too", config.storage.generation
+        )
     listen = config.metrics.listen
     if listen and not re.fullmatch(r".+:\d{1,5}", listen):
         raise ConfigError("metrics.listen", "expected host:port or nothing", listen)

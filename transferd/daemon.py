@@ -24,6 +24,7 @@ from transferd.direct.exchange import Exchange
 from transferd.direct.transfer_engine import TransferEngineCarrier
 from transferd.dispatch import Dispatcher
 from transferd.errors import ConfigError, TransferError
+from transferd.generation import configured_generation
 from transferd.layout import BlockLayout, build_layout
 from transferd.metrics import Reports
 from transferd.notify import Notifier, Watchdog
@@ -78,7 +79,7 @@ class Daemon:
         self.dispatcher = Dispatcher(
             limits_of(config, self.layout, storage=self.storage is not None, direct=pd_mode(config) == "direct"),
             boot_id=clock.fresh_id(),
-            generation=config.storage.generation,
+            generation=configured_generation(config.storage),
             recorder=self.recorder,
             admitting=False,
         )
