@@ -95,7 +95,7 @@ class SabotagedDevice(ShmDeviceTier):
             await copy(plan, host)
             return
         half = plan.runs[: len(plan.runs) // 2]
-        await copy(CopyPlan(half, int(half[:, 2].sum())), host)
+        await copy(CopyPlan(int(half[:, 2].sum()), runs=half), host)
         raise TierError(f"{operation} of rank {self.rank} fails as ordered")
 
 
