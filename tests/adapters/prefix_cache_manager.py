@@ -1,0 +1,261 @@
+"""A stand-in for FastDeploy's PrefixCacheManager: its order of calls, its way of waiting, its aggregation.
+
+For one request after the other, as under FastDeploy's request_release_lock:
+
+    match on the device → SWAP2GPU what the host has → STORAGE2GPU the rest → "prefill" what is left
+    … finish: GPU2STORAGE of the whole chain → the blocks fall idle
+    eviction, when blocks are needed: SWAP2CPU; when host blocks are needed: they are dropped, and a flush tells so
+
+Answers arrive on a thread of their own. A read's are collected until there are as many as ranks, and the shortest
+counts; anything else is over with its first answer. Unlike FastDeploy, it looks at what an answer names, and it
+does not wait for ever: an answer that does not come within its timeout ends the test.
+
+Every byte is checked when it has come and again when another request finds it on the device. What an answer
+claims must be right; what it does not claim is not used. What storage has said to hold, it must deliver.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from transferd.adapters.fastdeploy import EngineCacheQueue
+from transferd.replay.kvdata import KvData
+from transferd.replay.pool import BlockPool, Entry
+from transferd.tasks import Status
+
+TIMEOUT_S = 20.0  # of a storage task
+LATE_S = 5.0  # what an answer may need beyond its timeout: the daemon's slack, and a loaded machine
+FETCH_S = 0.05  # how long the receiver waits for an answer before it looks whether it should stop
+
+
+class CacheStatus(enum.Enum):
+    """As FastDeploy has it; the storage events' numbers are not published."""
+
+    GPU = 0
+    SWAP2CPU = 1
+    SWAP2GPU = 2
+    CPU = 3
+    STORAGE2GPU = 4
+    GPU2STORAGE = 5
+
+
+@dataclass
+class Waiting:
+    """One call that waits for its answers."""
+
+    parties: int
+    answers: list[tuple[Any, ...]] = field(default_factory=list)
+    event: threading.Event = field(default_factory=threading.Event)
+
+
+class PrefixCacheManager:
+    """Plays requests over an EngineCacheQueue. Borrows the queue and the attached memory behind `data`.
+
+    timeout: of storage tasks. sound: False while a rank is made to fail; then calls may fail and stored blocks be out
+    of reach. counts, statuses, failures: what happened.
+    """
+
+    def __init__(self, queue: EngineCacheQueue, data: KvData, device_blocks: int, host_blocks: int) -> None:
+        self._queue = queue
+        self._data = data
+        self._device = BlockPool(device_blocks)
+        self._host = BlockPool(host_blocks)
+        self._ranks = queue.num_client
+        self._stored: set[int] = set()  # every rank has said so
+        self._waiting: dict[tuple[str, str], Waiting] = {}
+        self._numbers = itertools.count()
+        self.timeout = TIMEOUT_S
+        self.sound = True
+        self.counts: Counter[str] = Counter()
+        self.statuses: Counter[tuple[str, Status]] = Counter()  # by event
+        self.failures: Counter[tuple[str, Status]] = Counter()  # those that named an error
+        self._closing = threading.Event()
+        self._receiver = threading.Thread(target=self._receive, name="recv_data_transfer_result")
+        self._receiver.start()
+
+    def close(self) -> None:
+        """Stop the receiver. Nothing may be left that was not asked for."""
+        self._closing.set()
+        self._receiver.join()
+        assert self._queue.empty()
+        assert self._queue.result_queue_empty()
+
+    def verify_all(self) -> None:
+        """Every block the device is believed to hold, to the last byte."""
+        self._verify([(entry.content, entry.block) for entry in self._device.entries])
+
+    # --- one request --------------------------------------------------------------------------------
+
+    def request(self, hash_ids: Sequence[int]) -> None:
+        chain = list(dict.fromkeys(hash_ids))[: self._device.count - 1]  # one spare, see _read
+        name = f"req-{next(self._numbers)}"
+        held = self._match(chain)
+        held += self._swap_in(name, chain[len(held) :])
+        held += self._read(name, chain[len(held) :])
+        held += self._prefill(chain[len(held) :])
+        self._write(name, held)
+        for entry in reversed(held):
+            self._device.release(entry)
+        self.counts["requests"] += 1
+
+    def _match(self, chain: Sequence[int]) -> list[Entry]:
+        entries = itertools.takewhile(lambda entry: entry is not None, map(self._device.find, chain))
+        held = [entry for entry in entries if entry is not None]
+        for entry in held:
+            self._device.hold(entry)
+        self._verify([(entry.content, entry.block) for entry in held])
+        self.counts["device hits"] += len(held)
+        return held
+
+    def _swap_in(self, name: str, chain: Sequence[int]) -> list[Entry]:
+        """_prepare_cpu_cache: what the host has of the chain, from its start."""
+        found = [e for e in itertools.takewhile(lambda e: e is not None, map(self._host.find, chain)) if e is not None]
+        if not found:
+            return []
+        for entry in found:
+            self._host.hold(entry)
+        gpu = self._allocate(len(found))
+        self._data.poison(gpu)
+        nodes = [entry.content for entry in found]
+        answer = self._issue(name, (CacheStatus.SWAP2GPU, name, nodes, gpu, [entry.block for entry in found]))
+        brought = answer[3]
+        assert brought in (gpu, []), "a swap is whole or nothing"
+        for entry in reversed(found):
+            self._host.release(entry)
+        self._device.give_back(gpu[len(brought) :])
+        self._verify(list(zip(nodes, brought, strict=False)))
+        self.counts["host hits"] += len(brought)
+        return [self._device.put(content, block) for content, block in zip(nodes, brought, strict=False)]
+
+    def _read(self, name: str, chain: Sequence[int]) -> list[Entry]:
+        """issue_prefetch_storage_task: the rest, into one block more than there are keys, as FastDeploy does."""
+        if not chain:
+            return []
+        gpu = self._allocate(len(chain) + (self._device.obtainable > len(chain)))
+        self._data.poison(gpu)
+        task = SimpleNamespace(
+            task_id=name,
+            keys=[_key(content) for content in chain],
+            token_ids=None,
+            gpu_block_ids=gpu,
+            start_read_block_idx=0,
+            timeout=self.timeout,
+        )
+        brought = self._issue(name, (CacheStatus.STORAGE2GPU, task))[3]
+        assert brought == gpu[: len(brought)]
+        self._verify(list(zip(chain, brought, strict=False)))
+        known = sum(1 for _ in itertools.takewhile(self._stored.__contains__, chain))
+        assert len(brought) >= known or not self.sound, f"storage had {known} blocks and delivered {len(brought)}"
+        if self.sound:
+            for block in gpu[len(chain) :]:
+                assert self._data.untouched(block, -1) is None, "a block beyond the keys was written"
+        self._device.give_back(gpu[len(brought) :])
+        self.counts["storage hits"] += len(brought)
+        return [self._device.put(content, block) for content, block in zip(chain, brought, strict=False)]
+
+    def _prefill(self, chain: Sequence[int]) -> list[Entry]:
+        blocks = self._allocate(len(chain))
+        for content, block in zip(chain, blocks, strict=True):
+            self._data.fill(block, content)
+        self.counts["computed"] += len(chain)
+        return [self._device.put(content, block) for content, block in zip(chain, blocks, strict=True)]
+
+    def _write(self, name: str, held: Sequence[Entry]) -> None:
+        """write_cache_to_storage: the whole chain, at the request's end."""
+        blocks = [entry.block for entry in held]
+        keys = [_key(entry.content) for entry in held]
+        task = SimpleNamespace(task_id=name, keys=keys, token_ids=None, gpu_block_ids=blocks, timeout=self.timeout)
+        written = set(self._issue(name, (CacheStatus.GPU2STORAGE, task))[3])
+        assert written <= set(blocks)
+        assert len(written) == len(blocks) or not self.sound
+        self._stored.update(entry.content for entry in held if entry.block in written)
+        self.counts["written"] += len(written)
+
+    # --- eviction -----------------------------------------------------------------------------------
+
+    def _allocate(self, count: int) -> list[int]:
+        blocks, evicted = self._device.take(count)
+        self._swap_out(evicted)
+        return blocks
+
+    def _swap_out(self, evicted: Sequence[Entry]) -> None:
+        """_evict_cache_async, to the host as far as it has room; the oldest there make room."""
+        moving = [entry for entry in evicted if self._host.find(entry.content) is None]
+        if not moving or len(moving) > self._host.obtainable:  # FastDeploy drops them all, then
+            return
+        cpu, dropped = self._host.take(len(moving))
+        for entry in dropped:
+            self._flush(entry.content)
+        name = f"evict-{next(self._numbers)}"
+        nodes, gpu = [entry.content for entry in moving], [entry.block for entry in moving]
+        done = self._issue(name, (CacheStatus.SWAP2CPU, name, nodes, gpu, cpu))[4]
+        assert done in (cpu, []), "a swap is whole or nothing"
+        for entry, block in zip(moving, done, strict=False):
+            self._host.release(self._host.put(entry.content, block))
+        self._host.give_back(cpu[len(done) :])
+        self.counts["swapped out"] += len(done)
+
+    def _flush(self, content: int) -> None:
+        """A block has left the node: the index is told, and nobody waits for it (is_sync False, no blocks)."""
+        task = SimpleNamespace(
+            task_id=f"flush-{next(self._numbers)}",
+            keys=[_key(content)],
+            token_ids=[content],
+            gpu_block_ids=[],
+            timeout=self.timeout,
+            start_write_block_idx=0,
+            flush_cache_exists=False,
+        )
+        self._queue.put_transfer_task((CacheStatus.GPU2STORAGE, task))
+        self.counts["flushes"] += 1
+
+    # --- the queue ----------------------------------------------------------------------------------
+
+    def _issue(self, name: str, item: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Put, and wait for the answer; of a read's answers the one that names the fewest blocks."""
+        event = item[0]
+        waiting = Waiting(self._ranks if event is CacheStatus.STORAGE2GPU else 1)
+        self._waiting[event.name, name] = waiting
+        self._queue.put_transfer_task(item)
+        assert waiting.event.wait(self.timeout + LATE_S), f"{event.name} {name} was not answered in time"
+        del self._waiting[event.name, name]
+        answer = min(waiting.answers, key=lambda answer: len(answer[3]))
+        assert answer[0] is event
+        result = self._queue.transfer_result(name, event)
+        assert result is not None
+        assert result.block_ids == answer[3]
+        self.statuses[event.name, result.status] += 1
+        if result.error is not None:
+            self.failures[event.name, result.status] += 1
+            assert not self.sound, f"{event.name} {name}: {result.error}"
+        return answer
+
+    def _receive(self) -> None:
+        while not self._closing.is_set():
+            answer = self._queue.get_transfer_done_signal(timeout=FETCH_S)
+            if answer is None:
+                continue
+            waiting = self._waiting.get((answer[0].name, answer[1]))
+            if waiting is None:  # a flush: nobody waits
+                self.counts["flush answers"] += 1
+                continue
+            waiting.answers.append(answer)
+            if len(waiting.answers) == waiting.parties:
+                waiting.event.set()
+
+    def _verify(self, blocks: Sequence[tuple[int, int]]) -> None:
+        for content, block in blocks:
+            mismatch = self._data.verify(block, content)
+            assert mismatch is None, str(mismatch)
+        self.counts["verified"] += len(blocks)
+
+
+def _key(content: int) -> str:
+    return f"{content:064x}"
