@@ -24,6 +24,9 @@ from transferd.errors import ConfigError
 ENV_PREFIX = "TRANSFERD_"
 DEFAULT_ENDPOINT = "ipc:///run/transferd/transferd.sock"
 
+# FastDeploy's names for settings of ours. Mooncake's and AttentionStore's are read where those are configured.
+FASTDEPLOY_VARIABLES = {"FILE_BACKEND_STORAGE_DIR": "storage.file.path"}
+
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power
     for power, prefix in enumerate("KMGT", start=1)
@@ -238,6 +241,8 @@ def load(
 ) -> Config:
     """Read, merge, convert and check the configuration.
 
+    FastDeploy's variables in FASTDEPLOY_VARIABLES count before the defaults and after everything else.
+
     overrides: `section.key=value` texts, the value as TOML where it parses as TOML, else as text.
     env: the environment to read TRANSFERD_SECTION__KEY from; default os.environ.
 
@@ -251,7 +256,11 @@ def load(
             raise ConfigError(str(path), f"cannot be read: {error.strerror}") from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(str(path), f"is not TOML: {error}") from error
-    for name, text in sorted((os.environ if env is None else env).items()):
+    environment = os.environ if env is None else env
+    for name, key in FASTDEPLOY_VARIABLES.items():
+        if environment.get(name):
+            _put_default(tree, key.split("."), environment[name])
+    for name, text in sorted(environment.items()):
         if name.startswith(ENV_PREFIX) and "__" in name:
             _put(tree, name.removeprefix(ENV_PREFIX).lower().split("__"), _value(text))
     for item in overrides:
@@ -358,6 +367,15 @@ def _put(tree: dict[str, Any], keys: list[str], value: Any) -> None:
         if not isinstance(tree, dict):
             raise ConfigError(".".join(keys), f"{key} is a value, not a section")
     tree[keys[-1]] = value
+
+
+def _put_default(tree: dict[str, Any], keys: list[str], value: Any) -> None:
+    """Set what is not there; a section that is none is told of when the tree is converted."""
+    for key in keys[:-1]:
+        tree = tree.setdefault(key, {})
+        if not isinstance(tree, dict):
+            return
+    tree.setdefault(keys[-1], value)
 
 
 def _value(text: str) -> Any:

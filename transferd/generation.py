@@ -36,6 +36,11 @@ def generation_of(path: str | Path) -> str:
     version = next((group for group in match.groups() if group), "").strip() if match else ""
     if not version or not version.isprintable():
         raise ConfigError("storage.version_file", "has no line 'version: …'", str(path))
+    return generation_named(version)
+
+
+def generation_named(version: str) -> str:
+    """The generation of a version as FastDeploy writes it."""
     return "-".join(version.split("-")[:VERSION_PARTS])
 
 

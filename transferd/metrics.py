@@ -82,6 +82,7 @@ class _StatsCollector:
         yield _counter("transferd_tasks", "Tasks answered, by final status", ["status"], stats["tasks"])
         yield _counter("transferd_rejects", "Requests refused, by code", ["code"], stats["rejects"])
         yield _gauge("transferd_clients", "Clients connected", stats["server"]["clients"])
+        yield _counter("transferd_clients_lost", "Clients that fell silent", [], {"": stats["server"]["clients_lost"]})
         yield _counter("transferd_messages", "Messages received", [], {"": stats["server"]["messages"]})
         yield _counter(
             "transferd_undeliverable", "Answers whose client had gone", [], {"": stats["server"]["undeliverable"]}

@@ -89,6 +89,7 @@ class Server:
         self._pd_mode = pd_mode
         self._pd_address = pd_address
         self._clients: dict[bytes, _Client] = {}
+        self._lost = 0  # clients that fell silent without a Bye
         self._sessions: Iterator[int] = itertools.count(1)
         self._reaper: asyncio.TimerHandle | None = None
         self._reap_due = 0.0
@@ -134,6 +135,7 @@ class Server:
     def statistics(self) -> dict[str, Any]:
         return {
             "clients": len(self._clients),
+            "clients_lost": self._lost,
             "waiting": len(self._waiting),
             "messages": self._messages,
             "undeliverable": self._undeliverable,
@@ -278,7 +280,8 @@ class Server:
         if now - self._reap_due < self._client_timeout / 4:
             silent = [peer for peer, client in self._clients.items() if now - client.seen_at > self._client_timeout]
             for peer in silent:
-                log.info("client gone", client=peer.hex())
+                log.warning("client gone", client=peer.hex(), silent_s=round(now - self._clients[peer].seen_at, 3))
+                self._lost += 1
                 self._forget(peer)
         if self._clients:
             self._look_later()

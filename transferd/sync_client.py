@@ -68,6 +68,11 @@ class SyncClient:
         return self._client.boot_id
 
     @property
+    def connected(self) -> bool:
+        """See Client.connected; False before `connect` and after `close`."""
+        return self._loop is not None and self._client.connected
+
+    @property
     def generation(self) -> str:
         return self._client.generation
 

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from transferd.adapters.fastdeploy.items import read_item
+from transferd.adapters.fastdeploy.control import ControlItem
+from transferd.adapters.fastdeploy.items import Item
+from transferd.adapters.fastdeploy.items import read_item as read_any_item
 from transferd.errors import RequestError
 from transferd.tasks import ReadStorageTask, Status, SwapInTask, SwapOutTask, TaskResult, TokenIds, WriteStorageTask
 
@@ -31,6 +33,12 @@ class Numbers(enum.Enum):
     OUT = 1
     IN = 2
     STORE = 3
+
+
+def read_item(put: Any) -> Item:
+    item = read_any_item(put)
+    assert not isinstance(item, ControlItem)
+    return item
 
 
 def result(status: Status, block_ids: list[int]) -> TaskResult:
@@ -139,3 +147,14 @@ def test_what_has_none_of_the_shapes_is_refused_at_once(item: Any) -> None:
     with pytest.raises(RequestError, match="not an item") as caught:
         read_item(item)
     assert caught.value.reason == "bad_item"
+
+
+def test_a_control_request_is_known_by_its_event() -> None:
+    event = SimpleNamespace(name="CTRL", value=-1)
+    item = read_any_item((event, SimpleNamespace(method="pause", request_id="p", args=None)))
+    assert isinstance(item, ControlItem)
+    assert (item.method, item.args) == ("pause", {})
+    with pytest.raises(RequestError, match="not an item"):
+        read_any_item((event, SimpleNamespace(request_id="p")))
+    with pytest.raises(RequestError, match="not an item"):
+        read_any_item((SimpleNamespace(name="OTHER"), SimpleNamespace(method="pause")))

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,7 +57,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory, saboteur: Saboteur) -> Iter
         "cache": CACHE,
         "host": {"staging": "256KiB"},
         "storage": {"backend": "transferd.testing.sabotage:SabotagedStorage"},
-        "server": {"max_queued_tasks": 2, "lane_depth": 1},
+        "server": {"max_queued_tasks": 2, "lane_depth": 1, "client_timeout": 2.5},
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(FILE_VARIABLE, str(saboteur.file))
@@ -391,3 +392,94 @@ def test_the_adapter_needs_nothing_of_fastdeploy_and_nothing_heavy() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60, env=os.environ
     ).stdout
     assert not {"fastdeploy", "paddle", "cuda", "mooncake", "uvloop", "pickle5"} & set(out.split())
+
+
+class Controls:
+    """An engine that waits for its control requests to end."""
+
+    CTRL = SimpleNamespace(name="CTRL", value=-1)
+
+    def __init__(self, queue: EngineCacheQueue) -> None:
+        self._queue = queue
+        self._ended: SimpleQueue[tuple[str, Exception | None]] = SimpleQueue()
+        queue.on_control = lambda request, error: self._ended.put((request.method, error))
+
+    def put(self, method: str, **args: Any) -> None:
+        self._queue.put_transfer_task((self.CTRL, SimpleNamespace(method=method, request_id=method, args=args)))
+
+    def ask(self, method: str, **args: Any) -> Exception | None:
+        self.put(method, **args)
+        return self.ended(method)
+
+    def ended(self, method: str) -> Exception | None:
+        name, error = self._ended.get(timeout=WAIT_S)
+        assert name == method
+        return error
+
+    def none_ended(self) -> bool:
+        return self._ended.empty()
+
+
+def test_a_pause_ends_when_no_task_is_at_work_and_a_resume_lets_them_go_on(
+    queue: EngineCacheQueue, saboteur: Saboteur
+) -> None:
+    controls = Controls(queue)
+    with saboteur.order("copy_out", 0, "stall"):
+        queue.put_transfer_task(swap(CacheStatus.SWAP2CPU, "at work", [1], [1]))
+        while not queue.client.stats()["running"]:
+            pass
+        controls.put("pause")
+        while not queue.client.stats()["paused"]:
+            pass
+        assert controls.none_ended()
+    assert controls.ended("pause") is None
+    assert queue.client.stats()["running"] == 0
+    assert done(queue)[1] == "at work"
+    queue.put_transfer_task(swap(CacheStatus.SWAP2CPU, "waits", [1], [1]))
+    assert queue.client.stats()["queued"] == 1
+    assert queue.result_queue_empty()
+    assert controls.ask("resume") is None
+    assert done(queue)[1] == "waits"
+
+
+def test_new_weights_are_a_new_generation(
+    queue: EngineCacheQueue, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    controls = Controls(queue)
+    monkeypatch.delenv("TRANSFERD_STORAGE__VERSION_FILE", raising=False)
+    try:
+        assert controls.ask("update_weights", version="RL-STEP07-20260801-ab") is None
+        assert queue.client.generation == "RL-STEP07"
+        error = controls.ask("update_weights")
+        assert isinstance(error, ConfigError)
+        file = tmp_path / "version.yaml"
+        file.write_text("version: RL-STEP08-20260802-cd")
+        monkeypatch.setenv("TRANSFERD_STORAGE__VERSION_FILE", str(file))
+        assert controls.ask("update_weights") is None
+        assert queue.client.generation == "RL-STEP08"
+    finally:
+        queue.client.set_generation("")
+
+
+def test_a_control_request_that_is_not_known_is_told_of(queue: EngineCacheQueue) -> None:
+    error = Controls(queue).ask("explode")
+    assert isinstance(error, RequestError)
+    assert error.reason == "unknown_method"
+
+
+def test_a_queue_says_whether_a_daemon_answers_and_the_daemon_says_that_an_engine_was_lost(
+    tmp_path: Path, daemon: DaemonProcess, queue: EngineCacheQueue
+) -> None:
+    assert queue.connected
+    before = queue.client.stats()["server"]["clients_lost"]
+    code = f"""
+from transferd.adapters.fastdeploy import EngineCacheQueue
+import os
+queue = EngineCacheQueue({daemon.endpoint!r}, num_client={RANKS}, client_id=0)
+os._exit(0)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    while queue.client.stats()["server"]["clients_lost"] == before:
+        pass
+    queue.close()
+    assert not queue.connected

@@ -96,3 +96,16 @@ def test_the_effective_configuration_as_toml_is_the_configuration(tmp_path: Path
     file.write_text(to_toml(to_tree(config)))
     assert load(file, env={}) == config
     assert from_tree(to_tree(Config())) == Config()
+
+
+def test_fastdeploys_directory_counts_where_nothing_else_says_it(tmp_path: Path) -> None:
+    theirs = {"FILE_BACKEND_STORAGE_DIR": "/tmp/fastdeploy"}
+    assert load(env=theirs).storage.file.path == "/tmp/fastdeploy"
+    file = tmp_path / "c.toml"
+    file.write_text('[storage.file]\npath = "/ours"\n')
+    assert load(file, env=theirs).storage.file.path == "/ours"
+    assert load(env=theirs | {"TRANSFERD_STORAGE__FILE__PATH": "/env"}).storage.file.path == "/env"
+    assert load(env={"FILE_BACKEND_STORAGE_DIR": ""}).storage.file.path == "/var/lib/transferd/blocks"
+    file.write_text('[storage]\nfile = "no section"\n')
+    with pytest.raises(ConfigError, match=r"storage\.file"):
+        load(file, env=theirs)

@@ -1,12 +1,13 @@
 """What FastDeploy puts into its cache queue and expects back, as values.
 
-FastDeploy speaks in tuples. Four shapes have been in use, and all are understood (CacheStatus members
+FastDeploy speaks in tuples. Five shapes have been in use, and all are understood (CacheStatus members
 stand as SWAP2CPU, SWAP2GPU, STORAGE2GPU, GPU2STORAGE):
 
     swap            (event, transfer_task_id, swap_node_ids, gpu_block_ids, cpu_block_ids)
     swap, older     (swap_node_ids, gpu_block_ids, cpu_block_ids, event, transfer_task_id)
     storage         (event, task)                     ReadStorageTask or WriteStorageTask of its cache_tasks
     storage, older  (event, request_id, keys, gpu_block_ids, timeout)
+    control         (CTRL, request)                   see control.py; not answered in the queue
 
 Answers have the shape of the question for swaps, and (event, task_id, keys, gpu_block_ids) for storage.
 An answer carries back the caller's own event object. Its lists say what *every* rank moved: for a read the
@@ -25,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from transferd.adapters.fastdeploy.control import ControlItem
 from transferd.errors import RequestError
 from transferd.tasks import (
     DEFAULT_TIMEOUT_S,
@@ -114,13 +116,13 @@ class StorageItem:
 Item = SwapItem | StorageItem
 
 
-def read_item(item: Any) -> Item:
+def read_item(item: Any) -> Item | ControlItem:
     """Understand what was put. Raises RequestError for what has none of the module's shapes."""
     if not isinstance(item, tuple | list):
         raise _unknown(item)
     fields = list(item)
     if len(fields) == 2:
-        return _storage_task(item, *fields)
+        return _control(*fields) or _storage_task(item, *fields)
     if len(fields) != 5:
         raise _unknown(item)
     event_first = not _is_ids(fields[0])
@@ -133,6 +135,12 @@ def read_item(item: Any) -> Item:
     if lane in _SWAPS:
         return SwapItem(lane, event, transfer_id, first, second, third, event_first)
     return StorageItem(lane, event, transfer_id, keys=first, gpu=second, timeout=third)
+
+
+def _control(event: Any, request: Any) -> ControlItem | None:
+    if getattr(event, "name", "") != "CTRL" or not isinstance(getattr(request, "method", None), str):
+        return None
+    return ControlItem(request, request.method, getattr(request, "args", None) or {})
 
 
 def _storage_task(item: Any, event: Any, task: Any) -> StorageItem:

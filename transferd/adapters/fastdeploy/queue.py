@@ -30,8 +30,10 @@ import queue
 import socket
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
+from transferd.adapters.fastdeploy.control import ControlItem, obey
 from transferd.adapters.fastdeploy.items import Answer, Item, read_item
 from transferd.adapters.fastdeploy.retired import BARRIERS, OpenBarrier
 from transferd.client import default_endpoint
@@ -43,6 +45,7 @@ from transferd.tasks import DEFAULT_TIMEOUT_S, ErrorInfo, Status, TaskResult
 log = logging.getLogger(__name__)
 
 Address = str | tuple[str, int]
+OnControl = Callable[[Any, Exception | None], None]
 
 CONNECT_TIMEOUT_S = 15.0  # as long as FastDeploy's client keeps trying
 RESULTS_KEPT = 1024
@@ -67,6 +70,9 @@ class EngineCacheQueue:
     local_data_parallel_size, local_data_parallel_id: see address.
     swap_timeout: seconds for a swap, which has none in FastDeploy.
     connect_timeout: seconds to wait for a ready daemon.
+
+    on_control, an attribute: called on another thread with each control request that has ended, and with the error
+    it ended with or None.
 
     Raises NotConnected; ConfigError for a client_id or num_client that does not fit.
     """
@@ -114,6 +120,9 @@ class EngineCacheQueue:
         self._client: SyncClient | None = None
         self._closed = False
         self._pid = os.getpid()
+        self._controls: queue.SimpleQueue[tuple[ControlItem, SyncClient] | None] = queue.SimpleQueue()
+        self._controller: threading.Thread | None = None
+        self.on_control: OnControl = _nobody_asked
         if not is_server:
             self._connected()
 
@@ -122,10 +131,14 @@ class EngineCacheQueue:
     def put_transfer_task(self, item: Any) -> None:
         """Hand a transfer over. item: see items.py. Returns at once; the answer comes as a done signal.
 
+        Control requests are carried out one after the other on a thread of their own; `on_control` hears of them.
         Raises RequestError for an item of no known shape, Closed, NotConnected (first use of a server instance).
         """
         understood = read_item(item)
         client = self._connected()
+        if isinstance(understood, ControlItem):
+            self._control(understood, client)
+            return
         number = next(self._numbers)
         task_id = f"fd/{self._run}/{number}/{understood.lane}/{str(understood.transfer_id)[:_ID_CHARACTERS]}"
         with self._lock:
@@ -196,6 +209,12 @@ class EngineCacheQueue:
         """The client beneath: match, pause, resume, set_generation, stats, attach. Raises Closed, NotConnected."""
         return self._connected()
 
+    @property
+    def connected(self) -> bool:
+        """A ready daemon answers now. What is put while this is False may be answered as failed at once."""
+        client = self._client
+        return client is not None and client.connected
+
     def transfer_result(self, transfer_task_id: Any, event_type: Any = None) -> TaskResult | None:
         """What really happened to a transfer: status, every rank's share, the error. The newest under that id.
 
@@ -219,6 +238,7 @@ class EngineCacheQueue:
             client.close()
             for task_id, item in list(self._unanswered.items()):  # put while the client was closing
                 self._answer(task_id, item, _not_pushed(task_id, Closed("the queue was closed")))
+        self._controls.put(None)
         if keeper is not None:
             keeper.close()
 
@@ -276,6 +296,25 @@ class EngineCacheQueue:
         for answer in answers:
             self._done.put(answer)
 
+    def _control(self, item: ControlItem, client: SyncClient) -> None:
+        with self._lock:
+            if self._controller is None:
+                # A daemon thread: a pause that waits for a task must not keep the process from ending.
+                self._controller = threading.Thread(target=self._obey_all, name="transferd-control", daemon=True)
+                self._controller.start()
+        self._controls.put((item, client))
+
+    def _obey_all(self) -> None:
+        while (next_one := self._controls.get()) is not None:
+            item, client = next_one
+            error: Exception | None = None
+            try:
+                obey(item, client)
+            except Exception as raised:  # noqa: BLE001 - whoever asked must hear of it, whatever it is
+                error = raised
+                log.warning("control request %s failed: %s", item.method, raised)
+            self.on_control(item.request, error)
+
     def _with_port(self, address: Address) -> Address:
         """FastDeploy lets a server choose its port with 0 and tells it to others; they want one that is unique."""
         if isinstance(address, str) or address[1] != 0:
@@ -329,6 +368,10 @@ def _not_pushed(task_id: str, error: BaseException) -> TaskResult:
         return TaskResult(task_id=task_id, status=status, error=ErrorInfo(error.reason, str(error)))
     info = ErrorInfo("bad_value", f"{type(error).__name__}: {error}")
     return TaskResult(task_id=task_id, status=Status.REJECTED, error=info)
+
+
+def _nobody_asked(request: Any, error: Exception | None) -> None:
+    """The engine takes it that its control requests are carried out."""
 
 
 def _event_name(event: Any) -> str:
