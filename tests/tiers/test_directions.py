@@ -107,7 +107,11 @@ class Rig:
     def stamp_of(self, rank: int, key: str) -> Any:
         config = self.daemon.config.storage
         return stamps(
-            self.daemon.objects.ids([key]), model=config.model, fingerprint=self.layout.fingerprint, generation=config.generation, rank=rank
+            self.daemon.objects.ids([key]),
+            model=config.model,
+            fingerprint=self.layout.fingerprint,
+            generation=config.generation,
+            rank=rank,
         )[0]
 
     def name_of(self, rank: int, key: str) -> str:

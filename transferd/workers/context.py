@@ -61,7 +61,10 @@ class Background:
 
 @dataclass(frozen=True, slots=True)
 class DirectPath:
-    """The way to other daemons: their exchange, shared by all ranks; the only memory that peers write to; its format."""
+    """The way to other daemons: their exchange, shared by all ranks; the only memory that peers write to.
+
+    format: of what goes this way.
+    """
 
     exchange: Exchange
     staging: Staging
