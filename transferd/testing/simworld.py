@@ -23,9 +23,7 @@ from transferd.testing.weather import CALM, Weather
 from transferd.tiers.base import DeviceTier
 
 
-def small_config(
-    ranks: int = 2, staging: str = "32KiB", *, key_schema: str = "transferd", **server: Any
-) -> Config:
+def small_config(ranks: int = 2, staging: str = "32KiB", *, key_schema: str = "transferd", **server: Any) -> Config:
     """A daemon of tiny blocks: 4 segments of 32 bytes, staging for 4 blocks each way (one for every 8 KiB)."""
     return from_tree(
         {
