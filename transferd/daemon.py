@@ -76,6 +76,7 @@ class Daemon:
         self.storage = storage if storage is not None else create_storage(config, clock)
         self.offload = offload if offload is not None else ThreadOffload(COPY_THREADS)
         self.objects = object_format(config.storage, self.layout)
+        self.blocks = None if self.storage is None else divided(self.storage, self.objects.parts)
         self.dispatcher = Dispatcher(
             limits_of(config, self.layout, storage=self.storage is not None, direct=pd_mode(config) == "direct"),
             boot_id=clock.fresh_id(),
@@ -91,7 +92,7 @@ class Daemon:
         self.reports = Reports(
             config.metrics.listen, self.coordinator.stats, lambda: self.alive, lambda: self.not_ready
         )
-        self.events = EventFeed(config, self.namer, self.storage, clock=clock) if config.events.endpoint else None
+        self.events = self._build_events() if config.events.endpoint else None
         self.coordinator.observe = self._task_ended
         if self.events is not None:
             self.coordinator.renamed = self.events.generation_changed
@@ -108,6 +109,10 @@ class Daemon:
         )
         self.coordinator.deliver = self.server.deliver
         self.started_at = clock.monotonic()
+
+    def _build_events(self) -> EventFeed:
+        generation = self.dispatcher.generation
+        return EventFeed(self.config, self.objects, self.blocks, generation=generation, clock=self.clock)
 
     def _build_exchange(self) -> Exchange | None:
         """In pd.mode "direct", what other daemons send to and receive from."""
@@ -127,7 +132,7 @@ class Daemon:
             staging=Staging(
                 layout, config.host.staging, self.objects.slot_bytes, self.objects.offsets, pinning=pinning
             ),
-            storage=None if self.storage is None else divided(self.storage, self.objects.parts),
+            storage=self.blocks,
             format=self.objects,
             offload=self.offload,
             clock=self.clock,

@@ -65,6 +65,10 @@ class ObjectFormat(abc.ABC):
         """The names of one rank's blocks, in order."""
 
     @abc.abstractmethod
+    def id_of(self, generation: str, name: str) -> str | None:
+        """The id in the name of a block of this generation, whatever its rank; None for any other name."""
+
+    @abc.abstractmethod
     def seal(self, slots: Sequence[memoryview], generation: str, ids: Sequence[str], rank: int) -> None:
         """Complete slots that hold packed blocks, so that `check` can tell whether they come back as they are."""
 
@@ -88,6 +92,9 @@ class SealedBlocks(ObjectFormat):
 
     def names(self, generation: str, ids: Iterable[str], rank: int) -> list[str]:
         return self._namer.names(generation, ids, rank)
+
+    def id_of(self, generation: str, name: str) -> str | None:
+        return self._namer.digest_of(generation, name)
 
     def seal(self, slots: Sequence[memoryview], generation: str, ids: Sequence[str], rank: int) -> None:
         namer = self._namer
@@ -124,6 +131,11 @@ class RawPlanes(ObjectFormat):
 
     def names(self, generation: str, ids: Iterable[str], rank: int) -> list[str]:
         return [f"prefix{generation}_{key}_{rank}" for key in ids]
+
+    def id_of(self, generation: str, name: str) -> str | None:
+        head = f"prefix{generation}_"
+        key, _, rank = name[len(head) :].rpartition("_")
+        return key if name.startswith(head) and rank.isdigit() else None
 
     def seal(self, slots: Sequence[memoryview], generation: str, ids: Sequence[str], rank: int) -> None:
         """There is nothing beside the bytes."""

@@ -106,3 +106,20 @@ async def test_a_backends_capacity_can_be_changed_through_it() -> None:
     (outcome,) = await harness.put(("a", BLOCK))
     assert outcome.found is Found.FAILED
     await behind.close()
+
+
+async def test_a_block_departs_with_each_of_its_objects() -> None:
+    behind = MemoryStorage(memory_config(400))
+    storage = divided(behind, PARTS)
+    gone: list[str] = []
+    assert storage.tell_departures(gone.append)
+    harness = Harness(storage, Memory(4096))
+    storage.register(harness.memory)
+    await harness.put(("a", BLOCK))
+    await harness.put(("b", BLOCK))
+    assert [storage.holds(name) for name in ("a", "b", "c")] == [True, True, False]
+    await harness.put(("c", BLOCK))
+    assert set(gone) == {"a"}
+    assert [storage.holds(name) for name in ("a", "b", "c")] == [False, True, True]
+    await behind.quarantine("unrelated")
+    await behind.close()

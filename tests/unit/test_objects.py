@@ -100,3 +100,14 @@ def test_the_configuration_chooses() -> None:
         assert type(object_format(config.storage, layout)) is kind
     with pytest.raises(ConfigError, match=r"storage\.key_schema"):
         configured(CACHES[0], key_schema="other")
+
+
+def test_a_name_leads_back_to_its_id_in_its_generation_only() -> None:
+    for objects in formats(CACHES[0]):
+        for generation in ("", "RL-STEP03"):
+            for key in ("ab", "a_b_7", "a/b", ""):
+                ids = objects.ids([key])
+                (name,) = objects.names(generation, ids, 12)
+                assert objects.id_of(generation, name) == ids[0]
+                assert objects.id_of("other", name) is None
+        assert objects.id_of("", "somebody/elses") is None

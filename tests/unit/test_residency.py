@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
-from transferd.keys import ObjectNamer, block_keys
+from transferd.config import CacheSection
+from transferd.keys import block_keys
+from transferd.layout import build_layout
+from transferd.objects import SealedBlocks
 from transferd.residency.claims import HASHES_PER_EVENT, Residency
 from transferd.residency.wire import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, block_hash
 from transferd.tasks import (
@@ -25,7 +28,7 @@ from transferd.tasks import (
 
 BLOCK = 4
 RANKS = [RankResult(rank=0, status=Status.OK)]
-NAMER = ObjectNamer("demo", "f00d")
+OBJECTS = SealedBlocks("demo", build_layout(CacheSection()))
 
 
 class World:
@@ -34,7 +37,7 @@ class World:
     def __init__(self, **more: Any) -> None:
         self.told = 0
         options: dict[str, Any] = {"block_size": BLOCK, "max_blocks": 1000, "changed": self._changed} | more
-        self.residency = Residency(NAMER, **options)
+        self.residency = Residency(OBJECTS, **options)
         self.events: list[KvEvent] = []
         self.believed: dict[str, set[int]] = {"GPU": set(), "CPU": set(), "STORAGE": set()}
 
@@ -188,7 +191,7 @@ def test_what_is_stored_already_is_not_announced_again() -> None:
 
 
 def test_a_block_that_left_before_the_answer_is_not_announced() -> None:
-    gone = {NAMER.digest("b")}
+    gone = {OBJECTS.ids(["b"])[0]}
     world = World(holds=lambda digest: digest not in gone, tells=True)
     world.end(write(["a", "b", "c"], [1, 2, 3]))
     assert world.believed["STORAGE"] == hashes(["a", "c"])
@@ -198,9 +201,9 @@ def test_a_departure_is_told_once_whatever_the_number_of_ranks() -> None:
     world = World(tells=True)
     world.end(write(["a", "b"], [1, 2]))
     for _rank in range(3):
-        world.residency.object_left(NAMER.digest("a"))
+        world.residency.object_left(OBJECTS.ids(["a"])[0])
     assert world.take() == [BlockRemoved([block_hash("a")], "STORAGE")]
-    world.residency.object_left(NAMER.digest("never announced"))
+    world.residency.object_left(OBJECTS.ids(["never announced"])[0])
     assert world.take() == []
 
 
@@ -304,7 +307,7 @@ def test_another_generation_clears_everything_and_older_results_claim_nothing() 
     for task in (write(["c"], [1]), read(["d"], [2]), swap_out([1], [3]), swap_in([4], [3])):
         assert world.end(task, generation="older") == []
     assert world.end(swap_out([1], [3])) == []
-    world.residency.object_left(NAMER.digest("a"))
+    world.residency.object_left(OBJECTS.ids(["a"])[0])
     assert world.take() == []
 
 

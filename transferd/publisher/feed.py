@@ -13,7 +13,7 @@ import structlog
 
 from transferd.clock import SYSTEM_CLOCK, Clock
 from transferd.config import Config
-from transferd.keys import ObjectNamer
+from transferd.objects import ObjectFormat
 from transferd.publisher.sockets import EventSockets
 from transferd.residency.claims import Residency
 from transferd.storage.base import Storage
@@ -30,16 +30,23 @@ class EventFeed:
     """
 
     def __init__(
-        self, config: Config, namer: ObjectNamer, storage: Storage | None, *, clock: Clock = SYSTEM_CLOCK
+        self,
+        config: Config,
+        objects: ObjectFormat,
+        storage: Storage | None,
+        *,
+        generation: str,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        self._namer = namer
+        """storage: of blocks, as the ranks use it. generation: the one served at the start."""
+        self._objects = objects
         self._storage = storage
         self._ranks = range(config.cache.ranks)
-        self._generation = config.storage.generation
+        self._generation = generation
         self._token_ids = config.events.token_ids
         tells = storage is not None and storage.tell_departures(self._object_left)
         self.residency = Residency(
-            namer,
+            objects,
             block_size=config.cache.block_size,
             max_blocks=config.events.max_blocks,
             token_ids=config.events.token_ids,
@@ -94,11 +101,11 @@ class EventFeed:
         self.sockets.publish(self.residency.take())
 
     def _object_left(self, name: str) -> None:
-        digest = self._namer.digest_of(self._generation, name)
-        if digest is not None:
-            self.residency.object_left(digest)
+        block = self._objects.id_of(self._generation, name)
+        if block is not None:
+            self.residency.object_left(block)
 
-    def _holds(self, digest: str) -> bool:
-        assert self._storage is not None
-        names = (self._namer.name(self._generation, digest, rank) for rank in self._ranks)
-        return all(map(self._storage.holds, names))
+    def _holds(self, block: str) -> bool:
+        storage, objects = self._storage, self._objects
+        assert storage is not None
+        return all(storage.holds(objects.names(self._generation, [block], rank)[0]) for rank in self._ranks)

@@ -32,7 +32,8 @@ from typing import NamedTuple
 
 import numpy.typing as npt
 
-from transferd.keys import ObjectNamer, partial_tokens
+from transferd.keys import partial_tokens
+from transferd.objects import ObjectFormat
 from transferd.residency.wire import (
     MEDIUM_CPU,
     MEDIUM_GPU,
@@ -133,7 +134,7 @@ class Residency:
 
     def __init__(
         self,
-        namer: ObjectNamer,
+        objects: ObjectFormat,
         *,
         block_size: int,
         max_blocks: int,
@@ -142,7 +143,7 @@ class Residency:
         tells: bool = False,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
-        self._namer = namer
+        self._objects = objects
         self._block_size = block_size
         self._max_blocks = max_blocks
         self._token_ids = token_ids
@@ -227,7 +228,7 @@ class Residency:
             return
         self._claim_stored(task.keys[:count], blocks)
         if result.error is None and count < len(task.keys) and not self._tells:
-            self.object_left(self._namer.digest(task.keys[count]))
+            self.object_left(self._objects.ids(task.keys[count : count + 1])[0])
 
     def _swapped(
         self,
@@ -255,8 +256,7 @@ class Residency:
 
     def _claim_stored(self, keys: Sequence[str], blocks: Sequence[Block]) -> None:
         fresh = []
-        for key, block in zip(keys, blocks, strict=True):
-            digest = self._namer.digest(key)
+        for digest, block in zip(self._objects.ids(keys), blocks, strict=True):
             if digest in self._stored:
                 self._stored.move_to_end(digest)
             elif self._holds(digest):  # it may have been evicted since this rank or that one stored it

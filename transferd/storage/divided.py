@@ -13,7 +13,7 @@ two objects of one put sees a block that is not there yet.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from transferd.config import Config
@@ -55,6 +55,20 @@ class DividedStorage(Storage):
 
     def statistics(self) -> dict[str, Any]:
         return self._storage.statistics()
+
+    def tell_departures(self, left: Callable[[str], None]) -> bool:
+        """A block leaves with each of its objects."""
+        suffixes = tuple(part.suffix for part in self._parts)
+
+        def object_left(name: str) -> None:
+            suffix = next((suffix for suffix in suffixes if name.endswith(suffix)), None)
+            if suffix is not None:
+                left(name.removesuffix(suffix))
+
+        return self._storage.tell_departures(object_left)
+
+    def holds(self, name: str) -> bool:
+        return all(self._storage.holds(name + part.suffix) for part in self._parts)
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
         """In order of the parts, so that what a pool says of a block comes from one moment if it can."""
