@@ -12,9 +12,9 @@ import numpy.typing as npt
 from transferd.clock import SYSTEM_CLOCK
 from transferd.config import CacheSection
 from transferd.integrity import FOOTER_BYTES, check, stamps
-from transferd.keys import ObjectNamer
 from transferd.layout import build_layout
 from transferd.layout.base import Geometry
+from transferd.objects import SealedBlocks
 from transferd.offload import Offload
 from transferd.storage.base import Storage
 from transferd.tasks import RankOutcome, ReadStorageTask, SwapInTask, SwapOutTask, Task, WriteStorageTask
@@ -80,10 +80,10 @@ class Rig:
         self.offload = offload or SimOffload()
         self.device = device or SimDevice(LAYOUT, rank, watch=watch)
         self.storage = storage or SimStorage(watch=watch)
-        self.namer = ObjectNamer(MODEL, LAYOUT.fingerprint)
+        self.format = SealedBlocks(MODEL, LAYOUT)
         self.background = Background()
         self.host = HostPool(LAYOUT, rank)
-        self.staging = Staging(LAYOUT, slots * SLOT, FOOTER_BYTES)
+        self.staging = Staging(LAYOUT, slots * SLOT, self.format.slot_bytes, self.format.offsets)
         self.recorder = Recorder()
         context = RankContext(
             rank=rank,
@@ -92,8 +92,7 @@ class Rig:
             host=self.host,
             staging=self.staging,
             storage=self.storage,
-            namer=self.namer,
-            model=MODEL,
+            format=self.format,
             offload=self.offload,
             clock=SYSTEM_CLOCK,
             recorder=self.recorder,
@@ -152,13 +151,13 @@ class Rig:
         return used // SLOT
 
     def name(self, key: str) -> str:
-        return self.namer.name(GENERATION, self.namer.digest(key), self.worker.rank)
+        return self.format.names(GENERATION, self.format.ids([key]), self.worker.rank)[0]
 
     def stored(self, key: str) -> bytes:
         """The payload of a stored object, whose footer says that it is this key's."""
         slot = bytearray(self.sim_storage.objects[self.name(key)])
         stamp = stamps(
-            [self.namer.digest(key)],
+            self.format.ids([key]),
             model=MODEL,
             fingerprint=LAYOUT.fingerprint,
             generation=GENERATION,
@@ -182,8 +181,7 @@ class Rig:
     # --- work ---------------------------------------------------------------------------------------
 
     def start(self, task: Task) -> Job:
-        keys = getattr(task, "keys", [])
-        job = Job(task, GENERATION, self.namer.digests(keys), admitted_at=1.0, started_at=3.0)
+        job = Job(task, GENERATION, admitted_at=1.0, started_at=3.0)
         self.worker.start(job)
         return job
 
