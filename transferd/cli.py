@@ -73,6 +73,32 @@ def check_config(config: ConfigOption = None, set_: SetOption = None, format_: F
 
 
 @app.command()
+def verify(
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    path: Annotated[Path | None, typer.Option("--path", help="A store's directory, instead of the configured.")] = None,
+    quarantine: Annotated[bool, typer.Option("--quarantine", help="Set damaged objects aside (no daemon).")] = False,
+    format_: FormatOption = Format.TEXT,
+) -> None:
+    """Check every object of a file store, without its daemon; exit 1 when one is damaged."""
+    from rich.console import Console
+
+    from transferd.verify import verify_with_progress
+
+    if path is None:
+        storage = configuration.load(config, overrides=set_ or ()).storage
+        if storage.backend != "file":
+            raise ConfigError("storage.backend", "only a file store can be verified", storage.backend)
+        path = Path(storage.file.path)
+    report = verify_with_progress(str(path), Console(stderr=True), quarantine=quarantine)
+    if format_ is Format.JSON:
+        print(json.dumps(report.tree()))
+    else:
+        report.print(Console())
+    raise typer.Exit(0 if report.good else 1)
+
+
+@app.command()
 def version(format_: FormatOption = Format.TEXT) -> None:
     """Print the version."""
     from transferd.version import VERSION

@@ -172,6 +172,7 @@ class StorageSection(_Section, frozen=True, kw_only=True):
     model: str = "demo"
     generation: str = ""
     version_file: str = ""  # FastDeploy's version.yaml: where the generation is read instead, at start and on restore
+    scrub_rate: Size = Size(0)  # bytes a second that stored objects are checked with in the background; 0 = off
     file: FileStorageSection = FileStorageSection()
     memory: MemoryStorageSection = MemoryStorageSection()
     mooncake: MooncakeStorageSection = MooncakeStorageSection()
@@ -323,6 +324,9 @@ def check(config: Config) -> None:
         raise ConfigError(
             "storage.generation", "is read from storage.version_file, which is set, too", config.storage.generation
         )
+    if config.storage.scrub_rate and config.storage.backend in ("memory", "mooncake", "attention_store", "none"):
+        what = f"needs a backend that can list its objects, and {config.storage.backend} cannot"
+        raise ConfigError("storage.scrub_rate", what, str(config.storage.scrub_rate))
     listen = config.metrics.listen
     if listen and not re.fullmatch(r".+:\d{1,5}", listen):
         raise ConfigError("metrics.listen", "expected host:port or nothing", listen)

@@ -71,6 +71,7 @@ class Damage(enum.StrEnum):
     RANK = "rank"  # another rank's
     LENGTH = "length"  # another payload length than expected
     CHECKSUM = "checksum"  # the payload's bytes are not those that were stored
+    UNREADABLE = "unreadable"  # the medium does not give them back
 
 
 class Stamp(NamedTuple):

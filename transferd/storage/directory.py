@@ -137,6 +137,30 @@ class ObjectDirectory:
         except OSError as error:
             raise self._unusable(error) from error
 
+    def objects(self, below: str = "") -> Iterator[StoredFile]:
+        """Every object, in the directory's own order, touching nothing; what comes and goes meanwhile may be missed.
+
+        Raises OSError for a directory that cannot be read.
+        """
+        try:
+            entries = os.scandir(self._objects + below)
+        except FileNotFoundError:
+            return
+        with entries:
+            for entry in entries:
+                path = below + entry.name
+                if entry.is_dir(follow_symlinks=False):
+                    if is_directory_of_ours(entry.name):
+                        yield from self.objects(f"{path}/")
+                elif entry.is_file(follow_symlinks=False) and (name := name_of(path)) is not None:
+                    with contextlib.suppress(FileNotFoundError):
+                        status = entry.stat(follow_symlinks=False)
+                        yield StoredFile(status.st_mtime_ns, name, status.st_size)
+
+    def path(self, name: str) -> str:
+        """Where the object of this name is, or would be."""
+        return self._objects + path_of(name)
+
     def _scan(self, below: str) -> Iterator[StoredFile]:
         with os.scandir(self._objects + below) as entries:
             for entry in entries:

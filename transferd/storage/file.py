@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import os
 from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -21,6 +22,7 @@ from transferd.config import Config
 from transferd.offload import Direction, Offload, ThreadOffload
 from transferd.storage.directory import ObjectDirectory
 from transferd.storage.indexed import IndexedStorage
+from transferd.storage.scrub import Scrub
 
 log = structlog.get_logger(__name__)
 
@@ -43,6 +45,8 @@ class FileStorage(IndexedStorage):
         self._path = section.path
         self._clock = clock
         self._directory = ObjectDirectory(Path(section.path), fsync=section.fsync, clock=clock)
+        self._scrub_rate = config.storage.scrub_rate
+        self._scrub = Scrub(self._directory, self._offload, clock, self._traffic, self.quarantine)
 
     async def open(self) -> None:
         """Create and lock the directory and find its objects; evicts down to the capacity in the background.
@@ -64,10 +68,19 @@ class FileStorage(IndexedStorage):
             bytes=self._index.bytes,
             seconds=round(self._clock.monotonic() - began, 3),
         )
+        self._scrub.set_rate(self._scrub_rate)
 
     def reconfigure(self, config: Config) -> None:
-        """Take over `storage.file.capacity`; what is too much leaves in the background."""
+        """Take over `storage.scrub_rate` and `storage.file.capacity`; what is too much leaves in the background."""
         self.set_capacity(config.storage.file.capacity)
+        self._scrub.set_rate(config.storage.scrub_rate)
+
+    async def close(self) -> None:
+        await self._scrub.close()
+        await super().close()
+
+    def statistics(self) -> dict[str, Any]:
+        return super().statistics() | {"scrub": self._scrub.statistics()}
 
     async def _release(self) -> None:
         # What was used in this run is the recent end of the order; the rest keeps its older times.

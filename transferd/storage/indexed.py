@@ -41,6 +41,7 @@ from transferd.errors import Closed, StorageError, StorageFull
 from transferd.offload import Direction, Offload
 from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found, Outcome, Storage
 from transferd.storage.lru import Entry, LruIndex, Victim
+from transferd.storage.traffic import Traffic
 from transferd.storage.uncancelled import uncancelled
 
 S = TypeVar("S")
@@ -84,6 +85,7 @@ class IndexedStorage(Storage):
         self._busy: dict[str, asyncio.Future[None]] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._counts: Counter[str] = Counter()
+        self._traffic = Traffic()
         self._closed = False
 
     # --- effects, run in threads; raise StorageError ------------------------------------------------
@@ -115,11 +117,13 @@ class IndexedStorage(Storage):
 
     async def put(self, blobs: Sequence[Blob]) -> list[Outcome]:
         self._check_open()
-        return await uncancelled(self._put(blobs))
+        with self._traffic:
+            return await uncancelled(self._put(blobs))
 
     async def get(self, blobs: Sequence[Blob]) -> list[Outcome]:
         self._check_open()
-        return await uncancelled(self._get(blobs))
+        with self._traffic:
+            return await uncancelled(self._get(blobs))
 
     async def quarantine(self, name: str) -> None:
         self._check_open()

@@ -1,0 +1,80 @@
+"""Reading one stored file piece by piece and checking it against its own name. Blocking; for the scrub and `verify`.
+
+Nothing here knows a layout: name and footer say all that is needed (integrity.py). Memory is one piece,
+whatever the object's size.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from transferd.integrity import FOOTER_BYTES, Damage, Inspection, NotSealed
+
+PIECE_BYTES = 1024**2  # large enough for a disk, small enough to wait for
+
+
+@dataclass(slots=True)
+class Examination:
+    """One file under way. After `pieces` is exhausted, exactly one of these is known:
+
+    damage: what is wrong with it. gone: it was replaced or removed meanwhile. unsealed: nothing in it
+    tells whether it is whole. None of them: it is whole.
+    """
+
+    name: str
+    path: str
+    damage: Damage | None = None
+    gone: bool = False
+    unsealed: bool = False
+    nbytes: int = 0
+
+    def pieces(self, buffer: memoryview) -> Iterator[int]:
+        """Read the object through `buffer`; yields the bytes of each piece. Raises OSError for what is no damage."""
+        try:
+            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            self.gone = True
+            return
+        try:
+            # What only a check has read need not stay in the page cache; a hint, from Linux 6.3 on.
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_NOREUSE)
+            yield from self._inspect(fd, buffer)
+            if self.damage is not None and not self._still_there(fd):
+                self.damage, self.gone = None, True
+        finally:
+            os.close(fd)
+
+    def _inspect(self, fd: int, buffer: memoryview) -> Iterator[int]:
+        self.nbytes = os.fstat(fd).st_size
+        try:
+            inspection = Inspection(self.name, self.nbytes)
+        except NotSealed:
+            self.unsealed = True
+            return
+        try:
+            footer = os.pread(fd, FOOTER_BYTES, max(0, self.nbytes - FOOTER_BYTES))
+            yield len(footer)
+            self.damage = inspection.footer(footer)
+            if self.damage is not None:
+                return
+            done = 0
+            while done < inspection.payload_bytes:
+                count = os.preadv(fd, [buffer[: inspection.payload_bytes - done]], done)
+                if not count:  # cut short under our eyes
+                    self.damage = Damage.LENGTH
+                    return
+                inspection.payload(buffer[:count])
+                done += count
+                yield count
+            self.damage = inspection.damage()
+        except OSError:  # the medium does not give it back
+            self.damage = Damage.UNREADABLE
+
+    def _still_there(self, fd: int) -> bool:
+        """Is it still the file that we have open?"""
+        try:
+            return os.path.samestat(os.stat(self.path, follow_symlinks=False), os.fstat(fd))
+        except OSError:
+            return False

@@ -1,0 +1,41 @@
+"""Whether loads and stores are under way, for background work that should step aside."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+
+
+class Traffic:
+    """Counts calls under way: `with traffic: …` around each. Used on one event loop."""
+
+    def __init__(self) -> None:
+        self._under_way = 0
+        self._waiting: list[asyncio.Future[None]] = []
+
+    def __enter__(self) -> None:
+        self._under_way += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._under_way -= 1
+        if not self._under_way:
+            for future in self._waiting:
+                if not future.done():
+                    future.set_result(None)
+
+    async def quiet(self, patience: float) -> bool:
+        """Wait for a moment without traffic, at most `patience` seconds. False: there was none."""
+        if not self._under_way:
+            return True
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(future)
+        try:
+            async with asyncio.timeout(patience):  # wait_for would lose a cancellation that comes with the result
+                await future
+        except TimeoutError:
+            return False
+        finally:
+            self._waiting.remove(future)
+        return True
