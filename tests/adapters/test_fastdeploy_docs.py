@@ -1,0 +1,48 @@
+"""docs/fastdeploy.md names things that exist."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from transferd.adapters.fastdeploy import EngineCacheQueue
+from transferd.adapters.fastdeploy.retired import BARRIERS
+from transferd.config import FASTDEPLOY_VARIABLES, Config, to_tree
+
+TEXT = (Path(__file__).parents[2] / "docs" / "fastdeploy.md").read_text(encoding="utf-8")
+
+
+def keys(tree: dict[str, Any], before: str = "") -> set[str]:
+    found = set()
+    for name, value in tree.items():
+        found |= {before + name} | (keys(value, f"{before}{name}.") if isinstance(value, dict) else set())
+    return found
+
+
+def test_every_configuration_key_exists() -> None:
+    known = keys(to_tree(Config()))
+    sections = "|".join(name for name in known if "." not in name)
+    named = set(re.findall(rf"`((?:{sections})\.[a-z_.]+)", TEXT))
+    assert len(named) > 20
+    assert {name.rstrip(".") for name in named} <= known
+
+
+@pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL))
+def test_every_example_is_python_and_imports_what_is_there(code: str) -> None:
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            module = importlib.import_module(node.module)
+            assert all(hasattr(module, name.name) for name in node.names)
+
+
+def test_every_call_and_variable_is_in_the_page() -> None:
+    for name in vars(EngineCacheQueue):
+        if not name.startswith("_") and name not in BARRIERS:
+            assert name in TEXT, name
+    for name in FASTDEPLOY_VARIABLES:
+        assert name in TEXT, name
