@@ -39,8 +39,13 @@ class ThreadOffload:
         }
 
     def run(self, direction: Direction, function: Callable[[], T]) -> asyncio.Future[T]:
-        return asyncio.get_running_loop().run_in_executor(self._pools[direction], function)
+        return asyncio.get_running_loop().run_in_executor(self._pools[direction], _run_once, [function])
 
     def close(self) -> None:
         for pool in self._pools.values():
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _run_once(box: list[Callable[[], T]]) -> T:
+    """Run what is in the box. The thread lets go of it, and of the memory it works on, before its result is known."""
+    return box.pop()()
