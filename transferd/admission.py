@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from transferd.copyplan import check_ids
 from transferd.errors import RequestError
 from transferd.tasks import (
+    Footprint,
+    Lane,
     ReadStorageTask,
     ReceiveTask,
     SendTask,
@@ -27,8 +29,9 @@ class Limits:
     """The bounds that admission keeps, and the shape of the cache it checks ids against.
 
     max_queued: tasks admitted and not running. max_bytes: per lane, queued and running, all ranks.
-    block_bytes: of one block on one rank. storage: False when no backend is configured. direct: True
-    in pd.mode "direct".
+    block_bytes: of one block on one rank. storage: False when no backend is configured. token_block:
+    tokens of a block where storage is token-indexed, so that tasks must give the path; else 0.
+    only_flush: write tasks move nothing and tell the token index. direct: True in pd.mode "direct".
     """
 
     ranks: int
@@ -37,6 +40,8 @@ class Limits:
     block_bytes: int
     storage: bool = True
     direct: bool = False
+    token_block: int = 0
+    only_flush: bool = False
     max_queued: int = 4096
     max_bytes: int = 16 * 1024**3
     lane_depth: int = 4
@@ -62,6 +67,29 @@ def check_task(task: Task, limits: Limits) -> None:
         _check_write(task, limits)
 
 
+def moved_bytes(task: Task, limits: Limits) -> int:
+    """What a task counts against its lane's bytes in flight: of all ranks together."""
+    return 0 if _is_flush(task, limits) else task.blocks * limits.block_bytes * limits.ranks
+
+
+def footprint_of(task: Task, limits: Limits) -> Footprint:
+    """What a task must have to itself.
+
+    A flush touches no block. It is kept in order with other flushes of the same keys, and with nothing else.
+    """
+    if _is_flush(task, limits):
+        assert isinstance(task, WriteStorageTask)
+        return Footprint(storage_writes=[f"{_INDEX_ENTRY}{key}" for key in task.keys])
+    return task.footprint()
+
+
+_INDEX_ENTRY = "index entry of "  # set before a key: another thing than the object of that key
+
+
+def _is_flush(task: Task, limits: Limits) -> bool:
+    return limits.only_flush and task.lane is Lane.WRITE
+
+
 def _check_swap(task: SwapOutTask | SwapInTask, limits: Limits) -> None:
     if not limits.host_blocks:
         raise RequestError("this daemon has no host tier (cache.host_blocks = 0)", code="no_host_tier")
@@ -82,9 +110,10 @@ def _check_read(task: ReadStorageTask, limits: Limits) -> None:
 
 def _check_write(task: WriteStorageTask, limits: Limits) -> None:
     keys, ids = _check_storage(task, task.start_write_block_idx, limits)
-    if ids != keys:
+    flush = _is_flush(task, limits)
+    if ids != keys and not (flush and not ids):  # of blocks that were evicted there is nothing but their place
         raise RequestError(f"keys has {keys} entries, gpu_block_ids {ids}", code="length_mismatch")
-    if keys > limits.device_blocks:  # a read or swap of so many would name a target twice
+    if keys > limits.device_blocks and not flush:  # a read or swap of so many would name a target twice
         raise RequestError(f"{keys} blocks, the device has {limits.device_blocks}", code="too_many_blocks")
     check_ids(task.gpu_block_ids, limits.device_blocks, "gpu_block_ids", target=False)
     if len(set(task.keys)) != keys:
@@ -100,6 +129,8 @@ def _check_storage(task: ReadStorageTask | WriteStorageTask, start: int, limits:
         raise RequestError('this daemon has no storage tier (storage.backend = "none")', code="no_storage_tier")
     if start < 0:
         raise RequestError(f"start_{task.kind}_block_idx must not be negative, is {start}", code="bad_value")
+    if limits.token_block and task.lane in (Lane.READ, Lane.WRITE):
+        _check_path(task, start, limits.token_block)
     return len(task.keys), len(task.gpu_block_ids)
 
 
@@ -114,9 +145,23 @@ def _check_direct(task: SendTask | ReceiveTask, limits: Limits) -> None:
             raise RequestError(f"peer must be host:port, not {task.peer[:80]!r}", code="bad_value")
 
 
+def _check_path(task: ReadStorageTask | WriteStorageTask, start: int, block_size: int) -> None:
+    """token_ids are the whole path, from the first token to the end of the last block at least."""
+    if task.token_ids is None:
+        raise RequestError("token_ids are needed: storage is token-indexed", code="token_ids_required")
+    needed = (start + len(task.keys)) * block_size
+    if len(task.token_ids) < needed:
+        what = f"{len(task.token_ids)} token_ids, blocks {start} to {start + len(task.keys)} need {needed}"
+        raise RequestError(f"{what}: give the whole path from its first token", code="token_ids_too_short")
+
+
 def content_hash(task: Task) -> int:
     """Equal for equal requests within one process; the timeout may differ between pushes of one task."""
     if isinstance(task, SwapOutTask | SwapInTask):
         return hash((task.kind, tuple(task.gpu_block_ids), tuple(task.cpu_block_ids)))
     transfer = task.transfer_id if isinstance(task, SendTask | ReceiveTask) else None
-    return hash((task.kind, transfer, tuple(task.keys), tuple(task.gpu_block_ids), task.token_ids))
+    if isinstance(task, WriteStorageTask):
+        place: tuple[int, bool | None] = (task.start_write_block_idx, task.flush_cache_exists)
+    else:
+        place = (task.start_read_block_idx, None)
+    return hash((task.kind, transfer, tuple(task.keys), tuple(task.gpu_block_ids), task.token_ids, place))

@@ -25,7 +25,7 @@ from transferd.clock import SYSTEM_CLOCK, Clock
 from transferd.config import DEFAULT_ENDPOINT
 from transferd.errors import TierError
 from transferd.link import Link, Pending, PendingTask
-from transferd.tasks import DEFAULT_TIMEOUT_S, ErrorInfo, Status, Task, TaskResult
+from transferd.tasks import DEFAULT_TIMEOUT_S, ErrorInfo, Status, Task, TaskResult, TokenIds
 from transferd.transport import ClientTransport, ZmqClientTransport
 
 NO_ANSWER_S = 30.0  # past a task's own timeout; the daemon answers by then unless it has a bug
@@ -240,6 +240,22 @@ class Client:
     async def match(self, keys: Sequence[str]) -> int:
         """How many leading blocks every rank can load."""
         return int(await self._ask(wire.Match(list(keys))))
+
+    async def match_tokens(self, token_ids: handover.Tokens, start: int = 0) -> int:
+        """The same where storage is token-indexed: how many blocks of this path, from block `start` on.
+
+        token_ids: the path from its first token; an incomplete last block does not count.
+        """
+        return int(await self._ask(wire.Match(token_ids=TokenIds(token_ids), start=start)))
+
+    async def locate(self, token_ids: handover.Tokens) -> dict[str, dict[str, int]]:
+        """Where the blocks of this path are, as far as the open token index knows.
+
+        {node: {"GPU": leading blocks, "CPU": …, "STORAGE": …, "any": in any of them}}; nodes without the
+        first block, and media without it, are left out.
+        """
+        where: dict[str, dict[str, int]] = await self._ask(wire.Locate(TokenIds(token_ids)))
+        return where
 
     async def pause(self) -> None:
         """Start no more tasks; returns once no block is being touched. Tasks are still admitted and wait."""

@@ -164,6 +164,23 @@ class MooncakeStorageSection(_Section, frozen=True, kw_only=True):
     native_log: Literal["off", "error", "warning", "info"] = "off"  # the library's own lines on stderr
 
 
+class AttentionStoreSection(_Section, frozen=True, kw_only=True):
+    """Storage found by token ids (docs/attention_store.md). Where a key is not given, FastDeploy's variable counts."""
+
+    driver: Literal["open", "sdk"] = "open"  # our own index, or Baidu's attentionstore_sdk
+    data: str = "file"  # open: the keyed backend that holds the bytes, any of storage.backend
+    only_flush: bool | None = None  # FD_AS_ONLY_FLUSH; write tasks move no bytes and tell the index
+    namespace: str | None = None  # AS_NAMESPACE; default the last part of storage.model
+    pod_name: str | None = None  # AS_POD_NAME; this node's name; default default_pod, with role and dp_id
+    model_version: str | None = None  # AS_MODEL_VERSION; default v0
+    splitwise_role: str = "mixed"
+    dp_id: Count = 0
+    slice_blocks: Positive | None = None  # AS_WRITE_SLICE_BLOCK_NUM; default 100; blocks of one call
+    slice_timeout: Seconds | None = None  # AS_WRITE_SLICE_TIMEOUT; default 10
+    total_timeout: Seconds | None = None  # AS_WRITE_TOTAL_TIMEOUT; of a write; default what is left of the task's
+    ready_timeout: Seconds = 300.0  # how long a start waits for the SDK
+
+
 class StorageSection(_Section, frozen=True, kw_only=True):
     """Which pool blocks are stored in, and what their names begin with."""
 
@@ -176,6 +193,7 @@ class StorageSection(_Section, frozen=True, kw_only=True):
     file: FileStorageSection = FileStorageSection()
     memory: MemoryStorageSection = MemoryStorageSection()
     mooncake: MooncakeStorageSection = MooncakeStorageSection()
+    attention_store: AttentionStoreSection = AttentionStoreSection()
 
 
 class PdSection(_Section, frozen=True, kw_only=True):

@@ -22,9 +22,13 @@ from transferd.barrier import Arrival, RankBarrier, Round
 from transferd.clock import SYSTEM_CLOCK, Clock
 from transferd.dispatch import Dispatcher, State
 from transferd.errors import ConfigError, RequestError
+from transferd.keys import block_keys
 from transferd.objects import ObjectFormat
+from transferd.residency.index import TokenIndex
+from transferd.residency.wire import block_hash
 from transferd.storage.base import Storage
-from transferd.tasks import RankOutcome, Stop, Task, TaskResult
+from transferd.storage.tokens import TokenStorage
+from transferd.tasks import RankOutcome, Stop, Task, TaskResult, TokenIds
 from transferd.workers.job import Job
 from transferd.workers.rank import RankWorker
 
@@ -51,8 +55,11 @@ class Coordinator:
         objects: ObjectFormat,
         storage: Storage | None,
         *,
+        tokens: TokenStorage | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
+        """tokens: where storage is token-indexed; `storage` is then what it keeps its bytes in."""
+        self._tokens = tokens
         self._dispatcher = dispatcher
         self._barrier = barrier
         self._objects = objects
@@ -61,6 +68,7 @@ class Coordinator:
         self.workers: list[RankWorker] = []
         self.deliver: Deliver = _nobody_listens
         self.observe: Observe = _nobody_watches
+        self.index: Callable[[], TokenIndex | None] = lambda: None  # where blocks are, for `locate`
         self.renamed: Callable[[str], None] = lambda _: None
         self.stats: Callable[[], dict[str, Any]] = dict  # the daemon's report
         self.ready = False
@@ -109,6 +117,8 @@ class Coordinator:
 
     async def match(self, keys: Sequence[str]) -> int:
         """How many leading keys every rank could load now. Raises StorageError; RequestError without storage."""
+        if self._tokens is not None:
+            raise RequestError("storage is token-indexed: match token_ids, not keys", code="token_ids_required")
         if self._storage is None:
             raise RequestError('this daemon has no storage tier (storage.backend = "none")', code="no_storage_tier")
         if len(keys) > MAX_MATCH_KEYS:
@@ -119,6 +129,26 @@ class Coordinator:
         names = [self._objects.names(self.generation, ids, worker.rank) for worker in self.workers]
         counts = await asyncio.gather(*(w.match(n) for w, n in zip(self.workers, names, strict=True)))
         return min(counts)
+
+    async def match_tokens(self, path: TokenIds, start: int) -> int:
+        """How many blocks of a path, from block `start` on, every rank could load now. Raises as `match`."""
+        if self._tokens is None:
+            raise RequestError("storage is not token-indexed: match keys", code="not_token_indexed")
+        blocks = len(path) // self._dispatcher.limits.token_block
+        if not 0 <= start <= blocks <= MAX_MATCH_KEYS:
+            what = f"start must be 0 to the path's {blocks} blocks (at most {MAX_MATCH_KEYS}), not {start}"
+            raise RequestError(what, code="bad_value")
+        return await self._tokens.match(path, start, self.generation)
+
+    def locate(self, path: TokenIds) -> dict[str, dict[str, int]]:
+        """On which nodes, and in which media, how many leading blocks of a path are. Raises RequestError."""
+        index = self.index()
+        if index is None:
+            raise RequestError("this daemon keeps no open token index", code="no_token_index")
+        block_size = self._dispatcher.limits.token_block
+        if len(path) // block_size > MAX_MATCH_KEYS:
+            raise RequestError(f"a path of more than {MAX_MATCH_KEYS} blocks", code="bad_value")
+        return index.locate([block_hash(key) for key in block_keys(path, block_size, partial=False)])
 
     async def pause(self) -> None:
         """Start nothing more; return once no rank touches any block. Admission goes on."""
@@ -139,6 +169,8 @@ class Coordinator:
         if len(generation) > MAX_GENERATION or not generation.isprintable():
             what = f"a generation is at most {MAX_GENERATION} printable characters, not {generation[:80]!r}"
             raise RequestError(what, code="bad_value")
+        if self._tokens is not None:
+            self._tokens.check_generation(generation)
         before = self.generation
         self._hear(ev.GenerationBumped(generation, self._clock.monotonic()))
         if generation != before:

@@ -33,9 +33,11 @@ from transferd.offload import Offload, ThreadOffload
 from transferd.publisher.feed import EventFeed
 from transferd.server import Server
 from transferd.signals import Signals
+from transferd.storage.attention_store.open import OpenTokenStorage
+from transferd.storage.attention_store.settings import settings
 from transferd.storage.base import Storage
 from transferd.storage.divided import divided
-from transferd.storage.registry import create_storage
+from transferd.storage.registry import create_storage, create_token_storage
 from transferd.tasks import Task, TaskResult
 from transferd.tiers.pinned import HostPool
 from transferd.tiers.registry import create_device_tier, create_pinning
@@ -73,12 +75,25 @@ class Daemon:
         self.clock = clock
         self.recorder = Recorder(clock=clock)
         self.layout: BlockLayout = build_layout(config.cache)
-        self.storage = storage if storage is not None else create_storage(config, clock)
+        self.tokens = create_token_storage(config, clock, storage)
+        if self.tokens is not None:
+            storage = self.tokens.keyed
+        elif storage is None:
+            storage = create_storage(config, clock)
+        self.storage = storage
+        self.only_flush = self.tokens is not None and settings(config).only_flush
         self.offload = offload if offload is not None else ThreadOffload(COPY_THREADS)
         self.objects = object_format(config.storage, self.layout)
         self.blocks = None if self.storage is None else divided(self.storage, self.objects.parts)
         self.dispatcher = Dispatcher(
-            limits_of(config, self.layout, storage=self.storage is not None, direct=pd_mode(config) == "direct"),
+            limits_of(
+                config,
+                self.layout,
+                storage=self.storage is not None or self.tokens is not None,
+                token_block=0 if self.tokens is None else config.cache.block_size,
+                only_flush=self.only_flush,
+                direct=pd_mode(config) == "direct",
+            ),
             boot_id=clock.fresh_id(),
             generation=configured_generation(config.storage),
             recorder=self.recorder,
@@ -86,13 +101,15 @@ class Daemon:
         )
         self.barrier = RankBarrier(config.cache.ranks)
         self.exchange = self._build_exchange()
-        self.coordinator = Coordinator(self.dispatcher, self.barrier, self.objects, self.storage, clock=clock)
+        self.coordinator = Coordinator(
+            self.dispatcher, self.barrier, self.objects, self.storage, tokens=self.tokens, clock=clock
+        )
         self.coordinator.workers = [self._build_rank(rank) for rank in range(config.cache.ranks)]
         self.coordinator.stats = lambda: report.stats(self)
         self.reports = Reports(
             config.metrics.listen, self.coordinator.stats, lambda: self.alive, lambda: self.not_ready
         )
-        self.events = self._build_events() if config.events.endpoint else None
+        self.events = self._build_feed()
         self.coordinator.observe = self._task_ended
         if self.events is not None:
             self.coordinator.renamed = self.events.generation_changed
@@ -110,15 +127,31 @@ class Daemon:
         self.coordinator.deliver = self.server.deliver
         self.started_at = clock.monotonic()
 
-    def _build_events(self) -> EventFeed:
-        generation = self.dispatcher.generation
-        return EventFeed(self.config, self.objects, self.blocks, generation=generation, clock=self.clock)
-
     def _build_exchange(self) -> Exchange | None:
         """In pd.mode "direct", what other daemons send to and receive from."""
         if pd_mode(self.config) != "direct":
             return None
         return Exchange(TransferEngineCarrier(self.config), self.config.pd.listen, self.config.cache.ranks)
+
+    def _build_feed(self) -> EventFeed | None:
+        """Whoever follows where blocks are: routers, and our own token index."""
+        config, tokens = self.config, self.tokens
+        index, node = (tokens.index, tokens.node) if isinstance(tokens, OpenTokenStorage) else (None, "")
+        if not config.events.endpoint and index is None:
+            return None
+        feed = EventFeed(
+            config,
+            self.objects,
+            self.blocks,
+            generation=self.dispatcher.generation,
+            tokens=tokens,
+            only_flush=self.only_flush,
+            index=index,
+            node=node,
+            clock=self.clock,
+        )
+        self.coordinator.index = feed.up_to_date
+        return feed
 
     def _build_rank(self, rank: int) -> RankWorker:
         config, layout = self.config, self.layout
@@ -140,6 +173,9 @@ class Daemon:
             background=Background(),
             direct=self._direct_path(),
             inline_check_bytes=self._inline_check_bytes,
+            tokens=self.tokens,
+            block_size=config.cache.block_size,
+            only_flush=self.only_flush,
         )
         return RankWorker(context, self.coordinator.rank_arrived, self.coordinator.rank_died)
 
@@ -162,12 +198,16 @@ class Daemon:
         await self.server.start()
         if self.events is not None:
             self.events.start()
-        if self.storage is not None:
+        if self.tokens is not None:
+            await self.tokens.open()
+        elif self.storage is not None:
             await self.storage.open()
         if self.exchange is not None:
             await self.exchange.open()
         for worker in self.coordinator.workers:
             await worker.open()
+        if self.tokens is not None:
+            await self.tokens.ready()
         self.coordinator.announce_ready()
 
     async def stop(self, budget_s: Callable[[], float]) -> None:
@@ -199,7 +239,9 @@ class Daemon:
             await _attempt(errors, worker.close())
         if self.exchange is not None:
             await _attempt(errors, self.exchange.close())
-        if self.storage is not None:
+        if self.tokens is not None:
+            await _attempt(errors, self.tokens.close())
+        elif self.storage is not None:
             await _attempt(errors, self.storage.close())
         self.offload.close()
         if errors:
@@ -229,7 +271,15 @@ class Daemon:
         return "" if self.coordinator.admitting else "draining"
 
 
-def limits_of(config: Config, layout: BlockLayout, *, storage: bool, direct: bool = False) -> Limits:
+def limits_of(
+    config: Config,
+    layout: BlockLayout,
+    *,
+    storage: bool,
+    token_block: int = 0,
+    only_flush: bool = False,
+    direct: bool = False,
+) -> Limits:
     """Admission's view of the configuration."""
     return Limits(
         ranks=config.cache.ranks,
@@ -238,6 +288,8 @@ def limits_of(config: Config, layout: BlockLayout, *, storage: bool, direct: boo
         block_bytes=layout.block_bytes,
         storage=storage,
         direct=direct,
+        token_block=token_block,
+        only_flush=only_flush,
         max_queued=config.server.max_queued_tasks,
         max_bytes=config.server.max_inflight_bytes,
         lane_depth=config.server.lane_depth,
@@ -360,7 +412,9 @@ def _reload(daemon: Daemon, notifier: Notifier, reload: Callable[[], Config] | N
         log.error("reload refused", problem=str(error))
     else:
         logs.set_level(config.log.level)
-        if daemon.storage is not None:
+        if daemon.tokens is not None:
+            daemon.tokens.reconfigure(config)
+        elif daemon.storage is not None:
             daemon.storage.reconfigure(config)
         log.info("reloaded", level=config.log.level)
     notifier.notify("READY=1")

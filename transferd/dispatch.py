@@ -40,7 +40,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from transferd import events as ev
-from transferd.admission import Limits, check_task, content_hash
+from transferd.admission import Limits, check_task, content_hash, footprint_of, moved_bytes
 from transferd.alarms import Alarms
 from transferd.errors import InvariantError, RequestError
 from transferd.hazards import Claim, HazardTable
@@ -245,7 +245,7 @@ class Dispatcher:
         users: dict[tuple[str, int], str] = {}
         for writes in (True, False):
             for record in (*working, *self._stragglers.values()):
-                footprint, task_id = record.task.footprint(), record.task.task_id
+                footprint, task_id = footprint_of(record.task, self.limits), record.task.task_id
                 for tier in ("device", "host"):
                     for block in getattr(footprint, f"{tier}_{'writes' if writes else 'reads'}"):
                         use = tier, block
@@ -271,7 +271,7 @@ class Dispatcher:
             self._refuse(event, Status.REJECTED, ErrorInfo(error.reason, str(error)))
             return
         lane = self._lanes[task.lane]
-        nbytes = task.blocks * self.limits.block_bytes * self.limits.ranks
+        nbytes = moved_bytes(task, self.limits)
         busy = self._too_much(lane, nbytes)
         if busy is not None:
             self._refuse(event, Status.BUSY, busy, self._retry_after(lane))
@@ -308,7 +308,7 @@ class Dispatcher:
             nbytes=nbytes,
             waiters=[(event.client, event.seq)],
         )
-        record.claim = self._hazards.enter(record, task.footprint())
+        record.claim = self._hazards.enter(record, footprint_of(task, self.limits))
         self._records[task.task_id] = record
         self._queued += 1
         lane = self._lanes[task.lane]

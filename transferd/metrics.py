@@ -70,7 +70,7 @@ class _StatsCollector:
         yield from self._ranks(stats)
         yield from self._memory(stats)
         yield from self._storage(stats["storage"])
-        if stats["events"]:
+        if "batches" in stats["events"]:
             yield from self._events(stats["events"])
 
     def _daemon(self, stats: dict[str, Any]) -> Iterator[Metric]:

@@ -86,9 +86,17 @@ class Cancel(_Message, frozen=True, tag="cancel"):
 
 
 class Match(_Message, frozen=True, tag="match"):
-    """Value: how many leading keys every rank can load."""
+    """Value: how many leading keys every rank can load; or, with token_ids, blocks of that path from `start` on."""
 
-    keys: list[str]
+    keys: list[str] = []
+    token_ids: TokenIds | None = None
+    start: int = 0
+
+
+class Locate(_Message, frozen=True, tag="locate"):
+    """Value: {node: {medium: leading blocks of this path, …, "any": in any medium}}; token-indexed storage only."""
+
+    token_ids: TokenIds
 
 
 class Pause(_Message, frozen=True, tag="pause"):
@@ -117,7 +125,7 @@ class Attach(_Message, frozen=True, tag="attach"):
     rank: int
 
 
-Control = Hello | Bye | Cancel | Match | Pause | Resume | Drain | SetGeneration | Stats | Attach
+Control = Hello | Bye | Cancel | Match | Locate | Pause | Resume | Drain | SetGeneration | Stats | Attach
 Body = WriteStorageTask | ReadStorageTask | SwapOutTask | SwapInTask | SendTask | ReceiveTask | Control
 
 

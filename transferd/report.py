@@ -83,8 +83,9 @@ def _staging(daemon: Daemon) -> dict[str, int]:
 def _storage(daemon: Daemon) -> dict[str, Any]:
     report: dict[str, Any] = {"backend": daemon.config.storage.backend}
     report |= dict.fromkeys(("objects", "bytes", "hits", "misses", "errors"), 0)
-    if daemon.storage is not None:
-        report |= daemon.storage.statistics()
+    storage = daemon.tokens or daemon.storage
+    if storage is not None:
+        report |= storage.statistics()
     workers = daemon.coordinator.workers
     if "corrupt" not in report:  # a backend that counts what is set aside knows of ours, too
         report["corrupt"] = sum(worker.corrupt for worker in workers)

@@ -24,7 +24,7 @@ import structlog
 from transferd import protocol as wire
 from transferd.clock import SYSTEM_CLOCK, Clock
 from transferd.errors import InvariantError, RequestError, TransferError
-from transferd.tasks import ErrorInfo, Status, Task, TaskResult
+from transferd.tasks import ErrorInfo, Status, Task, TaskResult, TokenIds
 from transferd.transport import ServerTransport
 from transferd.version import VERSION
 
@@ -46,6 +46,8 @@ class Coordinator(Protocol):
     def submit(self, client: bytes, seq: int, task: Task) -> bool: ...
     def cancel(self, task_id: str) -> bool: ...
     async def match(self, keys: list[str]) -> int: ...
+    async def match_tokens(self, path: TokenIds, start: int) -> int: ...
+    def locate(self, path: TokenIds) -> dict[str, dict[str, int]]: ...
     async def pause(self) -> None: ...
     def resume(self) -> object: ...
     async def drain(self) -> None: ...
@@ -101,7 +103,8 @@ class Server:
             wire.Hello: self._hello,
             wire.Bye: self._bye,
             wire.Cancel: lambda peer, seq, m: self._value(peer, seq, self._coordinator.cancel(m.task_id)),
-            wire.Match: lambda peer, seq, m: self._later(peer, seq, self._coordinator.match(m.keys)),
+            wire.Match: self._match,
+            wire.Locate: lambda peer, seq, m: self._value(peer, seq, self._coordinator.locate(m.token_ids)),
             wire.Pause: lambda peer, seq, _: self._later(peer, seq, self._coordinator.pause()),
             wire.Resume: lambda peer, seq, _: self._value(peer, seq, self._coordinator.resume()),
             wire.Drain: lambda peer, seq, _: self._later(peer, seq, self._coordinator.drain()),
@@ -199,6 +202,12 @@ class Server:
 
     def _bye(self, peer: bytes, _seq: int, _: wire.Bye) -> None:
         self._forget(peer)
+
+    def _match(self, peer: bytes, seq: int, match: wire.Match) -> None:
+        by_keys, path = match.keys, match.token_ids
+        core = self._coordinator
+        work = core.match(by_keys) if path is None else core.match_tokens(path, match.start)
+        self._later(peer, seq, work)
 
     # --- answering ----------------------------------------------------------------------------------
 

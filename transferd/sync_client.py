@@ -144,6 +144,12 @@ class SyncClient:
     def match(self, keys: Sequence[str]) -> int:
         return self._call(self._client.match(keys))
 
+    def match_tokens(self, token_ids: Tokens, start: int = 0) -> int:
+        return self._call(self._client.match_tokens(token_ids, start))
+
+    def locate(self, token_ids: Tokens) -> dict[str, dict[str, int]]:
+        return self._call(self._client.locate(token_ids))
+
     def pause(self) -> None:
         self._call(self._client.pause())
 

@@ -304,7 +304,8 @@ def _merge(
         short = ", ".join(str(o.rank) for o in outcomes if len(o.moved) < wanted) or "none"
         error = ErrorInfo("internal", f"rank {short} ended without all blocks and told no cause")
     status = _status(wanted, len(positions), error, stop, none_found)
-    block_ids = [task.gpu_block_ids[i] for i in positions]
+    # A flush of evicted blocks has keys and no device blocks.
+    block_ids = [task.gpu_block_ids[i] for i in positions] if task.gpu_block_ids else []
     return Merged(status, block_ids, ranks, error, sum(o.bytes for o in outcomes))
 
 
@@ -345,7 +346,8 @@ class WriteStorageTask(_StorageTask, frozen=True, kw_only=True, tag="write"):
     """Store the device blocks `gpu_block_ids` under `keys` on every rank. A key already stored counts as written.
 
     start_write_block_idx: index of the first key's block in its sequence (token-indexed storage only).
-    flush_cache_exists: flush-only mode: is the block still on this node? None = request finished.
+    flush_cache_exists: flush-only mode: are the blocks still on this node? None = request finished, so they
+    are. gpu_block_ids may then be empty: evicted blocks have none.
     """
 
     start_write_block_idx: int = 0

@@ -102,4 +102,4 @@ def test_the_registry_imports_no_backend_until_one_is_chosen() -> None:
     printed = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     ).stdout
-    assert printed.strip() == "['transferd.storage.base', 'transferd.storage.registry']"
+    assert printed.strip() == "['transferd.storage.base', 'transferd.storage.tokens', 'transferd.storage.registry']"

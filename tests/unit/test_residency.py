@@ -298,6 +298,56 @@ def test_a_write_of_other_keys_from_a_slot_withdraws_what_was_claimed_of_it() ->
     assert world.believed["GPU"] == hashes(["a"])
 
 
+def flush(keys: list[str], exists: bool | None, blocks: list[int] | None = None) -> WriteStorageTask:
+    return write(keys, blocks or [], flush_cache_exists=exists)
+
+
+@pytest.mark.parametrize("exists", [True, None])
+def test_a_flush_claims_for_the_device_what_the_engine_says(exists: bool | None) -> None:
+    world = World(only_flush=True)
+    world.end(flush(["a", "b"], exists, [1, 2]))
+    world.end(flush(["c"], exists))
+    assert world.believed == {"GPU": hashes(["a", "b", "c"]), "CPU": set(), "STORAGE": set()}
+    assert world.end(flush(["a", "c"], exists)) == []
+
+
+def test_a_flush_withdraws_what_the_engine_says_is_gone_wherever_it_was() -> None:
+    world = World(only_flush=True)
+    world.end(flush(["a", "b"], True, [1, 2]))
+    world.end(flush(["c", "a"], True))
+    world.end(swap_out([2], [7]))
+    world.end(flush(["a", "b", "c", "never seen"], False))
+    assert world.believed == {"GPU": set(), "CPU": set(), "STORAGE": set()}
+    assert world.residency.statistics() == {"GPU": 0, "CPU": 0, "STORAGE": 0}
+
+
+def test_a_flush_that_failed_claims_nothing_but_withdraws() -> None:
+    world = World(only_flush=True)
+    error = ErrorInfo("storage_error", "rank 0: no index today")
+    assert world.end(flush(["a"], True), Status.FAILED, error=error) == []
+    world.end(flush(["b"], True, [1]))
+    world.end(flush(["b"], False), Status.FAILED, error=error)
+    assert world.believed["GPU"] == set()
+
+
+def test_what_was_said_without_naming_slots_is_bounded() -> None:
+    world = World(only_flush=True, max_blocks=3)
+    for key in "abcd":
+        world.end(flush([key], True))
+    world.end(flush(["b"], True))
+    world.end(flush(["e"], True))
+    assert world.believed["GPU"] == hashes(["b", "d", "e"])
+
+
+def test_tokens_name_the_blocks_where_storage_is_token_indexed() -> None:
+    tokens = list(range(3 * BLOCK))
+    named = block_keys(tokens, BLOCK)
+    world = World(keys_of=lambda task: named[: len(task.keys)])
+    world.end(write(["engine-0", "engine-1"], [1, 2], token_ids=tokens))
+    world.end(read(["engine-0"], [3], token_ids=tokens))
+    assert world.believed == {"GPU": hashes(named[:1]), "CPU": set(), "STORAGE": hashes(named[:2])}
+
+
 def test_another_generation_clears_everything_and_older_results_claim_nothing() -> None:
     world = World()
     world.end(write(["a"], [1]))

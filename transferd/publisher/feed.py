@@ -1,4 +1,4 @@
-"""Joins residency to the sockets: what a daemon holds when `events.endpoint` is set.
+"""Joins residency to those who follow it: routers on sockets, and the open token index of this daemon.
 
 Events are collected and sent as one batch by the loop's next turn, so an answer to a client never
 waits for them, and what becomes true together is told together.
@@ -7,6 +7,7 @@ waits for them, and what becomes true together is told together.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import structlog
@@ -16,17 +17,21 @@ from transferd.config import Config
 from transferd.objects import ObjectFormat
 from transferd.publisher.sockets import EventSockets
 from transferd.residency.claims import Residency
+from transferd.residency.index import TokenIndex
 from transferd.storage.base import Storage
-from transferd.tasks import Task, TaskResult
+from transferd.storage.tokens import TokenStorage
+from transferd.tasks import ReadStorageTask, Task, TaskResult, WriteStorageTask
 
 log = structlog.get_logger(__name__)
 
 
 class EventFeed:
-    """Publishes every change of residency from `start` to `close`.
+    """Follows every change of residency from `start` to `close`.
 
     The first batch of a daemon's life and the last are AllBlocksCleared: with a daemon goes what it
     knew, and a subscriber that missed its end learns of it from its successor.
+
+    index: told of everything under the name `node`. sockets: None when `events.endpoint` is empty.
     """
 
     def __init__(
@@ -36,11 +41,18 @@ class EventFeed:
         storage: Storage | None,
         *,
         generation: str,
+        tokens: TokenStorage | None = None,
+        only_flush: bool = False,
+        index: TokenIndex | None = None,
+        node: str = "",
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """storage: of blocks, as the ranks use it. generation: the one served at the start."""
         self._objects = objects
         self._storage = storage
+        self._tokens = tokens
+        self._index = index
+        self._node = node
         self._ranks = range(config.cache.ranks)
         self._generation = generation
         self._token_ids = config.events.token_ids
@@ -50,25 +62,30 @@ class EventFeed:
             block_size=config.cache.block_size,
             max_blocks=config.events.max_blocks,
             token_ids=config.events.token_ids,
+            keys_of=self._keys_of,
+            only_flush=only_flush,
             holds=self._holds if tells else lambda _: True,
             tells=tells,
             changed=self._soon,
         )
-        self.sockets = EventSockets(config.events, socket_mode=int(config.server.socket_mode, 8), clock=clock)
+        self.sockets: EventSockets | None = None
+        if config.events.endpoint:
+            self.sockets = EventSockets(config.events, socket_mode=int(config.server.socket_mode, 8), clock=clock)
         self._flush: asyncio.Handle | None = None
         self._running = False
 
     def start(self) -> None:
         """Bind, and begin with a clean slate. Raises ConfigError."""
-        self.sockets.start()
+        if self.sockets is not None:
+            self.sockets.start()
+            log.info(
+                "publishing KV events",
+                endpoint=self.sockets.endpoint,
+                replay_endpoint=self.sockets.replay_endpoint,
+                token_ids=self._token_ids,
+            )
         self._running = True
         self.residency.clear()
-        log.info(
-            "publishing KV events",
-            endpoint=self.sockets.endpoint,
-            replay_endpoint=self.sockets.replay_endpoint,
-            token_ids=self._token_ids,
-        )
 
     def close(self) -> None:
         """Tell that nothing is here any more, and stop. Idempotent."""
@@ -77,8 +94,9 @@ class EventFeed:
             if self._flush is not None:
                 self._flush.cancel()
             self.residency.clear()
-            self.sockets.publish(self.residency.take())
-        self.sockets.close()
+            self._send()
+        if self.sockets is not None:
+            self.sockets.close()
 
     def task_ended(self, task: Task, result: TaskResult) -> None:
         """An admitted task was answered."""
@@ -89,8 +107,18 @@ class EventFeed:
         self._generation = generation
         self.residency.clear()
 
+    def up_to_date(self) -> TokenIndex | None:
+        """The index, with everything in it that has been answered to anybody."""
+        if self._flush is not None:
+            self._flush.cancel()
+            self._send()
+        return self._index
+
     def statistics(self) -> dict[str, Any]:
-        return self.sockets.statistics() | {"announced": self.residency.statistics()}
+        sockets = {} if self.sockets is None else self.sockets.statistics()
+        return sockets | {"announced": self.residency.statistics()}
+
+    # --- inside -------------------------------------------------------------------------------------
 
     def _soon(self) -> None:
         if self._running:
@@ -98,7 +126,19 @@ class EventFeed:
 
     def _send(self) -> None:
         self._flush = None
-        self.sockets.publish(self.residency.take())
+        events = self.residency.take()
+        if self._index is not None:
+            for event in events:
+                self._index.apply(self._node, event)
+        if self.sockets is not None:
+            self.sockets.publish(events)
+
+    def _keys_of(self, task: ReadStorageTask | WriteStorageTask) -> Sequence[str]:
+        """Blocks of token-indexed storage are known by their tokens, whatever keys a caller has for them."""
+        if self._tokens is None or task.token_ids is None:
+            return task.keys
+        start = task.start_read_block_idx if isinstance(task, ReadStorageTask) else task.start_write_block_idx
+        return self._tokens.paths.keys(task.token_ids, start, len(task.keys))
 
     def _object_left(self, name: str) -> None:
         block = self._objects.id_of(self._generation, name)

@@ -10,7 +10,8 @@ events come out, and nothing here knows of sockets.
     GPU, CPU   are pools of slots. A slot's content is known from the task that named it. What transferd
                itself brought there is claimed: read and swap_in for GPU, swap_out for CPU. A write only
                teaches which block a device slot holds, so that a later swap can say what it moves.
-               A swap is a move: an engine that swaps gives the source away.
+               A swap is a move: an engine that swaps gives the source away. A flush claims for GPU what the
+    engine says, in the slots it names or in none, and withdraws from both pools what it says is gone.
     STORAGE    is claimed when every rank has stored a block (write), or when a read has found it.
 
 Withdrawn is a claim on a slot whenever a task had the slot as its target, whatever came of it; on a
@@ -26,7 +27,7 @@ write that names one device block twice.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -55,6 +56,7 @@ from transferd.tasks import (
     WriteStorageTask,
 )
 
+LOOSE = -1  # in place of a slot
 HASHES_PER_EVENT = 1024  # so that no single event grows without bound
 
 
@@ -71,13 +73,16 @@ class Block(NamedTuple):
     tokens: npt.NDArray | None  # type: ignore[type-arg]
 
 
-class _Slots:
-    """The blocks that are known to lie in the slots of one pool, and which of them are claimed."""
+class _Pool:
+    """The blocks that are known to lie in the slots of one pool, and who claims that a block is there.
+
+    A claim is a slot's, or LOOSE: somebody said so and named no slot.
+    """
 
     def __init__(self) -> None:
         self._held: dict[int, Block] = {}
-        self._claimed: set[int] = set()  # slots
-        self._count: Counter[int] = Counter()  # claimed slots of a hash
+        self._claims: dict[int, set[int]] = {}  # hash -> slots
+        self._loose: OrderedDict[int, None] = OrderedDict()  # hashes, oldest first
 
     def get(self, slot: int) -> Block | None:
         return self._held.get(slot)
@@ -90,33 +95,69 @@ class _Slots:
         arrived: dict[int, Block] = {}
         for slot, block in put:
             held = self._held.get(slot)
-            if held is not None and held.hash == block.hash and (slot in self._claimed) >= claim:
+            if held is not None and held.hash == block.hash and (not claim or slot in self._claims.get(held.hash, ())):
                 continue
             self._drop(slot, before)
             # A copy: the slice would keep the token ids of the whole sequence alive.
             self._held[slot] = block if block.tokens is None else block._replace(tokens=block.tokens.copy())
             if claim:
-                before.setdefault(block.hash, block.hash in self._count)
-                self._claimed.add(slot)
-                self._count[block.hash] += 1
+                self._claim(slot, block.hash, before)
                 arrived[block.hash] = block
-        removed = [hash_ for hash_, there in before.items() if there and hash_ not in self._count]
-        stored = [block for hash_, block in arrived.items() if not before[hash_] and hash_ in self._count]
-        return _Change(removed, stored)
+        return self._change(before, arrived)
 
-    def _drop(self, slot: int, before: dict[int, bool]) -> None:
-        block = self._held.pop(slot, None)
-        if block is None or slot not in self._claimed:
-            return
-        before.setdefault(block.hash, True)
-        self._claimed.discard(slot)
-        self._count[block.hash] -= 1
-        if not self._count[block.hash]:
-            del self._count[block.hash]
+    def say(self, blocks: Iterable[Block], limit: int) -> _Change:
+        """Loose claims; beyond `limit` the oldest are given up."""
+        before: dict[int, bool] = {}
+        arrived = {block.hash: block for block in blocks}
+        for hash_ in arrived:
+            self._claim(LOOSE, hash_, before)
+            self._loose[hash_] = None
+            self._loose.move_to_end(hash_)
+        while len(self._loose) > limit:
+            self._give_up(LOOSE, self._loose.popitem(last=False)[0], before)
+        return self._change(before, arrived)
+
+    def withdraw(self, hashes: Iterable[int]) -> _Change:
+        """These blocks are not in the pool any more, in whatever slot they were."""
+        before: dict[int, bool] = {}
+        for hash_ in hashes:
+            for slot in list(self._claims.get(hash_, ())):
+                if slot == LOOSE:
+                    del self._loose[hash_]
+                    self._give_up(slot, hash_, before)
+                else:
+                    self._drop(slot, before)
+        return self._change(before, {})
 
     @property
     def claims(self) -> int:
-        return len(self._count)
+        return len(self._claims)
+
+    # `before` notes of every hash whether it was claimed when the change began.
+
+    def _drop(self, slot: int, before: dict[int, bool]) -> None:
+        block = self._held.pop(slot, None)
+        if block is not None and slot in self._claims.get(block.hash, ()):
+            self._give_up(slot, block.hash, before)
+
+    def _claim(self, slot: int, hash_: int, before: dict[int, bool]) -> None:
+        before.setdefault(hash_, hash_ in self._claims)
+        self._claims.setdefault(hash_, set()).add(slot)
+
+    def _give_up(self, slot: int, hash_: int, before: dict[int, bool]) -> None:
+        before.setdefault(hash_, True)
+        claims = self._claims[hash_]
+        claims.discard(slot)
+        if not claims:
+            del self._claims[hash_]
+
+    def _change(self, before: dict[int, bool], arrived: dict[int, Block]) -> _Change:
+        removed = [hash_ for hash_, there in before.items() if there and hash_ not in self._claims]
+        stored = [block for hash_, block in arrived.items() if not before[hash_] and hash_ in self._claims]
+        return _Change(removed, stored)
+
+
+KeysOf = Callable[[ReadStorageTask | WriteStorageTask], Sequence[str]]
 
 
 class _Change(NamedTuple):
@@ -127,7 +168,8 @@ class _Change(NamedTuple):
 class Residency:
     """Turns results of tasks into events; see the module's theory of operation.
 
-    holds: whether the object of this digest is in the storage of every rank now (True where the
+    keys_of: the keys under which a task's blocks are announced and stored. only_flush: write tasks are
+    flushes. holds: whether the object of this digest is in the storage of every rank now (True where the
     backend cannot tell). tells: the backend reports every object that leaves it. changed: called when
     there is something to take, once until `take`.
     """
@@ -139,6 +181,8 @@ class Residency:
         block_size: int,
         max_blocks: int,
         token_ids: bool = True,
+        keys_of: KeysOf = lambda task: task.keys,
+        only_flush: bool = False,
         holds: Callable[[str], bool] = lambda _: True,
         tells: bool = False,
         changed: Callable[[], None] = lambda: None,
@@ -147,10 +191,12 @@ class Residency:
         self._block_size = block_size
         self._max_blocks = max_blocks
         self._token_ids = token_ids
+        self._keys_of = keys_of
+        self._only_flush = only_flush
         self._holds = holds
         self._tells = tells
         self._changed = changed
-        self._device, self._host = _Slots(), _Slots()
+        self._device, self._host = _Pool(), _Pool()
         self._stored: OrderedDict[str, int] = OrderedDict()  # digest -> hash, longest unused first
         self._out: list[KvEvent] = []
 
@@ -180,7 +226,7 @@ class Residency:
 
     def clear(self) -> None:
         """Nothing that was announced holds any more: another generation, or the beginning, or the end."""
-        self._device, self._host = _Slots(), _Slots()
+        self._device, self._host = _Pool(), _Pool()
         self._stored.clear()
         self._tell([AllBlocksCleared()])
 
@@ -199,22 +245,37 @@ class Residency:
     # --- tasks --------------------------------------------------------------------------------------
 
     def _wrote(self, task: WriteStorageTask, result: TaskResult, *, current: bool) -> None:
-        ids = task.gpu_block_ids
-        unambiguous = len(set(ids)) == len(ids)
-        blocks = self._describe(task.keys, task.token_ids, task.start_write_block_idx)
+        ids, keys = task.gpu_block_ids, self._keys_of(task)
         if not current:
             self._update(self._device, MEDIUM_GPU, ids, [], claim=False)
             return
+        blocks = self._describe(keys, task.token_ids, task.start_write_block_idx)
+        if self._only_flush and task.lane is Lane.WRITE:
+            self._flushed(task, result, blocks)
+            return
+        unambiguous = len(set(ids)) == len(ids)
         if unambiguous:
             self._update(self._device, MEDIUM_GPU, [], zip(ids, blocks, strict=True), claim=False)
         if task.lane is not Lane.WRITE:  # sent to another node
             return
         if result.status is Status.OK:
-            self._claim_stored(task.keys, blocks)
+            self._claim_stored(keys, blocks)
         elif unambiguous:
             moved = set(result.block_ids)
             positions = [i for i, block in enumerate(ids) if block in moved]
-            self._claim_stored([task.keys[i] for i in positions], [blocks[i] for i in positions])
+            self._claim_stored([keys[i] for i in positions], [blocks[i] for i in positions])
+
+    def _flushed(self, task: WriteStorageTask, result: TaskResult, blocks: Sequence[Block]) -> None:
+        if task.flush_cache_exists is False:  # they are gone, whether the index could be told or not
+            hashes = [block.hash for block in blocks]
+            self._changed_in(MEDIUM_GPU, self._device.withdraw(hashes))
+            self._changed_in(MEDIUM_CPU, self._host.withdraw(hashes))
+        elif result.status is not Status.OK:
+            return
+        elif task.gpu_block_ids:
+            self._update(self._device, MEDIUM_GPU, [], zip(task.gpu_block_ids, blocks, strict=True), claim=True)
+        else:
+            self._changed_in(MEDIUM_GPU, self._device.say(blocks, self._max_blocks))
 
     def _read(self, task: ReadStorageTask, result: TaskResult, *, current: bool) -> None:
         targets = task.gpu_block_ids[: len(task.keys)]
@@ -222,19 +283,20 @@ class Residency:
         if not current:
             self._update(self._device, MEDIUM_GPU, targets, [], claim=True)
             return
-        blocks = self._describe(task.keys[:count], task.token_ids, task.start_read_block_idx)
+        keys = self._keys_of(task)
+        blocks = self._describe(keys[:count], task.token_ids, task.start_read_block_idx)
         self._update(self._device, MEDIUM_GPU, targets[count:], zip(targets[:count], blocks, strict=True), claim=True)
         if task.lane is not Lane.READ:  # received from another node
             return
-        self._claim_stored(task.keys[:count], blocks)
-        if result.error is None and count < len(task.keys) and not self._tells:
-            self.object_left(self._objects.ids(task.keys[count : count + 1])[0])
+        self._claim_stored(keys[:count], blocks)
+        if result.error is None and count < len(keys) and not self._tells:
+            self.object_left(self._objects.ids(keys[count : count + 1])[0])
 
     def _swapped(
         self,
         moves: list[tuple[int, int]],
-        source: _Slots,
-        target: _Slots,
+        source: _Pool,
+        target: _Pool,
         source_medium: str,
         target_medium: str,
         result: TaskResult,
@@ -248,9 +310,11 @@ class Residency:
             self._update(source, source_medium, [at for at, _ in moves], [], claim=True)
 
     def _update(
-        self, slots: _Slots, medium: str, dropped: Iterable[int], put: Iterable[tuple[int, Block]], *, claim: bool
+        self, pool: _Pool, medium: str, dropped: Iterable[int], put: Iterable[tuple[int, Block]], *, claim: bool
     ) -> None:
-        change = slots.update(dropped, put, claim=claim)
+        self._changed_in(medium, pool.update(dropped, put, claim=claim))
+
+    def _changed_in(self, medium: str, change: _Change) -> None:
         self._tell_removed(medium, change.removed)
         self._tell_stored(medium, change.stored)
 

@@ -1,4 +1,4 @@
-"""Which class a backend name stands for. A new backend is one file and one line here.
+"""Which class a backend name stands for. A new keyed backend is one file and one line here.
 
 A name with a colon is a class outside this package: `package.module:Class`. Every backend class is
 called as `Class(config, clock=clock)` and must be a `Storage`. Modules are imported only when they
@@ -13,32 +13,58 @@ from transferd.clock import SYSTEM_CLOCK, Clock
 from transferd.config import Config
 from transferd.errors import ConfigError
 from transferd.storage.base import Storage
+from transferd.storage.tokens import TokenStorage
 
 BACKENDS = {
     "memory": "transferd.storage.memory:MemoryStorage",
     "file": "transferd.storage.file:FileStorage",
     "mooncake": "transferd.storage.mooncake:MooncakeStorage",
-    "attention_store": "transferd.storage.attention_store:AttentionStorage",
 }
+TOKEN_INDEXED = "attention_store"
 NO_BACKEND = "none"
 
 
+def create_token_storage(
+    config: Config, clock: Clock = SYSTEM_CLOCK, keyed: Storage | None = None
+) -> TokenStorage | None:
+    """Token-indexed storage, where that is configured, not yet open; else None. Raises ConfigError.
+
+    keyed: holds the bytes of the open index in place of the configured backend.
+    """
+    if config.storage.backend != TOKEN_INDEXED:
+        return None
+    section = config.storage.attention_store
+    if section.driver == "sdk":
+        from transferd.storage.attention_store.sdk import SdkTokenStorage
+
+        return SdkTokenStorage(config, clock=clock)
+    from transferd.storage.attention_store.open import OpenTokenStorage
+
+    if keyed is None:
+        keyed = _create("storage.attention_store.data", section.data, config, clock)
+    return OpenTokenStorage(config, keyed)
+
+
 def create_storage(config: Config, clock: Clock = SYSTEM_CLOCK) -> Storage | None:
-    """The configured backend, not yet open; None for "none". Raises ConfigError naming `storage.backend`."""
-    name = config.storage.backend
+    """The configured keyed backend, not yet open; None for "none". Raises ConfigError naming `storage.backend`."""
+    return _create("storage.backend", config.storage.backend, config, clock)
+
+
+def _create(key: str, name: str, config: Config, clock: Clock) -> Storage | None:
     if name == NO_BACKEND:
         return None
     target = name if ":" in name else BACKENDS.get(name)
     if target is None:
-        known = ", ".join([*BACKENDS, NO_BACKEND])
-        raise ConfigError("storage.backend", f"expected one of {known}, or package.module:Class", name)
-    backend = _load(name, target)
+        others = [TOKEN_INDEXED, NO_BACKEND] if key == "storage.backend" else [NO_BACKEND]
+        known = ", ".join([*BACKENDS, *others])
+        raise ConfigError(key, f"expected one of {known}, or package.module:Class", name)
+    backend = _load(key, name, target)
     storage = backend(config, clock=clock)
     assert isinstance(storage, Storage)
     return storage
 
 
-def _load(name: str, target: str) -> type:
+def _load(key: str, name: str, target: str) -> type:
     module_name, _, class_name = target.partition(":")
     try:
         module = importlib.import_module(module_name)
@@ -47,10 +73,10 @@ def _load(name: str, target: str) -> type:
             problem = f"there is no module {module_name} in this installation"
         else:
             problem = f"needs the Python package {error.name}, which is not installed"
-        raise ConfigError("storage.backend", problem, name) from error
+        raise ConfigError(key, problem, name) from error
     except (ImportError, ValueError) as error:  # a shared library that is missing; an empty module name
-        raise ConfigError("storage.backend", f"cannot be loaded: {error}", name) from error
+        raise ConfigError(key, f"cannot be loaded: {error}", name) from error
     backend = getattr(module, class_name, None)
     if not (isinstance(backend, type) and issubclass(backend, Storage)):
-        raise ConfigError("storage.backend", f"{module_name} has no Storage class {class_name!r}", name)
+        raise ConfigError(key, f"{module_name} has no Storage class {class_name!r}", name)
     return backend

@@ -16,6 +16,7 @@ from transferd.layout.base import BlockLayout
 from transferd.objects import ObjectFormat
 from transferd.offload import Direction, Offload
 from transferd.storage.base import Storage
+from transferd.storage.tokens import TokenStorage
 from transferd.tasks import ErrorInfo, RankOutcome, Stop
 from transferd.tiers.base import DeviceTier
 from transferd.tiers.pinned import HostPool
@@ -76,8 +77,9 @@ class RankContext:
     """One rank's parts, put together by the daemon and borrowed by the handlers.
 
     host is None without a host tier, storage without a storage backend (admission refuses tasks for
-    them). staging is always there: it is the only memory that storage I/O ever touches. direct is there in
-    pd.mode "direct" only.
+    them). tokens, where storage is token-indexed, comes before storage, which is then what it keeps its
+    bytes in. block_size: tokens. only_flush: write tasks tell the token index and move nothing. staging is
+    always there: it is the only memory that storage I/O ever touches. direct is there in pd.mode "direct" only.
     """
 
     rank: int
@@ -93,6 +95,9 @@ class RankContext:
     background: Background
     direct: DirectPath | None = None
     inline_check_bytes: int = INLINE_CHECK_BYTES
+    tokens: TokenStorage | None = None
+    block_size: int = 0
+    only_flush: bool = False
 
     def names(self, job: Job, positions: Sequence[int] | None = None) -> list[str]:
         """Object names of the job's keys (or of those at `positions`) on this rank."""

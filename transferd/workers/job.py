@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Hashable
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,6 +75,10 @@ class Job:
         if ids is None:
             ids = self._ids[objects] = objects.ids(getattr(self.task, "keys", ()))
         return ids
+
+    def under(self, objects: ObjectFormat, keys: Sequence[str]) -> Job:
+        """The same job, its blocks named by these keys in place of the task's."""
+        return dataclasses.replace(self, _ids={objects: objects.ids(keys)})
 
     @property
     def queue_s(self) -> float:

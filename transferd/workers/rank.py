@@ -22,6 +22,7 @@ from transferd.workers.handover import Handover
 from transferd.workers.job import Job
 from transferd.workers.read import Reader
 from transferd.workers.swap import Swapper
+from transferd.workers.tokens import TokenHandler
 from transferd.workers.write import Writer
 
 log = structlog.get_logger(__name__)
@@ -63,6 +64,10 @@ class RankWorker:
             Lane.SEND: handover.send,
             Lane.RECEIVE: handover.receive,
         }
+        self._tokens: TokenHandler | None = None
+        if context.tokens is not None:
+            self._tokens = TokenHandler(context, context.tokens, self._reader, write)
+            self._handlers |= {Lane.READ: self._tokens.read, Lane.WRITE: self._tokens.write}
         self._jobs: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
@@ -73,6 +78,8 @@ class RankWorker:
         direct = self.context.direct
         if direct is not None:
             direct.exchange.carrier.register(direct.staging.memory)
+        if self.context.tokens is not None and self._tokens is not None:
+            await self.context.tokens.attach(self._tokens)
 
     def start(self, job: Job) -> None:
         """Begin this rank's share of a task. Returns at once; the outcome goes to `arrive`."""
@@ -113,6 +120,8 @@ class RankWorker:
             await asyncio.wait(self._jobs)
         await self.context.background.settled()
         errors: list[TransferError] = []
+        if self.context.tokens is not None:
+            self.context.tokens.detach(self.rank)
         staging, storage, host = self.context.staging, self.context.storage, self.context.host
         if storage is not None:
             with _kept(errors):

@@ -1,0 +1,213 @@
+"""A daemon whose storage is token-indexed: a process of its own, real sockets, every byte compared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.subscriber import Subscriber
+from tests.integration.test_daemon import attach, config, fill, snapshot, wipe
+from tests.integration.test_kv_events import told
+from transferd import Client, ReadStorageTask, Status, SwapOutTask, SyncClient, TransferError, WriteStorageTask
+from transferd.keys import block_keys
+from transferd.launch import running
+from transferd.residency.wire import block_hash
+
+BLOCK = 8  # tokens, as in config()
+NODE = "default_pod_mixed_0"
+
+# The SDK's package as a daemon finds it: the double, under the names that FastDeploy imports.
+MODULES = {
+    "sdk": "from transferd.testing.attentionstore import Tokens\nfrom attentionstore_sdk import AttentionStoreSDK\n",
+    "api/common/common_pb2": "MEDIA_HBM = 1\n",
+    "utils/err": "from transferd.testing.attentionstore import AttentionStoreSDKError\n",
+    "client/client": "import types\nAttentionType = types.SimpleNamespace(MHA='MHA')\n",
+}
+PACKAGE = """
+from transferd.testing.attentionstore import AttentionStoreDouble
+AttentionStoreSDK = AttentionStoreDouble().modules()["attentionstore_sdk.sdk"].AttentionStoreSDK
+"""
+
+
+def install_sdk(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in MODULES.items():
+        file = directory / "attentionstore_sdk" / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    (directory / "attentionstore_sdk" / "__init__.py").write_text(PACKAGE)
+    monkeypatch.setenv("PYTHONPATH", str(directory), prepend=":")
+
+
+def tree(directory: Path, **section: Any) -> dict[str, dict[str, Any]]:
+    sections = config()
+    sections["storage"] = {"backend": "attention_store", "attention_store": section}
+    sections["events"] = {"endpoint": f"ipc://{directory}/pub", "replay_endpoint": f"ipc://{directory}/replay"}
+    return sections
+
+
+def path_of(request: int, blocks: int) -> list[int]:
+    return [7, request, *range(1000, 1000 + blocks * BLOCK - 2)]
+
+
+def write(task_id: str, path: list[int], blocks: list[int], **more: Any) -> WriteStorageTask:
+    keys = [f"{task_id}-{i}" for i in range(len(path) // BLOCK)]  # an engine's own, which are nobody else's
+    return WriteStorageTask(task_id=task_id, keys=keys, gpu_block_ids=blocks, token_ids=path, **more)
+
+
+def read(task_id: str, path: list[int], blocks: list[int], start: int = 0) -> ReadStorageTask:
+    keys = [f"{task_id}-{i}" for i in range(len(path) // BLOCK - start)]
+    return ReadStorageTask(task_id=task_id, keys=keys, gpu_block_ids=blocks, token_ids=path, start_read_block_idx=start)
+
+
+@pytest.mark.parametrize("driver", ["open", "sdk"])
+async def test_blocks_are_found_again_by_their_tokens_whatever_their_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, driver: str
+) -> None:
+    install_sdk(tmp_path, monkeypatch)
+    with running(tree(tmp_path, driver=driver), tmp_path) as daemon:
+        async with Client(daemon.endpoint) as client:
+            caches = await attach(client)
+            source, target = [3, 9, 1, 20], [30, 2, 11, 25]
+            fill(caches, source, seed=1)
+            before = snapshot(caches, source)
+            path = path_of(1, 4)
+            written = await client.submit(write("w", path, source))
+            assert (written.status, written.block_ids) == (Status.OK, source)
+            assert await client.match_tokens(path) == 4
+            assert await client.match_tokens([*path, 1, 2, 3], start=1) == 3
+            assert await client.match_tokens(path_of(2, 4)) == 0
+            wipe(caches, target)
+            result = await client.submit(read("r", path, target))
+            assert (result.status, result.block_ids, result.bytes) == (Status.OK, target, written.bytes)
+            assert snapshot(caches, target) == before
+            part = await client.submit(read("p", [*path[: 3 * BLOCK], *range(BLOCK)], [5, 6], start=2))
+            assert (part.status, part.block_ids) == (Status.PARTIAL, [5])
+            missing = await client.submit(read("m", path_of(2, 2), [7, 8]))
+            assert missing.status is Status.MISS
+            stats = await client.stats()
+            assert stats["storage"]["backend"] == "attention_store"
+            assert stats["storage"]["hits"] > 0
+
+
+async def test_the_open_index_knows_where_the_blocks_of_a_path_are(tmp_path: Path) -> None:
+    with running(tree(tmp_path), tmp_path) as daemon:
+        async with Client(daemon.endpoint) as client:
+            path = path_of(1, 4)
+            assert await client.locate(path) == {}
+            await client.submit(write("w", path, [0, 1, 2, 3]))
+            await client.submit(SwapOutTask(task_id="o", gpu_block_ids=[0, 1], cpu_block_ids=[5, 6]))
+            await client.submit(read("r", path[: 3 * BLOCK], [10, 11, 12]))
+            assert await client.locate(path) == {NODE: {"GPU": 3, "CPU": 2, "STORAGE": 4, "any": 4}}
+            await client.set_generation("RL-STEP04")
+            assert await client.locate(path) == {}
+            assert await client.match_tokens(path) == 0
+            stats = await client.stats()
+            assert stats["storage"]["node"] == NODE
+            assert stats["storage"]["index"] == {}
+        with SyncClient(daemon.endpoint) as client:
+            assert client.match_tokens(path) == 0
+            assert client.locate(path) == {}
+
+
+@pytest.mark.parametrize("driver", ["open", "sdk"])
+async def test_requests_that_do_not_fit_token_indexed_storage_are_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, driver: str
+) -> None:
+    install_sdk(tmp_path, monkeypatch)
+    with running(tree(tmp_path, driver=driver), tmp_path) as daemon:
+        async with Client(daemon.endpoint) as client:
+            short = await client.submit(write("w", path_of(1, 2)[:-1], [0]))
+            assert short.status is Status.OK  # one full block
+            none = await client.submit(WriteStorageTask(task_id="n", keys=["a"], gpu_block_ids=[0]))
+            assert (none.status, none.error and none.error.code) == (Status.REJECTED, "token_ids_required")
+            for ask, code in (
+                (client.match(["a"]), "token_ids_required"),
+                (client.match_tokens(path_of(1, 2), start=3), "bad_value"),
+            ):
+                with pytest.raises(TransferError) as refusal:
+                    await ask
+                assert refusal.value.reason == code
+            if driver == "sdk":
+                for ask, code in (
+                    (client.locate(path_of(1, 2)), "no_token_index"),
+                    (client.set_generation("RL-2"), "fixed_generation"),
+                ):
+                    with pytest.raises(TransferError) as refusal:
+                        await ask
+                    assert refusal.value.reason == code
+
+
+@pytest.mark.parametrize("driver", ["open", "sdk"])
+async def test_flush_only_moves_no_bytes_and_tells_index_and_routers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, driver: str
+) -> None:
+    install_sdk(tmp_path, monkeypatch)
+    monkeypatch.setenv("FD_AS_ONLY_FLUSH", "1")
+    path = path_of(1, 4)
+    hashes = [block_hash(key) for key in block_keys(path, BLOCK)]
+    subscriber = Subscriber(f"ipc://{tmp_path}/pub", f"ipc://{tmp_path}/replay")
+    try:
+        with running(tree(tmp_path, driver=driver), tmp_path) as daemon:
+            async with Client(daemon.endpoint) as client:
+                finished = await client.submit(write("request-1", path, [0, 1, 2, 3]))
+                assert (finished.status, finished.block_ids, finished.bytes) == (Status.OK, [0, 1, 2, 3], 0)
+                await told(subscriber, client, lambda: bool(subscriber.index.get("GPU")))
+                assert subscriber.index == {"GPU": set(hashes)}
+                assert "request-1" in daemon.log  # it did not say whether its blocks are still there
+
+                gone = WriteStorageTask(
+                    task_id="evicted",
+                    keys=["leaf"],
+                    gpu_block_ids=[],
+                    token_ids=path,
+                    start_write_block_idx=3,
+                    flush_cache_exists=False,
+                )
+                answer = await client.submit(gone)
+                assert (answer.status, answer.block_ids, answer.bytes) == (Status.OK, [], 0)
+                assert [rank.rank for rank in answer.ranks] == [0, 1]
+                await told(subscriber, client, lambda: len(subscriber.index["GPU"]) == 3)
+                assert subscriber.index == {"GPU": set(hashes[:3])}
+                if driver == "open":
+                    assert await client.locate(path) == {NODE: {"GPU": 3, "any": 3}}
+                    assert await client.match_tokens(path) == 0  # no bytes were kept
+                assert "evicted" not in daemon.log
+    finally:
+        subscriber.close()
+
+
+async def test_flushes_that_nobody_waits_for_hold_up_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_sdk(tmp_path, monkeypatch)
+    hang = "import threading\nAttentionStoreSDK.flush_token_index = lambda *_: threading.Event().wait()\n"
+    (tmp_path / "attentionstore_sdk" / "__init__.py").write_text(PACKAGE + hang)
+    with running(tree(tmp_path, driver="sdk", only_flush=True), tmp_path) as daemon:
+        async with Client(daemon.endpoint) as client:
+            flushes = [
+                await client.push(write(f"f{i}", path_of(i, 2), [], flush_cache_exists=False, timeout=0.5))
+                for i in range(40)
+            ]
+            moved = await client.submit(SwapOutTask(task_id="o", gpu_block_ids=[0, 1], cpu_block_ids=[5, 6]))
+            assert moved.status is Status.OK
+            missing = await client.submit(read("m", path_of(2, 2), [0, 1]))
+            assert missing.status is Status.MISS
+            assert {(await flush).status for flush in flushes} == {Status.EXPIRED}
+        assert daemon.stop() == 0
+
+
+async def test_two_nodes_that_share_a_store_find_each_others_blocks(tmp_path: Path) -> None:
+    """Content keys mean the same everywhere: what one engine wrote another reads, knowing the tokens alone."""
+    shared = tree(tmp_path) | {"events": {}}
+    with running(shared, tmp_path, name="first") as daemon:
+        async with Client(daemon.endpoint) as client:
+            caches = await attach(client)
+            fill(caches, [0, 1, 2], seed=5)
+            before = snapshot(caches, [0, 1, 2])
+            await client.submit(write("w", path_of(1, 3), [0, 1, 2]))
+    with running(shared, tmp_path, name="second") as daemon:
+        async with Client(daemon.endpoint) as client:
+            caches = await attach(client)
+            result = await client.submit(read("r", path_of(1, 3), [20, 21, 22]))
+            assert result.status is Status.OK
+            assert snapshot(caches, [20, 21, 22]) == before

@@ -1,0 +1,225 @@
+"""Token-indexed storages with real ranks around them: device memory, staging, and the transfers that workers make."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from transferd.clock import SYSTEM_CLOCK
+from transferd.config import Config, from_tree
+from transferd.layout import build_layout
+from transferd.objects import object_format
+from transferd.offload import ThreadOffload
+from transferd.residency.wire import MEDIUM_GPU, block_hash
+from transferd.storage.attention_store.open import OpenTokenStorage
+from transferd.storage.attention_store.sdk import SdkTokenStorage
+from transferd.storage.registry import create_token_storage
+from transferd.storage.tokens import TokenStorage
+from transferd.tasks import RankOutcome, ReadStorageTask, TokenIds, WriteStorageTask
+from transferd.testing.attentionstore import AttentionStoreDouble, installed
+from transferd.testing.device import SimDevice
+from transferd.tiers.staging import Staging
+from transferd.trace import Recorder
+from transferd.workers.context import Background, RankContext
+from transferd.workers.job import Job
+from transferd.workers.read import Reader
+from transferd.workers.tokens import TokenHandler, TokenTransfer
+from transferd.workers.write import Writer
+
+BLOCK = 4  # tokens
+RANKS = 2
+DEVICE_BLOCKS = 64
+GENERATION = "RL-1"
+
+
+def tree(path: Path, **section: Any) -> dict[str, Any]:
+    return {
+        "cache": {"ranks": RANKS, "layers": 2, "kv_heads": 2, "head_dim": 8, "block_size": BLOCK, "mtp_layers": 1}
+        | {"dtype": "float16", "device_blocks": DEVICE_BLOCKS, "host_blocks": 0},
+        "host": {"staging": "256KiB"},
+        "storage": {
+            "backend": "attention_store",
+            "model": "models/demo",
+            "generation": GENERATION,
+            "file": {"path": str(path / "blocks"), "capacity": "16MiB"},
+            "attention_store": section,
+        },
+    }
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One implementation: its section of the configuration, and the SDK build it needs, if any."""
+
+    name: str
+    section: dict[str, Any]
+    cuda: bool | None = None
+
+
+KINDS = [
+    Kind("open-memory", {"driver": "open", "data": "memory"}),
+    Kind("open-file", {"driver": "open", "data": "file"}),
+    Kind("sdk-cuda", {"driver": "sdk"}, cuda=True),
+    Kind("sdk-other", {"driver": "sdk"}, cuda=False),
+]
+
+
+class Rank:
+    """One rank as the daemon builds it, without a task machine around it."""
+
+    def __init__(self, config: Config, rank: int, storage: TokenStorage) -> None:
+        layout = build_layout(config.cache)
+        objects = object_format(config.storage, layout)
+        self.device = SimDevice(layout, rank, rank)
+        self.context = RankContext(
+            rank=rank,
+            layout=layout,
+            device=self.device,
+            host=None,
+            staging=Staging(layout, config.host.staging, objects.slot_bytes, objects.offsets),
+            storage=storage.keyed,
+            format=objects,
+            offload=ThreadOffload(1),
+            clock=SYSTEM_CLOCK,
+            recorder=Recorder(),
+            background=Background(),
+            tokens=storage,
+            block_size=BLOCK,
+            only_flush=bool(config.storage.attention_store.only_flush),
+        )
+        self.reader, self.writer = Reader(self.context), Writer(self.context)
+        self.handler = TokenHandler(self.context, storage, self.reader, self.writer)
+
+    def segments(self, block: int) -> list[np.ndarray[Any, Any]]:
+        """The bytes of one device block: a view for each layer and plane."""
+        geometry = self.context.layout.device
+        places = zip(geometry.offsets, geometry.strides, geometry.nbytes, strict=True)
+        return [self.device.memory[at + block * step :][:size] for at, step, size in places]
+
+    def content(self, blocks: Sequence[int]) -> list[bytes]:
+        return [b"".join(segment.tobytes() for segment in self.segments(block)) for block in blocks]
+
+    def fill(self, blocks: Sequence[int], seed: int) -> None:
+        random = np.random.default_rng(seed * 1000 + self.context.rank)
+        for block in blocks:
+            for segment in self.segments(block):
+                segment[...] = random.integers(0, 256, segment.shape, dtype=np.uint8)
+
+
+class TokenWorld:
+    """An open token storage with its ranks. `double`: the SDK behind it, where there is one."""
+
+    def __init__(self, storage: TokenStorage, ranks: list[Rank], double: AttentionStoreDouble | None) -> None:
+        self.storage = storage
+        self.ranks = ranks
+        self.double = double
+        self._count = 0
+
+    def write_job(self, path: Sequence[int], start: int, blocks: Sequence[int], **more: Any) -> Job:
+        keys = [f"engine-{i}" for i in range(len(blocks))]  # what the caller calls them matters to nobody here
+        task = WriteStorageTask(
+            task_id=self._id(),
+            keys=keys,
+            gpu_block_ids=list(blocks),
+            token_ids=TokenIds(path),
+            start_write_block_idx=start,
+            **more,
+        )
+        return self._job(task)
+
+    def read_job(self, path: Sequence[int], start: int, blocks: Sequence[int], **more: Any) -> Job:
+        task = ReadStorageTask(
+            task_id=self._id(),
+            keys=[f"engine-{i}" for i in range(len(blocks))],
+            gpu_block_ids=list(blocks),
+            token_ids=TokenIds(path),
+            start_read_block_idx=start,
+            **more,
+        )
+        return self._job(task)
+
+    async def write(self, path: Sequence[int], start: int, blocks: Sequence[int]) -> list[RankOutcome]:
+        job = self.write_job(path, start, blocks)
+        return [await self.run(rank, job) for rank in self.ranks]
+
+    async def read(self, path: Sequence[int], start: int, blocks: Sequence[int]) -> list[RankOutcome]:
+        job = self.read_job(path, start, blocks)
+        return [await self.run(rank, job) for rank in self.ranks]
+
+    async def run(self, rank: Rank, job: Job) -> RankOutcome:
+        """Through the contract itself: the transfer that a worker makes of this job."""
+        if isinstance(job.task, WriteStorageTask):
+            return await self.storage.write(
+                TokenTransfer(rank.context, job, job.task.start_write_block_idx, rank.writer.run)
+            )
+        assert isinstance(job.task, ReadStorageTask)
+        return await self.storage.read(TokenTransfer(rank.context, job, job.task.start_read_block_idx, rank.reader.run))
+
+    async def match(self, path: Sequence[int], start: int = 0) -> int:
+        return await self.storage.match(TokenIds(path), start, GENERATION)
+
+    def on_device(self, path: Sequence[int]) -> list[bool]:
+        """What the index knows of this node's device memory, for each full block of the path."""
+        if isinstance(self.storage, OpenTokenStorage):
+            media = self.storage.index._nodes.get(self.storage.node, {})
+            held = media.get(MEDIUM_GPU, set())
+            return [block_hash(key) in held for key in self.storage.paths.keys(TokenIds(path))]
+        assert self.double is not None
+        session = self.double.sessions[0]
+        blocks = [tuple(path[: end * BLOCK]) for end in range(1, len(path) // BLOCK + 1)]
+        return [session.pod in self.double.in_hbm.get((session.pool, block), ()) for block in blocks]
+
+    def _id(self) -> str:
+        self._count += 1
+        return f"task-{self._count}"
+
+    def _job(self, task: ReadStorageTask | WriteStorageTask) -> Job:
+        now = SYSTEM_CLOCK.monotonic()
+        return Job(task=task, generation=GENERATION, admitted_at=now, started_at=now)
+
+
+OpenWorld = Callable[..., Awaitable[TokenWorld]]
+
+
+@contextlib.asynccontextmanager
+async def token_world(
+    kind: Kind, path: Path, *, double: AttentionStoreDouble | None = None, **section: Any
+) -> AsyncIterator[TokenWorld]:
+    config = from_tree(tree(path, **(kind.section | section)))
+    with sdk(kind, double) as service:
+        storage = create_token_storage(config)
+        assert isinstance(storage, OpenTokenStorage | SdkTokenStorage)
+        await storage.open()
+        ranks = [Rank(config, rank, storage) for rank in range(RANKS)]
+        for rank in ranks:
+            await rank.device.open()
+            if storage.keyed is not None:
+                storage.keyed.register(rank.context.staging.memory)
+            await storage.attach(rank.handler)
+        await storage.ready()
+        try:
+            yield TokenWorld(storage, ranks, service)
+        finally:
+            for rank in ranks:
+                await rank.context.background.settled()
+                storage.detach(rank.context.rank)
+                if storage.keyed is not None:
+                    storage.keyed.unregister(rank.context.staging.memory)
+                rank.context.staging.close()
+                await rank.device.close()
+                rank.context.offload.close()
+            await storage.close()
+
+
+@contextlib.contextmanager
+def sdk(kind: Kind, double: AttentionStoreDouble | None) -> Iterator[AttentionStoreDouble | None]:
+    if kind.cuda is None:
+        yield None
+        return
+    with installed(double or AttentionStoreDouble(cuda=kind.cuda)) as service:
+        yield service

@@ -1,0 +1,86 @@
+"""The open token index: token-indexed storage that needs nothing but a keyed backend.
+
+A path's blocks are named by their chained block keys (`keys.block_keys`), which anybody computes from
+the tokens alone. The bytes lie under these keys in `storage.attention_store.data`, any keyed backend,
+sealed like all other objects; so several nodes that share a Mooncake pool share what they write. Where
+blocks are on which node is the TokenIndex's to know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from transferd.config import Config
+from transferd.errors import StorageUnavailable
+from transferd.residency.index import TokenIndex
+from transferd.residency.paths import PathKeys
+from transferd.residency.wire import MEDIUM_CPU, MEDIUM_GPU, BlockRemoved, BlockStored, block_hash
+from transferd.storage.attention_store.settings import settings
+from transferd.storage.base import Storage
+from transferd.storage.tokens import RankPort, TokenStorage, Transfer
+from transferd.tasks import RankOutcome, TokenIds
+
+
+class OpenTokenStorage(TokenStorage):
+    """See the module. keyed: None keeps the index alone; nothing is stored and every read misses."""
+
+    backend = "attention_store"
+
+    def __init__(self, config: Config, keyed: Storage | None) -> None:
+        self.keyed = keyed
+        self.node = settings(config).pod_name
+        self.index = TokenIndex()
+        self.paths = PathKeys(config.cache.block_size)
+        self._ports: dict[int, RankPort] = {}
+
+    # --- the contract -------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        if self.keyed is not None:
+            await self.keyed.open()
+
+    async def attach(self, port: RankPort) -> None:
+        self._ports[port.rank] = port
+
+    def detach(self, rank: int) -> None:
+        self._ports.pop(rank, None)
+
+    def reconfigure(self, config: Config) -> None:
+        if self.keyed is not None:
+            self.keyed.reconfigure(config)
+
+    async def match(self, path: TokenIds, start: int, generation: str) -> int:
+        if self.keyed is None:
+            return 0
+        keys = self.paths.keys(path, start)
+        return min(await asyncio.gather(*(port.match(generation, keys) for port in self._ports.values())))
+
+    async def read(self, transfer: Transfer) -> RankOutcome:
+        if self.keyed is None:
+            return transfer.ended(0, None, 0.0)
+        return await transfer.by_keys(self.paths.keys(transfer.path, transfer.start, len(transfer.blocks)))
+
+    async def write(self, transfer: Transfer) -> RankOutcome:
+        if self.keyed is None:
+            nowhere = StorageUnavailable('the index keeps no bytes (storage.attention_store.data = "none")')
+            return transfer.ended(0, nowhere, 0.0)
+        return await transfer.by_keys(self.paths.keys(transfer.path, transfer.start, len(transfer.blocks)))
+
+    async def flush_token_index(self, path: TokenIds, start: int, *, resident: bool) -> None:
+        hashes = [block_hash(key) for key in self.paths.keys(path, start)]
+        if resident:
+            self.index.apply(self.node, BlockStored(hashes, None, [], 0, None, MEDIUM_GPU, None))
+        else:
+            for medium in (MEDIUM_GPU, MEDIUM_CPU):
+                self.index.apply(self.node, BlockRemoved(hashes, medium))
+
+    async def close(self) -> None:
+        if self.keyed is not None:
+            await self.keyed.close()
+
+    def statistics(self) -> dict[str, Any]:
+        keyed = {"objects": 0, "bytes": 0, "hits": 0, "misses": 0, "errors": 0}
+        if self.keyed is not None:
+            keyed = self.keyed.statistics() | {"data": self.keyed.backend}
+        return keyed | {"node": self.node, "index": self.index.statistics()}

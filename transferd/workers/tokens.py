@@ -1,0 +1,128 @@
+"""Read and write tasks where storage is token-indexed: what a rank lends to it, and the index alone (flush-only).
+
+A write task in flush-only mode moves no bytes. Rank 0 tells the index for the whole node; the other
+ranks arrive at once, so the task is answered when rank 0 is done, or by its deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import structlog
+
+from transferd.errors import TransferError
+from transferd.storage.tokens import TokenStorage
+from transferd.tasks import RankOutcome, ReadStorageTask, TokenIds, WriteStorageTask
+from transferd.tiers.base import DeviceTier
+from transferd.workers.context import Account, RankContext
+from transferd.workers.job import Job
+from transferd.workers.read import Reader
+from transferd.workers.write import Writer
+
+log = structlog.get_logger(__name__)
+
+MANAGER = 0  # the rank that speaks for the node
+
+
+class TokenTransfer:
+    """A job's share on one rank, in the form that storage/tokens.py asks for (`Transfer`)."""
+
+    def __init__(self, context: RankContext, job: Job, start: int, through: Callable[[Job], Awaitable[RankOutcome]]):
+        """through: moves a job's blocks through keyed storage."""
+        task = job.task
+        assert isinstance(task, ReadStorageTask | WriteStorageTask)
+        assert task.token_ids is not None  # admission has made sure
+        self._context = context
+        self._job = job
+        self._through = through
+        self.rank = context.rank
+        self.task_id = task.task_id
+        self.path: TokenIds = task.token_ids
+        self.start = start
+        self.blocks: Sequence[int] = task.gpu_block_ids[: len(task.keys)]
+
+    @property
+    def remaining_s(self) -> float:
+        return self._job.admitted_at + self._job.task.timeout - self._context.clock.monotonic()
+
+    @property
+    def stopped(self) -> bool:
+        return self._job.stop.reason is not None
+
+    async def race(self, future: asyncio.Future[Any]) -> bool:
+        return await self._job.stop.race(future)
+
+    async def by_keys(self, keys: Sequence[str]) -> RankOutcome:
+        return await self._through(self._job.under(self._context.format, keys))
+
+    def ended(self, moved: int, error: TransferError | None, storage_s: float) -> RankOutcome:
+        account = Account(self._job, self._context, storage_s=storage_s)
+        account.done(range(moved), moved * self._context.layout.block_bytes)
+        if error is not None:
+            account.failed(error)
+        return account.outcome()
+
+
+class TokenHandler:
+    """Runs ReadStorageTask and WriteStorageTask on one rank; its `RankPort`, too."""
+
+    def __init__(self, context: RankContext, tokens: TokenStorage, reader: Reader, writer: Writer) -> None:
+        self.rank = context.rank
+        self._context = context
+        self._tokens = tokens
+        self._reader = reader
+        self._writer = writer
+
+    @property
+    def device(self) -> DeviceTier:
+        return self._context.device
+
+    async def match(self, generation: str, keys: Sequence[str]) -> int:
+        objects = self._context.format
+        return await self._reader.match(objects.names(generation, objects.ids(keys), self.rank))
+
+    async def read(self, job: Job) -> RankOutcome:
+        assert isinstance(job.task, ReadStorageTask)
+        through = self._reader.run
+        return await self._tokens.read(TokenTransfer(self._context, job, job.task.start_read_block_idx, through))
+
+    async def write(self, job: Job) -> RankOutcome:
+        assert isinstance(job.task, WriteStorageTask)
+        if self._context.only_flush:
+            return await self._flush(job, job.task)
+        through = self._writer.run
+        return await self._tokens.write(TokenTransfer(self._context, job, job.task.start_write_block_idx, through))
+
+    async def _flush(self, job: Job, task: WriteStorageTask) -> RankOutcome:
+        account = Account(job, self._context)
+        if self.rank == MANAGER and not await self._told(job, task, account):
+            return account.outcome()
+        account.done(range(task.blocks), 0)
+        return account.outcome()
+
+    async def _told(self, job: Job, task: WriteStorageTask, account: Account) -> bool:
+        if task.flush_cache_exists is None:
+            log.warning(
+                "a flush does not say whether its blocks are still on this node; taken as a finished request: they are",
+                task_id=task.task_id,
+            )
+        assert task.token_ids is not None
+        start = task.start_write_block_idx
+        # Callers give the whole sequence, which may go on behind the last block that is meant.
+        path = TokenIds(task.token_ids.array[: (start + task.blocks) * self._context.block_size])
+        resident = task.flush_cache_exists is not False
+        telling = asyncio.ensure_future(self._tokens.flush_token_index(path, start, resident=resident))
+        before = self._context.clock.monotonic()
+        answered = await job.stop.race(telling)
+        account.storage_s += self._context.clock.monotonic() - before
+        if not answered:  # no memory depends on it, so nobody waits: a call that has begun is left to itself
+            telling.cancel()
+            return False
+        try:
+            telling.result()
+        except TransferError as error:
+            account.failed(error)
+            return False
+        return True
