@@ -118,6 +118,19 @@ def test_another_version_is_out_of_reach(tmp_path: Path) -> None:
         assert client.match(KEYS) == 3
 
 
+def test_the_version_comes_from_version_yaml(tmp_path: Path) -> None:
+    """As FastDeploy's training loop leaves it beside the model; the first two parts are the generation."""
+    file = tmp_path / "version.yaml"
+    file.write_text("version: RL-STEP03-20260801-5d1f\n")
+    settings = tree(CACHES["gqa"], generation="", version_file=str(file))
+    with running(settings, tmp_path) as daemon, SyncClient(daemon.endpoint) as client:
+        assert client.generation == client.stats()["generation"] == "RL-STEP03"
+        client.submit(WriteStorageTask(task_id="w", keys=KEYS[:1], gpu_block_ids=[1]))
+        for name in as_fastdeploy_stores(attach(client), [1, 1, 1]):
+            if KEYS[0] in name:
+                assert (tmp_path / "blocks" / "objects" / path_of(name)).exists()
+
+
 @pytest.mark.skipif(master_executable() is None, reason="mooncake-transfer-engine is not installed")
 def test_a_pool_is_shared_with_a_fastdeploy_that_talks_to_mooncake_itself(tmp_path: Path) -> None:
     """Its calls on the library: put and get of whole objects under its names, in both directions."""
