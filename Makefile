@@ -8,7 +8,7 @@ TEST_STAMP := $(VENV)/.installed-for-tests
 SEEDS ?= 2000
 FIRST ?= 0
 
-.PHONY: help demo test lint types check sim bench gpu-check clean
+.PHONY: help demo test lint types check sim faults bench gpu-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -30,6 +30,9 @@ check: lint types test ## everything CI does
 
 sim: $(TEST_STAMP) ## the seeded simulation: make sim SEEDS=100000 FIRST=0
 	$(BIN)/python -m transferd.testing.campaign --seeds $(SEEDS) --first $(FIRST)
+
+faults: $(TEST_STAMP) ## the fault matrix on real processes, all cells (about 8 minutes); writes docs/faults.md
+	$(BIN)/python -m tests.faults.matrix --write
 
 bench: $(STAMP) ## control and copy benchmarks, as text
 	$(BIN)/transferd bench control

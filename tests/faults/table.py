@@ -1,0 +1,94 @@
+"""The table of a run: one line a cell as text, everything as JSON, and a page of docs/faults.md.
+
+A table in the page stands between two comments, `<!-- NAME -->` and `<!-- end of NAME -->`; a run replaces
+what is between them and nothing else.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import os
+import platform
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tests.faults.cell import PHASES, Row
+
+
+def line(row: Row) -> str:
+    result = "-" if row.result_s is None else f"{row.result_s:.2f} s"
+    served = "-" if row.served_s is None else f"{row.served_s:.2f} s"
+    verdict = "green" if not row.problems else f"RED: {'; '.join(row.problems)}"
+    return (
+        f"{row.cell.name:45} told {row.told or '-':28} after {result:8} served {served:8} "
+        f"checked {row.checked:3} gone {row.gone:3} wrong {row.wrong} {verdict}"
+    )
+
+
+def machine() -> dict[str, Any]:
+    """Where and when a run was made."""
+    today = dt.datetime.now(tz=dt.UTC).date().isoformat()
+    model = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
+    return {
+        "date": today,
+        "cpu": model[1].strip() if model else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+    }
+
+
+def write_json(path: Path, rows: Sequence[Row]) -> None:
+    body = {"machine": machine(), "cells": [asdict(row) for row in rows]}
+    path.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """One line for each backend, process and fault; one column for each phase."""
+    lines = [
+        f"| storage | process | fault | {' | '.join(PHASES)} | served again | gone | wrong |",
+        f"|{'---|' * (len(PHASES) + 6)}",
+    ]
+    groups: dict[tuple[str, str, str], dict[str, Row]] = {}
+    for row in rows:
+        groups.setdefault((row.cell.backend, row.cell.victim, row.cell.fault), {})[row.cell.phase] = row
+    for group, of_phase in groups.items():
+        answers = [_answer(of_phase[phase]) if phase in of_phase else "" for phase in PHASES]
+        served = max(row.served_s or 0.0 for row in of_phase.values())
+        gone, wrong = (sum(getattr(row, name) for row in of_phase.values()) for name in ("gone", "wrong"))
+        lines.append(f"| {' | '.join([*group, *answers])} | {served:.1f} s | {gone} | {wrong} |")
+    return "\n".join(lines)
+
+
+def _answer(row: Row) -> str:
+    if row.problems:
+        return f"**RED** {row.problems[0]}"
+    if row.result_s is None:
+        return "(died)"
+    status, _, code = row.told.partition(" ")
+    told = status if not code else code if status == "failed" else f"{status}, {code}"
+    return f"{told} {row.result_s:.1f} s"
+
+
+def summary(rows: Sequence[Row], seconds: float) -> str:
+    where = machine()
+    red = sum(bool(row.problems) for row in rows)
+    return (
+        f"{len(rows)} cells, {red} red; {sum(row.checked for row in rows)} keys read back, "
+        f"{sum(row.wrong for row in rows)} wrong. {where['date']}, {where['cpu']}, {where['cores']} cores shared with "
+        f"other work, Linux {where['kernel']}, {seconds / 60:.0f} minutes."
+    )
+
+
+def replace_section(page: Path, name: str, text: str) -> None:
+    """Put a table in its place. Raises ValueError when the page has no such place."""
+    begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+    before, found, rest = page.read_text(encoding="utf-8").partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not found or not found_end:
+        raise ValueError(f"{page} has no section {name!r}")
+    page.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")

@@ -1,0 +1,48 @@
+"""A cut of the fault matrix, on real processes; `make faults` runs all of it (docs/faults.md)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults import table
+from tests.faults.cell import CELLS, Cell
+from tests.faults.matrix import run_cells
+from transferd.testing.mooncake import master_executable
+
+pytestmark = pytest.mark.one_loop
+
+CUT = {
+    "file": [
+        Cell("kill -9", "daemon", "store", "file"),
+        Cell("kill -9", "engine", "scatter", "file"),
+        Cell("kill -9", "daemon", "push", "file"),
+        Cell("stop", "engine", "load", "file"),
+        Cell("slow", "daemon", "gather", "file"),
+        Cell("kill -9", "daemon", "result", "file"),
+    ],
+    "mooncake": [
+        Cell("kill -9", "mooncake_master", "store", "mooncake"),
+        Cell("kill -9", "daemon", "load", "mooncake"),
+        Cell("slow", "segment owner", "scatter", "mooncake"),
+        Cell("stop", "mooncake_master", "match", "mooncake"),
+    ],
+}
+
+
+@pytest.mark.parametrize("backend", CUT)
+async def test_whatever_dies_or_stands_still_every_task_is_answered_once_and_nothing_is_wrong(
+    backend: str, tmp_path: Path
+) -> None:
+    if backend == "mooncake" and master_executable() is None:
+        pytest.skip("mooncake-transfer-engine is not installed")
+    rows = await run_cells(CUT[backend], tmp_path)
+    assert [table.line(row) for row in rows if row.problems] == []
+    assert len(rows) == len(CUT[backend])
+    assert all(row.checked for row in rows)
+
+
+def test_the_matrix_has_every_fault_for_every_process_in_every_phase() -> None:
+    assert len(CELLS) == len(set(CELLS)) == 3 * 4 * 7 + 3 * 2 * 7
+    assert {cell for cells in CUT.values() for cell in cells} <= set(CELLS)

@@ -1,0 +1,180 @@
+"""The processes that faults happen to: master, segment owner, daemon, engine. All real, each with its own pid.
+
+    runner ── operator (a client of its own)
+       │            │
+    keeper ◀─gates─ daemon ── Mooncake ── master
+       │            │            └──────── segment owner (lends all the memory; the daemon lends none)
+       └───gates─── engine
+
+A world lives through many cells: what died is started again, what did not die goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.faults.contents import BLOCK_BYTES, CACHE
+from tests.faults.gates import VARIABLE
+from tests.faults.keeper import Keeper
+from transferd import launch
+from transferd.integrity import FOOTER_BYTES
+from transferd.launch import DaemonProcess
+from transferd.testing.mooncake import Master
+from transferd.tiers.staging import SLOT_ALIGNMENT
+
+ROOT = Path(__file__).resolve().parents[2]
+SEGMENT_BYTES = 192 * 1024**2
+START_TIMEOUT_S = 30.0
+CLIENT_TIMEOUT_S = 2.0
+DEADLINE_SLACK_S = 1.0
+CHUNK_BLOCKS = 2
+_SLOT_BYTES = -(-(BLOCK_BYTES + FOOTER_BYTES) // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+
+
+def config(backend: str, master: Master | None) -> dict[str, dict[str, Any]]:
+    """Small timeouts, so that a cell takes seconds; staging so small that a task of six blocks has three chunks."""
+    storage: dict[str, Any] = {"backend": "tests.faults.gates:GatedFile"}
+    if master is not None:
+        pool = {"master_server_addr": master.address, "global_segment_size": 0, "local_buffer_size": "16MiB"}
+        pool |= {"timeout": 1.0, "probe_interval": 0.2, "connect_timeout": 30.0}
+        storage = {"backend": "tests.faults.gates:GatedMooncake", "mooncake": pool}
+    return {
+        "server": {"client_timeout": CLIENT_TIMEOUT_S, "deadline_slack": DEADLINE_SLACK_S},
+        "cache": CACHE | {"device": "tests.faults.gates:GatedShm"},
+        "host": {"staging": 2 * 2 * CHUNK_BLOCKS * _SLOT_BYTES},  # two consumers, two chunks each
+        "storage": storage | {"model": "faults"},
+    }
+
+
+class World:
+    """Owns all of its processes from `open` to `close`."""
+
+    def __init__(self, directory: Path, backend: str) -> None:
+        self.directory = directory
+        self.backend = backend
+        self.keeper = Keeper(directory / "gates.sock")
+        self.master = Master(directory / "master.log") if backend == "mooncake" else None
+        self.daemon: DaemonProcess | None = None
+        self.engine: subprocess.Popen[bytes] | None = None
+        self.journal = directory / "journal"
+        self._owner: subprocess.Popen[bytes] | None = None
+        self._engines = 0
+
+    @property
+    def endpoint(self) -> str:
+        return f"ipc://{self.directory / 'daemon.sock'}"
+
+    async def open(self) -> None:
+        await self.keeper.open()
+        for victim in ("mooncake_master", "segment owner", "daemon", "engine"):
+            await self.start(victim)
+
+    async def close(self) -> None:
+        """Stop everything; the daemon in good order. Raises RuntimeError when it does not end with exit code 0."""
+        await self.keeper.close()
+        self._end(self.engine)
+        code = 0 if self.daemon is None else await asyncio.to_thread(self.daemon.stop)
+        self._end(self._owner)
+        if self.master is not None:
+            self.master.stop()
+        if code != 0:
+            raise RuntimeError(f"the daemon stopped with exit code {code}; its log ends:\n{self.log_end()}")
+
+    def log_end(self) -> str:
+        return "" if self.daemon is None else self.daemon.log[-4000:]
+
+    # --- each of them -------------------------------------------------------------------------------
+
+    async def start(self, victim: str) -> None:
+        """Start one process, or start it again after its death. Nothing to do for a pool that is not there."""
+        if victim == "engine":
+            self._start_engine()
+        elif victim == "daemon":
+            tree = config(self.backend, self.master)
+            self.daemon = await asyncio.to_thread(launch.start, tree, self.directory, prefix=self._environment())
+        elif self.master is not None:
+            if victim == "mooncake_master":
+                await asyncio.to_thread(self.master.start)
+            else:
+                await asyncio.to_thread(self._start_owner)
+
+    def _environment(self) -> list[str]:
+        """A prefix that gives a process its gates, and executes it in its own pid."""
+        return ["env", f"PYTHONPATH={ROOT}", f"{VARIABLE}={self.keeper.path}"]
+
+    def _start_engine(self) -> None:
+        self._engines += 1
+        self.journal = self.directory / f"engine-{self._engines}.jsonl"
+        self.journal.touch()
+        with (self.directory / "engine.log").open("ab") as log:
+            command = [sys.executable, "-m", "tests.faults.engine", self.endpoint, str(self.journal)]
+            self.engine = subprocess.Popen(
+                [*self._environment(), *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+
+    def _start_owner(self) -> None:
+        assert self.master is not None
+        with (self.directory / "owner.log").open("ab") as log:
+            command = [sys.executable, "-m", "tests.faults.owner", self.master.address, str(SEGMENT_BYTES)]
+            owner = subprocess.Popen(
+                [*self._environment(), *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
+            )
+        self._owner = owner
+        assert owner.stdout is not None
+        while (line := owner.stdout.readline()) != b"lent\n":  # the library writes there, too
+            if not line:
+                raise RuntimeError(f"no segment was lent:\n{(self.directory / 'owner.log').read_text()[-2000:]}")
+
+    def _end(self, process: subprocess.Popen[bytes] | None) -> None:
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    # --- what is done to them -----------------------------------------------------------------------
+
+    def pid(self, victim: str) -> int:
+        process = {
+            "engine": lambda: self.engine,
+            "daemon": lambda: self.daemon and self.daemon.process,
+            "segment owner": lambda: self._owner,
+        }[victim]()
+        assert process is not None, f"there is no {victim}"
+        return process.pid
+
+    def signal(self, victim: str, number: signal.Signals) -> None:
+        if victim == "mooncake_master":
+            assert self.master is not None
+            self.master.signal(number)
+        else:
+            os.kill(self.pid(victim), number)
+
+    async def kill(self, victim: str) -> None:
+        """SIGKILL, and wait until it is gone."""
+        if victim == "engine":
+            self._end(self.engine)
+        elif victim == "daemon":
+            assert self.daemon is not None
+            self.daemon.kill()
+        elif victim == "segment owner":
+            self._end(self._owner)
+        elif self.master is not None:
+            self.master.stop()
+
+    def shared_memory_of(self, pid: int) -> list[str]:
+        return sorted(path.name for path in Path("/dev/shm").glob(f"transferd.{pid}.*"))
+
+    def half_files(self) -> list[str]:
+        """Temporary files in the file backend's directory."""
+        return sorted(path.name for path in (self.directory / "blocks").rglob("*.tmp"))
