@@ -35,6 +35,17 @@ LATENCY_BUCKETS_S = (
     30,
 )
 
+# What some backends count besides, and how it reads.
+_STORAGE_EVENTS = {
+    "wrong_length": "Objects of another length than expected, made unreachable",
+    "waited_for_room": "Objects that a full pool was asked to take again",
+    "contested": "Stored objects that could not be found yet: another client was writing them",
+    "taken_over": "Objects written over a write that had not come to its end",
+    "held": "Objects whose buffers were held back after a transfer that did not end",
+    "other_layout": "Look-ups whose first absent key is stored in another layout of the model",
+    "breaker_opened": "Times that storage did not answer",
+}
+
 Stats = Callable[[], dict[str, Any]]
 
 
@@ -121,6 +132,16 @@ class _StatsCollector:
             counter = CounterMetricFamily(f"transferd_storage_{key}", f"Storage {key}", labels=["backend"])
             counter.add_metric([backend["backend"]], storage.get(key) or 0)
             yield counter
+        for key, text in _STORAGE_EVENTS.items():
+            if key in storage:
+                counter = CounterMetricFamily(f"transferd_storage_{key}", text, labels=["backend"])
+                counter.add_metric([backend["backend"]], storage[key])
+                yield counter
+        if "breaker" in storage:
+            text = "1 while calls go through, 0 while they fail at once because storage did not answer"
+            gauge = GaugeMetricFamily("transferd_storage_available", text, labels=["backend"])
+            gauge.add_metric([backend["backend"]], float(storage["breaker"] == "closed"))
+            yield gauge
 
     def _events(self, events: dict[str, Any]) -> Iterator[Metric]:
         yield _counter("transferd_kv_events", "KV events published", [], {"": events["events"]})

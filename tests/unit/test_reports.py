@@ -12,10 +12,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from transferd.config import from_tree
 from transferd.daemon import Daemon
-from transferd.errors import ConfigError
+from transferd.errors import ConfigError, StorageUnavailable
 from transferd.http import MAX_HEADER_BYTES, HttpServer, Page
 from transferd.metrics import Reports
+from transferd.storage.mooncake import MooncakeStorage, codes
 from transferd.tasks import Status, SwapInTask, TaskResult
+from transferd.testing.simpool import SIM_MASTER, SimPool
 
 
 async def request(port: int, raw: bytes) -> tuple[int, bytes, bytes]:
@@ -122,6 +124,33 @@ async def test_metrics_parse_and_count(daemon: Daemon) -> None:
     assert families["transferd_ready"].samples[0].value == 0
     assert families["transferd_staging_capacity_bytes"].samples[0].value > 0
     assert len(families["transferd_lane_done"].samples) == 12, "two ranks, six lanes"
+
+
+async def test_what_a_pool_counts_besides_and_whether_it_answers_are_metrics() -> None:
+    tree = {"storage": {"backend": "mooncake", "mooncake": {"master_server_addr": SIM_MASTER, "probe_interval": 60}}}
+    pool, config = SimPool(), from_tree(tree | {"cache": {"host_blocks": 0}})
+    pooled = Daemon(config, transport=_NoTransport(), storage=MooncakeStorage(config, set_up=pool.set_up))  # type: ignore[arg-type]
+
+    def storage_samples() -> dict[str, float]:
+        families = text_string_to_metric_families(pooled.reports._metrics().body.decode())
+        return {s.name: s.value for f in families for s in f.samples if s.labels.get("backend") == "mooncake"}
+
+    await pooled.open()
+    prefix = "transferd_storage_"
+    expected = ["wrong_length", "waited_for_room", "contested", "taken_over", "held", "other_layout", "breaker_opened"]
+    before = storage_samples()
+    assert [before[f"{prefix}{name}_total"] for name in expected] == [0] * len(expected)
+    assert storage_samples()[f"{prefix}available"] == 1
+    pool.answer("exists", codes.RPC_FAIL)
+    with pytest.raises(StorageUnavailable):
+        await pooled.storage.exists(["x"])  # type: ignore[union-attr]
+    after = storage_samples()
+    assert (after[f"{prefix}available"], after[f"{prefix}breaker_opened_total"], after[f"{prefix}errors_total"]) == (
+        0,
+        1,
+        1,
+    )
+    await pooled.stop(lambda: 5.0)
 
 
 async def test_status_is_the_stats_report_with_every_key_of_the_contract(daemon: Daemon) -> None:

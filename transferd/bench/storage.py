@@ -6,12 +6,15 @@ backend. So a ratio near 1 means that the copy and the checksum are hidden behin
 
 from __future__ import annotations
 
+import abc
 import asyncio
+import contextlib
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from transferd.config import Config, from_tree
 from transferd.daemon import Daemon
 from transferd.errors import ConfigError, InvariantError
 from transferd.replay.kvdata import KvData
+from transferd.storage.base import Storage
 from transferd.tasks import ReadStorageTask, Status, Task, TaskResult, WriteStorageTask
 from transferd.tiers.segment import attach_arrays
 
@@ -59,44 +63,89 @@ class _Desk:
         return result
 
 
+class Raw(abc.ABC):
+    """A backend's own calls on OBJECTS objects of ready bytes: as little as the job can be."""
+
+    @abc.abstractmethod
+    def write(self, number: int) -> None:
+        """Store the objects of run `number`."""
+
+    @abc.abstractmethod
+    def read(self, number: int) -> None:
+        """Load them. Raises InvariantError if anything is missing."""
+
+    def forget(self, number: int, names: Sequence[str]) -> None:
+        """Run `number` is over; names: of our own objects in it."""
+
+    def close(self) -> None:
+        """No more runs follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is measured: a name for its rows, its [storage], its raw calls, and its storage if it is no usual one.
+
+    raw: bytes of an object -> Raw; called when the daemon is open.
+    """
+
+    name: str
+    section: dict[str, Any]
+    raw: Callable[[int], Raw]
+    storage: Callable[[Config], Storage] | None = None
+
+
 def run(backend: str) -> list[Row]:
     """Rows of one backend. Raises ConfigError where it cannot run here."""
     import uvloop
 
+    rows = []
     with (
         tempfile.TemporaryDirectory(prefix="transferd-bench-") as directory,
-        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+        _subjects(backend, Path(directory)) as subjects,
     ):
-        return runner.run(_run(backend, Path(directory)))
+        for subject in subjects:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                rows += runner.run(_run(subject))
+    return rows
 
 
-def _config(backend: str, directory: Path) -> Config:
-    storage: dict[str, Any] = {"backend": backend, "file": {"path": str(directory / "blocks")}}
-    storage["memory"] = {"capacity": "2GiB"}
-    return from_tree({"cache": CACHE | {"host_blocks": 0}, "storage": storage, "metrics": {"listen": ""}})
+@contextlib.contextmanager
+def _subjects(backend: str, directory: Path) -> Iterator[list[Subject]]:
+    if backend == "file":
+        section = {"backend": "file", "file": {"path": str(directory / "blocks")}}
+        yield [Subject("file", section, lambda nbytes: _RawFile(directory, nbytes))]
+    elif backend == "memory":
+        yield [Subject("memory", {"backend": "memory", "memory": {"capacity": "2GiB"}}, _RawMemory)]
+    elif backend == "mooncake":
+        from transferd.bench.mooncake import subjects
+
+        with subjects(directory) as pools:
+            yield pools
+    else:
+        raise ConfigError("--backend", "expected one of file, memory, mooncake", backend)
 
 
-async def _run(backend: str, directory: Path) -> list[Row]:
-    if backend not in _RAW:
-        raise ConfigError("--backend", f"expected one of {', '.join(_RAW)}", backend)
-    desk = _Desk()
-    daemon = Daemon(_config(backend, directory), transport=desk)
+async def _run(subject: Subject) -> list[Row]:
+    tree = {"cache": CACHE | {"host_blocks": 0}, "storage": subject.section, "metrics": {"listen": ""}}
+    config, desk = from_tree(tree), _Desk()
+    daemon = Daemon(config, transport=desk, storage=subject.storage(config) if subject.storage else None)
     daemon.coordinator.deliver = desk.deliver
     await daemon.open()
     try:
-        return await _measure(backend, directory, daemon, desk)
+        return await _measure(subject, daemon, desk)
     finally:
         await daemon.stop(lambda: 10.0)
 
 
-async def _measure(backend: str, directory: Path, daemon: Daemon, desk: _Desk) -> list[Row]:
+async def _measure(subject: Subject, daemon: Daemon, desk: _Desk) -> list[Row]:
     caches = [attach_arrays(daemon.coordinator.device_handle(0)["data"])]
     data = KvData(caches)
-    nbytes = OBJECTS * data.block_bytes
+    object_bytes = daemon.objects.slot_bytes
+    nbytes = OBJECTS * object_bytes
     source, target = list(range(OBJECTS)), list(range(OBJECTS, 2 * OBJECTS))
     for block in source:
         data.fill(block, block)
-    raw = _RAW[backend](directory, data.block_bytes)
+    raw = subject.raw(object_bytes)
     writes, reads, raw_writes, raw_reads, memcpy = [], [], [], [], []
     buffer = np.ones(nbytes, dtype=np.uint8)
     other = np.zeros_like(buffer)
@@ -113,6 +162,7 @@ async def _measure(backend: str, directory: Path, daemon: Daemon, desk: _Desk) -
         for block in source:
             if data.verify(OBJECTS + block, block) is not None:
                 raise InvariantError("a read delivered wrong bytes")
+        raw.forget(number, daemon.objects.names("", daemon.objects.ids(keys), 0))
     raw.close()
     del caches, data
 
@@ -122,13 +172,17 @@ async def _measure(backend: str, directory: Path, daemon: Daemon, desk: _Desk) -
     def limit(seconds: list[float]) -> float:
         return statistics.median(speeds(seconds))
 
-    size = f"{nbytes // OBJECTS / 2**20:g} MiB objects"
+    name, size = subject.name, f"{object_bytes / 2**20:.3g} MiB objects"
     return [
-        row(f"{backend} write, {size}", speeds(writes), "GB/s", limit(raw_writes), "GB/s raw"),
-        row(f"{backend} read, {size}", speeds(reads), "GB/s", limit(raw_reads), "GB/s raw"),
-        row("raw write", speeds(raw_writes), "GB/s", limit(memcpy), "GB/s memcpy"),
-        row("raw read", speeds(raw_reads), "GB/s", limit(memcpy), "GB/s memcpy"),
+        row(f"{name} write, {size}", speeds(writes), "GB/s", limit(raw_writes), "GB/s raw"),
+        row(f"{name} read, {size}", speeds(reads), "GB/s", limit(raw_reads), "GB/s raw"),
+        row(f"raw write{_of(subject)}", speeds(raw_writes), "GB/s", limit(memcpy), "GB/s memcpy"),
+        row(f"raw read{_of(subject)}", speeds(raw_reads), "GB/s", limit(memcpy), "GB/s memcpy"),
     ]
+
+
+def _of(subject: Subject) -> str:
+    return f", {subject.name}" if subject.storage else ""
 
 
 async def _task(daemon: Daemon, desk: _Desk, seq: int, task: Task) -> float:
@@ -149,7 +203,7 @@ def _seconds(work: Callable[[], object]) -> float:
 # --- the backends' own raw calls --------------------------------------------------------------------
 
 
-class _RawFile:
+class _RawFile(Raw):
     """Plain files: open, write or read, close. As little as the job can be."""
 
     def __init__(self, directory: Path, object_bytes: int) -> None:
@@ -172,14 +226,11 @@ class _RawFile:
                 raise InvariantError("a raw read came back short")
             os.close(fd)
 
-    def close(self) -> None:
-        """The directory goes with the benchmark's."""
 
-
-class _RawMemory:
+class _RawMemory(Raw):
     """A dict of bytes."""
 
-    def __init__(self, _: Path, object_bytes: int) -> None:
+    def __init__(self, object_bytes: int) -> None:
         self._data = bytes(object_bytes)
         self._into = [bytearray(object_bytes) for _ in range(OBJECTS)]
         self._objects: dict[int, bytes] = {}
@@ -195,6 +246,3 @@ class _RawMemory:
 
     def close(self) -> None:
         self._objects.clear()
-
-
-_RAW: dict[str, Callable[[Path, int], Any]] = {"file": _RawFile, "memory": _RawMemory}

@@ -43,6 +43,7 @@ def names(settings: Config, *keys: str, rank: int = 0) -> list[str]:
 
 
 async def settled(storage: MooncakeStorage) -> MooncakeStorage:
+    assert storage._layouts is not None
     await storage._layouts.settled()
     return storage
 
@@ -154,6 +155,15 @@ async def test_a_record_that_is_none_is_passed_over(open_storage: Open, record: 
     harness = await open_storage(MooncakeStorage(config(), set_up=pool.set_up))
     assert harness.storage.statistics()["other_layouts"] == {}
     assert pool.objects["transferd/layouts/demo/1"].startswith(build_layout(config().cache).fingerprint.encode())
+
+
+async def test_a_pool_that_is_shared_with_fastdeploy_gets_no_record(open_storage: Open) -> None:
+    pool = SimPool()
+    tree = {"storage": {"key_schema": "fastdeploy", "mooncake": {"master_server_addr": SIM_MASTER}}}
+    harness = await open_storage(MooncakeStorage(from_tree(tree), set_up=pool.set_up))
+    assert await harness.storage.exists(["prefix_hash_0_key", "prefix/0"]) == [False, False]
+    assert not pool.objects
+    assert harness.storage.statistics()["other_layout"] == 0
 
 
 @pytest.mark.parametrize("operation", ["get", "put", "exists"])

@@ -6,7 +6,7 @@ imported, and only where the operator has not set them:
 * MC_RPC_TIMEOUT_MS: how long a call waits for a master that hangs (30 s otherwise);
 * MC_TCP_STATUS_TIMEOUT_SEC, MC_TCP_PROGRESS_TIMEOUT_SEC: how long a transfer waits for a peer that hangs.
   Without them a call gives up after 60 s *and leaves its transfers queued*: when the peer comes back,
-  they run, in memory that has long been used for something else (seen; see docs/adr);
+  they run, in memory that has long been used for something else (docs/adr/0010-mooncake-limits.md);
 * MC_STORE_CLIENT_SETUP_RETRIES: `setup` tries 20 times otherwise, 90 s with an absent master.
 
 The interpreter lock. Data, lookup and remove calls release it. `setup` and `close` do not: in whatever

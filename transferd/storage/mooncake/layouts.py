@@ -17,7 +17,7 @@ moment at which another layout matters. A pool that nobody asks costs nothing.
   what a matching configuration would have found. Only rank 0's, which every layout has.
 
 Nothing here is needed for an answer: looking happens behind the look-up, and a failure of it only means
-that nothing new is learned. See docs/adr.
+that nothing new is learned. Why so: docs/adr/0011-layouts-in-a-pool.md.
 """
 
 from __future__ import annotations

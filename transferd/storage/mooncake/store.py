@@ -82,7 +82,9 @@ class MooncakeStorage(Storage):
         self._registered: dict[int, int] = {}  # address: length
         self._counts: Counter[str] = Counter()
         self._moving = 0  # objects in native calls
-        self._layouts = Layouts(config.storage.model, build_layout(config.cache), self._ask, clock)
+        # FastDeploy's names say nothing of a layout, and its pools hold nothing of ours.
+        ours = config.storage.key_schema == "transferd"
+        self._layouts = Layouts(config.storage.model, build_layout(config.cache), self._ask, clock) if ours else None
 
     # --- life ---------------------------------------------------------------------------------------
 
@@ -95,9 +97,10 @@ class MooncakeStorage(Storage):
             calls.close()
             raise
         self._calls = calls
-        self._register(self._layouts.address, self._layouts.nbytes)
-        with contextlib.suppress(StorageError):  # the next miss looks again
-            await self._layouts.look()
+        if self._layouts is not None:
+            self._register(self._layouts.address, self._layouts.nbytes)
+            with contextlib.suppress(StorageError):  # the next miss looks again
+                await self._layouts.look()
 
     def register(self, memory: HostMemory) -> None:
         self._register(memory.address, memory.nbytes)
@@ -114,13 +117,15 @@ class MooncakeStorage(Storage):
 
     async def close(self) -> None:
         """Leave the pool. The whole process stands still for seconds of it (client.py), so this comes last."""
-        await self._layouts.settled()
+        if self._layouts is not None:
+            await self._layouts.settled()
         await self._breaker.close()
         client, self._client = self._client, None
         calls, self._calls = self._calls, None
         if client is not None and calls is not None:
             if await calls.idle(CLOSE_TIMEOUT_S):
-                client.unregister(self._layouts.address)
+                if self._layouts is not None:
+                    client.unregister(self._layouts.address)
                 await uncancelled(calls.run(Lane.PROBE, client.close))
             else:
                 # Closing under a call crashes the process; the interpreter waits for its threads and then closes.
@@ -144,7 +149,7 @@ class MooncakeStorage(Storage):
             self._counts["errors"] += 1
             kind = StorageUnavailable if wrong in codes.NOBODY_ANSWERS else StorageError
             raise kind(f"Mooncake cannot say what it has ({told(wrong)})")
-        if 0 in found:
+        if 0 in found and self._layouts is not None:
             self._layouts.absent(names[found.index(0)])
         return [code == 1 for code in found]
 
@@ -187,8 +192,8 @@ class MooncakeStorage(Storage):
     def statistics(self) -> dict[str, Any]:
         """objects and bytes are None: only the master knows, for the whole pool (`transferd pool status`)."""
         return {name: self._counts[name] for name in _COUNTS} | {
-            "other_layout": self._layouts.misses,
-            "other_layouts": dict(self._layouts.others),
+            "other_layout": 0 if self._layouts is None else self._layouts.misses,
+            "other_layouts": {} if self._layouts is None else dict(self._layouts.others),
             "objects": None,
             "bytes": None,
             "breaker": str(self._breaker.state),
