@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import signal
 import time
 from collections.abc import AsyncIterator
 from typing import Self
@@ -41,6 +40,7 @@ from tests.faults.keeper import Passage
 from tests.faults.operator import Operator
 from tests.faults.world import World
 from transferd import Status, TransferError
+from transferd.testing.mooncake import freeze, thaw
 
 
 class Runner:
@@ -129,12 +129,12 @@ class Runner:
             await world.kill(victim)
             await self._go_on(cell)
         elif cell.fault == "stop":
-            world.signal(victim, signal.SIGSTOP)
+            freeze(world.pid(victim))
             try:
                 await self._go_on(cell)
                 await asyncio.sleep(HOLD_S[victim])
             finally:
-                world.signal(victim, signal.SIGCONT)
+                thaw(world.pid(victim))
         else:
             async with self._slow_motion(victim):
                 await self._go_on(cell)
@@ -147,11 +147,13 @@ class Runner:
 
     @contextlib.asynccontextmanager
     async def _slow_motion(self, victim: str) -> AsyncIterator[None]:
+        pid = self.world.pid(victim)
+
         async def still_and_moving() -> None:
             while True:
-                self.world.signal(victim, signal.SIGSTOP)
+                freeze(pid)
                 await asyncio.sleep(STILL_S)
-                self.world.signal(victim, signal.SIGCONT)
+                thaw(pid)
                 await asyncio.sleep(MOVING_S)
 
         moving = asyncio.ensure_future(still_and_moving())
@@ -161,7 +163,7 @@ class Runner:
             moving.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await moving
-            self.world.signal(victim, signal.SIGCONT)
+            thaw(pid)
 
     # --- the engine ---------------------------------------------------------------------------------
 

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +24,7 @@ from tests.faults.keeper import Keeper
 from transferd import launch
 from transferd.integrity import FOOTER_BYTES
 from transferd.launch import DaemonProcess
-from transferd.testing.mooncake import Master
+from transferd.testing.mooncake import Lender, Master
 from transferd.tiers.staging import SLOT_ALIGNMENT
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,10 +59,10 @@ class World:
         self.backend = backend
         self.keeper = Keeper(directory / "gates.sock")
         self.master = Master(directory / "master.log") if backend == "mooncake" else None
+        self.owner = None if self.master is None else Lender(self.master, SEGMENT_BYTES, directory / "owner.log")
         self.daemon: DaemonProcess | None = None
         self.engine: subprocess.Popen[bytes] | None = None
         self.journal = directory / "journal"
-        self._owner: subprocess.Popen[bytes] | None = None
         self._engines = 0
 
     @property
@@ -81,9 +79,9 @@ class World:
         await self.keeper.close()
         self._end(self.engine)
         code = 0 if self.daemon is None else await asyncio.to_thread(self.daemon.stop)
-        self._end(self._owner)
-        if self.master is not None:
-            self.master.stop()
+        for process in (self.owner, self.master):
+            if process is not None:
+                process.stop()
         if code != 0:
             raise RuntimeError(f"the daemon stopped with exit code {code}; its log ends:\n{self.log_end()}")
 
@@ -99,11 +97,10 @@ class World:
         elif victim == "daemon":
             tree = config(self.backend, self.master)
             self.daemon = await asyncio.to_thread(launch.start, tree, self.directory, prefix=self._environment())
-        elif self.master is not None:
-            if victim == "mooncake_master":
-                await asyncio.to_thread(self.master.start)
-            else:
-                await asyncio.to_thread(self._start_owner)
+        else:
+            process = self.master if victim == "mooncake_master" else self.owner
+            if process is not None:
+                await asyncio.to_thread(process.start)
 
     def _environment(self) -> list[str]:
         """A prefix that gives a process its gates, and executes it in its own pid."""
@@ -119,46 +116,19 @@ class World:
                 [*self._environment(), *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
 
-    def _start_owner(self) -> None:
-        assert self.master is not None
-        with (self.directory / "owner.log").open("ab") as log:
-            command = [sys.executable, "-m", "tests.faults.owner", self.master.address, str(SEGMENT_BYTES)]
-            owner = subprocess.Popen(
-                [*self._environment(), *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
-            )
-        self._owner = owner
-        assert owner.stdout is not None
-        while (line := owner.stdout.readline()) != b"lent\n":  # the library writes there, too
-            if not line:
-                raise RuntimeError(f"no segment was lent:\n{(self.directory / 'owner.log').read_text()[-2000:]}")
-
     def _end(self, process: subprocess.Popen[bytes] | None) -> None:
         if process is None:
             return
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                pipe.close()
 
     # --- what is done to them -----------------------------------------------------------------------
 
     def pid(self, victim: str) -> int:
-        process = {
-            "engine": lambda: self.engine,
-            "daemon": lambda: self.daemon and self.daemon.process,
-            "segment owner": lambda: self._owner,
-        }[victim]()
+        process = {"engine": self.engine, "daemon": self.daemon, "mooncake_master": self.master}.get(victim, self.owner)
         assert process is not None, f"there is no {victim}"
         return process.pid
-
-    def signal(self, victim: str, number: signal.Signals) -> None:
-        if victim == "mooncake_master":
-            assert self.master is not None
-            self.master.signal(number)
-        else:
-            os.kill(self.pid(victim), number)
 
     async def kill(self, victim: str) -> None:
         """SIGKILL, and wait until it is gone."""
@@ -167,10 +137,10 @@ class World:
         elif victim == "daemon":
             assert self.daemon is not None
             self.daemon.kill()
-        elif victim == "segment owner":
-            self._end(self._owner)
-        elif self.master is not None:
-            self.master.stop()
+        else:
+            process = self.master if victim == "mooncake_master" else self.owner
+            assert process is not None
+            await asyncio.to_thread(process.stop)
 
     def shared_memory_of(self, pid: int) -> list[str]:
         return sorted(path.name for path in Path("/dev/shm").glob(f"transferd.{pid}.*"))
