@@ -4,7 +4,7 @@ For one request after the other, as under FastDeploy's request_release_lock:
 
     match on the device → SWAP2GPU what the host has → STORAGE2GPU the rest → "prefill" what is left
     … finish: GPU2STORAGE of the whole chain → the blocks fall idle
-    eviction, when blocks are needed: SWAP2CPU; when host blocks are needed: they are dropped, and a flush tells so
+    eviction, when blocks are needed: SWAP2CPU; blocks that leave host and device are told of by a flush
 
 Answers arrive on a thread of their own. A read's are collected until there are as many as ranks, and the shortest
 counts; anything else is over with its first answer. Unlike FastDeploy, it looks at what an answer names, and it
@@ -58,12 +58,26 @@ class Waiting:
 class PrefixCacheManager:
     """Plays requests over an EngineCacheQueue. Borrows the queue and the attached memory behind `data`.
 
+    block_tokens: tokens of a block where storage is token-indexed: tasks then carry their whole path; else 0.
+    only_flush: FD_AS_ONLY_FLUSH is set, so writes move nothing.
     timeout: of storage tasks. sound: False while a rank is made to fail; then calls may fail and stored blocks be out
     of reach. counts, statuses, failures: what happened.
     """
 
-    def __init__(self, queue: EngineCacheQueue, data: KvData, device_blocks: int, host_blocks: int) -> None:
+    def __init__(
+        self,
+        queue: EngineCacheQueue,
+        data: KvData,
+        device_blocks: int,
+        host_blocks: int,
+        *,
+        block_tokens: int = 0,
+        only_flush: bool = False,
+    ) -> None:
         self._queue = queue
+        self._block_tokens = block_tokens
+        self._only_flush = only_flush
+        self._parents: dict[int, int | None] = {}  # content -> the one before it in every chain
         self._data = data
         self._device = BlockPool(device_blocks)
         self._host = BlockPool(host_blocks)
@@ -76,12 +90,17 @@ class PrefixCacheManager:
         self.counts: Counter[str] = Counter()
         self.statuses: Counter[tuple[str, Status]] = Counter()  # by event
         self.failures: Counter[tuple[str, Status]] = Counter()  # those that named an error
+        self.flushed: Counter[Status] = Counter()
         self._closing = threading.Event()
         self._receiver = threading.Thread(target=self._receive, name="recv_data_transfer_result")
         self._receiver.start()
 
     def close(self) -> None:
-        """Stop the receiver. Nothing may be left that was not asked for."""
+        """Stop the receiver when nothing is unanswered any more. Again: nothing."""
+        give_up = TIMEOUT_S + LATE_S
+        while not self._queue.empty() and give_up > 0:  # flushes that nobody waited for
+            self._receiver.join(FETCH_S)
+            give_up -= FETCH_S
         self._closing.set()
         self._receiver.join()
         assert self._queue.empty()
@@ -96,6 +115,7 @@ class PrefixCacheManager:
     def request(self, hash_ids: Sequence[int]) -> None:
         chain = list(dict.fromkeys(hash_ids))[: self._device.count - 1]  # one spare, see _read
         name = f"req-{next(self._numbers)}"
+        self._parents.update(zip(chain, [None, *chain], strict=False))
         held = self._match(chain)
         held += self._swap_in(name, chain[len(held) :])
         held += self._read(name, chain[len(held) :])
@@ -128,7 +148,10 @@ class PrefixCacheManager:
         brought = answer[3]
         assert brought in (gpu, []), "a swap is whole or nothing"
         for entry in reversed(found):
-            self._host.release(entry)
+            if brought:  # a node of FastDeploy's tree is in one place
+                self._host.drop(entry)
+            else:
+                self._host.release(entry)
         self._device.give_back(gpu[len(brought) :])
         self._verify(list(zip(nodes, brought, strict=False)))
         self.counts["host hits"] += len(brought)
@@ -143,9 +166,9 @@ class PrefixCacheManager:
         task = SimpleNamespace(
             task_id=name,
             keys=[_key(content) for content in chain],
-            token_ids=None,
+            token_ids=self._tokens(chain[-1]),
             gpu_block_ids=gpu,
-            start_read_block_idx=0,
+            start_read_block_idx=len(self._path(chain[0])) - 1,
             timeout=self.timeout,
         )
         brought = self._issue(name, (CacheStatus.STORAGE2GPU, task))[3]
@@ -171,11 +194,18 @@ class PrefixCacheManager:
         """write_cache_to_storage: the whole chain, at the request's end."""
         blocks = [entry.block for entry in held]
         keys = [_key(entry.content) for entry in held]
-        task = SimpleNamespace(task_id=name, keys=keys, token_ids=None, gpu_block_ids=blocks, timeout=self.timeout)
+        task = SimpleNamespace(
+            task_id=name,
+            keys=keys,
+            token_ids=self._tokens(held[-1].content),
+            gpu_block_ids=blocks,
+            timeout=self.timeout,
+        )
         written = set(self._issue(name, (CacheStatus.GPU2STORAGE, task))[3])
         assert written <= set(blocks)
         assert len(written) == len(blocks) or not self.sound
-        self._stored.update(entry.content for entry in held if entry.block in written)
+        if not self._only_flush:
+            self._stored.update(entry.content for entry in held if entry.block in written)
         self.counts["written"] += len(written)
 
     # --- eviction -----------------------------------------------------------------------------------
@@ -189,10 +219,13 @@ class PrefixCacheManager:
         """_evict_cache_async, to the host as far as it has room; the oldest there make room."""
         moving = [entry for entry in evicted if self._host.find(entry.content) is None]
         if not moving or len(moving) > self._host.obtainable:  # FastDeploy drops them all, then
+            for entry in moving:
+                self._flush(entry.content)
             return
         cpu, dropped = self._host.take(len(moving))
         for entry in dropped:
-            self._flush(entry.content)
+            if self._device.find(entry.content) is None:
+                self._flush(entry.content)
         name = f"evict-{next(self._numbers)}"
         nodes, gpu = [entry.content for entry in moving], [entry.block for entry in moving]
         done = self._issue(name, (CacheStatus.SWAP2CPU, name, nodes, gpu, cpu))[4]
@@ -200,6 +233,8 @@ class PrefixCacheManager:
         for entry, block in zip(moving, done, strict=False):
             self._host.release(self._host.put(entry.content, block))
         self._host.give_back(cpu[len(done) :])
+        for entry in moving[len(done) :]:
+            self._flush(entry.content)
         self.counts["swapped out"] += len(done)
 
     def _flush(self, content: int) -> None:
@@ -207,10 +242,10 @@ class PrefixCacheManager:
         task = SimpleNamespace(
             task_id=f"flush-{next(self._numbers)}",
             keys=[_key(content)],
-            token_ids=[content],
+            token_ids=self._tokens(content),
             gpu_block_ids=[],
             timeout=self.timeout,
-            start_write_block_idx=0,
+            start_write_block_idx=len(self._path(content)) - 1,
             flush_cache_exists=False,
         )
         self._queue.put_transfer_task((CacheStatus.GPU2STORAGE, task))
@@ -238,17 +273,40 @@ class PrefixCacheManager:
         return answer
 
     def _receive(self) -> None:
-        while not self._closing.is_set():
-            answer = self._queue.get_transfer_done_signal(timeout=FETCH_S)
+        while (answer := self._queue.get_transfer_done_signal(timeout=FETCH_S)) or not self._closing.is_set():
             if answer is None:
                 continue
             waiting = self._waiting.get((answer[0].name, answer[1]))
             if waiting is None:  # a flush: nobody waits
-                self.counts["flush answers"] += 1
+                result = self._queue.transfer_result(answer[1])
+                assert result is not None
+                self.flushed[result.status] += 1
                 continue
             waiting.answers.append(answer)
             if len(waiting.answers) == waiting.parties:
                 waiting.event.set()
+
+    # --- token paths --------------------------------------------------------------------------------
+
+    def on_this_node(self, chain: Sequence[int]) -> int:
+        """How many leading contents the device or the host has."""
+        here = (c for c in chain if self._device.find(c) is not None or self._host.find(c) is not None)
+        return sum(1 for one, other in zip(chain, here, strict=False) if one == other)
+
+    def tokens(self, chain: Sequence[int]) -> list[int]:
+        """The token ids of a chain from its root."""
+        return [content * self._block_tokens + i for content in chain for i in range(self._block_tokens)]
+
+    def _tokens(self, last: int) -> list[int] | None:
+        return self.tokens(self._path(last)) if self._block_tokens else None
+
+    def _path(self, content: int) -> list[int]:
+        path = []
+        step: int | None = content
+        while step is not None:
+            path.append(step)
+            step = self._parents[step]
+        return path[::-1]
 
     def _verify(self, blocks: Sequence[tuple[int, int]]) -> None:
         for content, block in blocks:

@@ -25,18 +25,22 @@ RANKS = 4
 BESIDE = Path(__file__).parents[3] / "shared" / "traces" / "conversation_trace.jsonl"
 TRACE = Path(os.environ.get("TRANSFERD_TEST_TRACE", BESIDE))
 REQUESTS = int(os.environ.get("TRANSFERD_TEST_REQUESTS", "250"))
+SABOTAGED = "transferd.testing.sabotage:SabotagedStorage"
+BLOCK_TOKENS = 8
 SETTINGS: dict[str, Any] = {
     "cache": {
         "ranks": RANKS,
         "layers": 2,
         "kv_heads": 1,
         "head_dim": 16,
-        "block_size": 8,
+        "block_size": BLOCK_TOKENS,
         "device": "transferd.testing.sabotage:SabotagedDevice",
     },
     "host": {"staging": "512KiB"},
-    "storage": {"backend": "transferd.testing.sabotage:SabotagedStorage", "memory": {"capacity": "1GiB"}},
 }
+small_pools = pytest.mark.parametrize("blocks", [(32, 96)], indirect=True, ids=["small pools"])
+KEYED = {"backend": SABOTAGED, "memory": {"capacity": "1GiB"}}
+SEED = 20
 
 
 @pytest.fixture
@@ -48,8 +52,9 @@ def saboteur(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Saboteur:
 
 
 @pytest.fixture
-def schema(request: pytest.FixtureRequest) -> str:
-    return str(getattr(request, "param", "transferd"))
+def storage(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """[storage] of the daemon."""
+    return dict(getattr(request, "param", KEYED))
 
 
 @pytest.fixture
@@ -60,18 +65,29 @@ def blocks(request: pytest.FixtureRequest) -> tuple[int, int]:
 
 
 @pytest.fixture
-def manager(tmp_path: Path, saboteur: Saboteur, schema: str, blocks: tuple[int, int]) -> Iterator[PrefixCacheManager]:
+def queue(
+    tmp_path: Path, saboteur: Saboteur, storage: dict[str, Any], blocks: tuple[int, int]
+) -> Iterator[EngineCacheQueue]:
     cache = SETTINGS["cache"] | {"device_blocks": blocks[0], "host_blocks": blocks[1]}
-    storage = SETTINGS["storage"] | {"key_schema": schema}
     with running(SETTINGS | {"cache": cache, "storage": storage}, tmp_path) as daemon:
-        queue = EngineCacheQueue(daemon.endpoint, num_client=RANKS, client_id=0)
-        data = KvData([queue.client.attach(rank) for rank in range(RANKS)])
-        playing = PrefixCacheManager(queue, data, *blocks)
-        try:
-            yield playing
-        finally:
-            playing.close()
-            queue.close()
+        made = EngineCacheQueue(daemon.endpoint, num_client=RANKS, client_id=0)
+        yield made
+        made.close()
+
+
+@pytest.fixture
+def manager(queue: EngineCacheQueue, storage: dict[str, Any], blocks: tuple[int, int]) -> Iterator[PrefixCacheManager]:
+    data = KvData([queue.client.attach(rank) for rank in range(RANKS)])
+    by_tokens = storage.get("attention_store", {})
+    playing = PrefixCacheManager(
+        queue,
+        data,
+        *blocks,
+        block_tokens=BLOCK_TOKENS if by_tokens else 0,
+        only_flush=by_tokens.get("only_flush", False),
+    )
+    yield playing
+    playing.close()
 
 
 @pytest.mark.skipif(not TRACE.exists(), reason=f"there is no {TRACE.name} beside the repository")
@@ -85,8 +101,55 @@ def test_a_trace_of_conversations_goes_through_every_tier_and_every_byte_is_righ
     assert counts["requests"] == REQUESTS
     for what in ("device hits", "host hits", "storage hits", "computed", "written", "swapped out", "flushes"):
         assert counts[what] > 0, what
-    assert counts["flush answers"] == counts["flushes"]
     assert not manager.failures
+    flushed(manager, Status.REJECTED)  # there is no token index to tell
+
+
+@pytest.mark.parametrize(
+    "storage",
+    [{"backend": "attention_store", "attention_store": {"data": SABOTAGED, "only_flush": False}}],
+    indirect=True,
+    ids=["token-indexed"],
+)
+@small_pools
+def test_blocks_are_found_by_their_tokens_and_every_byte_is_right(manager: PrefixCacheManager) -> None:
+    for request in generated_workload(SEED, 250):
+        manager.request(request.hash_ids)
+    manager.verify_all()
+    for what in ("device hits", "host hits", "storage hits", "written", "swapped out"):
+        assert manager.counts[what] > 0, what
+    assert not manager.failures
+
+
+@pytest.mark.parametrize(
+    "storage",
+    [{"backend": "attention_store", "attention_store": {"data": "none", "only_flush": True}}],
+    indirect=True,
+    ids=["flush-only"],
+)
+@small_pools
+def test_with_flush_only_the_index_says_what_this_node_has_and_nothing_is_moved(
+    manager: PrefixCacheManager, queue: EngineCacheQueue
+) -> None:
+    workload = generated_workload(SEED, 250)
+    for request in workload:
+        manager.request(request.hash_ids)
+    manager.verify_all()
+    assert manager.counts["flushes"] > 0
+    assert not manager.failures
+    flushed(manager, Status.OK)
+    for request in workload[::5]:
+        located = queue.client.locate(manager.tokens(request.hash_ids))
+        here = manager.on_this_node(request.hash_ids)
+        assert {node["any"] for node in located.values()} == ({here} if here else set())
+    lanes = queue.client.stats()["ranks"][0]["lanes"]
+    assert lanes["write"]["bytes"] == lanes["read"]["bytes"] == 0
+
+
+def flushed(manager: PrefixCacheManager, status: Status) -> None:
+    """Every flush was answered, this way."""
+    manager.close()
+    assert manager.flushed == {status: manager.counts["flushes"]}
 
 
 OPERATIONS: list[tuple[Operation, Literal["fail", "stall"], tuple[str, ...]]] = [
@@ -99,11 +162,15 @@ OPERATIONS: list[tuple[Operation, Literal["fail", "stall"], tuple[str, ...]]] = 
     ("put", "stall", ("GPU2STORAGE",)),
     ("get", "stall", ("STORAGE2GPU",)),
 ]
-SEED = 20
 
 
-@pytest.mark.parametrize("blocks", [(32, 96)], indirect=True, ids=["small pools"])
-@pytest.mark.parametrize("schema", ["transferd", "fastdeploy"], indirect=True)
+@small_pools
+@pytest.mark.parametrize(
+    "storage",
+    [KEYED | {"key_schema": schema} for schema in ("transferd", "fastdeploy")],
+    indirect=True,
+    ids=["transferd", "fastdeploy"],
+)
 def test_each_rank_fails_at_each_operation_and_every_call_returns_in_time_with_the_truth(
     manager: PrefixCacheManager, saboteur: Saboteur
 ) -> None:
