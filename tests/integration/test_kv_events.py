@@ -90,10 +90,13 @@ async def test_a_router_follows_blocks_through_all_media(client: Client, subscri
     assert stats["events"]["announced"] == {"GPU": 0, "CPU": 0, "STORAGE": 0}
 
 
+@pytest.mark.parametrize("schema", ["transferd", "fastdeploy"])
 async def test_eviction_is_told_and_what_a_router_believes_can_be_loaded(
-    tmp_path: Path, subscriber: Subscriber
+    tmp_path: Path, subscriber: Subscriber, schema: str
 ) -> None:
-    with running(with_events(tmp_path, capacity="160KiB"), tmp_path) as daemon:
+    tree = with_events(tmp_path, capacity="160KiB")
+    tree["storage"]["key_schema"] = schema  # in FastDeploy's, a block is gone with the first of its objects
+    with running(tree, tmp_path) as daemon:
         async with Client(daemon.endpoint) as client:
             everything = []
             for n in range(12):
