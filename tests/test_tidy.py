@@ -19,7 +19,7 @@ LEVELS: dict[str, int] = {
     # 0: nothing from the package
     "errors": 0, "clock": 0, "trace": 0, "version": 0, "toml": 0,
     # 1: pure data
-    "tasks": 1, "config": 1, "events": 1, "layout": 1,
+    "tasks": 1, "config": 1, "events": 1, "layout": 1, "ownership": 1,
     # 2: pure logic
     "keys": 2, "integrity": 2, "copyplan": 2, "hazards": 2, "admission": 2, "alarms": 2, "results": 2, "barrier": 2,
     "dispatch": 2, "protocol": 2, "offload": 2, "residency": 2, "handover": 2, "objects": 2, "generation": 2,
@@ -29,7 +29,7 @@ LEVELS: dict[str, int] = {
     # 4: what a rank does
     "workers": 4,
     # 5: the two ends of the wire
-    "coordinator": 5, "server": 5, "http": 5, "metrics": 5, "publisher": 5, "client": 5, "sync_client": 5,
+    "cache": 5, "coordinator": 5, "server": 5, "http": 5, "metrics": 5, "publisher": 5, "client": 5, "sync_client": 5,
     # 6: where parts are put together
     "report": 6, "signals": 6, "notify": 6, "logs": 6, "daemon": 6, "launch": 6, "replay": 6, "demo": 6, "bench": 6,
     "pool": 6, "options": 6, "rehearsal": 6, "verify": 6, "adapters": 6, "testing": 6, "cli": 6, "__main__": 6,
@@ -45,7 +45,7 @@ EXCEPTIONS = {
 # A client is imported into the engine's process: it may know the wire and the shared memory, nothing else.
 CLIENT_MAY_IMPORT = {
     "protocol", "transport", "link", "handover", "keys", "curve", "clock", "config", "errors", "tasks", "tiers.segment",
-    "client", "trace", "version",
+    "tiers.cuda.engine", "client", "trace", "version",
 }  # fmt: skip
 
 LONGEST_FILE = 460

@@ -13,9 +13,10 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import msgspec
 
@@ -23,14 +24,15 @@ from transferd import handover
 from transferd import protocol as wire
 from transferd.clock import SYSTEM_CLOCK, Clock
 from transferd.config import DEFAULT_ENDPOINT
-from transferd.errors import TierError
-from transferd.link import Link, Pending, PendingTask
+from transferd.errors import ProtocolError, TierError
+from transferd.link import UNSAYABLE, Link, Pending, PendingTask
 from transferd.tasks import DEFAULT_TIMEOUT_S, ErrorInfo, Status, Task, TaskResult, TokenIds
 from transferd.transport import ClientTransport, ZmqClientTransport
 
 NO_ANSWER_S = 30.0  # past a task's own timeout; the daemon answers by then unless it has a bug
 CONTROL_TIMEOUT_S = 30.0  # for an answer that waits for nothing but the daemon
 BUSY_PAUSE_S = 0.01  # before a busy daemon is asked again, if it names no time of its own
+RESTORE_TIMEOUT_S = 600.0  # for memory to be made: pinning hundreds of GiB takes minutes
 QUIET_TIMEOUT_S = 24 * 3600.0  # pause and drain wait for tasks, which have deadlines of their own
 
 
@@ -39,10 +41,21 @@ def default_endpoint() -> str:
     return os.environ.get("TRANSFERD_ENDPOINT") or DEFAULT_ENDPOINT
 
 
+class DeviceHandle(Protocol):
+    """A device tier's handle (tiers/base.py), or anything like it."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def data(self) -> dict[str, Any]: ...
+
+
 class Client:
     """An asyncio client of one daemon. `async with` waits until the daemon is ready.
 
     endpoint: default_endpoint() if None. connect_timeout: seconds to wait for a ready daemon.
+    await_ready: False for an engine whose offers make the daemon ready, and for whoever restores a cleared
+    cache: `async with` then waits for a daemon that answers, and `wait_ready` for the rest.
     transport: in place of a ZeroMQ socket, or one with CURVE keys; closed with the client.
     Not thread-safe: use it on the loop that entered it (SyncClient for threads).
 
@@ -55,13 +68,18 @@ class Client:
         endpoint: str | None = None,
         *,
         connect_timeout: float = 10.0,
+        await_ready: bool = True,
         clock: Clock = SYSTEM_CLOCK,
         transport: ClientTransport | None = None,
     ) -> None:
         self.endpoint = endpoint or default_endpoint()
         self._connect_timeout = connect_timeout
+        self._await_ready = await_ready
         self._clock = clock
         self._link = Link(self.endpoint, transport or ZmqClientTransport(self.endpoint), clock)
+        self._link.renewed = self._renewed
+        self._offers: dict[int, _Offer] = {}  # by rank
+        self._mapped: set[int] = set()  # ranks
         self._insisting: dict[str, asyncio.Future[None]] = {}  # by task_id: between two pushes to a busy daemon
 
     @property
@@ -91,17 +109,26 @@ class Client:
         await self.close()
 
     async def connect(self) -> None:
-        """Connect and wait until the daemon is ready. Raises ConnectTimeout, ConfigError."""
+        """Connect and wait until the daemon is ready (or, without await_ready, answers).
+
+        Raises ConnectTimeout, ConfigError.
+        """
         self._link.open()
         try:
-            await self.wait_ready(self._connect_timeout)
+            if self._await_ready:
+                await self.wait_ready()
+            else:
+                await self._link.wait_answer(self._connect_timeout)
         except BaseException:
             await self.close()
             raise
 
-    async def wait_ready(self, timeout: float) -> None:
-        """Wait until a ready daemon answers, also after one was lost. Raises ConnectTimeout saying what was missing."""
-        await self._link.wait_ready(timeout)
+    async def wait_ready(self, timeout: float | None = None) -> None:
+        """Wait until a ready daemon answers, also after one was lost or the cache was cleared.
+
+        timeout: seconds; connect_timeout if None. Raises ConnectTimeout that names the ranks without memory.
+        """
+        await self._link.wait_ready(self._connect_timeout if timeout is None else timeout)
 
     async def close(self) -> None:
         """Say Bye and disconnect. What is pending ends with code `closed`. Idempotent."""
@@ -285,17 +312,94 @@ class Client:
         welcome: wire.Welcome = await self._ask(wire.Hello())
         return welcome.boot_id, self._link.now - before
 
-    async def attach(self, rank: int) -> dict[str, list[Any]]:
-        """Map a rank's device cache: {plane: [one array per layer]}, zero-copy; the daemon owns the memory.
+    # --- the cache's memory -------------------------------------------------------------------------
 
+    async def attach(self, rank: int) -> dict[str, list[Any]]:
+        """Map a rank's device cache: {plane: [one array per layer]}, zero-copy; whoever made the memory owns it.
+
+        numpy arrays of shared memory. After a clear of the cache these still show the bytes of before, and
+        nobody else sees what is written to them; attach again for the new ones. On a GPU, arrays with
+        `__cuda_array_interface__` and DLPack (tiers/cuda/engine.py); drop them and `detach` before a clear.
         Raises RequestError for a rank that is not there, TierError where the memory cannot be shared.
         """
+        handle = await self.device_handle(rank)
+        if handle["kind"] == "cuda_ipc":
+            from transferd.tiers.cuda.engine import attach  # loads CUDA when it is called
+
+            return dict(attach(handle["data"]).caches)
         from transferd.tiers.segment import attach_arrays
 
-        handle: dict[str, Any] = await self._ask(wire.Attach(rank))
         if handle["kind"] != "shm":
             raise TierError(f"device memory of kind {handle['kind']!r} is attached through its adapter")
         return attach_arrays(handle["data"])
+
+    async def device_handle(self, rank: int) -> dict[str, Any]:
+        """What `attach` maps, {kind, data}; the daemon counts it as mapped until `detach`."""
+        handle: dict[str, Any] = await self._ask(wire.Attach(rank))
+        self._mapped.add(rank)
+        return handle
+
+    async def detach(self, rank: int) -> None:
+        """Say that a rank's memory is not mapped here any more; unmap it first. A clear may have to wait for it."""
+        await self._ask(wire.Detach(rank))
+        self._mapped.discard(rank)
+
+    async def offer(self, rank: int, handle: DeviceHandle | Mapping[str, Any]) -> None:
+        """Hand a rank's memory to a daemon that does not create it; returns once it has been mapped.
+
+        handle: a DeviceHandle, or {kind, data}. The memory stays yours: keep it until the daemon or this client
+        has gone, or the cache was cleared. To a daemon that was restarted it is offered again by itself.
+        Raises RequestError (`layout_mismatch`, `already_attached`, `not_attachable`, `stale_offer`, …), TierError.
+        """
+        kind, data = (handle["kind"], handle["data"]) if isinstance(handle, Mapping) else (handle.kind, handle.data)
+        offer = _Offer(kind, data, self._link.epoch)
+        await self._ask(self._said(rank, offer))
+        self._offers[rank] = offer
+
+    async def clear_cache(self) -> None:
+        """Free all device and host memory of the cache, once every admitted task is answered.
+
+        From the call on, tasks are `rejected`, code `cleared`, until `restore_cache`. Memory that this client
+        has offered is let go of. Raises RequestError with code `still_mapped`, and then nothing has changed,
+        where clients must detach first (memory of a GPU).
+        """
+        self._cache_changed(await self._ask(wire.ClearCache(), QUIET_TIMEOUT_S))
+
+    async def restore_cache(self, generation: str) -> None:
+        """Make the memory of a cleared cache anew, zeroed, and serve `generation`, which was never cleared before.
+
+        A daemon that does not create memory waits for new offers then. Raises RequestError (`not_cleared`,
+        `closed_generation`), TierError when there is no room; the cache stays cleared then.
+        """
+        self._cache_changed(await self._ask(wire.RestoreCache(generation), RESTORE_TIMEOUT_S))
+        self._link.generation = generation
+
+    def _cache_changed(self, epoch: int) -> None:
+        self._link.epoch = epoch
+        self._offers = {rank: offer for rank, offer in self._offers.items() if offer.epoch == epoch}
+
+    def _renewed(self, another: bool, before: int) -> None:
+        """A session has begun: tell it what an earlier one knew."""
+        current = before if another else self._link.epoch  # an offer that a clear has ended is not made again
+        self._offers = {
+            rank: _Offer(offer.kind, offer.data, self._link.epoch)
+            for rank, offer in self._offers.items()
+            if offer.epoch == current
+        }
+        again: list[wire.Control] = [self._said(rank, offer) for rank, offer in self._offers.items()]
+        if another:
+            self._mapped.clear()  # memory of a daemon that is no more
+        again += [wire.Attach(rank) for rank in self._mapped]  # so that it still counts as mapped
+        for body in again:
+            nobody: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            self._link.ask(Pending(body, nobody, self._link.now + CONTROL_TIMEOUT_S))
+
+    @staticmethod
+    def _said(rank: int, offer: _Offer) -> wire.Offer:
+        try:
+            return wire.offer(rank, offer.kind, offer.data, offer.epoch)
+        except UNSAYABLE as error:
+            raise ProtocolError(f"the handle cannot be put on the wire: {error}", code="bad_value") from error
 
     async def _ask(self, body: wire.Control, timeout: float = CONTROL_TIMEOUT_S) -> Any:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -304,3 +408,12 @@ class Client:
             return await future
         finally:
             self._link.forget(seq)
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """What was offered for a rank, and in which epoch of the cache."""
+
+    kind: str
+    data: dict[str, Any]
+    epoch: int

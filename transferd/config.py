@@ -101,7 +101,8 @@ class CacheSection(_Section, frozen=True, kw_only=True):
     ranks: Positive = 2
     devices: list[Count] | None = None  # device index per rank; default 0 … ranks-1
     device: str = "shm"
-    ownership: Literal["create", "attach"] = "create"
+    ownership: Literal["create", "attach", "auto"] = "create"  # who allocates device memory; see ownership.py
+    role: Literal["mixed", "prefill", "decode"] = "mixed"  # of the engine; FastDeploy's splitwise_role
     attention: str = "gqa"
     layers: Positive = 4
     kv_heads: Positive = 2

@@ -19,6 +19,7 @@ import structlog
 
 from transferd import events as ev
 from transferd.barrier import Arrival, RankBarrier, Round
+from transferd.cache import Cache
 from transferd.clock import SYSTEM_CLOCK, Clock
 from transferd.dispatch import Dispatcher, State
 from transferd.errors import ConfigError, RequestError
@@ -28,7 +29,7 @@ from transferd.residency.index import TokenIndex
 from transferd.residency.wire import block_hash
 from transferd.storage.base import Storage
 from transferd.storage.tokens import TokenStorage
-from transferd.tasks import RankOutcome, Stop, Task, TaskResult, TokenIds
+from transferd.tasks import ErrorInfo, RankOutcome, Stop, Task, TaskResult, TokenIds
 from transferd.workers.job import Job
 from transferd.workers.rank import RankWorker
 
@@ -37,7 +38,6 @@ log = structlog.get_logger(__name__)
 Deliver = Callable[[bytes, int, TaskResult], None]
 Observe = Callable[[Task, TaskResult], None]
 MAX_MATCH_KEYS = 65536  # keeps one request from holding up the loop; longer than any sequence's blocks
-MAX_GENERATION = 256  # characters; part of every object's name
 
 
 class Coordinator:
@@ -71,6 +71,7 @@ class Coordinator:
         self.index: Callable[[], TokenIndex | None] = lambda: None  # where blocks are, for `locate`
         self.renamed: Callable[[str], None] = lambda _: None
         self.stats: Callable[[], dict[str, Any]] = dict  # the daemon's report
+        self.cache: Cache  # set by the daemon once the workers are there
         self.ready = False
         self._jobs: dict[str, Job] = {}  # running tasks, and those that a straggler still holds
         self._alarm: asyncio.TimerHandle | None = None
@@ -117,6 +118,8 @@ class Coordinator:
 
     async def match(self, keys: Sequence[str]) -> int:
         """How many leading keys every rank could load now. Raises StorageError; RequestError without storage."""
+        if self.cache.missing:
+            return 0
         if self._tokens is not None:
             raise RequestError("storage is token-indexed: match token_ids, not keys", code="token_ids_required")
         if self._storage is None:
@@ -138,6 +141,8 @@ class Coordinator:
         if not 0 <= start <= blocks <= MAX_MATCH_KEYS:
             what = f"start must be 0 to the path's {blocks} blocks (at most {MAX_MATCH_KEYS}), not {start}"
             raise RequestError(what, code="bad_value")
+        if self.cache.missing:
+            return 0
         return await self._tokens.match(path, start, self.generation)
 
     def locate(self, path: TokenIds) -> dict[str, dict[str, int]]:
@@ -162,15 +167,11 @@ class Coordinator:
     async def drain(self) -> None:
         """Admit nothing more; return once everything admitted is answered. `resume` admits again."""
         self._hear(ev.DrainRequested(self._clock.monotonic()))
-        await self._until(lambda: self._dispatcher.empty)
+        await self.settled()
 
     def set_generation(self, generation: str) -> None:
         """Name objects of `generation` from now on; every older one is out of reach. Raises RequestError."""
-        if len(generation) > MAX_GENERATION or not generation.isprintable():
-            what = f"a generation is at most {MAX_GENERATION} printable characters, not {generation[:80]!r}"
-            raise RequestError(what, code="bad_value")
-        if self._tokens is not None:
-            self._tokens.check_generation(generation)
+        self.check_generation(generation)
         before = self.generation
         self._hear(ev.GenerationBumped(generation, self._clock.monotonic()))
         if generation != before:
@@ -178,18 +179,29 @@ class Coordinator:
 
     def client_gone(self, client: bytes) -> None:
         self._hear(ev.ClientGone(client, self._clock.monotonic()))
+        self.cache.client_gone(client)
 
-    def device_handle(self, rank: int) -> dict[str, Any]:
-        """What a client needs to attach to a rank's device memory. Raises RequestError, TierError."""
-        if not 0 <= rank < len(self.workers):
-            raise RequestError(f"rank must be 0 to {len(self.workers) - 1}, not {rank}", code="bad_value")
-        handle = self.workers[rank].context.device.handle()
-        return {"kind": handle.kind, "data": handle.data}
+    # --- what the cache asks ------------------------------------------------------------------------
 
     def announce_ready(self) -> None:
-        """Every rank is ready: admit. Called once, last of the start."""
-        self.ready = True
-        self.resume()
+        """Every rank has its memory: admit, unless one of them is dead."""
+        self._hear(ev.CacheReady(self._clock.monotonic()))
+        self.ready = self._dispatcher.alive
+
+    def withdraw(self, error: ErrorInfo, *, end: bool) -> None:
+        """Memory is about to go: admit nothing, and with `end` finish nothing either. `settled` says when it may."""
+        self.ready = False
+        self._hear(ev.CacheWithdrawn(error, end, self._clock.monotonic()))
+
+    def check_generation(self, generation: str) -> None:
+        """Raise RequestError for a generation that cannot be served from now on."""
+        self.cache.check_generation(generation)
+        if self._tokens is not None:
+            self._tokens.check_generation(generation)
+
+    async def settled(self) -> None:
+        """Wait until everything admitted is answered and no rank touches any block."""
+        await self._until(lambda: self._dispatcher.empty)
 
     # --- shutdown -----------------------------------------------------------------------------------
 

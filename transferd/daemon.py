@@ -17,6 +17,7 @@ import structlog
 from transferd import logs, report
 from transferd.admission import Limits
 from transferd.barrier import RankBarrier
+from transferd.cache import Cache
 from transferd.clock import SYSTEM_CLOCK, Clock
 from transferd.config import Config, pd_mode
 from transferd.coordinator import Coordinator
@@ -30,6 +31,7 @@ from transferd.metrics import Reports
 from transferd.notify import Notifier, Watchdog
 from transferd.objects import SealedBlocks, object_format
 from transferd.offload import Offload, ThreadOffload
+from transferd.ownership import creator
 from transferd.publisher.feed import EventFeed
 from transferd.server import Server
 from transferd.signals import Signals
@@ -105,6 +107,9 @@ class Daemon:
             self.dispatcher, self.barrier, self.objects, self.storage, tokens=self.tokens, clock=clock
         )
         self.coordinator.workers = [self._build_rank(rank) for rank in range(config.cache.ranks)]
+        self.cache = self.coordinator.cache = Cache(
+            self.coordinator.workers, self.coordinator, creator(config), tokens=self.tokens
+        )
         self.coordinator.stats = lambda: report.stats(self)
         self.reports = Reports(
             config.metrics.listen, self.coordinator.stats, lambda: self.alive, lambda: self.not_ready
@@ -189,7 +194,8 @@ class Daemon:
     # --- life ---------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Listen, open storage and every rank; ready last. Raises TransferError; then `stop` cleans up.
+        """Listen, open storage and every rank; ready last (if it is the engine that creates the cache, once it has
+        offered every rank's memory, which may be after this returns). Raises TransferError; then `stop` cleans up.
 
         Listening first means that a second daemon on the socket is refused before it allocates anything,
         and that a client that comes early is told "not ready" instead of nothing.
@@ -206,9 +212,7 @@ class Daemon:
             await self.exchange.open()
         for worker in self.coordinator.workers:
             await worker.open()
-        if self.tokens is not None:
-            await self.tokens.ready()
-        self.coordinator.announce_ready()
+        await self.cache.open()
 
     async def stop(self, budget_s: Callable[[], float]) -> None:
         """Shut down, in this order, within the budget; nothing is skipped, the first error is raised last.
@@ -232,7 +236,8 @@ class Daemon:
         await _attempt(errors, self.reports.close())
         await _attempt(errors, self.server.close())
         coordinator.close()
-        # 5. Close workers (they wait for bytes in flight), then the ways in and out, then the copy threads.
+        # 5. Close the cache (no more changes), workers (they wait for bytes in flight), the ways in and out, threads.
+        await _attempt(errors, self.cache.close())
         if self.exchange is not None:
             await _attempt(errors, self.exchange.hang_up())  # or a peer that hangs could keep bytes in flight
         for worker in coordinator.workers:
@@ -267,7 +272,7 @@ class Daemon:
     def not_ready(self) -> str:
         """Why tasks are not served now; "" when they are."""
         if not self.coordinator.ready:
-            return "starting, stopping, or a rank has died"
+            return self.cache.why or "stopping, or a rank has died"
         return "" if self.coordinator.admitting else "draining"
 
 
@@ -375,7 +380,8 @@ async def _serving(daemon: Daemon, notifier: Notifier, signals: Signals) -> None
     """From readiness to the first signal."""
     quiet_collector()
     log.info(
-        "ready",
+        "ready" if daemon.coordinator.ready else "listening",
+        waiting_for=daemon.cache.why or None,
         boot_id=daemon.dispatcher.boot_id,
         endpoint=daemon.transport.endpoints,
         ranks=daemon.config.cache.ranks,

@@ -28,6 +28,12 @@ and its blocks stay claimed until that rank has let go (`straggling`), so nobody
 
 Generations: a task is bound to the generation at its admission. A bump makes all older objects
 unreachable for later tasks and lets running ones finish under their own name.
+
+Memory: nothing is admitted while a rank has no memory. At the start that is `busy`, since the same task
+will do later. Once the memory has been taken away (the cache was cleared, the engine that owned it has
+gone) it is `rejected`, for good: the blocks that such a task names hold nothing of what its pusher put
+there, and a write of them would store other bytes under its keys. Results from before are not repeated
+either; they speak of memory that is no more.
 """
 
 from __future__ import annotations
@@ -53,6 +59,7 @@ RETRY_AFTER_S = (0.005, 5.0)  # the shortest and the longest hint given with `bu
 
 
 STARTING = ErrorInfo("starting", "the daemon is starting; not every rank is ready")
+DRAINING = ErrorInfo("draining", "the daemon is draining and admits no new tasks")
 
 
 class State(enum.StrEnum):
@@ -79,6 +86,7 @@ class _Record:
     task: Task
     content: int  # hash of what is asked; a re-push of the same id must ask the same
     generation: str
+    memory: int  # which of the cache's memories its blocks are in
     admitted_at: float
     deadline: float
     nbytes: int  # counted against the lane's bytes in flight
@@ -128,7 +136,7 @@ class Dispatcher:
         recorder: Recorder | None = None,
         admitting: bool = True,
     ) -> None:
-        """admitting: False while the daemon starts; ResumeRequested admits."""
+        """admitting: False while the daemon starts; CacheReady admits."""
         self.limits = limits
         self.boot_id = boot_id
         self.generation = generation
@@ -140,9 +148,12 @@ class Dispatcher:
         self._lanes = {lane: _LaneState() for lane in Lane}
         self._queued = 0
         self._paused = False
-        # Why nothing is admitted: starting, draining, or a dead rank.
-        self._refusal: tuple[Status, ErrorInfo] | None = None if admitting else (Status.BUSY, STARTING)
+        # What stands against admission, the weightiest first; see _refusal.
+        self._dead: ErrorInfo | None = None  # a rank has died
+        self._draining = False
+        self._absent: tuple[Status, ErrorInfo] | None = None if admitting else (Status.BUSY, STARTING)
         self._starting = True  # False once shutdown was requested or a rank died
+        self._memories = 0  # how often the cache's memory was taken away
         self._alarms: Alarms[_Record] = Alarms(lambda record: record.state is State.DONE)
         self._wake_at = math.inf  # what was last asked for and has not come
         self._statuses: Counter[str] = Counter()
@@ -156,6 +167,8 @@ class Dispatcher:
             ev.ClientGone: self._client_gone,
             ev.CancelRequested: self._cancel_requested,
             ev.DeadlineReached: self._deadline_reached,
+            ev.CacheWithdrawn: self._cache_withdrawn,
+            ev.CacheReady: self._cache_ready,
             ev.PauseRequested: self._pause_requested,
             ev.ResumeRequested: self._resume_requested,
             ev.DrainRequested: self._drain_requested,
@@ -185,6 +198,18 @@ class Dispatcher:
     @property
     def admitting(self) -> bool:
         return self._refusal is None
+
+    @property
+    def alive(self) -> bool:
+        """No rank has died, and no shutdown was asked for."""
+        return self._starting
+
+    @property
+    def _refusal(self) -> tuple[Status, ErrorInfo] | None:
+        """What a task is answered that would be admitted otherwise."""
+        if self._dead is not None:
+            return Status.FAILED, self._dead
+        return (Status.REJECTED, DRAINING) if self._draining else self._absent
 
     @property
     def next_alarm(self) -> float:
@@ -289,6 +314,9 @@ class Dispatcher:
         if asked_before != content:
             what = f"another task was pushed under the id {task_id[:80]!r} before"
             self._refuse(event, Status.REJECTED, ErrorInfo("task_id_conflict", what))
+        elif kept is not None and kept.memory != self._memories:
+            what = "this task has ended, and the memory that its result speaks of was taken away since"
+            self._refuse(event, Status.REJECTED, ErrorInfo("cache_gone", what))
         elif kept is not None:
             self._out.append(ev.Reply(event.client, event.seq, kept.result))
         elif record is not None and record.state is not State.DONE and len(record.waiters) < MAX_WAITERS:
@@ -303,6 +331,7 @@ class Dispatcher:
             task=task,
             content=content,
             generation=self.generation,
+            memory=self._memories,
             admitted_at=now,
             deadline=now + task.timeout,
             nbytes=nbytes,
@@ -391,11 +420,9 @@ class Dispatcher:
 
     def _rank_died(self, event: ev.RankDied) -> None:
         error = ErrorInfo("rank_died", f"rank {event.rank} died: {event.cause}")
-        self._refusal = (Status.FAILED, error)
+        self._dead = error
         self._starting = False
-        for record in list(self._records.values()):
-            if record.state is State.QUEUED:
-                self._finish_early(record, Status.FAILED, error, event.now)
+        self._fail_queued(error, event.now)
         for task_id, record in list(self._stragglers.items()):
             self._rank_left(ev.RankLeft(task_id, event.rank, event.now))
             assert record.state is State.DONE
@@ -440,10 +467,12 @@ class Dispatcher:
             self._set_alarm(record.forsaken_at, record)
 
     def _queue_abandoned(self, event: ev.QueueAbandoned) -> None:
-        error = ErrorInfo("shutdown", "the daemon shut down before this task started")
+        self._fail_queued(ErrorInfo("shutdown", "the daemon shut down before this task started"), event.now)
+
+    def _fail_queued(self, error: ErrorInfo, now: float) -> None:
         for record in list(self._records.values()):
             if record.state is State.QUEUED:
-                self._finish_early(record, Status.FAILED, error, event.now)
+                self._finish_early(record, Status.FAILED, error, now)
 
     # --- control ------------------------------------------------------------------------------------
 
@@ -453,12 +482,22 @@ class Dispatcher:
     def _resume_requested(self, _: ev.ResumeRequested) -> None:
         self._paused = False
         if self._starting:
-            self._refusal = None
+            self._draining = False
         self._start_ready()
 
     def _drain_requested(self, _: ev.DrainRequested) -> None:
-        if self._refusal is None:
-            self._refusal = (Status.REJECTED, ErrorInfo("draining", "the daemon is draining and admits no new tasks"))
+        self._draining = True
+
+    def _cache_withdrawn(self, event: ev.CacheWithdrawn) -> None:
+        self._absent = (Status.REJECTED, event.error)
+        self._memories += 1
+        if event.end:
+            self._fail_queued(event.error, event.now)
+            for record in list(self._records.values()):
+                self._end(record, Stop.CANCELLED, event.now)
+
+    def _cache_ready(self, _: ev.CacheReady) -> None:
+        self._absent = None
 
     def _shutdown_requested(self, event: ev.ShutdownRequested) -> None:
         self._drain_requested(ev.DrainRequested(event.now))
@@ -497,7 +536,7 @@ class Dispatcher:
         lane = self._lanes[record.task.lane]
         lane.tasks -= 1
         lane.nbytes -= record.nbytes
-        self._results.keep(result, record.content, now)
+        self._results.keep(result, record.content, record.memory, now)
         if record.straggling:
             self._stragglers[task_id] = record
             self._recorder.note(task_id, "straggling", ranks=sorted(record.straggling))

@@ -75,6 +75,12 @@ class DeviceLost(TierError):
     code = "device_lost"
 
 
+class EngineGone(TierError):
+    """The process that made this memory, or this handle to it, is no more."""
+
+    code = "engine_gone"
+
+
 class RankDied(TransferError):
     """A rank left the group. Rounds open now and every round later end with this error, which names the culprit."""
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import msgspec
 
-from transferd.tasks import Merged, Stop, Task, TaskResult
+from transferd.tasks import ErrorInfo, Merged, Stop, Task, TaskResult
 
 # --- events ---------------------------------------------------------------------------------------
 
@@ -72,6 +72,23 @@ class DeadlineReached(msgspec.Struct, frozen=True):
     now: float
 
 
+class CacheWithdrawn(msgspec.Struct, frozen=True):
+    """Not every rank has its memory any more: admit nothing until CacheReady, and say why.
+
+    end: what is admitted cannot be finished either; running tasks are told to end, queued ones fail.
+    """
+
+    error: ErrorInfo
+    end: bool
+    now: float
+
+
+class CacheReady(msgspec.Struct, frozen=True):
+    """Every rank has its memory. Admits, unless something else stands against it (drain, shutdown, a dead rank)."""
+
+    now: float
+
+
 class PauseRequested(msgspec.Struct, frozen=True):
     """Start nothing more until ResumeRequested; tasks are still admitted and wait."""
 
@@ -79,7 +96,7 @@ class PauseRequested(msgspec.Struct, frozen=True):
 
 
 class ResumeRequested(msgspec.Struct, frozen=True):
-    """Start and admit again, after a pause or a drain."""
+    """Start and admit again, after a pause or a drain. Brings back no memory."""
 
     now: float
 
@@ -117,6 +134,8 @@ Event = (
     | ClientGone
     | CancelRequested
     | DeadlineReached
+    | CacheWithdrawn
+    | CacheReady
     | PauseRequested
     | ResumeRequested
     | DrainRequested

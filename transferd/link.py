@@ -27,6 +27,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from transferd import protocol as wire
@@ -36,6 +37,7 @@ from transferd.errors import (
     ConnectTimeout,
     DaemonLost,
     DeviceLost,
+    EngineGone,
     ProtocolError,
     RequestError,
     StorageError,
@@ -63,6 +65,7 @@ _BY_CODE: dict[str, type[TransferError]] = {
         ProtocolError,
         TierError,
         DeviceLost,
+        EngineGone,
         StorageError,
         StorageFull,
         StorageUnavailable,
@@ -138,6 +141,11 @@ class Link:
         self.pd_address = ""
         self.ready = False  # what the daemon said last
         self.lost = False  # silent for too long, and nothing heard since
+        self.epoch = 0  # of the cache, as the daemon said last
+        # A session has begun; was it of another daemon, and the epoch before it.
+        self.renewed: Callable[[bool, int], None] = _nothing_to_renew
+        self._missing: list[int] = []  # ranks without memory,
+        self._why = ""  # and why the daemon is not ready
         self._transport = transport
         self._now = clock.monotonic
         self._open = False
@@ -154,6 +162,7 @@ class Link:
         self._beat_timer: asyncio.TimerHandle | None = None
         self._overdue_at = math.inf
         self._ready_future: asyncio.Future[None] | None = None
+        self._answer_future: asyncio.Future[None] | None = None
 
     def open(self) -> None:
         """Connect and begin to say Hello. Raises ConfigError for an endpoint that is none."""
@@ -169,12 +178,27 @@ class Link:
             return
         if self._ready_future is None:
             self._ready_future = asyncio.get_running_loop().create_future()
+        await self._wait_for(self._ready_future, timeout)
+
+    async def wait_answer(self, timeout: float) -> None:
+        """Wait until a daemon answers, ready or not. Raises ConnectTimeout."""
+        if self._welcome_seq and not self.lost:
+            return
+        if self._answer_future is None:
+            self._answer_future = asyncio.get_running_loop().create_future()
+        await self._wait_for(self._answer_future, timeout)
+
+    async def _wait_for(self, future: asyncio.Future[None], timeout: float) -> None:
         try:
-            await asyncio.wait_for(asyncio.shield(self._ready_future), timeout)
+            await asyncio.wait_for(asyncio.shield(future), timeout)
         except TimeoutError:
-            answered = self._welcome_seq and not self.lost
-            what = "a daemon answers, but it did not become ready" if answered else "nobody answers"
-            raise ConnectTimeout(f"{self.endpoint}: {what} within {timeout:g} s") from None
+            raise ConnectTimeout(f"{self.endpoint}: {self._obstacle(f'within {timeout:g} s')}") from None
+
+    def _obstacle(self, within: str) -> str:
+        if not self._welcome_seq or self.lost:
+            return f"nobody answers {within}"
+        ranks = f"; without memory: rank {', '.join(map(str, self._missing))}" if self._missing else ""
+        return f"a daemon answers, but it did not become ready {within}: {self._why or 'it does not say why'}{ranks}"
 
     def close(self) -> None:
         """Say Bye and disconnect. What is pending ends with code `closed`. Idempotent."""
@@ -185,9 +209,10 @@ class Link:
         if self._beat_timer is not None:
             self._beat_timer.cancel()
         self._fail_all(Closed("the client was closed"))
-        if self._ready_future is not None and not self._ready_future.done():
-            self._ready_future.set_exception(Closed("the client was closed"))
-            self._ready_future.exception()  # somebody who no longer waits need not hear of it
+        for future in (self._ready_future, self._answer_future):
+            if future is not None and not future.done():
+                future.set_exception(Closed("the client was closed"))
+                future.exception()  # somebody who no longer waits need not hear of it
         self._transport.close()
 
     # --- asking -------------------------------------------------------------------------------------
@@ -299,7 +324,8 @@ class Link:
         self._welcome_seq = seq
         self.lost = False
         again = False
-        if welcome.boot_id != self.boot_id:
+        another, epoch = welcome.boot_id != self.boot_id, self.epoch
+        if another:
             if self.boot_id:
                 what = f"{self.endpoint}: the daemon was restarted (boot {welcome.boot_id}, was {self.boot_id})"
                 self._fail_all(DaemonLost(what), but=seq)
@@ -308,12 +334,17 @@ class Link:
         self.boot_id, self.generation, self.ready = welcome.boot_id, welcome.generation, welcome.ready
         self._session, self._max_message = welcome.session, welcome.max_message
         self.block_size, self.pd_mode, self.pd_address = welcome.block_size, welcome.pd_mode, welcome.pd_address
+        self.epoch, self._missing, self._why = welcome.epoch, welcome.missing, welcome.why
         if again:
             self._ask_again()
+        if again or another:
+            self.renewed(another, epoch)
         if welcome.ready and self._ready_future is not None:
-            if not self._ready_future.done():
-                self._ready_future.set_result(None)
+            _fulfil(self._ready_future)
             self._ready_future = None
+        if self._answer_future is not None:
+            _fulfil(self._answer_future)
+            self._answer_future = None
 
     # --- silence ------------------------------------------------------------------------------------
 
@@ -384,3 +415,12 @@ class Link:
             if isinstance(pending, PendingTask):
                 self.tell(wire.Cancel(pending.body.task_id))
             pending.fail(TransferError("the daemon lives and did not answer", code="no_answer"))
+
+
+def _fulfil(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _nothing_to_renew(another: bool, epoch: int) -> None:
+    """Until a client has something that a new session must be told."""

@@ -120,12 +120,43 @@ class Stats(_Message, frozen=True, tag="stats"):
 
 
 class Attach(_Message, frozen=True, tag="attach"):
-    """Value: the device handle of a rank, {kind, data}."""
+    """Value: the device handle of a rank, {kind, data}. The client counts as having it mapped until it says Detach."""
 
     rank: int
 
 
-Control = Hello | Bye | Cancel | Match | Locate | Pause | Resume | Drain | SetGeneration | Stats | Attach
+class Detach(_Message, frozen=True, tag="detach"):
+    """The client has unmapped a rank's memory."""
+
+    rank: int
+
+
+class Offer(_Message, frozen=True, tag="offer"):
+    """A handle to memory that the engine made for a rank. Value: nil, once the daemon has mapped it.
+
+    data: a map, left as bytes until its size is known to be modest. epoch: of the newest Welcome.
+    """
+
+    rank: int
+    kind: str
+    data: msgspec.Raw
+    epoch: int
+
+
+class ClearCache(_Message, frozen=True, tag="clear_cache"):
+    """Value: the new epoch, once every admitted task is answered and the memory is freed."""
+
+
+class RestoreCache(_Message, frozen=True, tag="restore_cache"):
+    """Value: the epoch, once the memory is there again, or waits to be offered."""
+
+    generation: str
+
+
+Control = (
+    Hello | Bye | Cancel | Match | Locate | Pause | Resume | Drain | SetGeneration | Stats
+    | Attach | Detach | Offer | ClearCache | RestoreCache
+)  # fmt: skip
 Body = WriteStorageTask | ReadStorageTask | SwapOutTask | SwapInTask | SendTask | ReceiveTask | Control
 
 
@@ -157,6 +188,9 @@ class Welcome(_Message, frozen=True, tag="welcome"):
     block_size: int = 0
     pd_mode: str = "storage"
     pd_address: str = ""
+    missing: list[int] = []  # ranks without memory
+    why: str = ""  # why it is not ready
+    epoch: int = 0  # grows when the cache is cleared
 
 
 class Accepted(_Message, frozen=True, tag="accepted"):
@@ -269,6 +303,27 @@ def _check_version(data: bytes) -> None:
         raise Malformed("an empty message, or one of several frames", code="malformed")
     if data[0] != PROTOCOL_VERSION:
         raise Malformed(f"protocol version {data[0]}, this end speaks {PROTOCOL_VERSION}", code="unsupported_version")
+
+
+def offer(rank: int, kind: str, data: dict[str, Any], epoch: int) -> Offer:
+    """Raises TypeError, ValueError or OverflowError for data that msgpack cannot say."""
+    return Offer(rank, kind, msgspec.Raw(_encoder.encode(data)), epoch)
+
+
+MAX_HANDLE = 1024**2  # bytes of an offer's data; 61 layers of 5 arrays take 40 KiB
+
+
+def handle_data(offer: Offer) -> dict[str, Any]:
+    """The data of an offer, as it was sent. Raises ProtocolError."""
+    if len(memoryview(offer.data)) > MAX_HANDLE:
+        raise ProtocolError(f"the handle has more than {MAX_HANDLE} bytes", code="too_large")
+    try:
+        return _handle_decoder.decode(offer.data)
+    except UNREADABLE as error:
+        raise ProtocolError(f"the handle's data is no map: {error}", code="bad_value") from None
+
+
+_handle_decoder = msgspec.msgpack.Decoder(dict[str, Any])
 
 
 # --- reading what is not a request ----------------------------------------------------------------

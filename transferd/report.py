@@ -31,6 +31,7 @@ def stats(daemon: Daemon) -> dict[str, Any]:
         "draining": dispatch.draining,
         "results_kept": dispatch.results_kept,
         "rejects": dict(Counter(dispatch.rejects) + Counter(server["rejects"])),
+        "cache": daemon.cache.statistics(),
         "host": _host(daemon),
         "degraded": _degraded(daemon),
         "staging": _staging(daemon),

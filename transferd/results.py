@@ -9,10 +9,12 @@ from transferd.tasks import TaskResult
 
 
 class Kept(NamedTuple):
-    """A result, the content hash of the task it answered, and until when it is kept (monotonic seconds)."""
+    """A result, the content hash of the task it answered, which memory it speaks of, and until when it is kept
+    (monotonic seconds)."""
 
     result: TaskResult
     content: int
+    memory: int
     expires: float
 
 
@@ -25,8 +27,8 @@ class ResultMemory:
         self._most = most
         self._kept: OrderedDict[str, Kept] = OrderedDict()
 
-    def keep(self, result: TaskResult, content: int, now: float) -> None:
-        self._kept[result.task_id] = Kept(result, content, now + self._ttl)
+    def keep(self, result: TaskResult, content: int, memory: int, now: float) -> None:
+        self._kept[result.task_id] = Kept(result, content, memory, now + self._ttl)
         self.forget(now)
 
     def get(self, task_id: str) -> Kept | None:

@@ -25,6 +25,7 @@ from transferd import protocol as wire
 from transferd.clock import SYSTEM_CLOCK, Clock
 from transferd.errors import InvariantError, RequestError, TransferError
 from transferd.tasks import ErrorInfo, Status, Task, TaskResult, TokenIds
+from transferd.tiers.base import DeviceHandle
 from transferd.transport import ServerTransport
 from transferd.version import VERSION
 
@@ -34,9 +35,27 @@ MAX_WAITING_REQUESTS = 1024  # match, pause and drain requests that may wait at 
 MAX_WAITING_PER_CLIENT = 256  # so that one client cannot take all places
 
 
+class Cache(Protocol):
+    """What the server asks of the ranks' memory; see cache.py."""
+
+    @property
+    def missing(self) -> list[int]: ...
+    @property
+    def why(self) -> str: ...
+    @property
+    def epoch(self) -> int: ...
+    def handle(self, client: bytes, rank: int) -> DeviceHandle: ...
+    def detach(self, client: bytes, rank: int) -> object: ...
+    async def offer(self, client: bytes, rank: int, handle: DeviceHandle, epoch: int) -> None: ...
+    async def clear(self) -> int: ...
+    async def restore(self, generation: str) -> int: ...
+
+
 class Coordinator(Protocol):
     """What the server asks of the core; see coordinator.py."""
 
+    @property
+    def cache(self) -> Cache: ...
     @property
     def ready(self) -> bool: ...
     @property
@@ -54,7 +73,6 @@ class Coordinator(Protocol):
     def set_generation(self, generation: str) -> object: ...
     def client_gone(self, client: bytes) -> None: ...
     def stats(self) -> dict[str, Any]: ...
-    def device_handle(self, rank: int) -> dict[str, Any]: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -112,7 +130,13 @@ class Server:
                 peer, seq, self._coordinator.set_generation(m.generation)
             ),
             wire.Stats: lambda peer, seq, _: self._value(peer, seq, self._coordinator.stats()),
-            wire.Attach: lambda peer, seq, m: self._value(peer, seq, self._coordinator.device_handle(m.rank)),
+            wire.Attach: self._attach,
+            wire.Detach: lambda peer, seq, m: self._value(peer, seq, self._coordinator.cache.detach(peer, m.rank)),
+            wire.Offer: self._offer,
+            wire.ClearCache: lambda peer, seq, _: self._later(peer, seq, self._coordinator.cache.clear()),
+            wire.RestoreCache: lambda peer, seq, m: self._later(
+                peer, seq, self._coordinator.cache.restore(m.generation)
+            ),
         }
 
     async def start(self) -> None:
@@ -186,19 +210,30 @@ class Server:
         self._send(peer, error.seq, wire.Result(result))
 
     def _hello(self, peer: bytes, seq: int, _: wire.Hello) -> None:
-        core, session = self._coordinator, self._clients[peer].session
+        core, cache = self._coordinator, self._coordinator.cache
         welcome = wire.Welcome(
             boot_id=core.boot_id,
             ready=core.ready,
             version=VERSION,
             generation=core.generation,
             max_message=self._max_message,
-            session=session,
+            session=self._clients[peer].session,
             block_size=self._block_size,
             pd_mode=self._pd_mode,
             pd_address=self._pd_address(),
+            missing=cache.missing,
+            why="" if core.ready else cache.why or "the daemon is stopping, or a rank has died",
+            epoch=cache.epoch,
         )
         self._send(peer, seq, welcome)
+
+    def _attach(self, peer: bytes, seq: int, attach: wire.Attach) -> None:
+        handle = self._coordinator.cache.handle(peer, attach.rank)
+        self._value(peer, seq, {"kind": handle.kind, "data": handle.data})
+
+    def _offer(self, peer: bytes, seq: int, offer: wire.Offer) -> None:
+        handle = DeviceHandle(offer.kind, wire.handle_data(offer))
+        self._later(peer, seq, self._coordinator.cache.offer(peer, offer.rank, handle, offer.epoch))
 
     def _bye(self, peer: bytes, _seq: int, _: wire.Bye) -> None:
         self._forget(peer)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from transferd.client import Client
+from transferd.client import Client, DeviceHandle
 from transferd.errors import Closed
 from transferd.handover import ExtraKeys, Tokens
 from transferd.tasks import DEFAULT_TIMEOUT_S, Task, TaskResult
@@ -23,8 +23,8 @@ class SyncClient:
     Thread-safe. Raises what Client raises; after `close`, Closed.
     """
 
-    def __init__(self, endpoint: str | None = None, *, connect_timeout: float = 10.0) -> None:
-        self._client = Client(endpoint, connect_timeout=connect_timeout)
+    def __init__(self, endpoint: str | None = None, *, connect_timeout: float = 10.0, await_ready: bool = True) -> None:
+        self._client = Client(endpoint, connect_timeout=connect_timeout, await_ready=await_ready)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._closing = threading.Lock()
@@ -170,6 +170,24 @@ class SyncClient:
 
     def attach(self, rank: int) -> dict[str, list[Any]]:
         return self._call(self._client.attach(rank))
+
+    def device_handle(self, rank: int) -> dict[str, Any]:
+        return self._call(self._client.device_handle(rank))
+
+    def detach(self, rank: int) -> None:
+        self._call(self._client.detach(rank))
+
+    def offer(self, rank: int, handle: DeviceHandle | Mapping[str, Any]) -> None:
+        self._call(self._client.offer(rank, handle))
+
+    def clear_cache(self) -> None:
+        self._call(self._client.clear_cache())
+
+    def restore_cache(self, generation: str) -> None:
+        self._call(self._client.restore_cache(generation))
+
+    def wait_ready(self, timeout: float | None = None) -> None:
+        self._call(self._client.wait_ready(timeout))
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
         loop = self._loop

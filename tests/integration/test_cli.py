@@ -45,7 +45,10 @@ def test_check_config_prints_the_effective_configuration(tmp_path: Path) -> None
     [
         (["--set", "cache.rank=1"], "cache.rank: unknown key (1)"),
         (["--set", "cache.attention=linear"], "cache.attention: expected one of"),
-        (["--set", "cache.ownership=attach"], "cache.ownership: the shm device is always created by the daemon"),
+        (
+            ["--set", "cache.ownership=attach", "--set", "cache.device=transferd.testing.device:SimDevice"],
+            "cache.ownership: the transferd.testing.device:SimDevice device is always created by the daemon",
+        ),
         (["--set", "cache.device=tpu"], "cache.device: expected one of"),
         (["--set", "storage.backend=tape"], "storage.backend: expected one of"),
         (["--config", "/nonexistent.toml"], "/nonexistent.toml: cannot be read"),

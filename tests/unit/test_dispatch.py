@@ -402,6 +402,77 @@ def test_a_dead_rank_fails_the_queue_and_every_later_task_and_is_named(desk: Des
     assert desk.dispatcher.empty
 
 
+CLEARED = ErrorInfo("cleared", "the cache was cleared")
+
+
+def test_without_memory_tasks_are_rejected_and_what_was_admitted_is_finished(desk: Desk) -> None:
+    running = desk.submit(write("running", 1))
+    queued = desk.submit(read("queued", 1))
+    desk.hear(ev.CacheWithdrawn(CLEARED, False, desk.now))
+    refused = desk.answers[desk.submit(write("late", 7))]
+    assert (refused.status, refused.error) == (Status.REJECTED, CLEARED)
+    assert not desk.dispatcher.admitting
+    joined = desk.submit(write("running", 1))
+    desk.finish("running")
+    desk.finish("queued")
+    assert {desk.answers[seq].status for seq in (running, queued, joined)} == {Status.OK}, "joining goes on"
+    assert desk.dispatcher.empty
+    desk.hear(ev.ResumeRequested(desk.now))
+    assert not desk.dispatcher.admitting, "a resume brings no memory back"
+    desk.hear(ev.CacheReady(desk.now))
+    desk.submit(write("late", 7))
+    assert desk.started[-1] == "late"
+
+
+def test_memory_that_goes_with_its_engine_fails_the_queue_and_stops_what_runs(desk: Desk) -> None:
+    gone = ErrorInfo("engine_gone", "the engine has gone")
+    running = desk.submit(write("running", 1))
+    queued = desk.submit(read("queued", 1))
+    desk.hear(ev.CacheWithdrawn(gone, True, desk.now))
+    assert (desk.answers[queued].status, desk.answers[queued].error) == (Status.FAILED, gone)
+    assert desk.stopped == [("running", Stop.CANCELLED)]
+    desk.finish("running", moved=0)
+    assert desk.answers[running].status is Status.CANCELLED
+    assert desk.dispatcher.empty
+
+
+def test_a_result_is_not_repeated_once_its_memory_was_taken_away(desk: Desk) -> None:
+    first = desk.submit(write("before", 1))
+    desk.submit(write("during", 2))
+    desk.finish("before")
+    again = desk.submit(write("before", 1))
+    assert desk.answers[again] == desk.answers[first]
+    desk.hear(ev.CacheWithdrawn(CLEARED, False, desk.now))
+    desk.finish("during")
+    desk.hear(ev.CacheReady(desk.now))
+    for task in (write("before", 1), write("during", 2)):
+        refused = desk.answers[desk.submit(task)]
+        assert (refused.status, refused.error and refused.error.code) == (Status.REJECTED, "cache_gone")
+    conflict = desk.answers[desk.submit(write("before", 3))]
+    assert conflict.error is not None
+    assert conflict.error.code == "task_id_conflict"
+
+
+@pytest.mark.parametrize("against", [ev.DrainRequested, ev.ShutdownRequested])
+def test_memory_alone_does_not_admit(desk: Desk, against: type) -> None:
+    desk.hear(against(desk.now))
+    desk.hear(ev.CacheWithdrawn(CLEARED, False, desk.now))
+    desk.hear(ev.CacheReady(desk.now))
+    error = desk.answers[desk.submit(write("late", 7))].error
+    assert error is not None
+    assert error.code == "draining"
+
+
+def test_a_dead_rank_stays_dead_with_new_memory(desk: Desk) -> None:
+    desk.hear(ev.RankDied(1, "context lost", desk.now))
+    desk.hear(ev.CacheWithdrawn(CLEARED, False, desk.now))
+    desk.hear(ev.CacheReady(desk.now))
+    assert not desk.dispatcher.alive
+    error = desk.answers[desk.submit(write("late", 7))].error
+    assert error is not None
+    assert error.code == "rank_died"
+
+
 def test_a_task_belongs_to_the_generation_of_its_admission(desk: Desk) -> None:
     desk.hear(ev.PauseRequested(desk.now))
     old = desk.submit(write("old", 1))
@@ -437,6 +508,8 @@ def test_while_the_daemon_starts_the_answer_is_busy_until_it_is_ready() -> None:
     assert (early.status, early.error and early.error.code) == (Status.BUSY, "starting")
     assert early.retry_after is not None
     desk.hear(ev.ResumeRequested(desk.now))
+    assert not desk.dispatcher.admitting, "a resume brings no memory"
+    desk.hear(ev.CacheReady(desk.now))
     desk.submit(write("w", 1))
     assert desk.started == ["w"]
 

@@ -221,6 +221,16 @@ class DispatcherMachine(RuleBasedStateMachine):
     def control(self, event: type) -> None:
         self.hear(event(self.now))
 
+    @rule(end=st.booleans())
+    def memory_goes(self, end: bool) -> None:
+        self.hear(ev.CacheWithdrawn(ErrorInfo("cleared", "no memory"), end, self.now))
+        assert not self.dispatcher.admitting
+
+    @precondition(lambda self: self.dispatcher.empty)
+    @rule()
+    def memory_comes(self) -> None:
+        self.hear(ev.CacheReady(self.now))
+
     @rule(generation=st.sampled_from(["1", "2"]))
     def bump(self, generation: str) -> None:
         self.hear(ev.GenerationBumped(generation, self.now))

@@ -105,8 +105,8 @@ def port_of(reports: Reports) -> int:
 async def test_readiness_follows_the_daemon_and_says_why_not(daemon: Daemon) -> None:
     port = port_of(daemon.reports)
     status, body = await get(port, "/readyz")
-    assert (status, body) == (503, b"starting, stopping, or a rank has died\n")
-    daemon.coordinator.announce_ready()
+    assert (status, body) == (503, b"the daemon is starting\n")
+    await daemon.cache.open()
     assert await get(port, "/readyz") == (200, b"ready\n")
     await daemon.coordinator.drain()
     assert await get(port, "/readyz") == (503, b"draining\n")

@@ -138,7 +138,7 @@ async def _run(subject: Subject) -> list[Row]:
 
 
 async def _measure(subject: Subject, daemon: Daemon, desk: _Desk) -> list[Row]:
-    caches = [attach_arrays(daemon.coordinator.device_handle(0)["data"])]
+    caches = [attach_arrays(daemon.cache.handle(b"bench", 0).data)]
     data = KvData(caches)
     object_bytes = daemon.objects.slot_bytes
     nbytes = OBJECTS * object_bytes

@@ -12,7 +12,8 @@ can find it. `flush_token_index` tells it.
 Guaranteed by the caller (workers):
 
 1. `open` before anything else; then `attach` once for each rank, then `ready`, before the first transfer;
-   `detach` of each rank and then `close` after every call has returned.
+   `detach` of each rank and then `close` after every call has returned. A rank whose memory went and came
+   again is detached and attached again, and `ready` is asked again before the next transfer.
 2. Device blocks of a transfer belong to it until the call on it has returned.
 3. A path covers every block that a call names.
 

@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from transferd.errors import RequestError, TierError
+from transferd.errors import RequestError, TierError, TransferError
 from transferd.tasks import ErrorInfo, Status, Task, TaskResult
+from transferd.tiers.base import DeviceHandle
 
 
 class MemoryCore:
@@ -25,6 +26,7 @@ class MemoryCore:
     def __init__(self, boot_id: str = "boot-1", *, hold: bool = False) -> None:
         self.boot_id = boot_id
         self.generation = ""
+        self.cache = MemoryCache()
         self.ready = True
         self.hold = hold
         self.busy = False
@@ -112,7 +114,42 @@ class MemoryCore:
     def stats(self) -> dict[str, Any]:
         return self.report
 
-    def device_handle(self, rank: int) -> dict[str, Any]:
+
+class MemoryCache:
+    """The cache of a MemoryCore: has no memory, and remembers what was asked of it.
+
+    asked: (what, client, arguments). refuse: raised by every request while it is set.
+    """
+
+    def __init__(self) -> None:
+        self.missing: list[int] = []
+        self.why = ""
+        self.epoch = 1
+        self.asked: list[tuple[str, bytes, object]] = []
+        self.refuse: TransferError | None = None
+
+    def _note(self, what: str, client: bytes, detail: object) -> None:
+        self.asked.append((what, client, detail))
+        if self.refuse is not None:
+            raise self.refuse
+
+    def handle(self, client: bytes, rank: int) -> DeviceHandle:
+        self._note("attach", client, rank)
         if rank:
             raise TierError(f"rank {rank} cannot be shared")
-        return {"kind": "none", "data": {}}
+        return DeviceHandle("none", {})
+
+    def detach(self, client: bytes, rank: int) -> None:
+        self._note("detach", client, rank)
+
+    async def offer(self, client: bytes, rank: int, handle: DeviceHandle, epoch: int) -> None:
+        self._note("offer", client, (rank, handle, epoch))
+
+    async def clear(self) -> int:
+        self._note("clear", b"", None)
+        self.epoch += 1
+        return self.epoch
+
+    async def restore(self, generation: str) -> int:
+        self._note("restore", b"", generation)
+        return self.epoch

@@ -20,7 +20,9 @@ Duties of an implementation:
 4. A failed copy raises `TierError`; a device that will never work again raises `DeviceLost`.
 5. `close` frees everything that `open` made, or unmaps what `attach` mapped, exactly once, and keeps the
    first error.
-6. Memory that `open` returns holds nothing of anyone's: what a cache held before it was closed is not in it.
+6. A class that can do more than create for itself says so: `attaches = True`: `attach` works;
+   `outlives_close = True`: who has its memory mapped may keep it mapped over `close`.
+7. Memory that `open` returns holds nothing of anyone's: what a cache held before it was closed is not in it.
 """
 
 from __future__ import annotations

@@ -16,9 +16,8 @@ from typing import Any
 
 import msgspec
 
-from transferd.errors import RequestError, TierError
+from transferd.errors import EngineGone, RequestError
 
-ENGINE_GONE = "engine_gone"
 PROC = Path("/proc")
 
 
@@ -45,16 +44,16 @@ def as_data(owner: Owner) -> dict[str, Any]:
 def check_owner(data: object) -> Owner:
     """The owner that a handle names, known to be alive as far as can be told from here.
 
-    Raises RequestError for what is no owner, TierError with code `engine_gone` for one that has gone.
+    Raises RequestError for what is no owner, EngineGone for one that is no more.
     """
     try:
         owner = msgspec.convert(data, Owner)
     except msgspec.ValidationError as error:
         raise RequestError(f"the owner of the handle cannot be read: {error}", code="bad_value") from None
     if owner.boot != _boot():
-        raise TierError("the handle is from another machine, or from before this one was started", code=ENGINE_GONE)
+        raise EngineGone("the handle is from another machine, or from before this one was started")
     if owner.namespace == _namespace() and not _alive(owner):
-        raise TierError(f"the process that made the handle, {owner.pid}, has gone", code=ENGINE_GONE)
+        raise EngineGone(f"the process that made the handle, {owner.pid}, has gone")
     return owner
 
 

@@ -52,6 +52,9 @@ class PaddleDeviceTier:
     Raises ConfigError without paddle.
     """
 
+    attaches = True
+    outlives_close = True  # only shared memory is handed out
+
     def __init__(
         self,
         layout: BlockLayout,

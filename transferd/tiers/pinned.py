@@ -106,12 +106,21 @@ class HostPool:
 
     def __init__(self, layout: BlockLayout, rank: int, pinning: Pinning = MEMORY_LOCK) -> None:
         self.rank = rank
+        self._layout = layout
+        self._pinning = pinning
         self.memory = HostRegion(layout.host.extent, pinning)
         self.arena = Arena(layout.host, self.memory.address)
+
+    def allocate(self) -> None:
+        """Make the memory again after `close`, zeroed; nothing if it is there. Raises TierError."""
+        if self.memory.address == 0:
+            self.memory = HostRegion(self._layout.host.extent, self._pinning)
+            self.arena = Arena(self._layout.host, self.memory.address)
 
     def close(self) -> None:
         self.memory.close()
 
     def statistics(self) -> dict[str, Any]:
         """blocks and bytes of this rank's pool, and whether it is pinned."""
-        return {"blocks": self.arena.geometry.blocks, "bytes": self.memory.nbytes, "pinned": self.memory.pinned}
+        nbytes = self.memory.nbytes if self.memory.address else 0
+        return {"blocks": self.arena.geometry.blocks, "bytes": nbytes, "pinned": self.memory.pinned}

@@ -12,6 +12,7 @@ from transferd.config import Config
 from transferd.errors import ConfigError
 from transferd.layout.base import BlockLayout
 from transferd.offload import Offload
+from transferd.ownership import Creator, creator
 from transferd.tiers.base import DeviceTier
 from transferd.tiers.pinning import MEMORY_LOCK, Pinning
 
@@ -25,9 +26,9 @@ _CLASSES = {
 def create_device_tier(config: Config, layout: BlockLayout, rank: int, offload: Offload) -> DeviceTier:
     """One rank's device tier, not yet open. Raises ConfigError."""
     factory = _class_of(config)
-    if config.cache.ownership == "attach" and not getattr(factory, "attaches", False):
-        name = config.cache.device
-        raise ConfigError("cache.ownership", f"the {name} device is always created by the daemon", "attach")
+    if creator(config) is Creator.ENGINE and not getattr(factory, "attaches", False):
+        name, ownership = config.cache.device, config.cache.ownership
+        raise ConfigError("cache.ownership", f"the {name} device is always created by the daemon", ownership)
     return cast("DeviceTier", factory(layout, rank, config.cache.device_of_rank[rank], offload))
 
 

@@ -30,6 +30,9 @@ class ShmDeviceTier:
     engine's.
     """
 
+    attaches = True
+    outlives_close = True  # a mapping of shared memory stays good when its name and its maker are gone
+
     def __init__(self, layout: BlockLayout, rank: int, device: int, offload: Offload) -> None:
         self.rank = rank
         self.device = device

@@ -16,7 +16,9 @@ from typing import Any
 import structlog
 
 from transferd.errors import DeviceLost, InvariantError, TransferError
+from transferd.offload import Direction
 from transferd.tasks import ErrorInfo, Lane, RankOutcome
+from transferd.tiers.base import DeviceHandle
 from transferd.workers.context import RankContext
 from transferd.workers.handover import Handover
 from transferd.workers.job import Job
@@ -71,15 +73,46 @@ class RankWorker:
         self._jobs: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
-        """Allocate the device memory and announce the staging to storage. Raises TransferError."""
-        await self.context.device.open()
+        """Announce the staging to storage and to other daemons. The device comes later. Raises TransferError."""
         if self.context.storage is not None:
             self.context.storage.register(self.context.staging.memory)
         direct = self.context.direct
         if direct is not None:
             direct.exchange.carrier.register(direct.staging.memory)
-        if self.context.tokens is not None and self._tokens is not None:
-            await self.context.tokens.attach(self._tokens)
+
+    async def open_device(self, handle: DeviceHandle | None = None) -> None:
+        """Make the device memory, or map what `handle` names. Raises TransferError; then there is none."""
+        device, tokens = self.context.device, self.context.tokens
+        await (device.open() if handle is None else device.attach(handle))
+        if tokens is None or self._tokens is None:
+            return
+        try:
+            await tokens.attach(self._tokens)
+        except TransferError:
+            await device.close()
+            raise
+
+    async def close_device(self) -> None:
+        """Free the device memory, or unmap it; nothing if there is none. No job runs. Raises TierError."""
+        if self.context.tokens is not None:
+            self.context.tokens.detach(self.rank)
+        await self.context.device.close()
+
+    async def free(self) -> None:
+        """Give device and host memory back; no job runs. Staging stays. Keeps the first error, finishes the rest."""
+        errors: list[TransferError] = []
+        with _kept(errors):
+            await self.close_device()
+        if self.context.host is not None:
+            with _kept(errors):
+                await self.context.offload.run(Direction.OUT, self.context.host.close)
+        if errors:
+            raise errors[0]
+
+    async def allocate_host(self) -> None:
+        """Make the host pool again after `free`, zeroed. Raises TierError."""
+        if self.context.host is not None:
+            await self.context.offload.run(Direction.IN, self.context.host.allocate)
 
     def start(self, job: Job) -> None:
         """Begin this rank's share of a task. Returns at once; the outcome goes to `arrive`."""
@@ -120,8 +153,6 @@ class RankWorker:
             await asyncio.wait(self._jobs)
         await self.context.background.settled()
         errors: list[TransferError] = []
-        if self.context.tokens is not None:
-            self.context.tokens.detach(self.rank)
         staging, storage, host = self.context.staging, self.context.storage, self.context.host
         if storage is not None:
             with _kept(errors):
@@ -135,7 +166,7 @@ class RankWorker:
             with _kept(errors):
                 direct.staging.close()
         with _kept(errors):
-            await self.context.device.close()
+            await self.close_device()
         if host is not None:
             with _kept(errors):
                 host.close()

@@ -193,7 +193,9 @@ class SdkTokenStorage(TokenStorage):
         return outcome
 
     async def flush_token_index(self, path: TokenIds, start: int, *, resident: bool) -> None:
-        rank = self._ranks[MANAGER]
+        rank = self._ranks.get(MANAGER)
+        if rank is None:
+            raise StorageError("AttentionStore: the device memory was taken away")
         tokens = path.array.tolist()
         self._counts["flushes"] += 1
         try:

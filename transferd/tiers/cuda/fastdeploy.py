@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from transferd.errors import TierError
+from transferd.errors import EngineGone
 from transferd.layout.base import BlockLayout
 from transferd.tiers.arrays import describe
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.cuda import ipc
-from transferd.tiers.owner import ENGINE_GONE, Owner, as_data
+from transferd.tiers.owner import Owner, as_data
 from transferd.tiers.segment import DIRECTORY
 
 NAMES = {
@@ -42,7 +42,7 @@ def handle_of(
     """The handle of a rank's cache that a FastDeploy engine has published.
 
     rank: within its tensor-parallel group. device: as the engine names it. uuid: of that GPU. owner: the
-    engine's process, which the exchange does not name. Raises TierError naming the tensor that is missing.
+    engine's process, which the exchange does not name. Raises EngineGone naming the tensor that is missing.
     """
     regions: list[ipc.ExportedRegion] = []
     arrays = describe(layout)
@@ -59,8 +59,8 @@ def _read(path: Path) -> bytes:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise TierError(f"the engine has not published {path.name}: {error.strerror}", code=ENGINE_GONE) from error
+        raise EngineGone(f"the engine has not published {path.name}: {error.strerror}") from error
     handle = content[_OWN_BYTES : _OWN_BYTES + ipc.HANDLE_BYTES]
     if len(handle) != ipc.HANDLE_BYTES:
-        raise TierError(f"{path.name} has {len(content)} bytes: no IPC handle is in it", code=ENGINE_GONE)
+        raise EngineGone(f"{path.name} has {len(content)} bytes: no IPC handle is in it")
     return handle

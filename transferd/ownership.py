@@ -1,0 +1,40 @@
+"""Who creates a rank's device cache: exactly one side, by one rule that both sides can work out.
+
+FastDeploy decided this in several places, which disagreed: memory was allocated twice in disaggregated
+deployments (#4420) and on XPU with a store (#7420), and a cache made by the worker and attached by the
+transfer process gave accuracy errors (#6144; docs/adr says which order prevents that here). So the rule
+is one pure function of the configuration, the daemon acts by it, and an engine asks the same function or
+reads the answer from `stats()`. Its truth table is in docs/operations.md; a test compares the two.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from transferd.config import Config
+
+
+class Creator(enum.StrEnum):
+    """The side that allocates the device cache. The other one maps it."""
+
+    ENGINE = "engine"
+    DAEMON = "daemon"
+
+
+def creator(config: Config, *, profiling: bool = False) -> Creator:
+    """Who creates the device cache of every rank.
+
+    profiling: the engine is measuring how much memory a forward pass leaves. The cache it makes for that is
+    its own and short-lived; it is not offered to the daemon, and the daemon makes none in the meantime.
+
+    With `cache.ownership = "auto"` the daemon creates where blocks can leave the device (a host or storage
+    tier), since then they are worth keeping over an engine restart, and where the role is not "mixed",
+    since then two processes need them; else the engine creates. "create" and "attach" say it outright.
+    """
+    cache = config.cache
+    if profiling or cache.ownership == "attach":
+        return Creator.ENGINE
+    if cache.ownership == "create":
+        return Creator.DAEMON
+    leaves_device = cache.host_blocks > 0 or config.storage.backend != "none"
+    return Creator.DAEMON if leaves_device or cache.role != "mixed" else Creator.ENGINE
