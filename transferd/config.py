@@ -165,6 +165,13 @@ class MooncakeStorageSection(_Section, frozen=True, kw_only=True):
     native_log: Literal["off", "error", "warning", "info"] = "off"  # the library's own lines on stderr
 
 
+class PeerSection(_Section, frozen=True, kw_only=True):
+    """Another node whose KV events the open token index follows: where it publishes, and where it replays."""
+
+    endpoint: str
+    replay_endpoint: str = ""  # "" = what was missed stays missed
+
+
 class AttentionStoreSection(_Section, frozen=True, kw_only=True):
     """Storage found by token ids (docs/attention_store.md). Where a key is not given, FastDeploy's variable counts."""
 
@@ -180,6 +187,7 @@ class AttentionStoreSection(_Section, frozen=True, kw_only=True):
     slice_timeout: Seconds | None = None  # AS_WRITE_SLICE_TIMEOUT; default 10
     total_timeout: Seconds | None = None  # AS_WRITE_TOTAL_TIMEOUT; of a write; default what is left of the task's
     ready_timeout: Seconds = 300.0  # how long a start waits for the SDK
+    peers: dict[str, PeerSection] = {}  # open: other nodes by name, and where they publish KV events
 
 
 class StorageSection(_Section, frozen=True, kw_only=True):
@@ -339,6 +347,8 @@ def check(config: Config) -> None:
     if not config.storage.model:
         raise ConfigError("storage.model", "must not be empty: it is part of every key", config.storage.model)
     _check_events(config.events)
+    for name, peer in config.storage.attention_store.peers.items():
+        _check_event_endpoints(f"storage.attention_store.peers.{name}", peer)
     if config.storage.version_file and config.storage.generation:
         raise ConfigError(
             "storage.generation", "is read from storage.version_file, which is set, too", config.storage.generation
@@ -356,11 +366,15 @@ def check(config: Config) -> None:
 def _check_events(events: EventsSection) -> None:
     if events.replay_endpoint and not events.endpoint:
         raise ConfigError("events.replay_endpoint", "needs events.endpoint", events.replay_endpoint)
+    _check_event_endpoints("events", events)
+
+
+def _check_event_endpoints(key: str, section: EventsSection | PeerSection) -> None:
     for name in ("endpoint", "replay_endpoint"):
-        endpoint = getattr(events, name)
+        endpoint = getattr(section, name)
         # Routers speak plain ZeroMQ and sit on other machines: no CURVE, and not only loopback.
         if endpoint and not re.fullmatch(r"ipc://.+|tcp://.+:(\d{1,5}|\*)", endpoint):
-            raise ConfigError(f"events.{name}", "expected ipc://PATH or tcp://HOST:PORT", endpoint)
+            raise ConfigError(f"{key}.{name}", "expected ipc://PATH or tcp://HOST:PORT", endpoint)
 
 
 def _check_endpoint(endpoint: str, curve: bool) -> None:

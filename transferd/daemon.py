@@ -33,6 +33,7 @@ from transferd.objects import SealedBlocks, object_format
 from transferd.offload import Offload, ThreadOffload
 from transferd.ownership import creator
 from transferd.publisher.feed import EventFeed
+from transferd.publisher.peers import Peer
 from transferd.server import Server
 from transferd.signals import Signals
 from transferd.storage.attention_store.open import OpenTokenStorage
@@ -114,6 +115,7 @@ class Daemon:
         self.reports = Reports(
             config.metrics.listen, self.coordinator.stats, lambda: self.alive, lambda: self.not_ready
         )
+        self.peers: list[Peer] = []
         self.events = self._build_feed()
         self.coordinator.observe = self._task_ended
         if self.events is not None:
@@ -156,6 +158,11 @@ class Daemon:
             clock=self.clock,
         )
         self.coordinator.index = feed.up_to_date
+        if index is not None:
+            for name, peer in config.storage.attention_store.peers.items():
+                if name == node:
+                    raise ConfigError("storage.attention_store.peers", "this node is no peer of its own", name)
+                self.peers.append(Peer(name, peer, index, config.events.max_blocks))
         return feed
 
     def _build_rank(self, rank: int) -> RankWorker:
@@ -204,6 +211,8 @@ class Daemon:
         await self.server.start()
         if self.events is not None:
             self.events.start()
+        for peer in self.peers:
+            peer.start()
         if self.tokens is not None:
             await self.tokens.open()
         elif self.storage is not None:
@@ -233,6 +242,8 @@ class Daemon:
         # 4. Close what faces outward: events and reports, then the server once its results have left.
         if self.events is not None:
             self.events.close()
+        for peer in self.peers:
+            peer.close()
         await _attempt(errors, self.reports.close())
         await _attempt(errors, self.server.close())
         coordinator.close()

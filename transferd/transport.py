@@ -81,9 +81,12 @@ class Channel:
         context: zmq.Context[zmq.Socket[bytes]],
         socket: zmq.Socket[bytes],
         receive: Callable[[zmq.Socket[bytes]], None],
+        *,
+        owns_context: bool = True,
     ) -> None:
-        """Owns context and socket. receive: takes exactly one message off, or raises zmq.Again."""
+        """Owns socket and context (that unless told otherwise). receive: takes one message off, or raises Again."""
         self.context = context
+        self._owns_context = owns_context
         self.socket = socket
         self._receive = receive
         self._loop = asyncio.get_running_loop()
@@ -102,7 +105,8 @@ class Channel:
         """Let what was sent get out (bounded by LINGER), then free socket and context."""
         self._loop.remove_reader(self._fd)
         self.socket.close()
-        self.context.term()
+        if self._owns_context:
+            self.context.term()
 
     def _check_soon(self) -> None:
         if not self._check_scheduled:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from tests.integration.subscriber import Subscriber
 from tests.integration.test_daemon import attach, config, fill, snapshot, wipe
 from tests.integration.test_kv_events import told
 from transferd import Client, ReadStorageTask, Status, SwapOutTask, SyncClient, TransferError, WriteStorageTask
+from transferd.adapters.fastdeploy import EngineCacheQueue
 from transferd.keys import block_keys
 from transferd.launch import running
 from transferd.residency.wire import block_hash
@@ -211,3 +214,73 @@ async def test_two_nodes_that_share_a_store_find_each_others_blocks(tmp_path: Pa
             result = await client.submit(read("r", path_of(1, 3), [20, 21, 22]))
             assert result.status is Status.OK
             assert snapshot(caches, [20, 21, 22]) == before
+
+
+async def test_a_node_that_follows_others_knows_where_their_blocks_are(tmp_path: Path) -> None:
+    """Until they are gone, and again when they are back."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    for directory in (first, second):
+        directory.mkdir()
+    followed = tree(second, pod_name="second")
+    peers = {"second": followed["events"]}
+    path = path_of(1, 3)
+
+    async def known(client: Client, expected: dict[str, dict[str, int]]) -> None:
+        async with asyncio.timeout(20):
+            while await client.locate(path) != expected:  # noqa: ASYNC110 - another node's news take their time
+                await asyncio.sleep(0.005)
+
+    with running(tree(first, pod_name="first", peers=peers), first) as follower:
+        async with Client(follower.endpoint) as client:
+            with running(followed, second) as daemon:
+                async with Client(daemon.endpoint) as other:
+                    await other.submit(write("w", path, [0, 1, 2]))
+                    await known(client, {"second": {"STORAGE": 3, "any": 3}})
+                    await other.submit(read("r", path[: 2 * BLOCK], [10, 11]))
+                    await client.submit(write("mine", path, [0, 1, 2]))
+                    await known(
+                        client,
+                        {"second": {"GPU": 2, "STORAGE": 3, "any": 3}, "first": {"STORAGE": 3, "any": 3}},
+                    )
+                    daemon.kill()
+                    await known(client, {"first": {"STORAGE": 3, "any": 3}})
+            with running(followed, second, name="again") as daemon:
+                async with Client(daemon.endpoint) as other:
+                    await other.submit(read("r", path[:BLOCK], [10]))
+                    await known(
+                        client,
+                        {"second": {"GPU": 1, "STORAGE": 1, "any": 1}, "first": {"STORAGE": 3, "any": 3}},
+                    )
+            stats = await client.stats()
+            assert stats["events"]["peers"]["second"]["unreadable"] == 0
+
+
+async def test_fastdeploys_queue_flushes_evicted_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As FastDeploy's eviction does it: no device blocks, the whole path, and nobody waiting."""
+    monkeypatch.setenv("FD_AS_ONLY_FLUSH", "1")
+    path = path_of(1, 4)
+    with running(tree(tmp_path), tmp_path) as daemon:
+        queue = EngineCacheQueue(daemon.endpoint, num_client=2, client_id=0)
+        try:
+            shared = {"keys": ["k"], "token_ids": path, "timeout": 5.0}
+            finished = SimpleNamespace(
+                **shared | {"keys": list("abcd")},
+                task_id="finished",
+                gpu_block_ids=[0, 1, 2, 3],
+                start_write_block_idx=0,
+                flush_cache_exists=None,
+            )
+            evicted = SimpleNamespace(
+                **shared, task_id="evicted", gpu_block_ids=[], start_write_block_idx=3, flush_cache_exists=False
+            )
+            event = SimpleNamespace(name="GPU2STORAGE", value=5)
+            for task in (finished, evicted):
+                queue.put_transfer_task((event, task))
+            answers = [await asyncio.to_thread(queue.get_transfer_done_signal, timeout=20) for _ in range(2)]
+            assert sorted(answer[1:] for answer in answers) == [
+                ("evicted", ["k"], []),
+                ("finished", list("abcd"), [0, 1, 2, 3]),
+            ]
+            assert queue.client.locate(path) == {NODE: {"GPU": 3, "any": 3}}
+        finally:
+            queue.close()

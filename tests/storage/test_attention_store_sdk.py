@@ -61,9 +61,12 @@ def session(world: TokenWorld) -> Any:
 async def test_a_write_is_cut_into_slices_each_with_the_tokens_up_to_its_end(tmp_path: Path) -> None:
     async with token_world(SDK, tmp_path, slice_blocks=4, slice_timeout=3.0) as world:
         world.ranks[0].fill(list(range(10)), seed=1)
-        outcome = (await world.write(PATH[: 12 * BLOCK], 2, list(range(10))))[0]
+        outcome = await world.run(world.ranks[0], world.write_job(PATH, 2, list(range(10))))
         assert list(outcome.moved) == list(range(10))
         assert calls(world, "write") == [3.0, 3.0, 3.0]
+        assert world.double is not None
+        assert world.double.paths == [6 * BLOCK, 10 * BLOCK, 12 * BLOCK]
+        await world.run(world.ranks[1], world.write_job(PATH, 2, list(range(10))))
         assert await world.match(PATH, 2) == 10
 
 

@@ -29,6 +29,14 @@ class TokenIndex:
         elif isinstance(event, AllBlocksCleared):
             self._nodes.pop(node, None)
 
+    def forget(self, node: str) -> None:
+        """Nothing is known of this node."""
+        self._nodes.pop(node, None)
+
+    def blocks_of(self, node: str) -> int:
+        """How many blocks a node has announced, in all media together."""
+        return sum(len(held) for held in self._nodes.get(node, {}).values())
+
     def locate(self, hashes: Sequence[int]) -> dict[str, dict[str, int]]:
         """For each node that has the first block: leading blocks in each medium, and in `any` of them together."""
         found: dict[str, dict[str, int]] = {}

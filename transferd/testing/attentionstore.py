@@ -53,6 +53,7 @@ class AttentionStoreDouble:
     before: called in the session's thread before each call is served, with its name; may raise or wait.
     most: blocks that one read or write moves at most. not_ready: how many calls are answered
     "cuda memory not ready" first. cuda: which build this is. calls: (name, shard, timeout), in order.
+    paths: how many tokens each read and write was given.
     """
 
     def __init__(self, *, cuda: bool = True, not_ready: int = 0) -> None:
@@ -63,6 +64,7 @@ class AttentionStoreDouble:
         self.stored: dict[tuple[tuple[str, str], int, tuple[int, ...]], list[tuple[bytes, bytes]]] = {}
         self.in_hbm: dict[tuple[tuple[str, str], tuple[int, ...]], set[str]] = {}
         self.calls: list[tuple[str, int, float | None]] = []
+        self.paths: list[int] = []
         self.sessions: list[_Session] = []
         self._lock = threading.Lock()
 
@@ -236,6 +238,7 @@ class _Session:
         assert layer_ids == list(range(self.layers))
         assert len(keys) == len(values) == self.layers
         assert type(gpu_block_ids) is list
+        self._double.paths.append(len(tokens.token_ids))
         blocks = self._blocks(tokens, start)[: len(gpu_block_ids)]
         return blocks if self._double.most is None else blocks[: self._double.most]
 
