@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -96,10 +96,20 @@ class Cache:
     """Opens, maps, clears and restores every rank's memory. Changed on the loop only, one change at a time."""
 
     def __init__(
-        self, workers: Sequence[RankWorker], core: Core, creator: Creator, *, tokens: TokenStorage | None = None
+        self,
+        workers: Sequence[RankWorker],
+        core: Core,
+        creator: Creator,
+        *,
+        tokens: TokenStorage | None = None,
+        next_generation: Callable[[], str] | None = None,
     ) -> None:
-        """tokens: where storage is token-indexed; it is asked whether it is ready once every rank has memory."""
+        """tokens: where storage is token-indexed; it is asked whether it is ready once every rank has memory.
+
+        next_generation: which one to restore when nobody names it; None for the one that is served.
+        """
         self._tokens = tokens
+        self._next_generation = next_generation
         self.creator = creator
         self.epoch = 1
         self.cleared = False
@@ -287,19 +297,21 @@ class Cache:
                 raise errors[0]
             return self.epoch
 
-    async def restore(self, generation: str) -> int:
+    async def restore(self, generation: str | None) -> int:
         """Make the memory anew (or wait for offers again), under a generation never closed here; the epoch.
 
-        Raises RequestError; TierError when there is no room, then the cache stays cleared.
+        generation: None for `next_generation`. Raises RequestError; ConfigError for a version file that says
+        nothing, TierError when there is no room, and then the cache stays cleared.
         """
         epoch: int = await self._finished(self._restore(generation))
         return epoch
 
-    async def _restore(self, generation: str) -> int:
+    async def _restore(self, named: str | None) -> int:
         async with self._change:
             self._check_change()
             if not self.cleared:
                 raise RequestError("the cache was not cleared", code="not_cleared")
+            generation = self._unnamed() if named is None else named
             self._core.check_generation(generation)
             try:
                 for rank in self._ranks:
@@ -320,6 +332,9 @@ class Cache:
             if not (self.missing or self._closed):
                 self._core.announce_ready()
             return self.epoch
+
+    def _unnamed(self) -> str:
+        return self._core.generation if self._next_generation is None else self._next_generation()
 
     def check_generation(self, generation: str) -> None:
         """Raise RequestError for what is no name, or one that a clear has closed: it is never read again."""

@@ -365,14 +365,19 @@ class Client:
         """
         self._cache_changed(await self._ask(wire.ClearCache(), QUIET_TIMEOUT_S))
 
-    async def restore_cache(self, generation: str) -> None:
+    async def restore_cache(self, generation: str | None = None) -> None:
         """Make the memory of a cleared cache anew, zeroed, and serve `generation`, which was never cleared before.
 
+        generation: None for what the daemon's storage.version_file says now; without such a file, for the one that
+        `set_generation` has set since the clear.
         A daemon that does not create memory waits for new offers then. Raises RequestError (`not_cleared`,
         `closed_generation`), TierError when there is no room; the cache stays cleared then.
         """
         self._cache_changed(await self._ask(wire.RestoreCache(generation), RESTORE_TIMEOUT_S))
-        self._link.generation = generation
+        if generation is None:
+            await self.ping()  # the Welcome names it
+        else:
+            self._link.generation = generation
 
     def _cache_changed(self, epoch: int) -> None:
         self._link.epoch = epoch

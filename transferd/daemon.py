@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 from collections.abc import Awaitable, Callable
 
@@ -25,7 +26,7 @@ from transferd.direct.exchange import Exchange
 from transferd.direct.transfer_engine import TransferEngineCarrier
 from transferd.dispatch import Dispatcher
 from transferd.errors import ConfigError, TransferError
-from transferd.generation import configured_generation
+from transferd.generation import configured_generation, generation_of
 from transferd.layout import BlockLayout, build_layout
 from transferd.metrics import Reports
 from transferd.notify import Notifier, Watchdog
@@ -109,7 +110,11 @@ class Daemon:
         )
         self.coordinator.workers = [self._build_rank(rank) for rank in range(config.cache.ranks)]
         self.cache = self.coordinator.cache = Cache(
-            self.coordinator.workers, self.coordinator, creator(config), tokens=self.tokens
+            self.coordinator.workers,
+            self.coordinator,
+            creator(config),
+            tokens=self.tokens,
+            next_generation=functools.partial(generation_of, file) if (file := config.storage.version_file) else None,
         )
         self.coordinator.stats = lambda: report.stats(self)
         self.reports = Reports(

@@ -148,9 +148,12 @@ class ClearCache(_Message, frozen=True, tag="clear_cache"):
 
 
 class RestoreCache(_Message, frozen=True, tag="restore_cache"):
-    """Value: the epoch, once the memory is there again, or waits to be offered."""
+    """Value: the epoch, once the memory is there again, or waits to be offered.
 
-    generation: str
+    generation: nil leaves it to the daemon: what storage.version_file says now, else the one that was set meanwhile.
+    """
+
+    generation: str | None = None
 
 
 Control = (

@@ -183,7 +183,7 @@ class SyncClient:
     def clear_cache(self) -> None:
         self._call(self._client.clear_cache())
 
-    def restore_cache(self, generation: str) -> None:
+    def restore_cache(self, generation: str | None = None) -> None:
         self._call(self._client.restore_cache(generation))
 
     def wait_ready(self, timeout: float | None = None) -> None:

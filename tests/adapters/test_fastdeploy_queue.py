@@ -66,8 +66,9 @@ def daemon(tmp_path_factory: pytest.TempPathFactory, saboteur: Saboteur) -> Iter
 
 
 @pytest.fixture(autouse=True)
-def no_endpoint_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRANSFERD_ENDPOINT", raising=False)
+def nothing_of_the_callers_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TRANSFERD_ENDPOINT", "TRANSFERD_STORAGE__VERSION_FILE"):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
@@ -446,19 +447,41 @@ def test_new_weights_are_a_new_generation(
     queue: EngineCacheQueue, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     controls = Controls(queue)
-    monkeypatch.delenv("TRANSFERD_STORAGE__VERSION_FILE", raising=False)
-    try:
-        assert controls.ask("update_weights", version="RL-STEP07-20260801-ab") is None
-        assert queue.client.generation == "RL-STEP07"
-        error = controls.ask("update_weights")
-        assert isinstance(error, ConfigError)
-        file = tmp_path / "version.yaml"
-        file.write_text("version: RL-STEP08-20260802-cd")
-        monkeypatch.setenv("TRANSFERD_STORAGE__VERSION_FILE", str(file))
-        assert controls.ask("update_weights") is None
-        assert queue.client.generation == "RL-STEP08"
-    finally:
-        queue.client.set_generation("")
+    assert controls.ask("update_weights", version="RL-STEP07-20260801-ab") is None
+    assert queue.client.generation == "RL-STEP07"
+    error = controls.ask("update_weights")
+    assert isinstance(error, ConfigError)
+    file = tmp_path / "version.yaml"
+    file.write_text("version: RL-STEP08-20260802-cd")
+    monkeypatch.setenv("TRANSFERD_STORAGE__VERSION_FILE", str(file))
+    assert controls.ask("update_weights") is None
+    assert queue.client.generation == "RL-STEP08"
+
+
+def test_a_sleep_frees_the_cache_and_a_wakeup_makes_it_anew_for_new_weights(
+    daemon: DaemonProcess, queue: EngineCacheQueue
+) -> None:
+    controls = Controls(queue)
+    assert controls.ask("sleep", tags="weight") is None
+    assert not queue.client.stats()["cache"]["cleared"], "weights are not ours"
+    for tags in ("weight,kv_cache", ["kv_cache"]):
+        served = queue.client.generation
+        assert controls.ask("sleep", tags=tags) is None
+        assert queue.client.stats()["cache"]["cleared"]
+        queue.put_transfer_task(swap(CacheStatus.SWAP2CPU, "asleep", [1], [1]))
+        assert done(queue) == (CacheStatus.SWAP2CPU, "asleep", [], [], [])
+        error = controls.ask("wakeup")
+        assert isinstance(error, RequestError), f"{served} was served before"
+        assert error.reason == "closed_generation"
+        assert controls.ask("update_weights", version=f"{served}x-STEP-1") is None
+        assert controls.ask("wakeup", tags=tags) is None
+        queue.client.wait_ready(WAIT_S)
+        queue.put_transfer_task(swap(CacheStatus.SWAP2CPU, "awake", [1], [1]))
+        assert done(queue)[1:] == ("awake", ["node-1"], [1], [1])
+    assert controls.ask("sleep") is None
+    assert controls.ask("wakeup", version="last-one-of-these") is None
+    queue.client.wait_ready(WAIT_S)
+    assert queue.client.generation == "last-one"
 
 
 def test_a_control_request_that_is_not_known_is_told_of(queue: EngineCacheQueue) -> None:

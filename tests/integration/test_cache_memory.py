@@ -29,7 +29,7 @@ from transferd import (
     TransferError,
     WriteStorageTask,
 )
-from transferd.config import Config, from_tree
+from transferd.config import Config, from_tree, to_tree
 from transferd.daemon import Daemon
 from transferd.errors import ConnectTimeout, EngineGone, RequestError, TierError
 from transferd.layout import build_layout
@@ -612,3 +612,41 @@ async def test_a_stop_unmaps_and_leaves_the_engine_its_memory(start: Start, endp
         for rank in range(2):
             paint(engine.caches(rank), 1)
             assert (DIRECTORY / engine.handle(rank).data["name"]).exists()
+
+
+async def test_restoring_without_a_name_takes_what_the_version_file_says_now(tmp_path: Path) -> None:
+    """FastDeploy's version.yaml: read at start and on restore."""
+    file = tmp_path / "version.yaml"
+    file.write_text("version: RL-STEP01-a-b")
+    tree = to_tree(config(tmp_path))
+    tree["storage"] |= {"generation": "", "version_file": str(file)}
+    daemon = Daemon(from_tree(tree))
+    await daemon.open()
+    try:
+        async with Client(f"ipc://{tmp_path}/t.sock") as client:
+            assert client.generation == "RL-STEP01"
+            await client.clear_cache()
+            with pytest.raises(RequestError, match="'RL-STEP01' ended"):
+                await client.restore_cache()
+            file.write_text("no version here")
+            with pytest.raises(TransferError, match=r"storage\.version_file"):
+                await client.restore_cache()
+            file.write_text("version: RL-STEP02-c-d")
+            await client.restore_cache()
+            assert client.generation == daemon.coordinator.generation == "RL-STEP02"
+            await client.wait_ready(5)
+    finally:
+        await daemon.stop(lambda: 5.0)
+
+
+async def test_restoring_without_a_name_or_a_file_takes_the_generation_set_meanwhile(
+    start: Start, endpoint: str
+) -> None:
+    await start()
+    async with Client(endpoint) as client:
+        await client.clear_cache()
+        with pytest.raises(RequestError, match="'G1' ended"):
+            await client.restore_cache()
+        await client.set_generation("G2")
+        await client.restore_cache()
+        assert client.generation == "G2"

@@ -150,6 +150,6 @@ class MemoryCache:
         self.epoch += 1
         return self.epoch
 
-    async def restore(self, generation: str) -> int:
+    async def restore(self, generation: str | None) -> int:
         self._note("restore", b"", generation)
         return self.epoch

@@ -7,6 +7,12 @@ hears how each request ended (`EngineCacheQueue.on_control`).
     pause           no task starts, and none is at work any more when it ends
     resume          tasks start again
     update_weights  blocks are stored under the new weight version: args["version"], else version.yaml
+    sleep           the cache's memory is freed (tags without kv_cache: nothing is ours to free)
+    wakeup          and made anew, under a weight version that was not served before
+
+A version is told by args["version"]; else by the file in TRANSFERD_STORAGE__VERSION_FILE, where the engine has
+that variable, too; else a wakeup takes what the daemon's own storage.version_file says, or what an
+update_weights has set meanwhile.
 """
 
 from __future__ import annotations
@@ -46,22 +52,43 @@ def obey(item: ControlItem, client: SyncClient) -> None:
 
 
 def _update_weights(client: SyncClient, args: Mapping[str, Any]) -> None:
-    client.set_generation(_new_generation(args))
+    generation = _new_generation(args)
+    if generation is None:
+        what = "neither the request nor the environment says where the new weight version is"
+        raise ConfigError(VERSION_FILE_VARIABLE, what)
+    client.set_generation(generation)
 
 
-def _new_generation(args: Mapping[str, Any]) -> str:
+def _sleep(client: SyncClient, args: Mapping[str, Any]) -> None:
+    if _names_the_cache(args):
+        client.clear_cache()
+
+
+def _wakeup(client: SyncClient, args: Mapping[str, Any]) -> None:
+    if _names_the_cache(args):
+        client.restore_cache(_new_generation(args))
+
+
+def _names_the_cache(args: Mapping[str, Any]) -> bool:
+    """tags: FastDeploy's "weight,kv_cache", or a list; without any, everything is meant."""
+    tags = args.get("tags")
+    if not tags:
+        return True
+    return "kv_cache" in (tags.split(",") if isinstance(tags, str) else tags)
+
+
+def _new_generation(args: Mapping[str, Any]) -> str | None:
     version = args.get("version")
     if isinstance(version, str) and version:
         return generation_named(version)
     file = os.environ.get(VERSION_FILE_VARIABLE)
-    if not file:
-        what = "neither the request nor the environment says where the new weight version is"
-        raise ConfigError(VERSION_FILE_VARIABLE, what)
-    return generation_of(file)
+    return generation_of(file) if file else None
 
 
 _COMMANDS: dict[str, Callable[[SyncClient, Mapping[str, Any]], None]] = {
     "pause": lambda client, _: client.pause(),
     "resume": lambda client, _: client.resume(),
     "update_weights": _update_weights,
+    "sleep": _sleep,
+    "wakeup": _wakeup,
 }
