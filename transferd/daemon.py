@@ -109,13 +109,7 @@ class Daemon:
             self.dispatcher, self.barrier, self.objects, self.storage, tokens=self.tokens, clock=clock
         )
         self.coordinator.workers = [self._build_rank(rank) for rank in range(config.cache.ranks)]
-        self.cache = self.coordinator.cache = Cache(
-            self.coordinator.workers,
-            self.coordinator,
-            creator(config),
-            tokens=self.tokens,
-            next_generation=functools.partial(generation_of, file) if (file := config.storage.version_file) else None,
-        )
+        self.cache = self.coordinator.cache = self._build_cache()
         self.coordinator.stats = lambda: report.stats(self)
         self.reports = Reports(
             config.metrics.listen, self.coordinator.stats, lambda: self.alive, lambda: self.not_ready
@@ -138,6 +132,16 @@ class Daemon:
         )
         self.coordinator.deliver = self.server.deliver
         self.started_at = clock.monotonic()
+
+    def _build_cache(self) -> Cache:
+        file = self.config.storage.version_file
+        return Cache(
+            self.coordinator.workers,
+            self.coordinator,
+            creator(self.config),
+            tokens=self.tokens,
+            next_generation=functools.partial(generation_of, file) if file else None,
+        )
 
     def _build_exchange(self) -> Exchange | None:
         """In pd.mode "direct", what other daemons send to and receive from."""
