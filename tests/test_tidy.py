@@ -23,15 +23,17 @@ LEVELS: dict[str, int] = {
     # 2: pure logic
     "keys": 2, "integrity": 2, "copyplan": 2, "hazards": 2, "admission": 2, "alarms": 2, "results": 2, "barrier": 2,
     "dispatch": 2, "protocol": 2, "offload": 2, "residency": 2, "handover": 2, "objects": 2, "generation": 2,
+    "explain": 2,
     # 3: the world: sockets, memory, storage
     "curve": 3, "endpoint": 3, "link": 3, "transport": 3, "tiers": 3, "storage": 3, "breaker": 3,
-    "direct": 3,
+    "direct": 3, "dumps": 3,
     # 4: what a rank does
     "workers": 4,
     # 5: the two ends of the wire
     "cache": 5, "coordinator": 5, "server": 5, "http": 5, "metrics": 5, "publisher": 5, "client": 5, "sync_client": 5,
     # 6: where parts are put together
-    "report": 6, "signals": 6, "notify": 6, "logs": 6, "daemon": 6, "launch": 6, "replay": 6, "demo": 6, "bench": 6,
+    "report": 6, "signals": 6, "dumper": 6, "notify": 6, "logs": 6, "daemon": 6, "launch": 6, "replay": 6, "demo": 6,
+    "bench": 6,
     "pool": 6, "options": 6, "rehearsal": 6, "verify": 6, "adapters": 6, "testing": 6, "cli": 6, "__main__": 6,
     "__init__": 6,
 }  # fmt: skip

@@ -48,6 +48,9 @@ TimeoutOption = Annotated[float, typer.Option("--timeout", min=0.0, help="Second
 @app.command()
 def serve(config: ConfigOption = None, set_: SetOption = None) -> None:
     """Run the daemon until SIGTERM or SIGINT."""
+    from transferd.signals import hold_dump_signals
+
+    hold_dump_signals()  # before the next line: numpy's own threads are made as it is imported
     from transferd.daemon import serve as run
 
     def read() -> configuration.Config:
@@ -129,7 +132,8 @@ def stats(endpoint: EndpointOption = None, timeout: TimeoutOption = 2.0, format_
     from transferd.client import Client
 
     async def ask() -> dict[str, Any]:
-        async with asyncio.timeout(timeout + 1), Client(endpoint, connect_timeout=timeout) as client:
+        connecting = Client(endpoint, connect_timeout=timeout, await_ready=False)
+        async with asyncio.timeout(timeout + 1), connecting as client:
             return await client.stats()
 
     report = asyncio.run(ask())
@@ -137,6 +141,28 @@ def stats(endpoint: EndpointOption = None, timeout: TimeoutOption = 2.0, format_
         print(json.dumps(report))
     else:
         _print_tree(report)
+
+
+@app.command()
+def explain(
+    task_id: Annotated[str, typer.Argument(help="As it was pushed.")],
+    endpoint: EndpointOption = None,
+    dump: Annotated[Path | None, typer.Option("--dump", help="A dump, or a directory: the newest in it.")] = None,
+    timeout: TimeoutOption = 2.0,
+    format_: FormatOption = Format.TEXT,
+) -> None:
+    """Tell the life of one task, rank by rank: from a running daemon, or from a dump of its flight recorder."""
+    from transferd import explain as explanation
+    from transferd.client import Client
+    from transferd.dumps import read_dump
+
+    async def ask() -> dict[str, Any]:
+        connecting = Client(endpoint, connect_timeout=timeout, await_ready=False)
+        async with asyncio.timeout(timeout + 1), connecting as client:
+            return await client.explain(task_id)
+
+    story = asyncio.run(ask()) if dump is None else read_dump(dump).explain(task_id)
+    print(json.dumps(story) if format_ is Format.JSON else explanation.as_text(story))
 
 
 @app.command()

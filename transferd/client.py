@@ -306,6 +306,14 @@ class Client:
         report: dict[str, Any] = await self._ask(wire.Stats())
         return report
 
+    async def explain(self, task_id: str) -> dict[str, Any]:
+        """The life of a task, from the daemon's flight recorder (transferd/explain.py says what is in it).
+
+        Raises RequestError, code `unknown_task`, for one that was not pushed, or too long ago.
+        """
+        story: dict[str, Any] = await self._ask(wire.Explain(task_id))
+        return story
+
     async def ping(self) -> tuple[str, float]:
         """(boot_id, round trip in seconds)."""
         before = self._link.now

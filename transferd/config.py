@@ -245,6 +245,14 @@ class LogSection(_Section, frozen=True, kw_only=True):
     format: Literal["json", "console"] = "json"
 
 
+class RecorderSection(_Section, frozen=True, kw_only=True):
+    """The flight recorder: how much it remembers, and where its dumps go (see dumps.py)."""
+
+    notes: Positive = 8192  # of admitted tasks, about two a task; all that is kept is about 4 MiB
+    directory: str = "/var/lib/transferd/flight"  # made when the first dump is written; "" = no dumps
+    keep: Positive = 8  # dumps that stay in it, the newest
+
+
 class Config(_Section, frozen=True, kw_only=True):
     """Everything the daemon is told. Sections are documented in docs/operations.md."""
 
@@ -256,6 +264,7 @@ class Config(_Section, frozen=True, kw_only=True):
     metrics: MetricsSection = MetricsSection()
     events: EventsSection = EventsSection()
     log: LogSection = LogSection()
+    recorder: RecorderSection = RecorderSection()
 
 
 # --- loading --------------------------------------------------------------------------------------

@@ -71,6 +71,7 @@ class Coordinator:
         self.index: Callable[[], TokenIndex | None] = lambda: None  # where blocks are, for `locate`
         self.renamed: Callable[[str], None] = lambda _: None
         self.stats: Callable[[], dict[str, Any]] = dict  # the daemon's report
+        self.explain: Callable[[str], dict[str, Any]] = _nobody_remembers  # the life of a task
         self.cache: Cache  # set by the daemon once the workers are there
         self.ready = False
         self._jobs: dict[str, Job] = {}  # running tasks, and those that a straggler still holds
@@ -337,6 +338,10 @@ class Coordinator:
 
 def _nobody_listens(client: bytes, seq: int, result: TaskResult) -> None:
     log.error("a result has no way to its client", task_id=result.task_id, client=client, seq=seq)
+
+
+def _nobody_remembers(task_id: str) -> dict[str, Any]:
+    raise RequestError(f"no record of tasks is kept, nor of {task_id[:80]!r}", code="unknown_task")
 
 
 def _nobody_watches(task: Task, result: TaskResult) -> None:

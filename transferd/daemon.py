@@ -12,6 +12,7 @@ import contextlib
 import functools
 import gc
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import structlog
 
@@ -25,7 +26,9 @@ from transferd.coordinator import Coordinator
 from transferd.direct.exchange import Exchange
 from transferd.direct.transfer_engine import TransferEngineCarrier
 from transferd.dispatch import Dispatcher
+from transferd.dumper import Dumper
 from transferd.errors import ConfigError, TransferError
+from transferd.explain import explain
 from transferd.generation import configured_generation, generation_of
 from transferd.layout import BlockLayout, build_layout
 from transferd.metrics import Reports
@@ -77,7 +80,7 @@ class Daemon:
         self.config = config
         self._inline_check_bytes = inline_check_bytes
         self.clock = clock
-        self.recorder = Recorder(clock=clock)
+        self.recorder = Recorder(config.recorder.notes, clock)
         self.layout: BlockLayout = build_layout(config.cache)
         self.tokens = create_token_storage(config, clock, storage)
         if self.tokens is not None:
@@ -111,6 +114,7 @@ class Daemon:
         self.coordinator.workers = [self._build_rank(rank) for rank in range(config.cache.ranks)]
         self.cache = self.coordinator.cache = self._build_cache()
         self.coordinator.stats = lambda: report.stats(self)
+        self.coordinator.explain = self._explain
         self.reports = Reports(
             config.metrics.listen, self.coordinator.stats, lambda: self.alive, lambda: self.not_ready
         )
@@ -120,18 +124,23 @@ class Daemon:
         if self.events is not None:
             self.coordinator.renamed = self.events.generation_changed
         self.transport = transport if transport is not None else ZmqServerTransport(config.server)
-        self.server = Server(
+        self.server = self._build_server()
+        self.coordinator.deliver = self.server.deliver
+        self.started_at = clock.monotonic()
+
+    def _build_server(self) -> Server:
+        config = self.config
+        return Server(
             self.transport,
             self.coordinator,
-            clock=clock,
+            clock=self.clock,
             max_message=config.server.max_message,
             client_timeout=config.server.client_timeout,
+            recorder=self.recorder,
             block_size=config.cache.block_size,
             pd_mode=pd_mode(config),
             pd_address=lambda: "" if self.exchange is None else self.exchange.address,
         )
-        self.coordinator.deliver = self.server.deliver
-        self.started_at = clock.monotonic()
 
     def _build_cache(self) -> Cache:
         file = self.config.storage.version_file
@@ -280,6 +289,10 @@ class Daemon:
 
     # --- what can be seen from outside --------------------------------------------------------------
 
+    def _explain(self, task_id: str) -> dict[str, Any]:
+        notes = self.recorder.notes(task_id)
+        return explain(task_id, notes, wall=self.clock.wall(), monotonic=self.clock.monotonic())
+
     @property
     def alive(self) -> bool:
         """The dispatcher moves, or has nothing to do. What the watchdog and /healthz ask.
@@ -350,6 +363,8 @@ def serve(config: Config, *, reload: Callable[[], Config] | None = None) -> int:
 
     reload: reads the configuration again, for SIGHUP (log level and storage capacity take effect).
 
+    The caller has held the dumper's signals before any thread was made (signals.hold_dump_signals).
+
     Raises ConfigError for what only starting can tell (socket or port in use, directory not writable).
     """
     import uvloop
@@ -361,6 +376,13 @@ def serve(config: Config, *, reload: Callable[[], Config] | None = None) -> int:
 
 async def _serve(config: Config, reload: Callable[[], Config] | None) -> int:
     daemon = Daemon(config)  # a configuration that cannot be built is told before anything is logged or touched
+    with Dumper(config.recorder, daemon.recorder, boot_id=daemon.dispatcher.boot_id):
+        return await _live(daemon, reload)
+
+
+async def _live(daemon: Daemon, reload: Callable[[], Config] | None) -> int:
+    """Start, serve until a signal, stop. Returns the exit code."""
+    config = daemon.config
     removed = remove_stale_segments()
     if removed:
         log.info("removed shared memory of dead owners", segments=removed)

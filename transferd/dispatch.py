@@ -52,7 +52,7 @@ from transferd.errors import InvariantError, RequestError
 from transferd.hazards import Claim, HazardTable
 from transferd.results import ResultMemory
 from transferd.tasks import ErrorInfo, Lane, Merged, Status, Stop, Task, TaskResult
-from transferd.trace import Recorder
+from transferd.trace import LONGEST_TEXT, Recorder
 
 MAX_WAITERS = 256  # pushes of one task_id that may wait for its result
 RETRY_AFTER_S = (0.005, 5.0)  # the shortest and the longest hint given with `busy`
@@ -140,7 +140,7 @@ class Dispatcher:
         self.limits = limits
         self.boot_id = boot_id
         self.generation = generation
-        self._recorder = recorder if recorder is not None else Recorder()  # an empty one is falsy
+        self._recorder = recorder if recorder is not None else Recorder()
         self._records: dict[str, _Record] = {}  # queued, running, cancelling
         self._stragglers: dict[str, _Record] = {}  # done, but a rank has not let go
         self._results = ResultMemory(limits.result_ttl, limits.max_results)
@@ -318,8 +318,10 @@ class Dispatcher:
             what = "this task has ended, and the memory that its result speaks of was taken away since"
             self._refuse(event, Status.REJECTED, ErrorInfo("cache_gone", what))
         elif kept is not None:
+            self._recorder.aside(task_id, "repeated", event.client)
             self._out.append(ev.Reply(event.client, event.seq, kept.result))
         elif record is not None and record.state is not State.DONE and len(record.waiters) < MAX_WAITERS:
+            self._recorder.aside(task_id, "joined", event.client)
             record.waiters.append((event.client, event.seq))
         else:  # its blocks are still held by a rank that was left behind, or too many wait already
             self._refuse(event, Status.BUSY, ErrorInfo("task_id_busy", "this task_id is taken"), RETRY_AFTER_S[1])
@@ -343,7 +345,16 @@ class Dispatcher:
         lane = self._lanes[task.lane]
         lane.tasks += 1
         lane.nbytes += nbytes
-        self._recorder.note(task.task_id, "admitted", lane=str(task.lane), blocks=task.blocks)
+        self._recorder.note(
+            task.task_id,
+            "admitted",
+            task.kind,
+            task.blocks,
+            event.client,
+            task.timeout,
+            self.generation,
+            record.claim.blockers,
+        )
         self._set_alarm(record.deadline, record)
         if record.claim.ready:
             lane.ready.append(record)
@@ -368,6 +379,7 @@ class Dispatcher:
     ) -> None:
         self._statuses[status] += 1
         self._rejects[error.code] += 1
+        self._recorder.aside(event.task.task_id, status, error.code, event.client)
         result = TaskResult(
             task_id=event.task.task_id,
             status=status,
@@ -389,7 +401,7 @@ class Dispatcher:
                 if record.state is not State.QUEUED:  # taken back while it waited for a place
                     continue
                 self._move(record, State.RUNNING)
-                self._recorder.note(record.task.task_id, "started")
+                self._recorder.step(record.task.task_id, "started", -1, 0)
                 self._out.append(ev.Start(record.task, record.generation, record.admitted_at))
 
     def _merged(self, event: ev.RoundMerged) -> None:
@@ -415,11 +427,12 @@ class Dispatcher:
         record.straggling.discard(event.rank)
         if not record.straggling:
             del self._stragglers[event.task_id]
-            self._recorder.note(event.task_id, "straggler left", rank=event.rank)
+            self._recorder.note(event.task_id, "straggler left", event.rank)
             self._release(record)
 
     def _rank_died(self, event: ev.RankDied) -> None:
         error = ErrorInfo("rank_died", f"rank {event.rank} died: {event.cause}")
+        self._recorder.aside("", "rank died", event.rank, event.cause[:LONGEST_TEXT])
         self._dead = error
         self._starting = False
         self._fail_queued(error, event.now)
@@ -436,6 +449,7 @@ class Dispatcher:
                 continue
             record.waiters = waiters
             if not waiters:
+                self._recorder.note(record.task.task_id, "nobody waits", event.client)
                 self._end(record, Stop.CANCELLED, event.now)
 
     def _cancel_requested(self, event: ev.CancelRequested) -> None:
@@ -449,6 +463,7 @@ class Dispatcher:
             if record.state is State.CANCELLING:
                 if event.now >= record.forsaken_at:  # else this alarm is the deadline of a cancelled task
                     record.forsaken_at = math.inf
+                    self._recorder.note(record.task.task_id, "slack used up")
                     self._out.append(ev.ExpireRound(record.task.task_id))
             else:
                 self._end(record, Stop.EXPIRED, event.now)
@@ -461,7 +476,7 @@ class Dispatcher:
         elif record.state is State.RUNNING:
             record.stop = reason
             self._move(record, State.CANCELLING)
-            self._recorder.note(record.task.task_id, "told to end", reason=str(reason))
+            self._recorder.note(record.task.task_id, "told to end", reason)
             self._out.append(ev.StopTask(record.task.task_id, reason))
             record.forsaken_at = now + self.limits.deadline_slack
             self._set_alarm(record.forsaken_at, record)
@@ -477,18 +492,22 @@ class Dispatcher:
     # --- control ------------------------------------------------------------------------------------
 
     def _pause_requested(self, _: ev.PauseRequested) -> None:
+        self._recorder.aside("", "pause")
         self._paused = True
 
     def _resume_requested(self, _: ev.ResumeRequested) -> None:
+        self._recorder.aside("", "resume")
         self._paused = False
         if self._starting:
             self._draining = False
         self._start_ready()
 
     def _drain_requested(self, _: ev.DrainRequested) -> None:
+        self._recorder.aside("", "drain")
         self._draining = True
 
     def _cache_withdrawn(self, event: ev.CacheWithdrawn) -> None:
+        self._recorder.aside("", "cache withdrawn", event.error.message[:LONGEST_TEXT])
         self._absent = (Status.REJECTED, event.error)
         self._memories += 1
         if event.end:
@@ -497,14 +516,16 @@ class Dispatcher:
                 self._end(record, Stop.CANCELLED, event.now)
 
     def _cache_ready(self, _: ev.CacheReady) -> None:
+        self._recorder.aside("", "cache ready")
         self._absent = None
 
     def _shutdown_requested(self, event: ev.ShutdownRequested) -> None:
+        self._recorder.aside("", "shutdown")
         self._drain_requested(ev.DrainRequested(event.now))
         self._starting = False
 
     def _generation_bumped(self, event: ev.GenerationBumped) -> None:
-        self._recorder.note("", "generation", old=self.generation, new=event.generation)
+        self._recorder.aside("", "generation", self.generation, event.generation)
         self.generation = event.generation
 
     # --- ending -------------------------------------------------------------------------------------
@@ -528,7 +549,8 @@ class Dispatcher:
             boot_id=self.boot_id,
         )
         self._statuses[status] += 1
-        self._recorder.note(task_id, "done", status=str(status), blocks=len(merged.block_ids))
+        code = None if merged.error is None else merged.error.code
+        self._recorder.note(task_id, "done", status, len(merged.block_ids), code)
         for client, seq in record.waiters:
             self._out.append(ev.Reply(client, seq, result))
         self._out.append(ev.Publish(record.task, result))
@@ -539,7 +561,7 @@ class Dispatcher:
         self._results.keep(result, record.content, record.memory, now)
         if record.straggling:
             self._stragglers[task_id] = record
-            self._recorder.note(task_id, "straggling", ranks=sorted(record.straggling))
+            self._recorder.note(task_id, "straggling", str(sorted(record.straggling)))
             self._start_ready()
         else:
             self._release(record)
@@ -552,6 +574,7 @@ class Dispatcher:
             waiting = ready.owner
             assert isinstance(waiting, _Record)
             if waiting.state is State.QUEUED:
+                self._recorder.note(waiting.task.task_id, "blocks free", record.task.task_id)
                 self._lanes[waiting.task.lane].ready.append(waiting)
         self._start_ready()
 

@@ -72,15 +72,17 @@ def start(
 ) -> DaemonProcess:
     """Start `python -m transferd serve` with this configuration; wait until it answers and is ready.
 
-    tree: configuration sections as plain data. server.endpoint, storage.file.path and metrics.listen
-    default to places inside `directory` and to "off". prefix: what the command is preceded by, such as
-    `nsenter …`; it must execute the rest in its own process. Raises RuntimeError with the log if it does not start.
+    tree: configuration sections as plain data. server.endpoint, storage.file.path and recorder.directory
+    default to places inside `directory`, metrics.listen to "off". prefix: what the command is preceded by,
+    such as `nsenter …`; it must execute the rest in its own process. Raises RuntimeError with the log if it
+    does not start.
     """
     sections: dict[str, dict[str, Any]] = {section: dict(values) for section, values in tree.items()}
     endpoint = f"ipc://{directory / name}.sock"
     endpoint = str(sections.setdefault("server", {}).setdefault("endpoint", endpoint))
     sections.setdefault("metrics", {}).setdefault("listen", "")
     sections.setdefault("storage", {}).setdefault("file", {}).setdefault("path", str(directory / "blocks"))
+    sections.setdefault("recorder", {}).setdefault("directory", str(directory / "flight"))
     config_file = directory / f"{name}.toml"
     config_file.write_text(to_toml(sections), encoding="utf-8")
     log_file = directory / f"{name}.log"

@@ -119,6 +119,12 @@ class Stats(_Message, frozen=True, tag="stats"):
     pass
 
 
+class Explain(_Message, frozen=True, tag="explain"):
+    """Value: the life of one task, as explain.py tells it. Refused with `unknown_task`."""
+
+    task_id: str
+
+
 class Attach(_Message, frozen=True, tag="attach"):
     """Value: the device handle of a rank, {kind, data}. The client counts as having it mapped until it says Detach."""
 
@@ -157,7 +163,7 @@ class RestoreCache(_Message, frozen=True, tag="restore_cache"):
 
 
 Control = (
-    Hello | Bye | Cancel | Match | Locate | Pause | Resume | Drain | SetGeneration | Stats
+    Hello | Bye | Cancel | Match | Locate | Pause | Resume | Drain | SetGeneration | Stats | Explain
     | Attach | Detach | Offer | ClearCache | RestoreCache
 )  # fmt: skip
 Body = WriteStorageTask | ReadStorageTask | SwapOutTask | SwapInTask | SendTask | ReceiveTask | Control

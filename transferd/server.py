@@ -26,6 +26,7 @@ from transferd.clock import SYSTEM_CLOCK, Clock
 from transferd.errors import InvariantError, RequestError, TransferError
 from transferd.tasks import ErrorInfo, Status, Task, TaskResult, TokenIds
 from transferd.tiers.base import DeviceHandle
+from transferd.trace import Recorder
 from transferd.transport import ServerTransport
 from transferd.version import VERSION
 
@@ -73,6 +74,7 @@ class Coordinator(Protocol):
     def set_generation(self, generation: str) -> object: ...
     def client_gone(self, client: bytes) -> None: ...
     def stats(self) -> dict[str, Any]: ...
+    def explain(self, task_id: str) -> dict[str, Any]: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -95,11 +97,13 @@ class Server:
         clock: Clock = SYSTEM_CLOCK,
         max_message: int = 64 * 1024**2,
         client_timeout: float = 5.0,
+        recorder: Recorder | None = None,
         block_size: int = 0,
         pd_mode: str = "storage",
         pd_address: Callable[[], str] = str,
     ) -> None:
         """block_size, pd_mode, pd_address: told to clients in the Welcome."""
+        self._recorder = recorder if recorder is not None else Recorder(capacity=1)
         self._transport = transport
         self._coordinator = coordinator
         self._clock = clock
@@ -130,6 +134,7 @@ class Server:
                 peer, seq, self._coordinator.set_generation(m.generation)
             ),
             wire.Stats: lambda peer, seq, _: self._value(peer, seq, self._coordinator.stats()),
+            wire.Explain: lambda peer, seq, m: self._value(peer, seq, self._coordinator.explain(m.task_id)),
             wire.Attach: self._attach,
             wire.Detach: lambda peer, seq, m: self._value(peer, seq, self._coordinator.cache.detach(peer, m.rank)),
             wire.Offer: self._offer,
@@ -196,6 +201,7 @@ class Server:
     def _refuse(self, peer: bytes, error: wire.Malformed) -> None:
         """A task that could not be read is rejected like any other; anything else is refused."""
         self._rejects[error.reason] += 1
+        self._recorder.aside(error.task_id or "", "bad message", error.reason, peer)
         info = ErrorInfo(error.reason, str(error))
         if error.task_id is None:
             self._send(peer, error.seq, wire.Refused(info, permanent=error.reason != wire.STALE_SESSION))
@@ -236,6 +242,7 @@ class Server:
         self._later(peer, seq, self._coordinator.cache.offer(peer, offer.rank, handle, offer.epoch))
 
     def _bye(self, peer: bytes, _seq: int, _: wire.Bye) -> None:
+        self._recorder.aside("", "client left", peer)
         self._forget(peer)
 
     def _match(self, peer: bytes, seq: int, match: wire.Match) -> None:
@@ -253,6 +260,7 @@ class Server:
         client = self._clients.get(peer)
         if client is not None:
             client.session = next(self._sessions)
+            self._recorder.aside("", "answer lost", peer, seq, client.session)
 
     def _value(self, peer: bytes, seq: int, value: Any) -> None:
         try:
@@ -263,6 +271,8 @@ class Server:
 
     def _refused(self, peer: bytes, seq: int, error: TransferError) -> None:
         permanent = isinstance(error, RequestError)
+        if isinstance(error, InvariantError):
+            self._recorder.failure("", str(error))
         self._send(peer, seq, wire.Refused(ErrorInfo(error.reason, str(error)), permanent=permanent))
 
     def _later(self, peer: bytes, seq: int, work: Coroutine[Any, Any, Any]) -> None:
@@ -300,6 +310,7 @@ class Server:
 
     def _meet(self, peer: bytes) -> _Client:
         client = self._clients[peer] = _Client(next(self._sessions), self._clock.monotonic())
+        self._recorder.aside("", "client came", peer, client.session)
         if self._reaper is None:
             self._look_later()
         return client
@@ -325,6 +336,7 @@ class Server:
             silent = [peer for peer, client in self._clients.items() if now - client.seen_at > self._client_timeout]
             for peer in silent:
                 log.warning("client gone", client=peer.hex(), silent_s=round(now - self._clients[peer].seen_at, 3))
+                self._recorder.aside("", "client silent", peer)
                 self._lost += 1
                 self._forget(peer)
         if self._clients:

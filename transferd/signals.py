@@ -3,6 +3,7 @@
 SIGTERM, SIGINT   stop; the shutdown has `shutdown_timeout` seconds in all
 a second one      the budget shrinks to a second: nothing is skipped, nothing waits long
 SIGHUP            reload
+SIGUSR1, SIGABRT  dump the flight recorder (dumper.py), which has a thread of its own for that
 """
 
 from __future__ import annotations
@@ -15,6 +16,16 @@ from types import TracebackType
 from typing import Self
 
 HURRY_S = 1.0
+DUMP_SIGNALS = frozenset({signal.SIGUSR1, signal.SIGABRT})
+
+
+def hold_dump_signals() -> None:
+    """Block them in the calling thread and in all that it starts, so that they wait for the dumper.
+
+    Call it before any thread exists, numpy's included: the kernel hands a signal of the process to any
+    thread that does not block it, and the default of both is death.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, DUMP_SIGNALS)
 
 
 class Signals:

@@ -165,6 +165,9 @@ class SyncClient:
     def stats(self) -> dict[str, Any]:
         return self._call(self._client.stats())
 
+    def explain(self, task_id: str) -> dict[str, Any]:
+        return self._call(self._client.explain(task_id))
+
     def ping(self) -> tuple[str, float]:
         return self._call(self._client.ping())
 

@@ -114,6 +114,11 @@ class MemoryCore:
     def stats(self) -> dict[str, Any]:
         return self.report
 
+    def explain(self, task_id: str) -> dict[str, Any]:
+        if task_id not in self.ran:
+            raise RequestError(f"nothing is known of task {task_id!r}", code="unknown_task")
+        return {"task_id": task_id, "lives": [], "omitted": 0}
+
 
 class MemoryCache:
     """The cache of a MemoryCore: has no memory, and remembers what was asked of it.

@@ -21,7 +21,7 @@ from transferd.tasks import ErrorInfo, RankOutcome, Stop
 from transferd.tiers.base import DeviceTier
 from transferd.tiers.pinned import HostPool
 from transferd.tiers.staging import Staging
-from transferd.trace import Recorder
+from transferd.trace import LONGEST_TEXT, Recorder
 from transferd.workers.job import Job
 
 T = TypeVar("T")
@@ -141,6 +141,10 @@ class Account:
 
     def failed(self, error: TransferError) -> None:
         """Keep the first error; but a lost device is what the others came from, and ends the rank."""
+        recorder, task_id, rank = self.context.recorder, self.job.task.task_id, self.context.rank
+        recorder.note(task_id, "error", rank, error.reason, str(error)[:LONGEST_TEXT])
+        if isinstance(error, InvariantError):
+            recorder.failure(task_id, f"rank {rank}: {error}")
         if self.error is None or isinstance(error, DeviceLost):
             self.error = ErrorInfo(error.reason, str(error))
 

@@ -19,6 +19,7 @@ from transferd.errors import DeviceLost, InvariantError, TransferError
 from transferd.offload import Direction
 from transferd.tasks import ErrorInfo, Lane, RankOutcome
 from transferd.tiers.base import DeviceHandle
+from transferd.trace import LONGEST_TEXT
 from transferd.workers.context import RankContext
 from transferd.workers.handover import Handover
 from transferd.workers.job import Job
@@ -131,8 +132,11 @@ class RankWorker:
             outcome = await self._handlers[job.task.lane](job)
         except TransferError as error:
             outcome = self._failure(error.reason, str(error), job)
+            if isinstance(error, InvariantError):
+                self.context.recorder.failure(job.task.task_id, f"rank {self.rank}: {error}")
         except Exception as error:
             log.exception("handler failed", task_id=job.task.task_id, rank=self.rank)
+            self.context.recorder.failure(job.task.task_id, f"rank {self.rank}: {type(error).__name__}: {error}")
             outcome = self._failure(InvariantError.code, f"{type(error).__name__}: {error}", job)
         lane.running -= 1
         lane.bytes += outcome.bytes
@@ -140,11 +144,13 @@ class RankWorker:
             lane.done += 1
         else:
             lane.failed += 1
+        self.context.recorder.step(job.task.task_id, "arrived", self.rank, len(outcome.moved))
         self._arrive(job, outcome)
         if outcome.error is not None and outcome.error.code == DeviceLost.code:
             self._died(self.rank, outcome.error.message)
 
     def _failure(self, code: str, message: str, job: Job) -> RankOutcome:
+        self.context.recorder.note(job.task.task_id, "error", self.rank, code, message[:LONGEST_TEXT])
         return RankOutcome(rank=self.rank, error=ErrorInfo(code, message), queue_s=job.queue_s)
 
     async def close(self) -> None:

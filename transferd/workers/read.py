@@ -76,12 +76,16 @@ class Reader:
             return 0
         available = matching.result()
         self.missed += job.task.blocks - available
+        self._context.recorder.step(job.task.task_id, "found", self._context.rank, available)
         return available
 
     async def _load(self, job: Job, account: Account, positions: range) -> bool:
         """One chunk, from wherever its objects are on their way. True: every block arrived."""
         names = self._context.names(job, positions)
         parts, lead = self.flights.board(names)
+        shared = len(names) - (0 if lead is None else len(lead.names))
+        if shared:
+            self._context.recorder.step(job.task.task_id, "shares fetch", self._context.rank, shared)
         if lead is not None:
             id_of = dict(zip(names, self._context.ids(job, positions), strict=True))
             ids = [id_of[name] for name in lead.names]
@@ -126,6 +130,7 @@ class Reader:
         slots = [batch.slot(names[i]) for i in good]
         blocks = [task.gpu_block_ids[positions[i]] for i in good]
         plan = plan_copy(context.staging.packed, slots, context.device.arena.geometry, blocks)
+        context.recorder.step(task.task_id, "copy", context.rank, len(good))
         before = context.clock.monotonic()
         try:
             await context.device.copy_in(plan, context.staging.memory)
@@ -137,6 +142,7 @@ class Reader:
         """Storage → slots, verified. Belongs to the batch, not to the task that began it."""
         context = self._context
         staging = context.staging
+        context.recorder.step(holder, "fetch", context.rank, len(batch.names))
         batch.lease = await staging.acquire(self.consumer, len(batch.names), holder)
         if not batch.consumers:  # everybody was stopped while this waited for slots
             return [MISSING] * len(batch.names)
@@ -149,7 +155,7 @@ class Reader:
             if reason is not None:
                 outcomes[i] = MISSING
                 self.corrupt += 1
-                context.recorder.note(holder, "corrupt object", name=batch.names[i], reason=str(reason))
+                context.recorder.note(holder, "corrupt object", context.rank, batch.names[i], str(reason))
                 context.background.spawn(self._quarantine(batch.names[i]))
         return outcomes
 

@@ -33,6 +33,8 @@ class Swapper:
                 break
             piece = range(start, min(start + self._piece_blocks, task.blocks))
             plan = self._plan(job, piece, host.arena.geometry)
+            if start:  # of the first piece, "started" says it
+                context.recorder.step(task.task_id, "copy", context.rank, len(piece))
             before = context.clock.monotonic()
             try:
                 if out:

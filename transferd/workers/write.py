@@ -71,7 +71,9 @@ class Writer:
             return []
         stored = asked.result()
         account.done([i for i, there in enumerate(stored) if there], 0)
-        return [i for i, there in enumerate(stored) if not there]
+        missing = [i for i, there in enumerate(stored) if not there]
+        self._context.recorder.step(job.task.task_id, "to store", self._context.rank, len(missing))
+        return missing
 
     async def _send(self, job: Job, account: Account, positions: Sequence[int]) -> _Chunk | None:
         """Bring one chunk to the point where its put is under way. None: told to stop, or the copy failed."""
@@ -82,6 +84,7 @@ class Writer:
             if job.stop.reason is None:
                 await self._gather(job, account, positions, lease)
                 blobs = self._blobs(job, positions, lease)
+                self._context.recorder.step(job.task.task_id, "put", self._context.rank, len(blobs))
                 put = self._context.background.spawn(self._put(blobs))
                 # From here the lease is the put's: it comes back when the bytes have left the slots.
                 put.add_done_callback(lambda _: lease.release())
@@ -108,6 +111,7 @@ class Writer:
         staging, device = context.staging, context.device.arena.geometry
         blocks = [task.gpu_block_ids[i] for i in positions]
         plan = plan_copy(device, blocks, staging.packed, lease.slots)
+        context.recorder.step(task.task_id, "copy", context.rank, len(positions))
         before = context.clock.monotonic()
         try:
             await context.device.copy_out(plan, staging.memory)
@@ -141,6 +145,8 @@ class Writer:
             return
         stored = [i for i, outcome in zip(chunk.positions, outcomes, strict=True) if outcome.found is not Found.FAILED]
         account.done(stored, len(stored) * self._context.layout.block_bytes)
+        context = self._context
+        context.recorder.step(account.job.task.task_id, "stored", context.rank, len(stored))
         for outcome in outcomes:
             if outcome.error is not None:
                 account.failed(outcome.error)

@@ -1,0 +1,135 @@
+"""The flight recorder's rings: what is kept, what is not, and that anyone may look at any time."""
+
+from __future__ import annotations
+
+import ast
+import threading
+from pathlib import Path
+
+from transferd.admission import Limits
+from transferd.clock import Clock
+from transferd.dispatch import Dispatcher
+from transferd.trace import FIELDS, LONGEST_TEXT, STEPS, STEPS_PER_NOTE, Recorder
+
+
+def ticking() -> Clock:
+    now = iter(range(1_000_000))
+    return Clock(monotonic=lambda: float(next(now)))
+
+
+def test_notes_of_a_task_come_back_in_order_and_others_do_not() -> None:
+    recorder = Recorder(clock=ticking())
+    recorder.step("a", "copy", 0, 3)
+    recorder.step("b", "copy", 0, 1)
+    recorder.aside("a", "joined", b"c")
+    recorder.note("a", "done", "ok", 3, None)
+    assert [note.what for note in recorder.notes("a")] == ["copy", "joined", "done"]
+    assert recorder.story("a").splitlines() == [
+        "0.000000 a copy rank=0 blocks=3",
+        "2.000000 a joined client=b'c'",
+        "3.000000 a done status='ok' blocks=3 code=None",
+    ]
+    assert recorder.story("c") == "(no notes kept)"
+
+
+def test_both_rings_are_bounded_and_keep_the_newest() -> None:
+    recorder = Recorder(capacity=16)
+    for i in range(100):
+        recorder.note(str(i), "slack used up")
+        recorder.aside("", "client left", i)
+        recorder.step("t", "copy", 0, i)
+    assert [note.detail["blocks"] for note in recorder.notes("t")] == list(range(100 - 16 * STEPS_PER_NOTE, 100))
+    assert [note.task_id for note in recorder if note.what == "slack used up"] == [str(i) for i in range(84, 100)]
+    assert [note.detail["client"] for note in recorder if note.what == "client left"] == [98, 99]
+
+
+def test_a_flood_of_refusals_does_not_push_out_what_tasks_did() -> None:
+    recorder = Recorder(capacity=16)
+    recorder.note("t", "slack used up")
+    for _ in range(10_000):
+        recorder.aside("flood", "busy", "queue_full", b"")
+    assert recorder.story("t") != "(no notes kept)"
+
+
+def test_a_task_id_from_outside_is_kept_short_and_found_all_the_same() -> None:
+    recorder = Recorder()
+    recorder.aside("x" * 100_000, "rejected", "bad_value", b"")
+    assert len(next(iter(recorder)).task_id) == LONGEST_TEXT
+    assert [note.what for note in recorder.notes("x" * 100_000)] == ["rejected"]
+
+
+def test_a_failure_is_noted_and_told_in_one_short_line() -> None:
+    recorder, told = Recorder(), list[str]()
+    recorder.on_failure = told.append
+    recorder.failure("t", "it broke\nand this is its long story" + "x" * 1000)
+    assert told == ["it broke"]
+    (note,) = recorder.notes("t")
+    assert (note.what, note.detail) == ("failure", {"problem": "it broke"})
+
+
+def test_notes_can_be_read_while_another_thread_adds_more() -> None:
+    recorder = Recorder(capacity=4096)
+    end = threading.Event()
+
+    def add() -> None:
+        while not end.is_set():
+            recorder.note("t", "blocks free", "s")
+
+    thread = threading.Thread(target=add)
+    thread.start()
+    try:
+        for _ in range(200):
+            times = [note.at for note in recorder.notes()]
+            assert times == sorted(times)
+    finally:
+        end.set()
+        thread.join()
+
+
+def test_every_note_in_the_package_is_of_a_known_kind_and_says_what_that_kind_says() -> None:
+    found: set[str] = set()
+    for path in (Path(__file__).parents[2] / "transferd").rglob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
+                continue
+            owner = ast.unparse(call.func.value)
+            mine = owner.endswith("recorder") or (owner == "self" and path.name == "trace.py")
+            if call.func.attr == "step" and mine:
+                assert len(call.args) == 4
+                found.add(ast.literal_eval(call.args[1]))
+            if call.func.attr in ("note", "aside") and mine:
+                kind = call.args[1]
+                assert not call.keywords
+                kinds = ["busy", "rejected", "failed"] if isinstance(kind, ast.Name) else [ast.literal_eval(kind)]
+                found.update(kinds)
+                for what in kinds:
+                    assert len(call.args) == 2 + len(FIELDS[what]), f"{path.name}: {ast.unparse(call)}"
+    assert found == set(FIELDS) | set(STEPS)
+
+
+def test_steps_of_tasks_are_told_apart_also_when_the_ring_has_wrapped() -> None:
+    recorder = Recorder(capacity=64)
+    for i in range(1000):
+        recorder.step(f"task-{i % 7}", "copy", i % 3, i)
+    for task in range(7):
+        mine = recorder.notes(f"task-{task}")
+        assert [note.detail for note in mine] == [
+            {"rank": i % 3, "blocks": i} for i in range(1000 - 64 * STEPS_PER_NOTE, 1000) if i % 7 == task
+        ]
+
+
+def test_steps_of_a_task_whose_notes_are_gone_are_still_in_the_whole() -> None:
+    recorder = Recorder(clock=ticking())
+    recorder.step("known", "copy", 0, 1)
+    recorder.step("unknown", "started", -1, 0)
+    recorder.note("known", "done", "ok", 1, None)
+    known, unknown, done = recorder.notes()
+    assert (known.task_id, done.task_id) == ("known", "known")
+    assert (unknown.task_id, unknown.detail) == (f"#{hash('unknown') & (1 << 64) - 1:016x}", {})
+
+
+def test_an_empty_recorder_is_still_the_one_to_use() -> None:
+    """Were it false, as an empty container is, `recorder or Recorder()` would note where nobody reads."""
+    recorder = Recorder()
+    limits = Limits(ranks=1, device_blocks=1, host_blocks=1, block_bytes=1)
+    assert Dispatcher(limits, recorder=recorder)._recorder is recorder
