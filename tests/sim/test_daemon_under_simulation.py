@@ -77,7 +77,9 @@ def test_the_flight_recorder_tells_the_life_of_a_task() -> None:
     async def program(world: SimWorld, engine: SimEngine) -> None:
         write = WriteStorageTask(task_id="w", keys=["a"], gpu_block_ids=[0])
         assert (await engine.client.submit(write)).status is Status.OK
-        story = world.daemon.recorder.story("w")
-        assert [line.split()[2] for line in story.splitlines()] == ["admitted", "started", "done"]
+        notes = world.daemon.recorder.notes("w")
+        first = [note.what for note in notes if note.detail.get("rank") in (None, 0)]
+        assert first == ["admitted", "started", "to store", "copy", "put", "stored", "arrived", "done"]
+        assert world.daemon.recorder.story("w").count("\n") == len(notes) - 1
 
     calm(program)
