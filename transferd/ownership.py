@@ -2,7 +2,7 @@
 
 FastDeploy decided this in several places, which disagreed: memory was allocated twice in disaggregated
 deployments (#4420) and on XPU with a store (#7420), and a cache made by the worker and attached by the
-transfer process gave accuracy errors (#6144; docs/adr says which order prevents that here). So the rule
+transfer process gave accuracy errors (#6144; docs/adr/0012 says what prevents that here). So the rule
 is one pure function of the configuration, the daemon acts by it, and an engine asks the same function or
 reads the answer from `stats()`. Its truth table is in docs/operations.md; a test compares the two.
 """
