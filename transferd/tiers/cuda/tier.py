@@ -9,7 +9,7 @@ Memory of a rank, all of it the tier's own from `open` to `close`:
 Copies run in two lanes, one each way, with streams of their own. Nothing here is shared between ranks but
 the compiled kernel and the device's primary context, which are counted.
 
-The engine's compute and these copies are ordered like this (docs/adr/0009):
+The engine's compute and these copies are ordered like this (docs/adr/0012):
 
 * before: the engine pushes a task when what it names was computed, or records the shared event (a field of
   the handle) on its stream and pushes at once; each copy waits, on the device, for what was recorded last;
