@@ -205,8 +205,8 @@ MUTANTS = (
     Mutant(
         "a resume starts nothing",
         "dispatch.py",
-        "        if self._starting:\n            self._refusal = None\n        self._start_ready()",
-        "        if self._starting:\n            self._refusal = None",
+        "        if self._starting:\n            self._draining = False\n        self._start_ready()",
+        "        if self._starting:\n            self._draining = False",
     ),
     Mutant(
         "what a broken connection lost is not asked again",

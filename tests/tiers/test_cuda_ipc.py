@@ -22,6 +22,7 @@ from transferd.testing.cuda.tier import as_numpy
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.cuda import CudaDeviceTier, engine, fastdeploy
 from transferd.tiers.cuda.ipc import KIND
+from transferd.tiers.fastdeploy import segment_name
 from transferd.tiers.owner import this_process
 from transferd.tiers.pinned import HostPool
 
@@ -230,7 +231,7 @@ async def test_what_fastdeploy_publishes_is_understood(
         for layer, array in enumerate(arrays):
             with other.gpu.current(other.context):
                 content = b"\1" + bytes(7) + other.gpu.export_memory(array.address)
-            (tmp_path / fastdeploy.segment_name(plane, layer, 3, 5)).write_bytes(content)
+            (tmp_path / segment_name(plane, layer, 3, 5)).write_bytes(content)
     assert (tmp_path / "key_caches_0_rank3.device5").exists()
     assert (tmp_path / "value_cache_scales_2_rank3.device5").exists()
     handle = fastdeploy.handle_of(LAYOUT, 3, 5, f"{0:032x}", this_process(), tmp_path)

@@ -1,0 +1,90 @@
+"""FastDeploy's handle files: written as its operators read them, read as its operators write them."""
+
+from __future__ import annotations
+
+import os
+import stat
+import struct
+from pathlib import Path
+
+import pytest
+
+from transferd.errors import EngineGone, TierError
+from transferd.tiers.fastdeploy import publish, read, segment_name, withdraw
+
+HANDLE = bytes(range(1, 65))
+NAME = segment_name("key", 12, 3, 7)
+
+
+@pytest.mark.parametrize(
+    ("plane", "name"),
+    [
+        ("key", "key_caches_12_rank3.device7"),
+        ("value", "value_caches_12_rank3.device7"),
+        ("key_scale", "key_cache_scales_12_rank3.device7"),
+        ("value_scale", "value_cache_scales_12_rank3.device7"),
+        ("indexer", "indexer_caches_12_rank3.device7"),
+    ],
+)
+def test_names_are_fastdeploys(plane: str, name: str) -> None:
+    assert segment_name(plane, 12, 3, 7) == name
+
+
+def test_what_is_published_has_the_form_of_its_struct(tmp_path: Path) -> None:
+    publish(NAME, HANDLE, tmp_path)
+    content = (tmp_path / NAME).read_bytes()
+    assert content == struct.pack("<Q64s", 0, HANDLE), "struct { size_t nprocesses; cudaIpcMemHandle_t memHandle; }"
+    assert stat.S_IMODE((tmp_path / NAME).stat().st_mode) & 0o660 == 0o660 & ~_umask(), "its reader opens it O_RDWR"
+    assert [path.name for path in tmp_path.iterdir()] == [NAME], "nothing is left beside it"
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def test_what_the_operator_writes_is_read(tmp_path: Path) -> None:
+    (tmp_path / NAME).write_bytes(struct.pack("<Q64s", 1, HANDLE) + bytes(4024))  # as a whole page
+    assert read(NAME, tmp_path) == HANDLE
+
+
+def test_a_publication_replaces_that_of_a_dead_engine_and_is_withdrawn_once(tmp_path: Path) -> None:
+    publish(NAME, bytes([9]) * 64, tmp_path)
+    publish(NAME, HANDLE, tmp_path)
+    assert read(NAME, tmp_path) == HANDLE
+    assert not withdraw(NAME, bytes([9]) * 64, tmp_path), "it is another's by now"
+    assert withdraw(NAME, HANDLE, tmp_path)
+    assert not withdraw(NAME, HANDLE, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "has not published"),
+        (b"", "has 0 bytes"),
+        (bytes(71), "has 71 bytes"),
+        (bytes(72), "still empty"),
+    ],
+)
+def test_what_is_not_there_or_not_all_of_it_is_one_line_that_names_it(
+    tmp_path: Path, content: bytes | None, said: str
+) -> None:
+    if content is not None:
+        (tmp_path / NAME).write_bytes(content)
+    with pytest.raises(EngineGone, match=said) as caught:
+        read(NAME, tmp_path)
+    assert NAME in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_cannot_be_published_says_so_and_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(TierError, match="64 bytes, not 3"):
+        publish(NAME, b"abc", tmp_path)
+    (tmp_path / NAME).mkdir()
+    with pytest.raises(TierError, match="cannot publish key_caches_12"):
+        publish(NAME, HANDLE, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+    with pytest.raises(TierError, match="No such file"):
+        publish(NAME, HANDLE, tmp_path / "absent")

@@ -1,0 +1,91 @@
+"""FastDeploy's exchange of device memory: one small POSIX shared memory object for each tensor of the cache.
+
+Its operator set_data_ipc writes the object, share_external_data reads it, unset_data_ipc removes it:
+
+    name     {plane name}_{layer}_rank{rank}.device{device}
+    bytes    0 …  7  a count that nobody uses; zero
+             8 … 71  the IPC handle of the tensor's allocation (cudaIpcMemHandle_t, 64 bytes)
+
+(FastDeploy, custom_ops/gpu_ops: cuda_multiprocess.h, share_external_data.cu, unset_data_ipc.cu;
+cache_transfer_manager.py for the names. rank is that within the tensor-parallel group, device the index as
+the engine counts it.) The same object serves XPU with a handle of its own in the same place.
+
+What the format cannot say, and a reader has to know from elsewhere: an offset (the handle names a whole
+allocation, so a tensor has to be its beginning), a size or shape, and which process wrote it. An engine
+that died leaves its objects behind; only opening the handle shows that it is dead.
+
+`read` and `publish` know files only; opening handles is for the device tiers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from transferd.errors import EngineGone, TierError
+from transferd.tiers.segment import DIRECTORY, MODE
+
+HANDLE_BYTES = 64
+COUNT_BYTES = 8
+NAMES = {
+    "key": "key_caches",
+    "value": "value_caches",
+    "key_scale": "key_cache_scales",
+    "value_scale": "value_cache_scales",
+    "indexer": "indexer_caches",
+}
+
+
+def segment_name(plane: str, layer: int, rank: int, device: int) -> str:
+    """What FastDeploy calls the object of one tensor."""
+    return f"{NAMES[plane]}_{layer}_rank{rank}.device{device}"
+
+
+def read(name: str, directory: Path = DIRECTORY) -> bytes:
+    """The 64 bytes of the handle in the object `name`.
+
+    Raises EngineGone when the engine has not published it, not yet, or not all of it.
+    """
+    try:
+        content = (directory / name).read_bytes()
+    except OSError as error:
+        raise EngineGone(f"the engine has not published {name}: {error.strerror}") from error
+    handle = content[COUNT_BYTES : COUNT_BYTES + HANDLE_BYTES]
+    if len(handle) != HANDLE_BYTES:
+        raise EngineGone(f"{name} has {len(content)} bytes: no IPC handle is in it")
+    if not any(handle):  # set_data_ipc makes the object first and fills it in afterwards
+        raise EngineGone(f"{name} is still empty: the engine has not published its handle yet")
+    return handle
+
+
+def publish(name: str, handle: bytes, directory: Path = DIRECTORY) -> None:
+    """Make the object `name` say `handle`, for share_external_data to read; in one step, so never half.
+
+    One that is there is replaced: its writer may be long dead. Raises TierError.
+    """
+    if len(handle) != HANDLE_BYTES:
+        raise TierError(f"an IPC handle has {HANDLE_BYTES} bytes, not {len(handle)}")
+    temporary = directory / f".{name}.{os.getpid()}"
+    try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, MODE)
+        try:
+            os.write(fd, bytes(COUNT_BYTES) + handle)
+        finally:
+            os.close(fd)
+        temporary.rename(directory / name)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise TierError(f"cannot publish {name}: {error.strerror}") from error
+
+
+def withdraw(name: str, handle: bytes, directory: Path = DIRECTORY) -> bool:
+    """Remove the object `name` if it still says `handle`. False: it does not, and is somebody else's or gone."""
+    try:
+        if read(name, directory) != handle:
+            return False
+        (directory / name).unlink()
+    except (EngineGone, OSError):
+        return False
+    return True
