@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -46,6 +46,16 @@ class Batch:
     keys: list[str]
     addresses: list[int]
     sizes: list[int]
+
+    @classmethod
+    def joined(cls, batches: Iterable[Batch]) -> Batch:
+        """One after the other. No key may be in two of them."""
+        whole = cls([], [], [])
+        for batch in batches:
+            whole.keys.extend(batch.keys)
+            whole.addresses.extend(batch.addresses)
+            whole.sizes.extend(batch.sizes)
+        return whole
 
     def only(self, keys: Sequence[str]) -> Batch:
         """The part of it that these keys name, in its own order."""

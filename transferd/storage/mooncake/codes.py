@@ -22,6 +22,8 @@ TRANSFER_FAIL = -800
 RPC_FAIL = -900
 RPC_TIMEOUT = -901
 
+UNSEEN = 2  # ours: the library says that it is stored, and a get would find nothing
+
 NAMES = {
     -1: "INTERNAL_ERROR",
     -10: "BUFFER_OVERFLOW",

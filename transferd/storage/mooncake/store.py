@@ -9,6 +9,8 @@ the buffers lent. What keeps the *next* call from waiting is the breaker: it ope
 nobody answers, and by a timer while a call still hangs; then every call fails at once. `health_check`
 is not asked: it says "healthy" with the master dead.
 
+**One data call at a time**, as large as what has come meanwhile (merging.py), with its look-up in the same thread.
+
 **A put is looked up before it counts.** The library answers 0 for a key that another client is writing
 at this moment, or began and never finished; nothing is transferred then and a get finds nothing. So
 after a put its keys are asked for. One that is not there is asked for again for a second, the time another
@@ -47,6 +49,7 @@ from transferd.storage.mooncake.client import Batch, NativeClient, PoolClient, s
 from transferd.storage.mooncake.codes import told
 from transferd.storage.mooncake.joining import SetUp, join
 from transferd.storage.mooncake.layouts import Layouts
+from transferd.storage.mooncake.merging import Merger
 from transferd.storage.uncancelled import uncancelled
 from transferd.tiers.base import HostMemory
 
@@ -81,6 +84,7 @@ class MooncakeStorage(Storage):
         self._breaker = CircuitBreaker("mooncake", self._probe, self._section.probe_interval)
         self._registered: dict[int, int] = {}  # address: length
         self._counts: Counter[str] = Counter()
+        self._puts, self._gets = Merger(self._put_now), Merger(self._get_now)
         self._moving = 0  # objects in native calls
         # FastDeploy's names say nothing of a layout, and its pools hold nothing of ours.
         ours = config.storage.key_schema == "transferd"
@@ -199,6 +203,7 @@ class MooncakeStorage(Storage):
             "breaker": str(self._breaker.state),
             "breaker_opened": self._breaker.opened,
             "breaker_reason": self._breaker.reason,
+            "batches_merged": self._puts.merged + self._gets.merged,
             "calls_under_way": 0 if self._calls is None else self._calls.under_way,
         }
 
@@ -209,50 +214,46 @@ class MooncakeStorage(Storage):
     # --- put ----------------------------------------------------------------------------------------
 
     async def _put(self, batch: Batch) -> dict[str, Outcome]:
-        answers = dict(zip(batch.keys, await self._store(batch), strict=True))
+        self._breaker.check()  # before it waits for its turn
+        answers = dict(zip(batch.keys, await self._puts.run(batch), strict=True))
         for pause in ROOM_PAUSES_S:
             full = [key for key, code in answers.items() if code == codes.NO_AVAILABLE_HANDLE]
             if not full:
                 break
             self._counts["waited_for_room"] += len(full)
             await asyncio.sleep(pause)
-            answers |= zip(full, await self._store(batch.only(full)), strict=True)
-        doubtful = [key for key, code in answers.items() if code == codes.OK or code in codes.OVERTAKEN]
-        try:
-            there = await self._settle(batch.only(doubtful))
-        except StorageUnavailable as error:
-            there = dict.fromkeys(doubtful, Outcome(Found.FAILED, error))
+            answers |= zip(full, await self._puts.run(batch.only(full)), strict=True)
+        unseen = [key for key, code in answers.items() if code == codes.UNSEEN]
+        answers |= await self._settle(batch.only(unseen))
         sizes = dict(zip(batch.keys, batch.sizes, strict=True))
-        return {key: there.get(key) or _not_stored(code, sizes[key]) for key, code in answers.items()}
+        return {key: STORED if code == codes.OK else _not_stored(code, sizes[key]) for key, code in answers.items()}
 
-    async def _store(self, batch: Batch) -> list[int]:
-        return await self._native(Lane.STORE, lambda client: client.put(batch), moves=len(batch.keys))
+    async def _put_now(self, batch: Batch) -> list[int]:
+        return await self._native(Lane.STORE, lambda client: _put_and_look(client, batch), moves=len(batch.keys))
 
-    async def _settle(self, batch: Batch) -> dict[str, Outcome]:
-        """What has become of keys that the library says are stored. Raises StorageUnavailable."""
-        missing = await self._absent(batch)
-        if missing.keys:
-            self._counts["contested"] += len(missing.keys)
+    async def _settle(self, unseen: Batch) -> dict[str, int]:
+        """The last word on keys that should be stored and are not found."""
+        missing = unseen
+        self._counts["contested"] += len(missing.keys)
+        try:
             for pause in CONTEST_PAUSES_S:
-                await asyncio.sleep(pause)
-                missing = await self._absent(missing)
                 if not missing.keys:
                     break
-            else:
-                missing = await self._take_over(missing)
-        gone = Outcome(Found.FAILED, StorageError("another client writes this object and has not finished"))
-        return dict.fromkeys(batch.keys, STORED) | dict.fromkeys(missing.keys, gone)
+                await asyncio.sleep(pause)
+                missing = await self._absent(missing)
+            missing = await self._take_over(missing)
+        except StorageUnavailable:
+            return dict.fromkeys(unseen.keys, codes.RPC_FAIL)
+        return dict.fromkeys(unseen.keys, codes.OK) | dict.fromkeys(missing.keys, codes.UNSEEN)
 
     async def _absent(self, batch: Batch) -> Batch:
         """The part of a batch that a get would not find now."""
-        if not batch.keys:
-            return batch
         found = await self._native(Lane.STORE, lambda client: client.exists(batch.keys))
         return batch.only([key for key, code in zip(batch.keys, found, strict=True) if code != 1])
 
     async def _take_over(self, batch: Batch) -> Batch:
         """Write in place of writes that do not come to an end. Returns what is still absent."""
-        if not self._opened()[0].can_replace:
+        if not batch.keys or not self._opened()[0].can_replace:
             return batch
         self._counts["taken_over"] += len(batch.keys)
         await self._native(Lane.STORE, lambda client: client.replace(batch), moves=len(batch.keys))
@@ -261,7 +262,8 @@ class MooncakeStorage(Storage):
     # --- get ----------------------------------------------------------------------------------------
 
     async def _get(self, batch: Batch) -> dict[str, Outcome]:
-        answers = await self._native(Lane.LOAD, lambda client: client.get(batch), moves=len(batch.keys))
+        self._breaker.check()
+        answers = await self._gets.run(batch)
         outcomes, odd = {}, []
         for key, size, code in zip(batch.keys, batch.sizes, answers, strict=True):
             if code == size:
@@ -271,6 +273,9 @@ class MooncakeStorage(Storage):
             else:
                 outcomes[key] = MISSING if code in codes.NOT_THERE else _failed("load", code)
         return outcomes | await self._misfits(batch.only(odd))
+
+    async def _get_now(self, batch: Batch) -> list[int]:
+        return await self._native(Lane.LOAD, lambda client: client.get(batch), moves=len(batch.keys))
 
     async def _misfits(self, batch: Batch) -> dict[str, Outcome]:
         """Objects that are not as long as their buffers: missing, and removed.
@@ -393,7 +398,19 @@ def _registered_address(blob: Blob, registered: Mapping[int, int]) -> int:
     return address
 
 
+def _put_and_look(client: PoolClient, batch: Batch) -> list[int]:
+    """As put, and each 0 is looked up: UNSEEN where a get would find nothing. In one thread, on one way."""
+    answers = client.put(batch)
+    doubtful = [i for i, code in enumerate(answers) if code == codes.OK or code in codes.OVERTAKEN]
+    if doubtful:
+        for i, found in zip(doubtful, client.exists([batch.keys[i] for i in doubtful]), strict=True):
+            answers[i] = codes.OK if found == 1 else codes.UNSEEN if found == 0 else found
+    return answers
+
+
 def _not_stored(code: int, nbytes: int) -> Outcome:
+    if code == codes.UNSEEN:
+        return Outcome(Found.FAILED, StorageError("another client writes this object and has not finished"))
     if code == codes.NO_AVAILABLE_HANDLE:
         what = f"no segment of the pool has room for an object of {nbytes} bytes ({told(code)})"
         return Outcome(Found.FAILED, StorageFull(what))

@@ -1,0 +1,143 @@
+"""Merging: nothing waits without a reason, everything is answered with its own part, a hung call holds nobody up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from transferd.errors import StorageUnavailable
+from transferd.storage.mooncake import merging
+from transferd.storage.mooncake.client import Batch
+from transferd.storage.mooncake.merging import MOST_BYTES, MOST_OBJECTS, Merger
+
+
+class Library:
+    """Calls that end when they are told to; the answer for a key is its number."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[str]] = []
+        self.ends: list[asyncio.Future[None]] = []
+
+    async def __call__(self, batch: Batch) -> list[int]:
+        end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.calls.append(batch.keys)
+        self.ends.append(end)
+        await end
+        assert batch.addresses == [int(key) + 1000 for key in batch.keys]
+        return [int(key) for key in batch.keys]
+
+
+def batch(*numbers: int, nbytes: int = 1) -> Batch:
+    return Batch([str(n) for n in numbers], [n + 1000 for n in numbers], [nbytes] * len(numbers))
+
+
+@pytest.fixture
+def library() -> Library:
+    return Library()
+
+
+async def submit(merger: Merger, *batches: Batch) -> list[asyncio.Task[list[int]]]:
+    tasks = [asyncio.ensure_future(merger.run(each)) for each in batches]
+    await turns()
+    return tasks
+
+
+async def turns() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def keys(*numbers: int) -> Sequence[str]:
+    return [str(n) for n in numbers]
+
+
+async def test_the_first_goes_at_once_and_those_behind_it_together_each_with_its_own_answer(library: Library) -> None:
+    merger = Merger(library)
+    tasks = await submit(merger, batch(1), batch(2, 3), batch(4), batch(5, 6))
+    assert library.calls == [keys(1)]
+    library.ends[0].set_result(None)
+    await turns()
+    assert library.calls == [keys(1), keys(2, 3, 4, 5, 6)]
+    library.ends[1].set_result(None)
+    assert await asyncio.gather(*tasks) == [[1], [2, 3], [4], [5, 6]]
+    assert (merger.calls, merger.merged) == (2, 2)
+
+
+async def test_one_after_the_other_is_one_call_each(library: Library) -> None:
+    merger = Merger(library)
+    for number in range(3):
+        (task,) = await submit(merger, batch(number))
+        library.ends[-1].set_result(None)
+        assert await task == [number]
+    assert (merger.calls, merger.merged) == (3, 0)
+
+
+async def test_a_key_that_waits_twice_is_in_two_calls(library: Library) -> None:
+    merger = Merger(library)
+    tasks = await submit(merger, batch(0), batch(1, 2), batch(2, 3))
+    for end in range(3):
+        library.ends[end].set_result(None)
+        await turns()
+    assert library.calls == [keys(0), keys(1, 2), keys(2, 3)]
+    assert await asyncio.gather(*tasks) == [[0], [1, 2], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (batch(1, nbytes=MOST_BYTES), batch(2)),
+        (batch(*range(1, MOST_OBJECTS + 1)), batch(MOST_OBJECTS + 1)),
+    ],
+)
+async def test_a_call_has_a_largest_size(library: Library, first: Batch, second: Batch) -> None:
+    merger = Merger(library)
+    tasks = await submit(merger, batch(0), first, second)
+    for end in range(3):
+        library.ends[end].set_result(None)
+        await turns()
+    assert library.calls == [keys(0), first.keys, second.keys]
+    await asyncio.gather(*tasks)
+
+
+async def test_what_alone_is_larger_still_goes(library: Library) -> None:
+    huge = batch(*range(2 * MOST_OBJECTS), nbytes=MOST_BYTES)
+    (task,) = await submit(Merger(library), huge)
+    library.ends[0].set_result(None)
+    assert len(await task) == 2 * MOST_OBJECTS
+
+
+async def test_a_call_that_hangs_is_passed_by_those_behind_it(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(merging, "PATIENCE_S", 0.01)
+    merger = Merger(library)
+    hanging, *others = await submit(merger, batch(0), batch(1), batch(2))
+    async with asyncio.timeout(30):
+        while len(library.calls) < 2:  # noqa: ASYNC110 - patience ends by itself
+            await asyncio.sleep(0.001)
+    library.ends[1].set_result(None)
+    assert await asyncio.gather(*others) == [[1], [2]]
+    assert not hanging.done()
+    (more,) = await submit(merger, batch(3))
+    library.ends[2].set_result(None)
+    assert await more == [3], "the hung call is nobody's business any more"
+    library.ends[0].set_result(None)
+    assert await hanging == [0]
+    (last,) = await submit(merger, batch(4))
+    library.ends[3].set_result(None)
+    assert await last == [4]
+
+
+async def test_what_a_call_raises_every_caller_of_it_gets_and_the_next_goes_on(library: Library) -> None:
+    merger = Merger(library)
+    tasks = await submit(merger, batch(0), batch(1), batch(2))
+    library.ends[0].set_result(None)
+    await turns()
+    late = await submit(merger, batch(3))
+    library.ends[1].set_exception(StorageUnavailable("gone"))
+    await turns()
+    library.ends[2].set_result(None)
+    results = await asyncio.gather(*tasks, *late, return_exceptions=True)
+    assert [type(result) for result in results] == [list, StorageUnavailable, StorageUnavailable, list]
