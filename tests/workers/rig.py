@@ -117,6 +117,7 @@ class Rig:
     async def open(self) -> Rig:
         await self.storage.open()
         await self.worker.open()
+        await self.worker.open_device()
         self.memory[:] = np.random.default_rng(7).integers(0, 256, len(self.memory), dtype=np.uint8)
         return self
 
