@@ -32,8 +32,8 @@ LEVELS: dict[str, int] = {
     # 5: the two ends of the wire
     "cache": 5, "coordinator": 5, "server": 5, "http": 5, "metrics": 5, "publisher": 5, "client": 5, "sync_client": 5,
     # 6: where parts are put together
-    "report": 6, "signals": 6, "dumper": 6, "notify": 6, "logs": 6, "daemon": 6, "launch": 6, "replay": 6, "demo": 6,
-    "bench": 6,
+    "report": 6, "signals": 6, "dumper": 6, "notify": 6, "logs": 6, "daemon": 6, "process": 6, "launch": 6, "replay": 6,
+    "demo": 6, "bench": 6,
     "pool": 6, "options": 6, "rehearsal": 6, "verify": 6, "adapters": 6, "testing": 6, "cli": 6, "__main__": 6,
     "__init__": 6,
 }  # fmt: skip

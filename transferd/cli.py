@@ -51,7 +51,7 @@ def serve(config: ConfigOption = None, set_: SetOption = None) -> None:
     from transferd.signals import hold_dump_signals
 
     hold_dump_signals()  # before the next line: numpy's own threads are made as it is imported
-    from transferd.daemon import serve as run
+    from transferd.process import serve as run
 
     def read() -> configuration.Config:
         return configuration.load(config, overrides=set_ or ())

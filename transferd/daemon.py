@@ -1,22 +1,22 @@
 """The daemon: the one place where the parts are put together, and the one function that takes them apart.
 
 build   configuration → layout, storage, barrier, dispatcher, ranks
-run     open storage and every rank → listen → announce readiness → wait for a signal
+open    listen → open storage and every rank → announce readiness
 stop    numbered, within one time budget (`Daemon.stop`)
+
+process.py runs one from its start to its end.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
-import gc
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import structlog
 
-from transferd import logs, report
+from transferd import report
 from transferd.admission import Limits
 from transferd.barrier import RankBarrier
 from transferd.cache import Cache
@@ -26,20 +26,17 @@ from transferd.coordinator import Coordinator
 from transferd.direct.exchange import Exchange
 from transferd.direct.transfer_engine import TransferEngineCarrier
 from transferd.dispatch import Dispatcher
-from transferd.dumper import Dumper
-from transferd.errors import ConfigError, TransferError
+from transferd.errors import ConfigError
 from transferd.explain import explain
 from transferd.generation import configured_generation, generation_of
 from transferd.layout import BlockLayout, build_layout
 from transferd.metrics import Reports
-from transferd.notify import Notifier, Watchdog
 from transferd.objects import SealedBlocks, object_format
 from transferd.offload import Offload, ThreadOffload
 from transferd.ownership import creator
 from transferd.publisher.feed import EventFeed
 from transferd.publisher.peers import Peer
 from transferd.server import Server
-from transferd.signals import Signals
 from transferd.storage.attention_store.open import OpenTokenStorage
 from transferd.storage.attention_store.settings import settings
 from transferd.storage.base import Storage
@@ -48,7 +45,6 @@ from transferd.storage.registry import create_storage, create_token_storage
 from transferd.tasks import Task, TaskResult
 from transferd.tiers.pinned import HostPool
 from transferd.tiers.registry import create_device_tier, create_pinning
-from transferd.tiers.segment import remove_stale_segments
 from transferd.tiers.staging import Staging
 from transferd.trace import Recorder
 from transferd.transport import ServerTransport, ZmqServerTransport
@@ -59,7 +55,6 @@ log = structlog.get_logger(__name__)
 
 COPY_THREADS = 2  # per direction: two ranks' copies overlap; more only share the same memory bandwidth
 RUNNING_SHARE = 0.5  # of the shutdown budget is for tasks that run; then they are told to end
-GC_THRESHOLDS = (50_000, 50, 100)
 STUCK_AFTER_S = 5.0  # a deadline unnoticed for this long: the watchdog is not fed
 
 
@@ -353,116 +348,3 @@ async def _attempt(errors: list[Exception], step: Awaitable[None]) -> None:
     except Exception as error:  # noqa: BLE001 - whatever it is, the steps after it still have to happen
         log.warning("shutdown step failed", error=repr(error))
         errors.append(error)
-
-
-# --- as a process -----------------------------------------------------------------------------------
-
-
-def serve(config: Config, *, reload: Callable[[], Config] | None = None) -> int:
-    """Run a daemon until SIGTERM or SIGINT. Returns the exit code: 0 after a clean stop, else 1.
-
-    reload: reads the configuration again, for SIGHUP (log level and storage capacity take effect).
-
-    The caller has held the dumper's signals before any thread was made (signals.hold_dump_signals).
-
-    Raises ConfigError for what only starting can tell (socket or port in use, directory not writable).
-    """
-    import uvloop
-
-    logs.configure(config.log)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(config, reload))
-
-
-async def _serve(config: Config, reload: Callable[[], Config] | None) -> int:
-    daemon = Daemon(config)  # a configuration that cannot be built is told before anything is logged or touched
-    with Dumper(config.recorder, daemon.recorder, boot_id=daemon.dispatcher.boot_id):
-        return await _live(daemon, reload)
-
-
-async def _live(daemon: Daemon, reload: Callable[[], Config] | None) -> int:
-    """Start, serve until a signal, stop. Returns the exit code."""
-    config = daemon.config
-    removed = remove_stale_segments()
-    if removed:
-        log.info("removed shared memory of dead owners", segments=removed)
-    notifier = Notifier.from_environment()
-    with Signals(config.server.shutdown_timeout, lambda: _reload(daemon, notifier, reload)) as signals:
-        try:
-            if await _started(daemon, signals):
-                await _serving(daemon, notifier, signals)
-        except TransferError as error:
-            with contextlib.suppress(TransferError):  # the error that kept it from starting is the one to tell
-                await daemon.stop(signals.budget)
-            if isinstance(error, ConfigError):
-                raise
-            log.error("cannot start", reason=error.reason, problem=str(error))
-            return 1
-        log.info("stopping", signal=signals.received, budget_s=round(signals.budget(), 3))
-        notifier.notify("STOPPING=1", "STATUS=draining")
-        await daemon.stop(signals.budget)
-    log.info("stopped", uptime_s=round(daemon.clock.monotonic() - daemon.started_at, 3))
-    return 0
-
-
-async def _started(daemon: Daemon, signals: Signals) -> bool:
-    """Open the daemon; False if a signal came first (whatever was open by then is closed by `stop`)."""
-    opening = asyncio.ensure_future(daemon.open())
-    await asyncio.wait({opening, signals.stop}, return_when=asyncio.FIRST_COMPLETED)
-    if opening.done():
-        opening.result()
-        return True
-    opening.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await opening
-    return False
-
-
-async def _serving(daemon: Daemon, notifier: Notifier, signals: Signals) -> None:
-    """From readiness to the first signal."""
-    quiet_collector()
-    log.info(
-        "ready" if daemon.coordinator.ready else "listening",
-        waiting_for=daemon.cache.why or None,
-        boot_id=daemon.dispatcher.boot_id,
-        endpoint=daemon.transport.endpoints,
-        ranks=daemon.config.cache.ranks,
-        block_bytes=daemon.layout.block_bytes,
-        fingerprint=daemon.layout.fingerprint,
-    )
-    notifier.notify("READY=1", f"STATUS=serving {daemon.config.cache.ranks} ranks on {daemon.transport.endpoints[0]}")
-    watchdog = Watchdog.from_environment(notifier, lambda: daemon.alive)
-    watchdog.start()
-    try:
-        await asyncio.wait({signals.stop})
-    finally:
-        watchdog.stop()
-
-
-def quiet_collector() -> None:
-    """Make Python's cycle collector rare: tasks, claims and results are many, and none is part of a cycle.
-
-    What the start made lives as long as the process, so the collector need not look at it again.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*GC_THRESHOLDS)
-
-
-def _reload(daemon: Daemon, notifier: Notifier, reload: Callable[[], Config] | None) -> None:
-    """SIGHUP: read the configuration again; log level and storage capacity take effect, a bad file changes nothing."""
-    if reload is None:
-        return
-    notifier.notify("RELOADING=1")
-    try:
-        config = reload()
-    except ConfigError as error:
-        log.error("reload refused", problem=str(error))
-    else:
-        logs.set_level(config.log.level)
-        if daemon.tokens is not None:
-            daemon.tokens.reconfigure(config)
-        elif daemon.storage is not None:
-            daemon.storage.reconfigure(config)
-        log.info("reloaded", level=config.log.level)
-    notifier.notify("READY=1")
