@@ -28,7 +28,12 @@ def copy(
     device: Annotated[str, typer.Option(help="The device tier to measure.")] = "shm",
     format_: FormatOption = Format.TEXT,
 ) -> None:
-    """Swaps between device and host memory, against one memcpy."""
+    """Swaps between device and host memory, against one memcpy; on a GPU against one large pinned copy."""
+    if device == "cuda":
+        from transferd.bench import copy_cuda
+
+        _run("copy-cuda", copy_cuda.run, format_, copy_cuda.machine())
+        return
     from transferd.bench import copy as bench
 
     _run("copy", lambda: bench.run(device), format_)
@@ -45,8 +50,11 @@ def storage(
     _run("storage", lambda: bench.run(backend), format_)
 
 
-def _run(name: str, bench: Callable[[], list[harness.Row]], format_: Format) -> None:
-    before = harness.machine()
+def _run(
+    name: str, bench: Callable[[], list[harness.Row]], format_: Format, more: dict[str, object] | None = None
+) -> None:
+    """more: of the machine, besides what every benchmark says."""
+    before = harness.machine() | (more or {})
     tree = harness.report(name, before, bench())
     if format_ is Format.JSON:
         print(json.dumps(tree))

@@ -5,7 +5,9 @@ The bindings ask libcuda for each function by name and by the CUDA version whose
 With this the real cuda-bindings run over the fake: argument by argument, struct by struct, in whichever
 version is installed.
 
-    python -m transferd.testing.cuda.abi MODULE [ARGUMENT …]     runs a module on a machine with such a GPU
+    python -m transferd.testing.cuda.abi [--cuda 12080] MODULE [ARGUMENT …]
+
+runs a module on a machine with such a GPU, whose driver is of that CUDA version (0: without batched copies).
 
 A process can load one libcuda, so this is for processes of their own.
 """
@@ -14,6 +16,7 @@ A process can load one libcuda, so this is for processes of their own.
 from __future__ import annotations
 
 import ctypes
+import os
 import runpy
 import subprocess
 import sys
@@ -29,6 +32,7 @@ from transferd.testing.cuda.gpu import FakeGpu
 from transferd.testing.cuda.shim import compiler
 from transferd.tiers.cuda import kernel
 
+SERVED = "TRANSFERD_FAKE_GPU"  # set in the environment of a program that runs with one, and of what it starts
 LIBRARY = Path(__file__).parent / "libcuda.c"
 
 _P, _N, _I, _U = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_uint
@@ -318,7 +322,7 @@ def serve(gpu: FakeGpu) -> None:
     command = compiler()
     if command is None:
         raise TierError("there is no C compiler to make a libcuda with")
-    fake = FakeLibcuda(gpu, lambda name: int(api.CUresult[name]))
+    fake = FakeLibcuda(gpu, lambda name: int(getattr(api.CUresult, name)))
     with tempfile.TemporaryDirectory(prefix="transferd-libcuda-") as directory:
         built = Path(directory) / "libcuda.so.1"
         subprocess.run(
@@ -335,10 +339,15 @@ def serve(gpu: FakeGpu) -> None:
 _served: list[Any] = []  # what the bindings call into, for as long as the process lives
 
 
-def main(module: str, arguments: list[str]) -> None:
+def main(module: str, *arguments: str) -> None:
     """Run a module with a fake GPU; what went wrong on the GPU is an exit code of 3 and lines on stderr."""
-    gpu = FakeGpu(capacity=8 << 30)
+    version = 13000
+    if module == "--cuda":
+        version, module, *rest = int(arguments[0]), *arguments[1:]
+        arguments = tuple(rest)
+    gpu = FakeGpu(capacity=8 << 30, version=version or 12040, batches=version > 0)
     serve(gpu)
+    os.environ[SERVED] = "1"
     sys.argv = [module, *arguments]
     code: Any = 0
     try:
@@ -352,4 +361,4 @@ def main(module: str, arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    main(*sys.argv[1:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import os
 from dataclasses import dataclass
@@ -28,6 +29,18 @@ class Allocation:
 
     def __str__(self) -> str:
         return f"{self.kind} memory of {self.nbytes} bytes at {self.start:#x}"
+
+
+def _lives(name: str) -> bool:
+    """The process that made a segment still has it: it holds a lock on it (segment.py)."""
+    try:
+        with (DIRECTORY / name).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 class Memory:
@@ -63,7 +76,7 @@ class Memory:
         """Map another's. Raises TierError for one's own, as CUDA does, and for what is not there."""
         if any(allocation.name == name for allocation in self.owned.values()):
             raise TierError("memory is not opened by the process that made it")
-        if not name.startswith(PREFIX) or not (DIRECTORY / name).exists():
+        if not name.startswith(PREFIX) or not _lives(name):
             raise TierError(f"there is no {name}")
         nbytes = (DIRECTORY / name).stat().st_size
         segment = Segment(name, nbytes, create=False)

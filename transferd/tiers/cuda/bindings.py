@@ -82,7 +82,7 @@ class BindingsDriver:
         return DeviceInfo(
             index=index,
             name=_text(self._call("cuDeviceGetName", 128, device)),
-            uuid=ctypes.string_at(self._call("cuDeviceGetUuid", device).getPtr(), 16).hex(),
+            uuid=_content(self._call("cuDeviceGetUuid", device), 16).hex(),
             pci=_text(self._call("cuDeviceGetPCIBusId", 32, device)).lower(),
             capability=(major, minor),
         )
@@ -207,7 +207,7 @@ class BindingsDriver:
     # --- other processes ----------------------------------------------------------------------------
 
     def export_memory(self, address: int) -> bytes:
-        return ctypes.string_at(self._call("cuIpcGetMemHandle", address).getPtr(), _IPC_HANDLE_BYTES)
+        return _content(self._call("cuIpcGetMemHandle", address), _IPC_HANDLE_BYTES)
 
     def open_memory(self, handle: bytes) -> int:
         named = self._filled(self._api.CUipcMemHandle(), handle)
@@ -218,7 +218,7 @@ class BindingsDriver:
         self._call("cuIpcCloseMemHandle", address)
 
     def export_event(self, event: int) -> bytes:
-        return ctypes.string_at(self._call("cuIpcGetEventHandle", event).getPtr(), _IPC_HANDLE_BYTES)
+        return _content(self._call("cuIpcGetEventHandle", event), _IPC_HANDLE_BYTES)
 
     def open_event(self, handle: bytes) -> int:
         return int(self._call("cuIpcOpenEventHandle", self._filled(self._api.CUipcEventHandle(), handle)))
@@ -229,6 +229,11 @@ class BindingsDriver:
             raise TierError(f"a CUDA IPC handle has {_IPC_HANDLE_BYTES} bytes, this one {len(handle)}")
         ctypes.memmove(named.getPtr(), handle, _IPC_HANDLE_BYTES)
         return named
+
+
+def _content(struct: Any, nbytes: int) -> bytes:
+    """The bytes of a struct of the bindings, which lives as long as this parameter."""
+    return ctypes.string_at(struct.getPtr(), nbytes)
 
 
 def _text(padded: bytes) -> str:

@@ -88,7 +88,7 @@ class Lane:
         self._context = context
         self._program = program
         self._caller = caller
-        self._preferred = way
+        self.preferred = way
         self._turn = 0
         self._closed = False
         self._submitting = threading.Lock()
@@ -177,7 +177,7 @@ class Lane:
         if moves is None:
             return "batch" if batch else "single"
         runs = len(moves.source_ids) * len(moves.source.nbytes)
-        wanted = self._preferred == "batch" or (self._preferred == "" and plan.nbytes >= BATCH_FROM * runs)
+        wanted = self.preferred == "batch" or (self.preferred == "" and plan.nbytes >= BATCH_FROM * runs)
         return "batch" if batch and wanted else "gather"
 
     # --- runs, straight -----------------------------------------------------------------------------

@@ -1,0 +1,50 @@
+"""`make gpu-check`: everything that only a machine with an NVIDIA GPU can show, in one command.
+
+    python -m tests.gpu.check [--device 0] [--only WORD] [--keep-going] [--no-bench] [--results DIRECTORY] [--seed N]
+
+Needs python3 with cuda-bindings and NVRTC, and what transferd itself imports; builds and fetches nothing, and
+transferd need not be installed. Every check prints one line; the first that fails says what was wrong and
+ends the run with exit code 1. Then the benchmark measures, and its JSON goes to benchmarks/results/.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+# Module names: what the checks import, directly or through transferd.
+NEEDED = (
+    "numpy",
+    "cuda.bindings",
+    "msgspec",
+    "structlog",
+    "xxhash",
+    "zmq",
+    "uvloop",
+    "h11",
+    "prometheus_client",
+    "rich",
+    "typer",
+)
+
+
+def missing() -> list[str]:
+    """Those of NEEDED that this Python does not have."""
+    return [name for name in NEEDED if not _there(name)]
+
+
+def _there(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # the package around it is not there
+        return False
+
+
+if __name__ == "__main__":
+    lacking = missing()
+    if lacking:
+        print(f"FAIL  this Python ({sys.executable}) lacks: {', '.join(lacking)}")
+        sys.exit(1)
+    from tests.gpu.runner import main
+
+    sys.exit(main())

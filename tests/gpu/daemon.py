@@ -1,0 +1,163 @@
+"""Checks of the whole daemon on this GPU: two ranks on one device, over its real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.gpu.machine import DEADLINE_S, Bytes, Failed, Machine, within
+from transferd import protocol as wire
+from transferd.client import Client
+from transferd.launch import running, start
+from transferd.tasks import ReadStorageTask, Status, SwapInTask, SwapOutTask, Task, WriteStorageTask
+from transferd.tiers.cuda import engine
+from transferd.tiers.cuda.engine import Attached, DeviceArray
+
+CACHE = {
+    "ranks": 2,
+    "layers": 6,
+    "kv_heads": 2,
+    "head_dim": 64,
+    "block_size": 32,
+    "device_blocks": 32,
+    "host_blocks": 32,
+}
+LOST_WITHIN_S = 6.0  # the contract says 5
+
+
+class Engine:
+    """The engine in this process: it has mapped both ranks' caches, and reads and writes them by plain copies."""
+
+    def __init__(self, machine: Machine, ranks: list[Attached]) -> None:
+        self.machine = machine
+        self.driver = machine.driver
+        self.ranks = ranks
+
+    def _move(self, array: DeviceArray, block: int, content: Bytes, *, write: bool) -> None:
+        size = array.nbytes // array.shape[0]
+        there, here = array.address + block * size, content.ctypes.data
+        context = self.driver.retain(self.machine.index)
+        with self.driver.current(context):
+            self.driver.copy(there if write else here, here if write else there, size, 0)
+            self.driver.synchronize_stream(0)
+        self.driver.release(self.machine.index)
+
+    def arrays(self, rank: int) -> list[DeviceArray]:
+        return [array for arrays in self.ranks[rank].caches.values() for array in arrays]
+
+    def read(self, block: int) -> list[Bytes]:
+        """A block on every rank, array by array."""
+        found = []
+        for rank in range(len(self.ranks)):
+            for array in self.arrays(rank):
+                found.append(np.empty(array.nbytes // array.shape[0], dtype=np.uint8))
+                self._move(array, block, found[-1], write=False)
+        return found
+
+    def fill(self, block: int, rng: np.random.Generator | None) -> None:
+        """Random bytes on every rank; zeros without a generator."""
+        for rank in range(len(self.ranks)):
+            for array in self.arrays(rank):
+                size = array.nbytes // array.shape[0]
+                content = np.zeros(size, dtype=np.uint8) if rng is None else rng.integers(0, 256, size, dtype=np.uint8)
+                self._move(array, block, content, write=True)
+
+
+def tree(machine: Machine) -> dict[str, Any]:
+    device = "transferd.testing.cuda.tier:FakeCudaTier" if machine.fake else "cuda"
+    return {
+        "cache": CACHE | {"device": device, "devices": [machine.index] * 2},
+        "host": {"staging": "16MiB"},
+        "storage": {"backend": "file"},
+    }
+
+
+async def attached(machine: Machine, client: Client) -> Engine:
+    handles = [await client._ask(wire.Attach(rank)) for rank in range(2)]
+    for handle in handles:
+        if handle["kind"] != "cuda_ipc":
+            raise Failed(f"the daemon hands out memory of kind {handle['kind']}")
+    return Engine(machine, [engine.attach(handle["data"]) for handle in handles])
+
+
+async def done(client: Client, task: Task) -> None:
+    result = await within(client.submit(task), type(task).__name__)
+    if result.status is not Status.OK:
+        raise Failed(f"{type(task).__name__} ended {result.status}: {result.error}")
+
+
+async def a_daemon_moves_blocks_of_two_ranks(machine: Machine) -> str:
+    """Write, read, swap out and in through sockets, storage on files; every byte of every rank compared."""
+    directory = _directory(machine, "serving")
+    with running(tree(machine), directory) as daemon:
+        async with Client(daemon.endpoint) as client:
+            cache = await attached(machine, client)
+            rng = machine.rng()
+            ids = rng.permutation(32)[:8].tolist()
+            others = [block for block in range(32) if block not in ids][:8]
+            for block in ids:
+                cache.fill(block, rng)
+            before = [cache.read(block) for block in ids]
+            keys = [f"key {number}" for number in range(8)]
+            await done(client, WriteStorageTask(task_id="write", keys=keys, gpu_block_ids=ids))
+            await done(client, SwapOutTask(task_id="out", gpu_block_ids=ids, cpu_block_ids=list(range(8))))
+            for how, task in (
+                ("read", ReadStorageTask(task_id="read", keys=keys, gpu_block_ids=others)),
+                ("swapped in", SwapInTask(task_id="in", gpu_block_ids=others, cpu_block_ids=list(range(8)))),
+            ):
+                for block in others:
+                    cache.fill(block, None)
+                await done(client, task)
+                for number, block in enumerate(others):
+                    if any(not np.array_equal(a, b) for a, b in zip(cache.read(block), before[number], strict=True)):
+                        raise Failed(f"block {block}, {how}, is not what was written")
+            stats = await client.stats()
+            if not machine.fake and (stats["degraded"] or not stats["host"]["pinned"]):
+                raise Failed(f"the daemon is degraded: {stats['degraded']}")
+            cache.ranks.clear()
+    return f"{json.dumps(stats['tasks'])}"
+
+
+async def a_daemon_is_killed(machine: Machine) -> str:
+    """kill -9 with swaps in flight: the engine hears of it, the GPU's memory comes back, the next one serves."""
+    directory = _directory(machine, "killed")
+    before = machine.free()
+    daemon = start(tree(machine), directory)
+    async with Client(daemon.endpoint) as client:
+        pending = [
+            await client.push(
+                SwapOutTask(task_id=f"t{i}", gpu_block_ids=list(range(32)), cpu_block_ids=list(range(32)))
+            )
+            for i in range(64)
+        ]
+        daemon.kill()
+        killed = time.monotonic()
+        results = await within(asyncio.gather(*pending), "futures after the daemon was killed", LOST_WITHIN_S)
+        waited = time.monotonic() - killed
+        codes = {result.error.code for result in results if result.error is not None}
+        if codes - {"daemon_lost"}:
+            raise Failed(f"tasks of a daemon that was killed ended with {sorted(codes)}")
+    give_up = time.monotonic() + DEADLINE_S
+    while not machine.fake and before - machine.free() > 8 << 20:
+        if time.monotonic() > give_up:
+            raise Failed(f"{before - machine.free()} bytes of device memory did not come back")
+        await asyncio.sleep(0.1)
+    with running(tree(machine), directory) as again:
+        async with Client(again.endpoint) as client:
+            await done(client, SwapOutTask(task_id="t", gpu_block_ids=[1], cpu_block_ids=[2]))
+    lost = sum(result.error is not None for result in results)
+    return f"{lost} of {len(results)} were lost, told after {waited:.1f} s; memory is back"
+
+
+def _directory(machine: Machine, name: str) -> Path:
+    directory = machine.work / name
+    directory.mkdir()
+    return directory
+
+
+CHECKS = (a_daemon_moves_blocks_of_two_ranks, a_daemon_is_killed)

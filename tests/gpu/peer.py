@@ -1,0 +1,165 @@
+"""The other process of the checks: an engine that maps the daemon's cache, or that has one of its own.
+
+    python -m tests.gpu.peer DEVICE
+
+One JSON object a line: a command on stdin, {"ok": …} or {"error": …} on stdout. It ends with its stdin.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from typing import Any
+
+import numpy as np
+
+from transferd.config import CacheSection
+from transferd.layout import build_layout
+from transferd.tiers.cuda import engine
+from transferd.tiers.cuda.bindings import open_driver
+from transferd.tiers.cuda.engine import Attached, DeviceArray
+
+
+class Peer:
+    """What the commands act on. Every method is one."""
+
+    def __init__(self, device: int) -> None:
+        self.driver = open_driver()
+        self.device = device
+        self.context = self.driver.retain(device)
+        with self.driver.current(self.context):
+            self.stream = self.driver.create_stream()
+        self.attached: Attached | None = None
+        self.arrays: list[DeviceArray] = []
+        self.kept: list[Any] = []
+
+    def attach(self, data: dict[str, Any]) -> int:
+        """Map the daemon's cache. Returns how many arrays it has."""
+        self.attached = engine.attach(data)
+        self.arrays = [array for arrays in self.attached.caches.values() for array in arrays]
+        return len(self.arrays)
+
+    def detach(self) -> None:
+        """Drop every array, and with the last one the mapping."""
+        self.arrays = []
+        self.attached = None
+
+    def own(self, cache: dict[str, Any], apart: bool) -> dict[str, Any]:
+        """Allocate a cache, each array apart or all in one allocation, and export it."""
+        layout = build_layout(CacheSection(**cache))
+        sizes = [layout.device_blocks_of(part.layer) * part.nbytes for part in layout.segments]
+        with self.driver.current(self.context):
+            start = 0 if apart else self.driver.allocate(sum(size + 512 for size in sizes)) + 256
+            caches: dict[str, list[DeviceArray]] = {}
+            for part, size in zip(layout.segments, sizes, strict=True):
+                address = self.driver.allocate(size) if apart else start
+                start += (size + 511) // 256 * 256
+                shape = (layout.device_blocks_of(part.layer), *part.plane.shape)
+                array = DeviceArray(address, shape, part.plane.numpy_dtype.name, self.device, None)
+                caches.setdefault(part.plane.name, []).append(array)
+        self.arrays = [array for arrays in caches.values() for array in arrays]
+        return engine.export(caches, device=self.device)
+
+    def torch_own(self, cache: dict[str, Any]) -> dict[str, Any] | None:
+        """The same with tensors from torch's allocator; None without torch."""
+        try:
+            import torch
+        except ImportError:
+            return None
+        layout = build_layout(CacheSection(**cache))
+        types = {"uint16": torch.float16, "float16": torch.float16, "uint8": torch.uint8, "float32": torch.float32}
+        caches: dict[str, list[Any]] = {}
+        for part in layout.segments:
+            shape = (layout.device_blocks_of(part.layer), *part.plane.shape)
+            dtype = types[part.plane.numpy_dtype.name]
+            caches.setdefault(part.plane.name, []).append(torch.empty(shape, dtype=dtype, device=f"cuda:{self.device}"))
+        self.kept.append(caches)
+        tensors = [tensor for arrays in caches.values() for tensor in arrays]
+        self.arrays = [
+            DeviceArray(tensor.data_ptr(), tuple(tensor.shape), "uint8", self.device, tensor)
+            for tensor in (tensor.view(torch.uint8) for tensor in tensors)
+        ]
+        return engine.export(caches, device=self.device)
+
+    def fill(self, seed: int) -> None:
+        """Random bytes in every array, waited for."""
+        with self.driver.current(self.context):
+            for array, content in zip(self.arrays, self._contents(seed), strict=True):
+                self.driver.copy(array.address, content.ctypes.data, array.nbytes, self.stream)
+                self.driver.synchronize_stream(self.stream)
+
+    def verify(self, seed: int) -> str:
+        """What is wrong with the arrays, if they should be as after fill(seed)."""
+        for number, (array, expected) in enumerate(zip(self.arrays, self._contents(seed), strict=True)):
+            found = self._read(array)
+            if not np.array_equal(found, expected):
+                return f"array {number} differs in {int((found != expected).sum())} of {len(found)} bytes"
+        return ""
+
+    def digest(self) -> list[int]:
+        """A sum over each array, for a comparison without the bytes."""
+        return [int(self._read(array).astype(np.uint64).sum()) for array in self.arrays]
+
+    def late_fill(self, value: int, before: int) -> None:
+        """Keep the stream busy, then fill every array with `value`, record the event: and wait for nothing."""
+        with self.driver.current(self.context):
+            for _ in range(before):
+                for array in self.arrays:
+                    self.driver.fill(array.address, 0xEE, array.nbytes, self.stream)
+            for array in self.arrays:
+                self.driver.fill(array.address, value, array.nbytes, self.stream)
+        assert self.attached is not None
+        assert self.attached.ready is not None, "this device shares no events"
+        self.attached.ready.record(self.stream)
+
+    def finish(self) -> None:
+        """Wait for the stream."""
+        with self.driver.current(self.context):
+            self.driver.synchronize_stream(self.stream)
+
+    def frameworks(self) -> dict[str, str]:
+        """Have each framework that is here take the first array without a copy, and say what it became."""
+        array, found = self.arrays[0].view("int16") if self.arrays[0].dtype.itemsize == 2 else self.arrays[0], {}
+        for name, take in (
+            ("torch, DLPack", lambda: __import__("torch").from_dlpack(array)),
+            ("torch, array interface", lambda: __import__("torch").as_tensor(array, device=f"cuda:{self.device}")),
+            ("cupy, array interface", lambda: __import__("cupy").asarray(array)),
+            ("cupy, DLPack", lambda: __import__("cupy").from_dlpack(array)),
+        ):
+            try:
+                taken = take()
+            except ImportError:
+                continue
+            address = taken.data_ptr() if hasattr(taken, "data_ptr") else taken.data.ptr
+            if address != array.address:
+                raise AssertionError(f"{name} made a copy")
+            found[name] = str(taken.dtype)
+        return found
+
+    def _contents(self, seed: int) -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
+        rng = np.random.default_rng(seed)
+        return [rng.integers(0, 256, array.nbytes, dtype=np.uint8) for array in self.arrays]
+
+    def _read(self, array: DeviceArray) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        content = np.empty(array.nbytes, dtype=np.uint8)
+        with self.driver.current(self.context):
+            self.driver.copy(content.ctypes.data, array.address, array.nbytes, self.stream)
+            self.driver.synchronize_stream(self.stream)
+        return content
+
+
+def main() -> None:
+    peer = Peer(int(sys.argv[1]))
+    print(json.dumps({"ok": "ready"}), flush=True)
+    for line in sys.stdin:
+        command = json.loads(line)
+        try:
+            answer = {"ok": getattr(peer, command.pop("do"))(**command)}
+        except Exception as error:  # noqa: BLE001 - all of it is for the check to tell
+            answer = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""Checks with other processes: sharing, waiting for the engine's kernels, and what happens when one is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+
+from tests.gpu.copies import one_layout
+from tests.gpu.machine import LAYOUTS, Failed, Machine, open_rig, raising, within
+from transferd.errors import TierError, TransferError
+from transferd.tiers.base import DeviceHandle
+from transferd.tiers.cuda import ipc
+from transferd.tiers.owner import check_owner
+
+
+class Peer:
+    """The engine's process. Commands are its methods' names (peer.py)."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+
+    async def ask(self, command: str, **arguments: Any) -> Any:
+        """Have it do something; its answer. Raises Failed with what went wrong there."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"do": command, **arguments}).encode() + b"\n")
+        return await self.answer(command)
+
+    async def answer(self, what: str) -> Any:
+        assert self.process.stdout is not None
+        line = await within(self.process.stdout.readline(), f"the other process: {what}")
+        if not line:
+            raise Failed(f"the other process ended during {what}, exit code {await self.process.wait()}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise Failed(f"the other process, {what}: {answer['error']}\n{answer['trace']}")
+        return answer["ok"]
+
+    async def kill(self) -> None:
+        self.process.kill()
+        await self.process.wait()
+
+
+@asynccontextmanager
+async def peer(machine: Machine) -> AsyncIterator[Peer]:
+    """An engine's process, gone at the end however it ends."""
+    run = ["-m", "transferd.testing.cuda.abi"] if machine.fake else ["-m"]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *run, "tests.gpu.peer", str(machine.index),
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, limit=1 << 26, env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )  # fmt: skip
+    made = Peer(process)
+    try:
+        await made.answer("starting")
+        yield made
+        assert process.stdin is not None
+        process.stdin.close()
+        await within(process.wait(), "the other process's end")
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def an_engine_maps_the_daemons_cache(machine: Machine) -> str:
+    """create: what one process writes the other one moves, and sees moved."""
+    async with open_rig(machine, LAYOUTS["fp8 with scales"]) as rig, peer(machine) as engine:
+        handle = rig.tier.handle()
+        arrays = await engine.ask("attach", data=handle.data)
+        await engine.ask("fill", seed=1)
+        device = rig.device()
+        if await engine.ask("digest") == [0] * arrays or not device.any():
+            raise Failed("what the engine wrote is not what the daemon reads")
+        await one_layout(rig, "a cache that an engine has mapped")
+        rig.write_device(device)
+        wrong = await engine.ask("verify", seed=1)
+        if wrong:
+            raise Failed(f"what the daemon wrote is not what the engine reads: {wrong}")
+        frameworks = await engine.ask("frameworks")
+        await engine.ask("attach", data=handle.data)  # once more: mapped once
+        await engine.ask("detach")
+    return ", ".join(f"{name}: {dtype}" for name, dtype in frameworks.items()) or "no framework here"
+
+
+async def a_copy_waits_for_the_engines_kernels(machine: Machine) -> str:
+    """The engine records the event behind work that takes long, and pushes at once: the copy sees that work done."""
+    async with open_rig(machine, LAYOUTS["mla"]) as rig, peer(machine) as engine:
+        if not rig.tier.handle().data["event"]:
+            return "this device shares no events"
+        await engine.ask("attach", data=rig.tier.handle().data)
+        for value in range(1, 4 if machine.fake else 20):
+            await engine.ask("late_fill", value=value, before=1 if machine.fake else 50)
+            rig.host[:] = 0
+            copying = asyncio.ensure_future(
+                rig.tier.copy_out(rig.out(rig.some(24, 8), list(range(8))), rig.pool.memory)
+            )
+            await asyncio.sleep(0)
+            finished = asyncio.ensure_future(engine.ask("finish"))
+            await within(copying, "a copy behind the engine's event")
+            await finished
+            found = set(np.unique(rig.host[: 8 * int(rig.layout.host.strides[0])]).tolist()) - {0}
+            if found != {value}:
+                raise Failed(f"the copy has {sorted(found)} where the engine's kernels left {value}")
+    return "seen done"
+
+
+async def the_daemon_maps_the_engines_cache(machine: Machine) -> str:
+    """attach: allocations of the engine, one for each array or one for all, found by address range."""
+    kinds = []
+    for name in ("fp8, float32 scales, odd", "mtp", "gqa", "dsa with indexer")[: 2 if machine.fake else None]:
+        for how in ("apart", "together", "torch"):
+            async with peer(machine) as engine:
+                if how == "torch":
+                    if machine.fake or LAYOUTS[name].get("scale_dtype"):
+                        continue
+                    data = await engine.ask("torch_own", cache=LAYOUTS[name])
+                    if data is None:
+                        continue
+                else:
+                    data = await engine.ask("own", cache=LAYOUTS[name], apart=how == "apart")
+                check_owner(data["owner"])
+                async with open_rig(machine, LAYOUTS[name], handle=DeviceHandle(ipc.KIND, data)) as rig:
+                    await _moves_what_the_engine_has(rig, engine, f"{name}, {how}")
+                    kinds.append(how)
+    return f"{kinds.count('apart')} apart, {kinds.count('together')} together, {kinds.count('torch')} from torch"
+
+
+async def _moves_what_the_engine_has(rig: Any, engine: Peer, what: str) -> None:
+    """All blocks out; the engine overwrites; all blocks in again: the engine has what it had."""
+    count = rig.layout.device_blocks
+    everything = list(range(count))
+    slots = rig.some(rig.layout.host_blocks, count)
+    await engine.ask("fill", seed=7)
+    await within(rig.tier.copy_out(rig.out(everything, slots), rig.pool.memory), f"{what}: copy out")
+    beyond = rig.layout.mtp_layers > 0  # MTP layers have blocks that no task can name: those stay overwritten
+    if not beyond:
+        await engine.ask("fill", seed=8)
+    await within(rig.tier.copy_in(rig.into(slots, everything), rig.pool.memory), f"{what}: copy in")
+    wrong = await engine.ask("verify", seed=7)
+    if wrong:
+        raise Failed(f"{what}: the engine has not what it had: {wrong}")
+
+
+async def an_engine_is_killed(machine: Machine) -> str:
+    """kill -9 of the process that owns the memory, with copies under way: they end, and its handle is refused."""
+    async with peer(machine) as engine:
+        data = await engine.ask("own", cache=LAYOUTS["gqa"], apart=False)
+        ends = []
+        async with open_rig(machine, LAYOUTS["gqa"], handle=DeviceHandle(ipc.KIND, data)) as rig:
+            copies = [
+                asyncio.ensure_future(rig.tier.copy_out(rig.out(rig.some(24, 12), rig.some(40, 12)), rig.pool.memory))
+                for _ in range(8)
+            ]
+            await engine.kill()
+            for copy in copies:
+                try:
+                    await within(copy, "a copy of memory whose owner was killed")
+                    ends.append("done")
+                except TierError as error:
+                    ends.append(error.reason)
+        with raising(TransferError, saying="has gone", what="the handle of a process that was killed"):
+            check_owner(data["owner"])
+        before = machine.free()
+        with contextlib.suppress(TierError):
+            async with open_rig(machine, LAYOUTS["gqa"], handle=DeviceHandle(ipc.KIND, data)):
+                raise Failed("memory of a process that has gone was mapped")
+        if before - machine.free() > 4 << 20:
+            raise Failed("a handle that was refused left memory behind")
+    return f"copies under way: {', '.join(sorted(set(ends)))}"
+
+
+CHECKS = (
+    an_engine_maps_the_daemons_cache,
+    a_copy_waits_for_the_engines_kernels,
+    the_daemon_maps_the_engines_cache,
+    an_engine_is_killed,
+)

@@ -1,0 +1,116 @@
+"""Runs the checks in order, says what each found, then measures. See check.py."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from tests.gpu import copies, daemon, processes
+from tests.gpu.machine import Failed, Machine
+from transferd.errors import TransferError
+from transferd.tiers.cuda.bindings import open_driver
+from transferd.tiers.cuda.device import find_device
+
+Check = Callable[[Machine], Awaitable[str]]
+CHECKS: tuple[Check, ...] = (*copies.CHECKS, *processes.CHECKS, *daemon.CHECKS)
+GOALS = {"swap_out": 0.95, "swap_in": 0.95, "swap both ways": 0.9}
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+def main() -> int:
+    """The command line of check.py. Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu.check", description="Check transferd on an NVIDIA GPU.")
+    parser.add_argument("--device", type=int, default=0)
+    parser.add_argument("--only", default="", help="run the checks whose name has this in it")
+    parser.add_argument("--keep-going", action="store_true", help="run the other checks after one has failed")
+    parser.add_argument("--no-bench", action="store_true")
+    parser.add_argument("--results", type=Path, help=f"where the benchmark's JSON goes; by default {RESULTS}")
+    parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
+    options = parser.parse_args()
+    try:
+        driver = open_driver()
+        info = find_device(driver, options.device)
+    except TransferError as error:
+        print(f"FAIL  there is nothing to check on: {error}")
+        return 1
+    driver.retain(options.device)  # for the whole run: making one takes longer than most checks
+    print(
+        f"{info.name}, compute capability {info.capability[0]}.{info.capability[1]}, PCI {info.pci}, UUID {info.uuid}"
+    )
+    print(
+        f"CUDA {driver.version // 1000}.{driver.version % 1000 // 10}, cuda-bindings {_bindings_version()}, "
+        f"cudaMemcpyBatchAsync: {'yes' if driver.batches else 'no'}, seed {options.seed}"
+    )
+    with tempfile.TemporaryDirectory(prefix="transferd-gpu-") as directory:
+        machine = Machine(driver, options.device, Path(directory), options.seed)
+        failed = _run([check for check in CHECKS if options.only in check.__name__], machine, options.keep_going)
+    if not failed and not options.no_bench and not options.only:
+        failed = bench(machine, options.results or (None if machine.fake else RESULTS))
+    driver.release(options.device)
+    print("FAILED" if failed else "all good")
+    return 1 if failed else 0
+
+
+def _run(checks: list[Check], machine: Machine, keep_going: bool) -> int:
+    failed = 0
+    for check in checks:
+        before = time.monotonic()
+        name = check.__name__.replace("_", " ")
+        if sys.stdout.isatty():
+            print(f"      {name} …", end="\r", flush=True)
+        try:
+            note = asyncio.run(check(machine))
+        except Exception as error:  # noqa: BLE001 - a check that breaks is a check that failed
+            failed += 1
+            print(f"FAIL  {name} ({time.monotonic() - before:.1f} s)")
+            print(f"      {type(error).__name__}: {error}" if not isinstance(error, Failed) else f"      {error}")
+            if not isinstance(error, Failed):
+                traceback.print_exc()
+            print(f"      again, alone: python -m tests.gpu.check --only {check.__name__} --seed {machine.seed}")
+            if not keep_going:
+                break
+        else:
+            print(f"ok    {name}: {note} ({time.monotonic() - before:.1f} s)", flush=True)
+    return failed
+
+
+def bench(machine: Machine, results: Path | None) -> int:
+    """Measure, write the JSON, and say which goals are reached. Returns 1 if what was moved is wrong."""
+    from transferd.bench import copy_cuda, harness
+
+    before = harness.machine() | copy_cuda.machine(machine.index)
+    print("measuring: every layout, 1 to 1024 random blocks, every way …", flush=True)
+    try:
+        small = {"counts": (1, 2), "runs": 1, "layouts": {n: c | {"layers": 3} for n, c in copy_cuda.LAYOUTS.items()}}
+        rows = copy_cuda.run(machine.index, **(small if machine.fake else {}))
+        tree = harness.report("copy-cuda", before, rows)
+    except TransferError as error:
+        print(f"FAIL  the benchmark: {error}")
+        return 1
+    for item in tree["rows"]:
+        goal = GOALS.get(item["name"].partition(",")[0])
+        mark = "" if goal is None else "  reached" if item["ratio"] >= goal else f"  below {goal}"
+        print(f"      {item['name']:<60} {item['value']:8.2f} of {item['limit']:8.2f} GB/s  {item['ratio']:5.2f}{mark}")
+    if results is not None:
+        results.mkdir(parents=True, exist_ok=True)
+        (results / "copy-cuda.json").write_text(json.dumps(tree, indent=1) + "\n")
+        print(f"written to {results / 'copy-cuda.json'}")
+    return 0
+
+
+def _bindings_version() -> str:
+    import cuda.bindings
+
+    return str(getattr(cuda.bindings, "__version__", "?"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
