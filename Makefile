@@ -38,7 +38,7 @@ bench: $(STAMP) ## control and copy benchmarks, as text
 	$(BIN)/transferd bench control
 	$(BIN)/transferd bench copy
 
-gpu-check: ## correctness and speed on a machine with an NVIDIA GPU (python3 with cuda-bindings, numpy; no network)
+gpu-check: ## correctness and speed on a machine with an NVIDIA GPU; builds and fetches nothing (docs/operations.md)
 	$(PYTHON) -m tests.gpu.check
 
 clean: ## remove what these targets made

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from tests.gpu.machine import DEADLINE_S, Bytes, Failed, Machine, within
-from transferd import protocol as wire
 from transferd.client import Client
 from transferd.launch import running, start
 from transferd.tasks import ReadStorageTask, Status, SwapInTask, SwapOutTask, Task, WriteStorageTask
@@ -78,7 +77,7 @@ def tree(machine: Machine) -> dict[str, Any]:
 
 
 async def attached(machine: Machine, client: Client) -> Engine:
-    handles = [await client._ask(wire.Attach(rank)) for rank in range(2)]
+    handles = [await client.device_handle(rank) for rank in range(2)]
     for handle in handles:
         if handle["kind"] != "cuda_ipc":
             raise Failed(f"the daemon hands out memory of kind {handle['kind']}")

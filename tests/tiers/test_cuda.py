@@ -139,7 +139,7 @@ async def test_a_copy_has_ended_when_it_returns(offload: ThreadOffload) -> None:
 
 
 async def test_copies_wait_for_what_the_engine_has_recorded(offload: ThreadOffload) -> None:
-    """The engine pushes a task while its kernels still write the blocks (docs/adr/0009; FastDeploy #6144)."""
+    """The engine pushes a task while its kernels still write the blocks (docs/adr/0012; FastDeploy #6144)."""
     daemon, engine = FakeGpu(seed=1), FakeGpu(seed=2)
     async with rig(daemon, offload) as made:
         handle = made.tier.handle().data

@@ -21,7 +21,7 @@ A caller's event is waited for before device memory is touched in either directi
 that was begun before may still read the blocks that a load overwrites.
 
 Submission happens in a thread of the offload, one copy at a time; completion is found by one thread a
-lane, asleep in cuEventSynchronize (docs/adr/0008).
+lane, asleep in cuEventSynchronize (docs/adr/0014).
 """
 
 from __future__ import annotations
