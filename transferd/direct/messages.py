@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from transferd.errors import ProtocolError
+from transferd.protocol import UNREADABLE
 from transferd.tasks import ErrorInfo
 
 VERSION = 1
@@ -97,6 +98,6 @@ def decode(body: bytes) -> Message:
     """Raises ProtocolError."""
     try:
         message: Message = _decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise ProtocolError(f"a peer sent what cannot be read: {error}") from error
     return message
