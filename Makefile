@@ -7,6 +7,8 @@ STAMP := $(VENV)/.installed
 TEST_STAMP := $(VENV)/.installed-for-tests
 SEEDS ?= 2000
 FIRST ?= 0
+RUNS ?= 200000
+MESSAGES ?= 1000000
 
 .PHONY: help demo test lint types check sim faults bench gpu-check clean
 
@@ -33,6 +35,9 @@ sim: $(TEST_STAMP) ## the seeded simulation: make sim SEEDS=100000 FIRST=0
 
 faults: $(TEST_STAMP) ## the fault matrix on real processes, all cells (about 8 minutes); writes docs/faults.md
 	$(BIN)/python -m tests.faults.matrix --write
+
+fuzz: $(TEST_STAMP) ## atheris on every decoder, then a million bad messages at a daemon
+	RUNS=$(RUNS) MESSAGES=$(MESSAGES) $(BIN)/python -m pytest tests/fuzz -o faulthandler_timeout=0
 
 bench: $(STAMP) ## control and copy benchmarks, as text
 	$(BIN)/transferd bench control
