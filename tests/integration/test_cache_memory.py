@@ -32,6 +32,7 @@ from transferd import (
 from transferd.config import Config, from_tree, to_tree
 from transferd.daemon import Daemon
 from transferd.errors import ConnectTimeout, EngineGone, RequestError, TierError
+from transferd.launch import start as launch
 from transferd.layout import build_layout
 from transferd.offload import ThreadOffload
 from transferd.tiers.base import DeviceHandle
@@ -471,6 +472,7 @@ ENGINE = """
 import asyncio, sys
 from transferd import Client
 from transferd.config import from_tree
+from transferd.launch import start as launch
 from transferd.layout import build_layout
 from transferd.offload import ThreadOffload
 from transferd.tiers.shm import ShmDeviceTier
@@ -558,6 +560,29 @@ async def test_an_engine_offers_again_by_itself_to_a_daemon_that_was_restarted(s
         await until(lambda: client.boot_id != boot and client.connected, "offered, and ready")
         assert second.cache.missing == []
         assert (await client.submit(write("w", ["k"], [0]))).status == Status.OK
+
+
+@pytest.mark.parametrize("device", ["shm"])
+async def test_a_daemon_that_is_killed_leaves_the_engine_its_memory_and_gets_it_again(
+    device: str, tmp_path: Path
+) -> None:
+    tree = {"cache": CACHE | {"ownership": "attach"}, "storage": {"backend": "memory"}}
+    process = launch(tree, tmp_path, wait=False)
+    async with Engine() as engine, Client(process.endpoint, connect_timeout=60, await_ready=False) as client:
+        await engine.offer(client)
+        await client.wait_ready(10)
+        boot = client.boot_id
+        paint(engine.caches(0), 0x42)
+        assert (await client.submit(SwapOutTask(task_id="o", gpu_block_ids=[0], cpu_block_ids=[0]))).status == "ok"
+        process.kill()
+        assert colours(engine.caches(0)) == {0x42}
+        process = launch(tree, tmp_path, wait=False)
+        await until(lambda: client.boot_id != boot and client.connected, "offered again, and ready", 60)
+        assert colours(engine.caches(0)) == {0x42}, "nothing of a living engine is cleaned up"
+        assert (await client.submit(SwapOutTask(task_id="o", gpu_block_ids=[0], cpu_block_ids=[0]))).status == "ok"
+        assert await asyncio.to_thread(process.stop) == 0
+        assert '"event": "listening"' in process.log
+        assert "no engine has offered the memory of ranks 0, 1" in process.log
 
 
 async def test_after_a_clear_the_engine_offers_anew_and_an_old_offer_is_refused(start: Start, endpoint: str) -> None:
