@@ -1,4 +1,4 @@
-"""A cache that is cleared and restored in the middle of a storm: no copy meets memory that goes, nothing old comes back.
+"""A cache that is cleared and restored in a storm: no copy meets memory that goes, and nothing old comes back.
 
 The simulated device finds out who frees it under a copy, the watch who touches the same bytes at once. On
 top of that is checked here: after a clear every rank's memory is gone; when the daemon says ready again all
