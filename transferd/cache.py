@@ -60,6 +60,7 @@ class Core(Protocol):
     def announce_ready(self) -> None: ...
     def withdraw(self, error: ErrorInfo, *, end: bool) -> None: ...
     async def settled(self) -> None: ...
+    def memory_gone(self, *, stored: bool) -> None: ...
     def check_generation(self, generation: str) -> None: ...
     def set_generation(self, generation: str) -> None: ...
 
@@ -252,6 +253,7 @@ class Cache:
     async def _let_go(self, client: bytes) -> None:
         async with self._change:
             await self._core.settled()
+            self._core.memory_gone(stored=False)
             for number, rank in enumerate(self._ranks):
                 if rank.offer is not None and rank.offer.client == client:
                     rank.offer, rank.present = None, False
@@ -283,6 +285,7 @@ class Cache:
             self.cleared = True
             await self._core.settled()
             self._closed_generations.add(self._core.generation)
+            self._core.memory_gone(stored=True)
             self.epoch += 1
             errors: list[TransferError] = []
             for rank in self._ranks:

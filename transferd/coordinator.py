@@ -69,6 +69,7 @@ class Coordinator:
         self.deliver: Deliver = _nobody_listens
         self.observe: Observe = _nobody_watches
         self.index: Callable[[], TokenIndex | None] = lambda: None  # where blocks are, for `locate`
+        self.forget: Callable[[bool], None] = lambda _: None  # hears of memory that has gone, see `memory_gone`
         self.renamed: Callable[[str], None] = lambda _: None
         self.stats: Callable[[], dict[str, Any]] = dict  # the daemon's report
         self.explain: Callable[[str], dict[str, Any]] = _nobody_remembers  # the life of a task
@@ -199,6 +200,10 @@ class Coordinator:
         self.cache.check_generation(generation)
         if self._tokens is not None:
             self._tokens.check_generation(generation)
+
+    def memory_gone(self, *, stored: bool) -> None:
+        """No block is in device or host memory any more; with `stored`, none can be read from storage either."""
+        self.forget(stored)
 
     async def settled(self) -> None:
         """Wait until everything admitted is answered and no rank touches any block."""

@@ -26,7 +26,6 @@ from transferd.coordinator import Coordinator
 from transferd.direct.exchange import Exchange
 from transferd.direct.transfer_engine import TransferEngineCarrier
 from transferd.dispatch import Dispatcher
-from transferd.errors import ConfigError
 from transferd.explain import explain
 from transferd.generation import configured_generation, generation_of
 from transferd.layout import BlockLayout, build_layout
@@ -34,14 +33,13 @@ from transferd.metrics import Reports
 from transferd.objects import SealedBlocks, object_format
 from transferd.offload import Offload, ThreadOffload
 from transferd.ownership import creator
-from transferd.publisher.feed import EventFeed
-from transferd.publisher.peers import Peer
+from transferd.publisher.feed import create_feed
 from transferd.server import Server
-from transferd.storage.attention_store.open import OpenTokenStorage
 from transferd.storage.attention_store.settings import settings
 from transferd.storage.base import Storage
 from transferd.storage.divided import divided
 from transferd.storage.registry import create_storage, create_token_storage
+from transferd.storage.tokens import TokenStorage
 from transferd.tasks import Task, TaskResult
 from transferd.tiers.pinned import HostPool
 from transferd.tiers.registry import create_device_tier, create_pinning
@@ -77,12 +75,7 @@ class Daemon:
         self.clock = clock
         self.recorder = Recorder(config.recorder.notes, clock)
         self.layout: BlockLayout = build_layout(config.cache)
-        self.tokens = create_token_storage(config, clock, storage)
-        if self.tokens is not None:
-            storage = self.tokens.keyed
-        elif storage is None:
-            storage = create_storage(config, clock)
-        self.storage = storage
+        self.tokens, self.storage = _storage_of(config, clock, storage)
         self.only_flush = self.tokens is not None and settings(config).only_flush
         self.offload = offload if offload is not None else ThreadOffload(COPY_THREADS)
         self.objects = object_format(config.storage, self.layout)
@@ -113,11 +106,20 @@ class Daemon:
         self.reports = Reports(
             config.metrics.listen, self.coordinator.stats, lambda: self.alive, lambda: self.not_ready
         )
-        self.peers: list[Peer] = []
-        self.events = self._build_feed()
+        self.events = create_feed(
+            config,
+            self.objects,
+            self.blocks,
+            generation=self.dispatcher.generation,
+            tokens=self.tokens,
+            only_flush=self.only_flush,
+            clock=clock,
+        )
         self.coordinator.observe = self._task_ended
         if self.events is not None:
+            self.coordinator.index = self.events.up_to_date
             self.coordinator.renamed = self.events.generation_changed
+            self.coordinator.forget = self.events.memory_gone
         self.transport = transport if transport is not None else ZmqServerTransport(config.server)
         self.server = self._build_server()
         self.coordinator.deliver = self.server.deliver
@@ -152,31 +154,6 @@ class Daemon:
         if pd_mode(self.config) != "direct":
             return None
         return Exchange(TransferEngineCarrier(self.config), self.config.pd.listen, self.config.cache.ranks)
-
-    def _build_feed(self) -> EventFeed | None:
-        """Whoever follows where blocks are: routers, and our own token index."""
-        config, tokens = self.config, self.tokens
-        index, node = (tokens.index, tokens.node) if isinstance(tokens, OpenTokenStorage) else (None, "")
-        if not config.events.endpoint and index is None:
-            return None
-        feed = EventFeed(
-            config,
-            self.objects,
-            self.blocks,
-            generation=self.dispatcher.generation,
-            tokens=tokens,
-            only_flush=self.only_flush,
-            index=index,
-            node=node,
-            clock=self.clock,
-        )
-        self.coordinator.index = feed.up_to_date
-        if index is not None:
-            for name, peer in config.storage.attention_store.peers.items():
-                if name == node:
-                    raise ConfigError("storage.attention_store.peers", "this node is no peer of its own", name)
-                self.peers.append(Peer(name, peer, index, config.events.max_blocks))
-        return feed
 
     def _build_rank(self, rank: int) -> RankWorker:
         config, layout = self.config, self.layout
@@ -224,8 +201,6 @@ class Daemon:
         await self.server.start()
         if self.events is not None:
             self.events.start()
-        for peer in self.peers:
-            peer.start()
         if self.tokens is not None:
             await self.tokens.open()
         elif self.storage is not None:
@@ -255,8 +230,6 @@ class Daemon:
         # 4. Close what faces outward: events and reports, then the server once its results have left.
         if self.events is not None:
             self.events.close()
-        for peer in self.peers:
-            peer.close()
         await _attempt(errors, self.reports.close())
         await _attempt(errors, self.server.close())
         coordinator.close()
@@ -302,6 +275,14 @@ class Daemon:
         if not self.coordinator.ready:
             return self.cache.why or "stopping, or a rank has died"
         return "" if self.coordinator.admitting else "draining"
+
+
+def _storage_of(config: Config, clock: Clock, given: Storage | None) -> tuple[TokenStorage | None, Storage | None]:
+    """Token-indexed storage, where that is configured, and the keyed storage behind it or in its place."""
+    tokens = create_token_storage(config, clock, given)
+    if tokens is not None:
+        return tokens, tokens.keyed
+    return None, create_storage(config, clock) if given is None else given
 
 
 def limits_of(

@@ -37,7 +37,7 @@ def stats(daemon: Daemon) -> dict[str, Any]:
         "staging": _staging(daemon),
         "storage": _storage(daemon),
         "pd": _pd(daemon),
-        "events": _events(daemon),
+        "events": {} if daemon.events is None else daemon.events.statistics(),
         "server": server,
         "layout": _layout(daemon),
     }
@@ -92,13 +92,6 @@ def _storage(daemon: Daemon) -> dict[str, Any]:
         report["corrupt"] = sum(worker.corrupt for worker in workers)
     report["misses"] = (report["misses"] or 0) + sum(worker.missed for worker in workers)
     return report
-
-
-def _events(daemon: Daemon) -> dict[str, Any]:
-    events = {} if daemon.events is None else daemon.events.statistics()
-    if daemon.peers:
-        events["peers"] = {peer.follower.node: peer.statistics() for peer in daemon.peers}
-    return events
 
 
 def _pd(daemon: Daemon) -> dict[str, Any]:

@@ -361,6 +361,16 @@ def test_another_generation_clears_everything_and_older_results_claim_nothing() 
     assert world.take() == []
 
 
+def test_memory_that_has_gone_takes_its_claims_along_and_leaves_what_is_stored() -> None:
+    world = World()
+    world.end(read(["a", "b"], [1, 2]))
+    world.end(swap_out([1], [7]))
+    world.residency.memory_gone()
+    assert world.take() == [BlockRemoved([block_hash("b")], "GPU"), BlockRemoved([block_hash("a")], "CPU")]
+    assert world.believed == {"GPU": set(), "CPU": set(), "STORAGE": hashes(["a", "b"])}
+    assert world.end(swap_in([1], [7])) == []  # what was in the slot is forgotten, too
+
+
 def test_a_task_that_never_started_touched_nothing() -> None:
     world = World()
     world.end(read(["a"], [1]))

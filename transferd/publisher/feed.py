@@ -14,10 +14,13 @@ import structlog
 
 from transferd.clock import SYSTEM_CLOCK, Clock
 from transferd.config import Config
+from transferd.errors import ConfigError
 from transferd.objects import ObjectFormat
+from transferd.publisher.peers import Peer
 from transferd.publisher.sockets import EventSockets
 from transferd.residency.claims import Residency
 from transferd.residency.index import TokenIndex
+from transferd.storage.attention_store.open import OpenTokenStorage
 from transferd.storage.base import Storage
 from transferd.storage.tokens import TokenStorage
 from transferd.tasks import ReadStorageTask, Task, TaskResult, WriteStorageTask
@@ -31,7 +34,8 @@ class EventFeed:
     The first batch of a daemon's life and the last are AllBlocksCleared: with a daemon goes what it
     knew, and a subscriber that missed its end learns of it from its successor.
 
-    index: told of everything under the name `node`. sockets: None when `events.endpoint` is empty.
+    index: told of everything under the name `node`, and of other nodes by `peers`. sockets: None when
+    `events.endpoint` is empty.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class EventFeed:
         only_flush: bool = False,
         index: TokenIndex | None = None,
         node: str = "",
+        peers: Sequence[Peer] = (),
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """storage: of blocks, as the ranks use it. generation: the one served at the start."""
@@ -53,6 +58,7 @@ class EventFeed:
         self._tokens = tokens
         self._index = index
         self._node = node
+        self._peers = peers
         self._ranks = range(config.cache.ranks)
         self._generation = generation
         self._token_ids = config.events.token_ids
@@ -86,6 +92,8 @@ class EventFeed:
             )
         self._running = True
         self.residency.clear()
+        for peer in self._peers:
+            peer.start()
 
     def close(self) -> None:
         """Tell that nothing is here any more, and stop. Idempotent."""
@@ -95,6 +103,8 @@ class EventFeed:
                 self._flush.cancel()
             self.residency.clear()
             self._send()
+        for peer in self._peers:
+            peer.close()
         if self.sockets is not None:
             self.sockets.close()
 
@@ -107,6 +117,13 @@ class EventFeed:
         self._generation = generation
         self.residency.clear()
 
+    def memory_gone(self, stored: bool) -> None:
+        """Device and host memory hold nothing any more; with `stored`, what is in storage is out of reach, too."""
+        if stored:
+            self.residency.clear()
+        else:
+            self.residency.memory_gone()
+
     def up_to_date(self) -> TokenIndex | None:
         """The index, with everything in it that has been answered to anybody."""
         if self._flush is not None:
@@ -116,7 +133,8 @@ class EventFeed:
 
     def statistics(self) -> dict[str, Any]:
         sockets = {} if self.sockets is None else self.sockets.statistics()
-        return sockets | {"announced": self.residency.statistics()}
+        peers = {peer.follower.node: peer.statistics() for peer in self._peers}
+        return sockets | {"announced": self.residency.statistics(), "peers": peers}
 
     # --- inside -------------------------------------------------------------------------------------
 
@@ -149,3 +167,37 @@ class EventFeed:
         storage, objects = self._storage, self._objects
         assert storage is not None
         return all(storage.holds(objects.names(self._generation, [block], rank)[0]) for rank in self._ranks)
+
+
+def create_feed(
+    config: Config,
+    objects: ObjectFormat,
+    storage: Storage | None,
+    *,
+    generation: str,
+    tokens: TokenStorage | None,
+    only_flush: bool,
+    clock: Clock,
+) -> EventFeed | None:
+    """The feed, where anybody follows: routers on sockets, or our own token index. Raises ConfigError."""
+    index, node, peers = None, "", []
+    if isinstance(tokens, OpenTokenStorage):
+        index, node = tokens.index, tokens.node
+        for name, peer in config.storage.attention_store.peers.items():
+            if name == node:
+                raise ConfigError("storage.attention_store.peers", "this node is no peer of its own", name)
+            peers.append(Peer(name, peer, index, config.events.max_blocks))
+    if not config.events.endpoint and index is None:
+        return None
+    return EventFeed(
+        config,
+        objects,
+        storage,
+        generation=generation,
+        tokens=tokens,
+        only_flush=only_flush,
+        index=index,
+        node=node,
+        peers=peers,
+        clock=clock,
+    )

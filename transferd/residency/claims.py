@@ -31,7 +31,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-import numpy.typing as npt
+import numpy as np
 
 from transferd.keys import partial_tokens
 from transferd.objects import ObjectFormat
@@ -57,6 +57,7 @@ from transferd.tasks import (
 )
 
 LOOSE = -1  # in place of a slot
+TOKEN_BYTES = 8
 HASHES_PER_EVENT = 1024  # so that no single event grows without bound
 
 
@@ -64,13 +65,13 @@ class Block(NamedTuple):
     """One block as an event tells of it.
 
     parent: hash of the block before it; None at the root, and where `linked` is False: not known.
-    tokens: its token ids; None where they are not known (or not to be told).
+    tokens: its token ids, little-endian 64-bit integers as bytes; None where they are not known (or not to be told).
     """
 
     hash: int
     parent: int | None
     linked: bool
-    tokens: npt.NDArray | None  # type: ignore[type-arg]
+    tokens: bytes | memoryview | None
 
 
 class _Pool:
@@ -99,7 +100,7 @@ class _Pool:
                 continue
             self._drop(slot, before)
             # A copy: the slice would keep the token ids of the whole sequence alive.
-            self._held[slot] = block if block.tokens is None else block._replace(tokens=block.tokens.copy())
+            self._held[slot] = block if block.tokens is None else block._replace(tokens=bytes(block.tokens))
             if claim:
                 self._claim(slot, block.hash, before)
                 arrived[block.hash] = block
@@ -130,8 +131,9 @@ class _Pool:
         return self._change(before, {})
 
     @property
-    def claims(self) -> int:
-        return len(self._claims)
+    def hashes(self) -> list[int]:
+        """All that is claimed."""
+        return list(self._claims)
 
     # `before` notes of every hash whether it was claimed when the change began.
 
@@ -230,6 +232,12 @@ class Residency:
         self._stored.clear()
         self._tell([AllBlocksCleared()])
 
+    def memory_gone(self) -> None:
+        """Device and host memory hold no block any more; what is stored is untouched."""
+        for medium, pool in ((MEDIUM_GPU, self._device), (MEDIUM_CPU, self._host)):
+            self._tell_removed(medium, pool.hashes)
+        self._device, self._host = _Pool(), _Pool()
+
     # --- what there is to tell ----------------------------------------------------------------------
 
     def take(self) -> list[KvEvent]:
@@ -239,7 +247,7 @@ class Residency:
 
     def statistics(self) -> dict[str, int]:
         """Blocks announced and not withdrawn, by medium."""
-        counts = (self._device.claims, self._host.claims, len(self._stored))
+        counts = (len(self._device.hashes), len(self._host.hashes), len(self._stored))
         return dict(zip((MEDIUM_GPU, MEDIUM_CPU, MEDIUM_STORAGE), counts, strict=True))
 
     # --- tasks --------------------------------------------------------------------------------------
@@ -336,14 +344,14 @@ class Residency:
     def _describe(self, keys: Sequence[str], token_ids: TokenIds | None, start: int) -> list[Block]:
         """Keys of consecutive blocks of a sequence, the first of them its block `start`."""
         size, blocks = self._block_size, []
+        told = token_ids.array.astype("<i8").data.cast("B") if self._token_ids and token_ids is not None else b""
         parent: int | None = None
         for i, key in enumerate(keys):
-            hash_, linked, tokens = block_hash(key), i > 0 or start == 0, None
-            end = (start + i + 1) * size
+            hash_, linked = block_hash(key), i > 0 or start == 0
+            tokens = told[(start + i) * size * TOKEN_BYTES : (start + i + 1) * size * TOKEN_BYTES]
             # Without its parent a block's tokens would look like the root of another sequence.
-            if self._token_ids and linked and token_ids is not None and end <= len(token_ids):
-                tokens = token_ids.array[end - size : end] if partial_tokens(key) is None else None
-            blocks.append(Block(hash_, parent, linked, tokens))
+            whole = linked and len(tokens) == size * TOKEN_BYTES and partial_tokens(key) is None
+            blocks.append(Block(hash_, parent, linked, tokens if whole else None))
             parent = hash_
         return blocks
 
@@ -380,7 +388,8 @@ def _follows(block: Block, chain: Sequence[Block]) -> bool:
 
 
 def _stored_event(medium: str, chain: Sequence[Block], block_size: int) -> BlockStored:
-    tokens = [token for block in chain if block.tokens is not None for token in block.tokens.tolist()]
+    raw = b"".join(block.tokens for block in chain if block.tokens is not None)
+    tokens: list[int] = np.frombuffer(raw, "<i8").tolist()
     return BlockStored(
         block_hashes=[block.hash for block in chain],
         parent_block_hash=chain[0].parent,
