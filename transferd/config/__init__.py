@@ -1,0 +1,71 @@
+"""The whole configuration as one frozen, typed value, made once at the edge.
+
+Four sources, later ones win: defaults, the TOML file, `TRANSFERD_SECTION__KEY` in the environment,
+`--set section.key=value`. An unknown key, a wrong type or an impossible combination raises `ConfigError` with
+one line that names the key and the value; nothing is guessed or clamped.
+
+    size.py      numbers of bytes
+    sections.py  every setting and its default
+    rules.py     what several settings together must be, or mean
+    loading.py   how the sources become one value
+"""
+
+from transferd.config.loading import (
+    FASTDEPLOY_VARIABLES,
+    from_tree,
+    load,
+    to_tree,
+)
+from transferd.config.rules import (
+    check,
+    pd_mode,
+)
+from transferd.config.sections import (
+    DEFAULT_ENDPOINT,
+    AttentionStoreSection,
+    CacheSection,
+    Config,
+    CurveSection,
+    EventsSection,
+    FileStorageSection,
+    HostSection,
+    LogSection,
+    MemoryStorageSection,
+    MetricsSection,
+    MooncakeStorageSection,
+    PdSection,
+    PeerSection,
+    RecorderSection,
+    ServerSection,
+    StorageSection,
+)
+from transferd.config.size import (
+    Size,
+)
+
+__all__ = [
+    "DEFAULT_ENDPOINT",
+    "FASTDEPLOY_VARIABLES",
+    "AttentionStoreSection",
+    "CacheSection",
+    "Config",
+    "CurveSection",
+    "EventsSection",
+    "FileStorageSection",
+    "HostSection",
+    "LogSection",
+    "MemoryStorageSection",
+    "MetricsSection",
+    "MooncakeStorageSection",
+    "PdSection",
+    "PeerSection",
+    "RecorderSection",
+    "ServerSection",
+    "Size",
+    "StorageSection",
+    "check",
+    "from_tree",
+    "load",
+    "pd_mode",
+    "to_tree",
+]

@@ -1,0 +1,127 @@
+"""From four sources to one checked value; every mistake becomes one line that names key and value."""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from transferd.config.rules import check
+from transferd.config.sections import Config
+from transferd.config.size import Size
+from transferd.errors import ConfigError
+
+ENV_PREFIX = "TRANSFERD_"
+
+# FastDeploy's names for settings of ours. Mooncake's and AttentionStore's are read where those are configured.
+FASTDEPLOY_VARIABLES = {"FILE_BACKEND_STORAGE_DIR": "storage.file.path"}
+
+
+def load(
+    path: str | os.PathLike[str] | None = None,
+    *,
+    overrides: Iterable[str] = (),
+    env: Mapping[str, str] | None = None,
+) -> Config:
+    """Read, merge, convert and check the configuration.
+
+    FastDeploy's variables in FASTDEPLOY_VARIABLES count before the defaults and after everything else.
+
+    overrides: `section.key=value` texts, the value as TOML where it parses as TOML, else as text.
+    env: the environment to read TRANSFERD_SECTION__KEY from; default os.environ.
+
+    Raises ConfigError.
+    """
+    tree: dict[str, Any] = {}
+    if path is not None:
+        try:
+            tree = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(str(path), f"cannot be read: {error.strerror}") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(str(path), f"is not TOML: {error}") from error
+    environment = os.environ if env is None else env
+    for name, key in FASTDEPLOY_VARIABLES.items():
+        if environment.get(name):
+            _put_default(tree, key.split("."), environment[name])
+    for name, text in sorted(environment.items()):
+        if name.startswith(ENV_PREFIX) and "__" in name:
+            _put(tree, name.removeprefix(ENV_PREFIX).lower().split("__"), _value(text))
+    for item in overrides:
+        key, equals, text = item.partition("=")
+        if not equals or "." not in key:
+            raise ConfigError("--set", "expected section.key=value", item)
+        _put(tree, key.strip().split("."), _value(text))
+    return from_tree(tree)
+
+
+def from_tree(tree: Mapping[str, Any]) -> Config:
+    """Convert plain data to a checked Config. Raises ConfigError."""
+    try:
+        config = msgspec.convert(tree, Config, dec_hook=_decode_size)
+    except msgspec.ValidationError as error:
+        raise _explain(tree, error) from None
+    check(config)
+    return config
+
+
+def to_tree(config: Config) -> dict[str, Any]:
+    """The effective configuration as plain data, sizes as text."""
+    tree: dict[str, Any] = msgspec.to_builtins(config, enc_hook=str, builtin_types=(int,))
+    return tree
+
+
+def _decode_size(kind: type, value: Any) -> Any:
+    if kind is Size:
+        return Size.parse(value)
+    raise NotImplementedError(kind)
+
+
+def _put(tree: dict[str, Any], keys: list[str], value: Any) -> None:
+    for key in keys[:-1]:
+        tree = tree.setdefault(key, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(".".join(keys), f"{key} is a value, not a section")
+    tree[keys[-1]] = value
+
+
+def _put_default(tree: dict[str, Any], keys: list[str], value: Any) -> None:
+    """Set what is not there; a section that is none is told of when the tree is converted."""
+    for key in keys[:-1]:
+        tree = tree.setdefault(key, {})
+        if not isinstance(tree, dict):
+            return
+    tree.setdefault(keys[-1], value)
+
+
+def _value(text: str) -> Any:
+    """TOML where it is TOML (numbers, booleans, lists, quoted text), else the text itself."""
+    try:
+        return tomllib.loads(f"v = {text.strip()}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _explain(tree: Mapping[str, Any], error: msgspec.ValidationError) -> ConfigError:
+    """msgspec's sentence and JSON path, turned into `section.key: what is wrong (value)`."""
+    text, _, where = str(error).partition(" - at `$")
+    path = where.rstrip("`").lstrip(".")
+    unknown = re.fullmatch(r"Object contains unknown field `(.+)`", text)
+    if unknown is not None:
+        key = f"{path}.{unknown[1]}" if path else unknown[1]
+        return ConfigError(key, "unknown key", _at(tree, key))
+    return ConfigError(path or "config", text[:1].lower() + text[1:], _at(tree, path))
+
+
+def _at(tree: Any, path: str) -> Any:
+    for key in filter(None, re.split(r"[.\[\]]+", path)):
+        try:
+            tree = tree[int(key)] if isinstance(tree, list) else tree[key]
+        except (KeyError, IndexError, TypeError, ValueError):
+            return None
+    return tree

@@ -1,0 +1,87 @@
+"""What a configuration must be as a whole, and what follows from several settings at once."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+
+from transferd.config.sections import Config, EventsSection, PeerSection
+from transferd.errors import ConfigError
+
+
+def check(config: Config) -> None:
+    """The rules that join several keys. Raises ConfigError naming the one to change."""
+    cache = config.cache
+    if len(cache.device_of_rank) != cache.ranks:
+        raise ConfigError("cache.devices", f"needs one device index per rank, {cache.ranks} of them", cache.devices)
+    if cache.mtp_blocks is not None and not cache.mtp_layers:
+        raise ConfigError("cache.mtp_blocks", "has a meaning only with cache.mtp_layers", cache.mtp_blocks)
+    if cache.mtp_blocks is not None and cache.mtp_blocks < cache.device_blocks:
+        # A block id names the same block in every layer, so an MTP layer has at least the main layers' blocks.
+        raise ConfigError(
+            "cache.mtp_blocks", f"must be at least cache.device_blocks, {cache.device_blocks}", cache.mtp_blocks
+        )
+    if not config.server.endpoints:
+        raise ConfigError("server.endpoint", "needs at least one endpoint", config.server.endpoint)
+    for endpoint in config.server.endpoints:
+        _check_endpoint(endpoint, config.server.curve is not None)
+    if not re.fullmatch(r"0?[0-7]{3}", config.server.socket_mode):
+        raise ConfigError("server.socket_mode", "expected octal permissions such as '0660'", config.server.socket_mode)
+    if not config.storage.model:
+        raise ConfigError("storage.model", "must not be empty: it is part of every key", config.storage.model)
+    _check_events(config.events)
+    for name, peer in config.storage.attention_store.peers.items():
+        _check_event_endpoints(f"storage.attention_store.peers.{name}", peer)
+    if config.storage.version_file and config.storage.generation:
+        raise ConfigError(
+            "storage.generation", "is read from storage.version_file, which is set, too", config.storage.generation
+        )
+    if config.storage.scrub_rate and config.storage.backend in ("memory", "mooncake", "attention_store", "none"):
+        what = f"needs a backend that can list its objects, and {config.storage.backend} cannot"
+        raise ConfigError("storage.scrub_rate", what, str(config.storage.scrub_rate))
+    listen = config.metrics.listen
+    if listen and not re.fullmatch(r".+:\d{1,5}", listen):
+        raise ConfigError("metrics.listen", "expected host:port or nothing", listen)
+    if not re.fullmatch(r".+:\d{1,5}", config.pd.listen):
+        raise ConfigError("pd.listen", "expected host:port", config.pd.listen)
+
+
+def _check_events(events: EventsSection) -> None:
+    if events.replay_endpoint and not events.endpoint:
+        raise ConfigError("events.replay_endpoint", "needs events.endpoint", events.replay_endpoint)
+    _check_event_endpoints("events", events)
+
+
+def _check_event_endpoints(key: str, section: EventsSection | PeerSection) -> None:
+    for name in ("endpoint", "replay_endpoint"):
+        endpoint = getattr(section, name)
+        # Routers speak plain ZeroMQ and sit on other machines: no CURVE, and not only loopback.
+        if endpoint and not re.fullmatch(r"ipc://.+|tcp://.+:(\d{1,5}|\*)", endpoint):
+            raise ConfigError(f"{key}.{name}", "expected ipc://PATH or tcp://HOST:PORT", endpoint)
+
+
+def _check_endpoint(endpoint: str, curve: bool) -> None:
+    scheme, _, address = endpoint.partition("://")
+    if scheme == "ipc" and address:
+        # sockaddr_un holds 108 bytes with its terminator; libzmq's own message does not name the path.
+        if len(os.fsencode(address)) > 107:
+            raise ConfigError("server.endpoint", "is longer than a unix socket path may be (107 bytes)", endpoint)
+        return
+    if scheme == "tcp" and re.fullmatch(r".+:(\d{1,5}|\*)", address):
+        host = address.rpartition(":")[0].strip("[]")
+        if host in ("localhost", "::1") or host.startswith("127.") or curve:
+            return
+        raise ConfigError("server.endpoint", "tcp:// beyond loopback needs [server.curve]", endpoint)
+    raise ConfigError("server.endpoint", "expected ipc://PATH or tcp://HOST:PORT", endpoint)
+
+
+def pd_mode(config: Config, env: Mapping[str, str] | None = None) -> str:
+    """The mode of the handover from prefill to decode, "storage" or "direct". Raises ConfigError."""
+    if config.pd.mode is not None:
+        return config.pd.mode
+    via_storage = (os.environ if env is None else env).get("FD_PD_TRANSFER_VIA_STORAGE", "")
+    modes = {"": "storage", "1": "storage", "0": "direct"}
+    if via_storage not in modes:
+        raise ConfigError("FD_PD_TRANSFER_VIA_STORAGE", "expected 0 or 1", via_storage)
+    return modes[via_storage]

@@ -1,0 +1,219 @@
+"""Every setting, with its default. Struct field = TOML key = name in the docs: one search finds all three."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from transferd.config.size import Size
+
+DEFAULT_ENDPOINT = "ipc:///run/transferd/transferd.sock"
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class CurveSection(_Section, frozen=True, kw_only=True):
+    """CURVE keys for tcp:// beyond loopback (ZeroMQ's Z85 text, one key a file)."""
+
+    secret_key_file: str
+    client_keys_dir: str = ""  # one file a permitted client's public key; "" = any client that knows ours
+
+
+class ServerSection(_Section, frozen=True, kw_only=True):
+    """Where clients find the daemon, and how much of everything it takes."""
+
+    endpoint: str | list[str] = DEFAULT_ENDPOINT
+    max_queued_tasks: Positive = 4096  # past it: busy
+    max_inflight_bytes: Size = Size(16 * 1024**3)  # per lane, queued and running, all ranks; past it: busy
+    max_message: Size = Size(64 * 1024**2)
+    result_ttl: Seconds = 60.0  # a task_id pushed again within it gets the same result
+    max_results: Positive = 16384  # results kept for that, at most
+    lane_depth: Positive = 16  # tasks running at once per lane
+    deadline_slack: Seconds = 1.0  # a result comes at most this long after its deadline
+    client_timeout: Seconds = 5.0  # a client silent for this long has gone
+    shutdown_timeout: Seconds = 20.0  # the whole budget of a shutdown
+    socket_mode: str = "0660"  # of ipc:// sockets
+    curve: CurveSection | None = None
+
+    @property
+    def endpoints(self) -> list[str]:
+        return [self.endpoint] if isinstance(self.endpoint, str) else list(self.endpoint)
+
+
+class CacheSection(_Section, frozen=True, kw_only=True):
+    """The KV cache: who holds it, what a block is, how many there are. All counts are per rank."""
+
+    ranks: Positive = 2
+    devices: list[Count] | None = None  # device index per rank; default 0 … ranks-1
+    device: str = "shm"
+    ownership: Literal["create", "attach", "auto"] = "create"  # who allocates device memory; see ownership.py
+    role: Literal["mixed", "prefill", "decode"] = "mixed"  # of the engine; FastDeploy's splitwise_role
+    attention: str = "gqa"
+    layers: Positive = 4
+    kv_heads: Positive = 2
+    head_dim: Positive = 64
+    block_size: Positive = 64
+    dtype: Literal["bfloat16", "float16", "uint8", "block_wise_fp8"] = "bfloat16"
+    scale_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"  # of block_wise_fp8
+    device_blocks: Positive = 64
+    host_blocks: Count = 128
+    mtp_layers: Count = 0
+    mtp_blocks: Positive | None = None  # device blocks of an MTP layer; default device_blocks
+    kv_lora_rank: Positive = 512  # mla, dsa
+    qk_rope_head_dim: Positive = 64  # mla, dsa
+    index_head_dim: Positive = 128  # dsa
+
+    @property
+    def device_of_rank(self) -> list[int]:
+        return list(range(self.ranks)) if self.devices is None else list(self.devices)
+
+
+class HostSection(_Section, frozen=True, kw_only=True):
+    """Host memory besides the pool. `staging`: per rank, the whole of it; what storage I/O goes through."""
+
+    staging: Size = Size(64 * 1024**2)
+
+
+class FileStorageSection(_Section, frozen=True, kw_only=True):
+    """The file backend: a directory of its own, and how much it may hold."""
+
+    path: str = "/var/lib/transferd/blocks"
+    capacity: Size = Size(64 * 1024**3)
+    fsync: bool = False  # True: an object is on the medium before it counts as written
+
+
+class MemoryStorageSection(_Section, frozen=True, kw_only=True):
+    """The memory backend: how much it may hold."""
+
+    capacity: Size = Size(1024**3)
+
+
+class MooncakeStorageSection(_Section, frozen=True, kw_only=True):
+    """The Mooncake backend: how to join a pool, and what this node lends it.
+
+    The first seven are FastDeploy's: where one is not given, its MOONCAKE_* settings count before the default.
+    """
+
+    master_server_addr: str | None = None  # host:port, or etcd://…
+    metadata_server: str | None = None  # default P2PHANDSHAKE; or http://…/metadata, etcd://…, redis://…
+    local_hostname: str | None = None  # how other nodes reach this one; default 127.0.0.1
+    protocol: Literal["tcp", "rdma"] | None = None  # default tcp
+    rdma_devices: str | None = None  # comma separated; default all
+    global_segment_size: Size | None = None  # memory lent to the pool; default 1GiB; 0: use only what others lend
+    local_buffer_size: Size | None = None  # default 128MiB
+    replica_num: Positive = 1
+    soft_pin: bool = False
+    hard_pin: bool = False
+    timeout: Seconds = 5.0  # of one call; past it the breaker opens
+    connect_timeout: Seconds = 30.0  # how long a start waits for the master
+    probe_interval: Seconds = 1.0  # between two questions to a pool that did not answer
+    native_log: Literal["off", "error", "warning", "info"] = "off"  # the library's own lines on stderr
+
+
+class PeerSection(_Section, frozen=True, kw_only=True):
+    """Another node whose KV events the open token index follows: where it publishes, and where it replays."""
+
+    endpoint: str
+    replay_endpoint: str = ""  # "" = what was missed stays missed
+
+
+class AttentionStoreSection(_Section, frozen=True, kw_only=True):
+    """Storage found by token ids (docs/attention_store.md). Where a key is not given, FastDeploy's variable counts."""
+
+    driver: Literal["open", "sdk"] = "open"  # our own index, or Baidu's attentionstore_sdk
+    data: str = "file"  # open: the keyed backend that holds the bytes, any of storage.backend
+    only_flush: bool | None = None  # FD_AS_ONLY_FLUSH; write tasks move no bytes and tell the index
+    namespace: str | None = None  # AS_NAMESPACE; default the last part of storage.model
+    pod_name: str | None = None  # AS_POD_NAME; this node's name; default default_pod, with role and dp_id
+    model_version: str | None = None  # AS_MODEL_VERSION; default v0
+    splitwise_role: str = "mixed"
+    dp_id: Count = 0
+    slice_blocks: Positive | None = None  # AS_WRITE_SLICE_BLOCK_NUM; default 100; blocks of one call
+    slice_timeout: Seconds | None = None  # AS_WRITE_SLICE_TIMEOUT; default 10
+    total_timeout: Seconds | None = None  # AS_WRITE_TOTAL_TIMEOUT; of a write; default what is left of the task's
+    ready_timeout: Seconds = 300.0  # how long a start waits for the SDK
+    peers: dict[str, PeerSection] = {}  # open: other nodes by name, and where they publish KV events
+
+
+class StorageSection(_Section, frozen=True, kw_only=True):
+    """Which pool blocks are stored in, and what their names begin with."""
+
+    backend: str = "file"
+    key_schema: Literal["transferd", "fastdeploy"] = "transferd"  # what objects are called and hold: objects.py
+    model: str = "demo"
+    generation: str = ""
+    version_file: str = ""  # FastDeploy's version.yaml: where the generation is read instead, at start and on restore
+    scrub_rate: Size = Size(0)  # bytes a second that stored objects are checked with in the background; 0 = off
+    file: FileStorageSection = FileStorageSection()
+    memory: MemoryStorageSection = MemoryStorageSection()
+    mooncake: MooncakeStorageSection = MooncakeStorageSection()
+    attention_store: AttentionStoreSection = AttentionStoreSection()
+
+
+class PdSection(_Section, frozen=True, kw_only=True):
+    """How sequences go from a prefill to a decode engine: through storage, or straight from daemon to daemon.
+
+    mode: where it is not given, FastDeploy's FD_PD_TRANSFER_VIA_STORAGE counts (1 storage, 0 direct), then "storage".
+    The rest is of direct mode only.
+    """
+
+    mode: Literal["storage", "direct"] | None = None
+    listen: str = "127.0.0.1:0"  # where decode daemons reach this one; port 0: any, see stats
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    rdma_devices: str = ""  # comma separated; "" = all
+    staging: Size = Size(64 * 1024**2)  # per rank; the only memory that peers write to
+
+
+class MetricsSection(_Section, frozen=True, kw_only=True):
+    """Where /metrics, /healthz, /readyz and /status are served."""
+
+    listen: str = "127.0.0.1:9464"  # "" = off
+
+
+class EventsSection(_Section, frozen=True, kw_only=True):
+    """KV events for routers that know caches, in vLLM's wire form (docs/events.md)."""
+
+    endpoint: str = ""  # of the PUB socket, such as tcp://127.0.0.1:5557; "" = off
+    replay_endpoint: str = ""  # where batches that were missed can be asked for again; "" = nowhere
+    topic: str = ""
+    dp_rank: Count = 0  # data-parallel rank, in every batch
+    token_ids: bool = True  # False: events carry hashes only, not the tokens of prompts
+    buffer: Positive = 10_000  # batches kept to be asked for again
+    buffer_bytes: Size = Size(64 * 1024**2)  # and their bytes
+    max_blocks: Positive = 1_000_000  # stored blocks announced at once; beyond it the oldest are withdrawn
+
+
+class LogSection(_Section, frozen=True, kw_only=True):
+    """What is logged, and how a line looks."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["json", "console"] = "json"
+
+
+class RecorderSection(_Section, frozen=True, kw_only=True):
+    """The flight recorder: how much it remembers, and where its dumps go (see dumps.py)."""
+
+    notes: Positive = 8192  # of admitted tasks, about two a task; all that is kept is about 4 MiB
+    directory: str = "/var/lib/transferd/flight"  # made when the first dump is written; "" = no dumps
+    keep: Positive = 8  # dumps that stay in it, the newest
+
+
+class Config(_Section, frozen=True, kw_only=True):
+    """Everything the daemon is told. Sections are documented in docs/operations.md."""
+
+    server: ServerSection = ServerSection()
+    cache: CacheSection = CacheSection()
+    host: HostSection = HostSection()
+    storage: StorageSection = StorageSection()
+    pd: PdSection = PdSection()
+    metrics: MetricsSection = MetricsSection()
+    events: EventsSection = EventsSection()
+    log: LogSection = LogSection()
+    recorder: RecorderSection = RecorderSection()

@@ -1,0 +1,35 @@
+"""Numbers of bytes, as people write them: powers of 1024 with `i`, of 1000 without."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for suffix, base in (("iB", 1024), ("B", 1000))
+}
+
+
+class Size(int):
+    """A number of bytes; parsed from an int or from text with a unit."""
+
+    @classmethod
+    def parse(cls, value: int | str) -> Size:
+        """Raises ValueError with a sentence for anything that is not a non-negative size."""
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            raise ValueError(f"expected a size such as 67108864 or '64MiB', got {value!r}")
+        if isinstance(value, str):
+            match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+            if match is None or match[2] not in _UNITS:
+                raise ValueError(f"expected a size such as '64MiB', got {value!r}")
+            value = int(float(match[1]) * _UNITS[match[2]])
+        if value < 0:
+            raise ValueError(f"expected a size of at least 0, got {value}")
+        return cls(value)
+
+    def __str__(self) -> str:
+        for unit, scale in (("TiB", 1024**4), ("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024)):
+            if self >= scale and self % scale == 0:
+                return f"{self // scale}{unit}"
+        return str(int(self))
