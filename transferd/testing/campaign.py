@@ -10,11 +10,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 
@@ -25,6 +27,7 @@ from transferd.testing.simplan import draw_plan
 from transferd.testing.simstory import live
 
 SHARE = 25  # seeds that a process takes at a time
+TOLD_EVERY_S = 60.0
 
 
 @dataclass
@@ -37,22 +40,41 @@ class Report:
     failed: list[int] = field(default_factory=list)
 
 
-def campaign(seeds: range, jobs: int, *, all_failures: bool = False, limit_s: float | None = None) -> Report:
-    """Live every seed, in `jobs` processes. Stops at the first failure, or when the time is over."""
+def campaign(
+    seeds: range, jobs: int, *, limit_s: float | None = None, progress: Callable[[Report], None] = lambda _: None
+) -> Report:
+    """Live every seed, in `jobs` processes. Stops at the first failure, when the time is over, and at Ctrl-C."""
     report, began = Report(), time.monotonic()
     shares = (seeds[start : start + SHARE] for start in range(0, len(seeds), SHARE))
     with ProcessPoolExecutor(jobs, initializer=_quiet) as pool:
-        for ran, seen, failed in _results(pool, shares, jobs):
-            report.ran += ran
-            report.seen.update(seen)
-            report.failed += failed
-            late = limit_s is not None and time.monotonic() - began > limit_s
-            if late or (failed and not all_failures):
-                pool.shutdown(cancel_futures=True)
-                break
+        try:
+            for ran, seen, failed in _results(pool, shares, jobs):
+                report.ran += ran
+                report.seen.update(seen)
+                report.failed += failed
+                report.seconds = time.monotonic() - began
+                progress(report)
+                if failed or (limit_s is not None and report.seconds > limit_s):
+                    break
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+        pool.shutdown(cancel_futures=True)
     report.failed.sort()
-    report.seconds = time.monotonic() - began
     return report
+
+
+def _told_now_and_then(seeds: int) -> Callable[[Report], None]:
+    """A line on stderr: over itself where somebody is looking, else every TOLD_EVERY_S."""
+    terminal, next_at = sys.stderr.isatty(), 0.0 if sys.stderr.isatty() else TOLD_EVERY_S
+
+    def tell(report: Report) -> None:
+        nonlocal next_at
+        if report.seconds >= next_at:
+            next_at = report.seconds + (0.2 if terminal else TOLD_EVERY_S)
+            line = f"{report.ran} of {seeds} seeds, {report.seconds:.0f} s"
+            print(f"\r{line} " if terminal else line, end="" if terminal else "\n", file=sys.stderr, flush=True)
+
+    return tell
 
 
 _Answer = tuple[int, Counter[str], list[int]]
@@ -79,8 +101,10 @@ def _live_all(seeds: range) -> _Answer:
 
 
 def _quiet() -> None:
-    """The daemon logs every fault; thousands of stories of them help nobody."""
+    """The daemon logs every fault; thousands of stories of them help nobody. And Ctrl-C is the parent's to hear."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("critical"))
+    if multiprocessing.parent_process() is not None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _tell(seed: int) -> None:
@@ -113,7 +137,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _quiet()
     if options.replay is not None:
         return _replay(options.replay)
-    report = campaign(range(options.first, options.first + options.seeds), options.jobs, limit_s=options.limit)
+    seeds = range(options.first, options.first + options.seeds)
+    report = campaign(seeds, options.jobs, limit_s=options.limit, progress=_told_now_and_then(len(seeds)))
     if options.format == "json":
         print(json.dumps({"ran": report.ran, "seconds": report.seconds, "seen": report.seen, "failed": report.failed}))
     else:
