@@ -137,6 +137,12 @@ class _StatsCollector:
                 counter = CounterMetricFamily(f"transferd_storage_{key}", text, labels=["backend"])
                 counter.add_metric([backend["backend"]], storage[key])
                 yield counter
+        if "scrub" in storage:
+            for key in ("objects", "bytes", "damaged", "passes"):
+                text = f"Of the background scrub: {key}"
+                yield _counter(
+                    f"transferd_storage_scrub_{key}", text, ["backend"], {backend["backend"]: storage["scrub"][key]}
+                )
         if "breaker" in storage:
             text = "1 while calls go through, 0 while they fail at once because storage did not answer"
             gauge = GaugeMetricFamily("transferd_storage_available", text, labels=["backend"])

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
+from transferd import Client, Status, WriteStorageTask
 from transferd.config import from_tree
 from transferd.errors import ConfigError
 from transferd.integrity import FOOTER_BYTES, seal, stamp_of_name
 from transferd.keys import ObjectNamer
+from transferd.launch import running
 from transferd.storage.base import STORED, Blob
 from transferd.storage.file import FileStorage
 from transferd.storage.paths import path_of
@@ -176,3 +178,30 @@ def test_the_command_says_it_in_text_and_json_and_by_its_exit_code(tmp_path: Pat
 def test_what_is_no_file_store_is_bad_usage(arguments: list[str], told: str) -> None:
     done = transferd(*arguments)
     assert (done.returncode, done.stdout, done.stderr.strip()) == (2, "", told)
+
+
+async def test_a_scrubbing_daemon_finds_damage_before_a_read_does(tmp_path: Path) -> None:
+    tree = {
+        "cache": {"ranks": 1, "layers": 1, "kv_heads": 1, "head_dim": 16, "block_size": 4, "device_blocks": 8},
+        "storage": {"backend": "file", "scrub_rate": "100MiB"},
+    }
+    keys, blocks = ["a", "b", "c"], [0, 1, 2]
+    with running(tree, tmp_path) as daemon:
+        async with Client(daemon.endpoint) as client:
+            write = WriteStorageTask(task_id="w", keys=keys, gpu_block_ids=blocks)
+            assert (await client.submit(write)).status is Status.OK
+    victim = min((tmp_path / "blocks" / "objects").rglob("*@0"))
+    data = bytearray(victim.read_bytes())
+    data[7] ^= 1
+    victim.write_bytes(data)
+    with running(tree, tmp_path) as daemon:
+        async with Client(daemon.endpoint) as client:
+            async with asyncio.timeout(20):
+                while not (scrub := (await client.stats())["storage"]["scrub"])["passes"]:  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+            assert (scrub["objects"], scrub["damaged"]) == (3, 1)
+            assert (await client.stats())["storage"]["corrupt"] == 1
+            matches = [await client.match([key]) for key in keys]
+            assert sorted(matches) == [0, 1, 1]
+            assert (await client.submit(write)).status is Status.OK, "what is gone can be stored again"
+            assert await client.match(keys) == 3
