@@ -1,5 +1,10 @@
 """Attached cache memory as paddle tensors: the same bytes, in their true types, without a copy.
 
+    planes = tensors(await client.attach(rank))              memory of the CPU place
+    planes = adopted(await client.device_handle(rank), ops)  memory of a device, through FastDeploy's operators
+    caches = flat(planes)                                    as FastDeploy's forward pass indexes it
+    by_name = named(planes, rank, device)                    under the names that FastDeploy exchanges
+
 `Client.attach` returns numpy arrays, which Paddle takes over by DLPack. numpy has no bfloat16, so a uint16
 array stands for it; Paddle would take it for its own uint16, which it cannot compute with, so the
 elements travel as int16 and are viewed as bfloat16 on the other side (checked with paddle 3.3).
@@ -12,7 +17,12 @@ from typing import Any
 
 import numpy.typing as npt
 
-from transferd.errors import ConfigError
+from transferd.errors import ConfigError, TierError
+from transferd.tiers.fastdeploy import segment_name
+from transferd.tiers.owner import check_owner
+from transferd.tiers.paddle_ops import KIND, Operators
+
+_ORDER = ("key", "value", "key_scale", "value_scale", "indexer")
 
 
 def tensors(caches: Mapping[str, Sequence[npt.NDArray[Any]]], *, float8: bool = False) -> dict[str, list[Any]]:
@@ -37,3 +47,46 @@ def tensors(caches: Mapping[str, Sequence[npt.NDArray[Any]]], *, float8: bool = 
         return made
 
     return {plane: [tensor(plane, array) for array in layers] for plane, layers in caches.items()}
+
+
+def adopted(handle: Mapping[str, Any], operators: Operators, *, float8: bool = False) -> dict[str, list[Any]]:
+    """{plane: [one paddle.Tensor per layer]} over a device's memory that another process published.
+
+    handle: {kind, data} as `Client.device_handle` returns it. operators: FastDeployOperators of this rank's
+    place. The tensors have the true types, as those of `tensors`; before the cache is cleared drop them, and
+    `Client.detach`. Raises TierError for another kind of handle, EngineGone when its owner is no more.
+    """
+    import paddle
+
+    data = handle["data"]
+    if handle["kind"] != KIND:
+        raise TierError(f"memory of kind {handle['kind']!r} is not published by FastDeploy's operators")
+    check_owner(data.get("owner"))
+    planes: dict[str, list[Any]] = {}
+    for item in sorted(data["arrays"], key=lambda item: int(item["layer"])):
+        plane, shape, dtype = item["plane"], [int(n) for n in item["shape"]], str(item["dtype"])
+        width = {"uint8": 1, "uint16": 2, "float16": 2, "float32": 4}[dtype]
+        tensor = operators.adopt(data["names"][item["region"]], [*shape[:-1], shape[-1] * width], "uint8")
+        true = {"uint16": paddle.bfloat16, "float16": paddle.float16, "float32": paddle.float32}.get(dtype)
+        if true is None and float8 and plane in ("key", "value"):
+            true = paddle.float8_e4m3fn
+        planes.setdefault(plane, []).append(tensor if true is None else tensor.view(true))
+    return planes
+
+
+def flat(planes: Mapping[str, Sequence[Any]]) -> list[Any]:
+    """The list that FastDeploy's forward pass takes: layer by layer, its planes in order.
+
+    key, value, key, value, … for GQA; four a layer with scales; one a layer for MLA.
+    """
+    ordered = [planes[plane] for plane in _ORDER if plane in planes]
+    return [tensor for layer in zip(*ordered, strict=True) for tensor in layer]
+
+
+def named(planes: Mapping[str, Sequence[Any]], rank: int, device: int) -> dict[str, Any]:
+    """{FastDeploy's name: tensor}, such as key_caches_0_rank0.device0."""
+    return {
+        segment_name(plane, layer, rank, device): tensor
+        for plane, layers in planes.items()
+        for layer, tensor in enumerate(layers)
+    }

@@ -18,9 +18,8 @@ that copy at the same time do not disturb each other: the rows they touch are th
 
 from __future__ import annotations
 
-import math
+import contextlib
 import os
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,32 +27,30 @@ import numpy as np
 import numpy.typing as npt
 
 from transferd.copyplan import CopyPlan, Moves, plan_copy
-from transferd.errors import ConfigError, InvariantError, TierError
+from transferd.errors import InvariantError, TierError
 from transferd.layout.base import Arena, BlockLayout
 from transferd.offload import Direction, Offload
 from transferd.tiers.base import DeviceHandle, HostMemory
 from transferd.tiers.hostcopy import copy_runs
-from transferd.tiers.segment import PREFIX, Segment
-from transferd.tiers.shm import created_handle, map_offered
+from transferd.tiers.paddle_memory import DeviceMemory, SharedMemory, TensorMemory, default_place, import_paddle
+from transferd.tiers.paddle_ops import ERRORS, FastDeployOperators, Operators
+from transferd.tiers.segment import PREFIX
 
 PIECE_BYTES = 32 * 1024**2  # gathered or scattered at once, a block at least: an operation for each layer pays
-ELEMENTS = (("int64", 8), ("int32", 4), ("int16", 2), ("uint8", 1))  # widest first
 SCATTERED = ("int64", "int32")  # types that scatter_ takes; index_put_ takes all and is ten times slower
-ERRORS = (RuntimeError, ValueError, OSError, MemoryError)  # what Paddle's enforcements arrive as
-
 Int64s = npt.NDArray[np.int64]
 
 
 class PaddleDeviceTier:
-    """One rank's blocks as paddle tensors. Owns them, and the shared memory under them, from open to close.
+    """One rank's blocks as paddle tensors. Owns them, and what is under them, from open or attach to close.
 
     place: such as "cpu" or "xpu:1"; by default this rank's device of the kind that this Paddle was built for.
-    shared: lie in shared memory, which only the CPU place can; False makes it do all that a device does.
+    shared: on the CPU place, lie in shared memory; False makes it do all that a device does. operators: how
+    tensors of a device are shared; by default those of an installed FastDeploy, without which they are not.
     Raises ConfigError without paddle.
     """
 
     attaches = True
-    outlives_close = True  # only shared memory is handed out
 
     def __init__(
         self,
@@ -64,81 +61,96 @@ class PaddleDeviceTier:
         *,
         place: str | None = None,
         shared: bool = True,
+        operators: Operators | None = None,
     ) -> None:
         self.rank = rank
         self.device = device
         self._layout = layout
         self._offload = offload
-        self._paddle = _import_paddle()
-        self.place = place or _default_place(self._paddle, device)
+        self._paddle = import_paddle()
+        self.place = place or default_place(self._paddle, device)
         self._shared = shared and self.place == "cpu"
-        self._cache: _Tensors | None = None
-        self._arena: Arena | None = None
-        self._segment: Segment | None = None
+        self._operators = operators or self._installed_operators()
+        self._memory: TensorMemory | None = None
+        self._copier: _Copier | None = None
+
+    def _installed_operators(self) -> Operators | None:
+        if self.place == "cpu":
+            return None
+        with contextlib.suppress(TierError):
+            return FastDeployOperators(self.place, self._paddle)
+        return None
 
     # --- the contract -------------------------------------------------------------------------------
 
     @property
     def arena(self) -> Arena:
         """On the CPU place real addresses; on a device, whose arrays are tensors of their own, names of places only."""
-        if self._arena is None:
-            raise TierError(f"the device memory of rank {self.rank} is not open")
-        return self._arena
+        return self._opened.arena
+
+    @property
+    def outlives_close(self) -> bool:
+        return self._memory is None or self._memory.outlives_close
 
     async def open(self) -> None:
-        self._check_closed()
-        if self._shared:
-            name = f"{PREFIX}{os.getpid()}.{id(self):x}.rank{self.rank}"
-            segment = Segment(name, self._layout.device.extent, create=True)
-            self._over(segment, Arena(self._layout.device, segment.address))
-            return
-        try:
-            self._cache = await self._offload.run(Direction.IN, self._allocate)
-        except ERRORS as error:
-            raise TierError(f"rank {self.rank}: {self.place} has no room for the cache: {_line(error)}") from error
-        self._arena = Arena(self._layout.device, 0)
+        await self._make(self._create)
 
     async def attach(self, handle: DeviceHandle) -> None:
-        self._check_closed()
-        if not self._shared:
-            raise TierError(f"rank {self.rank}: memory of {self.place} cannot be attached by this tier")
-        segment, arena = map_offered(self._layout, handle)
-        self._over(segment, arena)
+        await self._make(lambda: self._map(handle))
 
     async def copy_out(self, plan: CopyPlan, host: HostMemory) -> None:
-        await self._copy(Direction.OUT, plan, lambda cache, moves: cache.gather(moves, host.address))
+        await self._copy(Direction.OUT, plan, lambda copier, moves: copier.gather(moves, host.address))
 
     async def copy_in(self, plan: CopyPlan, host: HostMemory) -> None:
-        await self._copy(Direction.IN, plan, lambda cache, moves: cache.scatter(moves, host.address))
+        await self._copy(Direction.IN, plan, lambda copier, moves: copier.scatter(moves, host.address))
 
     def handle(self) -> DeviceHandle:
-        """As the shm tier's on the CPU place."""
-        if self._cache is None:
-            raise TierError(f"the device memory of rank {self.rank} is not open")
-        if self._segment is None:
-            raise TierError(f"rank {self.rank}: memory of {self.place} cannot be shared with another process")
-        return created_handle(self._layout, self._segment)
+        """As the shm tier's on the CPU place; elsewhere what FastDeploy's operators have published."""
+        return self._opened.handle()
 
     async def close(self) -> None:
-        segment, cache = self._segment, self._cache
-        self._segment = self._cache = self._arena = None
-        if cache is not None:
-            cache.drop()
-        if segment is not None:
-            segment.close()
+        memory = self._memory
+        self._memory = self._copier = None
+        if memory is not None:
+            memory.close()
 
     def statistics(self) -> dict[str, Any]:
-        return {"bytes": self._layout.device.extent, "open": self._cache is not None, "place": self.place}
+        return {"bytes": self._layout.device.extent, "open": self._memory is not None, "place": self.place}
 
     # --- inside -------------------------------------------------------------------------------------
 
-    def _check_closed(self) -> None:
-        if self._cache is not None:
-            raise TierError(f"the device memory of rank {self.rank} is open already")
+    @property
+    def _opened(self) -> TensorMemory:
+        if self._memory is None:
+            raise TierError(f"the device memory of rank {self.rank} is not open")
+        return self._memory
 
-    async def _copy(self, direction: Direction, plan: CopyPlan, work: Callable[[_Tensors, Moves], None]) -> None:
-        cache = self._cache
-        if cache is None:
+    def _create(self) -> TensorMemory:
+        if self._shared:
+            return SharedMemory.create(
+                self._paddle, self._layout, f"{PREFIX}{os.getpid()}.{id(self):x}.rank{self.rank}"
+            )
+        return DeviceMemory.create(self._paddle, self._layout, self.place, self._operators, self.rank, self.device)
+
+    def _map(self, handle: DeviceHandle) -> TensorMemory:
+        if self._shared:
+            return SharedMemory.attach(self._paddle, self._layout, handle)
+        return DeviceMemory.attach(self._paddle, self._layout, self.place, self._operators, handle)
+
+    async def _make(self, make: Callable[[], TensorMemory]) -> None:
+        if self._memory is not None:
+            raise TierError(f"the device memory of rank {self.rank} is open already")
+        try:
+            # Shared memory is made here and now: a start that is called off must not leave a thread making it.
+            self._memory = make() if self._shared else await self._offload.run(Direction.IN, make)
+        except ERRORS as error:
+            raise TierError(f"rank {self.rank}: memory of {self.place} cannot be had: {_line(error)}") from error
+        device = "" if self._shared else self.place
+        self._copier = _Copier(self._paddle, self._memory.tensors, self._layout, device)
+
+    async def _copy(self, direction: Direction, plan: CopyPlan, work: Callable[[_Copier, Moves], None]) -> None:
+        copier = self._copier
+        if copier is None:
             raise TierError(f"the device memory of rank {self.rank} is not open")
         if not plan.nbytes:
             return
@@ -147,36 +159,16 @@ class PaddleDeviceTier:
             raise InvariantError("the paddle tier moves blocks; a plan of byte runs alone was given")
         try:
             # Always in a thread: one operation costs little, but a plan may need two for each layer and plane.
-            await self._offload.run(direction, lambda: work(cache, moves))
+            await self._offload.run(direction, lambda: work(copier, moves))
         except ERRORS as error:
             raise TierError(f"rank {self.rank}: a copy on {self.place} failed: {_line(error)}") from error
 
-    def _over(self, segment: Segment, arena: Arena) -> None:
-        """Make tensors over mapped memory; takes the segment over."""
-        memory = np.frombuffer(segment.buffer, dtype=np.uint8)
-        element = _element(self._layout, arena)
-        tensors: list[Any] = []
-        for part, offset in zip(self._layout.segments, arena.geometry.offsets, strict=True):
-            start, blocks = arena.origin - segment.address + int(offset), self._layout.device_blocks_of(part.layer)
-            array = memory[start : start + blocks * part.nbytes].view(element).reshape(blocks, -1)
-            tensors.append(self._paddle.utils.dlpack.from_dlpack(array))
-        self._cache = _Tensors(self._paddle, tensors, self._layout, "")
-        self._arena, self._segment = arena, segment
 
-    def _allocate(self) -> _Tensors:
-        """Tensors on the device, zeroed: what another process left there is none of our readers' business."""
-        element = _element(self._layout, Arena(self._layout.device, 0))
-        tensors: list[Any] = []
-        for part in self._layout.segments:
-            shape = (self._layout.device_blocks_of(part.layer), part.nbytes // np.dtype(element).itemsize)
-            tensors.append(self._paddle.to_tensor(np.zeros(shape, dtype=element), place=self.place))
-        return _Tensors(self._paddle, tensors, self._layout, self.place)
+class _Copier:
+    """Copies of blocks between rows of tensors, one tensor for each segment, and host memory.
 
-
-class _Tensors:
-    """One tensor for each segment, and copies of blocks between their rows and host memory.
-
-    device: where they are, "" if that is host memory and blocks need no transfer.
+    tensors: the memory's own list, which is emptied when it is closed. device: where they are, "" if that is
+    host memory and blocks need no transfer.
     """
 
     def __init__(self, paddle: Any, tensors: list[Any], layout: BlockLayout, device: str) -> None:
@@ -189,10 +181,6 @@ class _Tensors:
         self._host_place = _pinned_place(paddle, self._place)
         self._most = max(1, PIECE_BYTES // layout.block_bytes)
         self._packed = layout.packed(self._most, layout.block_bytes)
-
-    def drop(self) -> None:
-        """Let go of the tensors: Paddle frees device memory here, also while a copy thread still holds this object."""
-        self._tensors.clear()
 
     def gather(self, moves: Moves, host_address: int) -> None:
         """Blocks → host memory. Returns when the last byte is there."""
@@ -227,28 +215,6 @@ class _Tensors:
         for start in range(0, len(rows), self._most):
             piece = slice(start, start + self._most)
             yield np.ascontiguousarray(rows[piece]), host_ids[piece]
-
-
-def _element(layout: BlockLayout, arena: Arena) -> str:
-    """The widest integer type that divides every row and its place."""
-    common = math.gcd(*(part.nbytes for part in layout.segments), *(arena.geometry.offsets + arena.origin).tolist())
-    return next(name for name, size in ELEMENTS if common % size == 0)
-
-
-def _import_paddle() -> Any:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # at import, of tools for building extensions
-            import paddle
-            import paddle.utils.dlpack
-    except ImportError as error:
-        raise ConfigError("cache.device", "needs paddle: pip install 'transferd[paddle]'", "paddle") from error
-    return paddle
-
-
-def _default_place(paddle: Any, device: int) -> str:
-    kind = str(paddle.device.get_device()).partition(":")[0]
-    return kind if kind == "cpu" else f"{kind}:{device}"
 
 
 def _pinned_place(paddle: Any, place: Any) -> Any:

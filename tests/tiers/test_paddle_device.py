@@ -1,0 +1,221 @@
+"""Tensors of a device, shared by FastDeploy's operators: published once, adopted once, let go of once, both ways."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+paddle = pytest.importorskip("paddle", reason="the paddle extra is not installed")
+
+from transferd.adapters.paddle import adopted, flat, named, tensors  # noqa: E402
+from transferd.config import CacheSection  # noqa: E402
+from transferd.copyplan import plan_copy  # noqa: E402
+from transferd.errors import EngineGone, RequestError, TierError  # noqa: E402
+from transferd.layout import build_layout  # noqa: E402
+from transferd.offload import ThreadOffload  # noqa: E402
+from transferd.testing.paddleops import PaddleOps  # noqa: E402
+from transferd.tiers.base import DeviceHandle  # noqa: E402
+from transferd.tiers.paddle import PaddleDeviceTier  # noqa: E402
+from transferd.tiers.paddle_ops import KIND, FastDeployOperators  # noqa: E402
+from transferd.tiers.pinned import HostPool  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+SIZES: dict[str, Any] = {"layers": 2, "device_blocks": 6, "host_blocks": 6, "block_size": 4, "kv_heads": 2}
+LAYOUT = build_layout(CacheSection(**SIZES, head_dim=8, mtp_layers=1, mtp_blocks=7, dtype="block_wise_fp8"))
+MANY = len(LAYOUT.segments)
+
+
+@pytest.fixture
+def offload() -> Iterator[ThreadOffload]:
+    threads = ThreadOffload(1)
+    yield threads
+    threads.close()
+
+
+@pytest.fixture
+def ops(tmp_path: Path) -> PaddleOps:
+    return PaddleOps(paddle, tmp_path)
+
+
+@pytest.fixture
+def operators(ops: PaddleOps, tmp_path: Path) -> FastDeployOperators:
+    return FastDeployOperators("gpu:0", paddle, module=ops, directory=tmp_path)
+
+
+def tier(offload: ThreadOffload, operators: FastDeployOperators | None, rank: int = 1) -> PaddleDeviceTier:
+    return PaddleDeviceTier(LAYOUT, rank, 3, offload, shared=False, operators=operators)
+
+
+async def check_moves(moved: PaddleDeviceTier, planes: dict[str, list[Any]]) -> None:
+    """Blocks go between host memory and what `planes` shows."""
+    pool = HostPool(LAYOUT, 0)
+    memory = np.frombuffer(pool.memory.view, dtype=np.uint8)
+    memory[:] = np.random.default_rng(3).integers(0, 256, memory.shape, dtype=np.uint8)
+    before = memory.copy()
+    await moved.copy_in(plan_copy(LAYOUT.host, [0, 1], moved.arena.geometry, [4, 2]), pool.memory)
+    for part, offset in zip(LAYOUT.segments, LAYOUT.host.offsets, strict=True):
+        rows = np.from_dlpack(planes[part.plane.name][part.layer].view("uint8"))
+        for source, target in ((0, 4), (1, 2)):
+            start = int(offset + source * LAYOUT.host.strides[0])
+            assert rows[target].tobytes() == before[start : start + part.nbytes].tobytes()
+        assert not rows[3].any()
+        del rows
+    memory[:] = 0
+    await moved.copy_out(plan_copy(moved.arena.geometry, [4], LAYOUT.host, [5]), pool.memory)
+    start = 5 * int(LAYOUT.host.strides[0])
+    assert memory[start : start + LAYOUT.block_bytes].tobytes() == before[: LAYOUT.block_bytes].tobytes()
+    del memory
+    pool.close()
+
+
+async def test_what_the_daemon_creates_an_engine_adopts_by_name(
+    offload: ThreadOffload, ops: PaddleOps, operators: FastDeployOperators
+) -> None:
+    daemon = tier(offload, operators)
+    await daemon.open()
+    assert not daemon.outlives_close, "clients must let go first"
+    assert len(ops.published) == MANY
+    assert "value_cache_scales_2_rank1.device3" in ops.published
+    handle = daemon.handle()
+    planes = adopted({"kind": handle.kind, "data": handle.data}, operators, float8=True)
+    assert planes["key"][0].dtype == paddle.float8_e4m3fn
+    assert planes["key_scale"][0].dtype == paddle.bfloat16
+    assert planes["key"][0].shape == [6, 2, 4, 8]
+    assert planes["value_scale"][2].shape == [7, 2, 4], "an MTP layer has its own count"
+    await check_moves(daemon, planes)
+    await daemon.close()
+    assert not ops.published
+
+
+async def test_what_an_engine_publishes_the_daemon_adopts_and_lets_go(
+    offload: ThreadOffload, ops: PaddleOps, operators: FastDeployOperators
+) -> None:
+    engine, daemon = tier(offload, operators), tier(offload, operators)
+    await engine.open()
+    planes = adopted({"kind": KIND, "data": engine.handle().data}, operators)
+    await daemon.attach(engine.handle())
+    assert set(ops.mapped.values()) == {2}
+    with pytest.raises(TierError, match="open already"):
+        await daemon.attach(engine.handle())
+    await check_moves(daemon, planes)
+    await daemon.close()
+    await daemon.close()
+    assert set(ops.mapped.values()) == {1}, "unmapped once"
+    assert len(ops.published) == MANY, "what the engine published is the engine's"
+    await daemon.attach(engine.handle())
+    await daemon.close()
+    await engine.close()
+
+
+@pytest.mark.parametrize("creates", [True, False])
+async def test_a_failure_half_way_leaves_nothing_published_or_mapped(
+    offload: ThreadOffload, ops: PaddleOps, operators: FastDeployOperators, creates: bool
+) -> None:
+    engine, other = tier(offload, operators), tier(offload, operators, rank=2)
+    await engine.open()
+    published = set(ops.published)
+    name = "value_caches_1_rank2.device3" if creates else "value_caches_1_rank1.device3"
+    ops.fail_at = name
+    with pytest.raises(TierError, match=f"{name}: out of handles"):
+        await (other.open() if creates else other.attach(engine.handle()))
+    assert set(ops.published) == published
+    assert set(ops.mapped.values()) <= {0}
+    await (other.open() if creates else other.attach(engine.handle()))
+    await other.close()
+    await engine.close()
+
+
+def changed(data: dict[str, Any], **change: Any) -> dict[str, Any]:
+    return data | change
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        ({"names": None}, RequestError, "no list of names"),
+        ({"names": ["../x"] * MANY}, RequestError, "no list of names"),
+        ({"names": ["x"]}, RequestError, "one name for each array"),
+        ({"names": ["x"] * MANY}, EngineGone, "x is not published"),
+        ({"arrays": [{}] * MANY}, RequestError, "cannot be read"),
+    ],
+)
+async def test_handles_that_cannot_be_adopted_are_refused(
+    offload: ThreadOffload, operators: FastDeployOperators, change: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    engine, daemon = tier(offload, operators), tier(offload, operators)
+    await engine.open()
+    with pytest.raises(error, match=said):
+        await daemon.attach(DeviceHandle(KIND, changed(engine.handle().data, **change)))
+    with pytest.raises(TierError, match="not open"):
+        _ = daemon.arena
+    await engine.close()
+
+
+async def test_memory_shorter_than_its_shape_is_refused(
+    offload: ThreadOffload, ops: PaddleOps, operators: FastDeployOperators
+) -> None:
+    engine, daemon = tier(offload, operators), tier(offload, operators)
+    await engine.open()
+    small = paddle.zeros([5, 64], dtype="uint8")
+    ops.set_data_ipc(small, "key_caches_0_rank1.device3")
+    with pytest.raises(TierError, match="shorter than its shape"):
+        await daemon.attach(engine.handle())
+    await engine.close()
+
+
+async def test_without_operators_memory_of_a_device_is_not_shared_and_says_so(offload: ThreadOffload) -> None:
+    alone = tier(offload, None)
+    with pytest.raises(TierError, match="FastDeploy's operators"):
+        await alone.attach(DeviceHandle(KIND, {}))
+    await alone.open()
+    with pytest.raises(TierError, match="cannot be shared with another process without operators"):
+        alone.handle()
+    await alone.close()
+    with pytest.raises(TierError, match="not installed"):
+        FastDeployOperators("xpu:0", paddle)
+
+
+async def test_an_xpu_s_operators_are_told_to_use_ipc_and_names_are_removed_without_one_to_do_it(
+    offload: ThreadOffload, tmp_path: Path
+) -> None:
+    class XpuOps:
+        """XPU's share_external_data has one argument more, and there is no unset_data_ipc."""
+
+        def __init__(self) -> None:
+            self.real = PaddleOps(paddle, tmp_path)
+            self.set_data_ipc = self.real.set_data_ipc
+
+        def share_external_data(self, empty: Any, name: str, shape: list[int], use_ipc: bool) -> Any:
+            assert use_ipc
+            return self.real.share_external_data(empty, name, shape)
+
+    xpu = FastDeployOperators("xpu:0", paddle, module=XpuOps(), directory=tmp_path)
+    engine, daemon = tier(offload, xpu), tier(offload, xpu)
+    await engine.open()
+    await daemon.attach(engine.handle())
+    await daemon.close()
+    assert len(list(tmp_path.iterdir())) == MANY
+    await engine.close()
+    assert not list(tmp_path.iterdir())
+
+
+async def test_tensors_in_fastdeploys_order_and_under_its_names(offload: ThreadOffload) -> None:
+    shared = PaddleDeviceTier(LAYOUT, 0, 0, offload)
+    await shared.open()
+    from transferd.tiers.segment import attach_arrays
+
+    planes = tensors(attach_arrays(shared.handle().data))
+    in_order = flat(planes)
+    assert len(in_order) == 4 * 3
+    for layer in range(3):
+        for place, plane in enumerate(("key", "value", "key_scale", "value_scale")):
+            assert in_order[4 * layer + place].data_ptr() == planes[plane][layer].data_ptr()
+    by_name = named(planes, 5, 2)
+    assert by_name["value_caches_1_rank5.device2"].data_ptr() == planes["value"][1].data_ptr()
+    assert len(by_name) == 12
+    del in_order, by_name, planes
+    await shared.close()

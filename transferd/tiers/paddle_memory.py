@@ -1,0 +1,177 @@
+"""Where the paddle tier's tensors come from: shared memory under the CPU place, or a device's own memory.
+
+Both give one tensor [blocks, elements] for each segment, in the layout's order and in the widest integer
+type that divides every row and its place, and take everything back in `close`.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any, Protocol, Self
+
+import numpy as np
+
+from transferd.errors import ConfigError, TierError
+from transferd.layout.base import Arena, BlockLayout
+from transferd.tiers.base import DeviceHandle
+from transferd.tiers.paddle_ops import KIND, Operators, handle_of, names_of
+from transferd.tiers.segment import Segment
+from transferd.tiers.shm import created_handle, map_offered
+
+ELEMENTS = (("int64", 8), ("int32", 4), ("int16", 2), ("uint8", 1))  # widest first
+
+
+class TensorMemory(Protocol):
+    """What the tier needs of either. tensors: emptied by `close`, which frees or unmaps."""
+
+    tensors: list[Any]
+    arena: Arena
+    outlives_close: bool
+
+    def handle(self) -> DeviceHandle: ...
+    def close(self) -> None: ...
+
+
+class SharedMemory:
+    """Tensors over a POSIX shared memory segment, ours or mapped. Owns the segment or the mapping."""
+
+    outlives_close = True  # a mapping stays good when the name and its maker are gone
+
+    def __init__(self, paddle: Any, layout: BlockLayout, segment: Segment, arena: Arena) -> None:
+        memory = np.frombuffer(segment.buffer, dtype=np.uint8)
+        element = _element(layout, arena)
+        self.arena = arena
+        self.tensors: list[Any] = []
+        self._layout = layout
+        self._segment = segment
+        for part, offset in zip(layout.segments, arena.geometry.offsets, strict=True):
+            start, blocks = arena.origin - segment.address + int(offset), layout.device_blocks_of(part.layer)
+            array = memory[start : start + blocks * part.nbytes].view(element).reshape(blocks, -1)
+            self.tensors.append(paddle.utils.dlpack.from_dlpack(array))
+
+    @classmethod
+    def create(cls, paddle: Any, layout: BlockLayout, name: str) -> Self:
+        """Raises TierError."""
+        segment = Segment(name, layout.device.extent, create=True)
+        return cls(paddle, layout, segment, Arena(layout.device, segment.address))
+
+    @classmethod
+    def attach(cls, paddle: Any, layout: BlockLayout, handle: DeviceHandle) -> Self:
+        """Raises RequestError, TierError."""
+        return cls(paddle, layout, *map_offered(layout, handle))
+
+    def handle(self) -> DeviceHandle:
+        """Of memory that `create` made: as the shm tier's."""
+        return created_handle(self._layout, self._segment)
+
+    def close(self) -> None:
+        self.tensors.clear()
+        self._segment.close()
+
+
+class DeviceMemory:
+    """Tensors of Paddle's own allocation on a device, published by operators, or another process's, adopted.
+
+    arena: each array is a tensor of its own, so offsets only name places. Without operators there is nothing
+    to publish with, and the memory stays this process's.
+    """
+
+    outlives_close = False  # what a device's driver makes of it differs
+
+    def __init__(self, paddle: Any, layout: BlockLayout, place: str, operators: Operators | None) -> None:
+        self.arena = Arena(layout.device, 0)
+        self.tensors: list[Any] = []
+        self._paddle = paddle
+        self._layout = layout
+        self._place = place
+        self._operators = operators
+        self._published: tuple[int, int] | None = None  # rank, device
+        self._held: list[tuple[Any, str]] = []  # tensors that the operators know, and their names
+        self._adopted = False
+
+    @classmethod
+    def create(
+        cls, paddle: Any, layout: BlockLayout, place: str, operators: Operators | None, rank: int, device: int
+    ) -> Self:
+        """Allocate, zeroed, and publish. Raises what Paddle does; then nothing is left."""
+        made = cls(paddle, layout, place, operators)
+        try:
+            for part in layout.segments:
+                zeros = np.zeros((layout.device_blocks_of(part.layer), part.nbytes), dtype=np.uint8)
+                made._take(paddle.to_tensor(zeros, place=place))
+            if operators is not None:
+                made._publish(operators, rank, device)
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    def _publish(self, operators: Operators, rank: int, device: int) -> None:
+        names = handle_of(self._layout, rank, device, self._place).data["names"]
+        for number, name in enumerate(names):
+            tensor, _ = self._held[number]
+            operators.publish(tensor, name)
+            self._held[number] = (tensor, name)
+        self._published = (rank, device)
+
+    @classmethod
+    def attach(
+        cls, paddle: Any, layout: BlockLayout, place: str, operators: Operators | None, handle: DeviceHandle
+    ) -> Self:
+        """Raises RequestError, TierError, and what Paddle does."""
+        if handle.kind != KIND or operators is None:
+            raise TierError(f"memory of {place} is attached by FastDeploy's operators; this is {handle.kind[:40]!r}")
+        made = cls(paddle, layout, place, operators)
+        made._adopted = True
+        try:
+            for part, name in zip(layout.segments, names_of(layout, handle), strict=True):
+                shape = [layout.device_blocks_of(part.layer), part.nbytes]
+                made._take(operators.adopt(name, shape, "uint8"), name)
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    def _take(self, tensor: Any, name: str = "") -> None:
+        """Keep a tensor of bytes, and use it in the widest type."""
+        self._held.append((tensor, name))
+        wide = tensor.view(_element(self._layout, self.arena))
+        shares = wide.data_ptr() == tensor.data_ptr()  # not on a device whose views are copies
+        self.tensors.append(wide if shares else tensor)
+
+    def handle(self) -> DeviceHandle:
+        if self._published is None:
+            raise TierError(f"memory of {self._place} cannot be shared with another process without operators for it")
+        return handle_of(self._layout, *self._published, self._place)
+
+    def close(self) -> None:
+        self.tensors.clear()
+        held, self._held = self._held, []
+        for tensor, name in held:
+            if self._operators is not None and name:
+                self._operators.withdraw(tensor, name, adopted=self._adopted)
+
+
+def import_paddle() -> Any:
+    """Raises ConfigError."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # at import, of tools for building extensions
+            import paddle
+            import paddle.utils.dlpack
+    except ImportError as error:
+        raise ConfigError("cache.device", "needs paddle: pip install 'transferd[paddle]'", "paddle") from error
+    return paddle
+
+
+def default_place(paddle: Any, device: int) -> str:
+    """The device of this index, of the kind that this Paddle was built for."""
+    kind = str(paddle.device.get_device()).partition(":")[0]
+    return kind if kind == "cpu" else f"{kind}:{device}"
+
+
+def _element(layout: BlockLayout, arena: Arena) -> str:
+    """The widest integer type that divides every row and its place."""
+    common = math.gcd(*(part.nbytes for part in layout.segments), *(arena.geometry.offsets + arena.origin).tolist())
+    return next(name for name, size in ELEMENTS if common % size == 0)
