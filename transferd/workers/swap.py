@@ -1,10 +1,16 @@
 """Swap: device blocks to host blocks and back, without staging.
 
-The copy is cut into pieces of a bounded number of bytes. Between two pieces the handler looks whether
-it was told to stop, so a cancel or a deadline is answered within one piece, and no byte moves after.
+The copy is cut into pieces of a bounded number of bytes. Before each piece the handler looks whether it
+was told to stop, so a cancel or a deadline is answered within the pieces under way, and no byte moves
+after. Two pieces are under way at a time: while one is copied the next is planned and handed over, so
+that a device with queues of its own has something to do when a piece ends.
 """
 
 from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable
 
 from transferd.copyplan import CopyPlan, plan_copy
 from transferd.errors import TransferError
@@ -13,41 +19,61 @@ from transferd.tasks import RankOutcome, SwapInTask, SwapOutTask
 from transferd.workers.context import Account, RankContext, require
 from transferd.workers.job import Job
 
+UNDER_WAY = 2  # pieces
+
 
 class Swapper:
     """Runs SwapOutTask and SwapInTask on one rank."""
 
     def __init__(self, context: RankContext) -> None:
         self._context = context
-        # As much as a rank's staging holds bounds how long a running copy keeps a stop waiting.
-        self._piece_blocks = max(1, context.staging.nbytes // context.layout.block_bytes)
+        # As much as a rank's staging holds bounds how long running copies keep a stop waiting.
+        self._piece_blocks = max(1, context.staging.nbytes // UNDER_WAY // context.layout.block_bytes)
 
     async def run(self, job: Job) -> RankOutcome:
-        task = job.task
-        assert isinstance(task, SwapOutTask | SwapInTask)
-        context, account = self._context, Account(job, self._context)
-        host = require(context.host)
-        out = isinstance(task, SwapOutTask)
-        for start in range(0, task.blocks, self._piece_blocks):
-            if account.stopped is not None:
-                break
-            piece = range(start, min(start + self._piece_blocks, task.blocks))
-            plan = self._plan(job, piece, host.arena.geometry)
-            if start:  # of the first piece, "started" says it
-                context.recorder.step(task.task_id, "copy", context.rank, len(piece))
-            before = context.clock.monotonic()
-            try:
-                if out:
-                    await context.device.copy_out(plan, host.memory)
-                else:
-                    await context.device.copy_in(plan, host.memory)
-            except TransferError as error:
-                account.failed(error)
-                break
-            finally:
-                account.copy_s += context.clock.monotonic() - before
-            account.done(piece, plan.nbytes)
+        account, begun = Account(job, self._context), self._context.clock.monotonic()
+        if job.task.blocks <= self._piece_blocks:
+            if account.stopped is None:
+                everything = range(job.task.blocks)
+                await self._take(account, everything, self._copy(job, everything))
+        else:
+            await self._pieces(job, account)
+        account.copy_s = self._context.clock.monotonic() - begun
         return account.outcome()
+
+    async def _pieces(self, job: Job, account: Account) -> None:
+        """Pieces in order, two at a time; after an error or a stop no more are begun, and those begun are awaited."""
+        under_way: deque[tuple[range, asyncio.Task[int]]] = deque()
+        loop = asyncio.get_running_loop()
+        for start in range(0, job.task.blocks, self._piece_blocks):
+            if len(under_way) == UNDER_WAY:
+                await self._take(account, *under_way.popleft())
+            if account.stopped is not None or account.error is not None:
+                break
+            piece = range(start, min(start + self._piece_blocks, job.task.blocks))
+            if start:  # of the first piece, "started" says it
+                self._context.recorder.step(job.task.task_id, "copy", self._context.rank, len(piece))
+            under_way.append((piece, loop.create_task(self._copy(job, piece))))
+        while under_way:
+            await self._take(account, *under_way.popleft())
+
+    async def _copy(self, job: Job, piece: range) -> int:
+        """Move a piece; how many bytes that was."""
+        context = self._context
+        host = require(context.host)
+        plan = self._plan(job, piece, host.arena.geometry)
+        if isinstance(job.task, SwapOutTask):
+            await context.device.copy_out(plan, host.memory)
+        else:
+            await context.device.copy_in(plan, host.memory)
+        return plan.nbytes
+
+    async def _take(self, account: Account, piece: range, copying: Awaitable[int]) -> None:
+        """Wait for a piece and put it to the account."""
+        try:
+            account.done(piece, await copying)
+        except TransferError as error:
+            account.failed(error)
 
     def _plan(self, job: Job, piece: range, host: Geometry) -> CopyPlan:
         task = job.task
