@@ -21,10 +21,11 @@ from transferd import events as ev
 from transferd.barrier import Arrival, RankBarrier, Round
 from transferd.cache import Cache
 from transferd.clock import SYSTEM_CLOCK, Clock
-from transferd.dispatch import Dispatcher, State
+from transferd.dispatch import Dispatcher
 from transferd.errors import ConfigError, RequestError
 from transferd.keys import block_keys
 from transferd.objects import ObjectFormat
+from transferd.record import State
 from transferd.residency.index import TokenIndex
 from transferd.residency.wire import block_hash
 from transferd.storage.base import Storage

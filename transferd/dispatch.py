@@ -17,9 +17,8 @@ An admitted task is in one of four states, and TRANSITIONS below is the whole la
     cancelling  as running, but the ranks were told to end early (cancel or deadline)
     done        answered; exactly one terminal result went to every waiter
 
-Each lane runs up to `lane_depth` tasks at once, in the order in which they became ready; lanes do
-not share places, so loads never wait behind stores. Because a Start goes to all ranks together, the
-order is the same on every rank.
+Which of the ready tasks run is for their lane to say (lanes.py). Because a Start goes to all ranks together,
+the order is the same on every rank.
 
 A deadline or a cancel of a queued task answers it at once. Of a running one it stops the ranks, which
 arrive with what they have as soon as the copy they are in has ended. A rank that does not even do
@@ -29,84 +28,31 @@ and its blocks stay claimed until that rank has let go (`straggling`), so nobody
 Generations: a task is bound to the generation at its admission. A bump makes all older objects
 unreachable for later tasks and lets running ones finish under their own name.
 
-Memory: nothing is admitted while a rank has no memory. At the start that is `busy`, since the same task
-will do later. Once the memory has been taken away (the cache was cleared, the engine that owned it has
-gone) it is `rejected`, for good: the blocks that such a task names hold nothing of what its pusher put
-there, and a write of them would store other bytes under its keys. Results from before are not repeated
-either; they speak of memory that is no more.
+Memory: nothing is admitted while a rank has no memory (door.py). Results from before it was taken away are
+not repeated; they speak of memory that is no more.
 """
 
 from __future__ import annotations
 
-import enum
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from transferd import events as ev
 from transferd.admission import Limits, check_task, content_hash, footprint_of, moved_bytes
 from transferd.alarms import Alarms
+from transferd.door import Door
 from transferd.errors import InvariantError, RequestError
-from transferd.hazards import Claim, HazardTable
+from transferd.hazards import HazardTable
+from transferd.lanes import RETRY_AFTER_S, Lanes
+from transferd.record import AT_WORK, TRANSITIONS, Record, State
 from transferd.results import ResultMemory
-from transferd.tasks import ErrorInfo, Lane, Merged, Status, Stop, Task, TaskResult
+from transferd.tasks import ErrorInfo, Merged, Status, Stop, TaskResult
 from transferd.trace import LONGEST_TEXT, Recorder
 
 MAX_WAITERS = 256  # pushes of one task_id that may wait for its result
-RETRY_AFTER_S = (0.005, 5.0)  # the shortest and the longest hint given with `busy`
-
-
-STARTING = ErrorInfo("starting", "the daemon is starting; not every rank is ready")
-DRAINING = ErrorInfo("draining", "the daemon is draining and admits no new tasks")
-
-
-class State(enum.StrEnum):
-    """Where an admitted task is."""
-
-    QUEUED = "queued"
-    RUNNING = "running"
-    CANCELLING = "cancelling"
-    DONE = "done"
-
-
-TRANSITIONS: dict[State, frozenset[State]] = {
-    State.QUEUED: frozenset({State.RUNNING, State.DONE}),
-    State.RUNNING: frozenset({State.CANCELLING, State.DONE}),
-    State.CANCELLING: frozenset({State.DONE}),
-    State.DONE: frozenset(),
-}
-
-
-@dataclass(slots=True, eq=False)
-class _Record:
-    """One admitted task. Changed by the dispatcher only."""
-
-    task: Task
-    content: int  # hash of what is asked; a re-push of the same id must ask the same
-    generation: str
-    memory: int  # which of the cache's memories its blocks are in
-    admitted_at: float
-    deadline: float
-    nbytes: int  # counted against the lane's bytes in flight
-    waiters: list[tuple[bytes, int]]  # (client, seq) to be answered; empty when all have gone
-    claim: Claim | None = None  # None while the record is being made and after its blocks were let go
-    state: State = State.QUEUED
-    stop: Stop | None = None  # why it was told to end, while cancelling
-    forsaken_at: float = math.inf  # while cancelling: when the ranks that still hold on are left behind
-    straggling: set[int] = field(default_factory=set)  # ranks left behind, after done
-
-
-@dataclass(slots=True)
-class _LaneState:
-    """One lane's places and load."""
-
-    ready: deque[_Record] = field(default_factory=deque)  # in the order in which they became ready
-    running: int = 0
-    tasks: int = 0  # queued and running
-    nbytes: int = 0  # of those
-    seconds: float = 0.0  # moving average of a task's time in `running`; feeds retry_after
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,20 +87,14 @@ class Dispatcher:
         self.boot_id = boot_id
         self.generation = generation
         self._recorder = recorder if recorder is not None else Recorder()
-        self._records: dict[str, _Record] = {}  # queued, running, cancelling
-        self._stragglers: dict[str, _Record] = {}  # done, but a rank has not let go
+        self._records: dict[str, Record] = {}  # queued, running, cancelling
+        self._stragglers: dict[str, Record] = {}  # done, but a rank has not let go
         self._results = ResultMemory(limits.result_ttl, limits.max_results)
         self._hazards = HazardTable()
-        self._lanes = {lane: _LaneState() for lane in Lane}
-        self._queued = 0
-        self._paused = False
-        # What stands against admission, the weightiest first; see _refusal.
-        self._dead: ErrorInfo | None = None  # a rank has died
-        self._draining = False
-        self._absent: tuple[Status, ErrorInfo] | None = None if admitting else (Status.BUSY, STARTING)
-        self._starting = True  # False once shutdown was requested or a rank died
+        self._lanes = Lanes(limits)
+        self._door = Door(memory=admitting)
         self._memories = 0  # how often the cache's memory was taken away
-        self._alarms: Alarms[_Record] = Alarms(lambda record: record.state is State.DONE)
+        self._alarms: Alarms[Record] = Alarms(lambda record: record.state is State.DONE)
         self._wake_at = math.inf  # what was last asked for and has not come
         self._statuses: Counter[str] = Counter()
         self._rejects: Counter[str] = Counter()
@@ -188,7 +128,7 @@ class Dispatcher:
     @property
     def quiet(self) -> bool:
         """No rank touches any block on behalf of any task."""
-        return not self._stragglers and all(not lane.running for lane in self._lanes.values())
+        return not self._stragglers and not self._lanes.running
 
     @property
     def empty(self) -> bool:
@@ -197,19 +137,12 @@ class Dispatcher:
 
     @property
     def admitting(self) -> bool:
-        return self._refusal is None
+        return self._door.refusal is None
 
     @property
     def alive(self) -> bool:
         """No rank has died, and no shutdown was asked for."""
-        return self._starting
-
-    @property
-    def _refusal(self) -> tuple[Status, ErrorInfo] | None:
-        """What a task is answered that would be admitted otherwise."""
-        if self._dead is not None:
-            return Status.FAILED, self._dead
-        return (Status.REJECTED, DRAINING) if self._draining else self._absent
+        return self._door.alive
 
     @property
     def next_alarm(self) -> float:
@@ -230,52 +163,20 @@ class Dispatcher:
 
     def statistics(self) -> DispatchStatistics:
         return DispatchStatistics(
-            queued=self._queued,
-            running=sum(lane.running for lane in self._lanes.values()),
+            queued=self._lanes.queued,
+            running=self._lanes.running,
             straggling=len(self._stragglers),
             results_kept=len(self._results),
             tasks=dict(self._statuses),
             rejects=dict(self._rejects),
-            lanes={
-                str(name): {"queued": lane.tasks - lane.running, "running": lane.running, "bytes": lane.nbytes}
-                for name, lane in self._lanes.items()
-            },
-            paused=self._paused,
-            draining=self._refusal is not None,
+            lanes=self._lanes.statistics(),
+            paused=self._door.paused,
+            draining=self._door.refusal is not None,
         )
 
     def __repr__(self) -> str:
-        running = sum(lane.running for lane in self._lanes.values())
-        return f"<Dispatcher queued={self._queued} running={running} straggling={len(self._stragglers)}>"
-
-    def validate(self) -> None:
-        """Assert what must hold between events. For tests and the simulation; linear in all that is held."""
-        queued = [r for r in self._records.values() if r.state is State.QUEUED]
-        assert len(queued) == self._queued <= self.limits.max_queued
-        for name, lane in self._lanes.items():
-            mine = [r for r in self._records.values() if r.task.lane is name]
-            assert lane.tasks == len(mine)
-            assert lane.nbytes == sum(r.nbytes for r in mine)
-            assert lane.running == sum(r.state in (State.RUNNING, State.CANCELLING) for r in mine)
-            assert lane.running <= self.limits.lane_depth
-            assert all(r.claim is not None and r.claim.ready for r in lane.ready if r.state is State.QUEUED)
-        assert len(self._results) <= self.limits.max_results
-        assert self.empty is (not self._records and not self._stragglers)
-        assert not self.empty or self._hazards.idle
-        self._validate_blocks()
-
-    def _validate_blocks(self) -> None:
-        """No block that one task at work changes is touched by another: asked of the tasks, not of the hazard table."""
-        working = [r for r in self._records.values() if r.state in (State.RUNNING, State.CANCELLING)]
-        users: dict[tuple[str, int], str] = {}
-        for writes in (True, False):
-            for record in (*working, *self._stragglers.values()):
-                footprint, task_id = footprint_of(record.task, self.limits), record.task.task_id
-                for tier in ("device", "host"):
-                    for block in getattr(footprint, f"{tier}_{'writes' if writes else 'reads'}"):
-                        use = tier, block
-                        other = users.setdefault(use, task_id) if writes else users.get(use, task_id)
-                        assert other == task_id, f"{task_id!r} and {other!r} are at work on {tier} block {block}"
+        lanes = self._lanes
+        return f"<Dispatcher queued={lanes.queued} running={lanes.running} straggling={len(self._stragglers)}>"
 
     # --- admission ----------------------------------------------------------------------------------
 
@@ -286,8 +187,9 @@ class Dispatcher:
         self._results.forget(event.now)
         if self._join(event, content):
             return
-        if self._refusal is not None:
-            status, error = self._refusal
+        refusal = self._door.refusal
+        if refusal is not None:
+            status, error = refusal
             self._refuse(event, status, error, RETRY_AFTER_S[1] if status is Status.BUSY else None)
             return
         try:
@@ -295,11 +197,10 @@ class Dispatcher:
         except RequestError as error:
             self._refuse(event, Status.REJECTED, ErrorInfo(error.reason, str(error)))
             return
-        lane = self._lanes[task.lane]
         nbytes = moved_bytes(task, self.limits)
-        busy = self._too_much(lane, nbytes)
+        busy = self._lanes.too_much(task, nbytes)
         if busy is not None:
-            self._refuse(event, Status.BUSY, busy, self._retry_after(lane))
+            self._refuse(event, Status.BUSY, *busy)
             return
         self._admit(event, content, nbytes)
 
@@ -329,7 +230,7 @@ class Dispatcher:
 
     def _admit(self, event: ev.TaskSubmitted, content: int, nbytes: int) -> None:
         task, now = event.task, event.now
-        record = _Record(
+        record = Record(
             task=task,
             content=content,
             generation=self.generation,
@@ -341,10 +242,7 @@ class Dispatcher:
         )
         record.claim = self._hazards.enter(record, footprint_of(task, self.limits))
         self._records[task.task_id] = record
-        self._queued += 1
-        lane = self._lanes[task.lane]
-        lane.tasks += 1
-        lane.nbytes += nbytes
+        self._lanes.enter(record)
         self._recorder.note(
             task.task_id,
             "admitted",
@@ -357,22 +255,8 @@ class Dispatcher:
         )
         self._set_alarm(record.deadline, record)
         if record.claim.ready:
-            lane.ready.append(record)
+            self._lanes.ready(record)
             self._start_ready()
-
-    def _too_much(self, lane: _LaneState, nbytes: int) -> ErrorInfo | None:
-        if self._queued >= self.limits.max_queued:
-            return ErrorInfo("queue_full", f"{self._queued} tasks are queued, the most allowed")
-        # One task alone may be larger than the bound: refusing it for ever would not be "retry later".
-        if lane.tasks and lane.nbytes + nbytes > self.limits.max_bytes:
-            return ErrorInfo("bytes_in_flight", f"{lane.nbytes} bytes are under way in this lane")
-        return None
-
-    def _retry_after(self, lane: _LaneState) -> float:
-        """How long this lane takes to work off a quarter of what waits: early enough, not a stampede."""
-        waiting = max(1, lane.tasks - lane.running)
-        estimate = lane.seconds * waiting / self.limits.lane_depth / 4
-        return min(max(estimate, RETRY_AFTER_S[0]), RETRY_AFTER_S[1])
 
     def _refuse(
         self, event: ev.TaskSubmitted, status: Status, error: ErrorInfo, retry_after: float | None = None
@@ -393,26 +277,20 @@ class Dispatcher:
     # --- running ------------------------------------------------------------------------------------
 
     def _start_ready(self) -> None:
-        if self._paused or not self._starting:
+        if not self._door.starts:
             return
-        for lane in self._lanes.values():
-            while lane.ready and lane.running < self.limits.lane_depth:
-                record = lane.ready.popleft()
-                if record.state is not State.QUEUED:  # taken back while it waited for a place
-                    continue
-                self._move(record, State.RUNNING)
-                self._recorder.step(record.task.task_id, "started", -1, 0)
-                self._out.append(ev.Start(record.task, record.generation, record.admitted_at))
+        for record in self._lanes.startable():
+            self._move(record, State.RUNNING)
+            self._recorder.step(record.task.task_id, "started", -1, 0)
+            self._out.append(ev.Start(record.task, record.generation, record.admitted_at))
 
     def _merged(self, event: ev.RoundMerged) -> None:
         record = self._records.get(event.task_id)
-        if record is None or record.state not in (State.RUNNING, State.CANCELLING):
+        if record is None or record.state not in AT_WORK:
             raise InvariantError(
-                f"a round of {event.task_id!r} was merged, which is not running\n{self._story(event.task_id)}"
+                f"a round of {event.task_id!r} was merged, which is not running\n{self._recorder.story(event.task_id)}"
             )
-        lane = self._lanes[record.task.lane]
-        spent = event.now - record.admitted_at
-        lane.seconds = spent if not lane.seconds else 0.9 * lane.seconds + 0.1 * spent
+        self._lanes.spent(record, event.now)
         record.straggling.update(event.missing)
         merged = event.merged
         status = merged.status
@@ -433,8 +311,7 @@ class Dispatcher:
     def _rank_died(self, event: ev.RankDied) -> None:
         error = ErrorInfo("rank_died", f"rank {event.rank} died: {event.cause}")
         self._recorder.aside("", "rank died", event.rank, event.cause[:LONGEST_TEXT])
-        self._dead = error
-        self._starting = False
+        self._door.rank_died(error)
         self._fail_queued(error, event.now)
         for task_id, record in list(self._stragglers.items()):
             self._rank_left(ev.RankLeft(task_id, event.rank, event.now))
@@ -469,7 +346,7 @@ class Dispatcher:
                 self._end(record, Stop.EXPIRED, event.now)
         self._ask_for_wake()
 
-    def _end(self, record: _Record, reason: Stop, now: float) -> None:
+    def _end(self, record: Record, reason: Stop, now: float) -> None:
         if record.state is State.QUEUED:
             waited = f"{'deadline reached' if reason is Stop.EXPIRED else 'cancelled'} while queued"
             self._finish_early(record, Status(reason.value), ErrorInfo(str(reason), waited), now)
@@ -493,22 +370,20 @@ class Dispatcher:
 
     def _pause_requested(self, _: ev.PauseRequested) -> None:
         self._recorder.aside("", "pause")
-        self._paused = True
+        self._door.pause()
 
     def _resume_requested(self, _: ev.ResumeRequested) -> None:
         self._recorder.aside("", "resume")
-        self._paused = False
-        if self._starting:
-            self._draining = False
+        self._door.resume()
         self._start_ready()
 
     def _drain_requested(self, _: ev.DrainRequested) -> None:
         self._recorder.aside("", "drain")
-        self._draining = True
+        self._door.drain()
 
     def _cache_withdrawn(self, event: ev.CacheWithdrawn) -> None:
         self._recorder.aside("", "cache withdrawn", event.error.message[:LONGEST_TEXT])
-        self._absent = (Status.REJECTED, event.error)
+        self._door.memory_gone(event.error)
         self._memories += 1
         if event.end:
             self._fail_queued(event.error, event.now)
@@ -517,12 +392,11 @@ class Dispatcher:
 
     def _cache_ready(self, _: ev.CacheReady) -> None:
         self._recorder.aside("", "cache ready")
-        self._absent = None
+        self._door.memory_there()
 
-    def _shutdown_requested(self, event: ev.ShutdownRequested) -> None:
+    def _shutdown_requested(self, _: ev.ShutdownRequested) -> None:
         self._recorder.aside("", "shutdown")
-        self._drain_requested(ev.DrainRequested(event.now))
-        self._starting = False
+        self._door.shut()
 
     def _generation_bumped(self, event: ev.GenerationBumped) -> None:
         self._recorder.aside("", "generation", self.generation, event.generation)
@@ -530,11 +404,11 @@ class Dispatcher:
 
     # --- ending -------------------------------------------------------------------------------------
 
-    def _finish_early(self, record: _Record, status: Status, error: ErrorInfo, now: float) -> None:
+    def _finish_early(self, record: Record, status: Status, error: ErrorInfo, now: float) -> None:
         """Answer a task that no rank has seen."""
         self._finish(record, status, Merged(status, [], [], error), now)
 
-    def _finish(self, record: _Record, status: Status, merged: Merged, now: float) -> None:
+    def _finish(self, record: Record, status: Status, merged: Merged, now: float) -> None:
         task_id = record.task.task_id
         self._move(record, State.DONE)
         result = TaskResult(
@@ -555,9 +429,7 @@ class Dispatcher:
             self._out.append(ev.Reply(client, seq, result))
         self._out.append(ev.Publish(record.task, result))
         del self._records[task_id]
-        lane = self._lanes[record.task.lane]
-        lane.tasks -= 1
-        lane.nbytes -= record.nbytes
+        self._lanes.leave(record)
         self._results.keep(result, record.content, record.memory, now)
         if record.straggling:
             self._stragglers[task_id] = record
@@ -566,37 +438,29 @@ class Dispatcher:
         else:
             self._release(record)
 
-    def _release(self, record: _Record) -> None:
+    def _release(self, record: Record) -> None:
         """The task's blocks are free; whoever waited for them gets its turn."""
         claim, record.claim = record.claim, None  # no cycle is left for the collector to find
         assert claim is not None
         for ready in self._hazards.leave(claim):
             waiting = ready.owner
-            assert isinstance(waiting, _Record)
+            assert isinstance(waiting, Record)
             if waiting.state is State.QUEUED:
                 self._recorder.note(waiting.task.task_id, "blocks free", record.task.task_id)
-                self._lanes[waiting.task.lane].ready.append(waiting)
+                self._lanes.ready(waiting)
         self._start_ready()
 
-    def _move(self, record: _Record, state: State) -> None:
+    def _move(self, record: Record, state: State) -> None:
         if state not in TRANSITIONS[record.state]:
             task_id = record.task.task_id
-            raise InvariantError(f"{task_id!r} cannot go from {record.state} to {state}\n{self._story(task_id)}")
-        lane = self._lanes[record.task.lane]
-        if record.state is State.QUEUED:
-            self._queued -= 1
-        if state is State.RUNNING:
-            lane.running += 1
-        if state is State.DONE and record.state is not State.QUEUED:
-            lane.running -= 1
-        record.state = state
-
-    def _story(self, task_id: str) -> str:
-        return self._recorder.story(task_id)
+            story = self._recorder.story(task_id)
+            raise InvariantError(f"{task_id!r} cannot go from {record.state} to {state}\n{story}")
+        old, record.state = record.state, state
+        self._lanes.moved(record, old)
 
     # --- alarms -------------------------------------------------------------------------------------
 
-    def _set_alarm(self, when: float, record: _Record) -> None:
+    def _set_alarm(self, when: float, record: Record) -> None:
         self._alarms.set(when, record)
         self._ask_for_wake()
 

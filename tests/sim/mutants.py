@@ -175,8 +175,8 @@ MUTANTS = (
     Mutant(
         "a task runs in the generation of its start",
         "dispatch.py",
-        "                self._out.append(ev.Start(record.task, record.generation, record.admitted_at))",
-        "                self._out.append(ev.Start(record.task, self.generation, record.admitted_at))",
+        "            self._out.append(ev.Start(record.task, record.generation, record.admitted_at))",
+        "            self._out.append(ev.Start(record.task, self.generation, record.admitted_at))",
     ),
     Mutant(
         "a result is sent twice",
@@ -193,20 +193,20 @@ MUTANTS = (
     Mutant(
         "a task that is known runs again",
         "dispatch.py",
-        "        elif kept is not None:\n            self._out",
-        "        elif kept is not None:\n            return False\n            self._out",
+        '        elif kept is not None:\n            self._recorder.aside(task_id, "repeated"',
+        '        elif kept is not None:\n            return False\n            self._recorder.aside(task_id, "repeated"',
     ),
     Mutant(
         "the queue has no bound",
-        "dispatch.py",
-        "        if self._queued >= self.limits.max_queued:",
+        "lanes.py",
+        "        if self.queued >= self._limits.max_queued:",
         "        if False:",
     ),
     Mutant(
         "a resume starts nothing",
         "dispatch.py",
-        "        if self._starting:\n            self._draining = False\n        self._start_ready()",
-        "        if self._starting:\n            self._draining = False",
+        "        self._door.resume()\n        self._start_ready()",
+        "        self._door.resume()",
     ),
     Mutant(
         "what a broken connection lost is not asked again",

@@ -21,6 +21,7 @@ import structlog
 from transferd.client import Client
 from transferd.errors import TransferError
 from transferd.tasks import ReadStorageTask, Status, SwapInTask, SwapOutTask, Task, TaskResult, WriteStorageTask
+from transferd.testing.dispatch import check_dispatcher
 from transferd.testing.loop import SimLoop, simulate
 from transferd.testing.simworld import SimWorld, small_config
 from transferd.testing.weather import CALM, STORM
@@ -66,7 +67,7 @@ class Story:
         await asyncio.sleep(13.0)
         dispatcher = self.world.daemon.dispatcher
         assert dispatcher.empty
-        dispatcher.validate()
+        check_dispatcher(dispatcher)
         await self.new_work_goes_well()
         await self.world.close()
         assert self.world.watch.conflicts == []

@@ -8,8 +8,9 @@ import pytest
 
 from transferd import events as ev
 from transferd.admission import Limits
-from transferd.dispatch import TRANSITIONS, Dispatcher, State
+from transferd.dispatch import Dispatcher
 from transferd.errors import InvariantError
+from transferd.record import TRANSITIONS, State
 from transferd.tasks import (
     ErrorInfo,
     RankOutcome,
@@ -22,6 +23,7 @@ from transferd.tasks import (
     TaskResult,
     WriteStorageTask,
 )
+from transferd.testing.dispatch import check_dispatcher
 
 LIMITS = Limits(
     ranks=2, device_blocks=8, host_blocks=8, block_bytes=100, max_queued=3, max_bytes=2000, lane_depth=2, max_results=4
@@ -60,7 +62,7 @@ class Desk:
                     self.published.append(task.task_id)
                 case ev.WakeAt(when):
                     self.wake_at = when
-        self.dispatcher.validate()
+        check_dispatcher(self.dispatcher)
 
     def submit(self, task: Task, client: bytes = CLIENT) -> int:
         self.seq += 1

@@ -13,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from transferd import events as ev
 from transferd.admission import Limits
-from transferd.dispatch import Dispatcher, State
+from transferd.dispatch import Dispatcher
+from transferd.record import State
 from transferd.tasks import (
     ErrorInfo,
     RankOutcome,
@@ -26,6 +27,7 @@ from transferd.tasks import (
     TaskResult,
     WriteStorageTask,
 )
+from transferd.testing.dispatch import check_dispatcher
 
 RANKS = 2
 LIMITS = Limits(
@@ -239,7 +241,7 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @invariant()
     def state_is_consistent(self) -> None:
-        self.dispatcher.validate()
+        check_dispatcher(self.dispatcher)
 
     @invariant()
     def nobody_waits_past_deadline_and_slack(self) -> None:
@@ -264,7 +266,7 @@ class DispatcherMachine(RuleBasedStateMachine):
                 break
         assert self.dispatcher.empty
         assert not self.waiting, "every push was answered"
-        self.dispatcher.validate()
+        check_dispatcher(self.dispatcher)
 
 
 DispatcherMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -15,6 +15,7 @@ from collections import Counter
 
 from transferd import events as ev
 from transferd.tasks import TaskResult
+from transferd.testing.dispatch import check_dispatcher
 from transferd.testing.simworld import SimWorld
 
 
@@ -70,7 +71,7 @@ class Oracle:
         self._moved = False
         assert not self._broken, self._broken
         daemon = self.world.daemon
-        daemon.dispatcher.validate()
+        check_dispatcher(daemon.dispatcher)
         statistics, rounds = daemon.dispatcher.statistics(), daemon.barrier.statistics()
         assert rounds.open == statistics.running, f"{rounds.open} rounds for {statistics.running} running tasks"
         for worker in daemon.coordinator.workers:
