@@ -194,7 +194,8 @@ MUTANTS = (
         "a task that is known runs again",
         "dispatch.py",
         '        elif kept is not None:\n            self._recorder.aside(task_id, "repeated"',
-        '        elif kept is not None:\n            return False\n            self._recorder.aside(task_id, "repeated"',
+        "        elif kept is not None:\n            return False\n"
+        '            self._recorder.aside(task_id, "repeated"',
     ),
     Mutant(
         "the queue has no bound",
