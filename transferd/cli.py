@@ -64,13 +64,13 @@ def check_config(config: ConfigOption = None, set_: SetOption = None, format_: F
     """Print the effective configuration, or what is wrong with it."""
     from transferd.layout import build_layout
     from transferd.offload import ThreadOffload
-    from transferd.storage.registry import create_storage
+    from transferd.storage.registry import create_storages
     from transferd.tiers.registry import create_device_tier
     from transferd.toml import to_toml
 
     effective = configuration.load(config, overrides=set_ or ())
     create_device_tier(effective, build_layout(effective.cache), 0, ThreadOffload(1))
-    create_storage(effective)
+    create_storages(effective)
     tree = configuration.to_tree(effective)
     print(json.dumps(tree) if format_ is Format.JSON else to_toml(tree).rstrip())
 

@@ -38,8 +38,7 @@ from transferd.server import Server
 from transferd.storage.attention_store.settings import settings
 from transferd.storage.base import Storage
 from transferd.storage.divided import divided
-from transferd.storage.registry import create_storage, create_token_storage
-from transferd.storage.tokens import TokenStorage
+from transferd.storage.registry import create_storages
 from transferd.tasks import Task, TaskResult
 from transferd.tiers.pinned import HostPool
 from transferd.tiers.registry import create_device_tier, create_pinning
@@ -75,7 +74,7 @@ class Daemon:
         self.clock = clock
         self.recorder = Recorder(config.recorder.notes, clock)
         self.layout: BlockLayout = build_layout(config.cache)
-        self.tokens, self.storage = _storage_of(config, clock, storage)
+        self.tokens, self.storage = create_storages(config, clock, storage)
         self.only_flush = self.tokens is not None and settings(config).only_flush
         self.offload = offload if offload is not None else ThreadOffload(COPY_THREADS)
         self.objects = object_format(config.storage, self.layout)
@@ -275,14 +274,6 @@ class Daemon:
         if not self.coordinator.ready:
             return self.cache.why or "stopping, or a rank has died"
         return "" if self.coordinator.admitting else "draining"
-
-
-def _storage_of(config: Config, clock: Clock, given: Storage | None) -> tuple[TokenStorage | None, Storage | None]:
-    """Token-indexed storage, where that is configured, and the keyed storage behind it or in its place."""
-    tokens = create_token_storage(config, clock, given)
-    if tokens is not None:
-        return tokens, tokens.keyed
-    return None, create_storage(config, clock) if given is None else given
 
 
 def limits_of(

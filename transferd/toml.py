@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,16 +15,20 @@ def to_toml(tree: Mapping[str, Any]) -> str:
         if path:
             lines.append(f"[{path}]")
         lines.extend(
-            f"{key} = {_toml_value(value)}"
+            f"{_toml_key(key)} = {_toml_value(value)}"
             for key, value in values.items()
             if value is not None and not isinstance(value, Mapping)
         )
         for key, value in values.items():
             if isinstance(value, Mapping):
-                section(f"{path}.{key}" if path else key, value)
+                section(f"{path}.{_toml_key(key)}" if path else _toml_key(key), value)
 
     section("", tree)
     return "\n".join(lines) + "\n"
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key, re.ASCII) else _toml_value(key)
 
 
 def _toml_value(value: Any) -> str:

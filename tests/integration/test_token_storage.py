@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +16,7 @@ from tests.integration.test_daemon import attach, config, fill, snapshot, wipe
 from tests.integration.test_kv_events import told
 from transferd import Client, ReadStorageTask, Status, SwapOutTask, SyncClient, TransferError, WriteStorageTask
 from transferd.adapters.fastdeploy import EngineCacheQueue
+from transferd.config import load
 from transferd.keys import block_keys
 from transferd.launch import running
 from transferd.residency.wire import block_hash
@@ -284,3 +287,25 @@ async def test_fastdeploys_queue_flushes_evicted_blocks(tmp_path: Path, monkeypa
             assert queue.client.locate(path) == {NODE: {"GPU": 3, "any": 3}}
         finally:
             queue.close()
+
+
+def test_check_config_says_what_token_indexed_storage_comes_to(tmp_path: Path) -> None:
+    file = tmp_path / "t.toml"
+    peer = '[storage.attention_store.peers."node 2"]\nendpoint = "tcp://10.0.0.2:5557"\n'
+    file.write_text(f'[storage]\nbackend = "attention_store"\n{peer}')
+    command = [sys.executable, "-m", "transferd", "check-config", "--config", str(file)]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    again = tmp_path / "again.toml"
+    again.write_text(shown.stdout)
+    assert load(again, env={}) == load(file, env={})
+    for value, line in (
+        ("storage.attention_store.driver=sdk", "storage.attention_store.driver: needs the Python package"),
+        (
+            "storage.attention_store.data=redis",
+            "storage.attention_store.data: expected one of memory, file,",
+        ),
+        ("storage.attention_store.peers.x={}", "storage.attention_store.peers[...]: object missing required field"),
+    ):
+        refused = subprocess.run([*command, "--set", value], capture_output=True, text=True, check=False, timeout=60)
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert refused.stderr.startswith(line)

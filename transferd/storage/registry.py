@@ -45,6 +45,19 @@ def create_token_storage(
     return OpenTokenStorage(config, keyed)
 
 
+def create_storages(
+    config: Config, clock: Clock = SYSTEM_CLOCK, keyed: Storage | None = None
+) -> tuple[TokenStorage | None, Storage | None]:
+    """Token-indexed storage, where that is configured, and the keyed storage behind it or in its place.
+
+    keyed: is used in place of the configured one. Raises ConfigError.
+    """
+    tokens = create_token_storage(config, clock, keyed)
+    if tokens is not None:
+        return tokens, tokens.keyed
+    return None, create_storage(config, clock) if keyed is None else keyed
+
+
 def create_storage(config: Config, clock: Clock = SYSTEM_CLOCK) -> Storage | None:
     """The configured keyed backend, not yet open; None for "none". Raises ConfigError naming `storage.backend`."""
     return _create("storage.backend", config.storage.backend, config, clock)
