@@ -309,3 +309,38 @@ def test_check_config_says_what_token_indexed_storage_comes_to(tmp_path: Path) -
         refused = subprocess.run([*command, "--set", value], capture_output=True, text=True, check=False, timeout=60)
         assert (refused.returncode, refused.stdout) == (2, "")
         assert refused.stderr.startswith(line)
+
+
+async def test_a_cleared_cache_is_attached_to_token_storage_again_under_another_generation(tmp_path: Path) -> None:
+    with running(tree(tmp_path, driver="open"), tmp_path) as daemon:
+        async with Client(daemon.endpoint) as client:
+            caches = await attach(client)
+            fill(caches, [3, 9], seed=1)
+            path = path_of(1, 2)
+            assert (await client.submit(write("w", path, [3, 9]))).status == Status.OK
+            await client.clear_cache()
+            assert await client.match_tokens(path) == 0
+            await client.restore_cache("G2")
+            await client.wait_ready(10)
+            assert await client.match_tokens(path) == 0, "what the old generation stored is out of reach"
+            caches = await attach(client)
+            fill(caches, [5, 6], seed=2)
+            before = snapshot(caches, [5, 6])
+            assert (await client.submit(write("w2", path, [5, 6]))).status == Status.OK
+            wipe(caches, [5, 6])
+            assert (await client.submit(read("r", path, [5, 6]))).status == Status.OK
+            assert snapshot(caches, [5, 6]) == before
+
+
+async def test_a_store_that_cannot_change_its_generation_is_not_cleared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_sdk(tmp_path, monkeypatch)
+    with running(tree(tmp_path, driver="sdk"), tmp_path) as daemon:
+        async with Client(daemon.endpoint) as client:
+            with pytest.raises(TransferError, match="restart with another AS_MODEL_VERSION") as caught:
+                await client.clear_cache()
+            assert caught.value.reason == "fixed_generation"
+            caches = await attach(client)
+            fill(caches, [3], seed=1)
+            assert (await client.submit(write("w", path_of(1, 1), [3]))).status == Status.OK, "nothing has changed"
