@@ -322,7 +322,9 @@ class Link:
         if seq <= self._welcome_seq:
             return
         self._welcome_seq = seq
-        self.lost = False
+        if self.lost:
+            self.lost = False
+            self._beat_soon()
         again = False
         another, epoch = welcome.boot_id != self.boot_id, self.epoch
         if another:
@@ -376,6 +378,12 @@ class Link:
             self._overdue_at = now + OVERDUE_EVERY_S
             self._end_overdue(now)
         self._beat_in(self._next_beat(now))
+
+    def _beat_soon(self) -> None:
+        """Back to the usual rhythm: the beat that was due next was meant for a daemon that is away."""
+        if self._beat_timer is not None:
+            self._beat_timer.cancel()
+        self._beat_in(FIRST_HELLO_S)
 
     def _next_beat(self, now: float) -> float:
         """Seconds until the next Hello is due, or silence would be loss."""

@@ -269,6 +269,25 @@ def test_pending_requests_of_a_dead_daemon_end_within_5_seconds() -> None:
     run(program, hold=True, seeds=range(30))
 
 
+def test_a_daemon_that_dies_soon_after_its_predecessor_was_lost_is_noticed_within_5_seconds_too() -> None:
+    async def program(world: World) -> None:
+        chance = world.loop.stream("death")
+        pending = await world.client.push(task("first"))
+        await world.die()
+        await pending
+        await asyncio.sleep(chance.uniform(0, 4))
+        await world.serve("boot-2", hold=True)
+        await world.client.wait_ready(10)
+        pending = await world.client.push(task("second", timeout=3600.0))
+        await asyncio.sleep(chance.uniform(0, 1))
+        died = world.loop.time()
+        await world.die()
+        assert code(await pending) == "daemon_lost"
+        assert world.loop.time() - died < 5
+
+    run(program, hold=True, seeds=range(30))
+
+
 def test_silence_is_believed_on_the_second_look_only() -> None:
     async def program(world: World) -> None:
         future = await world.client.push(task())
