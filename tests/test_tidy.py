@@ -27,7 +27,7 @@ LEVELS: dict[str, int] = {
     "explain": 2,
     # 3: the world: sockets, memory, storage
     "curve": 3, "endpoint": 3, "link": 3, "transport": 3, "tiers": 3, "storage": 3, "breaker": 3,
-    "direct": 3, "dumps": 3,
+    "direct": 3, "dumps": 3, "descriptors": 3, "doorman": 3,
     # 4: what a rank does
     "workers": 4,
     # 5: the two ends of the wire

@@ -1,6 +1,7 @@
 """A daemon as a process: from its configuration to its exit code.
 
-start     shared memory of dead owners goes, the parts are opened; a signal may come before that is done
+start     the limit of descriptors is raised, shared memory of dead owners goes, the parts are opened; a signal may
+          come before that is done
 serve     tell the supervisor, feed its watchdog, wait for a signal
 end       stop within the budget, whatever happened before
 
@@ -19,6 +20,7 @@ import structlog
 from transferd import logs
 from transferd.config import Config
 from transferd.daemon import Daemon
+from transferd.descriptors import raise_limit
 from transferd.dumper import Dumper
 from transferd.errors import ConfigError, TransferError
 from transferd.notify import Notifier, Watchdog
@@ -42,6 +44,7 @@ def serve(config: Config, *, reload: Callable[[], Config] | None = None) -> int:
     import uvloop
 
     logs.configure(config.log)
+    raise_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(config, reload))
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import zmq
 
@@ -28,6 +28,9 @@ from transferd.config import ServerSection
 from transferd.curve import ClientCurve, KeyGate, ServerCurve
 from transferd.endpoint import Claim
 from transferd.errors import Closed, ConfigError
+
+if TYPE_CHECKING:
+    from transferd.doorman import Doorman
 
 # A plain int: combining two flags of the enum at every send costs more than the frame.
 _MORE = int(zmq.SNDMORE | zmq.DONTWAIT)
@@ -161,6 +164,7 @@ class ZmqServerTransport:
         self._config = config
         self._channel: Channel | None = None
         self._gate: KeyGate | None = None
+        self._doorman: Doorman | None = None
         self._claims: list[Claim] = []
         self._endpoints: list[str] = list(config.endpoints)
 
@@ -170,16 +174,21 @@ class ZmqServerTransport:
 
     def start(self, on_message: ServerMessage) -> None:
         """Claim and bind every endpoint, or none. Raises ConfigError."""
+        from transferd.descriptors import first_refused  # what a client, which shares this module, need not load
+        from transferd.doorman import Doorman
+
         curve = ServerCurve.load(self._config.curve) if self._config.curve is not None else None
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         socket = context.socket(zmq.ROUTER)
         try:
             self._set_options(socket)
+            self._doorman = Doorman(context, socket, first_refused(self._config.max_connections))
             if curve is not None:
                 self._gate = curve.open_gate(context)
                 curve.apply(socket)
             self._endpoints = [self._bind(socket, endpoint) for endpoint in self._config.endpoints]
         except BaseException:
+            self._dismiss_doorman()
             socket.close(0)
             self._let_go(context)
             raise
@@ -221,8 +230,14 @@ class ZmqServerTransport:
         if channel is not None:
             if self._gate is not None:
                 self._gate.close()
+            self._dismiss_doorman()
             channel.close()
             self._let_go(channel.context)
+
+    def _dismiss_doorman(self) -> None:
+        doorman, self._doorman = self._doorman, None
+        if doorman is not None:
+            doorman.close()
 
     def _let_go(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         if self._gate is not None:

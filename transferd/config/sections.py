@@ -39,6 +39,7 @@ class ServerSection(_Section, frozen=True, kw_only=True):
     deadline_slack: Seconds = 1.0  # a result comes at most this long after its deadline
     client_timeout: Seconds = 5.0  # a client silent for this long has gone
     shutdown_timeout: Seconds = 20.0  # the whole budget of a shutdown
+    max_connections: Positive = 4096  # past it: closed as soon as accepted; fewer where descriptors are few
     socket_mode: str = "0660"  # of ipc:// sockets
     curve: CurveSection | None = None
 
