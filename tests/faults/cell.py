@@ -26,13 +26,14 @@ POOL = ("mooncake_master", "segment owner")
 TASK_BLOCKS = 6  # three chunks
 TASK_TIMEOUT_S = 8.0
 DAEMON_LOST_S = 5.0
-MARGIN_S = 5.0  # for a machine that is busy with other things
+BUSY_S = 2.0  # for a machine that does other things, too
+ANSWER_S = 30.0  # that the runner waits for a result before it gives up
 RECOVERY_S = 60.0
 GATE_S = 30.0
 # How long a stopped process stands still: longer than the others are willing to wait for it.
 HOLD_S = {
     "engine": CLIENT_TIMEOUT_S + 2.0,  # it is given up
-    "daemon": DAEMON_LOST_S + 1.0,  # it is lost
+    "daemon": DAEMON_LOST_S + 3.0,  # it is lost
     "mooncake_master": 3.0,  # past storage.mooncake.timeout: the breaker opens
     "segment owner": 5.0,  # past the transport's own limit of 3 s
 }
@@ -84,8 +85,10 @@ class Row:
 
 def latest_result_s(cell: Cell) -> float:
     """Seconds from the fault within which a surviving engine must have its result."""
-    stood_still = HOLD_S[cell.victim] if cell.fault == "stop" and cell.victim in ("engine", "daemon") else 0.0
-    return TASK_TIMEOUT_S + DEADLINE_SLACK_S + DAEMON_LOST_S + stood_still + MARGIN_S
+    if cell.victim == "daemon" and cell.fault != "slow":
+        return DAEMON_LOST_S + BUSY_S
+    stood_still = HOLD_S["engine"] if cell.victim == "engine" and cell.fault == "stop" else 0.0
+    return TASK_TIMEOUT_S + DEADLINE_SLACK_S + stood_still + BUSY_S
 
 
 def ripe(phase: str) -> Callable[[list[Message]], bool]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 import tempfile
 import time
@@ -18,10 +19,27 @@ from pathlib import Path
 
 from tests.faults import table
 from tests.faults.cell import CELLS, Cell, Row
+from tests.faults.resources import SCENARIOS, Finding, Scenario
+from tests.faults.resources import run as run_scenario
 from tests.faults.runner import Runner
 from tests.faults.world import ROOT, World
 
 DOCS = ROOT / "docs"
+
+
+async def run_scenarios(directory: Path) -> list[tuple[Scenario, Finding]]:
+    """Run what this machine allows of the resource faults."""
+    findings = []
+    for number, scenario in enumerate(SCENARIOS):
+        if scenario.root and os.geteuid() != 0:
+            print(f"{scenario.name}: skipped, needs root")
+            continue
+        home = directory / f"resources-{number}"
+        home.mkdir()
+        finding = await run_scenario(scenario, home)
+        findings.append((scenario, finding))
+        print(f"{scenario.name}: told {'; '.join(finding.told)} {finding.problems or 'green'}", flush=True)
+    return findings
 
 
 async def run_cells(cells: Sequence[Cell], directory: Path, say: bool = False) -> list[Row]:
@@ -55,12 +73,16 @@ def main() -> int:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="transferd-faults-") as directory:
         rows = asyncio.run(run_cells(cells, Path(directory), say=True))
-    summary = table.summary(rows, time.monotonic() - began)
+        seconds = time.monotonic() - began
+        findings = [] if options.only else asyncio.run(run_scenarios(Path(directory)))
+    summary = table.summary(rows, seconds)
     print(summary)
     if options.write:
-        table.write_json(DOCS / "faults.json", rows)
+        table.write_json(DOCS / "faults.json", rows, findings)
         table.replace_section(DOCS / "faults.md", "matrix", f"\n{summary}\n\n{table.markdown(rows)}\n")
-    return 1 if not rows or any(row.problems for row in rows) else 0
+        table.replace_section(DOCS / "faults.md", "resources", f"\n{table.resources(findings)}\n")
+    red = any(row.problems for row in rows) or any(finding.problems for _, finding in findings)
+    return 1 if red or not rows else 0
 
 
 if __name__ == "__main__":

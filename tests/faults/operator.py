@@ -149,8 +149,11 @@ class Operator:
                     last = result
         return failed, last
 
-    async def left_over(self) -> list[str]:
-        """What should be nothing, once everything has been answered, and is something."""
+    async def left_over(self, damaged: int = 0) -> list[str]:
+        """What should be nothing, once everything has been answered, and is something.
+
+        damaged: how many objects should have been found unreadable.
+        """
         await self.client.drain()
         await self.client.resume()
         left: list[str] = ["not asked"]
@@ -159,7 +162,7 @@ class Operator:
                 while left:
                     stats = await self.client.stats()
                     counts = {name: stats[name] for name in ("queued", "running", "straggling")}
-                    counts |= {"staging": stats["staging"]["used"], "corrupt": stats["storage"]["corrupt"]}
+                    counts |= {"staging": stats["staging"]["used"], "corrupt": stats["storage"]["corrupt"] - damaged}
                     counts |= {f"background of rank {rank['rank']}": rank["background"] for rank in stats["ranks"]}
                     left = [f"{name} is {count} at the end" for name, count in counts.items() if count]
                     if left:

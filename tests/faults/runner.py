@@ -22,6 +22,7 @@ from collections.abc import AsyncIterator
 from typing import Self
 
 from tests.faults.cell import (
+    ANSWER_S,
     GATE_S,
     HOLD_S,
     MOVING_S,
@@ -96,7 +97,7 @@ class Runner:
             await world.start(cell.victim)
         await operator.resumed(RECOVERY_S)
         if cell.fault != "kill -9" or cell.victim != "engine":
-            await self._engine_idle(latest_result_s(cell))
+            await self._engine_idle(ANSWER_S)
             self._judge_result(cell, task_id, began, row)
         await operator.served(RECOVERY_S)
         await operator.read_everything_back(row, RECOVERY_S)
@@ -138,7 +139,7 @@ class Runner:
         else:
             async with self._slow_motion(victim):
                 await self._go_on(cell)
-                await self._engine_idle(latest_result_s(cell))
+                await self._engine_idle(ANSWER_S)
 
     async def _go_on(self, cell: Cell) -> None:
         self.world.keeper.release()
@@ -209,7 +210,7 @@ class Runner:
         for kind in ("write", "read"):
             task_id = f"after-{self._cells}-{kind}"
             self._order(kind, task_id, keys)
-            await self._engine_idle(latest_result_s(cell))
+            await self._engine_idle(ANSWER_S)
             told = self._told(task_id)
             if [(line["status"], line["right"]) for line in told] != [("ok", True)]:
                 row.problems.append(f"the engine's next {kind}: {told}")

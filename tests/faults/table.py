@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults.cell import PHASES, Row
+from tests.faults.resources import Finding, Scenario
 
 
 def line(row: Row) -> str:
@@ -42,8 +43,10 @@ def machine() -> dict[str, Any]:
     }
 
 
-def write_json(path: Path, rows: Sequence[Row]) -> None:
-    body = {"machine": machine(), "cells": [asdict(row) for row in rows]}
+def write_json(path: Path, rows: Sequence[Row], findings: Sequence[tuple[Scenario, Finding]]) -> None:
+    """Everything that was found, for programs."""
+    resources = [{"name": scenario.name, "when": scenario.when} | asdict(finding) for scenario, finding in findings]
+    body = {"machine": machine(), "cells": [asdict(row) for row in rows], "resources": resources}
     path.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
 
 
@@ -72,6 +75,17 @@ def _answer(row: Row) -> str:
     status, _, code = row.told.partition(" ")
     told = status if not code else code if status == "failed" else f"{status}, {code}"
     return f"{told} {row.result_s:.1f} s"
+
+
+def resources(findings: Sequence[tuple[Scenario, Finding]]) -> str:
+    """One line for each thing that ran out."""
+    lines = ["| what ran out | when | told | after | daemon |", "|---|---|---|---|---|"]
+    for scenario, finding in findings:
+        after = "" if finding.seconds is None else f"{finding.seconds * 1000:.0f} ms"
+        fate = "lives, serves again" if scenario.survives else "exits, nothing left behind"
+        verdict = fate if not finding.problems else f"**RED** {finding.problems[0]}"
+        lines.append(f"| {scenario.name} | {scenario.when} | {'; '.join(finding.told)} | {after} | {verdict} |")
+    return "\n".join(lines)
 
 
 def summary(rows: Sequence[Row], seconds: float) -> str:
