@@ -7,10 +7,11 @@ STAMP := $(VENV)/.installed
 TEST_STAMP := $(VENV)/.installed-for-tests
 SEEDS ?= 2000
 FIRST ?= 0
+MINUTES ?= 30
 RUNS ?= 200000
 MESSAGES ?= 1000000
 
-.PHONY: help demo test lint types check sim faults bench gpu-check clean
+.PHONY: help demo test lint types check sim faults soak bench gpu-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -38,6 +39,9 @@ faults: $(TEST_STAMP) ## the fault matrix on real processes, all cells (about 8 
 
 fuzz: $(TEST_STAMP) ## atheris on every decoder, then a million bad messages at a daemon
 	RUNS=$(RUNS) MESSAGES=$(MESSAGES) $(BIN)/python -m pytest tests/fuzz -o faulthandler_timeout=0
+
+soak: $(TEST_STAMP) ## a flood of tasks and a mixed load with faults: make soak MINUTES=30; writes docs/faults.md
+	$(BIN)/python -m tests.soak.soak --minutes $(MINUTES) --write
 
 bench: $(STAMP) ## control and copy benchmarks, as text
 	$(BIN)/transferd bench control

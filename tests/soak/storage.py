@@ -1,0 +1,52 @@
+"""The file backend on a bad day: now and then a call fails, an object fails, or everything takes a while.
+
+The dice are seeded, so a run's faults are the same share of the same calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+from transferd.clock import SYSTEM_CLOCK, Clock
+from transferd.config import Config
+from transferd.errors import StorageError, StorageUnavailable
+from transferd.storage.base import Blob, Found, Outcome
+from transferd.storage.file import FileStorage
+
+CALL_FAILS = 0.002
+OBJECT_FAILS = 0.002
+SLOW = 0.005
+SLOW_S = 0.2
+
+
+class BadDayFile(FileStorage):
+    """The file backend with faults in front of it."""
+
+    def __init__(self, config: Config, *, clock: Clock = SYSTEM_CLOCK) -> None:
+        super().__init__(config, clock=clock)
+        self._dice = random.Random(20)
+
+    async def exists(self, names: Sequence[str]) -> list[bool]:
+        await self._roll()
+        return await super().exists(names)
+
+    async def put(self, blobs: Sequence[Blob]) -> list[Outcome]:
+        await self._roll()
+        return [self._spoilt(outcome) for outcome in await super().put(blobs)]
+
+    async def get(self, blobs: Sequence[Blob]) -> list[Outcome]:
+        await self._roll()
+        return [self._spoilt(outcome) for outcome in await super().get(blobs)]
+
+    async def _roll(self) -> None:
+        if self._dice.random() < SLOW:
+            await asyncio.sleep(SLOW_S)
+        if self._dice.random() < CALL_FAILS:
+            raise StorageUnavailable("the storage does not answer (a soak's fault)")
+
+    def _spoilt(self, outcome: Outcome) -> Outcome:
+        if self._dice.random() >= OBJECT_FAILS:
+            return outcome
+        return Outcome(Found.FAILED, StorageError("this object failed (a soak's fault)"))
