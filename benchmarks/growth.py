@@ -26,7 +26,7 @@ from transferd import events as ev
 from transferd.admission import Limits
 from transferd.bench.harness import RUNS, Row, machine, report, row
 from transferd.client import Client
-from transferd.daemon import quiet_collector
+from transferd.process import quiet_collector
 from transferd.dispatch import Dispatcher
 from transferd.launch import running
 from transferd.tasks import RankOutcome, Status, SwapOutTask
