@@ -8,6 +8,7 @@ the task, and the last steps. `--replay SEED` lives one seed alone and prints it
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import multiprocessing
@@ -103,6 +104,8 @@ def _live_all(seeds: range) -> _Answer:
 def _quiet() -> None:
     """The daemon logs every fault; thousands of stories of them help nobody. And Ctrl-C is the parent's to hear."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("critical"))
+    gc.collect()
+    gc.freeze()  # modules live as long as we do: a daemon that closes collects what is left of its failed copies
     if multiprocessing.parent_process() is not None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
