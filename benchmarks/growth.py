@@ -26,9 +26,9 @@ from transferd import events as ev
 from transferd.admission import Limits
 from transferd.bench.harness import RUNS, Row, machine, report, row
 from transferd.client import Client
-from transferd.process import quiet_collector
 from transferd.dispatch import Dispatcher
 from transferd.launch import running
+from transferd.process import quiet_collector
 from transferd.tasks import RankOutcome, Status, SwapOutTask
 
 QUEUES = (100, 1_000, 10_000, 100_000)

@@ -141,6 +141,28 @@ async def test_other_objects_are_refused_on_both_sides_with_the_difference(
             await waiting.posted(1)
 
 
+async def test_a_rank_that_is_refused_ends_the_others_of_its_transfer_at_once(nodes: tuple[Node, Node]) -> None:
+    sender, receiver = nodes
+    sender.exchange.outbound("t", 0, NAMES)
+    address = sender.exchange.address
+    early = receiver.exchange.inbound("t", 1, NAMES, address)  # whose sender never comes
+    other_transfer = receiver.exchange.inbound("u", 1, NAMES, address)
+    waiting = [asyncio.ensure_future(inbound.begun()) for inbound in (early, other_transfer)]
+    while sender.exchange.statistics()["waiting"] != 2:  # noqa: ASYNC110 - the exchange tells nobody
+        await asyncio.sleep(0)
+    refused = receiver.exchange.inbound("t", 0, ["model/other/gen/x/0"], address)
+    with pytest.raises(PeerRefused):
+        await refused.begun()
+    with pytest.raises(PeerRefused) as failure:
+        await waiting[0]
+    assert failure.value.reason == "layout_mismatch"
+    assert not waiting[1].done()
+    for inbound in (refused, early, other_transfer):
+        inbound.end(WHY)
+    with pytest.raises(PeerRefused):
+        await waiting[1]
+
+
 async def test_a_receiver_with_more_ranks_is_refused(nodes: tuple[Node, Node]) -> None:
     sender, receiver = nodes
     inbound = receiver.exchange.inbound("t", 2, NAMES, sender.exchange.address)

@@ -154,7 +154,7 @@ async def test_another_layout_is_never_delivered(mode: str, master: Master, tmp_
         if mode == "direct":
             with pytest.raises(HandoverFailed):
                 await writing
-            assert (await decode.client.stats())["pd"]["refused"] == {"layout_mismatch": 2}
+            assert set((await decode.client.stats())["pd"]["refused"]) == {"layout_mismatch"}
 
 
 async def test_a_failed_attempt_can_be_made_again_at_once(master: Master, tmp_path: Path) -> None:

@@ -248,6 +248,9 @@ class Exchange:
     def _refused(self, inbound: Inbound, refused: Refused) -> None:
         self._counts[refused.error.code] += 1
         inbound.refused(refused.error)
+        for other in list(self._inbounds.values()):  # the other ranks' shares are no use without this one
+            if other.transfer == inbound.transfer and other is not inbound:
+                other.give_up(refused.error)
 
     def _sender_gone(self, connection: Connection, why: str) -> None:
         for peer, sender in list(self._senders.items()):

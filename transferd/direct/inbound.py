@@ -74,10 +74,16 @@ class Inbound:
             if error is None:
                 self.peer.send(Done(self.transfer, self.rank))
             else:
-                self.peer.send(Withdraw(self.transfer, self.rank, error))
-                self._fail(PeerRefused(error.message, code=error.code))
+                self.give_up(error)
                 return  # until the sender says that it writes no more
         self._settle()
+
+    def give_up(self, error: ErrorInfo) -> None:
+        """Want it no more; the sender is told so, and says when it writes no more."""
+        if self._error is None:
+            if self.peer is not None:
+                self.peer.send(Withdraw(self.transfer, self.rank, error))
+            self._fail(PeerRefused(error.message, code=error.code))
 
     # --- for the exchange ---------------------------------------------------------------------------
 
