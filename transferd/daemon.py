@@ -132,6 +132,7 @@ class Daemon:
             clock=self.clock,
             max_message=config.server.max_message,
             client_timeout=config.server.client_timeout,
+            observer_rate=config.server.observer_rate,
             recorder=self.recorder,
             block_size=config.cache.block_size,
             pd_mode=pd_mode(config),

@@ -57,8 +57,11 @@ class Claim:
             raise
         self._lock = lock
 
-    def bind(self, socket: zmq.Socket[bytes], mode: int) -> str:
-        """Bind and return the endpoint as it really is (a wildcard port or path filled in)."""
+    def bind(self, socket: zmq.Socket[bytes], mode: int, gid: int = -1) -> str:
+        """Bind and return the endpoint as it really is (a wildcard port or path filled in).
+
+        mode, gid: of the socket file; -1 leaves the process's own group.
+        """
         # Between bind and chmod nobody but us may connect; the mode asked for may be wider or narrower.
         before = os.umask(0o177)
         try:
@@ -72,8 +75,18 @@ class Claim:
         bound: str = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         scheme, _, address = bound.partition("://")
         if scheme == "ipc" and not address.startswith("@"):
-            os.chmod(address, mode)
+            self._give(address, mode, gid)
         return bound
+
+    def _give(self, path: str, mode: int, gid: int) -> None:
+        """Open the socket file to those who may connect: the group first, so that no other has it meanwhile."""
+        try:
+            if gid >= 0:
+                os.chown(path, -1, gid)
+            os.chmod(path, mode)
+        except OSError as error:
+            problem = f"its socket cannot be given to group {gid}: {error.strerror}"
+            raise ConfigError(self._key, problem, path) from error
 
     def release(self) -> None:
         """Remove the socket file and let go. Call it after the socket has been closed. Idempotent."""

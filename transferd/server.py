@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import structlog
 
 from transferd import protocol as wire
+from transferd.bucket import Bucket
 from transferd.clock import SYSTEM_CLOCK, Clock
 from transferd.errors import InvariantError, RequestError, TransferError
 from transferd.tasks import ErrorInfo, Status, Task, TaskResult, TokenIds
@@ -34,6 +35,7 @@ log = structlog.get_logger(__name__)
 
 MAX_WAITING_REQUESTS = 1024  # match, pause and drain requests that may wait at once, of all clients
 MAX_WAITING_PER_CLIENT = 256  # so that one client cannot take all places
+OBSERVERS_MAY = (wire.Hello, wire.Bye, wire.Stats, wire.Explain)  # what moves, changes and waits for nothing
 
 
 class Cache(Protocol):
@@ -83,6 +85,7 @@ class _Client:
 
     session: int
     seen_at: float
+    observer: bool = False  # may only look
     waiting: set[asyncio.Task[None]] = field(default_factory=set)  # its match, pause and drain requests
 
 
@@ -97,18 +100,23 @@ class Server:
         clock: Clock = SYSTEM_CLOCK,
         max_message: int = 64 * 1024**2,
         client_timeout: float = 5.0,
+        observer_rate: float = 100.0,
         recorder: Recorder | None = None,
         block_size: int = 0,
         pd_mode: str = "storage",
         pd_address: Callable[[], str] = str,
     ) -> None:
-        """block_size, pd_mode, pd_address: told to clients in the Welcome."""
+        """observer_rate: requests a second of all clients together that may only look.
+
+        block_size, pd_mode, pd_address: told to clients in the Welcome.
+        """
         self._recorder = recorder if recorder is not None else Recorder(capacity=1)
         self._transport = transport
         self._coordinator = coordinator
         self._clock = clock
         self._max_message = max_message
         self._client_timeout = client_timeout
+        self._looks = Bucket(observer_rate, burst=2 * observer_rate)
         self._block_size = block_size
         self._pd_mode = pd_mode
         self._pd_address = pd_address
@@ -186,6 +194,8 @@ class Server:
         client = self._clients.get(peer) or self._meet(peer)
         client.seen_at = self._clock.monotonic()
         seq, body = request.seq, request.body
+        if client.observer and not self._observer_may(peer, seq, body):
+            return
         if request.session not in (client.session, wire.ANY_SESSION):
             self._refuse(peer, wire.Malformed("of an earlier session; say Hello", code=wire.STALE_SESSION, seq=seq))
             return
@@ -197,6 +207,19 @@ class Server:
             self._handlers[type(body)](peer, seq, body)
         except TransferError as error:
             self._refused(peer, seq, error)
+
+    def _observer_may(self, peer: bytes, seq: int, body: wire.Body) -> bool:
+        """Whether a client that may only look may ask this, now. False: it has been told that not."""
+        if not isinstance(body, OBSERVERS_MAY):
+            what = "who connects here may only look: ping, stats, explain"
+            task_id = body.task_id if isinstance(body, Task) else None
+            self._refuse(peer, wire.Malformed(what, code="forbidden", seq=seq, task_id=task_id))
+            return False
+        if isinstance(body, wire.Bye) or self._looks.take(self._clock.monotonic()):
+            return True
+        self._rejects["too_often"] += 1
+        self._refused(peer, seq, TransferError("observers have asked too often; try again later", code="too_often"))
+        return False
 
     def _refuse(self, peer: bytes, error: wire.Malformed) -> None:
         """A task that could not be read is rejected like any other; anything else is refused."""
@@ -309,7 +332,8 @@ class Server:
     # --- who is there -------------------------------------------------------------------------------
 
     def _meet(self, peer: bytes) -> _Client:
-        client = self._clients[peer] = _Client(next(self._sessions), self._clock.monotonic())
+        client = _Client(next(self._sessions), self._clock.monotonic(), self._transport.observes(peer))
+        self._clients[peer] = client
         self._recorder.aside("", "client came", peer, client.session)
         if self._reaper is None:
             self._look_later()

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Protocol
 import zmq
 
 from transferd.config import ServerSection
+from transferd.credentials import admit_only, peer_uid, resolve_group, resolve_uids
 from transferd.curve import ClientCurve, KeyGate, ServerCurve
 from transferd.endpoint import Claim
 from transferd.errors import Closed, ConfigError
@@ -57,6 +58,10 @@ class ServerTransport(Protocol):
 
     def send(self, peer: bytes, payload: bytes) -> bool:
         """False: the peer has gone, or does not read what it asked for."""
+        ...
+
+    def observes(self, peer: bytes) -> bool:
+        """This peer may look and nothing else: it came in by the observers' endpoint, or its uid says so."""
         ...
 
     def close(self) -> None: ...
@@ -153,8 +158,19 @@ class Channel:
         return False
 
 
+# First byte of a peer's name. libzmq's own names begin with 0; the others are marked, and the mark is the
+# transport's: a client that chooses its own name chooses what comes after it.
+_LIBZMQ_NAMED, _SELF_NAMED, _LOOKER, _BY_OBSERVERS_DOOR = b"\0", b"c", b"l", b"o"
+
+
 class ZmqServerTransport:
-    """ServerTransport on a ROUTER socket, bound to every endpoint of the configuration."""
+    """ServerTransport on ROUTER sockets: one bound to every endpoint, and one for observers if they have their own.
+
+    Observers are told apart by the first byte of the name that a peer has with the server. On the socket
+    for all it comes from the uid that the kernel names for every message, so there is nothing to remember
+    about a peer, and nothing it can say about itself. Where no observers are configured, names are
+    libzmq's, unmarked.
+    """
 
     SEND_HWM = 16384  # answers that may wait for one peer: a full queue's, accepted and answered, and some
     RECEIVE_HWM = 4096  # messages of one peer that may wait for us; the others wait with their sender
@@ -162,9 +178,13 @@ class ZmqServerTransport:
 
     def __init__(self, config: ServerSection) -> None:
         self._config = config
+        self._marked = bool(config.observer_uids or config.observer_endpoint)
+        self._lookers: frozenset[int] = frozenset()
         self._channel: Channel | None = None
+        self._observers: Channel | None = None
+        self.observer_endpoint = config.observer_endpoint
         self._gate: KeyGate | None = None
-        self._doorman: Doorman | None = None
+        self._doormen: list[Doorman] = []
         self._claims: list[Claim] = []
         self._endpoints: list[str] = list(config.endpoints)
 
@@ -174,28 +194,50 @@ class ZmqServerTransport:
 
     def start(self, on_message: ServerMessage) -> None:
         """Claim and bind every endpoint, or none. Raises ConfigError."""
+        config = self._config
+        curve = ServerCurve.load(config.curve) if config.curve is not None else None
+        allowed = resolve_uids("server.allowed_uids", config.allowed_uids)
+        looking = resolve_uids("server.observer_uids", config.observer_uids)
+        self._lookers = looking - allowed
+        group = resolve_group("server.socket_group", config.socket_group)
+        observer_group = resolve_group("server.observer_group", config.observer_group)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        everybody = context.socket(zmq.ROUTER)
+        observers = context.socket(zmq.ROUTER) if config.observer_endpoint else None
+        try:
+            if curve is not None:
+                self._gate = curve.open_gate(context)
+            self._prepare(everybody, curve, "allowed_uids", allowed and allowed | looking)
+            mode = int(config.socket_mode, 8)
+            self._endpoints = [self._bind(everybody, "endpoint", e, mode, group) for e in config.endpoints]
+            if observers is not None:
+                self._prepare(observers, curve, "observer_uids", looking and allowed | looking)
+                mode, endpoint = int(config.observer_mode, 8), config.observer_endpoint
+                self.observer_endpoint = self._bind(observers, "observer_endpoint", endpoint, mode, observer_group)
+        except BaseException:
+            self._dismiss_doormen()
+            for socket in filter(None, (everybody, observers)):
+                socket.close(0)
+            self._let_go(context)
+            raise
+        self._channel = Channel(context, everybody, self._receiver(on_message), owns_context=False)
+        if observers is not None:
+            self._observers = Channel(context, observers, _marking(on_message), owns_context=False)
+
+    def _prepare(self, socket: zmq.Socket[bytes], curve: ServerCurve | None, key: str, uids: frozenset[int]) -> None:
+        """All that a socket needs before it is bound. uids: whose connections it takes; empty: everybody's."""
         from transferd.descriptors import first_refused  # what a client, which shares this module, need not load
         from transferd.doorman import Doorman
 
-        curve = ServerCurve.load(self._config.curve) if self._config.curve is not None else None
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        socket = context.socket(zmq.ROUTER)
-        try:
-            self._set_options(socket)
-            self._doorman = Doorman(context, socket, first_refused(self._config.max_connections))
-            if curve is not None:
-                self._gate = curve.open_gate(context)
-                curve.apply(socket)
-            self._endpoints = [self._bind(socket, endpoint) for endpoint in self._config.endpoints]
-        except BaseException:
-            self._dismiss_doorman()
-            socket.close(0)
-            self._let_go(context)
-            raise
-        self._channel = Channel(context, socket, lambda socket: on_message(socket.recv(zmq.DONTWAIT), _one(socket)))
+        self._set_options(socket)
+        self._doormen.append(Doorman(socket.context, socket, first_refused(self._config.max_connections)))
+        admit_only(f"server.{key}", socket, uids)
+        if curve is not None:
+            curve.apply(socket)
 
     def _set_options(self, socket: zmq.Socket[bytes]) -> None:
-        set_common_options(socket, self._config.endpoints, self.LINGER_MS)
+        endpoints = [*self._config.endpoints, self._config.observer_endpoint]
+        set_common_options(socket, endpoints, self.LINGER_MS)
         socket.setsockopt(zmq.SNDHWM, self.SEND_HWM)
         socket.setsockopt(zmq.RCVHWM, self.RECEIVE_HWM)
         socket.setsockopt(zmq.MAXMSGSIZE, receive_limit(self._config.max_message))
@@ -203,17 +245,40 @@ class ZmqServerTransport:
         socket.setsockopt(zmq.ROUTER_HANDOVER, 0)  # nobody takes over the name, and the answers, of another peer
         socket.setsockopt(zmq.BACKLOG, 1024)  # an engine may start hundreds of clients at once
 
-    def _bind(self, socket: zmq.Socket[bytes], endpoint: str) -> str:
-        claim = Claim(endpoint)
+    def _bind(self, socket: zmq.Socket[bytes], key: str, endpoint: str, mode: int, gid: int) -> str:
+        claim = Claim(endpoint, f"server.{key}")
         self._claims.append(claim)
-        return claim.bind(socket, int(self._config.socket_mode, 8))
+        return claim.bind(socket, mode, gid)
+
+    def _receiver(self, on_message: ServerMessage) -> Callable[[zmq.Socket[bytes]], None]:
+        """How the socket for all is read: the less has to be known of a peer, the cheaper."""
+        if not self._marked:
+            return lambda socket: on_message(socket.recv(zmq.DONTWAIT), _one(socket))
+        if not self._lookers:
+            return lambda socket: on_message(_self_named(socket.recv(zmq.DONTWAIT)), _one(socket))
+
+        def receive(socket: zmq.Socket[bytes]) -> None:
+            name = socket.recv(zmq.DONTWAIT)
+            message = socket.recv(zmq.DONTWAIT, copy=False)
+            payload = message.bytes if not _rest(socket) else b""
+            uid = peer_uid(message)
+            looks = uid is None or uid in self._lookers
+            on_message(_LOOKER + name if looks else _self_named(name), payload)
+
+        return receive
+
+    def observes(self, peer: bytes) -> bool:
+        return self._marked and peer[:1] in (_LOOKER, _BY_OBSERVERS_DOOR)
 
     def send(self, peer: bytes, payload: bytes) -> bool:
-        channel = self._channel
+        channel, name = self._channel, peer
+        if self._marked and peer[:1] != _LIBZMQ_NAMED:
+            channel = self._observers if peer[:1] == _BY_OBSERVERS_DOOR else channel
+            name = peer[1:]
         if channel is None:
             return False
         try:
-            channel.socket.send(peer, _MORE)
+            channel.socket.send(name, _MORE)
             channel.socket.send(payload, zmq.DONTWAIT)
         except zmq.Again:  # does not read what it asked for
             return False
@@ -226,18 +291,21 @@ class ZmqServerTransport:
         return True
 
     def close(self) -> None:
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            if self._gate is not None:
-                self._gate.close()
-            self._dismiss_doorman()
-            channel.close()
-            self._let_go(channel.context)
+        channel, observers = self._channel, self._observers
+        self._channel = self._observers = None
+        if channel is None:
+            return
+        if self._gate is not None:
+            self._gate.close()
+        self._dismiss_doormen()
+        if observers is not None:
+            observers.close()
+        channel.close()
+        self._let_go(channel.context)
 
-    def _dismiss_doorman(self) -> None:
-        doorman, self._doorman = self._doorman, None
-        if doorman is not None:
-            doorman.close()
+    def _dismiss_doormen(self) -> None:
+        while self._doormen:
+            self._doormen.pop().close()
 
     def _let_go(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         if self._gate is not None:
@@ -246,6 +314,14 @@ class ZmqServerTransport:
         for claim in self._claims:
             claim.release()
         self._claims, self._gate = [], None
+
+
+def _self_named(name: bytes) -> bytes:
+    return name if name[:1] == _LIBZMQ_NAMED else _SELF_NAMED + name
+
+
+def _marking(on_message: ServerMessage) -> Callable[[zmq.Socket[bytes]], None]:
+    return lambda socket: on_message(_BY_OBSERVERS_DOOR + socket.recv(zmq.DONTWAIT), _one(socket))
 
 
 class ZmqClientTransport:
@@ -326,10 +402,16 @@ def set_common_options(socket: zmq.Socket[bytes], endpoints: Sequence[str], ling
 def _one(socket: zmq.Socket[bytes]) -> bytes:
     """The one frame that a message consists of; nothing if the peer sent several."""
     payload = socket.recv(zmq.DONTWAIT)
+    return b"" if _rest(socket) else payload
+
+
+def _rest(socket: zmq.Socket[bytes]) -> int:
+    """Take and drop what is left of a message; how many frames that was."""
+    frames = 0
     while _number(socket, zmq.RCVMORE):
         socket.recv(zmq.DONTWAIT)
-        payload = b""
-    return payload
+        frames += 1
+    return frames
 
 
 def _number(socket: zmq.Socket[bytes], option: int) -> int:

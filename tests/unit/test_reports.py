@@ -82,6 +82,9 @@ class _NoTransport:
     def send(self, peer: bytes, payload: bytes) -> bool:
         return True
 
+    def observes(self, peer: bytes) -> bool:
+        return False
+
     def close(self) -> None: ...
     def statistics(self) -> dict[str, int]:
         return {}

@@ -47,6 +47,9 @@ class _Desk:
     def send(self, _peer: bytes, _payload: bytes) -> bool:
         return True
 
+    def observes(self, _: bytes) -> bool:
+        return False
+
     def close(self) -> None:
         """Nothing to close."""
 

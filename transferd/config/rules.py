@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 from collections.abc import Mapping
 
-from transferd.config.sections import Config, EventsSection, PeerSection
+from transferd.config.sections import Config, EventsSection, PeerSection, ServerSection
 from transferd.errors import ConfigError
 
 
@@ -22,12 +23,7 @@ def check(config: Config) -> None:
         raise ConfigError(
             "cache.mtp_blocks", f"must be at least cache.device_blocks, {cache.device_blocks}", cache.mtp_blocks
         )
-    if not config.server.endpoints:
-        raise ConfigError("server.endpoint", "needs at least one endpoint", config.server.endpoint)
-    for endpoint in config.server.endpoints:
-        _check_endpoint(endpoint, config.server.curve is not None)
-    if not re.fullmatch(r"0?[0-7]{3}", config.server.socket_mode):
-        raise ConfigError("server.socket_mode", "expected octal permissions such as '0660'", config.server.socket_mode)
+    _check_server(config.server)
     if not config.storage.model:
         raise ConfigError("storage.model", "must not be empty: it is part of every key", config.storage.model)
     _check_events(config.events)
@@ -61,19 +57,42 @@ def _check_event_endpoints(key: str, section: EventsSection | PeerSection) -> No
             raise ConfigError(f"{key}.{name}", "expected ipc://PATH or tcp://HOST:PORT", endpoint)
 
 
-def _check_endpoint(endpoint: str, curve: bool) -> None:
+def _check_server(server: ServerSection) -> None:
+    if not server.endpoints:
+        raise ConfigError("server.endpoint", "needs at least one endpoint", server.endpoint)
+    observers = [server.observer_endpoint] if server.observer_endpoint else []
+    for key, endpoints in (("endpoint", server.endpoints), ("observer_endpoint", observers)):
+        for endpoint in endpoints:
+            _check_endpoint(f"server.{key}", endpoint, server.curve is not None)
+            if endpoint.startswith("tcp://") and (server.allowed_uids or server.observer_uids):
+                uids = "server.allowed_uids" if server.allowed_uids else "server.observer_uids"
+                raise ConfigError(f"server.{key}", f"nobody has a uid at the other end of tcp://, and {uids} is set")
+    for key in ("socket_mode", "observer_mode"):
+        mode = getattr(server, key)
+        if not re.fullmatch(r"0?[0-7]{3}", mode):
+            raise ConfigError(f"server.{key}", "expected octal permissions such as '0660'", mode)
+
+
+def _check_endpoint(key: str, endpoint: str, curve: bool) -> None:
     scheme, _, address = endpoint.partition("://")
     if scheme == "ipc" and address:
         # sockaddr_un holds 108 bytes with its terminator; libzmq's own message does not name the path.
         if len(os.fsencode(address)) > 107:
-            raise ConfigError("server.endpoint", "is longer than a unix socket path may be (107 bytes)", endpoint)
+            raise ConfigError(key, "is longer than a unix socket path may be (107 bytes)", endpoint)
         return
     if scheme == "tcp" and re.fullmatch(r".+:(\d{1,5}|\*)", address):
         host = address.rpartition(":")[0].strip("[]")
-        if host in ("localhost", "::1") or host.startswith("127.") or curve:
+        if curve or _is_loopback(host):
             return
-        raise ConfigError("server.endpoint", "tcp:// beyond loopback needs [server.curve]", endpoint)
-    raise ConfigError("server.endpoint", "expected ipc://PATH or tcp://HOST:PORT", endpoint)
+        raise ConfigError(key, "tcp:// beyond loopback needs [server.curve]", endpoint)
+    raise ConfigError(key, "expected ipc://PATH or tcp://HOST:PORT", endpoint)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name: whatever it means today, it may mean something else tomorrow
+        return False
 
 
 def pd_mode(config: Config, env: Mapping[str, str] | None = None) -> str:

@@ -41,6 +41,13 @@ class ServerSection(_Section, frozen=True, kw_only=True):
     shutdown_timeout: Seconds = 20.0  # the whole budget of a shutdown
     max_connections: Positive = 4096  # past it: closed as soon as accepted; fewer where descriptors are few
     socket_mode: str = "0660"  # of ipc:// sockets
+    socket_group: str = ""  # name or number; "" = the daemon's own
+    allowed_uids: list[int | str] = []  # users, by number or name, who may connect by ipc://; none: who can open it
+    observer_uids: list[int | str] = []  # users who may connect and only look
+    observer_endpoint: str = ""  # whoever connects here may only look; "" = there is none
+    observer_mode: str = "0660"  # of its ipc:// socket
+    observer_group: str = ""  # of its ipc:// socket
+    observer_rate: Positive = 100  # requests a second that all observers together may make
     curve: CurveSection | None = None
 
     @property

@@ -196,6 +196,9 @@ class SimServerTransport:
         self._counts["sent" if sent else "undeliverable"] += 1
         return sent
 
+    def observes(self, _: bytes) -> bool:
+        return False
+
     def close(self) -> None:
         self._on_message = None
         self._network.stop_listening(self)

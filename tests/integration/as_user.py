@@ -1,0 +1,61 @@
+"""A client that runs as another user: imports as root, drops every privilege, then asks a daemon.
+
+    python as_user.py UID GID GROUPS ENDPOINT TIMEOUT ACTION…    GROUPS: comma-separated, or "-"
+
+Prints one JSON object: each action and what came of it ("ok", or the code of the refusal), or
+{"connect": "connect_timeout"}. The imports come first because another user may not read this installation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from transferd.client import Client
+from transferd.errors import TransferError
+from transferd.tasks import WriteStorageTask
+
+ACTIONS: dict[str, Callable[[Client], Awaitable[Any]]] = {
+    "ping": lambda client: client.ping(),
+    "stats": lambda client: client.stats(),
+    "write": lambda client: client.submit(WriteStorageTask(task_id="w", keys=["k"], gpu_block_ids=[0])),
+    "resume": lambda client: client.resume(),
+}
+
+
+async def ask(endpoint: str, timeout: float, actions: list[str]) -> dict[str, str]:
+    """What comes of each action, for whoever this process is now."""
+    told: dict[str, str] = {}
+    client = Client(endpoint, connect_timeout=timeout)
+    try:
+        await client.connect()
+    except TransferError as error:
+        return {"connect": error.reason}
+    try:
+        for name in actions:
+            try:
+                result = await asyncio.wait_for(ACTIONS[name](client), 10)
+            except TransferError as error:
+                told[name] = error.reason
+            else:
+                error_info = getattr(result, "error", None)
+                told[name] = "ok" if error_info is None else error_info.code
+    finally:
+        await client.close()
+    return told
+
+
+def main() -> None:
+    uid, gid, groups, endpoint, timeout, *actions = sys.argv[1:]
+    os.setgroups([] if groups == "-" else [int(group) for group in groups.split(",")])
+    os.setgid(int(gid))
+    os.setuid(int(uid))
+    print(json.dumps(asyncio.run(ask(endpoint, float(timeout), actions))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,386 @@
+"""Who may connect and who may only look: real sockets, real other users, what the kernel says of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import stat
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any, Self, get_args
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+
+from transferd import credentials
+from transferd import protocol as wire
+from transferd.bucket import Bucket
+from transferd.client import Client
+from transferd.config import ServerSection
+from transferd.errors import ConfigError, TransferError
+from transferd.server import OBSERVERS_MAY, Server
+from transferd.tasks import (
+    ReadStorageTask,
+    ReceiveTask,
+    SendTask,
+    Status,
+    SwapInTask,
+    SwapOutTask,
+    TokenIds,
+    WriteStorageTask,
+)
+from transferd.testing.core import MemoryCore
+from transferd.transport import ZmqServerTransport
+
+AS_USER = Path(__file__).with_name("as_user.py")
+ENGINE, OTHER, WATCHER = 61001, 61002, 61003  # uids that nobody has; a uid needs no name to be one
+GROUP = 62001
+TASK = SwapOutTask(task_id="t", gpu_block_ids=[1], cpu_block_ids=[2])
+
+
+def on_one_loop(test: Callable[[Path], Coroutine[Any, Any, None]]) -> Callable[[Path], None]:
+    """Run an async test once rather than on each event loop: its subject is the kernel, and processes take time."""
+
+    def run(directory: Path) -> None:
+        asyncio.run(test(directory))
+
+    run.__name__ = test.__name__
+    return run
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become other users")
+
+
+class Daemon:
+    """A server with a core in memory, on real sockets."""
+
+    def __init__(self, **section: Any) -> None:
+        config = ServerSection(**section)
+        self.core = MemoryCore()
+        self.transport = ZmqServerTransport(config)
+        self.server = Server(self.transport, self.core, observer_rate=config.observer_rate)
+        self.core.deliver = self.server.deliver
+
+    async def __aenter__(self) -> Self:
+        await self.server.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.server.close()
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """A directory that every user can enter, which pytest's own are not."""
+    with tempfile.TemporaryDirectory(prefix="transferd-access-") as path:
+        os.chmod(path, 0o755)
+        yield Path(path)
+
+
+async def as_user(uid: int, endpoint: str, *actions: str, groups: str = "-", timeout: float = 10.0) -> dict[str, str]:
+    """What another user is told. timeout: for a user who is let in; one who is not is waited for that long."""
+    command = [AS_USER, uid, uid, groups, endpoint, timeout, *actions]
+    process = await asyncio.create_subprocess_exec(sys.executable, *map(str, command), stdout=asyncio.subprocess.PIPE)
+    out, _ = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 0
+    told: dict[str, str] = json.loads(out)
+    return told
+
+
+NOT_LET_IN = {"connect": "connect_timeout"}
+SHORT = 0.7  # seconds that somebody who must not get in is given to get in
+
+
+@needs_root
+@on_one_loop
+async def test_socket_mode_and_group_decide_who_can_open_the_socket(directory: Path) -> None:
+    endpoint = f"ipc://{directory}/s"
+    async with Daemon(endpoint=endpoint, socket_mode="0660", socket_group=str(GROUP)):
+        told = os.stat(directory / "s")
+        assert (stat.S_IMODE(told.st_mode), told.st_gid) == (0o660, GROUP)
+        assert await as_user(ENGINE, endpoint, "ping", groups=str(GROUP)) == {"ping": "ok"}
+        assert await as_user(ENGINE, endpoint, "ping", timeout=SHORT) == NOT_LET_IN
+
+
+@needs_root
+@on_one_loop
+async def test_allowed_uids_let_in_nobody_else_not_even_root(directory: Path) -> None:
+    endpoint = f"ipc://{directory}/s"
+    async with Daemon(endpoint=endpoint, socket_mode="0666", allowed_uids=[ENGINE]) as daemon:
+        assert await as_user(ENGINE, endpoint, "ping", "write") == {"ping": "ok", "write": "ok"}
+        assert await as_user(OTHER, endpoint, "ping", timeout=SHORT) == NOT_LET_IN
+        assert await as_user(0, endpoint, "ping", timeout=SHORT) == NOT_LET_IN
+        assert daemon.server.statistics()["rejects"] == {}, "not a byte of theirs was read"
+
+
+@needs_root
+@on_one_loop
+async def test_observer_uids_may_look_and_nothing_else_and_others_on_the_same_socket_may_do_all(
+    directory: Path,
+) -> None:
+    endpoint = f"ipc://{directory}/s"
+    async with Daemon(endpoint=endpoint, socket_mode="0666", observer_uids=[WATCHER]) as daemon:
+        everything = ("ping", "stats", "write", "resume")
+        told = await as_user(WATCHER, endpoint, *everything)
+        assert told == {"ping": "ok", "stats": "ok", "write": "forbidden", "resume": "forbidden"}
+        assert not daemon.core.ran
+        assert set((await as_user(ENGINE, endpoint, *everything)).values()) == {"ok"}
+        assert daemon.core.ran == {"w": 1}
+
+
+@needs_root
+@on_one_loop
+async def test_allowed_and_observer_uids_together_let_in_both_and_nobody_else(directory: Path) -> None:
+    door, window = f"ipc://{directory}/door", f"ipc://{directory}/window"
+    section = {"endpoint": door, "observer_endpoint": window, "socket_mode": "0666", "observer_mode": "0666"}
+    async with Daemon(**section, allowed_uids=[ENGINE], observer_uids=[WATCHER]):
+        assert await as_user(ENGINE, door, "write") == {"write": "ok"}
+        assert await as_user(WATCHER, door, "stats", "write") == {"stats": "ok", "write": "forbidden"}
+        assert await as_user(OTHER, door, "ping", timeout=SHORT) == NOT_LET_IN
+        assert await as_user(ENGINE, window, "stats", "write") == {"stats": "ok", "write": "forbidden"}
+        assert await as_user(WATCHER, window, "stats") == {"stats": "ok"}
+        assert await as_user(OTHER, window, "ping", timeout=SHORT) == NOT_LET_IN
+
+
+@needs_root
+@on_one_loop
+async def test_the_observers_socket_has_a_mode_and_a_group_of_its_own(directory: Path) -> None:
+    door, window = f"ipc://{directory}/door", f"ipc://{directory}/window"
+    section = {"endpoint": door, "observer_endpoint": window, "observer_mode": "0620", "observer_group": str(GROUP)}
+    async with Daemon(**section):
+        modes = {name: stat.S_IMODE(os.stat(directory / name).st_mode) for name in ("door", "window")}
+        assert modes == {"door": 0o660, "window": 0o620}
+        assert os.stat(directory / "window").st_gid == GROUP
+        assert os.stat(directory / "door").st_gid == os.getegid()
+
+
+# --- observers ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def daemon(tmp_path: Path) -> AsyncIterator[Daemon]:
+    section = {"endpoint": f"ipc://{tmp_path}/door", "observer_endpoint": f"ipc://{tmp_path}/window"}
+    async with Daemon(**section) as running:
+        yield running
+
+
+def door(daemon: Daemon) -> str:
+    return daemon.transport.endpoints[0]
+
+
+def window(daemon: Daemon) -> str:
+    return daemon.transport.observer_endpoint
+
+
+REQUESTS: dict[type, wire.Body] = {
+    type(body): body
+    for body in (
+        WriteStorageTask(task_id="a", keys=["k"], gpu_block_ids=[0]),
+        ReadStorageTask(task_id="b", keys=["k"], gpu_block_ids=[0]),
+        SwapOutTask(task_id="c", gpu_block_ids=[0], cpu_block_ids=[0]),
+        SwapInTask(task_id="d", gpu_block_ids=[0], cpu_block_ids=[0]),
+        SendTask(task_id="e", keys=["k"], gpu_block_ids=[0], transfer_id="x"),
+        ReceiveTask(task_id="f", keys=["k"], gpu_block_ids=[0], transfer_id="x", peer="x:1"),
+        wire.Hello(),
+        wire.Bye(),
+        wire.Cancel("t"),
+        wire.Match(["k"]),
+        wire.Locate(TokenIds([1])),
+        wire.Pause(),
+        wire.Resume(),
+        wire.Drain(),
+        wire.SetGeneration("g"),
+        wire.Stats(),
+        wire.Explain("t"),
+        wire.Attach(0),
+        wire.Detach(0),
+        wire.Offer(0, "shm", msgspec.Raw(b"\x80"), 1),
+        wire.ClearCache(),
+        wire.RestoreCache(""),
+    )
+}
+
+
+class Peer:
+    """A bare client: one DEALER, one answer at a time."""
+
+    def __init__(self, endpoint: str, name: bytes = b"") -> None:
+        self.context = zmq.asyncio.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        if name:
+            self.socket.setsockopt(zmq.ROUTING_ID, name)
+        self.socket.connect(endpoint)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+        self.context.term()
+
+    async def ask(self, body: wire.Body, seq: int = 1) -> wire.ReplyBody:
+        await self.socket.send(wire.encode_request(seq, body))
+        reply = wire.decode_reply(await asyncio.wait_for(self.socket.recv(), 10))
+        assert reply.seq == seq
+        return reply.body
+
+
+async def test_an_observer_is_refused_everything_but_looking(daemon: Daemon) -> None:
+    assert set(REQUESTS) == set(get_args(wire.Body)), "a new request needs a decision: may observers make it?"
+    with Peer(window(daemon)) as peer:
+        for seq, (kind, body) in enumerate(REQUESTS.items(), start=1):
+            if kind in OBSERVERS_MAY:
+                continue
+            answer = await peer.ask(body, seq)
+            if isinstance(answer, wire.Result):
+                assert answer.result.status is Status.REJECTED
+            error = answer.result.error if isinstance(answer, wire.Result) else answer.error
+            assert error is not None
+            assert error.code == "forbidden"
+        assert isinstance(await peer.ask(wire.Hello()), wire.Welcome)
+        assert isinstance(await peer.ask(wire.Stats()), wire.Value)
+    core = daemon.core
+    assert (core.ran, core.cancelled, core.generation, core.cache.asked) == ({}, [], "", [])
+
+
+async def test_an_observer_that_leaves_or_falls_silent_takes_nothing_back(daemon: Daemon) -> None:
+    daemon.core.hold = True
+    async with Client(door(daemon)) as engine:
+        future = await engine.push(TASK)
+        with Peer(window(daemon)) as peer:
+            await peer.ask(wire.Hello())
+            await peer.socket.send(wire.encode_request(2, wire.Bye()))
+            await peer.ask(wire.Hello(), 3)
+        daemon.core.finish("t")
+        assert (await future).status is Status.OK
+
+
+async def test_observers_together_are_bounded_in_what_they_ask_and_engines_are_not(tmp_path: Path) -> None:
+    section = {"endpoint": f"ipc://{tmp_path}/door", "observer_endpoint": f"ipc://{tmp_path}/window"}
+    async with Daemon(**section, observer_rate=5) as daemon, Client(door(daemon)) as engine:
+        with Peer(window(daemon)) as one, Peer(window(daemon)) as two:
+            answers = [await peer.ask(wire.Stats()) for _ in range(20) for peer in (one, two)]
+        refused = [a.error.code for a in answers if isinstance(a, wire.Refused)]
+        assert set(refused) == {"too_often"}
+        assert len(refused) >= 20, "two seconds' worth may be saved up, and the loop above took less than two more"
+        assert daemon.server.statistics()["rejects"]["too_often"] == len(refused)
+        for _ in range(40):
+            await engine.stats()
+
+
+async def test_a_name_that_a_client_gives_itself_makes_it_nobody_else(daemon: Daemon) -> None:
+    """Names that look like the transport's own marks, on either socket, and one that is taken."""
+    with (
+        Peer(window(daemon)) as observer,
+        Peer(door(daemon), b"o" * 5) as posing,
+        Peer(window(daemon), b"c1") as self_named,
+    ):
+        await observer.ask(wire.Hello())
+        assert isinstance(await posing.ask(wire.Resume()), wire.Value), "it came in by the door for all"
+        answer = await self_named.ask(wire.Resume())
+        assert isinstance(answer, wire.Refused)
+        assert answer.error.code == "forbidden"
+        with Peer(door(daemon), b"o" * 5) as taken:
+            await taken.socket.send(wire.encode_request(9, wire.Hello()))
+            assert isinstance(await posing.ask(wire.Hello()), wire.Welcome)
+            assert not await taken.socket.poll(200), "a name that is taken is not taken over"
+
+
+def test_a_bucket_gives_what_its_rate_and_burst_allow() -> None:
+    bucket = Bucket(rate=8, burst=3)
+    assert [bucket.take(100.0) for _ in range(5)] == [True] * 3 + [False] * 2
+    assert [bucket.take(100.125) for _ in range(2)] == [True, False]
+    assert [bucket.take(1000.0) for _ in range(4)] == [True] * 3 + [False]
+
+
+# --- what cannot be kept is refused ---------------------------------------------------------------
+
+
+async def test_a_user_or_group_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/s"
+    for section, problem in (
+        ({"allowed_uids": ["no-such-user"]}, r"server\.allowed_uids: there is no such user \('no-such-user'\)"),
+        ({"observer_uids": [-1]}, r"server\.observer_uids: a uid is not negative \(-1\)"),
+        ({"socket_group": "no-such-group"}, r"server\.socket_group: there is no such group"),
+        ({"allowed_uids": list(range(65))}, r"server\.allowed_uids: has 65 users, at most 64"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{problem}"):
+            await Daemon(endpoint=endpoint, **section).server.start()
+    async with Daemon(endpoint=endpoint, allowed_uids=["root"]):
+        pass
+
+
+async def test_a_libzmq_that_does_not_know_the_filter_is_refused_instead_of_leaving_the_door_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zmq, "IPC_FILTER_UID", 9999)
+    with pytest.raises(ConfigError, match=r"^server\.allowed_uids: this libzmq cannot tell who connects"):
+        await Daemon(endpoint=f"ipc://{tmp_path}/s", allowed_uids=[0]).server.start()
+
+
+def test_a_uid_that_looks_like_nobody_in_this_namespace_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under systemd's PrivateUsers=: root and the unit's own user are known, and nobody else."""
+    uid_map = tmp_path / "uid_map"
+    uid_map.write_text("         0          0          1\n       998        998          1\n")
+    monkeypatch.setattr(credentials, "UID_MAP", uid_map)
+    assert credentials.resolve_uids("server.allowed_uids", [0, 998]) == {0, 998}
+    with pytest.raises(
+        ConfigError, match=r"^server\.allowed_uids: are not known in this user namespace.* \(\[1000\]\)"
+    ):
+        credentials.resolve_uids("server.allowed_uids", [0, 1000])
+
+
+@pytest.mark.parametrize(
+    ("section", "problem"),
+    [
+        ({"endpoint": "tcp://127.0.0.1:*", "allowed_uids": [0]}, "server.endpoint: nobody has a uid"),
+        (
+            {"observer_endpoint": "tcp://127.0.0.1:*", "observer_uids": [0]},
+            "server.observer_endpoint: nobody has a uid",
+        ),
+        ({"observer_endpoint": "tcp://0.0.0.0:1"}, "server.observer_endpoint: tcp:// beyond loopback"),
+        ({"observer_endpoint": "nowhere"}, "server.observer_endpoint: expected ipc://PATH"),
+        ({"observer_mode": "rw"}, "server.observer_mode: expected octal permissions"),
+        ({"endpoint": "tcp://127.example.org:1"}, "server.endpoint: tcp:// beyond loopback"),
+        ({"endpoint": "tcp://*:1"}, "server.endpoint: tcp:// beyond loopback"),
+        ({"endpoint": "tcp://[::]:1"}, "server.endpoint: tcp:// beyond loopback"),
+        ({"endpoint": "tcp://eth0:1"}, "server.endpoint: tcp:// beyond loopback"),
+    ],
+)
+def test_what_would_not_be_checked_is_not_accepted(section: dict[str, Any], problem: str) -> None:
+    from transferd.config import from_tree
+
+    with pytest.raises(ConfigError) as refused:
+        from_tree({"server": section})
+    assert str(refused.value).startswith(problem)
+
+
+async def test_a_group_that_the_daemon_may_not_give_is_refused_and_the_socket_stays_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def not_permitted(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "chown", not_permitted)
+    with pytest.raises(
+        ConfigError, match=r"^server\.endpoint: its socket cannot be given to group 62001: Operation not"
+    ):
+        await Daemon(endpoint=f"ipc://{tmp_path}/s", socket_group=str(GROUP)).server.start()
+    assert not (tmp_path / "s").exists()
+
+
+async def test_the_one_who_asks_is_told_of_a_refusal_as_any_other(daemon: Daemon) -> None:
+    async with Client(window(daemon)) as client:
+        assert (await client.submit(TASK)).status is Status.REJECTED
+        with pytest.raises(TransferError, match="may only look") as refused:
+            await client.pause()
+        assert refused.value.reason == "forbidden"
+        assert (await client.stats())["boot_id"] == daemon.core.boot_id
