@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 import traceback
 from typing import Any
 
@@ -113,10 +114,12 @@ class Peer:
         assert self.attached.ready is not None, "this device shares no events"
         self.attached.ready.record(self.stream)
 
-    def finish(self) -> None:
-        """Wait for the stream."""
+    def finish(self) -> float:
+        """Wait for the stream; the seconds that took."""
+        before = time.monotonic()
         with self.driver.current(self.context):
             self.driver.synchronize_stream(self.stream)
+        return time.monotonic() - before
 
     def frameworks(self) -> dict[str, str]:
         """Have each framework that is here take the first array without a copy, and say what it became."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,7 +18,7 @@ import numpy as np
 
 from tests.gpu.copies import one_layout
 from tests.gpu.machine import LAYOUTS, Failed, Machine, open_rig, raising, within
-from transferd.errors import TierError, TransferError
+from transferd.errors import RequestError, TierError, TransferError
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.cuda import ipc
 from transferd.tiers.owner import check_owner
@@ -90,26 +92,78 @@ async def an_engine_maps_the_daemons_cache(machine: Machine) -> str:
     return ", ".join(f"{name}: {dtype}" for name, dtype in frameworks.items()) or "no framework here"
 
 
+# A gigabyte of cache: filling it often enough keeps a GPU busy for longer than asking for that takes.
+LARGE = {"layers": 8, "kv_heads": 8, "head_dim": 128, "block_size": 64, "device_blocks": 512, "host_blocks": 16}
+
+
 async def a_copy_waits_for_the_engines_kernels(machine: Machine) -> str:
     """The engine records the event behind work that takes long, and pushes at once: the copy sees that work done."""
-    async with open_rig(machine, LAYOUTS["mla"]) as rig, peer(machine) as engine:
+    async with open_rig(machine, LAYOUTS["mla"] if machine.fake else LARGE) as rig, peer(machine) as engine:
         if not rig.tier.handle().data["event"]:
             return "this device shares no events"
         await engine.ask("attach", data=rig.tier.handle().data)
+        late, blocks = 0.0, rig.layout.device_blocks
         for value in range(1, 4 if machine.fake else 20):
             await engine.ask("late_fill", value=value, before=1 if machine.fake else 50)
             rig.host[:] = 0
-            copying = asyncio.ensure_future(
-                rig.tier.copy_out(rig.out(rig.some(24, 8), list(range(8))), rig.pool.memory)
-            )
+            plan = rig.out(rig.some(blocks, 8), list(range(8)))
+            copying = asyncio.ensure_future(rig.tier.copy_out(plan, rig.pool.memory))
             await asyncio.sleep(0)
             finished = asyncio.ensure_future(engine.ask("finish"))
             await within(copying, "a copy behind the engine's event")
-            await finished
+            late = max(late, await finished)
             found = set(np.unique(rig.host[: 8 * int(rig.layout.host.strides[0])]).tolist()) - {0}
             if found != {value}:
                 raise Failed(f"the copy has {sorted(found)} where the engine's kernels left {value}")
-    return "seen done"
+        if late < 0.001:
+            raise Failed("the engine's kernels were done too early for this check to mean anything")
+    return f"seen done, when the engine was {late * 1000:.0f} ms behind"
+
+
+async def an_engine_is_killed_while_a_copy_waits_for_it(machine: Machine) -> str:
+    """kill -9 of an engine that has recorded the event and not got there: what the copy does then."""
+    if machine.fake:
+        return "only a real driver can say"
+    async with open_rig(machine, LARGE) as rig:
+        if not rig.tier.handle().data["event"]:
+            return "this device shares no events"
+        async with peer(machine) as engine:
+            await engine.ask("attach", data=rig.tier.handle().data)
+            await engine.ask("late_fill", value=1, before=200)
+            plan = rig.out(rig.some(512, 8), list(range(8)))
+            copying = asyncio.ensure_future(rig.tier.copy_out(plan, rig.pool.memory))
+            await asyncio.sleep(0)
+            await engine.kill()
+        before = time.monotonic()
+        try:
+            await within(copying, "a copy that waited for an engine that was killed")
+        except TierError as error:
+            return f"it fails: {error}"
+        waited = time.monotonic() - before
+        await within(rig.tier.copy_in(rig.into([0], [0]), rig.pool.memory), "a copy after it")
+        return f"it ends, {waited * 1000:.0f} ms after the kill, and the next one works"
+
+
+async def a_handle_that_claims_too_much_is_refused(machine: Machine) -> str:
+    """More bytes than the allocation has, or another GPU: a RequestError in one line, nothing mapped."""
+    async with peer(machine) as engine:
+        data = await engine.ask("own", cache=LAYOUTS["gqa"], apart=True)
+        before = machine.free()
+        with raising(RequestError, saying="this rank's is", what="memory of another GPU"):
+            async with open_rig(machine, LAYOUTS["gqa"], handle=DeviceHandle(ipc.KIND, data | {"device": "f" * 32})):
+                pass
+        claims = copy.deepcopy(data)
+        claims["regions"][0]["nbytes"] += 1 << 40
+        note = "refused"
+        try:
+            async with open_rig(machine, LAYOUTS["gqa"], handle=DeviceHandle(ipc.KIND, claims)):
+                note = "this driver does not say how long mapped memory is, so a false length is not found out"
+        except RequestError as error:
+            if "of an allocation that has" not in str(error):
+                raise Failed(f"a region that is too long is refused for another reason: {error}") from error
+        if before - machine.free() > 4 << 20:
+            raise Failed("a handle that was refused left memory behind")
+    return note
 
 
 async def the_daemon_maps_the_engines_cache(machine: Machine) -> str:
@@ -160,9 +214,9 @@ async def an_engine_is_killed(machine: Machine) -> str:
                 for _ in range(8)
             ]
             await engine.kill()
-            for copy in copies:
+            for moving in copies:
                 try:
-                    await within(copy, "a copy of memory whose owner was killed")
+                    await within(moving, "a copy of memory whose owner was killed")
                     ends.append("done")
                 except TierError as error:
                     ends.append(error.reason)
@@ -181,5 +235,7 @@ CHECKS = (
     an_engine_maps_the_daemons_cache,
     a_copy_waits_for_the_engines_kernels,
     the_daemon_maps_the_engines_cache,
+    a_handle_that_claims_too_much_is_refused,
     an_engine_is_killed,
+    an_engine_is_killed_while_a_copy_waits_for_it,
 )

@@ -85,23 +85,30 @@ def _run(checks: list[Check], machine: Machine, keep_going: bool) -> int:
 def bench(machine: Machine, results: Path | None) -> int:
     """Measure, write the JSON, and say which goals are reached. Returns 1 if what was moved is wrong."""
     from transferd.bench import copy_cuda, harness
+    from transferd.bench.harness import Row
 
     before = harness.machine() | copy_cuda.machine(machine.index)
-    print("measuring: every layout, 1 to 1024 random blocks, every way …", flush=True)
+    print("measuring: every layout, 1 to 1024 random blocks, every way", flush=True)
+    rows: list[Row] = []
+
+    def told(found: list[Row]) -> None:
+        rows.extend(found)
+        for row in found:
+            goal = GOALS.get(row.name.partition(",")[0])
+            mark = "" if goal is None else "  reached" if row.ratio >= goal else f"  below {goal}"
+            print(f"      {row.name:<60} {row.value:8.2f} of {row.limit:8.2f} GB/s  {row.ratio:5.2f}{mark}", flush=True)
+        if results is not None:  # after each, so that what was measured is kept whatever comes
+            results.mkdir(parents=True, exist_ok=True)
+            text = json.dumps(harness.report("copy-cuda", before, rows), indent=1)
+            (results / "copy-cuda.json").write_text(text + "\n")
+
+    small = {"counts": (1, 2), "runs": 1, "layouts": {n: c | {"layers": 3} for n, c in copy_cuda.LAYOUTS.items()}}
     try:
-        small = {"counts": (1, 2), "runs": 1, "layouts": {n: c | {"layers": 3} for n, c in copy_cuda.LAYOUTS.items()}}
-        rows = copy_cuda.run(machine.index, **(small if machine.fake else {}))
-        tree = harness.report("copy-cuda", before, rows)
+        copy_cuda.run(machine.index, told=told, **(small if machine.fake else {}))
     except TransferError as error:
         print(f"FAIL  the benchmark: {error}")
         return 1
-    for item in tree["rows"]:
-        goal = GOALS.get(item["name"].partition(",")[0])
-        mark = "" if goal is None else "  reached" if item["ratio"] >= goal else f"  below {goal}"
-        print(f"      {item['name']:<60} {item['value']:8.2f} of {item['limit']:8.2f} GB/s  {item['ratio']:5.2f}{mark}")
     if results is not None:
-        results.mkdir(parents=True, exist_ok=True)
-        (results / "copy-cuda.json").write_text(json.dumps(tree, indent=1) + "\n")
         print(f"written to {results / 'copy-cuda.json'}")
     return 0
 

@@ -33,8 +33,8 @@ TIERS: dict[str, Callable[[BlockLayout, Offload], DeviceTier]] = {
     "cuda, small slots": lambda layout, offload: FakeCudaTier(
         layout, 0, 0, offload, gpu=FakeGpu(seed=2, batches=False), slot_bytes=1
     ),
-    "cuda, batches": lambda layout, offload: FakeCudaTier(
-        layout, 0, 0, offload, gpu=FakeGpu(seed=3), way="batch", slot_bytes=1
+    "cuda, straight": lambda layout, offload: FakeCudaTier(
+        layout, 0, 0, offload, gpu=FakeGpu(seed=3), way="straight", slot_bytes=1
     ),
     "cuda, nothing pinned": lambda layout, offload: FakeCudaTier(
         layout, 0, 0, offload, gpu=FakeGpu(seed=4, pins=False, shares=False), slot_bytes=1 << 18

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from transferd.config import CacheSection
 from transferd.copyplan import CopyPlan, plan_copy
@@ -17,7 +18,7 @@ from transferd.layout import build_layout
 from transferd.offload import ThreadOffload
 from transferd.testing.cuda.gpu import FakeGpu
 from transferd.testing.cuda.shim import compiler
-from transferd.tiers.cuda import CudaDeviceTier
+from transferd.tiers.cuda import CudaDeviceTier, lane
 from transferd.tiers.cuda.driver import OUT_OF_MEMORY
 from transferd.tiers.cuda.pinning import CudaPinning, is_registered
 from transferd.tiers.pinned import HostPool, HostRegion
@@ -202,22 +203,33 @@ async def test_an_idle_tier_calls_nothing_and_its_threads_sleep(offload: ThreadO
 
 
 async def test_short_segments_are_gathered_and_long_ones_go_straight(offload: ThreadOffload) -> None:
-    long = build_layout(CacheSection(layers=1, kv_heads=8, head_dim=128, block_size=64, device_blocks=2, host_blocks=2))
-    for layout, way in ((LAYOUT, "gather"), (long, "batch")):
+    long = build_layout(
+        CacheSection(layers=1, kv_heads=16, head_dim=128, block_size=64, device_blocks=2, host_blocks=2)
+    )
+    for layout, way in ((LAYOUT, "gather"), (long, "straight")):
         gpu = FakeGpu()
         tier = CudaDeviceTier(layout, 0, 0, offload, driver=gpu)
         await tier.open()
-        registered, pageable = HostPool(layout, 0, CudaPinning(0, gpu)), HostPool(layout, 0)
-        for pool in (registered, pageable):
-            await tier.copy_in(plan_copy(layout.host, [0], layout.device, [1]), pool.memory)
-        expected = {"gather": 0, "batch": 0, "single": 0}
-        expected[way] += 1
-        expected["gather"] += 1  # memory that is not registered is never given to a batch
-        assert tier.statistics()["copies"]["in"] == expected
+        pool = HostPool(layout, 0, CudaPinning(0, gpu))
+        await tier.copy_in(plan_copy(layout.host, [0, 1], layout.device, [1, 0]), pool.memory)
+        assert tier.statistics()["copies"]["in"] == {"gather": 0, "straight": 0} | {way: 1}
+        assert gpu.count("copy_batch") == (way == "gather"), "long DMAs need no batch"
         await tier.close()
-        registered.close()
-        pageable.close()
+        pool.close()
         assert gpu.wrong() == []
+
+
+@pytest.mark.parametrize("registered", [True, False])
+async def test_memory_that_is_not_registered_is_never_given_to_a_batch(
+    offload: ThreadOffload, registered: bool
+) -> None:
+    gpu = FakeGpu()
+    async with rig(gpu, offload, slot_bytes=1 << 16) as made:
+        pool = made.pool if registered else HostPool(LAYOUT, 0)
+        await made.tier.copy_in(made.inward(BLOCKS, BLOCKS), pool.memory)
+        assert (gpu.count("copy_batch"), gpu.count("copy") > 1) == ((1, False) if registered else (0, True))
+        if not registered:
+            pool.close()
 
 
 @pytest.mark.parametrize("registered", [True, False])
@@ -231,8 +243,26 @@ async def test_a_plan_of_runs_alone_goes_run_by_run(offload: ThreadOffload, regi
         await made.tier.copy_in(inward, region)
         await made.tier.copy_out(outward, region)
         assert bytes(region.view[2000:2200]) == bytes(region.view[200:400])
-        assert made.tier.statistics()["copies"]["in"]["batch" if registered else "single"] == 1
+        assert made.tier.statistics()["copies"]["in"]["straight"] == 1
+        assert gpu.count("copy_batch") == registered
         region.close()
+
+
+async def test_batches_are_short_and_given_up_when_the_driver_refuses_one(
+    offload: ThreadOffload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lane, "BATCH_MOST", 3)
+    gpu = FakeGpu()
+    async with rig(gpu, offload, way="straight") as made:
+        assert await made.there_and_back()
+        each = -(-8 * len(LAYOUT.segments) // 3)
+        assert gpu.count("copy_batch") == 2 * each
+        gpu.refuse("copy_batch", "CUDA_ERROR_INVALID_VALUE", after=2)
+        with capture_logs() as logs:
+            assert await made.there_and_back(), "the rest goes one by one"
+            assert await made.there_and_back()
+        assert [entry["log_level"] for entry in logs] == ["warning"]
+        assert gpu.count("copy_batch") == 2 * each + 3 + 2 * each, "the other direction has had no refusal"
 
 
 async def test_work_on_the_device_is_bounded_and_reused(offload: ThreadOffload) -> None:
@@ -324,11 +354,14 @@ async def test_a_copy_that_cannot_be_submitted_fails_when_all_of_it_has_ended(
         assert await made.there_and_back(), "and the next copy works"
 
 
+@pytest.mark.parametrize("call", ["synchronize", "copy_batch", "launch"])
 @pytest.mark.parametrize("answer", ["CUDA_ERROR_ECC_UNCORRECTABLE", "CUDA_ERROR_LAUNCH_FAILED"])
-async def test_a_lost_device_is_told_for_every_copy_and_closes_quietly(offload: ThreadOffload, answer: str) -> None:
+async def test_a_lost_device_is_told_for_every_copy_and_closes_quietly(
+    offload: ThreadOffload, answer: str, call: str
+) -> None:
     gpu = FakeGpu()
-    async with rig(gpu, offload, clean=False) as made:
-        gpu.refuse("synchronize", answer)
+    async with rig(gpu, offload, clean=False, slot_bytes=1 << 16) as made:
+        gpu.refuse(call, answer)
         with pytest.raises(DeviceLost, match=answer):
             await made.tier.copy_in(made.inward(BLOCKS, BLOCKS), made.pool.memory)
         with pytest.raises(DeviceLost):
@@ -366,6 +399,39 @@ async def test_an_error_while_it_closes_is_told_after_everything_else_was_freed(
         await tier.close()
     assert len(gpu.leaks()) == 1
     assert gpu.leaks()[0].startswith("stream")
+
+
+@pytest.mark.parametrize("registered", [True, False])
+async def test_a_copy_that_never_ends_keeps_its_memory_and_a_close_does_not_wait_for_ever(
+    offload: ThreadOffload, monkeypatch: pytest.MonkeyPatch, registered: bool
+) -> None:
+    monkeypatch.setattr(lane, "CLOSE_S", 0.05)
+    gpu, engine = FakeGpu(), FakeGpu()
+    tier = CudaDeviceTier(LAYOUT, 0, 0, offload, driver=gpu)
+    await tier.open()
+    with engine.current(engine.retain(0)):
+        event = engine.open_event(bytes.fromhex(tier.handle().data["event"]))
+        stream = engine.create_stream()
+        engine.record(event, stream)  # and the engine is killed before it gets there
+    pool = HostPool(LAYOUT, 0, CudaPinning(0, gpu)) if registered else HostPool(LAYOUT, 0)
+    lanes, cache = (tier.on_device.outward, tier.on_device.inward), tier.arena.origin
+    copying = asyncio.ensure_future(tier.copy_out(plan_copy(tier.arena.geometry, [0], LAYOUT.host, [0]), pool.memory))
+    try:
+        await asyncio.wait({copying}, timeout=0.05)
+        with pytest.raises(TierError, match="a copy out of the device has not ended") as caught:
+            await tier.close()
+        assert caught.value.reason == "device_stuck"
+        assert cache in gpu.memory.owned, "nothing is freed under a copy"
+        assert lanes[0]._slots[0].address in gpu.memory.owned
+    finally:
+        with engine.current(engine.retain(0)):
+            engine.synchronize_stream(stream)  # so that the test can end
+            engine.destroy_event(event)
+        await asyncio.wait_for(copying, 10)
+        for each in lanes:
+            each._under_way.put(None)
+            await asyncio.to_thread(each._waiter.join, 10)
+    pool.close()
 
 
 async def test_it_can_be_closed_and_opened_again_and_holds_nothing_of_before(offload: ThreadOffload) -> None:

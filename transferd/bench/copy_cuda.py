@@ -1,8 +1,9 @@
 """Copies between a GPU and pinned host memory, beside the copy that nothing can beat: one large DMA of as many bytes.
 
 Random blocks on both sides. The tier's own choice (`swap_out`, `swap_in`) stands beside every way there is
-to do the same: gather and one DMA a block, one batch of DMAs (cudaMemcpyBatchAsync), a call for each run
-(cudaMemcpyAsync), and a kernel that reads or writes pinned memory directly. What was moved is compared.
+to do the same: gather and one DMA a block, batches of a DMA for each run (cudaMemcpyBatchAsync), a call for
+each run (cudaMemcpyAsync), and a kernel that reads or writes pinned memory directly. What was moved is
+compared. Batches come last: drivers were seen to hang on them (vLLM #49276), and then the rest is known.
 """
 
 from __future__ import annotations
@@ -51,13 +52,17 @@ def run(
     counts: Sequence[int] = COUNTS,
     layouts: dict[str, dict[str, object]] = LAYOUTS,
     runs: int = RUNS,
+    told: Callable[[list[Row]], None] | None = None,
 ) -> list[Row]:
-    """Every layout and count. driver: in place of this process's real one. Raises TierError without a GPU."""
+    """Every layout and count. driver: in place of this process's real one. told: hears of each count's rows.
+
+    Raises TierError without a GPU.
+    """
     rows: list[Row] = []
     for name, cache in layouts.items():
         offload = ThreadOffload(2)  # as many as a daemon has
         try:
-            rows += asyncio.run(_layout(name, cache, device, driver, counts, runs, offload))
+            rows += asyncio.run(_layout(name, cache, device, driver, counts, runs, offload, told))
         finally:
             offload.close()
     return rows
@@ -78,6 +83,7 @@ async def _layout(
     counts: Sequence[int],
     runs: int,
     offload: ThreadOffload,
+    told: Callable[[list[Row]], None] | None,
 ) -> list[Row]:
     blocks = 2 * max(counts)  # half of them for each direction when both run at once
     layout = build_layout(CacheSection(**cache, device_blocks=blocks, host_blocks=blocks))  # type: ignore[arg-type]
@@ -88,7 +94,10 @@ async def _layout(
         bench = _Bench(name, tier, layout, host, runs)
         rows: list[Row] = []
         for count in counts:
-            rows += await bench.measure(count)
+            found = await bench.measure(count)
+            if told is not None:
+                told(found)
+            rows += found
         await bench.verify(min(max(counts), 64))
         bench.close()
         return rows
@@ -131,13 +140,22 @@ class _Bench:
             "swap both ways": lambda: self._tier(out, into),
             "direct store": lambda: self._plainly(lambda: self._direct(out)),
             "direct load": lambda: self._plainly(lambda: self._direct(into)),
+            "gather out": lambda: self._tier(out, None, "gather"),
+            "gather in": lambda: self._tier(None, into, "gather"),
         }
-        for preferred in ("gather", "batch") if self.driver.batches else ("gather",):
-            ways[f"{preferred} out"] = lambda way=preferred: self._tier(out, None, way)  # type: ignore[misc]
-            ways[f"{preferred} in"] = lambda way=preferred: self._tier(None, into, way)  # type: ignore[misc]
         if len(out.runs) <= MOST_CALLS:
             ways["call a run out"] = lambda: self._plainly(lambda: self._runs(out, outward=True))
             ways["call a run in"] = lambda: self._plainly(lambda: self._runs(into, outward=False))
+        rows = await self._timed(count, nbytes, ways)
+        if self.driver.batches:
+            batches: dict[str, Seconds] = {
+                "batch out": lambda: self._tier(out, None, "straight"),
+                "batch in": lambda: self._tier(None, into, "straight"),
+            }
+            rows += await self._timed(count, nbytes, {way: ways[way] for way in ways if "large" in way} | batches)
+        return rows
+
+    async def _timed(self, count: int, nbytes: int, ways: dict[str, Seconds]) -> list[Row]:
         seconds: dict[str, list[float]] = {way: [] for way in ways}
         for _ in range(self.runs + 2):  # in turn, so that all see the same machine; the first two are warm-up
             for way, work in ways.items():
@@ -219,7 +237,7 @@ class _Bench:
         stride, payload = int(self.layout.host.strides[0]), self.layout.block_bytes
         rows = content[: self.layout.host_blocks * stride].reshape(-1, stride)[:, :payload]
         device, pool = self.tier.arena.geometry, self.layout.host
-        for way in ("gather", "batch", "", "direct"):
+        for way in ("gather", "", "direct", "straight"):
             device_ids = self.random.sample(range(self.layout.device_blocks), count)
             sources, targets = (self.random.sample(range(self.layout.host_blocks), count) for _ in range(2))
             before = np.random.default_rng(SEED).integers(0, 256, (count, payload), dtype=np.uint8)

@@ -29,7 +29,7 @@ from typing import Any
 
 import msgspec
 
-from transferd.errors import RequestError, TierError
+from transferd.errors import DeviceLost, RequestError, TierError
 from transferd.tiers.arrays import MISMATCH, Region
 from transferd.tiers.cuda.driver import DeviceInfo, Driver
 from transferd.tiers.cuda.owned import Owned
@@ -146,12 +146,21 @@ class Mapping:
         driver, handle = self._driver, _bytes_of(region.handle)
         address = self._allocations.take(driver, handle)
         self._owned.add(lambda: self._allocations.give(driver, handle))
-        start, nbytes = driver.address_range(address)
-        room = start + nbytes - address
-        if region.offset + region.nbytes > room:
+        room = self._room(address)
+        if room is not None and region.offset + region.nbytes > room:
             problem = f"a region of {region.nbytes} bytes at {region.offset} of an allocation that has {room}"
             raise RequestError(problem, code=MISMATCH)
         return Region(address + region.offset, region.nbytes)
+
+    def _room(self, address: int) -> int | None:
+        """Bytes of a mapped allocation; None where the driver does not say that of memory of others."""
+        try:
+            start, nbytes = self._driver.address_range(address)
+        except DeviceLost:
+            raise
+        except TierError:
+            return None
+        return start + nbytes - address
 
     def close(self) -> None:
         """Unmap. Idempotent. Raises the first TierError, after the rest."""

@@ -10,12 +10,14 @@ ordered by events on the device; the host submits a whole copy at once and waits
 so how busy the host is does not show in the middle of a copy. What a copy needs on the device besides
 the slots is in the launch itself (block ids), so nothing has to be kept alive or given back per copy.
 
-Two further ways, chosen per copy (`_way`):
+The other way, for runs long enough that the DMA engine's cost per run does not show, or for what the
+first cannot do (a plan made of runs alone, host memory in which a block is not one range): one DMA a run,
+straight between cache and host memory.
 
-* *batched*: one DMA a run, straight between cache and host memory, submitted in one call. For runs
-  long enough that the DMA engine's cost per run does not show; needs registered host memory;
-* *one by one*: the same with a call for each run. For what the others cannot do: a plan made of runs
-  alone, or host memory in which a block is not one range.
+DMAs are submitted in batches (cudaMemcpyBatchAsync) where that pays and the driver has it, else with a
+call for each. Batches are kept short, and are given up for good after the driver has refused one: drivers of
+2025 and 2026 were seen to refuse valid ones, and to hang on very long ones (vLLM #49276, #40259). The DMAs
+of a batch that was refused are submitted again one by one, which copies the same bytes to the same places.
 
 A caller's event is waited for before device memory is touched in either direction: a kernel of the engine
 that was begun before may still read the blocks that a load overwrites.
@@ -33,24 +35,30 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 
 from transferd.copyplan import CopyPlan, Moves
-from transferd.errors import Closed, TierError
+from transferd.errors import Closed, DeviceLost, TierError
 from transferd.layout.base import Arena, Geometry
 from transferd.tiers.base import HostMemory
 from transferd.tiers.cuda.chunks import Chunk, Cutter
 from transferd.tiers.cuda.driver import Driver
 from transferd.tiers.cuda.kernel import THREADS, Move, is_packed
-from transferd.tiers.cuda.owned import Owned
+from transferd.tiers.cuda.owned import Owned, Stuck
 from transferd.tiers.cuda.pinning import is_registered
 
 SLOTS = 2
-# From this mean run length on, a batch of DMAs is as fast as gather and one DMA a block, and leaves the
-# multiprocessors alone: at half a microsecond a run, 64 KiB keep PCIe 5 at nine tenths of its speed.
-BATCH_FROM = 64 * 1024
+# A DMA of this length takes about five microseconds on PCIe 5, ten times what the DMA engine pays for starting
+# it and twice what a call of the bindings takes. Longer runs go straight; shorter DMAs go in batches.
+LONG = 256 * 1024
+BATCH_MOST = 1024  # DMAs in one
+CLOSE_S = 10.0  # copies have ended before a lane is closed; this is for those that never will
 
 Completed = Callable[[TierError | None], None]
 Ids = npt.NDArray[np.int64]
+Addresses = npt.NDArray[np.uint64]
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +82,8 @@ class _Slot:
 class Lane:
     """One direction. Owns two streams, SLOTS slots, their events and a thread, until `close`.
 
-    outward: device → host. caller: an event to wait for, or 0. way: "gather" or "batch" to prefer one
-    whenever it is possible, for measurements and tests.
+    outward: device → host. caller: an event to wait for, or 0. way: "gather" or "straight" to prefer one
+    whenever it is possible, for measurements and tests. batching: try batches; set to False by a refusal.
 
     Everything but `submit` wants the context to be current. Raises TierError.
     """
@@ -96,7 +104,8 @@ class Lane:
         self._idle: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._slots: list[_Slot] = []
         self._owned = Owned()
-        self.counts = dict.fromkeys(("gather", "batch", "single"), 0)
+        self.batching = driver.batches
+        self.counts = dict.fromkeys(("gather", "straight"), 0)
         try:
             self._kernels = self._stream(urgent=True)
             self._copies = self._stream(urgent=False)
@@ -157,12 +166,11 @@ class Lane:
     def _submit(self, plan: CopyPlan, host: HostMemory) -> int:
         """Returns the stream whose end is the copy's end."""
         moves = self._block_moves(plan)
-        way = self._way(plan, moves, host)
-        self.counts[way] += 1
-        if way == "gather":
-            assert moves is not None
+        if moves is not None and self._gathers(plan, moves):
+            self.counts["gather"] += 1
             return self._move_blocks(moves, host)
-        return self._move_runs(plan, host, batched=way == "batch")
+        self.counts["straight"] += 1
+        return self._move_runs(plan, host)
 
     def _block_moves(self, plan: CopyPlan) -> Moves | None:
         """The plan as moves of blocks, if the kernel can carry them out."""
@@ -172,30 +180,47 @@ class Lane:
         cache, packed = (moves.source, moves.target) if self.outward else (moves.target, moves.source)
         return moves if cache is self._program.cache.geometry and is_packed(packed) else None
 
-    def _way(self, plan: CopyPlan, moves: Moves | None, host: HostMemory) -> str:
-        batch = self._driver.batches and is_registered(host.address)
-        if moves is None:
-            return "batch" if batch else "single"
-        runs = len(moves.source_ids) * len(moves.source.nbytes)
-        wanted = self.preferred == "batch" or (self.preferred == "" and plan.nbytes >= BATCH_FROM * runs)
-        return "batch" if batch and wanted else "gather"
+    def _gathers(self, plan: CopyPlan, moves: Moves) -> bool:
+        if self.preferred:
+            return self.preferred == "gather"
+        return plan.nbytes < LONG * len(moves.source_ids) * len(moves.source.nbytes)
+
+    # --- DMAs ---------------------------------------------------------------------------------------
+
+    def _transfer(self, targets: Addresses, sources: Addresses, sizes: Addresses, *, registered: bool) -> None:
+        """One DMA each, on the copy stream. registered: of the host side, which batches need."""
+        done = 0
+        if self.batching and registered and len(sizes) > 1 and int(sizes.sum()) < LONG * len(sizes):
+            done = self._batches(targets, sources, sizes)
+        rest = zip(targets[done:].tolist(), sources[done:].tolist(), sizes[done:].tolist(), strict=True)
+        for target, source, nbytes in rest:
+            self._driver.copy(target, source, nbytes, self._copies)
+
+    def _batches(self, targets: Addresses, sources: Addresses, sizes: Addresses) -> int:
+        """Returns how many were submitted: all of them, or those before a batch that was refused."""
+        for start in range(0, len(sizes), BATCH_MOST):
+            part = slice(start, start + BATCH_MOST)
+            try:
+                self._driver.copy_batch(targets[part], sources[part], sizes[part], self._copies)
+            except DeviceLost:
+                raise
+            except TierError as error:
+                self.batching = False
+                log.warning("the driver refused a batch of copies; from now on they go one by one", reason=str(error))
+                return start
+        return len(sizes)
 
     # --- runs, straight -----------------------------------------------------------------------------
 
-    def _move_runs(self, plan: CopyPlan, host: HostMemory, *, batched: bool) -> int:
-        driver, stream, cache = self._driver, self._copies, self._program.cache.origin
+    def _move_runs(self, plan: CopyPlan, host: HostMemory) -> int:
+        cache = self._program.cache.origin
         source, target = (cache, host.address) if self.outward else (host.address, cache)
         runs = plan.runs.view(np.uint64)
         sources, targets = runs[:, 0] + np.uint64(source), runs[:, 1] + np.uint64(target)
-        sizes = np.ascontiguousarray(runs[:, 2])
         if self._caller:
-            driver.wait(stream, self._caller)
-        if batched:
-            driver.copy_batch(targets, sources, sizes, stream)
-        else:
-            for to, at, nbytes in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
-                driver.copy(to, at, nbytes, stream)
-        return stream
+            self._driver.wait(self._copies, self._caller)
+        self._transfer(targets, sources, np.ascontiguousarray(runs[:, 2]), registered=is_registered(host.address))
+        return self._copies
 
     # --- blocks, through staging --------------------------------------------------------------------
 
@@ -204,7 +229,6 @@ class Lane:
         filling, emptying = (self._kernels, self._copies) if self.outward else (self._copies, self._kernels)
         if self._caller:
             driver.wait(self._kernels, self._caller)
-        batched = driver.batches and is_registered(host.address)
         for chunk in self._program.cutter.cut(len(moves.source_ids)):
             slot = self._slots[self._turn]
             self._turn = (self._turn + 1) % SLOTS
@@ -212,11 +236,11 @@ class Lane:
             if self.outward:
                 self._launch(chunk, moves.source_ids, slot)
             else:
-                self._transfer(chunk, moves.source, moves.source_ids, host, slot, batched=batched)
+                self._between(chunk, moves.source, moves.source_ids, host, slot)
             driver.record(slot.ready, filling)
             driver.wait(emptying, slot.ready)
             if self.outward:
-                self._transfer(chunk, moves.target, moves.target_ids, host, slot, batched=batched)
+                self._between(chunk, moves.target, moves.target_ids, host, slot)
             else:
                 self._launch(chunk, moves.target_ids, slot)
             driver.record(slot.free, emptying)
@@ -238,21 +262,15 @@ class Lane:
         move.name_blocks(ids, np.arange(len(ids)))
         self._driver.launch(program.function, move.grid, THREADS, move, self._kernels)
 
-    def _transfer(
-        self, chunk: Chunk, packed: Geometry, ids: Ids, host: HostMemory, slot: _Slot, *, batched: bool
-    ) -> None:
+    def _between(self, chunk: Chunk, packed: Geometry, ids: Ids, host: HostMemory, slot: _Slot) -> None:
         """Between slot and host memory: one DMA a block."""
         part = chunk.part
         start = host.address + int(packed.offsets[0]) + part.offset
         there = (start + ids[chunk.start : chunk.stop] * int(packed.strides[0])).astype(np.uint64)
         here = (slot.address + np.arange(len(there)) * self._program.cutter.stride).astype(np.uint64)
         targets, sources = (there, here) if self.outward else (here, there)
-        if batched and len(there) > 1:
-            sizes = np.full(len(there), part.nbytes, dtype=np.uint64)
-            self._driver.copy_batch(targets, sources, sizes, self._copies)
-            return
-        for target, source in zip(targets.tolist(), sources.tolist(), strict=True):
-            self._driver.copy(target, source, part.nbytes, self._copies)
+        sizes = np.full(len(there), part.nbytes, dtype=np.uint64)
+        self._transfer(targets, sources, sizes, registered=is_registered(host.address))
 
     # --- completion ---------------------------------------------------------------------------------
 
@@ -277,11 +295,22 @@ class Lane:
             completed(error)
 
     def close(self) -> None:
-        """Free everything, after every copy has ended. Idempotent. Raises the first TierError, after the rest."""
-        with self._submitting:
+        """Free everything, after every copy has ended. Idempotent. Raises the first TierError, after the rest.
+
+        Raises Stuck, and frees nothing, when a copy does not end: one that waits for an engine which was
+        killed before its kernels had ended, say.
+        """
+        stuck = Stuck(f"a copy {'out of' if self.outward else 'into'} the device has not ended; its memory stays")
+        if not self._submitting.acquire(timeout=CLOSE_S):  # handing over waits for the stream with pageable memory
+            raise stuck
+        try:
             if self._closed:
                 return
             self._closed = True
+        finally:
+            self._submitting.release()
         self._under_way.put(None)
-        self._waiter.join()
+        self._waiter.join(CLOSE_S)
+        if self._waiter.is_alive():
+            raise stuck
         self._owned.release()

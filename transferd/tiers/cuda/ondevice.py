@@ -16,7 +16,7 @@ from transferd.tiers.cuda.device import find_device
 from transferd.tiers.cuda.driver import OUT_OF_MEMORY, Driver
 from transferd.tiers.cuda.kernel import NAME, segment_table, source
 from transferd.tiers.cuda.lane import SLOTS, Lane, Program
-from transferd.tiers.cuda.owned import Owned
+from transferd.tiers.cuda.owned import Owned, Stuck
 from transferd.tiers.owner import as_data, this_process
 
 _DEFAULT_STREAM = 0  # for what happens once, before there are lanes
@@ -156,5 +156,9 @@ class OnDevice:
                 self._owned.release()
         except DeviceLost:
             pass  # the driver took everything when it lost the context
-        finally:
+        except Stuck:
+            raise  # with the context kept: destroying it would wait, too
+        except TierError:
             self.driver.release(self.info.index)
+            raise
+        self.driver.release(self.info.index)

@@ -7,6 +7,12 @@ from collections.abc import Callable
 from transferd.errors import DeviceLost, TierError
 
 
+class Stuck(TierError):
+    """Something is still at work and does not end: what it works on cannot be given back."""
+
+    code = "device_stuck"
+
+
 class Owned:
     """A list of things to undo. `release` undoes each once, the last one first, whatever fails in between."""
 
@@ -20,7 +26,8 @@ class Owned:
         """Raises the first error, after all the rest is done. Idempotent.
 
         A lost device has nothing left that could be freed: the driver took everything when it lost the
-        context, so that is no error here.
+        context, so that is no error here. After Stuck the rest is left to the end of the process, since
+        freeing memory under a copy waits for the copy.
         """
         first: TierError | None = None
         while self._undo:
@@ -28,6 +35,9 @@ class Owned:
                 self._undo.pop()()
             except DeviceLost:
                 continue
+            except Stuck:
+                self._undo.clear()
+                raise
             except TierError as error:
                 first = first or error
         if first is not None:
