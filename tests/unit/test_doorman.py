@@ -17,7 +17,7 @@ from transferd.doorman import Doorman
 from transferd.errors import ConfigError
 
 PLACES = 32  # descriptors, of which the first client takes a dozen
-WAIT_MS = 2_000
+WAIT_MS = 10_000
 
 
 @contextlib.contextmanager
