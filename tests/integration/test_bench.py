@@ -8,6 +8,9 @@ import sys
 
 import pytest
 
+from transferd.bench import storage
+from transferd.testing.mooncake import master_executable
+
 
 @pytest.mark.parametrize("arguments", [["copy"], ["storage", "--backend", "memory"]])
 def test_a_benchmark_prints_rows_with_ratios_and_nothing_else(arguments: list[str]) -> None:
@@ -20,6 +23,16 @@ def test_a_benchmark_prints_rows_with_ratios_and_nothing_else(arguments: list[st
         assert set(row) == {"name", "value", "unit", "limit", "limit_name", "ratio", "spread"}
         assert row["value"] > 0
         assert row["ratio"] == pytest.approx(row["value"] / row["limit"])
+
+
+@pytest.mark.skipif(master_executable() is None, reason="mooncake-transfer-engine is not installed")
+def test_mooncake_is_measured_in_own_memory_and_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "RUNS", 1)
+    monkeypatch.setattr(storage, "CACHE", storage.CACHE | {"layers": 1})
+    rows = storage.run("mooncake")
+    assert [row.limit_name for row in rows] == ["GB/s raw", "GB/s raw", "GB/s memcpy", "GB/s memcpy"] * 2
+    assert [row.name.split(", ")[1] for row in rows[::4]] == ["own memory write", "another's memory by TCP write"]
+    assert all(row.value > 0 for row in rows)
 
 
 def test_an_unknown_backend_is_one_line_and_exit_2() -> None:

@@ -49,7 +49,7 @@ def _subject(name: str, master: Master, lent: int) -> Subject:
 
     section = {"master_server_addr": master.address, "global_segment_size": lent, "local_buffer_size": 0}
     tree = {"backend": "mooncake", "mooncake": section | {"timeout": 30.0}}
-    return Subject(f"mooncake, {name}", tree, lambda object_bytes: _RawPool(clients[0], object_bytes), storage)
+    return Subject(f"mooncake, {name}", tree, lambda object_bytes: _RawPool(clients[-1], object_bytes), storage)
 
 
 class _RawPool(Raw):

@@ -174,7 +174,8 @@ class NativeClient:
         return _per_key(keys, lambda: self._store.batch_remove(list(keys), True))
 
     def close(self) -> None:
-        self._store.close()
+        store, self._store = self._store, None  # a call on a closed one would crash the process
+        store.close()
 
 
 def stall_limit() -> float:
