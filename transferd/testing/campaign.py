@@ -44,7 +44,7 @@ class Report:
 def campaign(
     seeds: range, jobs: int, *, limit_s: float | None = None, progress: Callable[[Report], None] = lambda _: None
 ) -> Report:
-    """Live every seed, in `jobs` processes. Stops at the first failure, when the time is over, and at Ctrl-C."""
+    """Live every seed, in `jobs` processes. Stops at the first failure, when the time is over, and at a signal."""
     report, began = Report(), time.monotonic()
     shares = (seeds[start : start + SHARE] for start in range(0, len(seeds), SHARE))
     with ProcessPoolExecutor(jobs, initializer=_quiet) as pool:
@@ -138,6 +138,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--format", choices=("text", "json"), default="text")
     options = parser.parse_args(arguments)
     _quiet()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     if options.replay is not None:
         return _replay(options.replay)
     seeds = range(options.first, options.first + options.seeds)

@@ -88,8 +88,10 @@ def draw_plan(seed: int) -> Plan:
         for engine in range(engines)
         for _ in range(DEEDS_OF_AN_ENGINE)
     ]
+    # What a network loses and repeats, it loses and repeats when a connection breaks.
+    events = EVENTS + ("cut",) * (6 if weather.network.lose or weather.network.duplicate else 0)
     deeds += [
-        (chance.uniform(0, BAD_TIMES_S), chance.randrange(engines), chance.choice(EVENTS))
+        (chance.uniform(0, BAD_TIMES_S), chance.randrange(engines), chance.choice(events))
         for _ in range(chance.randint(0, 5))
     ]
     plan = Plan(
