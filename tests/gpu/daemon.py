@@ -12,7 +12,10 @@ import numpy as np
 
 from tests.gpu.machine import DEADLINE_S, Bytes, Failed, Machine, within
 from transferd.client import Client
-from transferd.launch import running, start
+from transferd.config import CacheSection
+from transferd.launch import running
+from transferd.launch import start as start_daemon
+from transferd.layout import build_layout
 from transferd.tasks import ReadStorageTask, Status, SwapInTask, SwapOutTask, Task, WriteStorageTask
 from transferd.tiers.cuda import engine
 from transferd.tiers.cuda.engine import Attached, DeviceArray
@@ -122,11 +125,59 @@ async def a_daemon_moves_blocks_of_two_ranks(machine: Machine) -> str:
     return f"{json.dumps(stats['tasks'])}"
 
 
+async def a_daemon_maps_what_the_engine_offers(machine: Machine) -> str:
+    """ownership = attach, over the wire: both ranks' caches are this process's, exported and offered."""
+    directory = _directory(machine, "offered")
+    sections = tree(machine)
+    sections["cache"] |= {"ownership": "attach"}
+    layout = build_layout(CacheSection(**CACHE))
+    sizes = [layout.device_blocks_of(part.layer) * part.nbytes for part in layout.segments]
+    driver, allocations, ranks = machine.driver, [], []
+    context = driver.retain(machine.index)
+    try:
+        with driver.current(context):
+            for _ in range(2):
+                allocations.append(driver.allocate(sum(size + 256 for size in sizes)))
+                caches: dict[str, list[DeviceArray]] = {}
+                start = allocations[-1]
+                for part, size in zip(layout.segments, sizes, strict=True):
+                    shape = (layout.device_blocks_of(part.layer), *part.plane.shape)
+                    array = DeviceArray(start, shape, part.plane.numpy_dtype.name, machine.index, None)
+                    caches.setdefault(part.plane.name, []).append(array)
+                    start += (size + 255) // 256 * 256
+                ranks.append(Attached(caches, None))
+        daemon = start_daemon(sections, directory, wait=False)
+        try:
+            async with Client(daemon.endpoint, await_ready=False, connect_timeout=DEADLINE_S) as client:
+                for rank, attached_rank in enumerate(ranks):
+                    data = engine.export(attached_rank.caches, device=machine.index)
+                    await within(client.offer(rank, {"kind": "cuda_ipc", "data": data}), f"the offer of rank {rank}")
+                await client.wait_ready(DEADLINE_S)
+                cache, rng = Engine(machine, ranks), machine.rng()
+                for block in (3, 4, 30):
+                    cache.fill(block, rng)
+                before = [cache.read(block) for block in (3, 4, 30)]
+                await done(client, SwapOutTask(task_id="out", gpu_block_ids=[3, 4, 30], cpu_block_ids=[9, 0, 2]))
+                await done(client, SwapInTask(task_id="in", gpu_block_ids=[10, 0, 29], cpu_block_ids=[9, 0, 2]))
+                for number, block in enumerate((10, 0, 29)):
+                    if any(not np.array_equal(a, b) for a, b in zip(cache.read(block), before[number], strict=True)):
+                        raise Failed(f"block {block} of memory that was offered is not what was swapped out")
+        finally:
+            if daemon.stop():
+                raise Failed(f"the daemon did not stop well; its log ends:\n{daemon.log[-2000:]}")
+    finally:
+        with driver.current(context):
+            for address in allocations:
+                driver.free(address)
+        driver.release(machine.index)
+    return "both ranks"
+
+
 async def a_daemon_is_killed(machine: Machine) -> str:
     """kill -9 with swaps in flight: the engine hears of it, the GPU's memory comes back, the next one serves."""
     directory = _directory(machine, "killed")
     before = machine.free()
-    daemon = start(tree(machine), directory)
+    daemon = start_daemon(tree(machine), directory)
     async with Client(daemon.endpoint) as client:
         pending = [
             await client.push(
@@ -159,4 +210,4 @@ def _directory(machine: Machine, name: str) -> Path:
     return directory
 
 
-CHECKS = (a_daemon_moves_blocks_of_two_ranks, a_daemon_is_killed)
+CHECKS = (a_daemon_moves_blocks_of_two_ranks, a_daemon_maps_what_the_engine_offers, a_daemon_is_killed)

@@ -17,9 +17,10 @@ import numpy as np
 
 from transferd.config import CacheSection
 from transferd.layout import build_layout
-from transferd.tiers.cuda import engine
+from transferd.tiers.cuda import engine, fastdeploy
 from transferd.tiers.cuda.bindings import open_driver
 from transferd.tiers.cuda.engine import Attached, DeviceArray
+from transferd.tiers.segment import DIRECTORY
 
 
 class Peer:
@@ -61,6 +62,20 @@ class Peer:
                 caches.setdefault(part.plane.name, []).append(array)
         self.arrays = [array for arrays in caches.values() for array in arrays]
         return engine.export(caches, device=self.device)
+
+    def publish(self, cache: dict[str, Any], rank: int) -> list[str]:
+        """Allocate each array apart and publish it as FastDeploy does. Returns the files, which are the caller's."""
+        layout = build_layout(CacheSection(**cache))
+        paths, self.arrays = [], []
+        with self.driver.current(self.context):
+            for part in layout.segments:
+                shape = (layout.device_blocks_of(part.layer), *part.plane.shape)
+                address = self.driver.allocate(shape[0] * part.nbytes)
+                self.arrays.append(DeviceArray(address, shape, part.plane.numpy_dtype.name, self.device, None))
+                path = DIRECTORY / fastdeploy.segment_name(part.plane.name, part.layer, rank, self.device)
+                path.write_bytes(bytes(8) + self.driver.export_memory(address))
+                paths.append(str(path))
+        return paths
 
     def torch_own(self, cache: dict[str, Any]) -> dict[str, Any] | None:
         """The same with tensors from torch's allocator; None without torch."""

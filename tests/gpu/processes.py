@@ -12,16 +12,19 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tests.gpu.copies import one_layout
 from tests.gpu.machine import LAYOUTS, Failed, Machine, open_rig, raising, within
+from transferd.config import CacheSection
 from transferd.errors import RequestError, TierError, TransferError
+from transferd.layout import build_layout
 from transferd.tiers.base import DeviceHandle
-from transferd.tiers.cuda import ipc
-from transferd.tiers.owner import check_owner
+from transferd.tiers.cuda import fastdeploy, ipc
+from transferd.tiers.owner import check_owner, this_process
 
 
 class Peer:
@@ -187,6 +190,22 @@ async def the_daemon_maps_the_engines_cache(machine: Machine) -> str:
     return f"{kinds.count('apart')} apart, {kinds.count('together')} together, {kinds.count('torch')} from torch"
 
 
+async def what_fastdeploy_publishes_is_mapped(machine: Machine) -> str:
+    """A CUDA IPC handle for each tensor in named shared memory, as FastDeploy's set_data_ipc leaves it."""
+    rank, name = os.getpid(), "fp8 with scales"  # a rank that no other engine on this machine has
+    async with peer(machine) as engine:
+        paths = [Path(path) for path in await engine.ask("publish", cache=LAYOUTS[name], rank=rank)]
+        try:
+            layout = build_layout(CacheSection(**LAYOUTS[name]))
+            handle = fastdeploy.handle_of(layout, rank, machine.index, machine.info.uuid, this_process())
+            async with open_rig(machine, LAYOUTS[name], handle=handle) as rig:
+                await _moves_what_the_engine_has(rig, engine, "published by name")
+        finally:
+            for path in paths:
+                path.unlink()
+    return f"{len(paths)} tensors"
+
+
 async def _moves_what_the_engine_has(rig: Any, engine: Peer, what: str) -> None:
     """All blocks out; the engine overwrites; all blocks in again: the engine has what it had."""
     count = rig.layout.device_blocks
@@ -235,6 +254,7 @@ CHECKS = (
     an_engine_maps_the_daemons_cache,
     a_copy_waits_for_the_engines_kernels,
     the_daemon_maps_the_engines_cache,
+    what_fastdeploy_publishes_is_mapped,
     a_handle_that_claims_too_much_is_refused,
     an_engine_is_killed,
     an_engine_is_killed_while_a_copy_waits_for_it,

@@ -44,7 +44,7 @@ def test_gpu_check_passes_over_the_real_bindings(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     lines = done.stdout.splitlines()
     assert lines[-1] == "all good"
-    assert len([line for line in lines if line.startswith("ok    ")]) == 15
+    assert len([line for line in lines if line.startswith("ok    ")]) == 17
     report = json.loads((tmp_path / "copy-cuda.json").read_text())
     assert report["machine"]["gpu"] == "Fake GPU"
     assert any(row["name"].startswith("swap both ways, MLA") for row in report["rows"])

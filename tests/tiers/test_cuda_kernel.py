@@ -144,6 +144,38 @@ def test_the_kernel_does_what_the_plan_says(shim: ShimKernel, seed: int, gather:
 
 
 @needs_compiler
+@pytest.mark.parametrize("nbytes", [1, 2, 3, 5, 8, 15, 16, 17, 31, 33, 64, 100])
+def test_any_two_addresses_and_any_few_bytes_are_copied_exactly_and_as_wide_as_they_allow(
+    shim: ShimKernel, nbytes: int
+) -> None:
+    rng = np.random.default_rng(nbytes)
+    for at in range(16):
+        for to in range(16):
+            cache, packed = _random(rng, 160, aligned=True), _random(rng, 160, aligned=True)
+            expected = packed.copy()
+            expected[to : to + nbytes] = cache[at : at + nbytes]
+            table = (Segment * 1)(Segment(address=cache.ctypes.data + at, stride=0, nbytes=nbytes, offset=0))
+            move = Move(
+                segments=ctypes.addressof(table), packed=packed.ctypes.data + to, packed_stride=0,
+                first_segment=0, segment_count=1, tiles=1, gather=1,
+            )  # fmt: skip
+            move.name_blocks(np.array([0]), np.array([0]))
+            existing = [
+                (ctypes.addressof(table), ctypes.addressof(table) + ctypes.sizeof(table)),
+                (move.packed, move.packed + nbytes),
+                (cache.ctypes.data + at, cache.ctypes.data + at + nbytes),
+            ]
+            wrong, widths = shim.launch(1, 32, move, existing)
+            assert wrong == "", (at, to)
+            assert np.array_equal(packed, expected), (at, to)
+            apart = at ^ to
+            widest = apart & -apart if apart else 16
+            assert max(widths) <= widest, (at, to)
+            if nbytes >= 2 * widest - 1:  # one vector fits, wherever the first boundary is
+                assert max(widths) == widest, (at, to)
+
+
+@needs_compiler
 def test_a_wrong_address_is_seen_by_the_shim(shim: ShimKernel) -> None:
     memories = Memories(np.random.default_rng(3), aligned=True)
     table = memories.table().copy()
