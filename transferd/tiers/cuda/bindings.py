@@ -53,11 +53,19 @@ class BindingsDriver:
     def batches(self) -> bool:
         return self._batch is not None
 
-    def _call(self, name: str, *arguments: Any) -> Any:
-        """One call; its first value, or None. Raises what `failure` says."""
-        result, *values = getattr(self._api, name)(*arguments)
+    def _values(self, name: str, *arguments: Any) -> list[Any]:
+        """One call and what it returned besides CUDA_SUCCESS. Raises what `failure` says of any other answer."""
+        try:
+            result, *rest = getattr(self._api, name)(*arguments)
+        except (RuntimeError, ValueError) as error:  # a function the driver lacks; an answer newer than the bindings
+            raise TierError(f"{name} failed: {' '.join(str(error).split())}") from error
         if result != self._api.CUresult.CUDA_SUCCESS:
             raise self._failure(name, result)
+        return list(rest)
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """One call; its first value, or None."""
+        values = self._values(name, *arguments)
         return values[0] if values else None
 
     def _failure(self, name: str, result: Any) -> TierError:
@@ -110,15 +118,11 @@ class BindingsDriver:
         self._call("cuMemFree", address)
 
     def memory_info(self) -> tuple[int, int]:
-        result, free, total = self._api.cuMemGetInfo()
-        if result != self._api.CUresult.CUDA_SUCCESS:
-            raise self._failure("cuMemGetInfo", result)
+        free, total = self._values("cuMemGetInfo")
         return int(free), int(total)
 
     def address_range(self, address: int) -> tuple[int, int]:
-        result, start, nbytes = self._api.cuMemGetAddressRange(address)
-        if result != self._api.CUresult.CUDA_SUCCESS:
-            raise self._failure("cuMemGetAddressRange", result)
+        start, nbytes = self._values("cuMemGetAddressRange", address)
         return int(start), int(nbytes)
 
     def register_host(self, address: int, nbytes: int) -> None:
@@ -134,9 +138,7 @@ class BindingsDriver:
         flags = self._api.CUstream_flags.CU_STREAM_NON_BLOCKING
         if not urgent:
             return int(self._call("cuStreamCreate", flags))
-        result, _, greatest = self._api.cuCtxGetStreamPriorityRange()
-        if result != self._api.CUresult.CUDA_SUCCESS:
-            raise self._failure("cuCtxGetStreamPriorityRange", result)
+        _, greatest = self._values("cuCtxGetStreamPriorityRange")
         return int(self._call("cuStreamCreateWithPriority", flags, greatest))
 
     def destroy_stream(self, stream: int) -> None:
@@ -179,10 +181,16 @@ class BindingsDriver:
         if self._batch is not None:
             status = self._batch(targets, sources, sizes, stream)
             if status:
-                raise self._failure("cuMemcpyBatchAsync", self._api.CUresult(status))
+                raise self._batch_failure(status)
             return
         for target, source, nbytes in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
             self.copy(target, source, nbytes, stream)
+
+    def _batch_failure(self, status: int) -> TierError:
+        try:
+            return self._failure("cuMemcpyBatchAsync", self._api.CUresult(status))
+        except ValueError:
+            return TierError(f"cuMemcpyBatchAsync failed: CUresult {status}")
 
     def fill(self, address: int, value: int, nbytes: int, stream: int) -> None:
         self._call("cuMemsetD8Async", address, value, nbytes, stream)

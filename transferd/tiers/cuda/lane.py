@@ -22,8 +22,8 @@ of a batch that was refused are submitted again one by one, which copies the sam
 A caller's event is waited for before device memory is touched in either direction: a kernel of the engine
 that was begun before may still read the blocks that a load overwrites.
 
-Submission happens in a thread of the offload, one copy at a time; completion is found by one thread a
-lane, asleep in cuEventSynchronize (docs/adr/0014).
+Submission happens in a thread of the offload, one copy at a time; completion is found by a thread of the
+lane's own, asleep in cuEventSynchronize (docs/adr/0014).
 """
 
 from __future__ import annotations
@@ -281,7 +281,7 @@ class Lane:
         return waiter
 
     def _wait_for_copies(self) -> None:
-        """The lane's thread: copies end in the order they were handed over."""
+        """The lane's thread: the ends of copies are told in the order in which they were handed over."""
         driver = self._driver
         while (item := self._under_way.get()) is not None:
             done, completed = item

@@ -1,0 +1,79 @@
+"""What the bindings' answers become: an error of ours, whatever they answer with."""
+
+from __future__ import annotations
+
+import enum
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from transferd.errors import DeviceLost, TierError
+from transferd.tiers.cuda.bindings import BindingsDriver
+from transferd.tiers.cuda.driver import MAPPED_ALREADY, NO_DRIVER, OUT_OF_MEMORY, failure
+
+
+class Result(enum.IntEnum):
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_INVALID_VALUE = 1
+    CUDA_ERROR_NOT_FOUND = 500
+    CUDA_ERROR_LAUNCH_FAILED = 719
+
+
+def answering(work: Any) -> BindingsDriver:
+    """The driver over bindings whose cuMemAlloc does `work`."""
+    api = SimpleNamespace(
+        CUresult=Result,
+        CUdriverProcAddressQueryResult=SimpleNamespace(CU_GET_PROC_ADDRESS_SUCCESS=0),
+        cuDriverGetVersion=lambda: (Result.CUDA_SUCCESS, 12040),
+        cuGetProcAddress=lambda *_: (Result.CUDA_ERROR_NOT_FOUND, 0, 1),
+        cuGetErrorString=lambda _: (Result.CUDA_SUCCESS, b"what it means"),
+        cuMemAlloc=work,
+    )
+    return BindingsDriver(api)
+
+
+def raises(error: Exception) -> Any:
+    def work(*_: object) -> None:
+        raise error
+
+    return work
+
+
+def test_an_answer_is_translated_with_its_name_and_text() -> None:
+    driver = answering(lambda _: (Result.CUDA_ERROR_INVALID_VALUE, None))
+    assert not driver.batches
+    with pytest.raises(TierError, match=r"cuMemAlloc failed: CUDA_ERROR_INVALID_VALUE \(what it means\)") as caught:
+        driver.allocate(1)
+    assert not isinstance(caught.value, DeviceLost)
+    with pytest.raises(DeviceLost):
+        answering(lambda _: (Result.CUDA_ERROR_LAUNCH_FAILED, None)).allocate(1)
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("12345 is not a valid\nCUresult"), RuntimeError("function cuX is not found")]
+)
+def test_what_the_bindings_cannot_name_is_an_error_of_the_tier_all_the_same(error: Exception) -> None:
+    with pytest.raises(TierError, match="cuMemAlloc failed: ") as caught:
+        answering(raises(error)).allocate(1)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_wrong_call_of_ours_is_not_hidden() -> None:
+    with pytest.raises(TypeError):
+        answering(raises(TypeError("an integer is required"))).allocate(1)
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("CUDA_ERROR_OUT_OF_MEMORY", OUT_OF_MEMORY),
+        ("CUDA_ERROR_NO_DEVICE", NO_DRIVER),
+        ("CUDA_ERROR_ALREADY_MAPPED", MAPPED_ALREADY),
+        ("CUDA_ERROR_INVALID_VALUE", "tier_error"),
+        ("CUDA_ERROR_ILLEGAL_ADDRESS", "device_lost"),
+        ("CUDA_ERROR_ECC_UNCORRECTABLE", "device_lost"),
+    ],
+)
+def test_each_answer_has_a_code(name: str, code: str) -> None:
+    assert failure("cuX", name).reason == code
