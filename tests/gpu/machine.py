@@ -38,7 +38,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "fp8 with scales": SMALL | {"layers": 3, "kv_heads": 2, "head_dim": 128, "dtype": "block_wise_fp8"},
     "fp8, float32 scales, odd": SMALL
     | {"layers": 2, "kv_heads": 3, "head_dim": 7, "block_size": 5, "dtype": "block_wise_fp8", "scale_dtype": "float32"},
-    "mla": SMALL | {"attention": "mla", "layers": 5 if _FAKE else 61, "block_size": 64},  # 512 + 64, as DeepSeek V3
+    # 512 + 64, as DeepSeek V3
+    "mla": {"attention": "mla", "layers": 5 if _FAKE else 61, "block_size": 64, "device_blocks": 8, "host_blocks": 12},
     "dsa with indexer": SMALL | {"attention": "dsa", "layers": 3, "kv_lora_rank": 512, "qk_rope_head_dim": 64},
     "dsa, odd": SMALL | {"attention": "dsa", "layers": 3, "kv_lora_rank": 128, "qk_rope_head_dim": 3, "block_size": 7},
     "mtp": SMALL | {"layers": 2, "kv_heads": 1, "head_dim": 9, "block_size": 4, "mtp_layers": 2, "mtp_blocks": 31},

@@ -118,7 +118,7 @@ async def a_copy_waits_for_the_engines_kernels(machine: Machine) -> str:
             found = set(np.unique(rig.host[: 8 * int(rig.layout.host.strides[0])]).tolist()) - {0}
             if found != {value}:
                 raise Failed(f"the copy has {sorted(found)} where the engine's kernels left {value}")
-        if late < 0.001:
+        if late < 0.001 and not machine.fake:
             raise Failed("the engine's kernels were done too early for this check to mean anything")
     return f"seen done, when the engine was {late * 1000:.0f} ms behind"
 

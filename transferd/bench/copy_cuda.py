@@ -247,7 +247,7 @@ class _Bench:
                 await self._plainly(lambda into=into: self._direct(into))  # type: ignore[misc]
             else:
                 await self._tier(None, into, way)
-            rows[:] = 0xA5
+            rows[targets] = 0xA5
             if way == "direct":
                 await self._plainly(lambda out=out: self._direct(out))  # type: ignore[misc]
             else:
