@@ -50,23 +50,34 @@ class Watchdog:
     """Sends WATCHDOG=1 twice per interval from the event loop, while `alive()` says so.
 
     A loop that is stuck cannot send; a dispatcher that is stuck makes `alive` false. Either way the
-    supervisor restarts the daemon. interval: seconds; None: no watchdog.
+    supervisor restarts the daemon. interval: seconds; None: no watchdog. status: one line, told with a beat.
     """
 
-    def __init__(self, notifier: Notifier, interval: float | None, alive: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        notifier: Notifier,
+        interval: float | None,
+        alive: Callable[[], bool],
+        status: Callable[[], str] | None = None,
+    ) -> None:
         self._notifier = notifier
         self._interval = interval
         self._alive = alive
+        self._status = status
         self._timer: asyncio.TimerHandle | None = None
 
     @classmethod
     def from_environment(
-        cls, notifier: Notifier, alive: Callable[[], bool], env: Mapping[str, str] | None = None
+        cls,
+        notifier: Notifier,
+        alive: Callable[[], bool],
+        env: Mapping[str, str] | None = None,
+        status: Callable[[], str] | None = None,
     ) -> Self:
         env = os.environ if env is None else env
         usec, pid = env.get("WATCHDOG_USEC", ""), env.get("WATCHDOG_PID", "")
         mine = not pid or pid == str(os.getpid())
-        return cls(notifier, int(usec) / 1e6 if usec.isdigit() and int(usec) and mine else None, alive)
+        return cls(notifier, int(usec) / 1e6 if usec.isdigit() and int(usec) and mine else None, alive, status)
 
     def start(self) -> None:
         if self._interval is not None:
@@ -80,7 +91,7 @@ class Watchdog:
     def _tick(self) -> None:
         assert self._interval is not None
         if self._alive():
-            self._notifier.notify("WATCHDOG=1")
+            self._notifier.notify("WATCHDOG=1", *([] if self._status is None else [f"STATUS={self._status()}"]))
         else:
             log.error("work is under way and nothing moves: the watchdog is not fed")
         self._timer = asyncio.get_running_loop().call_later(self._interval / 2, self._tick)

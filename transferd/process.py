@@ -105,13 +105,20 @@ async def _serving(daemon: Daemon, notifier: Notifier, signals: Signals) -> None
         block_bytes=daemon.layout.block_bytes,
         fingerprint=daemon.layout.fingerprint,
     )
-    notifier.notify("READY=1", f"STATUS=serving {daemon.config.cache.ranks} ranks on {daemon.transport.endpoints[0]}")
-    watchdog = Watchdog.from_environment(notifier, lambda: daemon.alive)
+    notifier.notify("READY=1", f"STATUS={_status(daemon)}")
+    watchdog = Watchdog.from_environment(notifier, lambda: daemon.alive, status=lambda: _status(daemon))
     watchdog.start()
     try:
         await asyncio.wait({signals.stop})
     finally:
         watchdog.stop()
+
+
+def _status(daemon: Daemon) -> str:
+    """What `systemctl status` shows."""
+    if daemon.not_ready:
+        return f"not serving: {daemon.not_ready}"
+    return f"serving {daemon.config.cache.ranks} ranks on {daemon.transport.endpoints[0]}"
 
 
 def quiet_collector() -> None:

@@ -199,14 +199,16 @@ class Server:
         if request.session not in (client.session, wire.ANY_SESSION):
             self._refuse(peer, wire.Malformed("of an earlier session; say Hello", code=wire.STALE_SESSION, seq=seq))
             return
-        if isinstance(body, Task):
-            if self._coordinator.submit(peer, seq, body) and request.ack:
-                self._send(peer, seq, wire.Accepted())
-            return
         try:
-            self._handlers[type(body)](peer, seq, body)
+            if not isinstance(body, Task):
+                self._handlers[type(body)](peer, seq, body)
+            elif self._coordinator.submit(peer, seq, body) and request.ack:
+                self._send(peer, seq, wire.Accepted())
         except TransferError as error:
             self._refused(peer, seq, error)
+        except Exception as error:
+            log.exception("a request failed in a way it must not", kind=type(body).__name__)
+            self._refused(peer, seq, InvariantError(f"{type(error).__name__}: {error}"))
 
     def _observer_may(self, peer: bytes, seq: int, body: wire.Body) -> bool:
         """Whether a client that may only look may ask this, now. False: it has been told that not."""

@@ -19,7 +19,7 @@ import zmq
 from transferd import protocol as wire
 from transferd.client import Client
 from transferd.config import ServerSection
-from transferd.errors import Closed, ConfigError
+from transferd.errors import Closed, ConfigError, TransferError
 from transferd.server import Server
 from transferd.tasks import Status, SwapOutTask, TaskResult, WriteStorageTask
 from transferd.testing.core import MemoryCore
@@ -141,6 +141,23 @@ async def test_garbage_is_answered_counted_and_disturbs_nobody(daemon: Daemon, c
     assert sum(daemon.rejects.values()) == 8
     assert set(daemon.rejects) <= {"malformed", "unsupported_version"}
     assert (await client.submit(task("honest"))).status is Status.OK
+
+
+async def test_a_bug_behind_a_request_is_answered_and_disturbs_nobody(
+    daemon: Daemon, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(daemon.core, "stats", broken)
+    with pytest.raises(TransferError, match="ZeroDivisionError: a bug") as refused:
+        await client.stats()
+    assert refused.value.reason == "internal"
+    monkeypatch.setattr(daemon.core, "submit", broken)
+    result = await client.submit(task("t"))
+    assert (result.status, result.error and result.error.code) == (Status.FAILED, "internal")
+    monkeypatch.undo()
+    assert (await client.submit(task("u"))).status is Status.OK
 
 
 async def test_a_peer_that_speaks_no_zeromq_is_shut_out(daemon: Daemon, client: Client) -> None:

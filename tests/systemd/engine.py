@@ -1,0 +1,76 @@
+"""An engine on the throw-away machine, as a user of its own: talks to the packaged daemon over its packaged socket.
+
+    python engine.py roundtrip        write, read, swap out, swap in on every rank, every byte compared
+    python engine.py flood N          push N writes and wait for every answer; one line a status when they are in
+    python engine.py drain            and leave it so
+
+Prints JSON. `flood` prints `{"pushed": N}` first, so that who started it knows when.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections import Counter
+
+import numpy as np
+
+from transferd import Client, ReadStorageTask, Status, SwapInTask, SwapOutTask, WriteStorageTask
+
+BLOCKS = 8
+KEYS = [f"key-{i}" for i in range(BLOCKS)]
+
+
+async def roundtrip() -> None:
+    async with Client() as client:
+        ranks = len((await client.stats())["ranks"])
+        caches = [await client.attach(rank) for rank in range(ranks)]
+        layers = [layer for cache in caches for plane in cache.values() for layer in plane]
+        random = np.random.default_rng(1)
+        for layer in layers:
+            raw = layer[:BLOCKS].view(np.uint8)
+            raw[...] = random.integers(0, 256, raw.shape, dtype=np.uint8)
+        source, target = list(range(BLOCKS)), list(range(BLOCKS, 2 * BLOCKS))
+        before = [layer[source].tobytes() for layer in layers]
+        tasks = [
+            WriteStorageTask(task_id="w", keys=KEYS, gpu_block_ids=source),
+            ReadStorageTask(task_id="r", keys=KEYS, gpu_block_ids=target),
+            SwapOutTask(task_id="o", gpu_block_ids=target, cpu_block_ids=source),
+            SwapInTask(task_id="i", gpu_block_ids=[i + BLOCKS for i in target], cpu_block_ids=source),
+        ]
+        statuses = [(await client.submit(task)).status for task in tasks]
+        same = [
+            [layer[blocks].tobytes() for layer in layers] == before for blocks in (target, [i + BLOCKS for i in target])
+        ]
+    print(json.dumps({"ranks": ranks, "ok": all(s is Status.OK for s in statuses), "same": all(same)}))
+
+
+async def flood(tasks: int) -> None:
+    async with Client() as client:
+        futures = [
+            await client.push(
+                WriteStorageTask(task_id=f"t{i}", keys=[f"{i}-{k}" for k in KEYS], gpu_block_ids=list(range(BLOCKS)))
+            )
+            for i in range(tasks)
+        ]
+        print(json.dumps({"pushed": tasks}), flush=True)
+        results = await asyncio.gather(*futures)
+        counts = Counter(r.status if r.error is None else f"{r.status}: {r.error.code}" for r in results)
+        print(json.dumps(counts), flush=True)
+
+
+async def drain() -> None:
+    async with Client() as client:
+        await client.drain()
+        print(json.dumps({"drained": True}))
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["flood", count]:
+            asyncio.run(flood(int(count)))
+        case ["drain"]:
+            asyncio.run(drain())
+        case _:
+            asyncio.run(roundtrip())
