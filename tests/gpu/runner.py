@@ -18,6 +18,7 @@ from tests.gpu.machine import Failed, Machine
 from transferd.errors import TransferError
 from transferd.tiers.cuda.bindings import open_driver
 from transferd.tiers.cuda.device import find_device
+from transferd.tiers.segment import remove_stale_segments
 
 Check = Callable[[Machine], Awaitable[str]]
 CHECKS: tuple[Check, ...] = (*copies.CHECKS, *processes.CHECKS, *daemon.CHECKS)
@@ -55,6 +56,8 @@ def main() -> int:
     if not failed and not options.no_bench and not options.only:
         failed = bench(machine, options.results or (None if machine.fake else RESULTS))
     driver.release(options.device)
+    if machine.fake:
+        remove_stale_segments()  # what processes left behind that were killed on purpose
     print("FAILED" if failed else "all good")
     return 1 if failed else 0
 

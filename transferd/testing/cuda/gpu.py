@@ -11,8 +11,10 @@ memory, pageable host memory where a DMA engine would fault.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import random
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,6 +39,14 @@ class _Step:
 
     run: Callable[[], None]
     ready: Callable[[], bool] = lambda: True
+
+
+def _give_back(memory: Memory, events: dict[int, Signal]) -> None:
+    """The shared memory of a fake GPU goes with it, as a real one's goes with its process."""
+    leftovers: list[Allocation | Signal] = [*memory.owned.values(), *memory.opened.values(), *events.values()]
+    for leftover in leftovers:
+        with contextlib.suppress(TierError):  # somebody still looks at it; its name is gone all the same
+            leftover.close()
 
 
 class FakeGpu(Calls):
@@ -68,6 +78,7 @@ class FakeGpu(Calls):
         self._events: dict[int, Signal] = {}
         self._modules: dict[int, ShimKernel] = {}
         self._functions: dict[int, ShimKernel] = {}
+        weakref.finalize(self, _give_back, self.memory, self._events)  # also of a GPU that was lost or left dirty
 
     # --- for tests ----------------------------------------------------------------------------------
 

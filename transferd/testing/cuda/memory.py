@@ -27,6 +27,11 @@ class Allocation:
     name: str = ""
     segment: Segment | None = None
 
+    def close(self) -> None:
+        """Give its shared memory back. Idempotent."""
+        if self.segment is not None:
+            self.segment.close()
+
     def __str__(self) -> str:
         return f"{self.kind} memory of {self.nbytes} bytes at {self.start:#x}"
 
@@ -70,7 +75,7 @@ class Memory:
 
     def free(self, allocation: Allocation) -> None:
         del self.owned[allocation.start]
-        self._gone(allocation)
+        allocation.close()
 
     def open(self, name: str) -> Allocation:
         """Map another's. Raises TierError for one's own, as CUDA does, and for what is not there."""
@@ -86,11 +91,7 @@ class Memory:
 
     def close(self, allocation: Allocation) -> None:
         del self.opened[allocation.start]
-        self._gone(allocation)
-
-    def _gone(self, allocation: Allocation) -> None:
-        assert allocation.segment is not None
-        allocation.segment.close()
+        allocation.close()
 
     def register(self, address: int, nbytes: int) -> bool:
         """False when part of it is registered already."""
