@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import structlog
 
-from transferd.tasks import ReadStorageTask, Status, WriteStorageTask
+from transferd.tasks import ReadStorageTask, Status, SwapOutTask, WriteStorageTask
 from transferd.testing.loop import SimLoop, simulate
 from transferd.testing.simengine import SimEngine
 from transferd.testing.simworld import SimWorld, small_config
@@ -81,5 +81,16 @@ def test_the_flight_recorder_tells_the_life_of_a_task() -> None:
         first = [note.what for note in notes if note.detail.get("rank") in (None, 0)]
         assert first == ["admitted", "started", "to store", "copy", "put", "stored", "arrived", "done"]
         assert world.daemon.recorder.story("w").count("\n") == len(notes) - 1
+
+    calm(program)
+
+
+def test_a_swap_of_no_blocks_touches_no_device() -> None:
+    async def program(world: SimWorld, engine: SimEngine) -> None:
+        for device in world.devices:
+            device.dice.script("copy_out", "lost")
+        nothing = SwapOutTask(task_id="nothing", gpu_block_ids=[], cpu_block_ids=[])
+        assert (await engine.client.submit(nothing)).status is Status.OK
+        assert not any(device.dice.drawn for device in world.devices)
 
     calm(program)

@@ -32,7 +32,7 @@ class Swapper:
 
     async def run(self, job: Job) -> RankOutcome:
         account, begun = Account(job, self._context), self._context.clock.monotonic()
-        if job.task.blocks <= self._piece_blocks:
+        if 0 < job.task.blocks <= self._piece_blocks:
             if account.stopped is None:
                 everything = range(job.task.blocks)
                 await self._take(account, everything, self._copy(job, everything))
