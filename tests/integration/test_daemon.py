@@ -293,6 +293,7 @@ async def test_pending_futures_of_a_killed_daemon_end_as_daemon_lost(tmp_path: P
         assert (result.status, result.error and result.error.code) == (Status.FAILED, "daemon_lost")
 
 
+@pytest.mark.one_loop
 async def test_kill_9_during_writes_twenty_times_leaves_every_block_right_or_missing(tmp_path: Path) -> None:
     """The engine keeps writing; the daemon is killed at twenty different moments of it and started again."""
     expected: dict[str, list[bytes]] = {}
