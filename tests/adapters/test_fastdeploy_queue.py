@@ -242,7 +242,6 @@ def test_what_waits_before_a_busy_daemon_can_be_taken_back(queue: EngineCacheQue
         write("bad", ["\ud800"], [1]),
         (CacheStatus.STORAGE2GPU, "bad", 5, [1], 1.0),
     ],
-    ids=str,
 )
 def test_lists_that_make_no_task_are_answered_with_nothing(queue: EngineCacheQueue, item: tuple[Any, ...]) -> None:
     queue.put_transfer_task(item)
