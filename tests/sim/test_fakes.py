@@ -352,6 +352,21 @@ async def test_faults_of_objects_are_outcomes_and_leave_their_neighbours_alone()
     assert storage.dice.drawn == {"full": 1, "error": 2, "flip": 1, "missing": 1}
 
 
+async def test_a_short_read_says_found_and_leaves_the_rest_of_the_buffer_as_it_was() -> None:
+    store = await opened_store()
+    storage = store.storage
+    await storage.put([store.blob("a", 0, A)])
+    blob = store.blob("a", 1)
+    blob.data[:] = bytes(len(A))
+    storage.dice.script("object get", "short", "short")
+    assert await storage.get([blob]) == [FOUND]
+    half = len(A) // 2
+    assert bytes(blob.data) == A[:half] + bytes(len(A) - half)
+    assert storage.counts["short"] == 1
+    assert await storage.get([store.blob("a", 0)]) == [FOUND]
+    assert storage.counts["short"] == 1, "a buffer that held the object before has it whole"
+
+
 async def test_an_unavailable_storage_raises_for_the_whole_call() -> None:
     store = await opened_store()
     for operation, call in (
@@ -446,6 +461,23 @@ def test_a_slow_latency_is_a_multiple_of_the_drawn_one() -> None:
     drawn = [latency.draw(rng) for _ in range(100)]
     assert all(1 <= seconds <= 2 or 100 <= seconds <= 200 for seconds in drawn)
     assert 30 < sum(seconds >= 100 for seconds in drawn) < 70
+
+
+async def test_a_stuck_copy_stands_half_done_until_it_is_let_go_on_also_if_it_was_not_there_yet() -> None:
+    device, host = await opened(faults=DeviceFaults(Latency(0.02, 0.02)))
+    device.dice.script("copy_out", "stuck", "stuck")
+    first = asyncio.ensure_future(device.copy_out(out([0], [0]), host))
+    await asyncio.sleep(0.1)
+    assert not first.done()
+    assert device.under_way == 1
+    second = asyncio.ensure_future(device.copy_out(out([1], [1]), host))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    device.unstick()
+    await asyncio.wait_for(asyncio.gather(first, second), 5)
+    expected = copied(out([0, 1], [0, 1]), device.memory, host.array)
+    assert np.array_equal(host.array, expected)
+    await device.close()
 
 
 async def test_a_gate_lets_through_in_order_and_forgets_who_left() -> None:

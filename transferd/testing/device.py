@@ -98,8 +98,9 @@ class SimDevice:
         return self._opened.array
 
     def unstick(self) -> None:
-        """Copies that stand still go on to their end."""
+        """Copies that the fault befell go on to their end, also those that have not come to the point yet."""
         self.stuck.release()
+        self.stuck = Gate()
         self.stuck.hold()
 
     @property
@@ -138,11 +139,11 @@ class SimDevice:
                 await self.gate.passed()
                 seconds = self.faults.latency.draw(self.dice.rng)
                 middle = seconds * self.dice.rng.random() if seconds else 0.0
-                fault = self.dice.draw(operation, self.faults.of_copy())
+                fault, stuck = self.dice.draw(operation, self.faults.of_copy()), self.stuck
                 await take(middle)
                 self._move(runs[:half], device, host, outward)
                 if fault == "stuck":
-                    await self.stuck.passed()
+                    await stuck.passed()
                 await take(seconds - middle)
                 self._fail(fault, operation)
                 self._move(runs[half:], device, host, outward)
