@@ -52,9 +52,9 @@ gpu-check: ## correctness and speed on a machine with an NVIDIA GPU; builds and 
 
 clean: ## remove what these targets made
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	rm -f transferd/tiers/*.so
+	rm -f transferd/*.so transferd/tiers/*.so
 
-$(STAMP): pyproject.toml setup.py transferd/tiers/_copyruns.c scripts/system-packages
+$(STAMP): pyproject.toml setup.py transferd/tiers/_copyruns.c transferd/_steps.c scripts/system-packages
 	@bash scripts/system-packages
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .

@@ -1,4 +1,4 @@
-"""The one part that pyproject.toml cannot say stably: an optional C extension (see transferd/tiers/hostcopy.py)."""
+"""What pyproject.toml cannot say stably: the optional C extensions (see tiers/hostcopy.py and trace.py)."""
 
 from setuptools import Extension, setup
 
@@ -10,6 +10,9 @@ setup(
             py_limited_api=True,
             extra_compile_args=["-O3"],
             optional=True,  # without a compiler or Python.h the install still works, on the slower twin
-        )
+        ),
+        Extension(
+            "transferd._steps", ["transferd/_steps.c"], py_limited_api=True, extra_compile_args=["-O3"], optional=True
+        ),
     ]
 )

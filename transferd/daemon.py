@@ -72,7 +72,7 @@ class Daemon:
         self.config = config
         self._inline_check_bytes = inline_check_bytes
         self.clock = clock
-        self.recorder = Recorder(config.recorder.notes, clock)
+        self.recorder = Recorder(config.recorder.tasks, clock)
         self.layout: BlockLayout = build_layout(config.cache)
         self.tokens, self.storage = create_storages(config, clock, storage)
         self.only_flush = self.tokens is not None and settings(config).only_flush

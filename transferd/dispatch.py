@@ -49,10 +49,14 @@ from transferd.hazards import HazardTable
 from transferd.lanes import RETRY_AFTER_S, Lanes
 from transferd.record import AT_WORK, TRANSITIONS, Record, State
 from transferd.results import ResultMemory
-from transferd.tasks import ErrorInfo, Merged, Status, Stop, TaskResult
+from transferd.tasks import ErrorInfo, Lane, Merged, Status, Stop, TaskResult
 from transferd.trace import LONGEST_TEXT, Recorder
 
 MAX_WAITERS = 256  # pushes of one task_id that may wait for its result
+
+# Words of the flight recorder.
+ADMITTED = {lane: f"admitted {lane}" for lane in Lane}
+DONE = {status: f"done {status}" for status in Status}
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,20 +247,13 @@ class Dispatcher:
         record.claim = self._hazards.enter(record, footprint_of(task, self.limits))
         self._records[task.task_id] = record
         self._lanes.enter(record)
-        self._recorder.note(
-            task.task_id,
-            "admitted",
-            task.kind,
-            task.blocks,
-            event.client,
-            task.timeout,
-            self.generation,
-            record.claim.blockers,
-        )
+        self._recorder.admitted(task.task_id, ADMITTED[task.lane], task.blocks, event.client)
         self._set_alarm(record.deadline, record)
         if record.claim.ready:
             self._lanes.ready(record)
             self._start_ready()
+        else:
+            self._recorder.note(task.task_id, "waits", record.claim.blockers)
 
     def _refuse(
         self, event: ev.TaskSubmitted, status: Status, error: ErrorInfo, retry_after: float | None = None
@@ -423,8 +420,9 @@ class Dispatcher:
             boot_id=self.boot_id,
         )
         self._statuses[status] += 1
-        code = None if merged.error is None else merged.error.code
-        self._recorder.note(task_id, "done", status, len(merged.block_ids), code)
+        self._recorder.step(task_id, DONE[status], -1, len(merged.block_ids))
+        if merged.error is not None:
+            self._recorder.note(task_id, "cause", merged.error.code, merged.error.message[:LONGEST_TEXT])
         for client, seq in record.waiters:
             self._out.append(ev.Reply(client, seq, result))
         self._out.append(ev.Publish(record.task, result))

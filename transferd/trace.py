@@ -7,63 +7,84 @@ failure tells the story of its task from these notes, `transferd explain` tells 
 What is noted is the *beginning* of each step that may take long, so that a task that hangs shows in
 what; the note after it says when the step ended. There are three rings:
 
-    steps    what ranks do for tasks: most notes by far, and all of them a word, a rank and a number.
-             Packed into one block of memory, 24 bytes each where objects take 200, so that a few
-             thousand tasks fit into little and nothing is left for the collector
-    notes    what admitted tasks go through, with details
+    steps    what every task goes through: a word, a rank and a number. Packed into one block of memory,
+             24 bytes each, by C where it was built (_steps.c): in a daemon that does many small tasks, a
+             note that is an object costs over a microsecond, most of it in what it does to the caches
+    notes    what few tasks go through, with details: a cancel, an error, a wait for another task
     asides   everything else (refusals, clients that come and go, bad messages), apart, so that a flood
              of nonsense cannot push out the history of real tasks
 
-A step names its task by the hash of its id; the notes know the ids. Details are numbers and short text
-only, so the garbage collector leaves them alone, and memory is bounded. Each append and each copy of a
-ring is one operation under the interpreter lock: a dump may be taken from another thread, also while
-the event loop is stuck.
+A step names its task by the hash of its id; the ids of the last tasks are kept beside. Details are
+numbers and short text only, so the garbage collector leaves them alone, and memory is bounded. Each
+append and each copy of a ring is one operation under the interpreter lock: a dump may be taken from
+another thread, also while the event loop is stuck.
 """
 
 from __future__ import annotations
 
 import struct
+import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
 
 from transferd.clock import SYSTEM_CLOCK, Clock
 
-NOTES = 8192  # of admitted tasks; about two a task. Everything together is about 4 MiB when full
-STEPS_PER_NOTE = 4
-NOTES_PER_ASIDE = 8
+try:
+    from transferd import _steps
+except ImportError:  # not built: the slower twin below
+    _steps = None  # type: ignore[assignment]
+
+TASKS = 8192  # whose ids are kept. Everything together is about 4 MiB when full
+STEPS_PER_TASK = 8
+TASKS_PER_ASIDE = 8
 LONGEST_TEXT = 200  # characters of a text that came from outside
 
-_STEP = struct.Struct("<dqHhi")  # when, hash of the task's id, which of STEPS, rank (-1: all), how many
-_KEY, _KEY_OFFSET = struct.Struct("<q"), struct.calcsize("<d")  # the hash, and where in a step it lies
-_pack_step = _STEP.pack_into
+_STEP = struct.Struct("=dqHhi")  # when, hash of the task's id, which of STEPS, rank (-1: none), a number
+_KEY, _KEY_OFFSET = struct.Struct("=q"), struct.calcsize("=d")  # the hash, and where in a step it lies
+_CLIENT = 0x7FFFFFFF  # so much of the hash of a client's name is kept
 
-# Every kind of step, and what its rank and number mean. Each begins something unless said otherwise.
-STEPS: dict[str, tuple[str, ...]] = {
-    "started": (),  # every rank is at work: looking up keys, or copying
-    "found": ("rank", "blocks"),  # read: the look-up has ended; so many leading keys are stored
-    "fetch": ("rank", "objects"),  # read: waiting for staging, then storage → staging
-    "shares fetch": ("rank", "objects"),  # read: another task has begun it
-    "to store": ("rank", "blocks"),  # write: the look-up has ended; so many are not stored yet
-    "copy": ("rank", "blocks"),  # between device and staging, or device and host
-    "put": ("rank", "objects"),  # write: staging → storage
-    "stored": ("rank", "objects"),  # write: a put has ended
-    "arrived": ("rank", "blocks"),  # this rank's share has ended
+KINDS = ("swap_out", "swap_in", "read", "write", "send", "receive")
+STATUSES = ("ok", "partial", "miss", "failed", "expired", "cancelled", "rejected", "busy")
+
+
+class Kind(NamedTuple):
+    """How a step is told: the note's word, what it always says, and what its rank and number mean."""
+
+    word: str
+    always: Mapping[str, str] = {}
+    fields: tuple[str, ...] = ()
+
+
+# Every kind of step. Those of a rank begin something unless said otherwise.
+STEPS: dict[str, Kind] = {
+    **{f"admitted {kind}": Kind("admitted", {"kind": kind}, ("", "blocks")) for kind in KINDS},
+    "from": Kind("from", fields=("", "client")),  # who pushed it
+    "started": Kind("started"),  # every rank is at work: looking up keys, or copying
+    "found": Kind("found", fields=("rank", "blocks")),  # read: look-up ended; so many leading keys are stored
+    "fetch": Kind("fetch", fields=("rank", "objects")),  # read: waits for staging, then storage → staging
+    "shares fetch": Kind("shares fetch", fields=("rank", "objects")),  # read: another task has begun it
+    "to store": Kind("to store", fields=("rank", "blocks")),  # write: look-up ended; so many are not stored yet
+    "copy": Kind("copy", fields=("rank", "blocks")),  # between device and staging, or device and host
+    "put": Kind("put", fields=("rank", "objects")),  # write: staging → storage
+    "stored": Kind("stored", fields=("rank", "objects")),  # write: a put has ended
+    "arrived": Kind("arrived", fields=("rank", "blocks")),  # this rank's share has ended
+    **{f"done {status}": Kind("done", {"status": status}, ("", "blocks")) for status in STATUSES},
 }
 _NUMBER = {what: number for number, what in enumerate(STEPS)}
-_WORD = tuple(STEPS)
+_KIND = tuple(STEPS.values())
 
 # Every other kind of note, and what it says.
 FIELDS: dict[str, tuple[str, ...]] = {
     # an admitted task
-    "admitted": ("kind", "blocks", "client", "timeout", "generation", "waits_for"),  # waits_for: tasks before it
+    "waits": ("tasks",),  # for so many that were pushed before it and touch the same blocks
     "blocks free": ("after",),  # the task that it waited for last
     "told to end": ("reason",),
     "nobody waits": ("client",),  # the last one has gone
     "slack used up": (),  # ranks that have not arrived are left behind
     "corrupt object": ("rank", "name", "reason"),
     "error": ("rank", "code", "problem"),
-    "done": ("status", "blocks", "code"),
+    "cause": ("code", "problem"),  # of its answer
     "straggling": ("ranks",),  # answered; these ranks still hold its blocks
     "straggler left": ("rank",),
     # pushes that admitted nothing
@@ -109,34 +130,68 @@ class Note(NamedTuple):
 
 # Notes in the making; a plain tuple costs half as much as a Note.
 _Entry = tuple[float, str, str, tuple[Any, ...]]
+# What is told first and last of what happened at the same moment.
+_ORDER = {"admitted": -2, "from": -1, "done": 1, "cause": 2, "straggling": 3}
+
+
+class StepRing(Protocol):
+    """A ring of packed steps. `copy`: all of it, places that were never written as zeros."""
+
+    def step(self, task_id: str, what: str, rank: int, number: int, /) -> None: ...
+    def copy(self) -> bytes: ...
+
+
+class PythonSteps:
+    """The ring of _steps.c in Python, for other clocks and for where C was not built."""
+
+    def __init__(self, capacity: int, numbers: dict[str, int], now: Callable[[], float] = time.monotonic) -> None:
+        self._ring = bytearray(capacity * _STEP.size)
+        self._numbers = numbers
+        self._now = now
+        self._next = 0
+
+    def step(self, task_id: str, what: str, rank: int, number: int, /) -> None:
+        """Raises KeyError for a word that has no number, struct.error for numbers that do not fit."""
+        at = self._next
+        _STEP.pack_into(self._ring, at, self._now(), hash(task_id), self._numbers[what], rank, number)
+        at += _STEP.size
+        self._next = at if at < len(self._ring) else 0
+
+    def copy(self) -> bytes:
+        return bytes(self._ring)
 
 
 class Recorder:
     """Three bounded rings, newest last. Owned by the daemon; anyone may append.
 
+    step(task_id, what, rank, number): what an admitted task goes through; `what` is one of STEPS. On the
+        event loop only.
     on_failure: told, with one line, when something happened that must not; set by whoever keeps dumps.
     """
 
-    def __init__(self, capacity: int = NOTES, clock: Clock = SYSTEM_CLOCK) -> None:
-        """capacity: notes of admitted tasks that are kept; the other rings are sized after it."""
+    def __init__(self, capacity: int = TASKS, clock: Clock = SYSTEM_CLOCK) -> None:
+        """capacity: about how many tasks are remembered; all rings are sized after it."""
         self._ring: deque[_Entry] = deque(maxlen=capacity)
-        self._asides: deque[_Entry] = deque(maxlen=max(1, capacity // NOTES_PER_ASIDE))
-        self._append = self._ring.append
-        self._steps = bytearray(capacity * STEPS_PER_NOTE * _STEP.size)
-        self._next = 0  # where in it the next step goes
+        self._asides: deque[_Entry] = deque(maxlen=max(1, capacity // TASKS_PER_ASIDE))
+        self._ids: deque[str] = deque(maxlen=capacity)
         self._now = clock.monotonic
+        self._steps: StepRing
+        if _steps is not None and clock.monotonic is time.monotonic:
+            self._steps = _steps.Steps(capacity * STEPS_PER_TASK, _NUMBER)
+        else:
+            self._steps = PythonSteps(capacity * STEPS_PER_TASK, _NUMBER, clock.monotonic)
+        self.step = self._steps.step  # the C function itself: no frame in between
         self.on_failure: Callable[[str], None] = _nobody_keeps_dumps
 
-    def step(self, task_id: str, what: str, rank: int, number: int) -> None:
-        """What a rank (-1: all of them) does for an admitted task; `what` is one of STEPS. On the event loop only."""
-        at = self._next
-        _pack_step(self._steps, at, self._now(), hash(task_id), _NUMBER[what], rank, number)
-        at += _STEP.size
-        self._next = at if at < len(self._steps) else 0
+    def admitted(self, task_id: str, what: str, blocks: int, client: bytes) -> None:
+        """A task's first steps. what: "admitted" and its kind."""
+        self._ids.append(task_id)
+        self.step(task_id, what, -1, blocks)
+        self.step(task_id, "from", -1, hash(client) & _CLIENT)
 
     def note(self, task_id: str, what: str, *detail: Any) -> None:
         """Of an admitted task. detail: numbers and short text, as FIELDS names them for this `what`."""
-        self._append((self._now(), task_id, what, detail))
+        self._ring.append((self._now(), task_id, what, detail))
 
     def aside(self, task_id: str, what: str, *detail: Any) -> None:
         """Of anything else; task_id "" or that of a task that is not admitted. detail: as for `note`."""
@@ -150,19 +205,15 @@ class Recorder:
 
     def notes(self, task_id: str | None = None) -> list[Note]:
         """All that is kept, or what is kept of one task, oldest first. Safe from any thread."""
-        ring, asides = list(self._ring), list(self._asides)
-        steps = bytes(self._steps)
+        ring, asides, steps = list(self._ring), list(self._asides), self._steps.copy()
+        clients = {hash(entry[3][0]) & _CLIENT: entry[3][0] for entry in asides if entry[2] == "client came"}
         if task_id is None:
-            unpacked = _all_steps(steps, {hash(entry[1]): entry[1] for entry in ring})
+            unpacked = _all_steps(steps, {hash(name): name for name in list(self._ids)}, clients)
         else:
-            unpacked = _steps_of(steps, task_id)
+            unpacked = _steps_of(steps, task_id, clients)
             ring = [entry for entry in ring if entry[1] == task_id]
             asides = [entry for entry in asides if entry[1] == task_id[:LONGEST_TEXT]]
-        kept = [
-            Note(at, task, what, dict(zip(FIELDS[what], detail, strict=True)))
-            for at, task, what, detail in (*ring, *asides)
-        ]
-        kept += unpacked
+        kept = [*unpacked, *_told(ring), *_told(asides)]
         kept.sort(key=_when)
         return kept
 
@@ -174,32 +225,40 @@ class Recorder:
         return iter(self.notes())
 
 
-def _steps_of(steps: bytes, task_id: str) -> Iterator[Note]:
-    """Those of one task, found by searching for its hash: a tenth of a millisecond rather than ten."""
+def _told(entries: Iterable[_Entry]) -> Iterator[Note]:
+    for at, task, what, detail in entries:
+        yield Note(at, task, what, dict(zip(FIELDS[what], detail, strict=True)))
+
+
+def _steps_of(steps: bytes, task_id: str, clients: Mapping[int, bytes]) -> Iterator[Note]:
+    """Those of one task, found by searching for its hash: a tenth of a millisecond rather than tens."""
     key = _KEY.pack(hash(task_id))
     at = steps.find(key)
     while at >= 0:
         if at % _STEP.size == _KEY_OFFSET:
-            yield _step(_STEP.unpack_from(steps, at - _KEY_OFFSET), task_id)
+            yield _step(_STEP.unpack_from(steps, at - _KEY_OFFSET), task_id, clients)
         at = steps.find(key, at + 1)
 
 
-def _all_steps(steps: bytes, names: dict[int, str]) -> Iterator[Note]:
-    """names: task ids by their hash; a task whose notes are gone is named by the hash."""
+def _all_steps(steps: bytes, names: Mapping[int, str], clients: Mapping[int, bytes]) -> Iterator[Note]:
+    """names: task ids by their hash; a task whose id is not kept any more is named by the hash."""
     for step in _STEP.iter_unpack(steps):
         if any(step):  # else this place was never written
-            yield _step(step, names.get(step[1]) or f"#{step[1] & (1 << 64) - 1:016x}")
+            yield _step(step, names.get(step[1]) or f"#{step[1] & (1 << 64) - 1:016x}", clients)
 
 
-def _step(fields: tuple[Any, ...], task_id: str) -> Note:
-    at, _, number, rank, count = fields
-    what = _WORD[number]
-    return Note(at, task_id, what, dict(zip(STEPS[what], (rank, count), strict=False)))
+def _step(packed: tuple[Any, ...], task_id: str, clients: Mapping[int, bytes]) -> Note:
+    at, _, what, rank, number = packed
+    word, always, fields = _KIND[what]
+    detail: dict[str, Any] = {**always, **dict(zip(fields, (rank, number), strict=False))}
+    detail.pop("", None)
+    if word == "from":
+        detail["client"] = clients.get(number, f"#{number:08x}")
+    return Note(at, task_id, word, detail)
 
 
-def _when(note: Note) -> tuple[float, bool]:
-    """By time; at the same moment a task is admitted before anything happens to it, and done after."""
-    return note.at, note.what == "done"
+def _when(note: Note) -> tuple[float, int]:
+    return note.at, _ORDER.get(note.what, 0)
 
 
 def _nobody_keeps_dumps(problem: str) -> None:

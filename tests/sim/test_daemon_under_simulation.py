@@ -79,7 +79,7 @@ def test_the_flight_recorder_tells_the_life_of_a_task() -> None:
         assert (await engine.client.submit(write)).status is Status.OK
         notes = world.daemon.recorder.notes("w")
         first = [note.what for note in notes if note.detail.get("rank") in (None, 0)]
-        assert first == ["admitted", "started", "to store", "copy", "put", "stored", "arrived", "done"]
+        assert first == ["admitted", "from", "started", "to store", "copy", "put", "stored", "arrived", "done"]
         assert world.daemon.recorder.story("w").count("\n") == len(notes) - 1
 
     calm(program)

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import ast
+import gc
+import struct
+import sys
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from transferd import trace
 from transferd.admission import Limits
 from transferd.clock import Clock
-from transferd.dispatch import Dispatcher
-from transferd.trace import FIELDS, LONGEST_TEXT, STEPS, STEPS_PER_NOTE, Recorder
+from transferd.dispatch import ADMITTED, DONE, Dispatcher
+from transferd.trace import FIELDS, LONGEST_TEXT, STEPS, STEPS_PER_TASK, PythonSteps, Recorder
+
+RINGS = [PythonSteps, *([trace._steps.Steps] if trace._steps is not None else [])]
 
 
 def ticking() -> Clock:
@@ -22,25 +32,25 @@ def test_notes_of_a_task_come_back_in_order_and_others_do_not() -> None:
     recorder.step("a", "copy", 0, 3)
     recorder.step("b", "copy", 0, 1)
     recorder.aside("a", "joined", b"c")
-    recorder.note("a", "done", "ok", 3, None)
+    recorder.step("a", "done ok", -1, 3)
     assert [note.what for note in recorder.notes("a")] == ["copy", "joined", "done"]
     assert recorder.story("a").splitlines() == [
         "0.000000 a copy rank=0 blocks=3",
         "2.000000 a joined client=b'c'",
-        "3.000000 a done status='ok' blocks=3 code=None",
+        "3.000000 a done status='ok' blocks=3",
     ]
     assert recorder.story("c") == "(no notes kept)"
 
 
 def test_both_rings_are_bounded_and_keep_the_newest() -> None:
     recorder = Recorder(capacity=16)
-    for i in range(100):
+    for i in range(200):
         recorder.note(str(i), "slack used up")
         recorder.aside("", "client left", i)
         recorder.step("t", "copy", 0, i)
-    assert [note.detail["blocks"] for note in recorder.notes("t")] == list(range(100 - 16 * STEPS_PER_NOTE, 100))
-    assert [note.task_id for note in recorder if note.what == "slack used up"] == [str(i) for i in range(84, 100)]
-    assert [note.detail["client"] for note in recorder if note.what == "client left"] == [98, 99]
+    assert [note.detail["blocks"] for note in recorder.notes("t")] == list(range(200 - 16 * STEPS_PER_TASK, 200))
+    assert [note.task_id for note in recorder if note.what == "slack used up"] == [str(i) for i in range(184, 200)]
+    assert [note.detail["client"] for note in recorder if note.what == "client left"] == [198, 199]
 
 
 def test_a_flood_of_refusals_does_not_push_out_what_tasks_did() -> None:
@@ -96,7 +106,8 @@ def test_every_note_in_the_package_is_of_a_known_kind_and_says_what_that_kind_sa
             mine = owner.endswith("recorder") or (owner == "self" and path.name == "trace.py")
             if call.func.attr == "step" and mine:
                 assert len(call.args) == 4
-                found.add(ast.literal_eval(call.args[1]))
+                if isinstance(call.args[1], ast.Constant):
+                    found.add(call.args[1].value)
             if call.func.attr in ("note", "aside") and mine:
                 kind = call.args[1]
                 assert not call.keywords
@@ -104,7 +115,66 @@ def test_every_note_in_the_package_is_of_a_known_kind_and_says_what_that_kind_sa
                 found.update(kinds)
                 for what in kinds:
                     assert len(call.args) == 2 + len(FIELDS[what]), f"{path.name}: {ast.unparse(call)}"
-    assert found == set(FIELDS) | set(STEPS)
+    made_of_two = {what for what in STEPS if what.startswith(("admitted ", "done "))}
+    assert found == set(FIELDS) | set(STEPS) - made_of_two
+    assert made_of_two == set(ADMITTED.values()) | set(DONE.values())
+
+
+@pytest.mark.parametrize("ring", RINGS)
+def test_a_ring_of_steps_keeps_the_last_ones_as_documented(ring: Any) -> None:
+    steps = ring(3, {"copy": 7, "put": 9})
+    assert steps.copy() == bytes(72)
+    before = time.monotonic()
+    for what, rank, number in (("copy", 0, 1), ("put", -1, 2**31 - 1), ("copy", 32767, -5), ("put", 2, 0)):
+        steps.step("täsk", what, rank, number)
+    after = time.monotonic()
+    told = list(struct.iter_unpack("=dqHhi", steps.copy()))
+    assert [step[1:] for step in told] == [
+        (hash("täsk"), 9, 2, 0),
+        (hash("täsk"), 9, -1, 2**31 - 1),
+        (hash("täsk"), 7, 32767, -5),
+    ]
+    assert all(before <= step[0] <= after for step in told)
+
+
+@pytest.mark.parametrize("ring", RINGS)
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ("t", "nonsense", 0, 0),
+        ("t", "copy", 2**15, 0),
+        ("t", "copy", 0, 2**31),
+        ("t", "copy", 0),
+        ("t", "copy", 0, "x"),
+        ([], "copy", 0, 0),
+    ],
+)
+def test_a_ring_of_steps_refuses_what_it_cannot_keep(ring: Any, wrong: Any) -> None:
+    steps = ring(3, {"copy": 7})
+    with pytest.raises((KeyError, OverflowError, TypeError, struct.error)):
+        steps.step(*wrong)
+    assert steps.copy()[24:] == bytes(48), "nothing but the place that is next was touched"
+
+
+@pytest.mark.parametrize("ring", RINGS)
+def test_a_ring_of_steps_needs_room_and_is_freed_with_what_it_holds(ring: Any) -> None:
+    numbers = {"copy": 7}
+    before = sys.getrefcount(numbers)
+    for _ in range(100):
+        ring(1000, numbers).step("t", "copy", 0, 0)
+    gc.collect()
+    assert sys.getrefcount(numbers) == before
+
+
+def test_who_pushed_a_task_is_told_by_name_while_the_name_is_known() -> None:
+    recorder = Recorder(clock=ticking())
+    recorder.aside("", "client came", b"\0abcd", 1)
+    recorder.admitted("t", "admitted write", 3, b"\0abcd")
+    recorder.admitted("u", "admitted read", 4, b"\0efgh")
+    admitted, pushed = recorder.notes("t")
+    assert (admitted.what, admitted.detail) == ("admitted", {"kind": "write", "blocks": 3})
+    assert pushed.detail == {"client": b"\0abcd"}
+    assert recorder.notes("u")[1].detail["client"].startswith("#")
 
 
 def test_steps_of_tasks_are_told_apart_also_when_the_ring_has_wrapped() -> None:
@@ -114,7 +184,7 @@ def test_steps_of_tasks_are_told_apart_also_when_the_ring_has_wrapped() -> None:
     for task in range(7):
         mine = recorder.notes(f"task-{task}")
         assert [note.detail for note in mine] == [
-            {"rank": i % 3, "blocks": i} for i in range(1000 - 64 * STEPS_PER_NOTE, 1000) if i % 7 == task
+            {"rank": i % 3, "blocks": i} for i in range(1000 - 64 * STEPS_PER_TASK, 1000) if i % 7 == task
         ]
 
 
@@ -122,9 +192,9 @@ def test_steps_of_a_task_whose_notes_are_gone_are_still_in_the_whole() -> None:
     recorder = Recorder(clock=ticking())
     recorder.step("known", "copy", 0, 1)
     recorder.step("unknown", "started", -1, 0)
-    recorder.note("known", "done", "ok", 1, None)
-    known, unknown, done = recorder.notes()
-    assert (known.task_id, done.task_id) == ("known", "known")
+    recorder.admitted("known", "admitted read", 1, b"c")
+    known, unknown, admitted, _ = recorder.notes()
+    assert (known.task_id, admitted.task_id) == ("known", "known")
     assert (unknown.task_id, unknown.detail) == (f"#{hash('unknown') & (1 << 64) - 1:016x}", {})
 
 

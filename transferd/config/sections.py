@@ -208,7 +208,7 @@ class LogSection(_Section, frozen=True, kw_only=True):
 class RecorderSection(_Section, frozen=True, kw_only=True):
     """The flight recorder: how much it remembers, and where its dumps go (see dumps.py)."""
 
-    notes: Positive = 8192  # of admitted tasks, about two a task; all that is kept is about 4 MiB
+    tasks: Positive = 8192  # about so many are remembered, eight steps of each; all that is kept is about 4 MiB
     directory: str = "/var/lib/transferd/flight"  # made when the first dump is written; "" = no dumps
     keep: Positive = 8  # dumps that stay in it, the newest
 
