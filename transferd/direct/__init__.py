@@ -17,16 +17,18 @@ For one transfer and rank:
     verify, copy to the device
     Done                                ──▶                    the sender's task ends well
 
-Either may come first, and either may end it: Refused from the sender, Withdraw from the receiver. What is
-written is a sealed object as in storage (integrity.py), so what was damaged, or is of another key, layout,
-generation or number of tokens, is found before it reaches a device.
+Either may come first, and either may end it: Refused from the sender, Withdraw from the receiver. Each message
+carries the number of the receiver's attempt, so what is left of an attempt that was given up disturbs no later
+one. What is written is a sealed object as in storage (integrity.py), so what was damaged, or is of another key,
+layout, generation or number of tokens, is found before it reaches a device.
 
 **No deadlock.** A sender takes staging only for objects whose memory is posted, so its slots are always on
 their way to come free; a receiver holds slots only after Begin. Neither waits for what the other waits for.
 
 **Memory that a peer may still write to.** A receiver lets go of posted memory only when the sender cannot
-write to it any more: it said Landed, Refused or Withdrawn, each of which it sends when no write is under way;
-or its connection has ended, and what was on the wire has had HOLD_S to arrive. A peer that hangs with its
-connection open keeps its slots posted. They are slots of a staging of their own, so that only direct transfers
-can run short of them, and keep-alives end the connection of a host that has gone.
+write to it any more: it said Landed, Refused or Withdrawn, each of which it sends when no write is under way.
+After a write that failed, or when the connection has ended (its sender may live, and be in a write), it waits
+HOLD_S longer: for what is on the wire, and for that write to end or to stall for as long as the carrier allows.
+A peer that hangs with its connection open keeps its slots posted. They are slots of a staging of their own, so
+that only direct transfers can run short of them, and keep-alives end the connection of a host that has gone.
 """

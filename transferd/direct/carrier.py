@@ -19,8 +19,9 @@ class Move(NamedTuple):
 class Carrier(Protocol):
     """The contract of a carrier.
 
-    `write` returns when the last byte is in the peer's memory and local memory is free again, and raises
-    when that did not happen and never will: after either, no byte of the call is still on its way from here.
+    `write` returns when the last byte is in the peer's memory, and raises when that did not happen. After either,
+    local memory is free again and no byte leaves it for this call. After a failure, bytes that had left may still
+    arrive: a peer that was stopped finds them when it goes on (seen with TCP), so it holds such memory back a while.
     It refuses what lies outside memory that the peer has registered. Every wait in it is bounded.
     """
 

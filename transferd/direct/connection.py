@@ -93,7 +93,7 @@ async def connect(
             reader, writer = await asyncio.open_connection(host, port)
     except TimeoutError:
         raise PeerLost(f"no connection to the daemon at {host}:{port} within {CONNECT_TIMEOUT_S:g} s") from None
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a name that no resolver takes
         raise PeerLost(f"no connection to the daemon at {host}:{port}: {error}") from None
     return Connection(reader, writer, received, ended)
 

@@ -12,7 +12,9 @@ from transferd.errors import PeerLost, PeerRefused, TransferError
 from transferd.storage.base import FOUND, Blob, Found, Outcome
 from transferd.tasks import ErrorInfo
 
-HOLD_S = 1.0  # what a dead sender had put on the wire has arrived, or never will
+# After a write that failed, or a connection that ended: by then what was on the wire has arrived, and a
+# sender that lives without its connection has seen its write end, or stall for longer than the carrier allows.
+HOLD_S = 4.0
 
 
 class Inbound:
@@ -22,6 +24,7 @@ class Inbound:
         self,
         transfer: str,
         rank: int,
+        attempt: int,
         names: Sequence[str],
         engine: str,
         join: Callable[[Inbound], Awaitable[Connection]],
@@ -29,6 +32,7 @@ class Inbound:
     ) -> None:
         self.transfer = transfer
         self.rank = rank
+        self.attempt = attempt
         self._names = list(names)
         self._engine = engine
         self._join = join
@@ -36,8 +40,15 @@ class Inbound:
         self.peer: Connection | None = None  # the sender's, from Want to the end
         self._error: TransferError | None = None
         self._ended = False
+        self._suspect = False  # a write failed: bytes of it may still arrive
+        self._held = 0  # groups of buffers that are held back for that reason
         self._began: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._posted: dict[str, asyncio.Future[Outcome]] = {}
+
+    @property
+    def share(self) -> tuple[str, int, int]:
+        """What it is about, on the wire."""
+        return self.transfer, self.rank, self.attempt
 
     # --- for the Receiver ---------------------------------------------------------------------------
 
@@ -46,10 +57,12 @@ class Inbound:
 
         Waits without a limit of its own (the task has a deadline).
         """
+        if self._ended:
+            raise PeerLost("given up before it began")
         peer = await self._join(self)
         if self._error is None and not self._ended:
             self.peer = peer
-            peer.send(Want(self.transfer, self.rank, self._names, self._engine))
+            peer.send(Want(*self.share, self._names, self._engine))
             await self._began
         if self._error is not None:
             raise self._error
@@ -62,7 +75,7 @@ class Inbound:
         waiting = [loop.create_future() for _ in blobs]
         self._posted |= zip((blob.name for blob in blobs), waiting, strict=True)
         slots = [Slot(blob.name, _address(blob.data), blob.data.nbytes) for blob in blobs]
-        self.peer.send(Post(self.transfer, self.rank, slots))
+        self.peer.send(Post(*self.share, slots))
         return list(await asyncio.gather(*waiting))
 
     def end(self, error: ErrorInfo | None) -> None:
@@ -72,7 +85,7 @@ class Inbound:
         self._ended = True
         if self.peer is not None and self._error is None:
             if error is None:
-                self.peer.send(Done(self.transfer, self.rank))
+                self.peer.send(Done(*self.share))
             else:
                 self.give_up(error)
                 return  # until the sender says that it writes no more
@@ -82,7 +95,7 @@ class Inbound:
         """Want it no more; the sender is told so, and says when it writes no more."""
         if self._error is None:
             if self.peer is not None:
-                self.peer.send(Withdraw(self.transfer, self.rank, error))
+                self.peer.send(Withdraw(*self.share, error))
             self._fail(PeerRefused(error.message, code=error.code))
 
     # --- for the exchange ---------------------------------------------------------------------------
@@ -93,12 +106,20 @@ class Inbound:
 
     def landed(self, landed: Landed) -> None:
         """The sender is done with these buffers, well or badly."""
+        waiting = [self._posted.pop(name) for name in landed.names if name in self._posted]
         error = landed.error
-        outcome = FOUND if error is None else Outcome(Found.FAILED, PeerLost(error.message, code=error.code))
-        for name in landed.names:
-            waiting = self._posted.pop(name, None)
-            if waiting is not None:
-                waiting.set_result(outcome)
+        if error is None:
+            _tell(waiting, FOUND)
+        else:
+            self._suspect = True
+            outcome = Outcome(Found.FAILED, PeerLost(error.message, code=error.code))
+            self._held += 1
+            asyncio.get_running_loop().call_later(HOLD_S, self._release, waiting, outcome)
+        self._settle()
+
+    def _release(self, waiting: Sequence[asyncio.Future[Outcome]], outcome: Outcome) -> None:
+        self._held -= 1
+        _tell(waiting, outcome)
         self._settle()
 
     def refused(self, error: ErrorInfo) -> None:
@@ -114,7 +135,8 @@ class Inbound:
         """The sender has gone; what it had on the wire may still arrive, for HOLD_S."""
         self.peer = None
         self._fail(PeerLost(f"the sending daemon has gone: {why}"))
-        asyncio.get_running_loop().call_later(HOLD_S if self._posted else 0.0, self._let_go)
+        self._suspect = True
+        self._let_go()
 
     # --- inside -------------------------------------------------------------------------------------
 
@@ -124,16 +146,25 @@ class Inbound:
         self.begins()
 
     def _let_go(self) -> None:
-        """No buffer is written to any more."""
+        """The sender begins no write any more. Where one failed, or we cannot know, buffers are held a while longer."""
         self.peer = None
-        posted, self._posted = self._posted, {}
-        for waiting in posted.values():
-            waiting.set_result(Outcome(Found.FAILED, self._error))
-        self._settle()
+        posted, self._posted = list(self._posted.values()), {}
+        outcome = Outcome(Found.FAILED, self._error)
+        self._held += 1
+        if posted and self._suspect:
+            asyncio.get_running_loop().call_later(HOLD_S, self._release, posted, outcome)
+        else:
+            self._release(posted, outcome)
 
     def _settle(self) -> None:
-        if self._ended and not self._posted:
+        if self._ended and not self._posted and not self._held:
             self._forget(self)
+
+
+def _tell(waiting: Sequence[asyncio.Future[Outcome]], outcome: Outcome) -> None:
+    for future in waiting:
+        if not future.done():
+            future.set_result(outcome)
 
 
 def _address(data: memoryview) -> int:

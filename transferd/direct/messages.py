@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from transferd.errors import ProtocolError
@@ -13,10 +15,15 @@ MAX_FRAME = 16 * 1024**2  # a Want names every object of a sequence: about 100 b
 
 
 class _Message(msgspec.Struct, frozen=True, tag_field="type"):
-    """transfer, rank: which share of which sequence it is about."""
+    """transfer, rank: which share of which sequence it is about.
+
+    attempt: the receiver's number for this attempt at it. The sender repeats it, and what carries another one
+    is about an attempt that is over.
+    """
 
     transfer: str
     rank: int
+    attempt: int
 
 
 class Want(_Message, frozen=True, tag="want"):
@@ -35,8 +42,8 @@ class Slot(msgspec.Struct, frozen=True, array_like=True):
     """Memory of the receiver for one object."""
 
     name: str
-    address: int
-    nbytes: int
+    address: Annotated[int, msgspec.Meta(ge=0)]
+    nbytes: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Post(_Message, frozen=True, tag="post"):

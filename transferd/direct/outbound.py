@@ -23,6 +23,7 @@ class Outbound:
     ) -> None:
         self.transfer = transfer
         self.rank = rank
+        self.attempt = 0  # of the receiver it has met
         self.peer: Connection | None = None
         self._names = list(names)
         self._carrier = carrier
@@ -38,6 +39,21 @@ class Outbound:
         self._ended = False
         self._news = asyncio.Event()
 
+    @property
+    def share(self) -> tuple[str, int, int]:
+        """What it is about, on the wire."""
+        return self.transfer, self.rank, self.attempt
+
+    @property
+    def open(self) -> bool:
+        """It waits for a receiver."""
+        return self.peer is None and self._error is None and not self._ended
+
+    @property
+    def ended(self) -> bool:
+        """Its task is over; it is here until its writes are."""
+        return self._ended
+
     # --- for the Sender -----------------------------------------------------------------------------
 
     async def posted(self, limit: int) -> list[str]:
@@ -45,7 +61,7 @@ class Outbound:
 
         Waits without a limit of its own (the task has a deadline). Raises TransferError when the transfer failed.
         """
-        while not self._fresh and self._unposted and self._error is None:
+        while not self._fresh and self._unposted and self._error is None and not self._ended:
             await self._hear()
         if self._error is not None:
             raise self._error
@@ -57,15 +73,18 @@ class Outbound:
             return [Outcome(Found.FAILED, self._error or PeerLost("no receiver"))] * len(blobs)
         names = [blob.name for blob in blobs]
         slots = [self._slots.pop(name) for name in names]
+        if any(slot.nbytes != blob.data.nbytes for slot, blob in zip(slots, blobs, strict=True)):
+            self._mistaken("the receiver posted memory of another size than its objects have")
+            return [Outcome(Found.FAILED, self._error)] * len(blobs)
         moves = [Move(_address(b.data), slot.address, b.data.nbytes) for b, slot in zip(blobs, slots, strict=True)]
         self._writes += 1
         try:
             await self._carrier.write(self._engine, moves)
         except TransferError as error:
-            self._tell(Landed(self.transfer, self.rank, names, ErrorInfo(error.reason, str(error))))
+            self._tell(Landed(*self.share, names, ErrorInfo(error.reason, str(error))))
             return [Outcome(Found.FAILED, error)] * len(blobs)
         else:
-            self._tell(Landed(self.transfer, self.rank, names))
+            self._tell(Landed(*self.share, names))
             return [STORED] * len(blobs)
         finally:
             self._writes -= 1
@@ -73,7 +92,7 @@ class Outbound:
 
     async def taken(self) -> None:
         """Wait until the receiver has every object on its device. Raises TransferError when that will not be."""
-        while not self._done and self._error is None:
+        while not self._done and self._error is None and not self._ended:
             await self._hear()
         if self._error is not None:
             raise self._error
@@ -86,40 +105,51 @@ class Outbound:
             self._fail(PeerRefused(error.message if error else "given up", code=error.code if error else None))
             if self.peer is not None and self._ending is None:
                 told = error or ErrorInfo("cancelled", "the sender's task has ended")
-                self._ending = Refused(self.transfer, self.rank, told)
+                self._ending = Refused(*self.share, told)
         self._ended = True
+        self._news.set()
         self._settle()
 
     # --- for the exchange ---------------------------------------------------------------------------
 
     def wanted(self, want: Want, peer: Connection) -> None:
         """A receiver is there."""
-        self.peer, self._engine = peer, want.engine
+        self.peer, self.attempt, self._engine = peer, want.attempt, want.engine
         if want.names == self._names:
-            self._tell(Begin(self.transfer, self.rank))
+            self._tell(Begin(*self.share))
             return
         error = mismatch(want.names, self._names)
-        self._tell(Refused(self.transfer, self.rank, error))
+        self._tell(Refused(*self.share, error))
         self.peer = None
         self._fail(PeerRefused(error.message, code=error.code))
 
     def posts(self, post: Post) -> None:
-        """Memory for some of the objects. Raises PeerRefused for what was never wanted."""
+        """Memory for some of the objects."""
         for slot in post.slots:
             if slot.name not in self._unposted:
-                raise PeerRefused(f"memory was posted for {slot.name}, which is not expected (any more)")
+                self._mistaken(f"memory was posted for {slot.name[:200]}, which is not expected (any more)")
+                return
             self._unposted.discard(slot.name)
             self._slots[slot.name] = slot
             self._fresh.append(slot.name)
         self._news.set()
 
     def done(self) -> None:
+        if self._unposted or self._slots or self._writes:
+            self._mistaken("the receiver says that it has everything, and not everything was written")
+            return
         self._done = True
         self._news.set()
 
+    def _mistaken(self, what: str) -> None:
+        """The receiver does not keep to the protocol: this transfer is over, others on its connection go on."""
+        self._fail(PeerRefused(what, code="malformed"))
+        self._ending = self._ending or Refused(*self.share, ErrorInfo("malformed", what))
+        self._settle()
+
     def withdrawn(self, error: ErrorInfo) -> None:
         """The receiver gives up; it is answered when no write is under way."""
-        self._ending = Withdrawn(self.transfer, self.rank)
+        self._ending = Withdrawn(*self.share)
         self._fail(PeerRefused(f"the receiver gave up: {error.message}", code=error.code))
         self._settle()
 
