@@ -22,6 +22,8 @@ from transferd import (
 )
 from transferd.launch import DaemonProcess, running, start
 
+pytestmark = pytest.mark.one_loop  # the daemon is in a process of its own; test_wire.py has both loops
+
 Tree = dict[str, dict[str, Any]]
 
 

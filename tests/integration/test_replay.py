@@ -21,6 +21,8 @@ from transferd.replay.command import replay, run
 from transferd.replay.trace import TraceRequest, generated_workload
 from transferd.tiers.segment import DIRECTORY, PREFIX
 
+pytestmark = pytest.mark.one_loop  # the daemon is in a process of its own; test_wire.py has both loops
+
 SMALL = {"layers": 2, "kv_heads": 1, "head_dim": 16, "block_size": 16, "device_blocks": 48, "host_blocks": 24}
 CONFIG = """
 [server]
