@@ -130,11 +130,11 @@ def seeds(target: str) -> list[bytes]:
     if target == "peer":
         slot, error = direct.Slot("name", 4096, 128), ErrorInfo("code", "what")
         messages: list[direct.Message] = [
-            direct.Want("t", 0, names=["name"], engine="host:1"),
-            direct.Post("t", 0, slots=[slot]),
-            direct.Landed("t", 0, names=["name"], error=error),
-            direct.Withdraw("t", 0, error=error),
-            direct.Done("t", 0),
+            direct.Want("t", 0, 1, names=["name"], engine="host:1"),
+            direct.Post("t", 0, 1, slots=[slot]),
+            direct.Landed("t", 0, 1, names=["name"], error=error),
+            direct.Withdraw("t", 0, 1, error=error),
+            direct.Done("t", 0, 1),
         ]
         return [direct.encode(message)[4:] for message in messages]
     if target == "config":
