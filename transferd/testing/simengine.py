@@ -242,6 +242,8 @@ class SimEngine:
         future = await client.push(task)
         again = client.submit(task) if chance.random() < 0.1 else None
         self.outcomes["again"] += again is not None
+        if again is not None and future.done():  # refused: its time begins with the second push
+            pushed_at = loop.time()
         if not act.patient and chance.random() < 0.15:
             loop.call_later(chance.uniform(0, 0.5), self._cancel_later, client, task.task_id)
         result = await (future if again is None else self._one_of(task, future, again))
