@@ -7,10 +7,11 @@ a failure           an invariant broke, or a callback of the loop raised: a dump
                     first few of one daemon's life only: the first is the one to look at, and a disk is finite
 a crash             the daemon ends by an exception: a dump, then the exception goes its way
 
-The two signals are blocked in every thread and taken with sigwait by one thread, which sleeps in the
-kernel until then. A handler of the event loop would hear them only while the loop turns, which is when
-a dump is needed least. What kills without asking (SIGSEGV, SIGKILL, abort() in a library) leaves no
-dump; the interpreter's faulthandler still writes the stacks of the first and the last to stderr.
+The signals are blocked in every thread and taken with sigwait by one thread, which sleeps in the kernel
+until then. The daemon itself wakes it with a signal of its own (WAKE), so that none of an operator's is
+mistaken for that or the reverse. A handler of the event loop would hear them only while the loop turns,
+which is when a dump is needed least. What kills without asking (SIGSEGV, SIGKILL, abort() in a library)
+leaves no dump; the interpreter's faulthandler still writes the stacks of the first and the last to stderr.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from transferd.clock import SYSTEM_CLOCK, Clock
 from transferd.config import RecorderSection
 from transferd.dumps import write_dump
 from transferd.errors import ConfigError
-from transferd.signals import DUMP_SIGNALS
+from transferd.signals import DUMP_SIGNALS, WAKE
 from transferd.trace import LONGEST_TEXT, Note, Recorder
 from transferd.version import VERSION
 
@@ -103,7 +104,7 @@ class Dumper:
                 # The default comes next, by way of faulthandler: stacks on stderr, and a core if one is wanted.
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGABRT})
                 os.abort()
-            if not self._pending and not self._ending:
+            if number == signal.SIGUSR1:
                 self._dump("signal", "", _stacks())
             while self._pending:
                 self._pending.popleft()()
@@ -112,7 +113,7 @@ class Dumper:
 
     def _wake(self) -> None:
         assert self._thread.ident is not None
-        signal.pthread_kill(self._thread.ident, signal.SIGUSR1)
+        signal.pthread_kill(self._thread.ident, WAKE)
 
     # --- writing ------------------------------------------------------------------------------------
 

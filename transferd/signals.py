@@ -3,7 +3,7 @@
 SIGTERM, SIGINT   stop; the shutdown has `shutdown_timeout` seconds in all
 a second one      the budget shrinks to a second: nothing is skipped, nothing waits long
 SIGHUP            reload
-SIGUSR1, SIGABRT  dump the flight recorder (dumper.py), which has a thread of its own for that
+SIGUSR1, SIGABRT  dump the flight recorder (dumper.py), which has a thread of its own for that, woken with SIGRTMIN
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from types import TracebackType
 from typing import Self
 
 HURRY_S = 1.0
-DUMP_SIGNALS = frozenset({signal.SIGUSR1, signal.SIGABRT})
+WAKE = signal.SIGRTMIN  # from the daemon to its dumper's thread: a failure is to be written, or the end has come
+DUMP_SIGNALS = frozenset({signal.SIGUSR1, signal.SIGABRT, WAKE})
 
 
 def hold_dump_signals() -> None:

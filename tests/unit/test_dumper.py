@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from transferd.config import RecorderSection
 from transferd.dumper import MOST_FAILURES, Dumper
-from transferd.dumps import read_dump
+from transferd.dumps import read_dump, write_dump
 from transferd.errors import ConfigError, InvariantError
 from transferd.signals import hold_dump_signals
 from transferd.trace import Recorder
@@ -57,6 +59,32 @@ async def test_the_first_failures_of_a_life_are_kept_and_later_ones_only_noted(t
     problems = sorted(read_dump(path).header["problem"] for path in tmp_path.glob("*.jsonl"))
     assert problems == [f"failure {i}" for i in range(MOST_FAILURES)]
     assert len(recorder.notes("t")) == MOST_FAILURES + 5
+
+
+@pytest.mark.parametrize("asked", [False, True])
+async def test_a_failure_during_a_dump_is_no_operators_signal_and_hides_none(
+    asked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder, waits, sigwait = Recorder(), threading.Semaphore(0), signal.sigwait
+
+    def interrupted(*args: Any, **options: Any) -> Path:
+        monkeypatch.setattr("transferd.dumper.write_dump", write_dump)
+        recorder.failure("t", "the second")
+        if asked:
+            signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)  # not to pytest's other threads: they die of it
+        return write_dump(*args, **options)
+
+    def counted(signals: Collection[int]) -> int:
+        waits.release()
+        return sigwait(signals)
+
+    monkeypatch.setattr("transferd.dumper.write_dump", interrupted)
+    monkeypatch.setattr("transferd.dumper.signal.sigwait", counted)
+    with dumper(tmp_path, recorder):
+        recorder.failure("t", "the first")
+        for _ in range(3 + asked):  # for the first, for the second that was written with it, for the operator's, idle
+            assert await asyncio.to_thread(waits.acquire, timeout=30)
+    assert reasons(tmp_path) == ["failure", "failure"] + ["signal"] * asked
 
 
 async def test_the_end_by_an_exception_is_a_crash_and_the_exception_goes_its_way(tmp_path: Path) -> None:
