@@ -30,6 +30,7 @@ from transferd.residency.index import TokenIndex
 from transferd.residency.wire import block_hash
 from transferd.storage.base import Storage
 from transferd.storage.tokens import TokenStorage
+from transferd.storage.uncancelled import every
 from transferd.tasks import ErrorInfo, RankOutcome, Stop, Task, TaskResult, TokenIds
 from transferd.workers.job import Job
 from transferd.workers.rank import RankWorker
@@ -133,8 +134,7 @@ class Coordinator:
             )
         ids = self._objects.ids(keys)
         names = [self._objects.names(self.generation, ids, worker.rank) for worker in self.workers]
-        counts = await asyncio.gather(*(w.match(n) for w, n in zip(self.workers, names, strict=True)))
-        return min(counts)
+        return min(await every(w.match(n) for w, n in zip(self.workers, names, strict=True)))
 
     async def match_tokens(self, path: TokenIds, start: int) -> int:
         """How many blocks of a path, from block `start` on, every rank could load now. Raises as `match`."""

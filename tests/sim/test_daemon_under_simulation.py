@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import structlog
 
+from transferd.errors import TransferError
 from transferd.tasks import ReadStorageTask, Status, SwapOutTask, WriteStorageTask
 from transferd.testing.loop import SimLoop, simulate
 from transferd.testing.simengine import SimEngine
@@ -71,6 +72,18 @@ def test_a_failed_transfer_does_not_keep_the_memory_it_was_working_on() -> None:
         calm(program)
     finally:
         gc.enable()
+
+
+def test_a_match_that_failed_on_one_rank_leaves_no_call_behind_on_another() -> None:
+    async def program(world: SimWorld, engine: SimEngine) -> None:
+        write = WriteStorageTask(task_id="w", keys=["a"], gpu_block_ids=[0])
+        assert (await engine.client.submit(write)).status is Status.OK
+        world.storage.dice.script("exists", "unavailable")
+        with pytest.raises(TransferError, match="does not answer"):
+            await engine.client.match(["a"])
+
+    for seed in range(10):
+        calm(program, seed)  # SimStorage raises when it is closed under a call
 
 
 def test_the_flight_recorder_tells_the_life_of_a_task() -> None:

@@ -29,6 +29,7 @@ from transferd.direct.messages import (
 )
 from transferd.direct.outbound import Outbound
 from transferd.errors import ConfigError, PeerLost, PeerRefused, TransferError
+from transferd.storage.uncancelled import every
 from transferd.tasks import ErrorInfo
 
 log = structlog.get_logger(__name__)
@@ -110,7 +111,7 @@ class Exchange:
         connections = [sender.connecting.result() for sender in self._senders.values() if _is_there(sender)]
         for sender in self._senders.values():
             sender.connecting.cancel()
-        await asyncio.gather(*(connection.close() for connection in [*self._receivers, *connections]))
+        await every(connection.close() for connection in [*self._receivers, *connections])
 
     async def close(self) -> None:
         """After every Sender and Receiver has ended. Idempotent."""

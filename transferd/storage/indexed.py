@@ -42,7 +42,7 @@ from transferd.offload import Direction, Offload
 from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found, Outcome, Storage
 from transferd.storage.lru import Entry, LruIndex, Victim
 from transferd.storage.traffic import Traffic
-from transferd.storage.uncancelled import uncancelled
+from transferd.storage.uncancelled import every, uncancelled
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -390,14 +390,11 @@ class IndexedStorage(Storage):
         if not items or (self._inline_bytes and nbytes <= self._inline_bytes):
             return [effect(item) for item in items]
         count = min(self._stripes, len(items))
-        parts = await asyncio.gather(
-            *(self._offload.run(direction, functools.partial(_each, effect, items[i::count])) for i in range(count)),
-            return_exceptions=True,
+        parts = await every(
+            self._offload.run(direction, functools.partial(_each, effect, items[i::count])) for i in range(count)
         )
         results: list[T | None] = [None] * len(items)
         for i, part in enumerate(parts):
-            if isinstance(part, BaseException):
-                raise part
             results[i::count] = part
         return cast("list[T]", results)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -28,3 +28,18 @@ async def uncancelled(work: Coroutine[Any, Any, T]) -> T:
         if not task.cancelled():
             task.exception()  # seen: nobody is left to hear of it
         raise
+
+
+async def every(works: Iterable[Awaitable[T]]) -> list[T]:
+    """Their results in order; if any raises, the first error in that order, after all have ended.
+
+    asyncio.gather alone raises at the first error, or at the first cancelled one, and leaves the others
+    running behind its caller's back: on memory and in storage that the caller believes is free of them.
+    A cancellation of the caller reaches all of them and is raised when all have ended.
+    """
+    results: list[T] = []
+    for ended in await asyncio.gather(*works, return_exceptions=True):
+        if isinstance(ended, BaseException):
+            raise ended
+        results.append(ended)
+    return results

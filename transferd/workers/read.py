@@ -21,6 +21,7 @@ from typing import Any
 from transferd.copyplan import plan_copy
 from transferd.errors import TransferError
 from transferd.storage.base import MISSING, Blob, Found, Outcome
+from transferd.storage.uncancelled import every
 from transferd.tasks import RankOutcome, ReadStorageTask
 from transferd.workers.context import Account, RankContext, require
 from transferd.workers.flights import Batch, Flights
@@ -63,8 +64,7 @@ class Reader:
             account.failed(error)
         finally:
             # A chunk ends within one copy after a stop; until then its device blocks are in use.
-            for load in under_way:
-                await load
+            await every(under_way)
         return account.outcome()
 
     async def _available(self, job: Job, account: Account) -> int:
@@ -94,7 +94,7 @@ class Reader:
         arrivals = [self._consume(job, account, batch, names, positions, mine) for batch, mine in parts]
         if len(arrivals) == 1:
             return await arrivals[0]
-        return all(await asyncio.gather(*arrivals))
+        return all(await every(arrivals))
 
     async def _consume(
         self, job: Job, account: Account, batch: Batch, names: Sequence[str], positions: range, mine: list[int]

@@ -8,7 +8,6 @@ blocks are on which node is the TokenIndex's to know.
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from transferd.config import Config
@@ -19,6 +18,7 @@ from transferd.residency.wire import MEDIUM_CPU, MEDIUM_GPU, BlockRemoved, Block
 from transferd.storage.attention_store.settings import settings
 from transferd.storage.base import Storage
 from transferd.storage.tokens import RankPort, TokenStorage, Transfer
+from transferd.storage.uncancelled import every
 from transferd.tasks import RankOutcome, TokenIds
 
 
@@ -54,7 +54,7 @@ class OpenTokenStorage(TokenStorage):
         if self.keyed is None:
             return 0
         keys = self.paths.keys(path, start)
-        return min(await asyncio.gather(*(port.match(generation, keys) for port in self._ports.values())))
+        return min(await every(port.match(generation, keys) for port in self._ports.values()))
 
     async def read(self, transfer: Transfer) -> RankOutcome:
         if self.keyed is None:

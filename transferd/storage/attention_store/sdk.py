@@ -34,6 +34,7 @@ from transferd.storage.attention_store.library import Library, Session, Shard, l
 from transferd.storage.attention_store.lines import Line
 from transferd.storage.attention_store.settings import settings
 from transferd.storage.tokens import RankPort, TokenStorage, Transfer
+from transferd.storage.uncancelled import every
 from transferd.tasks import RankOutcome, TokenIds
 
 log = structlog.get_logger(__name__)
@@ -113,7 +114,7 @@ class SdkTokenStorage(TokenStorage):
         self._ranks[port.rank] = _Rank(port, session, functools.partial(self._tensors, port))
 
     async def ready(self) -> None:
-        await asyncio.gather(*(self._rank_ready(rank) for rank in self._ranks.values()))
+        await every(self._rank_ready(rank) for rank in self._ranks.values())
 
     async def _rank_ready(self, rank: _Rank) -> None:
         """Ask for blocks that nobody has until the answer is an answer."""
@@ -166,11 +167,9 @@ class SdkTokenStorage(TokenStorage):
     async def match(self, path: TokenIds, start: int, generation: str) -> int:  # noqa: ARG002 - fixed, see above
         tokens = path.array.tolist()
         return min(
-            await asyncio.gather(
-                *(
-                    rank.index.run(functools.partial(rank.session.match, tokens, start, MATCH_TIMEOUT_S))
-                    for rank in self._ranks.values()
-                )
+            await every(
+                rank.index.run(functools.partial(rank.session.match, tokens, start, MATCH_TIMEOUT_S))
+                for rank in self._ranks.values()
             )
         )
 
