@@ -50,6 +50,13 @@ def master(tmp_path: Path) -> Iterator[tuple[int, int, subprocess.Popen[bytes]]]
     process.wait()
 
 
+def test_a_free_port_is_given_once_and_is_none_that_a_connection_may_have_taken_meanwhile() -> None:
+    ports = [free_port() for _ in range(50)]
+    assert len(set(ports)) == 50
+    first, _ = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    assert all(20_000 <= port < int(first) for port in ports) or int(first) <= 21_000
+
+
 @needs_mooncake
 def test_a_master_serves_a_daemon_and_its_status_shows_what_that_lends_and_stores(
     master: tuple[int, int, subprocess.Popen[bytes]], tmp_path: Path

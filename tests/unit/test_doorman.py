@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import resource
 import socket
@@ -30,6 +31,7 @@ def listening(endpoint: str, places: int) -> Iterator[tuple[zmq.Socket[bytes], s
 @contextlib.contextmanager
 def no_gaps() -> Iterator[None]:
     """Take the free numbers between the descriptors that earlier tests left open: the next ones then count up."""
+    gc.collect()  # what earlier tests left to the collector must not be closed in the middle of this one
     highest = max(int(name) for name in os.listdir("/proc/self/fd"))
     taken = [os.dup(0)]
     while taken[-1] < highest:

@@ -5,6 +5,9 @@ The master keeps metadata only; memory comes from the daemons (`storage.mooncake
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import random
 import shutil
 import socket
 import sys
@@ -14,6 +17,9 @@ from transferd.errors import TransferError
 
 DEFAULT_PORT = 50051
 DEFAULT_METRICS_PORT = 9003
+
+_LOWEST_PORT, _HIGHEST_PORT = 20_000, 65_535  # of those that free_port gives; Mooncake takes some below by itself
+_port_numbers = itertools.count(random.randrange(_HIGHEST_PORT))
 
 
 def master_executable() -> str | None:
@@ -28,11 +34,26 @@ def wheel_program(name: str) -> str | None:
 
 
 def free_port() -> int:
-    """A port that was free a moment ago, for a master that is started for a while."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that nobody listens at, for a program that is started in a moment. Never the same one twice.
+
+    It is below those that the kernel gives to whoever asks for any one: else somebody's connection may have it by
+    the time the program starts, or while it is restarted; even one that was meant for the program, with itself.
+    """
+    for _ in range(100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            port = _LOWEST_PORT + next(_port_numbers) % (_first_ephemeral() - _LOWEST_PORT)
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise TransferError(f"no free port between {_LOWEST_PORT} and {_first_ephemeral()}")
+
+
+def _first_ephemeral() -> int:
+    """The first port that the kernel gives away by itself, where that leaves room below; else the highest of all."""
+    try:
+        first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError):
+        return _HIGHEST_PORT
+    return first if first > _LOWEST_PORT + 1000 else _HIGHEST_PORT
 
 
 def master_command(host: str, port: int, metrics_port: int, lease: str = "5s") -> list[str]:
