@@ -37,10 +37,16 @@ CROWD = 1200
 
 @dataclass
 class Finding:
-    """What became of a scenario. told: what the engine, or the operator at start, was told; seconds: until then."""
+    """What became of a scenario. told: what the engine, or the operator at start, was told; seconds: until then.
+
+    checked, gone, wrong: keys read back at the end, as in Row; None where no daemon was left to ask.
+    """
 
     told: list[str] = field(default_factory=list)
     seconds: float | None = None
+    checked: int | None = None
+    gone: int | None = None
+    wrong: int | None = None
     problems: list[str] = field(default_factory=list)
 
     def expect(self, holds: object, otherwise: str) -> None:
@@ -98,6 +104,7 @@ async def serving(
         row = Row(None)  # type: ignore[arg-type]  # only its counts are wanted
         await operator.read_everything_back(row, SERVE_S)
         finding.problems += row.problems
+        finding.checked, finding.gone, finding.wrong = row.checked, row.gone, row.wrong
         finding.expect(row.checked, "nothing was read back")
     finally:
         await operator.close()
@@ -110,8 +117,10 @@ async def refuses_to_start(
 ) -> None:
     """A start that ends with one line saying why, exit code 1 or 2, and nothing left behind."""
     before = {path.name for path in Path("/dev/shm").glob("transferd.*")}
+    began = time.monotonic()
     daemon = launch.start(tree, directory, prefix=prefix, wait=False)
     code = await asyncio.to_thread(daemon.process.wait, START_TIMEOUT_S)
+    finding.seconds = time.monotonic() - began
     lines = [line for line in daemon.log.splitlines() if words in line]
     finding.told = [_problem(line) for line in lines[:1]]
     finding.expect(code in (1, 2), f"exit code {code}")
@@ -206,7 +215,10 @@ async def memory_lock(directory: Path, finding: Finding) -> None:
         finding.told = stats["degraded"][:1]
         finding.expect("RLIMIT_MEMLOCK" in " ".join(stats["degraded"]), f"degraded: {stats['degraded']}")
         finding.expect(len(warnings) == 1, f"{len(warnings)} warnings: {warnings}")
+        began = time.monotonic()
         written = await operator.write(*_keys("unpinned", 4))
+        finding.seconds = time.monotonic() - began
+        finding.heard(written)
         finding.expect(written.status is Status.OK, f"a write: {written}")
 
 

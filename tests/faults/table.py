@@ -79,12 +79,14 @@ def _answer(row: Row) -> str:
 
 def resources(findings: Sequence[tuple[Scenario, Finding]]) -> str:
     """One line for each thing that ran out."""
-    lines = ["| what ran out | when | told | after | daemon |", "|---|---|---|---|---|"]
+    lines = ["| what ran out | when | told | after | daemon | gone | wrong |", "|---|---|---|---|---|---|---|"]
     for scenario, finding in findings:
         after = "" if finding.seconds is None else f"{finding.seconds * 1000:.0f} ms"
+        gone, wrong = ("" if count is None else str(count) for count in (finding.gone, finding.wrong))
         fate = "lives, serves again" if scenario.survives else "exits, nothing left behind"
         verdict = fate if not finding.problems else f"**RED** {finding.problems[0]}"
-        lines.append(f"| {scenario.name} | {scenario.when} | {'; '.join(finding.told)} | {after} | {verdict} |")
+        cells = (scenario.name, scenario.when, "; ".join(finding.told), after, verdict, gone, wrong)
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

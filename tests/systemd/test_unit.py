@@ -129,7 +129,7 @@ def daemon(installed: Installed) -> Iterator[Installed]:
 
 @pytest.fixture
 def watched(installed: Installed) -> Iterator[Installed]:
-    """Started with a watchdog that bites after two seconds. The others keep the packaged one: a busy machine is slow."""
+    """Started with a watchdog that bites after two seconds. The others have the packaged one."""
     installed.drop_in("watched", WATCHED)
     installed.start()
     yield installed
