@@ -14,6 +14,7 @@ import pytest
 from tests.storage.token_harness import BLOCK, KINDS, TokenWorld, token_world, tree
 from transferd.config import from_tree
 from transferd.errors import ConfigError, RequestError, StorageError, StorageUnavailable
+from transferd.storage.attention_store import lines
 from transferd.storage.attention_store import sdk as adapter
 from transferd.storage.attention_store.library import PACKAGE, load_library
 from transferd.storage.attention_store.sdk import SdkTokenStorage
@@ -182,7 +183,7 @@ async def test_an_index_that_cannot_be_told_after_a_read_fails_nothing(tmp_path:
         await until(lambda: world.storage.statistics()["flush_errors"] == 1)
 
 
-async def test_a_flush_that_hangs_delays_no_transfer_and_no_close(
+async def test_a_flush_that_hangs_delays_no_transfer_no_question_and_no_close(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(adapter, "CLOSE_WAIT_S", 0.01)
@@ -195,6 +196,28 @@ async def test_a_flush_that_hangs_delays_no_transfer_and_no_close(
             await until(held.begun.is_set)
             outcome = (await world.read(PATH[: 2 * BLOCK], 0, [2, 3]))[0]
             assert list(outcome.moved) == [0, 1]
+            async with asyncio.timeout(WAIT_S / 2):
+                assert await world.match(PATH) == 2
+    finally:
+        held.go.set()
+
+
+async def test_flushes_behind_one_that_hangs_are_bounded_and_those_beyond_are_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter, "CLOSE_WAIT_S", 0.01)
+    monkeypatch.setattr(lines, "MOST_WAITING", 3)
+    double = AttentionStoreDouble()
+    held = Held(double, "flush_token_index")
+    try:
+        async with token_world(SDK, tmp_path, double=double) as world:
+            await world.write(PATH[:BLOCK], 0, [0])
+            await until(held.begun.is_set)
+            for _ in range(5):
+                assert list((await world.read(PATH[:BLOCK], 0, [1]))[0].moved) == [0]
+            await until(lambda: world.storage.statistics()["flush_errors"] == 2)
+            with pytest.raises(StorageUnavailable, match="3 calls are waiting already"):
+                await world.storage.flush_token_index(TokenIds(PATH), 0, resident=True)
     finally:
         held.go.set()
 

@@ -9,7 +9,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
+from transferd.errors import StorageUnavailable
+
 T = TypeVar("T")
+
+MOST_WAITING = 256  # in one line: tasks are far fewer, so the call at its head hangs
 
 
 class Line:
@@ -25,7 +29,12 @@ class Line:
         self._thread: threading.Thread | None = None
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """The call's future. Cancelling it works as long as the call has not begun."""
+        """The call's future. Cancelling it works as long as the call has not begun.
+
+        Raises StorageUnavailable when too many wait already, as a call that never returns would gather them.
+        """
+        if self._calls.qsize() >= MOST_WAITING:
+            raise StorageUnavailable(f"{self._name}: {MOST_WAITING} calls are waiting already")
         future: Future[T] = Future()
         self._calls.put((future, call))  # type: ignore[arg-type] # a queue of futures of different types
         if self._thread is None:
@@ -34,7 +43,7 @@ class Line:
         return future
 
     async def run(self, call: Callable[[], T]) -> T:
-        """Its result. A cancelled caller leaves a call that has begun to itself."""
+        """Its result. A cancelled caller leaves a call that has begun to itself. Raises as `submit` does."""
         return await asyncio.wrap_future(self.submit(call))
 
     def close(self) -> None:

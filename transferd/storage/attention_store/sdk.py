@@ -4,10 +4,11 @@ The SDK moves bytes by itself, straight between the store and device memory: it 
 of each layer's key and value tensors and the block ids. So nothing is staged or sealed here, and what
 is delivered is as good as the store.
 
-One session for each rank, and in it three lines of calls, as FastDeploy has threads: loads, stores, and
-what is told or asked of the index. A call cannot be taken back once it has begun, and it may touch
-device blocks until it returns; so a transfer that is told to stop waits for the call that is under way,
-which has a time limit, and begins no other. Transfers are cut into slices of `slice_blocks` for that.
+One session for each rank, and in it four lines of calls, as FastDeploy has threads: loads, stores, what
+the index is asked and what it is told. The last has no time limit in the SDK, so nothing else waits in
+its line. A call cannot be taken back once it has begun, and it may touch device blocks until it returns;
+so a transfer that is told to stop waits for the call that is under way, which has a time limit, and
+begins no other. Transfers are cut into slices of `slice_blocks` for that.
 
 A write ends at the first slice that is not taken whole, since later blocks would be out of reach. After
 a read the index is told that the blocks are in device memory, after a write that they are not, by rank
@@ -55,10 +56,11 @@ class _Rank:
         self.session = session
         self.tensors = tensors
         name = f"transferd-as-{port.rank}"
-        self.loads, self.stores, self.index = Line(f"{name}-load"), Line(f"{name}-store"), Line(f"{name}-index")
+        self.loads, self.stores = Line(f"{name}-load"), Line(f"{name}-store")
+        self.asking, self.telling = Line(f"{name}-ask"), Line(f"{name}-tell")
 
     def close(self) -> None:
-        for line in (self.loads, self.stores, self.index):
+        for line in (self.loads, self.stores, self.asking, self.telling):
             line.close()
 
 
@@ -122,7 +124,7 @@ class SdkTokenStorage(TokenStorage):
         give_up = self._clock.monotonic() + self._section.ready_timeout
         while True:
             try:
-                await rank.index.run(lambda: rank.session.match(nobodys, 0, READY_CALL_S))
+                await rank.asking.run(lambda: rank.session.match(nobodys, 0, READY_CALL_S))
                 return
             except StorageError as error:
                 if NOT_READY not in str(error):
@@ -168,7 +170,7 @@ class SdkTokenStorage(TokenStorage):
         tokens = path.array.tolist()
         return min(
             await every(
-                rank.index.run(functools.partial(rank.session.match, tokens, start, MATCH_TIMEOUT_S))
+                rank.asking.run(functools.partial(rank.session.match, tokens, start, MATCH_TIMEOUT_S))
                 for rank in self._ranks.values()
             )
         )
@@ -198,7 +200,7 @@ class SdkTokenStorage(TokenStorage):
         tokens = path.array.tolist()
         self._counts["flushes"] += 1
         try:
-            await rank.index.run(lambda: rank.session.flush_token_index(tokens, start, resident=resident))
+            await rank.telling.run(lambda: rank.session.flush_token_index(tokens, start, resident=resident))
         except StorageError:
             self._counts["flush_errors"] += 1
             raise
