@@ -19,6 +19,7 @@ from transferd.keys import block_keys, key_digest
 from transferd.launch import DaemonProcess, running
 from transferd.tasks import ReceiveTask, SendTask
 from transferd.testing.mooncake import Master, master_executable
+from transferd.testing.sabotage import FILE_VARIABLE, Saboteur
 
 pytestmark = [
     pytest.mark.skipif(master_executable() is None, reason="mooncake-transfer-engine is not installed"),
@@ -216,6 +217,7 @@ async def test_a_cancelled_side_ends_the_other_one_at_once(tmp_path: Path) -> No
 
 
 BIG = {"layers": 4, "head_dim": 128, "block_size": BLOCK, "kv_heads": 32, "device_blocks": 128}  # 1 MiB a block
+SABOTAGED = {"device": "transferd.testing.sabotage:SabotagedDevice"}
 
 
 async def begun(node: Side, block: int) -> None:
@@ -226,12 +228,22 @@ async def begun(node: Side, block: int) -> None:
             await asyncio.sleep(0.001)
 
 
+@pytest.fixture
+def saboteur(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Saboteur:
+    order = tmp_path / "order"
+    monkeypatch.setenv(FILE_VARIABLE, str(order))
+    return Saboteur(order)
+
+
 @contextlib.asynccontextmanager
-async def big_transfer(directory: Path) -> AsyncIterator[tuple[Side, Side, list[asyncio.Future[Any]]]]:
-    """128 MiB a rank under way, its first bytes there."""
-    tree = config("direct", None, **BIG)
-    tree["pd"]["staging"] = tree["host"]["staging"] = "8MiB"
-    async with side("prefill", tree, directory) as prefill, side("decode", tree, directory) as decode:
+async def big_transfer(
+    directory: Path, saboteur: Saboteur
+) -> AsyncIterator[tuple[Side, Side, list[asyncio.Future[Any]]]]:
+    """128 MiB a rank under way, its first bytes there; rank 1 of the receiver stands still, so it cannot end."""
+    trees = [config("direct", None, **BIG), config("direct", None, **BIG, **SABOTAGED)]
+    for tree in trees:
+        tree["pd"]["staging"] = tree["host"]["staging"] = "8MiB"
+    async with side("prefill", trees[0], directory) as prefill, side("decode", trees[1], directory) as decode:
         tokens, ids = list(range(128 * BLOCK)), list(range(128))
         for cache in prefill.caches:
             for plane in cache.values():
@@ -239,17 +251,19 @@ async def big_transfer(directory: Path) -> AsyncIterator[tuple[Side, Side, list[
                     layer[:] = 7
         wipe(decode.caches, ids)
         peer = prefill.client.pd_address
-        under_way = [
-            asyncio.ensure_future(prefill.client.write_all("big", tokens, ids, timeout=20)),
-            asyncio.ensure_future(decode.client.read_all("big", tokens, ids, peer=peer, timeout=20)),
-        ]
-        await begun(decode, 0)
-        yield prefill, decode, under_way
+        with saboteur.order("copy_in", 1, "stall"):
+            under_way = [
+                asyncio.ensure_future(prefill.client.write_all("big", tokens, ids, timeout=20)),
+                asyncio.ensure_future(decode.client.read_all("big", tokens, ids, peer=peer, timeout=20)),
+            ]
+            await begun(decode, 0)
+            yield prefill, decode, under_way
 
 
-async def test_a_sender_killed_in_the_middle_leaves_a_failed_result(tmp_path: Path) -> None:
-    async with big_transfer(tmp_path) as (prefill, decode, (writing, reading)):
+async def test_a_sender_killed_in_the_middle_leaves_a_failed_result(tmp_path: Path, saboteur: Saboteur) -> None:
+    async with big_transfer(tmp_path, saboteur) as (prefill, decode, (writing, reading)):
         prefill.daemon.kill()
+        saboteur.lift()
         with pytest.raises(HandoverFailed) as failure:
             await reading
         assert failure.value.reason == "peer_lost"
@@ -261,8 +275,8 @@ async def test_a_sender_killed_in_the_middle_leaves_a_failed_result(tmp_path: Pa
         await expect_nothing_left(decode)
 
 
-async def test_a_receiver_killed_in_the_middle_leaves_a_failed_result(tmp_path: Path) -> None:
-    async with big_transfer(tmp_path) as (prefill, decode, (writing, reading)):
+async def test_a_receiver_killed_in_the_middle_leaves_a_failed_result(tmp_path: Path, saboteur: Saboteur) -> None:
+    async with big_transfer(tmp_path, saboteur) as (prefill, decode, (writing, reading)):
         decode.daemon.kill()
         with pytest.raises(HandoverFailed) as failure:
             await writing

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from transferd.clock import SYSTEM_CLOCK
 from transferd.config import Config, from_tree
 from transferd.errors import ConfigError, StorageUnavailable
 from transferd.storage.mooncake import MooncakeStorage
+from transferd.storage.mooncake import joining as joining_module
 from transferd.storage.mooncake.calls import NativeCalls
 from transferd.storage.mooncake.joining import dial_address, join
 from transferd.testing.mooncake import free_port
@@ -23,14 +25,20 @@ def config(**section: Any) -> Config:
     return from_tree({"storage": {"mooncake": section}})
 
 
-async def test_an_absent_master_is_one_line_and_one_clear_error_within_the_connect_timeout() -> None:
-    storage = MooncakeStorage(config(master_server_addr="127.0.0.1:1", connect_timeout=0.6))
+async def test_an_absent_master_is_one_line_and_one_clear_error_within_the_connect_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(joining_module, "DIAL_INTERVAL_S", 0.001)
+    times = iter([100.0, 100.0, 102.9, 103.0])  # the start, and after each of three dials
+    clock = replace(SYSTEM_CLOCK, monotonic=lambda: next(times))
+    storage = MooncakeStorage(config(master_server_addr="127.0.0.1:1", connect_timeout=3.0), clock=clock)
     with (
         capture_logs() as logs,
-        pytest.raises(StorageUnavailable, match=r"join the Mooncake pool at 127.0.0.1:1 within 0"),
+        pytest.raises(StorageUnavailable, match=r"join the Mooncake pool at 127.0.0.1:1 within 3 s"),
     ):
         await storage.open()
     await storage.close()
+    assert not list(times)
     assert [line["event"] for line in logs] == ["waiting for the Mooncake pool"]
     assert logs[0]["master"] == "127.0.0.1:1"
     assert "refused" in logs[0]["problem"].lower()

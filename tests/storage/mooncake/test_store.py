@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from structlog.testing import capture_logs
 
@@ -69,6 +70,15 @@ def reason(outcome: Outcome) -> str:
     assert outcome.found is Found.FAILED
     assert outcome.error is not None
     return outcome.error.reason
+
+
+def be_impatient(harness: Harness) -> None:
+    """From now on a call may take 0.05 s: what came before it was not meant to be a matter of time."""
+    storage = harness.storage
+    assert isinstance(storage, MooncakeStorage)
+    storage._section = msgspec.structs.replace(storage._section, timeout=0.05)
+    assert storage._calls is not None
+    storage._calls._wait = 0.05
 
 
 async def until(storage: MooncakeStorage, state: str) -> None:
@@ -283,7 +293,7 @@ async def test_an_answer_that_means_nobody_opens_the_breaker_and_a_probe_closes_
     start: Start, pool: SimPool, code: int
 ) -> None:
     harness = await start(probe_interval=0.01)
-    pool.answer("exists", code, times=3)
+    pool.answer("exists", code, times=10_000)
     with capture_logs() as logs:
         with pytest.raises(StorageUnavailable, match="does not answer"):
             await harness.storage.exists(["a"])
@@ -291,6 +301,7 @@ async def test_an_answer_that_means_nobody_opens_the_breaker_and_a_probe_closes_
             with pytest.raises(StorageUnavailable, match="asked again in the background"):
                 await call
         assert not any(operation in ("put", "get") for operation, _ in pool.calls), "nothing was called"
+        pool._scripted.clear()
         await until(harness.storage, "closed")
     assert await harness.put(("a", b"x")) == [STORED]
     assert [line["event"] for line in logs] == [
@@ -304,7 +315,8 @@ async def test_an_answer_that_means_nobody_opens_the_breaker_and_a_probe_closes_
 async def test_a_call_that_hangs_opens_the_breaker_while_it_hangs_and_ends_with_what_it_got(
     start: Start, pool: SimPool
 ) -> None:
-    harness = await start(timeout=0.05, probe_interval=30.0)
+    harness = await start(probe_interval=30.0)
+    be_impatient(harness)
     held = Held(pool, "get")
     pool.objects["a"] = b"x"
     hanging = asyncio.ensure_future(harness.get(("a", 1)))
@@ -341,11 +353,13 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("impatient")
 async def test_calls_that_all_hang_leave_the_next_one_an_error_within_the_timeout(start: Start, pool: SimPool) -> None:
-    harness = await start(timeout=0.05, probe_interval=30.0)
+    harness = await start(timeout=60.0)
     held, hanging = await all_threads_hang(harness, pool)
+    be_impatient(harness)
     late = [asyncio.ensure_future(harness.get(("same", 1))) for _ in range(3)]
     for error in await asyncio.gather(*late, return_exceptions=True):
         assert isinstance(error, StorageUnavailable)
+        assert "none ended within 0.05 s" in str(error)
     held.release.set()
     await asyncio.gather(*hanging)
 
@@ -374,7 +388,7 @@ async def test_what_comes_while_a_call_is_under_way_goes_together_in_the_next(st
 
 @pytest.mark.usefixtures("impatient")
 async def test_with_the_breaker_open_nobody_waits_for_a_thread(start: Start, pool: SimPool) -> None:
-    harness = await start(timeout=5.0, probe_interval=30.0)
+    harness = await start(timeout=60.0, probe_interval=30.0)
     held, hanging = await all_threads_hang(harness, pool)
     harness.storage._breaker.failed("gone")
     with pytest.raises(StorageUnavailable, match=r"gone.*asked again in the background"):
@@ -387,7 +401,7 @@ async def test_with_the_breaker_open_nobody_waits_for_a_thread(start: Start, poo
 async def test_a_call_that_waited_for_a_thread_while_the_breaker_opened_is_not_made(
     start: Start, pool: SimPool
 ) -> None:
-    harness = await start(timeout=5.0, probe_interval=30.0)
+    harness = await start(timeout=60.0, probe_interval=30.0)
     held, hanging = await all_threads_hang(harness, pool)
     waiting = asyncio.ensure_future(harness.get(("late", 1)))
     for _ in range(5):
