@@ -24,7 +24,7 @@ from transferd.testing.sabotage import FILE_VARIABLE, Operation, Saboteur
 RANKS = 4
 BESIDE = Path(__file__).parents[3] / "shared" / "traces" / "conversation_trace.jsonl"
 TRACE = Path(os.environ.get("TRANSFERD_TEST_TRACE", BESIDE))
-REQUESTS = int(os.environ.get("TRANSFERD_TEST_REQUESTS", "250"))
+REQUESTS = int(os.environ.get("TRANSFERD_TEST_REQUESTS", "1000"))
 SABOTAGED = "transferd.testing.sabotage:SabotagedStorage"
 BLOCK_TOKENS = 8
 SETTINGS: dict[str, Any] = {
