@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from transferd.errors import DeviceLost, TierError
-from transferd.tiers.cuda.bindings import BindingsDriver
+from transferd.tiers.cuda.bindings import BindingsDriver, check_release
 from transferd.tiers.cuda.driver import MAPPED_ALREADY, NO_DRIVER, OUT_OF_MEMORY, failure
 
 
@@ -73,7 +73,40 @@ def test_a_wrong_call_of_ours_is_not_hidden() -> None:
         ("CUDA_ERROR_INVALID_VALUE", "tier_error"),
         ("CUDA_ERROR_ILLEGAL_ADDRESS", "device_lost"),
         ("CUDA_ERROR_ECC_UNCORRECTABLE", "device_lost"),
+        ("CUDA_ERROR_MPS_CLIENT_TERMINATED", "device_lost"),
     ],
 )
 def test_each_answer_has_a_code(name: str, code: str) -> None:
     assert failure("cuX", name).reason == code
+
+
+@pytest.mark.parametrize(
+    ("version", "asked"), [(12040, []), (12080, [12080]), (12090, [12080]), (13000, [13000]), (13020, [13000])]
+)
+def test_a_driver_is_asked_for_no_function_that_came_after_it(version: int, asked: list[int]) -> None:
+    heard: list[int] = []
+
+    def resolve(_symbol: bytes, since: int, _flags: int) -> tuple[Result, int, int]:
+        heard.append(since)
+        return Result.CUDA_SUCCESS, id(heard), 0
+
+    api = SimpleNamespace(
+        CUresult=Result,
+        CUdriverProcAddressQueryResult=SimpleNamespace(CU_GET_PROC_ADDRESS_SUCCESS=0),
+        cuDriverGetVersion=lambda: (Result.CUDA_SUCCESS, version),
+        cuGetProcAddress=resolve,
+    )
+    assert BindingsDriver(api).batches == bool(asked)
+    assert heard == asked
+
+
+@pytest.mark.parametrize("release", ["12.8.0", "12.9.0"])
+def test_bindings_that_keep_the_gil_are_refused_in_one_line(release: str) -> None:
+    with pytest.raises(TierError, match=f"cuda-bindings {release} stops every other thread") as caught:
+        check_release(release)
+    assert caught.value.reason == NO_DRIVER
+
+
+@pytest.mark.parametrize("release", ["12.9.1", "12.9.4.post1", "13.0.0", "13.1"])
+def test_bindings_that_let_others_run_are_used(release: str) -> None:
+    check_release(release)

@@ -128,9 +128,9 @@ class FakeLibcuda:
         """cuGetProcAddress."""
         name = symbol.decode()
         if name == "cuMemcpyBatchAsync":
-            name += " 13000" if version >= 13000 else " 12080"
-            if not self.gpu.batches or (version >= 13000 and self.gpu.version < 13000):
-                name = ""
+            # A driver gives the newest that it has, also when it is asked for one that came after it (12.8's manual).
+            newest = min(version, self.gpu.version) if self.gpu.batches else 0
+            name += " 13000" if newest >= 13000 else " 12080" if newest >= 12080 else " of later"
         found = self._functions.get(name)
         if status:
             _I.from_address(status).value = 0 if found else _SYMBOL_NOT_FOUND

@@ -5,9 +5,10 @@ than the copies' own submission (benchmarks: `bench copy --device cuda` shows bo
 out the function's address; with arrays it is one call.
 
 The function's signature changed. CUDA 12.8 introduced it with a `failIdx` before the stream; CUDA 13.0
-dropped that. Which one is given out depends only on the version that is asked for, so both are known by
-their version here, whatever the bindings were built for. The attributes struct is CUDA 12.8's: later
-ones keep its layout. (cuda.h of 12.8 and 13.0; CUmemcpyAttributes.)
+dropped that. Which one is given out depends on the version that is asked for, whatever the bindings were
+built for, and no driver may be asked for more than its own: one of 12.8 knows nothing of 13.0, and may as
+well give what it has as refuse (the manuals of 12.8 and of 13.0 say different things). The attributes struct
+is CUDA 12.8's: later ones keep its layout. (cuda.h of 12.8 and 13.0; CUmemcpyAttributes, cuGetProcAddress.)
 """
 
 from __future__ import annotations
@@ -53,13 +54,13 @@ _SINCE_12_8 = ctypes.CFUNCTYPE(
 )
 
 
-def find_batch_copy(api: Any) -> BatchCopy | None:
-    """The call if this driver has it. api: the module cuda.bindings.driver, initialised."""
-    address = _address(api, 13000)
-    if address:
-        return _bound(_SINCE_13_0(address), fails=False)
-    address = _address(api, 12080)
-    return _bound(_SINCE_12_8(address), fails=True) if address else None
+def find_batch_copy(api: Any, version: int) -> BatchCopy | None:
+    """The call if this driver has it. api: the module cuda.bindings.driver, initialised. version: the driver's."""
+    for since, signature in ((13000, _SINCE_13_0), (12080, _SINCE_12_8)):
+        address = _address(api, since) if version >= since else 0
+        if address:
+            return _bound(signature(address), fails=since < 13000)
+    return None
 
 
 def _address(api: Any, version: int) -> int:

@@ -1,6 +1,7 @@
-"""The driver API through NVIDIA's own bindings, cuda-bindings 12.8 or newer.
+"""The driver API through NVIDIA's own bindings, cuda-bindings 12.9.1 or newer.
 
 Every call of the bindings releases the GIL and answers (CUresult, value, …); it is translated once, here.
+Older ones keep the GIL: one thread that waits for an event would stop the daemon, so they are refused.
 Structs are read and written through their addresses: the bindings' attribute names for them have changed
 (the `reserved` bytes of an IPC handle came and went between 12.9 and 13.5), the memory has not.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,15 +24,18 @@ from transferd.tiers.cuda.compiler import compile_kernel
 from transferd.tiers.cuda.driver import NO_DRIVER, DeviceInfo, Driver, failure
 
 _IPC_HANDLE_BYTES = 64
+_OLDEST = (12, 9, 1)  # cuda-bindings that release the GIL (its release notes)
 
 
 @functools.cache
 def open_driver() -> Driver:
     """The driver of this process. Raises TierError with code `no_cuda` and one line that says what is missing."""
     try:
+        from cuda.bindings import __version__ as release
         from cuda.bindings import driver as api
     except ImportError as error:
         raise TierError("cuda-bindings is not installed: pip install 'transferd[cuda]'", code=NO_DRIVER) from error
+    check_release(release)
     try:
         (result,) = api.cuInit(0)
     except Exception as error:  # the bindings load libcuda at the first call, and have changed how that fails
@@ -41,13 +46,22 @@ def open_driver() -> Driver:
     return BindingsDriver(api)
 
 
+def check_release(version: str) -> None:
+    """Raise TierError for a release of cuda-bindings that cannot be used."""
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+    if numbers < _OLDEST:
+        oldest = ".".join(str(number) for number in _OLDEST)
+        problem = f"cuda-bindings {version} stops every other thread while it waits; {oldest} or newer is needed"
+        raise TierError(problem, code=NO_DRIVER)
+
+
 class BindingsDriver:
     """Driver over the module cuda.bindings.driver. Stateless: what it makes belongs to the caller."""
 
     def __init__(self, api: Any) -> None:
         self._api = api
         self.version = int(self._call("cuDriverGetVersion"))
-        self._batch: BatchCopy | None = find_batch_copy(api)
+        self._batch: BatchCopy | None = find_batch_copy(api, self.version)
 
     @property
     def batches(self) -> bool:
