@@ -13,7 +13,7 @@ import pytest
 
 from transferd.config import CacheSection
 from transferd.copyplan import plan_copy
-from transferd.errors import RequestError, TierError
+from transferd.errors import DeviceLost, RequestError, TierError
 from transferd.layout import build_layout
 from transferd.offload import ThreadOffload
 from transferd.testing.cuda.gpu import FakeGpu
@@ -162,6 +162,20 @@ async def test_a_mapping_lives_as_long_as_an_array_of_it(daemon: CudaDeviceTier,
     gc.collect()
     assert other.gpu.count("close_memory") == 1
     assert other.gpu.memory.opened == {}
+
+
+async def test_a_mapping_on_a_device_that_was_lost_goes_without_a_word(
+    daemon: CudaDeviceTier, other: Elsewhere
+) -> None:
+    await daemon.open()
+    lost = FakeGpu()  # a third process
+    attached = engine.attach(daemon.handle().data, lost)
+    assert attached.ready is not None
+    lost.refuse("record", "CUDA_ERROR_ECC_UNCORRECTABLE")
+    with pytest.raises(DeviceLost):
+        attached.ready.record(0)
+    del attached
+    gc.collect()  # what a finalizer raises would be a warning, and so an error
 
 
 async def test_frameworks_find_what_they_ask_an_array_for(daemon: CudaDeviceTier, other: Elsewhere) -> None:

@@ -45,8 +45,7 @@ class Calls:
         """One call, alone. anywhere: it needs no current context."""
         with self._changed:
             self.calls.append(name)
-            if self._lost:
-                self._refuse(name, self._lost)
+            self._check_lost(name)
             after, answer = self._refusals.get(name, (-1, ""))
             if answer and after == 0:
                 del self._refusals[name]
@@ -97,6 +96,7 @@ class Calls:
                 self.problems.append(f"the context of device {index} is released once too often")
                 return
             self._contexts[index] -= 1
+            self._check_lost("release")
 
     @contextlib.contextmanager
     def current(self, context: int) -> Iterator[None]:
@@ -109,7 +109,15 @@ class Calls:
     def push(self, context: int) -> None:
         if not self._contexts[context - _CONTEXT]:
             self._refuse("cuCtxPushCurrent", "CUDA_ERROR_CONTEXT_IS_DESTROYED")
+        self._check_lost("cuCtxPushCurrent")
         self._stack.append(context)
 
     def pop(self) -> int:
-        return self._stack.pop()
+        context = self._stack.pop()
+        self._check_lost("cuCtxPopCurrent")
+        return context
+
+    def _check_lost(self, call: str) -> None:
+        """Any call may answer with what an earlier one has brought about: CUDA's manual says so of these, too."""
+        if self._lost:
+            self._refuse(call, self._lost)

@@ -106,6 +106,7 @@ class FakeGpu(Calls):
 
     def free(self, address: int) -> None:
         with self._call("free"):
+            self._waits_for_all("free")
             allocation = self._own(address, "free")
             self._check_unused(allocation, "freed")
             self.memory.free(allocation)
@@ -140,6 +141,7 @@ class FakeGpu(Calls):
 
     def unregister_host(self, address: int) -> None:
         with self._call("unregister_host"):
+            self._waits_for_all("unregister_host")
             allocation = self.memory.registered.get(address)
             if allocation is None:
                 self._refuse("unregister_host", "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED")
@@ -178,8 +180,6 @@ class FakeGpu(Calls):
 
     def create_event(self, *, shared: bool = False) -> int:
         with self._call("create_event"):
-            if shared and not self._shares:
-                self._refuse("create_event", "CUDA_ERROR_NOT_SUPPORTED")
             event = self._new()
             self._events[event] = Signal(shared=shared)
             return event
@@ -224,6 +224,12 @@ class FakeGpu(Calls):
                 self._changed.wait(0.001)  # for another process, or another fake in this one
             else:
                 raise InvariantError("the streams wait for each other, or for what nobody does")
+
+    def _waits_for_all(self, call: str) -> None:
+        """A call in which CUDA waits for all that is under way in the context: not with work that nobody moves on."""
+        queues = [queue for queue in self._streams.values() if queue]
+        if queues and not any(queue[0].ready() for queue in queues):
+            self.problems.append(f"{call} waits for work that does not go on")
 
     def _do(self, what: str, stream: int, reads: Spans, writes: Spans, work: Callable[[], None]) -> None:
         queue = self._queue(stream)
@@ -305,6 +311,7 @@ class FakeGpu(Calls):
 
     def unload(self, module: int) -> None:
         with self._call("unload"):
+            self._waits_for_all("unload")
             del self._modules[module]
 
     def function(self, module: int, name: str) -> int:
@@ -362,6 +369,7 @@ class FakeGpu(Calls):
 
     def close_memory(self, address: int) -> None:
         with self._call("close_memory"):
+            self._waits_for_all("close_memory")
             allocation = self.memory.opened.get(address)
             if allocation is None:
                 self._refuse("close_memory", "CUDA_ERROR_INVALID_VALUE")
@@ -371,6 +379,8 @@ class FakeGpu(Calls):
     def export_event(self, event: int) -> bytes:
         with self._call("export_event"):
             signal = self._signal(event)
+            if not self._shares:
+                self._refuse("export_event", "CUDA_ERROR_NOT_SUPPORTED")
             if not signal.name:
                 self._refuse("export_event", "CUDA_ERROR_INVALID_VALUE")
             return signal.name.encode().ljust(64, b"\0")

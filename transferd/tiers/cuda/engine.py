@@ -13,6 +13,7 @@ after the kernels that write or read the blocks, and push at once: the copy wait
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Mapping as Map
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from transferd.errors import RequestError, TierError
+from transferd.errors import DeviceLost, RequestError, TierError
 from transferd.tiers.cuda import dlpack, ipc
 from transferd.tiers.cuda.bindings import open_driver
 from transferd.tiers.cuda.driver import DeviceInfo, Driver
@@ -55,11 +56,12 @@ class _Held:
 
 
 def _unmap(driver: Driver, index: int, context: int, mapping: ipc.Mapping) -> None:
-    try:
-        with driver.current(context):
-            mapping.close()
-    finally:
-        driver.release(index)
+    with contextlib.suppress(DeviceLost):  # then there is no mapping any more
+        try:
+            with driver.current(context):
+                mapping.close()
+        finally:
+            driver.release(index)
 
 
 class DeviceArray:

@@ -294,23 +294,26 @@ class Lane:
             self._idle.put(done)
             completed(error)
 
-    def close(self) -> None:
-        """Free everything, after every copy has ended. Idempotent. Raises the first TierError, after the rest.
+    def stop(self) -> None:
+        """Take no more copies, and wait for those under way. Idempotent; needs no context, frees nothing.
 
-        Raises Stuck, and frees nothing, when a copy does not end: one that waits for an engine which was
-        killed before its kernels had ended, say.
+        Raises Stuck when a copy does not end: one that waits for an engine which was killed before its kernels
+        had ended, say.
         """
         stuck = Stuck(f"a copy {'out of' if self.outward else 'into'} the device has not ended; its memory stays")
         if not self._submitting.acquire(timeout=CLOSE_S):  # handing over waits for the stream with pageable memory
             raise stuck
         try:
-            if self._closed:
-                return
-            self._closed = True
+            if not self._closed:
+                self._closed = True
+                self._under_way.put(None)
         finally:
             self._submitting.release()
-        self._under_way.put(None)
         self._waiter.join(CLOSE_S)
         if self._waiter.is_alive():
             raise stuck
+
+    def close(self) -> None:
+        """`stop`, and free everything. Idempotent. Raises the first TierError, after the rest; after Stuck no rest."""
+        self.stop()
         self._owned.release()

@@ -46,6 +46,7 @@ class OnDevice:
         self._mapped: ipc.Mapping | None = None
         self.event = 0
         self._owned = Owned()
+        self._lanes: list[Lane] = []
         self.context = driver.retain(device)
         try:
             with driver.current(self.context):
@@ -80,15 +81,23 @@ class OnDevice:
         address = self._allocate(nbytes)
         driver.fill(address, 0, nbytes, _DEFAULT_STREAM)  # nothing of anyone's is in it
         driver.synchronize_stream(_DEFAULT_STREAM)
+        self.event = self._shared_event()
+        return Arena(self._layout.device, address)
+
+    def _shared_event(self) -> int:
+        """What engines record; 0 where that cannot be: the handle has none, and engines push when compute is done."""
+        driver, event = self.driver, 0
         try:
-            self.event = driver.create_event(shared=True)
+            event = driver.create_event(shared=True)
+            driver.export_event(event)  # an event may be made, and still not be shared
         except DeviceLost:
             raise
         except TierError:
-            pass  # a device whose events cannot be shared: the handle has none, engines push when compute is done
-        else:
-            self._owned.add(lambda: driver.destroy_event(self.event))
-        return Arena(self._layout.device, address)
+            if event:
+                driver.destroy_event(event)
+            return 0
+        self._owned.add(lambda: driver.destroy_event(event))
+        return event
 
     def _map(self, handle: DeviceHandle) -> Arena:
         if handle.kind != ipc.KIND:
@@ -120,6 +129,7 @@ class OnDevice:
     def _lane(self, *, outward: bool, way: str) -> Lane:
         lane = Lane(self.driver, self.context, self.program, outward=outward, caller=self.event, way=way)
         self._owned.add(lane.close)
+        self._lanes.append(lane)
         return lane
 
     def handle(self) -> DeviceHandle:
@@ -147,18 +157,25 @@ class OnDevice:
         }
 
     def close(self) -> None:
-        """Free everything, the last thing first. Idempotent. Raises the first TierError, after the rest."""
+        """Free everything, the last thing first. Idempotent. Raises the first TierError, after the rest.
+
+        Raises Stuck when a copy does not end. Then nothing is freed and the context is kept, both until the
+        process ends: freeing anything in a context waits for all that is under way in it.
+        """
         context, self.context = self.context, 0
         if not context:
             return
-        try:
-            with self.driver.current(context):
-                self._owned.release()
-        except DeviceLost:
-            pass  # the driver took everything when it lost the context
-        except Stuck:
-            raise  # with the context kept: destroying it would wait, too
-        except TierError:
-            self.driver.release(self.info.index)
-            raise
-        self.driver.release(self.info.index)
+        stuck: Stuck | None = None
+        for lane in self._lanes:
+            try:
+                lane.stop()
+            except Stuck as error:
+                stuck = stuck or error
+        if stuck is not None:
+            raise stuck
+        with contextlib.suppress(DeviceLost):  # the driver took everything when it lost the context
+            try:
+                with self.driver.current(context):
+                    self._owned.release()
+            finally:
+                self.driver.release(self.info.index)

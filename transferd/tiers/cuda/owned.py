@@ -26,8 +26,7 @@ class Owned:
         """Raises the first error, after all the rest is done. Idempotent.
 
         A lost device has nothing left that could be freed: the driver took everything when it lost the
-        context, so that is no error here. After Stuck the rest is left to the end of the process, since
-        freeing memory under a copy waits for the copy.
+        context, so that is no error here.
         """
         first: TierError | None = None
         while self._undo:
@@ -35,9 +34,6 @@ class Owned:
                 self._undo.pop()()
             except DeviceLost:
                 continue
-            except Stuck:
-                self._undo.clear()
-                raise
             except TierError as error:
                 first = first or error
         if first is not None:

@@ -7,9 +7,10 @@ is refused the memory works all the same, and says so.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
-from transferd.errors import TierError
+from transferd.errors import DeviceLost, TierError
 from transferd.tiers.cuda.bindings import open_driver
 from transferd.tiers.cuda.device import find_device
 from transferd.tiers.cuda.driver import Driver
@@ -46,21 +47,23 @@ class CudaPinning:
             with driver.current(context):
                 driver.register_host(address, nbytes)
         except TierError as error:
-            driver.release(self._device)
+            with contextlib.suppress(DeviceLost):
+                driver.release(self._device)
             return str(error)
         with _lock:
             _registered[address] = nbytes
         return ""
 
     def unpin(self, address: int, nbytes: int) -> None:  # noqa: ARG002 - CUDA knows how long it is
-        """Undo `pin`, once. Raises TierError."""
+        """Undo `pin`, once; nothing is left to undo on a device that was lost. Raises TierError."""
         driver = self._driver
         with _lock:
             del _registered[address]
-        context = driver.retain(self._device)  # the same one: it is counted
-        try:
-            with driver.current(context):
-                driver.unregister_host(address)
-        finally:
-            driver.release(self._device)
-            driver.release(self._device)
+        with contextlib.suppress(DeviceLost):
+            context = driver.retain(self._device)  # the same one: it is counted
+            try:
+                with driver.current(context):
+                    driver.unregister_host(address)
+            finally:
+                driver.release(self._device)
+                driver.release(self._device)
