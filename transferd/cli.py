@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -17,7 +18,7 @@ import typer
 from transferd import config as configuration
 from transferd import logs
 from transferd.bench.command import app as bench_app
-from transferd.errors import ConfigError, TransferError
+from transferd.errors import ConfigError, ConnectTimeout, TransferError
 from transferd.options import Format, FormatOption
 from transferd.pool.command import app as pool_app
 
@@ -32,6 +33,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+
+# Where typer keeps it has changed between its versions.
+_UsageError: Any = typer.BadParameter.__base__
 
 app.add_typer(bench_app)
 app.add_typer(pool_app)
@@ -111,12 +115,19 @@ def version(format_: FormatOption = Format.TEXT) -> None:
 
 @app.command()
 def ping(endpoint: EndpointOption = None, timeout: TimeoutOption = 2.0, format_: FormatOption = Format.TEXT) -> None:
-    """Print the daemon's boot_id and the round trip; exit 1 when nobody answers."""
+    """Print the daemon's boot_id and the round trip; exit 1 when nobody answers.
+
+    Waits for a daemon that is not ready; one that still is not when the time is over says why on stderr.
+    """
     from transferd.client import Client
 
     async def ask() -> tuple[str, float]:
-        async with asyncio.timeout(timeout + 1), Client(endpoint, connect_timeout=timeout) as client:
-            await client.ping()  # the first one opens the connection
+        connecting = Client(endpoint, connect_timeout=timeout, await_ready=False)
+        async with asyncio.timeout(2 * timeout + 1), connecting as client:
+            try:
+                await client.wait_ready()
+            except ConnectTimeout as not_ready:
+                print(not_ready, file=sys.stderr)
             return await client.ping()
 
     boot_id, seconds = asyncio.run(ask())
@@ -246,11 +257,16 @@ def main() -> NoReturn:
     # stdout is for reports alone; `serve` sets up its own logging from the configuration.
     logs.configure(configuration.LogSection(level="warning", format="console"))
     try:
-        app(standalone_mode=True)
+        code = app(standalone_mode=False)
+    except _UsageError as error:
+        problem = error.format_message().strip()
+        # A mistake is one line, with what was given in it. A bare command's help may come here, too.
+        print(problem if "\n" in problem else f"{problem} (in: {shlex.join(sys.argv[1:])})", file=sys.stderr)
+        sys.exit(error.exit_code)
     except ConfigError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
     except (TransferError, TimeoutError) as error:
-        print(error or "no answer in time", file=sys.stderr)
+        print(str(error) or "no answer in time", file=sys.stderr)
         sys.exit(1)
-    sys.exit(0)
+    sys.exit(code or 0)

@@ -175,7 +175,7 @@ class Dispatcher:
             rejects=dict(self._rejects),
             lanes=self._lanes.statistics(),
             paused=self._door.paused,
-            draining=self._door.refusal is not None,
+            draining=self._door.draining,
         )
 
     def __repr__(self) -> str:

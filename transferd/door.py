@@ -35,6 +35,11 @@ class Door:
         return (Status.REJECTED, DRAINING) if self._draining else self._absent
 
     @property
+    def draining(self) -> bool:
+        """A drain or a shutdown was asked for."""
+        return self._draining
+
+    @property
     def starts(self) -> bool:
         """Admitted tasks are started."""
         return self.alive and not self.paused

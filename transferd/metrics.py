@@ -86,7 +86,8 @@ class _StatsCollector:
 
     def _daemon(self, stats: dict[str, Any]) -> Iterator[Metric]:
         yield _gauge("transferd_uptime_seconds", "Seconds since the start", stats["uptime_s"])
-        yield _gauge("transferd_ready", "1 when every rank is ready and tasks are admitted", stats["ready"])
+        serving = stats["ready"] and not stats["draining"]
+        yield _gauge("transferd_ready", "1 when every rank is ready and tasks are admitted", serving)
         yield _gauge("transferd_tasks_queued", "Tasks admitted and not running", stats["queued"])
         yield _gauge("transferd_tasks_running", "Tasks running", stats["running"])
         yield _gauge("transferd_tasks_straggling", "Answered tasks that a rank still holds on to", stats["straggling"])

@@ -33,7 +33,7 @@ from transferd.version import VERSION
 
 log = structlog.get_logger(__name__)
 
-MAX_WAITING_REQUESTS = 1024  # match, pause and drain requests that may wait at once, of all clients
+MAX_WAITING_REQUESTS = 1024  # match, pause and other requests that wait for something, at once, of all clients
 MAX_WAITING_PER_CLIENT = 256  # so that one client cannot take all places
 OBSERVERS_MAY = (wire.Hello, wire.Bye, wire.Stats, wire.Explain)  # what moves, changes and waits for nothing
 
@@ -86,7 +86,7 @@ class _Client:
     session: int
     seen_at: float
     observer: bool = False  # may only look
-    waiting: set[asyncio.Task[None]] = field(default_factory=set)  # its match, pause and drain requests
+    waiting: set[asyncio.Task[None]] = field(default_factory=set)  # its requests that wait for something
 
 
 class Server:

@@ -42,7 +42,7 @@ class Status(enum.StrEnum):
 
 
 class Lane(enum.StrEnum):
-    """One queue per rank and direction. The order is the order of statistics, not of priority."""
+    """One queue per kind of task, for all ranks together. The order is that of statistics, not of priority."""
 
     SWAP_OUT = "swap_out"
     SWAP_IN = "swap_in"
@@ -143,7 +143,7 @@ class _Task(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kind(self) -> str:
-        """The task's name on the wire and in reports: `write`, `read`, `swap_out`, `swap_in`."""
+        """The task's name on the wire and in reports, such as `write`; its lane's."""
         return str(self.lane)
 
     @property

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from transferd.launch import running
+from transferd import cli
+from transferd.launch import running, start
 
 
 def transferd(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -78,10 +79,18 @@ def test_an_unwritable_directory_and_a_port_in_use_are_one_line_and_exit_2(tmp_p
     assert done.stderr.startswith("storage.file.path: ")
 
 
-def test_bad_usage_is_exit_2() -> None:
-    assert transferd("serve", "--no-such-option").returncode == 2
-    assert transferd("no-such-verb").returncode == 2
-    assert transferd("ping", "--format", "xml").returncode == 2
+@pytest.mark.parametrize("arguments", ["serve --no-such-option", "no-such-verb", "ping --timeout soon", "replay /no"])
+def test_bad_usage_is_one_line_with_what_was_given_and_exit_2(arguments: str) -> None:
+    done = transferd(*arguments.split())
+    (only,) = done.stderr.splitlines()
+    assert only.endswith(f"(in: {arguments})")
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_without_arguments_the_help_is_shown_whole() -> None:
+    done = transferd()
+    assert done.returncode == 2
+    assert "check-config" in done.stdout + done.stderr
 
 
 def test_ping_and_stats_against_a_daemon_and_against_nobody(tmp_path: Path) -> None:
@@ -99,6 +108,34 @@ def test_ping_and_stats_against_a_daemon_and_against_nobody(tmp_path: Path) -> N
     gone = transferd("ping", "--timeout", "0.3", env=env)
     assert gone.returncode == 1
     assert "nobody answers" in gone.stderr
+
+
+def test_ping_prints_an_answer_of_a_daemon_that_is_not_ready_and_says_why(tmp_path: Path) -> None:
+    daemon = start({"cache": {"device_blocks": 2, "ownership": "attach"}}, tmp_path, wait=False)
+    try:
+        done = transferd("ping", "--timeout", "2", "--format", "json", "--endpoint", daemon.endpoint)
+        while "nobody answers" in done.stderr:  # the process has not begun to listen
+            done = transferd("ping", "--timeout", "2", "--format", "json", "--endpoint", daemon.endpoint)
+    finally:
+        daemon.stop()
+    assert done.returncode == 0
+    assert set(json.loads(done.stdout)) == {"boot_id", "round_trip_ms"}
+    (only,) = done.stderr.splitlines()
+    assert "did not become ready within 2 s" in only
+    assert "rank 0, 1" in only
+
+
+def test_no_answer_in_time_is_one_line_and_exit_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def late(**_: object) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(cli, "app", late)
+    monkeypatch.setattr(cli.logs, "configure", lambda _: None)  # this process has its own
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert (ended.value.code, capsys.readouterr().err) == (1, "no answer in time\n")
 
 
 def test_a_stale_socket_file_does_not_hinder_a_start(tmp_path: Path) -> None:

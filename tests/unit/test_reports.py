@@ -109,10 +109,13 @@ async def test_readiness_follows_the_daemon_and_says_why_not(daemon: Daemon) -> 
     port = port_of(daemon.reports)
     status, body = await get(port, "/readyz")
     assert (status, body) == (503, b"the daemon is starting\n")
+    assert daemon.dispatcher.statistics().draining is False, "it starts, and nobody asked it to drain"
     await daemon.cache.open()
     assert await get(port, "/readyz") == (200, b"ready\n")
+    assert b"\ntransferd_ready 1.0\n" in (await get(port, "/metrics"))[1]
     await daemon.coordinator.drain()
     assert await get(port, "/readyz") == (503, b"draining\n")
+    assert b"\ntransferd_ready 0.0\n" in (await get(port, "/metrics"))[1]
     assert await get(port, "/healthz") == (200, b"ok\n")
 
 

@@ -115,7 +115,18 @@ def _explain(tree: Mapping[str, Any], error: msgspec.ValidationError) -> ConfigE
     if unknown is not None:
         key = f"{path}.{unknown[1]}" if path else unknown[1]
         return ConfigError(key, "unknown key", _at(tree, key))
+    if text.startswith("Invalid enum value"):
+        text = f"expected one of {', '.join(_choices(path))}"
     return ConfigError(path or "config", text[:1].lower() + text[1:], _at(tree, path))
+
+
+def _choices(path: str) -> list[str]:
+    """What a setting may be that has a few possible values."""
+    kind: Any = msgspec.inspect.type_info(Config)
+    for name in path.split("."):
+        kind = next(field.type for field in kind.fields if field.name == name)
+    alternatives = kind.types if isinstance(kind, msgspec.inspect.UnionType) else (kind,)
+    return [str(v) for one in alternatives if isinstance(one, msgspec.inspect.LiteralType) for v in one.values]
 
 
 def _at(tree: Any, path: str) -> Any:

@@ -16,16 +16,16 @@ class Size(int):
 
     @classmethod
     def parse(cls, value: int | str) -> Size:
-        """Raises ValueError with a sentence for anything that is not a non-negative size."""
+        """Raises ValueError with a sentence, which does not repeat the value, for anything but a size of at least 0."""
         if isinstance(value, bool) or not isinstance(value, int | str):
-            raise ValueError(f"expected a size such as 67108864 or '64MiB', got {value!r}")
+            raise ValueError("expected a size such as 67108864 or '64MiB'")
         if isinstance(value, str):
             match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
             if match is None or match[2] not in _UNITS:
-                raise ValueError(f"expected a size such as '64MiB', got {value!r}")
+                raise ValueError("expected a size such as '64MiB'")
             value = int(float(match[1]) * _UNITS[match[2]])
         if value < 0:
-            raise ValueError(f"expected a size of at least 0, got {value}")
+            raise ValueError("expected a size of at least 0")
         return cls(value)
 
     def __str__(self) -> str:

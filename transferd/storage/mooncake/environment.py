@@ -93,7 +93,7 @@ def _value(name: str, value: Any, source: str) -> Any:
         try:
             return Size.parse(int(value) if isinstance(value, str) and value.strip().isdigit() else value)
         except ValueError as error:
-            raise ConfigError(source, str(error)) from None
+            raise ConfigError(source, str(error), value) from None
     if not isinstance(value, str):
         raise ConfigError(source, "expected text", value)
     if name == "protocol" and value.lower() not in ("tcp", "rdma"):
