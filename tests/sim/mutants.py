@@ -127,7 +127,7 @@ MUTANTS = (
     Mutant(
         "a read arrives before its last copies",
         "workers/read.py",
-        "            for load in under_way:\n                await load",
+        "            await every(under_way)",
         "            under_way.clear()",
     ),
     Mutant(
@@ -135,6 +135,12 @@ MUTANTS = (
         "workers/flights.py",
         "        if batch.consumers == 0 and (batch.fetch is None or batch.fetch.done()):",
         "        if batch.fetch is None or batch.fetch.done():",
+    ),
+    Mutant(
+        "a swap in fills a block too many",
+        "workers/swap.py",
+        "lambda: plan_copy(host, cpu, device, gpu))",
+        "lambda: plan_copy(host, [*cpu, cpu[0]], device, [*gpu, next(b for b in range(48) if b not in gpu)]))",
     ),
     Mutant(
         "hazards are ignored",

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import structlog
 
+from transferd.copyplan import plan_copy
 from transferd.errors import TransferError
 from transferd.tasks import ReadStorageTask, Status, SwapOutTask, WriteStorageTask
 from transferd.testing.loop import SimLoop, simulate
 from transferd.testing.simengine import SimEngine
+from transferd.testing.simoracle import Oracle
 from transferd.testing.simworld import SimWorld, small_config
 
 
@@ -107,3 +109,16 @@ def test_a_swap_of_no_blocks_touches_no_device() -> None:
         assert not any(device.dice.drawn for device in world.devices)
 
     calm(program)
+
+
+def test_the_oracle_sees_a_copy_to_a_block_that_no_task_names() -> None:
+    async def main(loop: SimLoop) -> None:
+        world = SimWorld(loop, small_config())
+        Oracle(world)
+        await world.open()
+        context = world.daemon.coordinator.workers[1].context
+        plan = plan_copy(context.staging.packed, [0], context.device.arena.geometry, [41])
+        await context.device.copy_in(plan, context.staging.memory)
+
+    with pytest.raises(AssertionError, match=r"copy_in of rank 1 writes to device blocks \[41\], which no task names"):
+        simulate(main, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,8 @@ class SimDevice:
 
     faults: the plan, may be replaced at any time. dice: for scripts; operations "open", "copy_out" and
     "copy_in". gate: holds copies that would start now. stuck: holds those that the fault of this name
-    befell, until `unstick`. The order of arguments is the registry's.
+    befell, until `unstick`. begins: told of each copy before it touches a byte: its name, plan and host
+    memory. The order of arguments is the registry's.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class SimDevice:
         self.gate = Gate()
         self.stuck = Gate()
         self.stuck.hold()
+        self.begins: Callable[[str, CopyPlan, HostMemory], None] = _nobody_asks
         self.lost = False
         self.counts: Counter[str] = Counter()
         self._layout = layout
@@ -128,6 +131,7 @@ class SimDevice:
         await asyncio.shield(copying)
 
     async def _run(self, operation: str, plan: CopyPlan, host: HostMemory) -> None:
+        self.begins(operation, plan, host)
         device, outward = self._opened, operation == "copy_out"
         runs, half = plan.runs, len(plan.runs) // 2
         source, target = (device.address, host.address) if outward else (host.address, device.address)
@@ -175,3 +179,7 @@ class SimDevice:
             offsets = plan.runs[:, column]
             if len(offsets) and (offsets.min() < 0 or (offsets + plan.runs[:, 2]).max() > nbytes):
                 raise InvariantError(f"a {operation} on rank {self.rank} leaves the memory it was given")
+
+
+def _nobody_asks(operation: str, plan: CopyPlan, host: HostMemory) -> None:
+    """Copies are watched by nobody but MemoryWatch."""

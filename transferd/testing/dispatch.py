@@ -19,11 +19,18 @@ def check_dispatcher(dispatcher: Dispatcher) -> None:
         assert load.nbytes == sum(record.nbytes for record in mine)
         assert load.running == sum(record.state in AT_WORK for record in mine)
         assert load.running <= limits.lane_depth
+        assert load.tasks <= 1 or load.nbytes <= limits.max_bytes  # one alone may be larger than the bound
         assert all(r.claim is not None and r.claim.ready for r in load.ready if r.state is State.QUEUED)
     assert len(dispatcher._results) <= limits.max_results
     assert dispatcher.empty is (not records and not dispatcher._stragglers)
     assert not dispatcher.empty or dispatcher._hazards.idle
     _check_blocks(dispatcher)
+
+
+def blocks_to_write(dispatcher: Dispatcher, tier: str) -> set[int]:
+    """The blocks of a tier ("device" or "host") that tasks at work may change now."""
+    working = (record.task for record in dispatcher._records.values() if record.state in AT_WORK)
+    return {block for task in working for block in getattr(footprint_of(task, dispatcher.limits), f"{tier}_writes")}
 
 
 def _check_blocks(dispatcher: Dispatcher) -> None:

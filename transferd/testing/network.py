@@ -125,6 +125,15 @@ class SimNetwork:
                     client.connection.outward.lose()
                     self._forget(client)
 
+    def crash(self) -> None:
+        """The daemon's process dies: nothing reaches it, or leaves it, any more; the next one may listen."""
+        self._server = None
+        for client in self._clients.values():
+            if client.connection is not None:
+                client.connection.outward.lose()
+                client.connection.inward.lose_tail()
+                self._forget(client)
+
     def join(self, client: SimClientTransport) -> None:
         if client.name in self._clients:
             raise ConfigError("endpoint", "is used by another client of this name", client.name)

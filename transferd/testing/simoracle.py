@@ -3,7 +3,8 @@
 The judge (simjudge.py) checks promises to engines; this checks the daemon's own books while nobody
 asks: the dispatcher's (queue and lanes within their bounds, results within theirs, no two tasks at
 work on one block), that there is exactly one open round for each running task, that staging never
-exceeds its size, and that each push is answered at most once.
+exceeds its size, that each push is answered at most once, and that no copy begins that would write to
+a block which no task at work names.
 
 Checking all of it at each step would make a story ten times as long, and between two events the books
 do not change: so a step is checked when the dispatcher heard something in it.
@@ -11,12 +12,20 @@ do not change: so a step is checked when the dispatcher heard something in it.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 
+import numpy as np
+import numpy.typing as npt
+
 from transferd import events as ev
+from transferd.copyplan import CopyPlan
+from transferd.layout.base import Geometry
 from transferd.tasks import TaskResult
-from transferd.testing.dispatch import check_dispatcher
+from transferd.testing.dispatch import blocks_to_write, check_dispatcher
+from transferd.testing.simblocks import Blocks
 from transferd.testing.simworld import SimWorld
+from transferd.tiers.base import HostMemory
 
 
 class Oracle:
@@ -32,6 +41,8 @@ class Oracle:
         self._deliver = daemon.coordinator.deliver
         daemon.dispatcher.handle = self._heard  # type: ignore[method-assign] # an instrument, of this world only
         daemon.coordinator.deliver = self._answered
+        for rank, device in enumerate(world.devices):
+            device.begins = functools.partial(self._copy_begins, rank)
         world.loop.after_step = self._after_step
 
     def stop(self) -> None:
@@ -65,6 +76,21 @@ class Oracle:
             self._broken = f"push {seq} of {client!r} was answered once too often, now with {result}"
         self._deliver(client, seq, result)
 
+    def _copy_begins(self, rank: int, operation: str, plan: CopyPlan, host: HostMemory) -> None:
+        daemon = self.world.daemon
+        tier, geometry = "device", daemon.layout.device
+        if operation == "copy_out":
+            pool = daemon.coordinator.workers[rank].context.host
+            if pool is None or host.address != pool.memory.address:
+                return  # to staging, which is nobody's block
+            tier, geometry = "host", daemon.layout.host
+        owners = _owners(geometry)
+        touched = {int(block) for _, to, nbytes in plan.runs.tolist() for block in np.unique(owners[to : to + nbytes])}
+        strange = touched - blocks_to_write(daemon.dispatcher, tier)
+        if strange:
+            self._broken = f"{operation} of rank {rank} writes to {tier} blocks {sorted(strange)}, which no task names"
+            self._moved = True
+
     def _after_step(self) -> None:
         if not self._moved:
             return
@@ -77,3 +103,11 @@ class Oracle:
         for worker in daemon.coordinator.workers:
             staging = worker.context.staging.statistics()
             assert staging["used"] <= staging["capacity"], staging
+
+
+@functools.lru_cache(maxsize=8)
+def _owners(geometry: Geometry) -> npt.NDArray[np.int64]:
+    """The block that each byte of a memory belongs to; -1 between them."""
+    owners = np.full(geometry.extent, -1, dtype=np.int64)
+    owners[Blocks.of(geometry, [], []).places] = np.arange(geometry.blocks)[:, None]
+    return owners

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from transferd.errors import ConnectTimeout, TransferError
-from transferd.protocol import Match, encode_request
+from transferd.protocol import STALE_SESSION, Match, encode_request
 from transferd.tasks import WriteStorageTask
 from transferd.testing.loop import SimLoop, simulate
 from transferd.testing.simengine import Act, SimEngine
@@ -46,6 +46,7 @@ class Story:
         self.oracle = Oracle(self.world)
         self.engines: list[SimEngine] = []
         self.seen: Counter[str] = Counter()
+        self.garbage = 0  # messages that were none
         self._events: dict[str, Callable[[SimEngine, Deed, random.Random], Awaitable[None]]] = {
             "vanish": self._vanish,
             "cut": self._cut,
@@ -118,6 +119,9 @@ class Story:
     async def end(self) -> None:
         for engine in self.engines:
             await engine.leave()
+        rejects = Counter(self.world.daemon.server.statistics()["rejects"])
+        del rejects[STALE_SESSION]  # these are echoes of good messages
+        assert rejects.total() == self.garbage, f"{self.garbage} messages were none, refused: {rejects}"
         await self.world.close()
         self.oracle.stop()
         self.oracle.at_end()
@@ -164,7 +168,10 @@ class Story:
         for _number in range(10):
             cut = whole[: chance.randrange(len(whole))]  # no prefix of a message is one
             noise = chance.randbytes(chance.randrange(64))
-            vandal.send(chance.choice((cut, b"\x01" + noise, noise, encode_request(2, Match(["k" * 9000])))))
+            odd = encode_request(2, Match(["k" * 9000]))  # a message, if one that no engine would send
+            sent = chance.choice((cut, b"\x01" + noise, noise, odd))
+            vandal.send(sent)
+            self.garbage += sent != odd
         await asyncio.sleep(1)
         vandal.close()
 

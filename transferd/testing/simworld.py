@@ -11,6 +11,7 @@ from typing import Any
 from transferd.client import Client
 from transferd.config import Config, from_tree
 from transferd.daemon import Daemon
+from transferd.storage.base import Storage
 from transferd.testing.clock import SimClock
 from transferd.testing.device import SimDevice
 from transferd.testing.faults import Dice
@@ -50,24 +51,29 @@ class SimWorld:
 
     def __init__(self, loop: SimLoop, config: Config, weather: Weather = CALM, *, capacity: int | None = None) -> None:
         self.loop = loop
+        self.config = config
         self.clock = SimClock(loop)
         self.stood_still = 0.0  # seconds so far for which nothing ran
         self.watch = MemoryWatch()
         self.network = SimNetwork(rng=loop.stream("network"))
         self.storage = SimStorage(capacity=capacity, rng=loop.stream("storage"), watch=self.watch)
-        self.offload = SimOffload(rng=loop.stream("offload"))
+        self.build(self.storage)
+        self.weather = weather
+
+    def build(self, storage: Storage) -> None:
+        """A daemon on this storage. Called again: a successor, in calm weather."""
+        self.offload = SimOffload(rng=self.loop.stream("offload"))
         self.daemon = Daemon(
-            config,
+            self.config,
             transport=self.network.server(),
             offload=self.offload,
-            storage=self.storage,
+            storage=storage,
             clock=self.clock,
             inline_check_bytes=0,  # as with large blocks: every checksum goes to the offload
         )
         self.devices = [
             self._own(worker.context.device, rank) for rank, worker in enumerate(self.daemon.coordinator.workers)
         ]
-        self.weather = weather
 
     def _own(self, device: DeviceTier, rank: int) -> SimDevice:
         """The registry made the device; here it gets this world's chance and watch."""
