@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from tests.gpu.machine import DEADLINE_S, Bytes, Failed, Machine, within
+from tests.gpu.processes import LARGE, peer
 from transferd.client import Client
 from transferd.config import CacheSection
 from transferd.launch import running
@@ -192,16 +193,50 @@ async def a_daemon_is_killed(machine: Machine) -> str:
         codes = {result.error.code for result in results if result.error is not None}
         if codes - {"daemon_lost"}:
             raise Failed(f"tasks of a daemon that was killed ended with {sorted(codes)}")
-    give_up = time.monotonic() + DEADLINE_S
-    while not machine.fake and before - machine.free() > 8 << 20:
-        if time.monotonic() > give_up:
-            raise Failed(f"{before - machine.free()} bytes of device memory did not come back")
-        await asyncio.sleep(0.1)
+    await _comes_back(machine, before)
     with running(tree(machine), directory) as again:
         async with Client(again.endpoint) as client:
             await done(client, SwapOutTask(task_id="t", gpu_block_ids=[1], cpu_block_ids=[2]))
     lost = sum(result.error is not None for result in results)
     return f"{lost} of {len(results)} were lost, told after {waited:.1f} s; memory is back"
+
+
+async def an_engine_is_killed_while_a_copy_waits_for_it(machine: Machine) -> str:
+    """kill -9 of an engine that has recorded the event and not got there: what the daemon's copy does then.
+
+    In a daemon of its own, that is killed at the end: a copy that waits for ever would keep this process's memory.
+    """
+    sections = tree(machine)
+    sections["cache"] |= {"ranks": 1, "devices": [machine.index]} | ({} if machine.fake else LARGE)
+    blocks, seconds = list(range(8)), 1.0 if machine.fake else 15.0
+    before = machine.free()
+    daemon = start_daemon(sections, _directory(machine, "orphaned"))
+    try:
+        async with Client(daemon.endpoint) as client:
+            data = (await client.device_handle(0))["data"]
+            if not data["event"]:
+                return "this device shares no events"
+            async with peer(machine) as other:
+                await other.ask("attach", data=data)
+                await other.ask("late_fill", value=1, before=1 if machine.fake else 200)
+                task = SwapOutTask(task_id="waits", gpu_block_ids=blocks, cpu_block_ids=blocks)
+                waiting = await client.push(task)
+                await other.kill()
+            ended, _ = await asyncio.wait({waiting}, timeout=seconds)
+            what = f"it ends: {waiting.result().status}" if ended else f"it has not ended after {seconds:.0f} s"
+    finally:
+        daemon.kill()
+    await _comes_back(machine, before)
+    return f"{what}; the daemon was killed and its memory is back"
+
+
+async def _comes_back(machine: Machine, before: int) -> None:
+    """Wait until as much device memory is free as before, nearly."""
+    give_up = time.monotonic() + DEADLINE_S
+    while not machine.fake and before - machine.free() > 8 << 20:
+        if time.monotonic() > give_up:
+            raise Failed(f"{before - machine.free()} bytes of device memory did not come back")
+        await asyncio.sleep(0.1)
 
 
 def _directory(machine: Machine, name: str) -> Path:
@@ -210,4 +245,9 @@ def _directory(machine: Machine, name: str) -> Path:
     return directory
 
 
-CHECKS = (a_daemon_moves_blocks_of_two_ranks, a_daemon_maps_what_the_engine_offers, a_daemon_is_killed)
+CHECKS = (
+    a_daemon_moves_blocks_of_two_ranks,
+    a_daemon_maps_what_the_engine_offers,
+    a_daemon_is_killed,
+    an_engine_is_killed_while_a_copy_waits_for_it,
+)

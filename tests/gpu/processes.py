@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -123,30 +122,6 @@ async def a_copy_waits_for_the_engines_kernels(machine: Machine) -> str:
     return f"seen done, when the engine was {late * 1000:.0f} ms behind"
 
 
-async def an_engine_is_killed_while_a_copy_waits_for_it(machine: Machine) -> str:
-    """kill -9 of an engine that has recorded the event and not got there: what the copy does then."""
-    if machine.fake:
-        return "only a real driver can say"
-    async with open_rig(machine, LARGE) as rig:
-        if not rig.tier.handle().data["event"]:
-            return "this device shares no events"
-        async with peer(machine) as engine:
-            await engine.ask("attach", data=rig.tier.handle().data)
-            await engine.ask("late_fill", value=1, before=200)
-            plan = rig.out(rig.some(512, 8), list(range(8)))
-            copying = asyncio.ensure_future(rig.tier.copy_out(plan, rig.pool.memory))
-            await asyncio.sleep(0)
-            await engine.kill()
-        before = time.monotonic()
-        try:
-            await within(copying, "a copy that waited for an engine that was killed")
-        except TierError as error:
-            return f"it fails: {error}"
-        waited = time.monotonic() - before
-        await within(rig.tier.copy_in(rig.into([0], [0]), rig.pool.memory), "a copy after it")
-        return f"it ends, {waited * 1000:.0f} ms after the kill, and the next one works"
-
-
 async def a_handle_that_claims_too_much_is_refused(machine: Machine) -> str:
     """More bytes than the allocation has, or another GPU: a RequestError in one line, nothing mapped."""
     async with peer(machine) as engine:
@@ -257,5 +232,4 @@ CHECKS = (
     what_fastdeploy_publishes_is_mapped,
     a_handle_that_claims_too_much_is_refused,
     an_engine_is_killed,
-    an_engine_is_killed_while_a_copy_waits_for_it,
 )

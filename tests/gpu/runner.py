@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import faulthandler
 import json
 import random
 import sys
@@ -23,6 +24,7 @@ from transferd.tiers.segment import remove_stale_segments
 Check = Callable[[Machine], Awaitable[str]]
 CHECKS: tuple[Check, ...] = (*copies.CHECKS, *processes.CHECKS, *daemon.CHECKS)
 GOALS = {"swap_out": 0.95, "swap_in": 0.95, "swap both ways": 0.9}
+LIMIT_S = 540.0
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
@@ -35,7 +37,9 @@ def main() -> int:
     parser.add_argument("--no-bench", action="store_true")
     parser.add_argument("--results", type=Path, help=f"where the benchmark's JSON goes; by default {RESULTS}")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds after which it ends, whatever hangs")
     options = parser.parse_args()
+    faulthandler.dump_traceback_later(options.limit, exit=True)  # says where; a driver that hangs holds every thread
     try:
         driver = open_driver()
         info = find_device(driver, options.device)
@@ -58,6 +62,7 @@ def main() -> int:
     driver.release(options.device)
     if machine.fake:
         remove_stale_segments()  # what processes left behind that were killed on purpose
+    faulthandler.cancel_dump_traceback_later()
     print("FAILED" if failed else "all good")
     return 1 if failed else 0
 

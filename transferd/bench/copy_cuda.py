@@ -3,7 +3,8 @@
 Random blocks on both sides. The tier's own choice (`swap_out`, `swap_in`) stands beside every way there is
 to do the same: gather and one DMA a block, batches of a DMA for each run (cudaMemcpyBatchAsync), a call for
 each run (cudaMemcpyAsync), and a kernel that reads or writes pinned memory directly. What was moved is
-compared. Batches come last: drivers were seen to hang on them (vLLM #49276), and then the rest is known.
+compared. Batches come last, after all else of every layout: drivers were seen to hang on them (vLLM #49276), and
+then the rest is known.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 from transferd.bench.harness import RUNS, Row, row
 from transferd.config import CacheSection
 from transferd.copyplan import CopyPlan, plan_copy
-from transferd.errors import InvariantError
+from transferd.errors import InvariantError, TierError
 from transferd.layout import BlockLayout, build_layout
 from transferd.offload import ThreadOffload
 from transferd.tiers.cuda.bindings import open_driver
@@ -58,13 +59,15 @@ def run(
 
     Raises TierError without a GPU.
     """
+    driver = driver if driver is not None else open_driver()
     rows: list[Row] = []
-    for name, cache in layouts.items():
-        offload = ThreadOffload(2)  # as many as a daemon has
-        try:
-            rows += asyncio.run(_layout(name, cache, device, driver, counts, runs, offload, told))
-        finally:
-            offload.close()
+    for batches in (False, True) if driver.batches else (False,):
+        for name, cache in layouts.items():
+            offload = ThreadOffload(2)  # as many as a daemon has
+            try:
+                rows += asyncio.run(_layout(name, cache, device, driver, counts, runs, offload, told, batches=batches))
+            finally:
+                offload.close()
     return rows
 
 
@@ -79,11 +82,13 @@ async def _layout(
     name: str,
     cache: dict[str, object],
     device: int,
-    driver: Driver | None,
+    driver: Driver,
     counts: Sequence[int],
     runs: int,
     offload: ThreadOffload,
     told: Callable[[list[Row]], None] | None,
+    *,
+    batches: bool,
 ) -> list[Row]:
     blocks = 2 * max(counts)  # half of them for each direction when both run at once
     layout = build_layout(CacheSection(**cache, device_blocks=blocks, host_blocks=blocks))  # type: ignore[arg-type]
@@ -91,7 +96,9 @@ async def _layout(
     await tier.open()
     host = HostPool(layout, 0, CudaPinning(device, driver))
     try:
-        bench = _Bench(name, tier, layout, host, runs)
+        if not host.memory.pinned:
+            raise TierError(f"without pinned host memory the figures mean nothing: {host.memory.degraded}")
+        bench = _Bench(name, tier, layout, host, runs, batches=batches)
         rows: list[Row] = []
         for count in counts:
             found = await bench.measure(count)
@@ -107,10 +114,13 @@ async def _layout(
 
 
 class _Bench:
-    """One layout on one GPU."""
+    """One layout on one GPU. batches: these alone, or all but these."""
 
-    def __init__(self, name: str, tier: CudaDeviceTier, layout: BlockLayout, host: HostPool, runs: int) -> None:
+    def __init__(
+        self, name: str, tier: CudaDeviceTier, layout: BlockLayout, host: HostPool, runs: int, *, batches: bool
+    ) -> None:
         self.name = name
+        self.batches = batches
         self.tier = tier
         self.layout = layout
         self.host = host
@@ -135,6 +145,12 @@ class _Bench:
             "large out": lambda: self._plainly(lambda: self._large(nbytes, outward=True)),
             "large in": lambda: self._plainly(lambda: self._large(nbytes, outward=False)),
             "large both": lambda: self._plainly(lambda: self._large_both(nbytes)),
+        }
+        if self.batches:
+            ways["batch out"] = lambda: self._tier(out, None, "straight")
+            ways["batch in"] = lambda: self._tier(None, into, "straight")
+            return await self._timed(count, nbytes, ways)
+        ways |= {
             "swap_out": lambda: self._tier(out, None),
             "swap_in": lambda: self._tier(None, into),
             "swap both ways": lambda: self._tier(out, into),
@@ -146,14 +162,7 @@ class _Bench:
         if len(out.runs) <= MOST_CALLS:
             ways["call a run out"] = lambda: self._plainly(lambda: self._runs(out, outward=True))
             ways["call a run in"] = lambda: self._plainly(lambda: self._runs(into, outward=False))
-        rows = await self._timed(count, nbytes, ways)
-        if self.driver.batches:
-            batches: dict[str, Seconds] = {
-                "batch out": lambda: self._tier(out, None, "straight"),
-                "batch in": lambda: self._tier(None, into, "straight"),
-            }
-            rows += await self._timed(count, nbytes, {way: ways[way] for way in ways if "large" in way} | batches)
-        return rows
+        return await self._timed(count, nbytes, ways)
 
     async def _timed(self, count: int, nbytes: int, ways: dict[str, Seconds]) -> list[Row]:
         seconds: dict[str, list[float]] = {way: [] for way in ways}
@@ -237,7 +246,8 @@ class _Bench:
         stride, payload = int(self.layout.host.strides[0]), self.layout.block_bytes
         rows = content[: self.layout.host_blocks * stride].reshape(-1, stride)[:, :payload]
         device, pool = self.tier.arena.geometry, self.layout.host
-        for way in ("gather", "", "direct", "straight"):
+        plainly = ("gather", "", "direct") if self.driver.batches else ("gather", "", "direct", "straight")
+        for way in ("straight",) if self.batches else plainly:
             device_ids = self.random.sample(range(self.layout.device_blocks), count)
             sources, targets = (self.random.sample(range(self.layout.host_blocks), count) for _ in range(2))
             before = np.random.default_rng(SEED).integers(0, 256, (count, payload), dtype=np.uint8)
