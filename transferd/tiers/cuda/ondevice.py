@@ -160,7 +160,7 @@ class OnDevice:
         """Free everything, the last thing first. Idempotent. Raises the first TierError, after the rest.
 
         Raises Stuck when a copy does not end. Then nothing is freed and the context is kept, both until the
-        process ends: freeing anything in a context waits for all that is under way in it.
+        process ends: freeing anything in a context may wait for all that is under way in it.
         """
         context, self.context = self.context, 0
         if not context:
