@@ -226,7 +226,7 @@ class FakeGpu(Calls):
                 raise InvariantError("the streams wait for each other, or for what nobody does")
 
     def _waits_for_all(self, call: str) -> None:
-        """A call in which CUDA may wait for all that is under way in the context: not with work that nobody moves on."""
+        """A call in which CUDA may wait for all that is under way in the context, so not with work that is stuck."""
         queues = [queue for queue in self._streams.values() if queue]
         if queues and not any(queue[0].ready() for queue in queues):
             self.problems.append(f"{call} waits for work that does not go on")
