@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power
@@ -23,7 +24,7 @@ class Size(int):
             match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
             if match is None or match[2] not in _UNITS:
                 raise ValueError("expected a size such as '64MiB'")
-            value = int(float(match[1]) * _UNITS[match[2]])
+            value = int(Fraction(match[1]) * _UNITS[match[2]])  # a float would be another number beyond 2**53
         if value < 0:
             raise ValueError("expected a size of at least 0")
         return cls(value)
