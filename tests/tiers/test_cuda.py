@@ -418,6 +418,7 @@ async def test_a_copy_that_never_ends_keeps_its_memory_and_a_close_does_not_wait
             engine.destroy_event(event)
         await asyncio.wait_for(copying, 10)
         for each in lanes:
+            each._under_way.put(None)
             await asyncio.to_thread(each._waiter.join, 10)
     pool.close()
 
