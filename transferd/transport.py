@@ -163,6 +163,10 @@ class Channel:
 _LIBZMQ_NAMED, _SELF_NAMED, _LOOKER, _BY_OBSERVERS_DOOR = b"\0", b"c", b"l", b"o"
 
 
+def _is_tcp(endpoint: str) -> bool:
+    return endpoint.startswith("tcp://")
+
+
 class ZmqServerTransport:
     """ServerTransport on ROUTER sockets: one bound to every endpoint, and one for observers if they have their own.
 
@@ -207,13 +211,14 @@ class ZmqServerTransport:
         try:
             if curve is not None:
                 self._gate = curve.open_gate(context)
-            self._prepare(everybody, curve, "allowed_uids", allowed and allowed | looking)
+            self._prepare(everybody, "allowed_uids", allowed and allowed | looking)
             mode = int(config.socket_mode, 8)
-            self._endpoints = [self._bind(everybody, "endpoint", e, mode, group) for e in config.endpoints]
+            self._endpoints = self._bind_all(everybody, "endpoint", config.endpoints, curve, mode, group)
             if observers is not None:
-                self._prepare(observers, curve, "observer_uids", looking and allowed | looking)
-                mode, endpoint = int(config.observer_mode, 8), config.observer_endpoint
-                self.observer_endpoint = self._bind(observers, "observer_endpoint", endpoint, mode, observer_group)
+                self._prepare(observers, "observer_uids", looking and allowed | looking)
+                mode, endpoints = int(config.observer_mode, 8), [config.observer_endpoint]
+                bound = self._bind_all(observers, "observer_endpoint", endpoints, curve, mode, observer_group)
+                self.observer_endpoint = bound[0]
         except BaseException:
             self._dismiss_doormen()
             for socket in filter(None, (everybody, observers)):
@@ -224,7 +229,7 @@ class ZmqServerTransport:
         if observers is not None:
             self._observers = Channel(context, observers, _marking(on_message), owns_context=False)
 
-    def _prepare(self, socket: zmq.Socket[bytes], curve: ServerCurve | None, key: str, uids: frozenset[int]) -> None:
+    def _prepare(self, socket: zmq.Socket[bytes], key: str, uids: frozenset[int]) -> None:
         """All that a socket needs before it is bound. uids: whose connections it takes; empty: everybody's."""
         from transferd.descriptors import first_refused  # what a client, which shares this module, need not load
         from transferd.doorman import Doorman
@@ -232,8 +237,6 @@ class ZmqServerTransport:
         self._set_options(socket)
         self._doormen.append(Doorman(socket.context, socket, first_refused(self._config.max_connections)))
         admit_only(f"server.{key}", socket, uids)
-        if curve is not None:
-            curve.apply(socket)
 
     def _set_options(self, socket: zmq.Socket[bytes]) -> None:
         endpoints = [*self._config.endpoints, self._config.observer_endpoint]
@@ -245,10 +248,28 @@ class ZmqServerTransport:
         socket.setsockopt(zmq.ROUTER_HANDOVER, 0)  # nobody takes over the name, and the answers, of another peer
         socket.setsockopt(zmq.BACKLOG, 1024)  # an engine may start hundreds of clients at once
 
-    def _bind(self, socket: zmq.Socket[bytes], key: str, endpoint: str, mode: int, gid: int) -> str:
-        claim = Claim(endpoint, f"server.{key}")
-        self._claims.append(claim)
-        return claim.bind(socket, mode, gid)
+    def _bind_all(
+        self,
+        socket: zmq.Socket[bytes],
+        key: str,
+        endpoints: Sequence[str],
+        curve: ServerCurve | None,
+        mode: int,
+        gid: int,
+    ) -> list[str]:
+        """Bind one socket to all of these; as they really are, in the same order.
+
+        An option holds for what is bound after it was set. So unix sockets come first: the kernel says who
+        connects there, and what is on this machine (the command line, an engine) needs no keys.
+        """
+        bound: dict[str, str] = {}
+        for endpoint in sorted(endpoints, key=_is_tcp):
+            if curve is not None and _is_tcp(endpoint):
+                curve.apply(socket)
+            claim = Claim(endpoint, f"server.{key}")
+            self._claims.append(claim)
+            bound[endpoint] = claim.bind(socket, mode, gid)
+        return [bound[endpoint] for endpoint in endpoints]
 
     def _receiver(self, on_message: ServerMessage) -> Callable[[zmq.Socket[bytes]], None]:
         """How the socket for all is read: the less has to be known of a peer, the cheaper."""
@@ -325,7 +346,7 @@ def _marking(on_message: ServerMessage) -> Callable[[zmq.Socket[bytes]], None]:
 
 
 class ZmqClientTransport:
-    """ClientTransport on a DEALER socket. curve: keys, where the daemon asks for them."""
+    """ClientTransport on a DEALER socket. curve: keys, which a daemon may ask for by tcp."""
 
     SEND_HWM = 16384  # requests that may wait for a daemon that is slow to read them
     LINGER_MS = 100  # for a Bye to get out
@@ -340,7 +361,7 @@ class ZmqClientTransport:
         socket = context.socket(zmq.DEALER)
         try:
             self._set_options(socket)
-            if self._curve is not None:
+            if self._curve is not None and _is_tcp(self._endpoint):
                 self._curve.apply(socket)
             socket.connect(self._endpoint)
         except zmq.ZMQError as error:

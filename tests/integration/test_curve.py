@@ -55,6 +55,30 @@ async def test_a_known_key_is_let_in_and_others_are_not(section: CurveSection) -
     await daemon.server.close()
 
 
+async def test_keys_are_for_tcp_and_on_a_unix_socket_of_the_same_daemon_nobody_needs_any(
+    section: CurveSection, tmp_path: Path
+) -> None:
+    unix, window = f"ipc://{tmp_path}/door", f"ipc://{tmp_path}/window"
+    core = MemoryCore()
+    listens = ServerSection(endpoint=["tcp://127.0.0.1:*", unix], observer_endpoint=window, curve=section)
+    transport = ZmqServerTransport(listens)
+    server = Server(transport, core)
+    core.deliver = server.deliver
+    await server.start()
+    tcp = transport.endpoints[0]
+    assert (tcp.startswith("tcp://"), transport.endpoints[1]) == (True, unix)
+    for endpoint in (unix, window):
+        async with Client(endpoint) as client:
+            assert (await client.stats())["boot_id"] == core.boot_id
+    keys = ClientCurve(SERVER_PUBLIC, *KNOWN)
+    for endpoint in (unix, tcp):
+        async with Client(endpoint, transport=ZmqClientTransport(endpoint, curve=keys)) as client:
+            assert (await client.submit(TASK)).status is Status.OK
+    with pytest.raises(ConnectTimeout, match="nobody answers"):
+        await Client(tcp, connect_timeout=0.5).connect()
+    await server.close()
+
+
 async def test_without_a_directory_of_keys_everybody_who_knows_the_daemon_is_let_in(section: CurveSection) -> None:
     daemon = Daemon(CurveSection(secret_key_file=section.secret_key_file))
     await daemon.server.start()
