@@ -322,11 +322,12 @@ def test_a_pattern_that_cannot_be_filled_in_is_named(monkeypatch: pytest.MonkeyP
 
 
 def test_a_group_of_another_size_than_the_daemons_is_refused(make: Callable[..., EngineCacheQueue]) -> None:
+    before = threading.active_count()
     with pytest.raises(ConfigError, match="2 ranks"):
         make(num_client=4)
     with pytest.raises(ConfigError, match="client_id"):
         make(client_id=2)
-    assert threading.active_count() < 20
+    assert threading.active_count() == before
 
 
 def test_nobody_there_is_told_as_fastdeploy_tells_it(tmp_path: Path) -> None:
