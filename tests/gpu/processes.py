@@ -231,5 +231,4 @@ CHECKS = (
     the_daemon_maps_the_engines_cache,
     what_fastdeploy_publishes_is_mapped,
     a_handle_that_claims_too_much_is_refused,
-    an_engine_is_killed,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import faulthandler
 import json
 import random
@@ -16,13 +17,14 @@ from pathlib import Path
 
 from tests.gpu import copies, daemon, processes
 from tests.gpu.machine import Failed, Machine
-from transferd.errors import TransferError
+from transferd.errors import DeviceLost, TransferError
 from transferd.tiers.cuda.bindings import open_driver
 from transferd.tiers.cuda.device import find_device
 from transferd.tiers.segment import remove_stale_segments
 
 Check = Callable[[Machine], Awaitable[str]]
-CHECKS: tuple[Check, ...] = (*copies.CHECKS, *processes.CHECKS, *daemon.CHECKS)
+# Last is what may lose this process's context, and with it every check after it.
+CHECKS: tuple[Check, ...] = (*copies.CHECKS, *processes.CHECKS, *daemon.CHECKS, processes.an_engine_is_killed)
 GOALS = {"swap_out": 0.95, "swap_in": 0.95, "swap both ways": 0.9}
 LIMIT_S = 540.0
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -33,7 +35,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.check", description="Check transferd on an NVIDIA GPU.")
     parser.add_argument("--device", type=int, default=0)
     parser.add_argument("--only", default="", help="run the checks whose name has this in it")
-    parser.add_argument("--keep-going", action="store_true", help="run the other checks after one has failed")
+    parser.add_argument("--keep-going", action="store_true", help="go on after a check has failed, and measure")
     parser.add_argument("--no-bench", action="store_true")
     parser.add_argument("--results", type=Path, help=f"where the benchmark's JSON goes; by default {RESULTS}")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
@@ -57,9 +59,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="transferd-gpu-") as directory:
         machine = Machine(driver, options.device, Path(directory), options.seed)
         failed = _run([check for check in CHECKS if options.only in check.__name__], machine, options.keep_going)
-    if not failed and not options.no_bench and not options.only:
-        failed = bench(machine, options.results or (None if machine.fake else RESULTS))
-    driver.release(options.device)
+    if (not failed or options.keep_going) and not options.no_bench and not options.only:
+        failed += bench(machine, options.results or (None if machine.fake else RESULTS))
+    with contextlib.suppress(DeviceLost):
+        driver.release(options.device)
     if machine.fake:
         remove_stale_segments()  # what processes left behind that were killed on purpose
     faulthandler.cancel_dump_traceback_later()
