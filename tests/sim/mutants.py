@@ -1,6 +1,6 @@
 """Deliberate bugs, one after another, and which seed of the simulation finds each.
 
-    python -m tests.sim.mutants [--only NAME ...] [--seeds 2000] [--jobs 2] [--format text|json]
+    python -m tests.sim.mutants [--only NAME ...] [--seeds 5000] [--jobs 2] [--format text|json]
 
 A mutant is a text in a file of the package and another one in its place. Each is put into a copy of the
 package in a temporary directory, where the campaign then lives its seeds until a story fails. Exit 0
@@ -273,7 +273,7 @@ def hunt(mutant: Mutant, seeds: int, jobs: int) -> Verdict:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.sim.mutants", description=__doc__)
     parser.add_argument("--only", nargs="*", default=None, help="names, or parts of names")
-    parser.add_argument("--seeds", type=int, default=2000, help="at most so many for each")
+    parser.add_argument("--seeds", type=int, default=5000, help="at most so many for each")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--format", choices=("text", "json"), default="text")
     options = parser.parse_args(arguments)
