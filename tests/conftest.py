@@ -1,4 +1,7 @@
-"""What every test shares: each async test runs on asyncio's own loop and on uvloop.
+"""What every test shares: each async test runs on asyncio's own loop and on uvloop; hypothesis watches no clock.
+
+Examples are the same in every run, and may take as long as a busy machine needs: what has not changed does not
+fail. `--hypothesis-profile=default` looks for new ones.
 
 Marked `one_loop` are slow tests of daemons in processes of their own, which run on uvloop anyway.
 """
@@ -10,6 +13,10 @@ from collections.abc import Callable, Mapping
 
 import pytest
 import uvloop
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("transferd", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("transferd")
 
 
 def pytest_asyncio_loop_factories(

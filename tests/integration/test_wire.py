@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -129,7 +130,7 @@ async def test_garbage_is_answered_counted_and_disturbs_nobody(daemon: Daemon, c
         b"GET / HTTP/1.1\r\n\r\n",
         good[:-1],
         b"\x02" + good[1:],
-        os.urandom(1000),
+        random.Random(7).randbytes(1000),
         b"\x01\x91" * 9,
     ):
         raw.socket.send(bad)
@@ -168,7 +169,7 @@ async def test_a_peer_that_speaks_no_zeromq_is_shut_out(daemon: Daemon, client: 
     else:
         peer = socket.create_connection(("127.0.0.1", int(endpoint.rpartition(":")[2])))
     with peer:
-        peer.sendall(os.urandom(64) * 100)
+        peer.sendall(random.Random(7).randbytes(64) * 100)
         assert (await client.submit(task("honest"))).status is Status.OK
 
 
