@@ -25,7 +25,8 @@ Sessions
     nothing is touched. So what was on its way to a daemon that died is never done by its successor,
     which a client has long reported as lost. A client that sees another session of the same boot asks
     everything again that it still waits for: a task that is known is joined or its result repeated.
-    Session 0 stands for whatever session there is, for peers that do not care.
+    Session 0 stands for whatever session there is, for peers that do not care. A Bye counts in every session
+    that its own connection has had.
 
 Format
     byte 0: PROTOCOL_VERSION. Then one msgpack array: [seq, ack, body, session = 0] from clients,

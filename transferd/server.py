@@ -83,6 +83,7 @@ class Coordinator(Protocol):
 class _Client:
     """A peer that is known. Its number in the world is bounded by connections, which descriptors bound."""
 
+    first_session: int  # of this connection; its sessions since then have greater numbers
     session: int
     seen_at: float
     observer: bool = False  # may only look
@@ -196,7 +197,9 @@ class Server:
         seq, body = request.seq, request.body
         if client.observer and not self._observer_may(peer, seq, body):
             return
-        if request.session not in (client.session, wire.ANY_SESSION):
+        # A Bye is heard in any session of its connection: an answer that found nobody any more has begun the newest.
+        oldest = client.first_session if isinstance(body, wire.Bye) else client.session
+        if not oldest <= request.session <= client.session and request.session != wire.ANY_SESSION:
             self._refuse(peer, wire.Malformed("of an earlier session; say Hello", code=wire.STALE_SESSION, seq=seq))
             return
         try:
@@ -334,7 +337,8 @@ class Server:
     # --- who is there -------------------------------------------------------------------------------
 
     def _meet(self, peer: bytes) -> _Client:
-        client = _Client(next(self._sessions), self._clock.monotonic(), self._transport.observes(peer))
+        session = next(self._sessions)
+        client = _Client(session, session, self._clock.monotonic(), self._transport.observes(peer))
         self._clients[peer] = client
         self._recorder.aside("", "client came", peer, client.session)
         if self._reaper is None:

@@ -433,6 +433,30 @@ def test_an_answer_that_could_not_be_handed_over_is_asked_for_again() -> None:
     run(program, hold=True)
 
 
+def test_a_bye_is_heard_also_when_an_answer_on_its_way_found_nobody_any_more() -> None:
+    """A heartbeat is answered after its client has gone: that begins a session which the Bye cannot know."""
+
+    async def program(world: World) -> None:
+        raw = Raw(world)
+        welcome = (await raw.say(1, wire.Hello())).body
+        assert isinstance(welcome, wire.Welcome)
+        raw.transport.send(wire.encode_request(2, task(), session=welcome.session))
+        raw.transport.send(wire.encode_request(3, wire.Hello(), session=welcome.session))
+        raw.transport.send(wire.encode_request(4, wire.Bye(), session=welcome.session))
+        transport, send = world.server._transport, world.server._transport.send
+        transport.send = lambda _peer, _payload: False  # type: ignore[method-assign]
+        await asyncio.sleep(0.1)
+        transport.send = send  # type: ignore[method-assign]
+        assert world.server.statistics()["undeliverable"] > 0
+        assert world.server.statistics()["clients"] == 1, "the other one"
+        assert world.server.statistics()["rejects"] == {}
+        echo = (await raw.say(5, wire.Bye(), session=welcome.session)).body
+        assert isinstance(echo, wire.Refused), "of an earlier connection, or as good as"
+        raw.transport.close()
+
+    run(program, hold=True)
+
+
 class Raw:
     """A peer that speaks for itself."""
 
