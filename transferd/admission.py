@@ -69,7 +69,7 @@ def check_task(task: Task, limits: Limits) -> None:
 
 def moved_bytes(task: Task, limits: Limits) -> int:
     """What a task counts against its lane's bytes in flight: of all ranks together."""
-    return 0 if _is_flush(task, limits) else task.blocks * limits.block_bytes * limits.ranks
+    return 0 if is_flush(task, limits) else task.blocks * limits.block_bytes * limits.ranks
 
 
 def footprint_of(task: Task, limits: Limits) -> Footprint:
@@ -77,7 +77,7 @@ def footprint_of(task: Task, limits: Limits) -> Footprint:
 
     A flush touches no block. It is kept in order with other flushes of the same keys, and with nothing else.
     """
-    if _is_flush(task, limits):
+    if is_flush(task, limits):
         assert isinstance(task, WriteStorageTask)
         return Footprint(storage_writes=[f"{_INDEX_ENTRY}{key}" for key in task.keys])
     return task.footprint()
@@ -86,7 +86,8 @@ def footprint_of(task: Task, limits: Limits) -> Footprint:
 _INDEX_ENTRY = "index entry of "  # set before a key: another thing than the object of that key
 
 
-def _is_flush(task: Task, limits: Limits) -> bool:
+def is_flush(task: Task, limits: Limits) -> bool:
+    """A write task that moves nothing and tells the token index."""
     return limits.only_flush and task.lane is Lane.WRITE
 
 
@@ -110,7 +111,7 @@ def _check_read(task: ReadStorageTask, limits: Limits) -> None:
 
 def _check_write(task: WriteStorageTask, limits: Limits) -> None:
     keys, ids = _check_storage(task, task.start_write_block_idx, limits)
-    flush = _is_flush(task, limits)
+    flush = is_flush(task, limits)
     if ids != keys and not (flush and not ids):  # of blocks that were evicted there is nothing but their place
         raise RequestError(f"keys has {keys} entries, gpu_block_ids {ids}", code="length_mismatch")
     if keys > limits.device_blocks and not flush:  # a read or swap of so many would name a target twice

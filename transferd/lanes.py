@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from transferd.admission import Limits
+from transferd.admission import Limits, is_flush
 from transferd.record import AT_WORK, Record, State
 from transferd.tasks import ErrorInfo, Lane, Task
 
@@ -45,6 +45,10 @@ class Lanes:
         load = self.loads[task.lane]
         if self.queued >= self._limits.max_queued:
             return ErrorInfo("queue_full", f"{self.queued} tasks are queued, the most allowed"), self._hint(load)
+        # An index that hangs holds up every flush until its deadline, and an engine that evicts has many of them.
+        waiting = load.tasks - load.running
+        if is_flush(task, self._limits) and waiting >= (self._limits.max_queued + 1) // 2:
+            return ErrorInfo("queue_full", f"{waiting} flushes are queued, half of all that may be"), self._hint(load)
         # One task alone may be larger than the bound: refusing it for ever would not be "retry later".
         if load.tasks and load.nbytes + nbytes > self._limits.max_bytes:
             told = f"{load.nbytes} bytes are under way in this lane"

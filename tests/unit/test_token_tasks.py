@@ -92,6 +92,20 @@ def test_flushes_count_no_bytes() -> None:
     assert desk.answers == {}
 
 
+def test_flushes_that_hang_take_half_of_the_queue_and_leave_the_rest_to_others() -> None:
+    desk = Desk(FLUSH)
+    for i in range(FLUSH.lane_depth + FLUSH.max_queued // 2):
+        desk.submit(write(f"{i}", task_id=f"w{i}", ids=[]))
+    assert desk.answers == {}
+    refused = desk.answers[desk.submit(write("one more", task_id="one more", ids=[]))]
+    assert (refused.status, refused.error and refused.error.code) == (Status.BUSY, "queue_full")
+    for i in range(FLUSH.max_queued // 2):  # the first runs, the others wait for its block
+        waiting = desk.submit(read(f"r{i}", task_id=f"r{i}"))
+        assert waiting not in desk.answers
+    desk.finish("w0")
+    assert desk.submit(write("again", task_id="again", ids=[])) not in desk.answers
+
+
 def test_a_flush_that_says_something_else_is_another_request() -> None:
     says = [content_hash(write("a", ids=[], flush_cache_exists=exists)) for exists in (True, False, None)]
     assert len(set(says)) == 3
