@@ -11,7 +11,7 @@ MINUTES ?= 30
 RUNS ?= 200000
 MESSAGES ?= 1000000
 
-.PHONY: help demo test lint types check sim faults soak bench gpu-check clean
+.PHONY: help demo test lint types check sim faults fuzz soak bench gpu-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12

@@ -67,14 +67,18 @@ def serve(config: ConfigOption = None, set_: SetOption = None) -> None:
 def check_config(config: ConfigOption = None, set_: SetOption = None, format_: FormatOption = Format.TEXT) -> None:
     """Print the effective configuration, or what is wrong with it."""
     from transferd.layout import build_layout
+    from transferd.objects import object_format
     from transferd.offload import ThreadOffload
     from transferd.storage.registry import create_storages
     from transferd.tiers.registry import create_device_tier
+    from transferd.tiers.staging import slots_in
     from transferd.toml import to_toml
 
     effective = configuration.load(config, overrides=set_ or ())
-    create_device_tier(effective, build_layout(effective.cache), 0, ThreadOffload(1))
+    layout = build_layout(effective.cache)
+    create_device_tier(effective, layout, 0, ThreadOffload(1))
     create_storages(effective)
+    slots_in(effective.host.staging, object_format(effective.storage, layout).slot_bytes)
     tree = configuration.to_tree(effective)
     print(json.dumps(tree) if format_ is Format.JSON else to_toml(tree).rstrip())
 

@@ -1,6 +1,6 @@
 """The engine's side of the wire: push tasks, get exactly one result for each, whatever happens.
 
-When the daemon has been silent for 4 s, or another boot_id answers, everything pending ends as
+When the daemon has been silent for about 4 s, or another boot_id answers, everything pending ends as
 `failed` with code `daemon_lost`. The client reconnects by itself and goes on with the new daemon; how
 it does all that is in link.py.
 

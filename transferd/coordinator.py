@@ -22,7 +22,7 @@ from transferd.barrier import Arrival, RankBarrier, Round
 from transferd.cache import Cache
 from transferd.clock import SYSTEM_CLOCK, Clock
 from transferd.dispatch import Dispatcher
-from transferd.errors import ConfigError, RequestError
+from transferd.errors import RequestError
 from transferd.keys import block_keys
 from transferd.objects import ObjectFormat
 from transferd.record import State
@@ -335,11 +335,6 @@ class Coordinator:
         for condition, future in self._waiting:
             if not future.done() and condition():
                 future.set_result(None)
-
-    def check_parties(self) -> None:
-        """The barrier and the workers must agree on who takes part."""
-        if len(self.workers) != self._dispatcher.limits.ranks:
-            raise ConfigError("cache.ranks", "does not match the workers that were built", len(self.workers))
 
 
 def _nobody_listens(client: bytes, seq: int, result: TaskResult) -> None:

@@ -35,7 +35,7 @@ GC_THRESHOLDS = (50_000, 50, 100)
 def serve(config: Config, *, reload: Callable[[], Config] | None = None) -> int:
     """Run a daemon until SIGTERM or SIGINT. Returns the exit code: 0 after a clean stop, else 1.
 
-    reload: reads the configuration again, for SIGHUP (log level and storage capacity take effect).
+    reload: reads the configuration again, for SIGHUP (log level, storage capacity and scrub rate take effect).
 
     The caller has held the dumper's signals before any thread was made (signals.hold_dump_signals).
 

@@ -52,6 +52,10 @@ def test_check_config_prints_the_effective_configuration(tmp_path: Path) -> None
         ),
         (["--set", "cache.device=tpu"], "cache.device: expected one of"),
         (["--set", "storage.backend=tape"], "storage.backend: expected one of"),
+        (
+            ["--set", "host.staging=1KiB"],
+            "host.staging: must be at least 270336 bytes, one block for each of read, write (1024)",
+        ),
         (["--config", "/nonexistent.toml"], "/nonexistent.toml: cannot be read"),
     ],
 )

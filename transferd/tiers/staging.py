@@ -26,6 +26,7 @@ from transferd.tiers.pinned import HostRegion
 from transferd.tiers.pinning import MEMORY_LOCK, Pinning
 
 SLOT_ALIGNMENT = 4096  # bytes: what direct I/O and RDMA registration like
+CONSUMERS = ("read", "write")
 CHUNK_BYTES = 8 * 1024**2  # large enough that a chunk's fixed costs vanish, small enough to overlap
 
 
@@ -81,6 +82,16 @@ class _Share:
                 return
 
 
+def slots_in(nbytes: int, object_bytes: int, consumers: Sequence[str] = CONSUMERS, key: str = "host.staging") -> int:
+    """How many objects staging of that size holds. Raises ConfigError naming `key` for less than one a consumer."""
+    slot_bytes = align(object_bytes, SLOT_ALIGNMENT)
+    slots = nbytes // slot_bytes
+    if slots < len(consumers):
+        what = f"must be at least {slot_bytes * len(consumers)} bytes, one block for each of {', '.join(consumers)}"
+        raise ConfigError(key, what, nbytes)
+    return slots
+
+
 class Staging:
     """One rank's staging memory. Owns the region.
 
@@ -96,16 +107,13 @@ class Staging:
         nbytes: int,
         object_bytes: int,
         offsets: npt.NDArray[np.int64] | None = None,
-        consumers: Sequence[str] = ("read", "write"),
+        consumers: Sequence[str] = CONSUMERS,
         key: str = "host.staging",
         pinning: Pinning = MEMORY_LOCK,
     ) -> None:
         self.object_bytes = object_bytes
         slot_bytes = align(self.object_bytes, SLOT_ALIGNMENT)
-        slots = nbytes // slot_bytes
-        if slots < len(consumers):
-            need = slot_bytes * len(consumers)
-            raise ConfigError(key, f"must be at least {need} bytes, one block for each of {consumers}", nbytes)
+        slots = slots_in(nbytes, object_bytes, consumers, key)
         self._slot_bytes = slot_bytes
         self.memory = HostRegion(slots * slot_bytes, pinning)
         self.nbytes = slots * slot_bytes
