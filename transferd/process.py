@@ -135,7 +135,7 @@ def _reload(daemon: Daemon, notifier: Notifier, reload: Callable[[], Config] | N
     """SIGHUP: read the configuration again; log level and storage capacity take effect, a bad file changes nothing."""
     if reload is None:
         return
-    notifier.notify("RELOADING=1")
+    notifier.reloading()
     try:
         config = reload()
     except ConfigError as error:

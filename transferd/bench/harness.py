@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,17 +47,6 @@ def row(name: str, values: Sequence[float], unit: str, limit: float, limit_name:
     """The median of `values` as a row."""
     median = statistics.median(values)
     return Row(name, median, unit, limit, limit_name, (max(values) - min(values)) / median if median else 0.0)
-
-
-def timed(work: Callable[[], object], runs: int = RUNS) -> list[float]:
-    """Seconds of each run, after one that does not count."""
-    work()
-    seconds: list[float] = []
-    for _ in range(runs):
-        before = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - before)
-    return seconds
 
 
 def machine() -> dict[str, Any]:
