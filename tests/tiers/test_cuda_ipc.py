@@ -164,6 +164,30 @@ async def test_a_mapping_lives_as_long_as_an_array_of_it(daemon: CudaDeviceTier,
     assert other.gpu.memory.opened == {}
 
 
+async def test_a_mapping_may_be_collected_while_its_thread_makes_another(
+    daemon: CudaDeviceTier, other: Elsewhere, offload: ThreadOffload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await daemon.open()
+    held = [engine.attach(daemon.handle().data, other.gpu)]
+    second = CudaDeviceTier(LAYOUT, 0, 0, offload, driver=FakeGpu(seed=3), slot_bytes=1)
+    await second.open()
+    open_memory = other.gpu.open_memory
+
+    def collects_first(handle: bytes) -> int:
+        held.clear()
+        gc.collect()
+        return open_memory(handle)
+
+    monkeypatch.setattr(other.gpu, "open_memory", collects_first)
+    attached = engine.attach(second.handle().data, other.gpu)
+    assert other.gpu.count("close_memory") == 1, "it was settled when the other was made"
+    assert len(other.gpu.memory.opened) == 1
+    del attached
+    gc.collect()
+    assert other.gpu.memory.opened == {}
+    await second.close()
+
+
 async def test_a_mapping_on_a_device_that_was_lost_goes_without_a_word(
     daemon: CudaDeviceTier, other: Elsewhere
 ) -> None:

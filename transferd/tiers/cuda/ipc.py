@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from typing import Any
 
 import msgspec
@@ -87,25 +88,45 @@ def _bytes_of(text: str) -> bytes:
 
 
 class _Allocations:
-    """Which allocations of others this process has mapped on one device, and how many hold each."""
+    """Which allocations of others this process has mapped on one device, and how many hold each.
+
+    A finalizer may give back wherever the collector runs, also in the middle of a `take` of the same
+    thread. So what is given is only noted, and settled by whoever has the lock, or can have it at once.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._mapped: dict[bytes, tuple[int, int]] = {}  # handle → address, holders
+        self._given: deque[bytes] = deque()
 
     def take(self, driver: Driver, handle: bytes) -> int:
-        with self._lock:
-            address, holders = self._mapped.get(handle) or (driver.open_memory(handle), 0)
-            self._mapped[handle] = (address, holders + 1)
-            return address
+        try:
+            with self._lock:
+                address, holders = self._mapped.get(handle) or (driver.open_memory(handle), 0)
+                self._mapped[handle] = (address, holders + 1)
+                return address
+        finally:
+            self._settle(driver)
 
     def give(self, driver: Driver, handle: bytes) -> None:
-        with self._lock:
-            address, holders = self._mapped.pop(handle)
-            if holders > 1:
-                self._mapped[handle] = (address, holders - 1)
-            else:
-                driver.close_memory(address)
+        self._given.append(handle)
+        self._settle(driver)
+
+    def _settle(self, driver: Driver) -> None:
+        # Whoever holds the lock looks again after letting go of it, so nothing that is noted stays.
+        while self._given and self._lock.acquire(blocking=False):
+            try:
+                while self._given:
+                    self._release(driver, self._given.popleft())
+            finally:
+                self._lock.release()
+
+    def _release(self, driver: Driver, handle: bytes) -> None:
+        address, holders = self._mapped.pop(handle)
+        if holders > 1:
+            self._mapped[handle] = (address, holders - 1)
+        else:
+            driver.close_memory(address)
 
 
 _allocations: weakref.WeakKeyDictionary[Driver, dict[str, _Allocations]] = weakref.WeakKeyDictionary()
