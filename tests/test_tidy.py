@@ -17,7 +17,7 @@ PACKAGE = ROOT / "transferd"
 # Level of each module or package below transferd/: a module imports from its own level or a lower one.
 LEVELS: dict[str, int] = {
     # 0: nothing from the package
-    "errors": 0, "clock": 0, "trace": 0, "bucket": 0, "version": 0, "toml": 0,
+    "errors": 0, "clock": 0, "trace": 0, "bucket": 0, "version": 0, "toml": 0, "uncancelled": 0,
     # 1: pure data
     "tasks": 1, "config": 1, "events": 1, "layout": 1, "ownership": 1,
     # 2: pure logic

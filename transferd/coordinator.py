@@ -30,8 +30,8 @@ from transferd.residency.index import TokenIndex
 from transferd.residency.wire import block_hash
 from transferd.storage.base import Storage
 from transferd.storage.tokens import TokenStorage
-from transferd.storage.uncancelled import every
 from transferd.tasks import ErrorInfo, RankOutcome, Stop, Task, TaskResult, TokenIds
+from transferd.uncancelled import every
 from transferd.workers.job import Job
 from transferd.workers.rank import RankWorker
 

@@ -29,8 +29,8 @@ from transferd.direct.messages import (
 )
 from transferd.direct.outbound import Outbound
 from transferd.errors import ConfigError, PeerLost, PeerRefused, TransferError
-from transferd.storage.uncancelled import every
 from transferd.tasks import ErrorInfo
+from transferd.uncancelled import every
 
 log = structlog.get_logger(__name__)
 

@@ -42,7 +42,7 @@ from transferd.offload import Direction, Offload
 from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found, Outcome, Storage
 from transferd.storage.lru import Entry, LruIndex, Victim
 from transferd.storage.traffic import Traffic
-from transferd.storage.uncancelled import every, uncancelled
+from transferd.uncancelled import every, uncancelled
 
 S = TypeVar("S")
 T = TypeVar("T")

@@ -11,10 +11,10 @@ import numpy as np
 
 from transferd.errors import InvariantError, StorageError, StorageFull, StorageUnavailable
 from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found, Outcome, Storage
-from transferd.storage.uncancelled import uncancelled
 from transferd.testing.faults import Dice, Gate, StorageFaults, note, take
 from transferd.testing.memory import Claim, MemoryWatch
 from transferd.tiers.base import HostMemory
+from transferd.uncancelled import uncancelled
 
 T = TypeVar("T")
 

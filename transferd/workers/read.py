@@ -21,8 +21,8 @@ from typing import Any
 from transferd.copyplan import plan_copy
 from transferd.errors import TransferError
 from transferd.storage.base import MISSING, Blob, Found, Outcome
-from transferd.storage.uncancelled import every
 from transferd.tasks import RankOutcome, ReadStorageTask
+from transferd.uncancelled import every
 from transferd.workers.context import Account, RankContext, require
 from transferd.workers.flights import Batch, Flights
 from transferd.workers.job import Job

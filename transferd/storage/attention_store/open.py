@@ -18,8 +18,8 @@ from transferd.residency.wire import MEDIUM_CPU, MEDIUM_GPU, BlockRemoved, Block
 from transferd.storage.attention_store.settings import settings
 from transferd.storage.base import Storage
 from transferd.storage.tokens import RankPort, TokenStorage, Transfer
-from transferd.storage.uncancelled import every
 from transferd.tasks import RankOutcome, TokenIds
+from transferd.uncancelled import every
 
 
 class OpenTokenStorage(TokenStorage):

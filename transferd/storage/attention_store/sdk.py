@@ -35,8 +35,8 @@ from transferd.storage.attention_store.library import Library, Session, Shard, l
 from transferd.storage.attention_store.lines import Line
 from transferd.storage.attention_store.settings import settings
 from transferd.storage.tokens import RankPort, TokenStorage, Transfer
-from transferd.storage.uncancelled import every
 from transferd.tasks import RankOutcome, TokenIds
+from transferd.uncancelled import every
 
 log = structlog.get_logger(__name__)
 

@@ -19,7 +19,7 @@ from transferd.errors import ConfigError, StorageUnavailable
 from transferd.storage.mooncake.calls import Lane, NativeCalls
 from transferd.storage.mooncake.client import PoolClient
 from transferd.storage.mooncake.environment import Membership, membership
-from transferd.storage.uncancelled import uncancelled
+from transferd.uncancelled import uncancelled
 
 log = structlog.get_logger(__name__)
 

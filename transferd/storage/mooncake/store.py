@@ -50,8 +50,8 @@ from transferd.storage.mooncake.codes import told
 from transferd.storage.mooncake.joining import SetUp, join
 from transferd.storage.mooncake.layouts import Layouts
 from transferd.storage.mooncake.merging import Merger
-from transferd.storage.uncancelled import uncancelled
 from transferd.tiers.base import HostMemory
+from transferd.uncancelled import uncancelled
 
 log = structlog.get_logger(__name__)
 

@@ -38,7 +38,7 @@ async def every(works: Iterable[Awaitable[T]]) -> list[T]:
     A cancellation of the caller reaches all of them and is raised when all have ended.
     """
     results: list[T] = []
-    for ended in await asyncio.gather(*works, return_exceptions=True):
+    for ended in await asyncio.gather(*works):
         if isinstance(ended, BaseException):
             raise ended
         results.append(ended)
