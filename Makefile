@@ -32,7 +32,7 @@ types: $(TEST_STAMP) ## mypy --strict on transferd/
 check: lint types test ## everything CI does
 
 sim: $(TEST_STAMP) ## the seeded simulation: make sim SEEDS=100000 FIRST=0
-	$(BIN)/python -m transferd.testing.campaign --seeds $(SEEDS) --first $(FIRST)
+	$(BIN)/python -m tests.support.simulation.campaign --seeds $(SEEDS) --first $(FIRST)
 
 faults: $(TEST_STAMP) ## the fault matrix on real processes, all cells (about 8 minutes); writes docs/faults.md
 	$(BIN)/python -m tests.faults.matrix --write
@@ -54,7 +54,7 @@ clean: ## remove what these targets made
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -f transferd/*.so transferd/tiers/*.so
 
-$(STAMP): pyproject.toml setup.py transferd/tiers/_copyruns.c transferd/_steps.c scripts/system-packages
+$(STAMP): pyproject.toml setup.py transferd/tiers/_copyruns.c transferd/observability/_steps.c scripts/system-packages
 	@bash scripts/system-packages
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .

@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say stably: the optional C extensions (see tiers/hostcopy.py and trace.py)."""
+"""What pyproject.toml cannot say stably: the optional C extensions (see tiers/hostcopy.py and recorder.py)."""
 
 from setuptools import Extension, setup
 
@@ -12,7 +12,11 @@ setup(
             optional=True,  # without a compiler or Python.h the install still works, on the slower twin
         ),
         Extension(
-            "transferd._steps", ["transferd/_steps.c"], py_limited_api=True, extra_compile_args=["-O3"], optional=True
+            "transferd.observability._steps",
+            ["transferd/observability/_steps.c"],
+            py_limited_api=True,
+            extra_compile_args=["-O3"],
+            optional=True,
         ),
     ]
 )

@@ -30,10 +30,10 @@ from multiprocessing.managers import AcquirerProxy, BarrierProxy, BaseManager, L
 from pathlib import Path
 from typing import Any
 
-from transferd.bench import control
-from transferd.bench.harness import RUNS, Row, machine, report, row
-from transferd.client import Client
-from transferd.launch import running
+from transferd.cli.bench import control
+from transferd.cli.bench.harness import RUNS, Row, machine, report, row
+from transferd.client.client import Client
+from transferd.client.launch import running
 
 TASKS = 60
 IDLE_S = 1.0
@@ -224,7 +224,7 @@ def main() -> None:
     else:
         from rich.console import Console
 
-        from transferd.bench.harness import show
+        from transferd.cli.bench.harness import show
 
         show(tree, Console())
 

@@ -22,13 +22,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from transferd import events as ev
-from transferd.admission import Limits
-from transferd.bench.harness import RUNS, Row, machine, report, row
-from transferd.client import Client
-from transferd.dispatch import Dispatcher
-from transferd.launch import running
-from transferd.process import quiet_collector
+from transferd.cli.bench.harness import RUNS, Row, machine, report, row
+from transferd.client.client import Client
+from transferd.client.launch import running
+from transferd.control import events as ev
+from transferd.control.admission import Limits
+from transferd.control.dispatcher import Dispatcher
+from transferd.daemon.process import quiet_collector
 from transferd.tasks import RankOutcome, Status, SwapOutTask
 
 QUEUES = (100, 1_000, 10_000, 100_000)
@@ -164,7 +164,7 @@ def main() -> None:
     else:
         from rich.console import Console
 
-        from transferd.bench.harness import show
+        from transferd.cli.bench.harness import show
 
         show(tree, Console())
 

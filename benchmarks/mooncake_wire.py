@@ -21,9 +21,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transferd.bench.harness import Row, machine, report
-from transferd.bench.mooncake import subjects
-from transferd.bench.storage import measure
+from transferd.cli.bench.harness import Row, machine, report
+from transferd.cli.bench.mooncake import subjects
+from transferd.cli.bench.storage import measure
 
 GBITS = (4, 8, 12)
 NEEDED = ("unshare", "ip", "tc")
@@ -67,7 +67,7 @@ def main() -> None:
     else:
         from rich.console import Console
 
-        from transferd.bench.harness import show
+        from transferd.cli.bench.harness import show
 
         show(tree, Console())
 

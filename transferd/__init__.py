@@ -11,9 +11,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from transferd.client import Client
+    from transferd.client.client import Client
+    from transferd.client.sync_client import SyncClient
     from transferd.errors import HandoverFailed, TransferError
-    from transferd.sync_client import SyncClient
     from transferd.tasks import (
         RankResult,
         ReadStorageTask,
@@ -39,8 +39,8 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Client": "transferd.client",
-    "SyncClient": "transferd.sync_client",
+    "Client": "transferd.client.client",
+    "SyncClient": "transferd.client.sync_client",
     "HandoverFailed": "transferd.errors",
     "TransferError": "transferd.errors",
 }

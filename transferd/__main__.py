@@ -1,6 +1,6 @@
 """`python -m transferd` is the same as `transferd`."""
 
-from transferd.cli import main
+from transferd.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -122,7 +122,7 @@ class Round:
 class RankBarrier:
     """Where `parties` ranks, 0 … parties-1, meet once for each task.
 
-    The eight properties, each with a test of its name in tests/unit/test_barrier.py, and all of them
+    The eight properties, each with a test of its name in tests/test_barrier.py, and all of them
     together against a naive model in test_barrier_stateful.py:
 
     1. A round completes exactly once: one merge, one `on_complete`, one value of `merged`.

@@ -26,8 +26,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from transferd.adapters.fastdeploy import EngineCacheQueue
-from transferd.replay.kvdata import KvData
-from transferd.replay.pool import BlockPool, Entry
+from transferd.cli.replay.kvdata import KvData
+from transferd.cli.replay.pool import BlockPool, Entry
 from transferd.tasks import Status
 
 TIMEOUT_S = 20.0  # of a storage task

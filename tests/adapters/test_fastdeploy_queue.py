@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.sabotage import FILE_VARIABLE, Saboteur
 from transferd.adapters.fastdeploy import EngineCacheQueue
 from transferd.adapters.fastdeploy.queue import NotConnected, endpoint_of
 from transferd.adapters.fastdeploy.retired import BARRIERS
+from transferd.client.launch import DaemonProcess, running
 from transferd.errors import Closed, ConfigError, RequestError
-from transferd.launch import DaemonProcess, running
 from transferd.tasks import Status, TaskResult
-from transferd.testing.sabotage import FILE_VARIABLE, Saboteur
 
 RANKS = 2
 WAIT_S = 20.0  # for an answer; far more than it takes
@@ -35,7 +35,7 @@ CACHE = {
     "block_size": 8,
     "device_blocks": 64,
     "host_blocks": 64,
-    "device": "transferd.testing.sabotage:SabotagedDevice",
+    "device": "tests.support.sabotage:SabotagedDevice",
 }
 
 
@@ -56,7 +56,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory, saboteur: Saboteur) -> Iter
     tree = {
         "cache": CACHE,
         "host": {"staging": "256KiB"},
-        "storage": {"backend": "transferd.testing.sabotage:SabotagedStorage"},
+        "storage": {"backend": "tests.support.sabotage:SabotagedStorage"},
         "server": {"max_queued_tasks": 2, "lane_depth": 1, "client_timeout": 2.5},
     }
     with pytest.MonkeyPatch.context() as patch:

@@ -14,18 +14,18 @@ from typing import Any, Literal
 import pytest
 
 from tests.adapters.prefix_cache_manager import PrefixCacheManager
+from tests.support.sabotage import FILE_VARIABLE, Operation, Saboteur
 from transferd.adapters.fastdeploy import EngineCacheQueue
-from transferd.launch import running
-from transferd.replay.kvdata import KvData
-from transferd.replay.trace import generated_workload, read_trace
+from transferd.cli.replay.kvdata import KvData
+from transferd.cli.replay.trace import generated_workload, read_trace
+from transferd.client.launch import running
 from transferd.tasks import Status
-from transferd.testing.sabotage import FILE_VARIABLE, Operation, Saboteur
 
 RANKS = 4
 BESIDE = Path(__file__).parents[3] / "shared" / "traces" / "conversation_trace.jsonl"
 TRACE = Path(os.environ.get("TRANSFERD_TEST_TRACE", BESIDE))
 REQUESTS = int(os.environ.get("TRANSFERD_TEST_REQUESTS", "1000"))
-SABOTAGED = "transferd.testing.sabotage:SabotagedStorage"
+SABOTAGED = "tests.support.sabotage:SabotagedStorage"
 BLOCK_TOKENS = 8
 SETTINGS: dict[str, Any] = {
     "cache": {
@@ -34,7 +34,7 @@ SETTINGS: dict[str, Any] = {
         "kv_heads": 1,
         "head_dim": 16,
         "block_size": BLOCK_TOKENS,
-        "device": "transferd.testing.sabotage:SabotagedDevice",
+        "device": "tests.support.sabotage:SabotagedDevice",
     },
     "host": {"staging": "512KiB"},
 }

@@ -13,9 +13,9 @@ import pytest
 paddle = pytest.importorskip("paddle", reason="the paddle extra is not installed")
 
 from transferd.adapters.paddle import tensors  # noqa: E402
+from transferd.blocks.layout import build_layout  # noqa: E402
 from transferd.config import CacheSection  # noqa: E402
-from transferd.layout import build_layout  # noqa: E402
-from transferd.offload import ThreadOffload  # noqa: E402
+from transferd.runtime.threads import ThreadOffload  # noqa: E402
 from transferd.tiers.segment import attach_arrays  # noqa: E402
 from transferd.tiers.shm import ShmDeviceTier  # noqa: E402
 

@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
+from tests.support.simulation.carrier import Fabric
+from transferd.cli.pool.local import master_executable
 from transferd.config import from_tree
-from transferd.direct.carrier import Carrier, Move
-from transferd.direct.transfer_engine import TransferEngineCarrier
 from transferd.errors import PeerLost
-from transferd.testing.carrier import Fabric
-from transferd.testing.mooncake import master_executable
+from transferd.storage.peer.carrier import Carrier, Move
+from transferd.storage.peer.transfer_engine import TransferEngineCarrier
 from transferd.tiers.pinned import HostRegion
 
 SIZE = 1024**2

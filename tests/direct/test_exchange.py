@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 import pytest
 
-from transferd.direct import inbound as inbound_module
-from transferd.direct.exchange import Exchange
-from transferd.direct.inbound import Inbound
-from transferd.direct.outbound import Outbound
+from tests.support.simulation.carrier import Fabric, MemoryCarrier
 from transferd.errors import PeerLost, PeerRefused, TransferError
 from transferd.storage.base import Blob, Found, Outcome
+from transferd.storage.peer import inbound as inbound_module
+from transferd.storage.peer.exchange import Exchange
+from transferd.storage.peer.inbound import Inbound
+from transferd.storage.peer.outbound import Outbound
 from transferd.tasks import ErrorInfo
-from transferd.testing.carrier import Fabric, MemoryCarrier
 from transferd.tiers.pinned import HostRegion
 
 SLOT = 4096

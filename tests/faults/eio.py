@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transferd.clock import SYSTEM_CLOCK, Clock
 from transferd.config import Config
+from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.storage import directory
 from transferd.storage.file import FileStorage
 

@@ -29,7 +29,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from transferd.copyplan import CopyPlan
+from transferd.blocks.copyplan import CopyPlan
 from transferd.storage.base import Blob, Outcome, Storage
 from transferd.storage.file import FileStorage
 from transferd.storage.mooncake import MooncakeStorage

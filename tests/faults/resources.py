@@ -23,8 +23,9 @@ from tests.faults.contents import CACHE, DEVICE_BLOCKS, RANKS
 from tests.faults.eio import FLAG
 from tests.faults.operator import Operator
 from tests.faults.world import ROOT
-from transferd import Status, TaskResult, launch
-from transferd.launch import DaemonProcess
+from transferd import Status, TaskResult
+from transferd.client import launch
+from transferd.client.launch import DaemonProcess
 
 START_TIMEOUT_S = 60.0
 SERVE_S = 30.0

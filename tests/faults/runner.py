@@ -41,7 +41,7 @@ from tests.faults.keeper import Passage
 from tests.faults.operator import Operator
 from tests.faults.world import World
 from transferd import Status, TransferError
-from transferd.testing.mooncake import freeze, thaw
+from transferd.cli.pool.local import freeze, thaw
 
 
 class Runner:

@@ -9,7 +9,7 @@ import pytest
 from tests.faults import table
 from tests.faults.cell import CELLS, Cell
 from tests.faults.matrix import run_cells
-from transferd.testing.mooncake import master_executable
+from transferd.cli.pool.local import master_executable
 
 pytestmark = pytest.mark.one_loop
 

@@ -21,10 +21,10 @@ from typing import Any
 from tests.faults.contents import BLOCK_BYTES, CACHE
 from tests.faults.gates import VARIABLE
 from tests.faults.keeper import Keeper
-from transferd import launch
-from transferd.integrity import FOOTER_BYTES
-from transferd.launch import DaemonProcess
-from transferd.testing.mooncake import Lender, Master
+from transferd.blocks.footer import FOOTER_BYTES
+from transferd.cli.pool.local import Lender, Master
+from transferd.client import launch
+from transferd.client.launch import DaemonProcess
 from transferd.tiers.staging import SLOT_ALIGNMENT
 
 ROOT = Path(__file__).resolve().parents[2]

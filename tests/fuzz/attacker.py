@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import zmq
 
 from tests.fuzz.frames import Frames
-from transferd import protocol as wire
+from transferd.wire import protocol as wire
 
 PATIENCE_S = 60
 TURN = 500  # messages

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from transferd import protocol as wire
 from transferd.tasks import ReadStorageTask, SwapInTask, SwapOutTask, Task, TokenIds, WriteStorageTask
+from transferd.wire import protocol as wire
 
 # Blocks that hostile tasks may touch. Honest clients use those below: a task of a stranger on one's own
 # blocks is not malformed, and nobody promises anything about it.

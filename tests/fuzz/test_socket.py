@@ -19,7 +19,7 @@ import pytest
 
 from tests.fuzz.frames import HOSTILE_BLOCKS, Frames
 from transferd import Client, ReadStorageTask, Status, WriteStorageTask
-from transferd.launch import running
+from transferd.client.launch import running
 
 ROOT = Path(__file__).parent.parent.parent
 MESSAGES = int(os.environ.get("MESSAGES", "30000"))

@@ -22,10 +22,10 @@ from tests.gpu.machine import (
     raising,
     within,
 )
+from transferd.blocks.layout import build_layout
 from transferd.config import CacheSection
 from transferd.errors import TierError
-from transferd.layout import build_layout
-from transferd.offload import ThreadOffload
+from transferd.runtime.threads import ThreadOffload
 from transferd.tiers.cuda import CudaDeviceTier
 from transferd.tiers.cuda.compiler import compile_kernel
 from transferd.tiers.cuda.kernel import source

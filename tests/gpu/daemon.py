@@ -12,11 +12,11 @@ import numpy as np
 
 from tests.gpu.machine import DEADLINE_S, Bytes, Failed, Machine, within
 from tests.gpu.processes import LARGE, peer
-from transferd.client import Client
+from transferd.blocks.layout import build_layout
+from transferd.client.client import Client
+from transferd.client.launch import running
+from transferd.client.launch import start as start_daemon
 from transferd.config import CacheSection
-from transferd.launch import running
-from transferd.launch import start as start_daemon
-from transferd.layout import build_layout
 from transferd.tasks import ReadStorageTask, Status, SwapInTask, SwapOutTask, Task, WriteStorageTask
 from transferd.tiers.cuda import engine
 from transferd.tiers.cuda.engine import Attached, DeviceArray
@@ -72,7 +72,7 @@ class Engine:
 
 
 def tree(machine: Machine) -> dict[str, Any]:
-    device = "transferd.testing.cuda.tier:FakeCudaTier" if machine.fake else "cuda"
+    device = "tests.support.cuda.tier:FakeCudaTier" if machine.fake else "cuda"
     return {
         "cache": CACHE | {"device": device, "devices": [machine.index] * 2},
         "host": {"staging": "16MiB"},

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from tests.support.cuda.abi import SERVED
+from transferd.blocks.copyplan import CopyPlan, plan_copy
+from transferd.blocks.layout import BlockLayout, build_layout
 from transferd.config import CacheSection
-from transferd.copyplan import CopyPlan, plan_copy
-from transferd.layout import BlockLayout, build_layout
-from transferd.offload import ThreadOffload
-from transferd.testing.cuda.abi import SERVED
+from transferd.runtime.threads import ThreadOffload
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.cuda import CudaDeviceTier
 from transferd.tiers.cuda.driver import DeviceInfo, Driver

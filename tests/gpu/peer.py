@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from transferd.blocks.layout import build_layout
 from transferd.config import CacheSection
-from transferd.layout import build_layout
 from transferd.tiers.cuda import engine, fastdeploy
 from transferd.tiers.cuda.bindings import open_driver
 from transferd.tiers.cuda.engine import Attached, DeviceArray

@@ -18,9 +18,9 @@ import numpy as np
 
 from tests.gpu.copies import one_layout
 from tests.gpu.machine import LAYOUTS, Failed, Machine, open_rig, raising, within
+from transferd.blocks.layout import build_layout
 from transferd.config import CacheSection
 from transferd.errors import RequestError, TierError, TransferError
-from transferd.layout import build_layout
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.cuda import fastdeploy, ipc
 from transferd.tiers.owner import check_owner, this_process
@@ -56,7 +56,7 @@ class Peer:
 @asynccontextmanager
 async def peer(machine: Machine) -> AsyncIterator[Peer]:
     """An engine's process, gone at the end however it ends."""
-    run = ["-m", "transferd.testing.cuda.abi"] if machine.fake else ["-m"]
+    run = ["-m", "tests.support.cuda.abi"] if machine.fake else ["-m"]
     process = await asyncio.create_subprocess_exec(
         sys.executable, *run, "tests.gpu.peer", str(machine.index),
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, limit=1 << 26, env=os.environ | {"PYTHONUNBUFFERED": "1"},

@@ -95,8 +95,8 @@ def _run(checks: list[Check], machine: Machine, keep_going: bool) -> int:
 
 def bench(machine: Machine, results: Path | None) -> int:
     """Measure, write the JSON, and say which goals are reached. Returns 1 if what was moved is wrong."""
-    from transferd.bench import copy_cuda, harness
-    from transferd.bench.harness import Row
+    from transferd.cli.bench import copy_cuda, harness
+    from transferd.cli.bench.harness import Row
 
     before = harness.machine() | copy_cuda.machine(machine.index)
     print("measuring: every layout, 1 to 1024 random blocks, every way", flush=True)

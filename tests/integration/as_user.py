@@ -15,7 +15,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from transferd.client import Client
+from transferd.client.client import Client
 from transferd.errors import TransferError
 from transferd.tasks import WriteStorageTask
 

@@ -17,14 +17,13 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from transferd import credentials
-from transferd import protocol as wire
-from transferd.bucket import Bucket
-from transferd.client import Client
-from transferd.clock import SYSTEM_CLOCK, Clock
+from tests.support.memory_core import MemoryCore
+from transferd.client.client import Client
 from transferd.config import ServerSection
+from transferd.daemon.bucket import Bucket
+from transferd.daemon.server import OBSERVERS_MAY, Server
 from transferd.errors import ConfigError, TransferError
-from transferd.server import OBSERVERS_MAY, Server
+from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.tasks import (
     ReadStorageTask,
     ReceiveTask,
@@ -35,8 +34,9 @@ from transferd.tasks import (
     TokenIds,
     WriteStorageTask,
 )
-from transferd.testing.core import MemoryCore
-from transferd.transport import ZmqServerTransport
+from transferd.wire import credentials
+from transferd.wire import protocol as wire
+from transferd.wire.transport import ZmqServerTransport
 
 AS_USER = Path(__file__).with_name("as_user.py")
 ENGINE, OTHER, WATCHER = 61001, 61002, 61003  # uids that nobody has; a uid needs no name to be one

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from transferd.bench import storage
-from transferd.testing.mooncake import master_executable
+from transferd.cli.bench import storage
+from transferd.cli.pool.local import master_executable
 
 
 @pytest.mark.parametrize("arguments", [["storage", "--backend", "memory"]])  # copy takes a minute

@@ -29,12 +29,12 @@ from transferd import (
     TransferError,
     WriteStorageTask,
 )
+from transferd.blocks.layout import build_layout
+from transferd.client.launch import start as launch
 from transferd.config import Config, from_tree, to_tree
-from transferd.daemon import Daemon
+from transferd.daemon.daemon import Daemon
 from transferd.errors import ConnectTimeout, EngineGone, RequestError, TierError
-from transferd.launch import start as launch
-from transferd.layout import build_layout
-from transferd.offload import ThreadOffload
+from transferd.runtime.threads import ThreadOffload
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.segment import DIRECTORY, PREFIX
 from transferd.tiers.shm import ShmDeviceTier
@@ -472,9 +472,9 @@ ENGINE = """
 import asyncio, sys
 from transferd import Client
 from transferd.config import from_tree
-from transferd.launch import start as launch
-from transferd.layout import build_layout
-from transferd.offload import ThreadOffload
+from transferd.client.launch import start as launch
+from transferd.blocks.layout import build_layout
+from transferd.runtime.threads import ThreadOffload
 from transferd.tiers.shm import ShmDeviceTier
 
 async def main(endpoint, cache, ranks):

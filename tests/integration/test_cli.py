@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from transferd import cli
-from transferd.launch import running, start
+from transferd.cli import main as cli
+from transferd.client.launch import running, start
 
 
 def transferd(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -47,8 +47,8 @@ def test_check_config_prints_the_effective_configuration(tmp_path: Path) -> None
         (["--set", "cache.rank=1"], "cache.rank: unknown key (1)"),
         (["--set", "cache.attention=linear"], "cache.attention: expected one of"),
         (
-            ["--set", "cache.ownership=attach", "--set", "cache.device=transferd.testing.device:SimDevice"],
-            "cache.ownership: the transferd.testing.device:SimDevice device is always created by the daemon",
+            ["--set", "cache.ownership=attach", "--set", "cache.device=tests.support.simulation.device:SimDevice"],
+            "cache.ownership: the tests.support.simulation.device:SimDevice device is always created by the daemon",
         ),
         (["--set", "cache.device=tpu"], "cache.device: expected one of"),
         (["--set", "storage.backend=tape"], "storage.backend: expected one of"),

@@ -24,15 +24,15 @@ import pytest
 import structlog
 
 from transferd import Client, ReadStorageTask, Status, WriteStorageTask
+from transferd.blocks.footer import FOOTER_BYTES
+from transferd.cli.pool.local import Master, master_executable
 from transferd.config import Config, from_tree
-from transferd.daemon import Daemon
-from transferd.integrity import FOOTER_BYTES
+from transferd.daemon.daemon import Daemon
 from transferd.storage.base import STORED, Blob, Found, Storage
 from transferd.storage.file import FileStorage
 from transferd.storage.memory import MemoryStorage
 from transferd.storage.mooncake import MooncakeStorage
 from transferd.storage.paths import path_of
-from transferd.testing.mooncake import Master, master_executable
 from transferd.tiers.pinned import HostRegion
 
 LAYOUTS: dict[str, dict[str, Any]] = {

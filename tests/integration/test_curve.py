@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import zmq
 
-from transferd.client import Client
+from tests.support.memory_core import MemoryCore
+from transferd.client.client import Client
 from transferd.config import CurveSection, ServerSection
-from transferd.curve import ClientCurve
+from transferd.daemon.server import Server
 from transferd.errors import ConfigError, ConnectTimeout
-from transferd.server import Server
 from transferd.tasks import Status, SwapOutTask
-from transferd.testing.core import MemoryCore
-from transferd.transport import ZmqClientTransport, ZmqServerTransport
+from transferd.wire.curve import ClientCurve
+from transferd.wire.transport import ZmqClientTransport, ZmqServerTransport
 
 SERVER_PUBLIC, SERVER_SECRET = zmq.curve_keypair()
 KNOWN, STRANGER = zmq.curve_keypair(), zmq.curve_keypair()

@@ -20,7 +20,7 @@ from transferd import (
     TaskResult,
     WriteStorageTask,
 )
-from transferd.launch import DaemonProcess, running, start
+from transferd.client.launch import DaemonProcess, running, start
 
 pytestmark = pytest.mark.one_loop  # the daemon is in a process of its own; test_wire.py has both loops
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from transferd import demo
-from transferd.replay.kvdata import Mismatch
-from transferd.replay.report import Report
+from transferd.cli import demo
+from transferd.cli.replay.kvdata import Mismatch
+from transferd.cli.replay.report import Report
 
 
 def told(report: Report) -> str:

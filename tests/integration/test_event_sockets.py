@@ -12,9 +12,9 @@ import zmq
 
 from tests.integration.subscriber import WAIT_MS, Subscriber
 from transferd.config import EventsSection, Size
+from transferd.daemon.kv_events.sockets import END, MAX_PEERS, EventSockets
 from transferd.errors import ConfigError
-from transferd.publisher.sockets import END, MAX_PEERS, EventSockets
-from transferd.residency.wire import BlockRemoved, encode_batch
+from transferd.wire.kv_events import BlockRemoved, encode_batch
 
 Open = Callable[..., EventSockets]
 Follow = Callable[..., Subscriber]

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from transferd import ReadStorageTask, Status, SwapOutTask, SyncClient, TaskResult, WriteStorageTask
-from transferd.dumps import Dump, read_dump
-from transferd.launch import DaemonProcess, running, start
+from transferd.client.launch import DaemonProcess, running, start
+from transferd.observability.dump_file import Dump, read_dump
 
 ROOT = Path(__file__).parents[2]
 KEYS = ["a", "b", "c"]

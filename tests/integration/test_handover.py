@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from tests.integration.caches import Caches, attach, fill, snapshot, wipe
+from tests.support.sabotage import FILE_VARIABLE, Saboteur
 from transferd import Client, HandoverFailed, Status
+from transferd.blocks.keys import block_keys, key_digest
+from transferd.cli.pool.local import Master, master_executable
+from transferd.client.launch import DaemonProcess, running
 from transferd.errors import RequestError
-from transferd.keys import block_keys, key_digest
-from transferd.launch import DaemonProcess, running
 from transferd.tasks import ReceiveTask, SendTask
-from transferd.testing.mooncake import Master, master_executable
-from transferd.testing.sabotage import FILE_VARIABLE, Saboteur
 
 pytestmark = [
     pytest.mark.skipif(master_executable() is None, reason="mooncake-transfer-engine is not installed"),
@@ -217,7 +217,7 @@ async def test_a_cancelled_side_ends_the_other_one_at_once(tmp_path: Path) -> No
 
 
 BIG = {"layers": 4, "head_dim": 128, "block_size": BLOCK, "kv_heads": 32, "device_blocks": 128}  # 1 MiB a block
-SABOTAGED = {"device": "transferd.testing.sabotage:SabotagedDevice"}
+SABOTAGED = {"device": "tests.support.sabotage:SabotagedDevice"}
 
 
 async def begun(node: Side, block: int) -> None:

@@ -14,9 +14,9 @@ import numpy.typing as npt
 import pytest
 
 from transferd import ReadStorageTask, Status, SyncClient, WriteStorageTask
-from transferd.launch import running
+from transferd.cli.pool.local import Master, master_executable
+from transferd.client.launch import running
 from transferd.storage.paths import path_of
-from transferd.testing.mooncake import Master, master_executable
 
 RANKS = 2
 KEYS = ["3f" * 32, "a0" * 32, "77" * 32 + ":partial:5"]

@@ -12,9 +12,9 @@ import pytest
 from tests.integration.subscriber import WAIT_MS, AllBlocksCleared, Subscriber
 from tests.integration.test_daemon import config
 from transferd import Client, ReadStorageTask, Status, SwapInTask, SwapOutTask, WriteStorageTask
-from transferd.keys import block_keys
-from transferd.launch import DaemonProcess, running
-from transferd.residency.wire import block_hash
+from transferd.blocks.keys import block_keys
+from transferd.client.launch import DaemonProcess, running
+from transferd.wire.kv_events import block_hash
 
 BLOCK = 8  # tokens, as in config()
 

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from transferd import Client, ReadStorageTask, Status, TaskResult, WriteStorageTask
-from transferd.launch import DaemonProcess, start
-from transferd.replay.kvdata import POISON, KvData
-from transferd.testing.mooncake import Lender, Master, free_port, freeze, master_executable, thaw, wait_until
+from transferd.cli.pool.local import Lender, Master, free_port, freeze, master_executable, thaw, wait_until
+from transferd.cli.replay.kvdata import POISON, KvData
+from transferd.client.launch import DaemonProcess, start
 
 pytestmark = [
     pytest.mark.skipif(master_executable() is None, reason="mooncake-transfer-engine is not installed"),

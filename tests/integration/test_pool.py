@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from transferd.cli.pool.status import read_status
 
 from transferd import SyncClient, WriteStorageTask
+from transferd.cli.pool.local import free_port, master_executable
+from transferd.client.launch import running
 from transferd.errors import StorageUnavailable
-from transferd.http import HttpServer, Page
-from transferd.launch import running
-from transferd.pool.status import read_status
-from transferd.testing.mooncake import free_port, master_executable
+from transferd.observability.http import HttpServer, Page
 
 needs_mooncake = pytest.mark.skipif(master_executable() is None, reason="mooncake-transfer-engine is not installed")
 

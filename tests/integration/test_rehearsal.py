@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from transferd.rehearsal import command
-from transferd.rehearsal.network import two_nodes
-from transferd.rehearsal.play import prompts
-from transferd.replay.trace import TraceRequest, read_trace
-from transferd.testing.mooncake import master_executable
+from transferd.cli.demo_pd import command
+from transferd.cli.demo_pd.network import two_nodes
+from transferd.cli.demo_pd.play import prompts
+from transferd.cli.pool.local import master_executable
+from transferd.cli.replay.trace import TraceRequest, read_trace
 
 TRACE = Path(__file__).parents[3] / "shared" / "traces" / "conversation_trace.jsonl"
 REQUESTS = 60

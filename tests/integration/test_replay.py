@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from transferd.cli.replay import own
+from transferd.cli.replay.command import replay, run
+from transferd.cli.replay.trace import TraceRequest, generated_workload
+from transferd.client.launch import running
 from transferd.errors import ConfigError, TransferError
-from transferd.launch import running
-from transferd.replay import own
-from transferd.replay.command import replay, run
-from transferd.replay.trace import TraceRequest, generated_workload
 from transferd.tiers.segment import DIRECTORY, PREFIX
 
 pytestmark = pytest.mark.one_loop  # the daemon is in a process of its own; test_wire.py has both loops

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from transferd import Client, Status, SwapInTask, SwapOutTask, WriteStorageTask
+from transferd.blocks.layout import build_layout
 from transferd.config import Config, from_tree
-from transferd.daemon import Daemon
-from transferd.layout import build_layout
-from transferd.offload import Direction, ThreadOffload
+from transferd.daemon.daemon import Daemon
+from transferd.runtime.threads import Direction, ThreadOffload
 from transferd.tiers.segment import attach_arrays
 from transferd.tiers.shm import ShmDeviceTier
 

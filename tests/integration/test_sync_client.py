@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
+from transferd.client.sync_client import SyncClient
 from transferd.errors import Closed, ConnectTimeout, RequestError
-from transferd.sync_client import SyncClient
 from transferd.tasks import Status, SwapOutTask
 
 SERVE = """
 import asyncio, sys
 from transferd.config import ServerSection
-from transferd.server import Server
-from transferd.testing.core import MemoryCore
-from transferd.transport import ZmqServerTransport
+from transferd.daemon.server import Server
+from tests.support.memory_core import MemoryCore
+from transferd.wire.transport import ZmqServerTransport
 
 class HoldsSome(MemoryCore):
     def submit(self, client, seq, task):

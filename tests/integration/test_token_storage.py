@@ -16,23 +16,23 @@ from tests.integration.test_daemon import attach, config, fill, snapshot, wipe
 from tests.integration.test_kv_events import told
 from transferd import Client, ReadStorageTask, Status, SwapOutTask, SyncClient, TransferError, WriteStorageTask
 from transferd.adapters.fastdeploy import EngineCacheQueue
+from transferd.blocks.keys import block_keys
+from transferd.client.launch import running
 from transferd.config import load
-from transferd.keys import block_keys
-from transferd.launch import running
-from transferd.residency.wire import block_hash
+from transferd.wire.kv_events import block_hash
 
 BLOCK = 8  # tokens, as in config()
 NODE = "default_pod_mixed_0"
 
 # The SDK's package as a daemon finds it: the double, under the names that FastDeploy imports.
 MODULES = {
-    "sdk": "from transferd.testing.attentionstore import Tokens\nfrom attentionstore_sdk import AttentionStoreSDK\n",
+    "sdk": "from tests.support.attention_store_sdk import Tokens\nfrom attentionstore_sdk import AttentionStoreSDK\n",
     "api/common/common_pb2": "MEDIA_HBM = 1\n",
-    "utils/err": "from transferd.testing.attentionstore import AttentionStoreSDKError\n",
+    "utils/err": "from tests.support.attention_store_sdk import AttentionStoreSDKError\n",
     "client/client": "import types\nAttentionType = types.SimpleNamespace(MHA='MHA')\n",
 }
 PACKAGE = """
-from transferd.testing.attentionstore import AttentionStoreDouble
+from tests.support.attention_store_sdk import AttentionStoreDouble
 AttentionStoreSDK = AttentionStoreDouble().modules()["attentionstore_sdk.sdk"].AttentionStoreSDK
 """
 

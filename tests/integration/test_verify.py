@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 from transferd import Client, Status, WriteStorageTask
+from transferd.blocks.footer import FOOTER_BYTES, seal, stamp_of_name
+from transferd.blocks.keys import ObjectNamer
+from transferd.cli.verify import TOLD, verify
+from transferd.client.launch import running
 from transferd.config import from_tree
 from transferd.errors import ConfigError
-from transferd.integrity import FOOTER_BYTES, seal, stamp_of_name
-from transferd.keys import ObjectNamer
-from transferd.launch import running
 from transferd.storage.base import STORED, Blob
 from transferd.storage.file import FileStorage
 from transferd.storage.paths import path_of
-from transferd.verify import TOLD, verify
 
 SIZES = {"gqa-1": 1000, "mla-2": 70_000}
 

@@ -17,14 +17,14 @@ from typing import Any, Self
 import pytest
 import zmq
 
-from transferd import protocol as wire
-from transferd.client import Client
+from tests.support.memory_core import MemoryCore
+from transferd.client.client import Client
 from transferd.config import ServerSection
+from transferd.daemon.server import Server
 from transferd.errors import Closed, ConfigError, TransferError
-from transferd.server import Server
 from transferd.tasks import Status, SwapOutTask, TaskResult, WriteStorageTask
-from transferd.testing.core import MemoryCore
-from transferd.transport import ZmqClientTransport, ZmqServerTransport
+from transferd.wire import protocol as wire
+from transferd.wire.transport import ZmqClientTransport, ZmqServerTransport
 
 MAX_MESSAGE = 64 * 1024
 
@@ -236,7 +236,7 @@ async def test_twenty_thousand_pushed_at_once_are_all_answered(daemon: Daemon, c
 
 STOPPED = """
 import asyncio, os, signal, sys
-from transferd.client import Client
+from transferd.client.client import Client
 
 async def main(endpoint):
     async with Client(endpoint) as client:
@@ -398,9 +398,9 @@ async def test_closing_a_client_of_a_stopped_daemon_does_not_hang(tmp_path: Path
 SERVE = """
 import asyncio, sys
 from transferd.config import ServerSection
-from transferd.server import Server
-from transferd.testing.core import MemoryCore
-from transferd.transport import ZmqServerTransport
+from transferd.daemon.server import Server
+from tests.support.memory_core import MemoryCore
+from transferd.wire.transport import ZmqServerTransport
 
 async def main(endpoint, boot_id):
     core = MemoryCore(boot_id, hold=True)

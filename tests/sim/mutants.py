@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent.parent / "transferd"
+SUPPORT = PACKAGE.parent / "tests" / "support"
 
 
 @dataclass(frozen=True)
@@ -58,13 +59,13 @@ MUTANTS = (
     ),
     Mutant(
         "a dead rank is not told to the open rounds",
-        "coordinator.py",
+        "daemon/coordinator.py",
         "        self._barrier.rank_died(rank, cause)",
         "        pass",
     ),
     Mutant(
         "a late arrival is dropped and nobody hears of it",
-        "coordinator.py",
+        "daemon/coordinator.py",
         "        if self._barrier.arrive(job.task.task_id, outcome) is Arrival.LATE:",
         "        if self._barrier.arrive(job.task.task_id, outcome) is None:",
     ),
@@ -120,7 +121,7 @@ MUTANTS = (
     ),
     Mutant(
         "the footer is not checked",
-        "objects.py",
+        "blocks/formats.py",
         "        return [check(slot, self._payload, mark) for slot, mark in zip(slots, marks, strict=True)]",
         "        return [None for _ in slots]",
     ),
@@ -144,92 +145,92 @@ MUTANTS = (
     ),
     Mutant(
         "hazards are ignored",
-        "hazards.py",
+        "control/hazards.py",
         "        claim.blockers = len(blockers)\n",
         "        blockers.clear()\n        claim.blockers = len(blockers)\n",
     ),
     Mutant(
         "a write does not wait for readers",
-        "hazards.py",
+        "control/hazards.py",
         "                blockers.update(use.readers)",
         "                pass",
     ),
     Mutant(
         "a claim that is taken back lets later ones overtake",
-        "hazards.py",
+        "control/hazards.py",
         "            claim.abandoned = True\n            return []",
         "            claim.abandoned = True\n            claim.blockers = 0",
     ),
     Mutant(
         "the blocks of a straggler are given to the next",
-        "dispatch.py",
+        "control/dispatcher.py",
         "        if record.straggling:\n            self._stragglers[task_id] = record",
         "        if record.straggling and False:\n            self._stragglers[task_id] = record",
     ),
     Mutant(
         "a deadline is not armed",
-        "dispatch.py",
+        "control/dispatcher.py",
         "        self._set_alarm(record.deadline, record)",
         "        pass",
     ),
     Mutant(
         "the slack after a deadline is not armed",
-        "dispatch.py",
+        "control/dispatcher.py",
         "            self._set_alarm(record.forsaken_at, record)",
         "            pass",
     ),
     Mutant(
         "a task runs in the generation of its start",
-        "dispatch.py",
+        "control/dispatcher.py",
         "            self._out.append(ev.Start(record.task, record.generation, record.admitted_at))",
         "            self._out.append(ev.Start(record.task, self.generation, record.admitted_at))",
     ),
     Mutant(
         "a result is sent twice",
-        "dispatch.py",
+        "control/dispatcher.py",
         "        for client, seq in record.waiters:\n",
         "        for client, seq in record.waiters * 2:\n",
     ),
     Mutant(
         "a joined push is never answered",
-        "dispatch.py",
+        "control/dispatcher.py",
         "            record.waiters.append((event.client, event.seq))",
         "            pass",
     ),
     Mutant(
         "a task that is known runs again",
-        "dispatch.py",
+        "control/dispatcher.py",
         '        elif kept is not None:\n            self._recorder.aside(task_id, "repeated"',
         "        elif kept is not None:\n            return False\n"
         '            self._recorder.aside(task_id, "repeated"',
     ),
     Mutant(
         "the queue has no bound",
-        "lanes.py",
+        "control/lanes.py",
         "        if self.queued >= self._limits.max_queued:",
         "        if False:",
     ),
     Mutant(
         "a resume starts nothing",
-        "dispatch.py",
+        "control/dispatcher.py",
         "        self._door.resume()\n        self._start_ready()",
         "        self._door.resume()",
     ),
     Mutant(
         "what a broken connection lost is not asked again",
-        "link.py",
+        "client/session.py",
         "        if again:\n            self._ask_again()",
         "        if again:\n            pass",
     ),
     Mutant(
         "an echo of an earlier session is done",
-        "server.py",
+        "daemon/server.py",
         "        if not oldest <= request.session <= client.session and request.session != wire.ANY_SESSION:",
         "        if False:",
     ),
     Mutant(
         "a silent client is looked for a hundred times as often",
-        "server.py",
+        "daemon/server.py",
         "        delay = self._client_timeout / 2",
         "        delay = self._client_timeout / 200",
     ),
@@ -252,8 +253,9 @@ def hunt(mutant: Mutant, seeds: int, jobs: int) -> Verdict:
         copy = Path(directory) / "transferd"
         shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
         mutant.apply(copy)
+        shutil.copytree(SUPPORT, Path(directory) / "tests" / "support", ignore=shutil.ignore_patterns("__pycache__"))
         began = time.monotonic()
-        command = [sys.executable, "-m", "transferd.testing.campaign", "--brief", "--seeds", str(seeds)]
+        command = [sys.executable, "-m", "tests.support.simulation.campaign", "--brief", "--seeds", str(seeds)]
         done = subprocess.run(
             [*command, "--jobs", str(jobs)],
             cwd=directory,

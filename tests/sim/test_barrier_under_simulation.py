@@ -14,18 +14,18 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from tests.support.simulation.device import SimDevice
+from tests.support.simulation.faults import DeviceFaults, Latency, StorageFaults
+from tests.support.simulation.loop import SimLoop, simulate
+from tests.support.simulation.memory import MemoryWatch, SimMemory
+from tests.support.simulation.storage import SimStorage
 from transferd.barrier import Arrival, RankBarrier, Round
+from transferd.blocks.copyplan import plan_copy
+from transferd.blocks.layout import build_layout
 from transferd.config import CacheSection
-from transferd.copyplan import plan_copy
 from transferd.errors import DeviceLost, StorageError, TierError
-from transferd.layout import build_layout
 from transferd.storage.base import Blob, Found
 from transferd.tasks import ErrorInfo, Merged, RankOutcome, Status, SwapOutTask, Task, WriteStorageTask
-from transferd.testing.device import SimDevice
-from transferd.testing.faults import DeviceFaults, Latency, StorageFaults
-from transferd.testing.loop import SimLoop, simulate
-from transferd.testing.memory import MemoryWatch, SimMemory
-from transferd.testing.storage import SimStorage
 
 SEEDS = range(200)
 LAYOUT = build_layout(CacheSection(layers=1, kv_heads=1, head_dim=4, block_size=4, device_blocks=64, host_blocks=64))

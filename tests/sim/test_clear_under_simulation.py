@@ -18,13 +18,13 @@ import numpy as np
 import pytest
 import structlog
 
-from transferd.client import Client
+from tests.support.dispatch import check_dispatcher
+from tests.support.simulation.loop import SimLoop, simulate
+from tests.support.simulation.weather import CALM, STORM
+from tests.support.simulation.world import SimWorld, small_config
+from transferd.client.client import Client
 from transferd.errors import TransferError
 from transferd.tasks import ReadStorageTask, Status, SwapInTask, SwapOutTask, Task, TaskResult, WriteStorageTask
-from transferd.testing.dispatch import check_dispatcher
-from transferd.testing.loop import SimLoop, simulate
-from transferd.testing.simworld import SimWorld, small_config
-from transferd.testing.weather import CALM, STORM
 
 SEEDS = min(int(os.environ.get("SEEDS", "60")), 5000)
 PUSHERS = 3

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from transferd import protocol as wire
-from transferd.client import Client
+from tests.support.memory_core import MemoryCore
+from tests.support.simulation.clock import SimClock
+from tests.support.simulation.faults import Latency, NetworkFaults
+from tests.support.simulation.loop import SimLoop, simulate
+from tests.support.simulation.network import SimNetwork
+from transferd.client.client import Client
+from transferd.daemon.server import MAX_WAITING_PER_CLIENT, Server
 from transferd.errors import Closed, ConnectTimeout, DaemonLost, InvariantError, RequestError, TierError, TransferError
-from transferd.server import MAX_WAITING_PER_CLIENT, Server
 from transferd.tasks import Status, SwapOutTask, TaskResult
-from transferd.testing.clock import SimClock
-from transferd.testing.core import MemoryCore
-from transferd.testing.faults import Latency, NetworkFaults
-from transferd.testing.loop import SimLoop, simulate
-from transferd.testing.network import SimNetwork
+from transferd.wire import protocol as wire
 
 SENT = 1e-6  # seconds after which everything that was ready has run, and nothing has arrived
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import structlog
 
-from transferd.copyplan import plan_copy
+from tests.support.simulation.engine import SimEngine
+from tests.support.simulation.loop import SimLoop, simulate
+from tests.support.simulation.oracle import Oracle
+from tests.support.simulation.world import SimWorld, small_config
+from transferd.blocks.copyplan import plan_copy
 from transferd.errors import TransferError
 from transferd.tasks import ReadStorageTask, Status, SwapOutTask, WriteStorageTask
-from transferd.testing.loop import SimLoop, simulate
-from transferd.testing.simengine import SimEngine
-from transferd.testing.simoracle import Oracle
-from transferd.testing.simworld import SimWorld, small_config
 
 
 @pytest.fixture(autouse=True)

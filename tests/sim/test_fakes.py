@@ -13,18 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.simulation.device import SimDevice
+from tests.support.simulation.faults import DeviceFaults, Dice, Gate, Latency, OffloadFaults, StorageFaults
+from tests.support.simulation.loop import START, SimLoop, simulate
+from tests.support.simulation.memory import MemoryWatch, SimMemory
+from tests.support.simulation.storage import SimStorage
+from tests.support.simulation.threads import SimOffload
+from transferd.blocks.copyplan import CopyPlan, plan_copy
+from transferd.blocks.layout import build_layout
 from transferd.config import CacheSection
-from transferd.copyplan import CopyPlan, plan_copy
 from transferd.errors import DeviceLost, InvariantError, StorageError, StorageFull, StorageUnavailable, TierError
-from transferd.layout import build_layout
-from transferd.offload import Direction
+from transferd.runtime.threads import Direction
 from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found
-from transferd.testing.device import SimDevice
-from transferd.testing.faults import DeviceFaults, Dice, Gate, Latency, OffloadFaults, StorageFaults
-from transferd.testing.loop import START, SimLoop, simulate
-from transferd.testing.memory import MemoryWatch, SimMemory
-from transferd.testing.offload import SimOffload
-from transferd.testing.storage import SimStorage
 
 LAYOUT = build_layout(CacheSection(layers=2, kv_heads=1, head_dim=4, block_size=4, device_blocks=8, host_blocks=8))
 SECOND = Latency(1.0, 1.0)

@@ -16,16 +16,16 @@ from typing import Any
 import pytest
 import structlog
 
-from transferd.client import Client
+from tests.support.dispatch import check_dispatcher
+from tests.support.simulation.blocks import Blocks
+from tests.support.simulation.loop import SimLoop, simulate
+from tests.support.simulation.storage import SimStorage
+from tests.support.simulation.weather import CALM, STORM
+from tests.support.simulation.world import SimWorld, small_config
+from transferd.client.client import Client
 from transferd.errors import StorageUnavailable
 from transferd.storage.base import Blob, Outcome, Storage
 from transferd.tasks import ReadStorageTask, Status, SwapOutTask, Task, WriteStorageTask
-from transferd.testing.dispatch import check_dispatcher
-from transferd.testing.loop import SimLoop, simulate
-from transferd.testing.simblocks import Blocks
-from transferd.testing.simworld import SimWorld, small_config
-from transferd.testing.storage import SimStorage
-from transferd.testing.weather import CALM, STORM
 
 SEEDS = min(int(os.environ.get("SEEDS", "40")), 5000)
 PUSHES, BLOCKS, BAD_TIMES_S = 8, 3, 0.6  # tasks of each client, and blocks of each task

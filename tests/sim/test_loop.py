@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from transferd.testing.clock import EPOCH, SimClock
-from transferd.testing.loop import START, SimDeadlock, SimError, SimLeak, SimLoop, SimRunaway, simulate
+from tests.support.simulation.clock import EPOCH, SimClock
+from tests.support.simulation.loop import START, SimDeadlock, SimError, SimLeak, SimLoop, SimRunaway, simulate
 
 Main = Callable[[SimLoop], Coroutine[Any, Any, Any]]
 

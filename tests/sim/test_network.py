@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.simulation.faults import Latency, NetworkFaults
+from tests.support.simulation.loop import START, SimLoop, simulate
+from tests.support.simulation.network import SimClientTransport, SimNetwork, SimServerTransport
 from transferd.errors import Closed, ConfigError
-from transferd.testing.faults import Latency, NetworkFaults
-from transferd.testing.loop import START, SimLoop, simulate
-from transferd.testing.network import SimClientTransport, SimNetwork, SimServerTransport
 
 
 class Wire:

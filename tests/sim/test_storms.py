@@ -14,12 +14,12 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
-from transferd.testing.campaign import campaign
-from transferd.testing.loop import SimLoop, simulate
-from transferd.testing.shrink import attempt, shrink
-from transferd.testing.simplan import EVENTS, WORK, draw_plan
-from transferd.testing.simstory import Story
-from transferd.testing.weather import CALM, STORM
+from tests.support.simulation.campaign import campaign
+from tests.support.simulation.loop import SimLoop, simulate
+from tests.support.simulation.plan import EVENTS, WORK, draw_plan
+from tests.support.simulation.shrink import attempt, shrink
+from tests.support.simulation.story import Story
+from tests.support.simulation.weather import CALM, STORM
 from transferd.tiers.staging import Staging
 
 SEEDS = int(os.environ.get("SEEDS", "2000"))
@@ -45,7 +45,15 @@ def quiet() -> Iterator[None]:
 
 @pytest.mark.timeout(0 if SEEDS > 2000 else 400)
 def test_storms_pass_and_every_task_was_answered_once_in_time_and_honestly(capfd: pytest.CaptureFixture[str]) -> None:
-    command = [sys.executable, "-m", "transferd.testing.campaign", "--seeds", str(SEEDS), "--jobs", str(PROCESSES)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.support.simulation.campaign",
+        "--seeds",
+        str(SEEDS),
+        "--jobs",
+        str(PROCESSES),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     with capfd.disabled():
@@ -58,9 +66,9 @@ def test_storms_pass_and_every_task_was_answered_once_in_time_and_honestly(capfd
 FINGERPRINT = """
 import structlog
 structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("critical"))
-from transferd.testing.loop import simulate
-from transferd.testing.simplan import draw_plan
-from transferd.testing.simstory import Story
+from tests.support.simulation.loop import simulate
+from tests.support.simulation.plan import draw_plan
+from tests.support.simulation.story import Story
 async def main(loop):
     await Story(loop, draw_plan(11)).run()
     return loop.fingerprint
@@ -125,7 +133,7 @@ def test_a_campaign_stops_at_the_first_failure_and_a_limit_ends_it_early() -> No
 
 
 def test_the_command_tells_a_seed_and_its_numbers() -> None:
-    command = [sys.executable, "-m", "transferd.testing.campaign"]
+    command = [sys.executable, "-m", "tests.support.simulation.campaign"]
     replayed = subprocess.run([*command, "--replay", "5"], capture_output=True, text=True, check=True, timeout=60)
     assert replayed.stdout.startswith("seed 5: ")
     counted = subprocess.run(

@@ -28,8 +28,9 @@ from tests.faults.table import machine, replace_section
 from tests.faults.world import ROOT
 from tests.soak.engine import BLOCKS
 from tests.soak.watch import Watch
-from transferd import Client, launch
-from transferd.launch import DaemonProcess
+from transferd import Client
+from transferd.client import launch
+from transferd.client.launch import DaemonProcess
 
 DOCS = ROOT / "docs" / "faults.md"
 PROCESSES, CLIENTS = 4, 8  # clients of each process

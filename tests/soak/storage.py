@@ -9,9 +9,9 @@ import asyncio
 import random
 from collections.abc import Sequence
 
-from transferd.clock import SYSTEM_CLOCK, Clock
 from transferd.config import Config
 from transferd.errors import StorageError, StorageUnavailable
+from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.storage.base import Blob, Found, Outcome
 from transferd.storage.file import FileStorage
 

@@ -11,6 +11,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.support.simulation.pool import SIM_MASTER, SimPool
+from tests.support.simulation.storage import SimStorage
+from transferd.cli.pool.local import Master, master_executable
 from transferd.config import Config, MooncakeStorageSection, from_tree
 from transferd.storage.base import Blob, Outcome, Storage
 from transferd.storage.file import FileStorage
@@ -18,9 +21,6 @@ from transferd.storage.memory import MemoryStorage
 from transferd.storage.mooncake import MooncakeStorage
 from transferd.storage.mooncake.client import NativeClient
 from transferd.storage.mooncake.environment import Membership, membership
-from transferd.testing.mooncake import Master, master_executable
-from transferd.testing.simpool import SIM_MASTER, SimPool
-from transferd.testing.storage import SimStorage
 
 MEMORY_BYTES = 32 * 1024**2
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.storage.token_harness import BLOCK, KINDS, TokenWorld, token_world, tree
+from tests.support.attention_store_sdk import AttentionStoreDouble, AttentionStoreSDKError, installed
 from transferd.config import from_tree
 from transferd.errors import ConfigError, RequestError, StorageError, StorageUnavailable
 from transferd.storage.attention_store import lines
@@ -21,7 +22,6 @@ from transferd.storage.attention_store.sdk import SdkTokenStorage
 from transferd.storage.attention_store.settings import settings
 from transferd.storage.registry import create_token_storage
 from transferd.tasks import Stop, TokenIds
-from transferd.testing.attentionstore import AttentionStoreDouble, AttentionStoreSDKError, installed
 
 SDK = next(kind for kind in KINDS if kind.name == "sdk-cuda")
 PATH = list(range(100, 100 + 20 * BLOCK))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from tests.storage.harness import Harness, Memory, memory_config
+from tests.support.simulation.faults import StorageFaults
+from tests.support.simulation.storage import SimStorage
+from transferd.blocks.formats import Part
 from transferd.errors import StorageUnavailable
-from transferd.objects import Part
 from transferd.storage.base import Found, Storage
 from transferd.storage.divided import divided
 from transferd.storage.memory import MemoryStorage
-from transferd.testing.faults import StorageFaults
-from transferd.testing.storage import SimStorage
 
 PARTS = (Part("_key", 0, 100), Part("_value", 100, 160), Part("_scale", 160, 161))
 BLOCK = bytes(range(161))

@@ -20,11 +20,11 @@ from typing import Any
 import pytest
 
 from tests.storage.harness import Harness, Open, file_config
-from transferd.clock import Clock
+from transferd.blocks.footer import FOOTER_BYTES, check, stamps
+from transferd.blocks.keys import ObjectNamer
 from transferd.errors import ConfigError, StorageError, StorageFull
-from transferd.integrity import FOOTER_BYTES, check, stamps
-from transferd.keys import ObjectNamer
-from transferd.offload import Direction, ThreadOffload
+from transferd.runtime.clock import Clock
+from transferd.runtime.threads import Direction, ThreadOffload
 from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Found
 from transferd.storage.directory import QUARANTINE_BYTES, QUARANTINE_FILES, TOUCH_INTERVAL_S
 from transferd.storage.file import FileStorage
@@ -152,8 +152,8 @@ async def test_a_start_removes_temporary_files_and_empty_directories_and_nothing
 KILLED_WRITER = """
 import asyncio, sys
 from tests.storage.harness import file_config
-from transferd.integrity import FOOTER_BYTES, seal, stamps
-from transferd.keys import ObjectNamer
+from transferd.blocks.footer import FOOTER_BYTES, seal, stamps
+from transferd.blocks.keys import ObjectNamer
 from transferd.storage.base import Blob
 from transferd.storage.file import FileStorage
 

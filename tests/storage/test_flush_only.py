@@ -12,8 +12,8 @@ import structlog
 
 from tests.storage.test_attention_store_sdk import Held, until
 from tests.storage.token_harness import BLOCK, KINDS, Kind, TokenWorld, token_world
+from tests.support.attention_store_sdk import AttentionStoreSDKError
 from transferd.tasks import Stop, WriteStorageTask, merge_write
-from transferd.testing.attentionstore import AttentionStoreSDKError
 
 PATH = list(range(100, 100 + 10 * BLOCK))
 SDK = next(kind for kind in KINDS if kind.name == "sdk-cuda")

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import pytest
 
 from tests.storage.harness import Harness, Open
 from transferd.errors import Closed, StorageError, StorageFull
-from transferd.offload import ThreadOffload
+from transferd.runtime.aio import every, uncancelled
+from transferd.runtime.threads import ThreadOffload
 from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found
 from transferd.storage.indexed import Damaged, IndexedStorage
-from transferd.uncancelled import every, uncancelled
 
 T = TypeVar("T")
 BOUND_S = 20.0  # for waits that should end at once
@@ -415,18 +415,6 @@ async def test_the_repr_tells_the_books(open_scripted: OpenScripted) -> None:
 # --- uncancelled ----------------------------------------------------------------------------------
 
 
-async def ends_cancelled_when(gate: asyncio.Event, work: Coroutine[Any, Any, Any]) -> None:
-    """Cancel the work: it goes on until the gate is opened, and then its caller hears of the cancellation."""
-    task = asyncio.ensure_future(work)
-    await passes(3)
-    task.cancel()
-    await passes(5)
-    assert not task.done()
-    gate.set()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-
-
 async def test_uncancelled_work_returns_and_raises_as_itself() -> None:
     async def work(error: Exception | None) -> int:
         await asyncio.sleep(0)
@@ -449,7 +437,15 @@ async def test_uncancelled_work_that_fails_after_the_cancellation_is_not_reporte
         await gate.wait()
         raise KeyError
 
-    await ends_cancelled_when(gate, uncancelled(work()))
+    task = asyncio.ensure_future(uncancelled(work()))
+    await passes(3)
+    task.cancel()
+    await passes(3)
+    assert not task.done()
+    gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    del task
     await passes()
     assert reported == []
 
@@ -489,4 +485,11 @@ async def test_a_cancelled_every_ends_when_the_last_of_them_has_ended() -> None:
     async def at_once() -> None:
         await asyncio.Event().wait()
 
-    await ends_cancelled_when(gate, every([at_once(), uncancelled(gate.wait())]))
+    task = asyncio.ensure_future(every([at_once(), uncancelled(gate.wait())]))
+    await passes(3)
+    task.cancel()
+    await passes(5)
+    assert not task.done()
+    gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task

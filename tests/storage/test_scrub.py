@@ -11,19 +11,19 @@ from typing import Any
 
 import pytest
 
+from tests.support.simulation.clock import SimClock
+from tests.support.simulation.loop import SimLoop, simulate
+from tests.support.simulation.threads import SimOffload
+from transferd.blocks.footer import FOOTER_BYTES, Damage, seal, stamp_of_name
+from transferd.blocks.keys import ObjectNamer
 from transferd.config import Config, from_tree
 from transferd.errors import ConfigError
-from transferd.integrity import FOOTER_BYTES, Damage, seal, stamp_of_name
-from transferd.keys import ObjectNamer
-from transferd.offload import Direction
+from transferd.runtime.threads import Direction
 from transferd.storage.base import STORED, Blob, Found
 from transferd.storage.examine import PIECE_BYTES, Examination
 from transferd.storage.file import FileStorage
 from transferd.storage.paths import path_of
 from transferd.storage.scrub import PATIENCE_S, REST_S
-from transferd.testing.clock import SimClock
-from transferd.testing.loop import SimLoop, simulate
-from transferd.testing.offload import SimOffload
 
 RATE = 100_000
 NAMER = ObjectNamer("demo", "0123456789abcdef")

@@ -10,21 +10,21 @@ from typing import Any
 
 import numpy as np
 
-from transferd.clock import SYSTEM_CLOCK
+from tests.support.attention_store_sdk import AttentionStoreDouble, installed
+from tests.support.simulation.device import SimDevice
+from transferd.blocks.formats import object_format
+from transferd.blocks.layout import build_layout
 from transferd.config import Config, from_tree
-from transferd.layout import build_layout
-from transferd.objects import object_format
-from transferd.offload import ThreadOffload
-from transferd.residency.wire import MEDIUM_GPU, block_hash
+from transferd.observability.recorder import Recorder
+from transferd.runtime.clock import SYSTEM_CLOCK
+from transferd.runtime.threads import ThreadOffload
 from transferd.storage.attention_store.open import OpenTokenStorage
 from transferd.storage.attention_store.sdk import SdkTokenStorage
 from transferd.storage.registry import create_token_storage
 from transferd.storage.tokens import TokenStorage
 from transferd.tasks import RankOutcome, ReadStorageTask, TokenIds, WriteStorageTask
-from transferd.testing.attentionstore import AttentionStoreDouble, installed
-from transferd.testing.device import SimDevice
 from transferd.tiers.staging import Staging
-from transferd.trace import Recorder
+from transferd.wire.kv_events import MEDIUM_GPU, block_hash
 from transferd.workers.context import Background, RankContext
 from transferd.workers.job import Job
 from transferd.workers.read import Reader

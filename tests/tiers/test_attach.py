@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from transferd.blocks.copyplan import plan_copy
+from transferd.blocks.layout import build_layout
+from transferd.blocks.layout.base import Segment as BlockSegment
 from transferd.config import CacheSection
-from transferd.copyplan import plan_copy
 from transferd.errors import RequestError, TierError
-from transferd.layout import build_layout
-from transferd.layout.base import Segment as BlockSegment
-from transferd.offload import ThreadOffload
+from transferd.runtime.threads import ThreadOffload
 from transferd.tiers.arrays import describe
 from transferd.tiers.base import DeviceHandle, DeviceTier
 from transferd.tiers.owner import as_data, this_process

@@ -9,15 +9,15 @@ from collections.abc import AsyncIterator, Callable
 import numpy as np
 import pytest
 
+from tests.support.cuda.gpu import FakeGpu
+from tests.support.cuda.shim import compiler
+from tests.support.cuda.tier import FakeCudaTier
+from tests.support.simulation.device import SimDevice
+from transferd.blocks.copyplan import plan_copy
+from transferd.blocks.layout import BlockLayout, build_layout
 from transferd.config import CacheSection
-from transferd.copyplan import plan_copy
 from transferd.errors import TierError
-from transferd.layout import BlockLayout, build_layout
-from transferd.offload import Offload, ThreadOffload
-from transferd.testing.cuda.gpu import FakeGpu
-from transferd.testing.cuda.shim import compiler
-from transferd.testing.cuda.tier import FakeCudaTier
-from transferd.testing.device import SimDevice
+from transferd.runtime.threads import Offload, ThreadOffload
 from transferd.tiers.base import DeviceTier
 from transferd.tiers.cuda.pinning import CudaPinning
 from transferd.tiers.paddle import PaddleDeviceTier

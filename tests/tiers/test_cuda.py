@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
+from tests.support.cuda.gpu import FakeGpu
+from tests.support.cuda.shim import compiler
+from transferd.blocks.copyplan import CopyPlan, plan_copy
+from transferd.blocks.layout import build_layout
 from transferd.config import CacheSection
-from transferd.copyplan import CopyPlan, plan_copy
 from transferd.errors import DeviceLost, TierError
-from transferd.layout import build_layout
-from transferd.offload import ThreadOffload
-from transferd.testing.cuda.gpu import FakeGpu
-from transferd.testing.cuda.shim import compiler
+from transferd.runtime.threads import ThreadOffload
 from transferd.tiers.cuda import CudaDeviceTier, lane
 from transferd.tiers.cuda.driver import OUT_OF_MEMORY
 from transferd.tiers.cuda.pinning import CudaPinning, is_registered

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from transferd.testing.cuda.shim import compiler
+from tests.support.cuda.shim import compiler
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,7 +40,7 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.timeout(300)
 def test_gpu_check_passes_over_the_real_bindings(tmp_path: Path) -> None:
-    done = python("-m", "transferd.testing.cuda.abi", "tests.gpu.check", "--seed", "1", "--results", str(tmp_path))
+    done = python("-m", "tests.support.cuda.abi", "tests.gpu.check", "--seed", "1", "--results", str(tmp_path))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     lines = done.stdout.splitlines()
     assert lines[-1] == "all good"
@@ -52,7 +52,7 @@ def test_gpu_check_passes_over_the_real_bindings(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cuda", ["12080", "0"], ids=["a driver of CUDA 12.8", "a driver without batched copies"])
 def test_older_drivers_are_served_too(cuda: str) -> None:
-    done = python("-m", "transferd.testing.cuda.abi", "--cuda", cuda, "tests.gpu.check", "--only", "many_copies")
+    done = python("-m", "tests.support.cuda.abi", "--cuda", cuda, "tests.gpu.check", "--only", "many_copies")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert f"cudaMemcpyBatchAsync: {'yes' if cuda != '0' else 'no'}" in done.stdout
 

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.cuda.gpu import FakeGpu
+from tests.support.cuda.shim import compiler
+from tests.support.cuda.tier import as_numpy
+from transferd.blocks.copyplan import plan_copy
+from transferd.blocks.layout import build_layout
 from transferd.config import CacheSection
-from transferd.copyplan import plan_copy
 from transferd.errors import DeviceLost, RequestError, TierError
-from transferd.layout import build_layout
-from transferd.offload import ThreadOffload
-from transferd.testing.cuda.gpu import FakeGpu
-from transferd.testing.cuda.shim import compiler
-from transferd.testing.cuda.tier import as_numpy
+from transferd.runtime.threads import ThreadOffload
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.cuda import CudaDeviceTier, engine, fastdeploy
 from transferd.tiers.cuda.ipc import KIND

@@ -7,10 +7,10 @@ import ctypes
 import numpy as np
 import pytest
 
-from transferd.copyplan import plan_copy
+from tests.support.cuda.shim import ShimKernel, compile_shim, compiler
+from transferd.blocks.copyplan import plan_copy
+from transferd.blocks.layout.base import Arena, Geometry
 from transferd.errors import TierError
-from transferd.layout.base import Arena, Geometry
-from transferd.testing.cuda.shim import ShimKernel, compile_shim, compiler
 from transferd.tiers.cuda import kernel
 from transferd.tiers.cuda.chunks import Chunk, Cutter
 from transferd.tiers.cuda.compiler import compile_kernel

@@ -17,19 +17,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.cuda.shim import compiler
+from tests.support.cuda.tier import attach_arrays as attach_fake_cuda
+from transferd.blocks.footer import FOOTER_BYTES, check, seal, stamps
+from transferd.blocks.layout.base import PLANE_ORDER
 from transferd.config import CacheSection, Config, HostSection, MetricsSection, ServerSection, Size, StorageSection
-from transferd.daemon import Daemon
-from transferd.integrity import FOOTER_BYTES, check, seal, stamps
-from transferd.layout.base import PLANE_ORDER
+from transferd.daemon.daemon import Daemon
 from transferd.storage.base import Blob, Found
 from transferd.tasks import ReadStorageTask, Status, SwapInTask, SwapOutTask, Task, TaskResult, WriteStorageTask
-from transferd.testing.cuda.shim import compiler
-from transferd.testing.cuda.tier import attach_arrays as attach_fake_cuda
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.pinned import HostRegion
 from transferd.tiers.segment import attach_arrays
 
-FAKE_CUDA = "transferd.testing.cuda.tier:FakeCudaTier"
+FAKE_CUDA = "tests.support.cuda.tier:FakeCudaTier"
 Arrays = dict[str, list[np.ndarray[Any, Any]]]
 
 # How a test sees the memory of a device's handle, not through the tier.

@@ -11,13 +11,13 @@ import pytest
 
 paddle = pytest.importorskip("paddle", reason="the paddle extra is not installed")
 
+from tests.support.paddle_ops import PaddleOps  # noqa: E402
 from transferd.adapters.paddle import adopted, flat, named, tensors  # noqa: E402
+from transferd.blocks.copyplan import plan_copy  # noqa: E402
+from transferd.blocks.layout import build_layout  # noqa: E402
 from transferd.config import CacheSection  # noqa: E402
-from transferd.copyplan import plan_copy  # noqa: E402
 from transferd.errors import EngineGone, RequestError, TierError  # noqa: E402
-from transferd.layout import build_layout  # noqa: E402
-from transferd.offload import ThreadOffload  # noqa: E402
-from transferd.testing.paddleops import PaddleOps  # noqa: E402
+from transferd.runtime.threads import ThreadOffload  # noqa: E402
 from transferd.tiers.base import DeviceHandle  # noqa: E402
 from transferd.tiers.paddle import PaddleDeviceTier  # noqa: E402
 from transferd.tiers.paddle_ops import KIND, FastDeployOperators  # noqa: E402

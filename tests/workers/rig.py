@@ -9,23 +9,23 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from transferd.clock import SYSTEM_CLOCK
+from tests.support.simulation.device import SimDevice
+from tests.support.simulation.memory import MemoryWatch
+from tests.support.simulation.storage import SimStorage
+from tests.support.simulation.threads import SimOffload
+from transferd.blocks.footer import FOOTER_BYTES, check, stamps
+from transferd.blocks.formats import SealedBlocks
+from transferd.blocks.layout import build_layout
+from transferd.blocks.layout.base import Geometry
 from transferd.config import CacheSection
-from transferd.integrity import FOOTER_BYTES, check, stamps
-from transferd.layout import build_layout
-from transferd.layout.base import Geometry
-from transferd.objects import SealedBlocks
-from transferd.offload import Offload
+from transferd.observability.recorder import Recorder
+from transferd.runtime.clock import SYSTEM_CLOCK
+from transferd.runtime.threads import Offload
 from transferd.storage.base import Storage
 from transferd.tasks import RankOutcome, ReadStorageTask, SwapInTask, SwapOutTask, Task, WriteStorageTask
-from transferd.testing.device import SimDevice
-from transferd.testing.memory import MemoryWatch
-from transferd.testing.offload import SimOffload
-from transferd.testing.storage import SimStorage
 from transferd.tiers.base import DeviceTier
 from transferd.tiers.pinned import HostPool
 from transferd.tiers.staging import Staging
-from transferd.trace import Recorder
 from transferd.workers.context import Background, RankContext
 from transferd.workers.job import Job
 from transferd.workers.rank import RankWorker

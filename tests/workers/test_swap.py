@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from tests.support.simulation.faults import DeviceFaults
 from tests.workers.rig import Rig, swap_in, swap_out, turns, until
 from transferd.tasks import Lane, Stop
-from transferd.testing.faults import DeviceFaults
 
 GPU = [3, 9, 1, 12, 7, 5, 0]
 CPU = [8, 2, 4, 11, 6, 1, 9]

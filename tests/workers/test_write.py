@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from tests.support.simulation.faults import StorageFaults
 from tests.workers.rig import Rig, turns, until, write
 from transferd.tasks import Stop
-from transferd.testing.faults import StorageFaults
 
 KEYS = [f"k{i}" for i in range(6)]
 IDS = [3, 9, 1, 12, 7, 5]

@@ -154,7 +154,7 @@ class StorageSection(_Section, frozen=True, kw_only=True):
     """Which pool blocks are stored in, and what their names begin with."""
 
     backend: str = "file"
-    key_schema: Literal["transferd", "fastdeploy"] = "transferd"  # what objects are called and hold: objects.py
+    key_schema: Literal["transferd", "fastdeploy"] = "transferd"  # what objects are called and hold: formats.py
     model: str = "demo"
     generation: str = ""
     version_file: str = ""  # FastDeploy's version.yaml: where the generation is read instead, at start and on restore
@@ -206,7 +206,7 @@ class LogSection(_Section, frozen=True, kw_only=True):
 
 
 class RecorderSection(_Section, frozen=True, kw_only=True):
-    """The flight recorder: how much it remembers, and where its dumps go (see dumps.py)."""
+    """The flight recorder: how much it remembers, and where its dumps go (see dump_file.py)."""
 
     tasks: Positive = 8192  # about so many are remembered, eight steps of each; all that is kept is about 4 MiB
     directory: str = "/var/lib/transferd/flight"  # made when the first dump is written; "" = no dumps

@@ -1,6 +1,6 @@
 """The contract of a storage backend: named, immutable objects in and out of registered host memory.
 
-An object is one block of one rank with its footer (integrity.py); a backend sees bytes only. Names
+An object is one block of one rank with its footer (footer.py); a backend sees bytes only. Names
 come from keys.py: `<model>/<fingerprint>/<generation>/<key digest>/<rank>`; the parts before the
 digest may hold any text, so a backend that maps names to paths must quote them.
 

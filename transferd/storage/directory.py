@@ -31,8 +31,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from transferd.clock import Clock
 from transferd.errors import ConfigError, StorageError, StorageFull
+from transferd.runtime.clock import Clock
 from transferd.storage.indexed import Damaged
 from transferd.storage.paths import is_directory_of_ours, is_temporary, name_of, path_of, temporary_of
 

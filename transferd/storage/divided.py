@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from transferd.blocks.formats import Part
 from transferd.config import Config
-from transferd.objects import Part
 from transferd.storage.base import Blob, Found, Outcome, Storage
 from transferd.tiers.base import HostMemory
 

@@ -1,6 +1,6 @@
 """Reading one stored file piece by piece and checking it against its own name. Blocking; for the scrub and `verify`.
 
-Nothing here knows a layout: name and footer say all that is needed (integrity.py). Memory is one piece,
+Nothing here knows a layout: name and footer say all that is needed (footer.py). Memory is one piece,
 whatever the object's size.
 """
 
@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from transferd.integrity import FOOTER_BYTES, Damage, Inspection, NotSealed
+from transferd.blocks.footer import FOOTER_BYTES, Damage, Inspection, NotSealed
 
 PIECE_BYTES = 1024**2  # large enough for a disk, small enough to wait for
 

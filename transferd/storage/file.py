@@ -17,9 +17,9 @@ from typing import Any
 
 import structlog
 
-from transferd.clock import SYSTEM_CLOCK, Clock
 from transferd.config import Config
-from transferd.offload import Direction, Offload, ThreadOffload
+from transferd.runtime.clock import SYSTEM_CLOCK, Clock
+from transferd.runtime.threads import Direction, Offload, ThreadOffload
 from transferd.storage.directory import ObjectDirectory
 from transferd.storage.indexed import IndexedStorage
 from transferd.storage.scrub import Scrub

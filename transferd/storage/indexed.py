@@ -24,7 +24,7 @@ of another length than the caller's buffer is damaged, because names are content
 has one object size: it is MISSING too, and quarantined, so that the next put can heal it.
 
 Every wait is for I/O under way, so it is bounded by that I/O. A cancelled caller gets its
-cancellation when its I/O has ended (uncancelled.py), because threads work on its buffers.
+cancellation when its I/O has ended (aio.py), because threads work on its buffers.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 from transferd.errors import Closed, StorageError, StorageFull
-from transferd.offload import Direction, Offload
+from transferd.runtime.aio import every, uncancelled
+from transferd.runtime.threads import Direction, Offload
 from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found, Outcome, Storage
 from transferd.storage.lru import Entry, LruIndex, Victim
 from transferd.storage.traffic import Traffic
-from transferd.uncancelled import every, uncancelled
 
 S = TypeVar("S")
 T = TypeVar("T")

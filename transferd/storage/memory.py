@@ -10,9 +10,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from transferd.clock import SYSTEM_CLOCK, Clock
 from transferd.config import Config
-from transferd.offload import Offload, ThreadOffload
+from transferd.runtime.clock import SYSTEM_CLOCK, Clock
+from transferd.runtime.threads import Offload, ThreadOffload
 from transferd.storage.indexed import Damaged, IndexedStorage
 from transferd.tiers.base import INLINE_BYTES
 

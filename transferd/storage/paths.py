@@ -19,7 +19,7 @@ import hashlib
 import re
 from urllib.parse import unquote_to_bytes
 
-from transferd.keys import encode_text
+from transferd.blocks.keys import encode_text
 
 FAN_DIGITS = 2  # 256 directories: some hundred files in each at a hundred thousand objects
 

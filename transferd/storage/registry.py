@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import importlib
 
-from transferd.clock import SYSTEM_CLOCK, Clock
 from transferd.config import Config
 from transferd.errors import ConfigError
+from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.storage.base import Storage
 from transferd.storage.tokens import TokenStorage
 

@@ -23,8 +23,8 @@ from typing import Any
 
 import structlog
 
-from transferd.clock import Clock
-from transferd.offload import Direction, Offload
+from transferd.runtime.clock import Clock
+from transferd.runtime.threads import Direction, Offload
 from transferd.storage.directory import ObjectDirectory
 from transferd.storage.examine import PIECE_BYTES, Examination
 from transferd.storage.traffic import Traffic

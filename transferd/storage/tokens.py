@@ -36,9 +36,9 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from transferd.blocks.paths import PathKeys
 from transferd.config import Config
 from transferd.errors import TransferError
-from transferd.residency.paths import PathKeys
 from transferd.storage.base import Storage
 from transferd.tasks import RankOutcome, TokenIds
 from transferd.tiers.base import DeviceTier

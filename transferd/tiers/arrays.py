@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from transferd.blocks.layout.base import Arena, BlockLayout, Geometry, Segment
 from transferd.errors import RequestError
-from transferd.layout.base import Arena, BlockLayout, Geometry, Segment
 
 MISMATCH = "layout_mismatch"
 

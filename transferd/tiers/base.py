@@ -30,8 +30,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from transferd.copyplan import CopyPlan
-from transferd.layout.base import Arena
+from transferd.blocks.copyplan import CopyPlan
+from transferd.blocks.layout.base import Arena
 
 # Up to this many bytes a copy on the loop costs less than handing it to a thread and back.
 INLINE_BYTES = 256 * 1024

@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from transferd.copyplan import CopyPlan, Moves, plan_copy
+from transferd.blocks.copyplan import CopyPlan, Moves, plan_copy
+from transferd.blocks.layout.base import Arena, BlockLayout
 from transferd.errors import InvariantError, TierError
-from transferd.layout.base import Arena, BlockLayout
-from transferd.offload import Direction, Offload
+from transferd.runtime.threads import Direction, Offload
 from transferd.tiers.base import DeviceHandle, HostMemory
 from transferd.tiers.hostcopy import copy_runs
 from transferd.tiers.paddle_memory import DeviceMemory, SharedMemory, TensorMemory, default_place, import_paddle

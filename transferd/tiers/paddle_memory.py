@@ -12,8 +12,8 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
+from transferd.blocks.layout.base import Arena, BlockLayout
 from transferd.errors import ConfigError, TierError
-from transferd.layout.base import Arena, BlockLayout
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.paddle_ops import KIND, Operators, handle_of, names_of
 from transferd.tiers.segment import Segment

@@ -21,8 +21,8 @@ import importlib
 from pathlib import Path
 from typing import Any, Protocol
 
+from transferd.blocks.layout.base import BlockLayout
 from transferd.errors import EngineGone, RequestError, TierError
-from transferd.layout.base import BlockLayout
 from transferd.tiers.arrays import Region, describe, locate
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.fastdeploy import segment_name

@@ -16,8 +16,8 @@ from typing import Any
 
 import structlog
 
+from transferd.blocks.layout.base import Arena, BlockLayout, align
 from transferd.errors import TierError
-from transferd.layout.base import Arena, BlockLayout, align
 from transferd.tiers.numa import prefer_node
 from transferd.tiers.pinning import MEMORY_LOCK, Pinning
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import importlib
 from typing import Any, cast
 
+from transferd.blocks.layout.base import BlockLayout
 from transferd.config import Config
+from transferd.config.ownership import Creator, creator
 from transferd.errors import ConfigError
-from transferd.layout.base import BlockLayout
-from transferd.offload import Offload
-from transferd.ownership import Creator, creator
+from transferd.runtime.threads import Offload
 from transferd.tiers.base import DeviceTier
 from transferd.tiers.pinning import MEMORY_LOCK, Pinning
 

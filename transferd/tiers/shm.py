@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from transferd.copyplan import CopyPlan
+from transferd.blocks.copyplan import CopyPlan
+from transferd.blocks.layout.base import Arena, BlockLayout
 from transferd.errors import RequestError, TierError
-from transferd.layout.base import Arena, BlockLayout
-from transferd.offload import Direction, Offload
+from transferd.runtime.threads import Direction, Offload
 from transferd.tiers.arrays import Region, describe, locate
 from transferd.tiers.base import INLINE_BYTES, DeviceHandle, HostMemory
 from transferd.tiers.hostcopy import copy_runs

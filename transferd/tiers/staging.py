@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from transferd.blocks.layout.base import BlockLayout, Geometry, align
 from transferd.errors import ConfigError, InvariantError
-from transferd.layout.base import BlockLayout, Geometry, align
 from transferd.tiers.pinned import HostRegion
 from transferd.tiers.pinning import MEMORY_LOCK, Pinning
 

@@ -8,20 +8,20 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from transferd.clock import Clock
-from transferd.direct.exchange import Exchange
+from transferd.blocks.footer import Damage
+from transferd.blocks.formats import ObjectFormat
+from transferd.blocks.layout.base import BlockLayout
 from transferd.errors import DeviceLost, InvariantError, TransferError
-from transferd.integrity import Damage
-from transferd.layout.base import BlockLayout
-from transferd.objects import ObjectFormat
-from transferd.offload import Direction, Offload
+from transferd.observability.recorder import LONGEST_TEXT, Recorder
+from transferd.runtime.clock import Clock
+from transferd.runtime.threads import Direction, Offload
 from transferd.storage.base import Storage
+from transferd.storage.peer.exchange import Exchange
 from transferd.storage.tokens import TokenStorage
 from transferd.tasks import ErrorInfo, RankOutcome, Stop
 from transferd.tiers.base import DeviceTier
 from transferd.tiers.pinned import HostPool
 from transferd.tiers.staging import Staging
-from transferd.trace import LONGEST_TEXT, Recorder
 from transferd.workers.job import Job
 
 T = TypeVar("T")

@@ -8,8 +8,8 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from transferd.copyplan import CopyPlan
-from transferd.objects import ObjectFormat
+from transferd.blocks.copyplan import CopyPlan
+from transferd.blocks.formats import ObjectFormat
 from transferd.tasks import Stop, Task
 
 

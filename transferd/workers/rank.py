@@ -16,13 +16,13 @@ from typing import Any
 import structlog
 
 from transferd.errors import DeviceLost, InvariantError, TransferError
-from transferd.offload import Direction
+from transferd.observability.recorder import LONGEST_TEXT
+from transferd.runtime.threads import Direction
 from transferd.tasks import ErrorInfo, Lane, RankOutcome
 from transferd.tiers.base import DeviceHandle
-from transferd.trace import LONGEST_TEXT
 from transferd.workers.context import RankContext
-from transferd.workers.handover import Handover
 from transferd.workers.job import Job
+from transferd.workers.peer import Handover
 from transferd.workers.read import Reader
 from transferd.workers.swap import Swapper
 from transferd.workers.tokens import TokenHandler

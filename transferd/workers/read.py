@@ -18,11 +18,11 @@ from collections import deque
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from transferd.copyplan import plan_copy
+from transferd.blocks.copyplan import plan_copy
 from transferd.errors import TransferError
+from transferd.runtime.aio import every
 from transferd.storage.base import MISSING, Blob, Found, Outcome
 from transferd.tasks import RankOutcome, ReadStorageTask
-from transferd.uncancelled import every
 from transferd.workers.context import Account, RankContext, require
 from transferd.workers.flights import Batch, Flights
 from transferd.workers.job import Job

@@ -12,9 +12,9 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable
 
-from transferd.copyplan import CopyPlan, plan_copy
+from transferd.blocks.copyplan import CopyPlan, plan_copy
+from transferd.blocks.layout.base import Geometry
 from transferd.errors import TransferError
-from transferd.layout.base import Geometry
 from transferd.tasks import RankOutcome, SwapInTask, SwapOutTask
 from transferd.workers.context import Account, RankContext, require
 from transferd.workers.job import Job

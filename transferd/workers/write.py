@@ -1,7 +1,7 @@
 """Write: device → staging → storage, for the keys that storage does not have yet.
 
     exists? ─ skip what is stored
-    for each chunk:  lease slots → copy device → slots → seal (objects.py) → put, in background
+    for each chunk:  lease slots → copy device → slots → seal (formats.py) → put, in background
 
 While chunk k is being put, chunk k+1 is gathered: the lease of k+1 is granted as soon as slots are
 free, and staging has room for two chunks. A put that was begun is never aborted; when the task is
@@ -15,7 +15,7 @@ from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from transferd.copyplan import plan_copy
+from transferd.blocks.copyplan import plan_copy
 from transferd.errors import TransferError
 from transferd.storage.base import Blob, Found, Outcome
 from transferd.tasks import RankOutcome, WriteStorageTask

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from transferd.cli.pool.local import Master, freeze, master_executable
 from transferd.config import MooncakeStorageSection, from_tree
 from transferd.errors import ConfigError, StorageError
 from transferd.storage.mooncake import client, glog
 from transferd.storage.mooncake.client import Batch, NativeClient
-from transferd.testing.mooncake import Master, freeze, master_executable
 
 needs_mooncake = pytest.mark.skipif(master_executable() is None, reason="mooncake-transfer-engine is not installed")
 LIMITS = {

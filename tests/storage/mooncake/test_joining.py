@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from transferd.clock import SYSTEM_CLOCK
+from tests.support.simulation.pool import SIM_MASTER, SimPool
+from transferd.cli.pool.local import free_port
 from transferd.config import Config, from_tree
 from transferd.errors import ConfigError, StorageUnavailable
+from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.storage.mooncake import MooncakeStorage
 from transferd.storage.mooncake import joining as joining_module
 from transferd.storage.mooncake.calls import NativeCalls
 from transferd.storage.mooncake.joining import dial_address, join
-from transferd.testing.mooncake import free_port
-from transferd.testing.simpool import SIM_MASTER, SimPool
 
 
 def config(**section: Any) -> Config:

@@ -10,13 +10,13 @@ import pytest
 from structlog.testing import capture_logs
 
 from tests.storage.harness import Open
-from transferd.clock import Clock
+from tests.support.simulation.pool import SIM_MASTER, SimPool
+from transferd.blocks.keys import ObjectNamer, key_digest
+from transferd.blocks.layout import build_layout
 from transferd.config import Config, from_tree
-from transferd.keys import ObjectNamer, key_digest
-from transferd.layout import build_layout
+from transferd.runtime.clock import Clock
 from transferd.storage.mooncake import MooncakeStorage, codes
 from transferd.storage.mooncake.layouts import LOOK_EVERY_S, RECORD_BYTES, SLOTS
-from transferd.testing.simpool import SIM_MASTER, SimPool
 
 WARNING = "another layout of this model is in the pool: its blocks are misses here"
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests.storage.harness import Open, mooncake_config
+from transferd.cli.pool.local import Lender, Master, freeze, master_executable, thaw, wait_until
 from transferd.config import Config
 from transferd.errors import StorageUnavailable
 from transferd.storage.base import FOUND, MISSING, STORED, Found, Storage
 from transferd.storage.mooncake import MooncakeStorage
-from transferd.testing.mooncake import Lender, Master, freeze, master_executable, thaw, wait_until
 
 pytestmark = [
     pytest.mark.skipif(master_executable() is None, reason="mooncake-transfer-engine is not installed"),

@@ -13,14 +13,14 @@ import pytest
 from structlog.testing import capture_logs
 
 from tests.storage.harness import MEMORY_BYTES, Harness, Memory, Open
-from transferd.clock import Clock
+from tests.support.simulation.pool import SIM_MASTER, SimPool
 from transferd.config import Config, from_tree
 from transferd.errors import InvariantError, StorageError, StorageFull, StorageUnavailable
+from transferd.runtime.clock import Clock
 from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found, Outcome
 from transferd.storage.mooncake import MooncakeStorage, codes, merging
 from transferd.storage.mooncake import store as store_module
 from transferd.storage.mooncake.calls import Lane
-from transferd.testing.simpool import SIM_MASTER, SimPool
 
 Start = Callable[..., Any]
 
@@ -172,7 +172,7 @@ async def test_what_cannot_be_taken_over_is_an_error_of_its_object_alone(start: 
 async def test_a_library_that_cannot_replace_leaves_the_other_writer_alone(
     start: Start, pool: SimPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("transferd.testing.simpool.SimPoolClient.can_replace", False)
+    monkeypatch.setattr("tests.support.simulation.pool.SimPoolClient.can_replace", False)
     harness = await start()
     pool.begun.add("a")
     assert reason((await harness.put(("a", b"x")))[0]) == "storage_error"

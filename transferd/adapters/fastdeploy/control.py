@@ -22,9 +22,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from transferd.client.sync_client import SyncClient
+from transferd.config.generation import generation_named, generation_of
 from transferd.errors import ConfigError, RequestError
-from transferd.generation import generation_named, generation_of
-from transferd.sync_client import SyncClient
 
 VERSION_FILE_VARIABLE = "TRANSFERD_STORAGE__VERSION_FILE"  # the daemon's own setting, where the engine has it too
 

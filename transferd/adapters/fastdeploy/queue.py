@@ -36,10 +36,10 @@ from typing import Any
 from transferd.adapters.fastdeploy.control import ControlItem, obey
 from transferd.adapters.fastdeploy.items import Answer, Item, read_item
 from transferd.adapters.fastdeploy.retired import BARRIERS, OpenBarrier
-from transferd.client import default_endpoint
-from transferd.clock import SYSTEM_CLOCK
+from transferd.client.client import default_endpoint
+from transferd.client.sync_client import SyncClient
 from transferd.errors import Closed, ConfigError, ConnectTimeout, RequestError, TransferError
-from transferd.sync_client import SyncClient
+from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.tasks import DEFAULT_TIMEOUT_S, ErrorInfo, Status, TaskResult
 
 log = logging.getLogger(__name__)

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from transferd.blocks.paths import PathKeys
 from transferd.config import Config
 from transferd.errors import StorageUnavailable
-from transferd.residency.index import TokenIndex
-from transferd.residency.paths import PathKeys
-from transferd.residency.wire import MEDIUM_CPU, MEDIUM_GPU, BlockRemoved, BlockStored, block_hash
+from transferd.runtime.aio import every
+from transferd.storage.attention_store.index import TokenIndex
 from transferd.storage.attention_store.settings import settings
 from transferd.storage.base import Storage
 from transferd.storage.tokens import RankPort, TokenStorage, Transfer
 from transferd.tasks import RankOutcome, TokenIds
-from transferd.uncancelled import every
+from transferd.wire.kv_events import MEDIUM_CPU, MEDIUM_GPU, BlockRemoved, BlockStored, block_hash
 
 
 class OpenTokenStorage(TokenStorage):

@@ -25,18 +25,18 @@ from typing import Any
 
 import structlog
 
-from transferd.clock import SYSTEM_CLOCK, Clock
+from transferd.blocks.layout import build_layout
+from transferd.blocks.paths import PathKeys
 from transferd.config import Config
+from transferd.config.generation import configured_generation
 from transferd.errors import ConfigError, RequestError, StorageError, StorageUnavailable
-from transferd.generation import configured_generation
-from transferd.layout import build_layout
-from transferd.residency.paths import PathKeys
+from transferd.runtime.aio import every
+from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.storage.attention_store.library import Library, Session, Shard, load_library
 from transferd.storage.attention_store.lines import Line
 from transferd.storage.attention_store.settings import settings
 from transferd.storage.tokens import RankPort, TokenStorage, Transfer
 from transferd.tasks import RankOutcome, TokenIds
-from transferd.uncancelled import every
 
 log = structlog.get_logger(__name__)
 

@@ -13,13 +13,13 @@ from collections.abc import Callable
 
 import structlog
 
-from transferd.clock import Clock
 from transferd.config import MooncakeStorageSection
 from transferd.errors import ConfigError, StorageUnavailable
+from transferd.runtime.aio import uncancelled
+from transferd.runtime.clock import Clock
 from transferd.storage.mooncake.calls import Lane, NativeCalls
 from transferd.storage.mooncake.client import PoolClient
 from transferd.storage.mooncake.environment import Membership, membership
-from transferd.uncancelled import uncancelled
 
 log = structlog.get_logger(__name__)
 

@@ -32,10 +32,10 @@ from collections.abc import Awaitable, Callable, Iterable
 
 import structlog
 
-from transferd.clock import Clock
+from transferd.blocks.keys import quote_part
+from transferd.blocks.layout.base import BlockLayout
 from transferd.errors import StorageError
-from transferd.keys import quote_part
-from transferd.layout.base import BlockLayout
+from transferd.runtime.clock import Clock
 from transferd.storage.mooncake import codes
 from transferd.storage.mooncake.client import Batch, PoolClient
 

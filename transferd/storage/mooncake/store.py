@@ -37,10 +37,11 @@ from typing import Any, TypeVar
 
 import structlog
 
-from transferd.clock import SYSTEM_CLOCK, Clock
+from transferd.blocks.layout import build_layout
 from transferd.config import Config
 from transferd.errors import InvariantError, StorageError, StorageFull, StorageUnavailable
-from transferd.layout import build_layout
+from transferd.runtime.aio import uncancelled
+from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found, Outcome, Storage
 from transferd.storage.breaker import CircuitBreaker
 from transferd.storage.mooncake import codes
@@ -51,7 +52,6 @@ from transferd.storage.mooncake.joining import SetUp, join
 from transferd.storage.mooncake.layouts import Layouts
 from transferd.storage.mooncake.merging import Merger
 from transferd.tiers.base import HostMemory
-from transferd.uncancelled import uncancelled
 
 log = structlog.get_logger(__name__)
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from transferd.layout.base import align
+from transferd.blocks.layout.base import align
 from transferd.tiers.cuda.kernel import MAX_BLOCKS, tiles_of
 
 SLOT_ALIGNMENT = 16  # bytes: blocks begin where a 16-byte vector may

@@ -13,6 +13,7 @@ after the kernels that write or read the blocks, and push at once: the copy wait
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Mapping as Map
 from collections.abc import Sequence
@@ -21,11 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from transferd.errors import RequestError, TierError
+from transferd.errors import DeviceLost, RequestError, TierError
 from transferd.tiers.cuda import dlpack, ipc
 from transferd.tiers.cuda.bindings import open_driver
 from transferd.tiers.cuda.driver import DeviceInfo, Driver
-from transferd.tiers.cuda.owned import leaving
 from transferd.tiers.owner import as_data, check_owner, this_process
 
 # Element types by what an exporter may call them; numpy has no bfloat16 and no float8.
@@ -56,8 +56,12 @@ class _Held:
 
 
 def _unmap(driver: Driver, index: int, context: int, mapping: ipc.Mapping) -> None:
-    with leaving(driver, index, context):
-        mapping.close()
+    with contextlib.suppress(DeviceLost):  # then there is no mapping any more
+        try:
+            with driver.current(context):
+                mapping.close()
+        finally:
+            driver.release(index)
 
 
 class DeviceArray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from transferd.layout.base import BlockLayout
+from transferd.blocks.layout.base import BlockLayout
 from transferd.tiers.arrays import describe
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.cuda import ipc

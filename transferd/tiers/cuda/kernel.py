@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from transferd.layout.base import Arena, Geometry
+from transferd.blocks.layout.base import Arena, Geometry
 
 SOURCE = Path(__file__).parent.parent / "kernels" / "move_blocks.cu"
 NAME = "move_blocks"

@@ -37,9 +37,9 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from transferd.copyplan import CopyPlan, Moves
+from transferd.blocks.copyplan import CopyPlan, Moves
+from transferd.blocks.layout.base import Arena, Geometry
 from transferd.errors import Closed, DeviceLost, TierError
-from transferd.layout.base import Arena, Geometry
 from transferd.tiers.base import HostMemory
 from transferd.tiers.cuda.chunks import Chunk, Cutter
 from transferd.tiers.cuda.driver import Driver

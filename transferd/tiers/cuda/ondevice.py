@@ -6,8 +6,8 @@ import contextlib
 import ctypes
 from typing import Any
 
+from transferd.blocks.layout.base import Arena, BlockLayout
 from transferd.errors import DeviceLost, RequestError, TierError
-from transferd.layout.base import Arena, BlockLayout
 from transferd.tiers.arrays import describe, locate
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.cuda import ipc
@@ -16,7 +16,7 @@ from transferd.tiers.cuda.device import find_device
 from transferd.tiers.cuda.driver import OUT_OF_MEMORY, Driver
 from transferd.tiers.cuda.kernel import NAME, segment_table, source
 from transferd.tiers.cuda.lane import SLOTS, Lane, Program
-from transferd.tiers.cuda.owned import Owned, Stuck, leaving
+from transferd.tiers.cuda.owned import Owned, Stuck
 from transferd.tiers.owner import as_data, this_process
 
 _DEFAULT_STREAM = 0  # for what happens once, before there are lanes
@@ -173,5 +173,9 @@ class OnDevice:
                 stuck = stuck or error
         if stuck is not None:
             raise stuck
-        with leaving(self.driver, self.info.index, context):
-            self._owned.release()
+        with contextlib.suppress(DeviceLost):  # the driver took everything when it lost the context
+            try:
+                with self.driver.current(context):
+                    self._owned.release()
+            finally:
+                self.driver.release(self.info.index)

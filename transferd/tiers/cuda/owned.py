@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from transferd.errors import DeviceLost, TierError
-from transferd.tiers.cuda.driver import Driver
 
 
 class Stuck(TierError):
@@ -40,17 +38,3 @@ class Owned:
                 first = first or error
         if first is not None:
             raise first
-
-
-@contextlib.contextmanager
-def leaving(driver: Driver, device: int, context: int) -> Iterator[None]:
-    """A context made current for the last time: it is released at the end, whatever happens.
-
-    A lost device ends it without a word: the driver took everything when it lost the context.
-    """
-    with contextlib.suppress(DeviceLost):
-        try:
-            with driver.current(context):
-                yield
-        finally:
-            driver.release(device)

@@ -23,10 +23,10 @@ import asyncio
 import contextlib
 from typing import Any
 
-from transferd.copyplan import CopyPlan
+from transferd.blocks.copyplan import CopyPlan
+from transferd.blocks.layout.base import Arena, BlockLayout, align
 from transferd.errors import TierError
-from transferd.layout.base import Arena, BlockLayout, align
-from transferd.offload import Direction, Offload
+from transferd.runtime.threads import Direction, Offload
 from transferd.tiers.base import DeviceHandle, HostMemory
 from transferd.tiers.cuda.bindings import open_driver
 from transferd.tiers.cuda.driver import Driver

@@ -1,0 +1,151 @@
+"""The machinery behind the figures: rows, tables, and that what is measured really happened."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import fastdeploy_pattern, growth, table
+from transferd.cli.bench import control, copy
+from transferd.cli.bench.echo import Echo
+from transferd.cli.bench.harness import RUNS, machine, report, row
+from transferd.cli.replay.kvdata import KvData
+from transferd.errors import InvariantError
+from transferd.tasks import Status, TaskResult
+
+
+def test_a_row_is_a_median_with_its_spread_beside_a_limit() -> None:
+    tree = row("x", [3.0, 1.0, 2.0, 2.0, 9.0], "us", 4.0, "us echo").tree()
+    assert tree == {
+        "name": "x", "value": 2.0, "unit": "us", "limit": 4.0, "limit_name": "us echo", "ratio": 0.5, "spread": 4.0
+    }  # fmt: skip
+
+
+def test_a_report_names_the_machine() -> None:
+    tree = report("b", machine(), [row("x", [1.0], "us", 1.0, "itself")])
+    assert set(tree) == {"bench", "machine", "rows"}
+    assert {"cpu", "cores", "kernel", "python"} <= set(tree["machine"])
+    assert json.loads(json.dumps(tree)) == tree
+
+
+def test_growth_measures_all_sizes_in_turn_and_against_the_smallest() -> None:
+    order: list[int] = []
+
+    def measure(size: int) -> float:
+        order.append(size)
+        return float(size) if len(order) > 2 else 1000.0  # cold
+
+    rows = growth.grow((1, 10), measure, "{:,} things", "us")
+    assert order == [1, 10] * (growth.RUNS + 1)
+    assert [(r.name, r.value, r.ratio) for r in rows] == [("1 things", 1.0, 1.0), ("10 things", 10.0, 10.0)]
+    assert [r.spread for r in rows] == [0.0, 0.0], "the cold run does not count"
+
+
+def test_growth_runs_every_task_it_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growth, "LEAST_TASKS", 300)
+    assert growth.per_task_us(100) > 0
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_pattern_that_transferd_replaces_does_answer(ranks: int) -> None:
+    with fastdeploy_pattern._pattern(ranks) as (queue, processes):
+        for number in range(5):
+            assert fastdeploy_pattern._round_trip_us(queue, f"task {number}") > 0
+        assert len(processes) == ranks + 1
+        assert all(process.is_alive() for process in processes)
+    assert [process.exitcode for process in processes[1:]] == [0] * ranks
+
+
+def test_the_control_benchmark_gives_every_row_a_limit_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("TASKS", 10), ("PIPELINED", 100), ("IN_FLIGHT", 16), ("IDLE_S", 0.2)):
+        monkeypatch.setattr(control, name, value)
+    echoes = 0
+    round_trip_us = Echo.round_trip_us
+
+    def counted(self: Echo, messages: int) -> float:
+        nonlocal echoes
+        echoes += 1
+        return round_trip_us(self, messages)
+
+    monkeypatch.setattr(Echo, "round_trip_us", counted)
+    rows = control.run()
+    assert echoes == 1 + 2 * 4 * RUNS, "a warm-up, then one beside each run of each latency row"
+    for ranks in (1, 8):
+        names = [r.name for r in rows if r.name.endswith(f"TP{ranks}")]
+        assert len(names) == 7
+        assert any("swap of one block" in name for name in names)
+    assert all(r.value > 0 and r.limit > 0 and math.isfinite(r.ratio) for r in rows if "idle" not in r.name)
+    assert sum(r.limit_name == "us raw echo" for r in rows) == 8
+
+
+def test_a_benchmark_does_not_measure_tasks_that_fail() -> None:
+    async def submit(_task: Any) -> TaskResult:
+        return TaskResult(task_id="t", status=Status.FAILED)
+
+    with pytest.raises(RuntimeError, match="ended badly"):
+        asyncio.run(control.p50_us(submit, control.Tasks().swap, 1))
+
+
+def test_wrong_bytes_end_the_copy_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    fill = KvData.fill
+
+    def wrong(self: KvData, block: int, content: int) -> None:
+        fill(self, block, content + (content == 63))
+
+    small = {"layers": 1, "kv_heads": 1, "head_dim": 16, "block_size": 16}
+    monkeypatch.setattr(copy, "LAYOUTS", {"small": small})
+    monkeypatch.setattr(copy, "END_TO_END", ("small",))
+    assert len(copy.run()) == 4
+    monkeypatch.setattr(KvData, "fill", wrong)
+    with pytest.raises(InvariantError, match="wrong bytes"):
+        copy.run()
+
+
+@pytest.fixture
+def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    monkeypatch.setattr(table, "ROOT", tmp_path)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+
+    def write(text: str, **results: Any) -> str:
+        docs = tmp_path / "docs" / "performance.md"
+        docs.write_text(text)
+        for name, rows in results.items():
+            where = {"cpu": "C", "cores": 2, "kernel": "6", "python": "3.11"}
+            tree = {"bench": name, "machine": where, "rows": rows}
+            (tmp_path / "benchmarks" / "results" / f"{name}.json").write_text(json.dumps(tree))
+        table.main()
+        return docs.read_text()
+
+    return write
+
+
+def test_tables_are_written_between_their_markers_and_again_the_same(page: Callable[..., str]) -> None:
+    rows = [row("swap", [1234.5], "us", 500.0, "us echo").tree()]
+    text = page("before\n<!-- control -->\nold\n<!-- end -->\nafter\n", control=rows)
+    assert "| swap | 1,234.50 us | 500.00 us echo | 2.47 | 0% |" in text
+    assert text.startswith("before\n<!-- control -->\nC, 2 cores")
+    assert text.endswith("<!-- end -->\nafter\n")
+    assert "old" not in text
+    assert page(text, control=rows) == text
+
+
+def test_a_result_without_a_place_in_the_docs_is_an_error(page: Callable[..., str]) -> None:
+    with pytest.raises(SystemExit, match=r"no place for copy\.json"):
+        page("nothing here", copy=[])
+
+
+def test_the_docs_quote_exactly_what_is_in_the_results() -> None:
+    text = (table.ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    results = sorted((table.ROOT / "benchmarks" / "results").glob("*.json"))
+    assert results
+    for result in results:
+        assert table.table(json.loads(result.read_text(encoding="utf-8"))) in text, (
+            f"run benchmarks/table.py: {result.name}"
+        )

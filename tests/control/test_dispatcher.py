@@ -1,0 +1,522 @@
+"""The dispatcher, one situation a test: events in, instructions out, nothing around it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.dispatch import check_dispatcher
+from transferd.control import events as ev
+from transferd.control.admission import Limits
+from transferd.control.dispatcher import Dispatcher
+from transferd.control.task_state import TRANSITIONS, State
+from transferd.errors import InvariantError
+from transferd.tasks import (
+    ErrorInfo,
+    RankOutcome,
+    ReadStorageTask,
+    Status,
+    Stop,
+    SwapInTask,
+    SwapOutTask,
+    Task,
+    TaskResult,
+    WriteStorageTask,
+)
+
+LIMITS = Limits(
+    ranks=2, device_blocks=8, host_blocks=8, block_bytes=100, max_queued=3, max_bytes=2000, lane_depth=2, max_results=4
+)
+CLIENT = b"engine"
+
+
+class Desk:
+    """A dispatcher and the paper around it: what was started, what was answered, what time it is."""
+
+    def __init__(self, limits: Limits = LIMITS) -> None:
+        self.dispatcher = Dispatcher(limits, boot_id="boot", generation="g1")
+        self.now = 0.0
+        self.seq = 0
+        self.started: list[str] = []
+        self.stopped: list[tuple[str, Stop]] = []
+        self.expired: list[str] = []
+        self.answers: dict[int, TaskResult] = {}
+        self.published: list[str] = []
+        self.wake_at: float | None = None
+        self.tasks: dict[str, Task] = {}
+
+    def hear(self, event: ev.Event) -> None:
+        for instruction in self.dispatcher.handle(event):
+            match instruction:
+                case ev.Start(task):
+                    self.started.append(task.task_id)
+                case ev.StopTask(task_id, reason):
+                    self.stopped.append((task_id, reason))
+                case ev.ExpireRound(task_id):
+                    self.expired.append(task_id)
+                case ev.Reply(_, seq, result):
+                    assert seq not in self.answers, "a waiter is answered once"
+                    self.answers[seq] = result
+                case ev.Publish(task, _):
+                    self.published.append(task.task_id)
+                case ev.WakeAt(when):
+                    self.wake_at = when
+        check_dispatcher(self.dispatcher)
+
+    def submit(self, task: Task, client: bytes = CLIENT) -> int:
+        self.seq += 1
+        self.tasks[task.task_id] = task
+        self.hear(ev.TaskSubmitted(client, self.seq, task, self.now))
+        return self.seq
+
+    def finish(self, task_id: str, *, moved: int | None = None, missing: tuple[int, ...] = ()) -> None:
+        task = self.tasks[task_id]
+        count = task.blocks if moved is None else moved
+        stop = next((reason for stopped, reason in self.stopped if stopped == task_id), None)
+        late = ErrorInfo("expired", "late")
+        outcomes = [
+            RankOutcome(rank, error=late, stop=Stop.EXPIRED)
+            if rank in missing
+            else RankOutcome(rank, range(count), count * 100, stop=stop if count < task.blocks else None)
+            for rank in range(2)
+        ]
+        self.hear(ev.RoundMerged(task_id, task.merge(outcomes), missing, self.now))
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        if self.wake_at is not None and self.wake_at <= self.now:
+            self.wake_at = None
+            self.hear(ev.DeadlineReached(self.now))
+
+
+@pytest.fixture
+def desk() -> Iterator[Desk]:
+    return Desk()
+
+
+def write(task_id: str, *ids: int, **more: object) -> WriteStorageTask:
+    return WriteStorageTask(task_id=task_id, keys=[f"{task_id}-{i}" for i in ids], gpu_block_ids=list(ids), **more)
+
+
+def read(task_id: str, *ids: int, **more: object) -> ReadStorageTask:
+    return ReadStorageTask(task_id=task_id, keys=[f"{task_id}-{i}" for i in ids], gpu_block_ids=list(ids), **more)
+
+
+def swap_out(task_id: str, gpu: list[int], cpu: list[int], **more: object) -> SwapOutTask:
+    return SwapOutTask(task_id=task_id, gpu_block_ids=gpu, cpu_block_ids=cpu, **more)
+
+
+def swap_in(task_id: str, gpu: list[int], cpu: list[int], **more: object) -> SwapInTask:
+    return SwapInTask(task_id=task_id, gpu_block_ids=gpu, cpu_block_ids=cpu, **more)
+
+
+def test_a_task_starts_at_once_and_its_result_goes_to_the_pusher(desk: Desk) -> None:
+    seq = desk.submit(write("w", 1, 2))
+    assert desk.started == ["w"]
+    assert desk.dispatcher.state_of("w") is State.RUNNING
+    desk.now = 2.5
+    desk.finish("w")
+    result = desk.answers[seq]
+    assert (result.status, result.block_ids, result.bytes, result.duration) == (Status.OK, [1, 2], 400, 2.5)
+    assert (result.generation, result.boot_id) == ("g1", "boot")
+    assert desk.published == ["w"]
+    assert desk.dispatcher.empty
+
+
+def test_every_state_of_the_table_can_be_left_as_it_says_and_in_no_other_way() -> None:
+    assert set(TRANSITIONS) == set(State)
+    assert TRANSITIONS[State.DONE] == frozenset()
+    desk = Desk()
+    desk.submit(write("w", 1))
+    desk.finish("w")
+    with pytest.raises(InvariantError, match=r"(?s)not running.*admitted.*started.*done"):
+        desk.finish("w")
+
+
+@pytest.mark.parametrize(
+    ("task", "code"),
+    [
+        (WriteStorageTask(task_id="t", keys=["a"], gpu_block_ids=[1, 2]), "length_mismatch"),
+        (WriteStorageTask(task_id="t", keys=["a", "b"], gpu_block_ids=[1]), "length_mismatch"),
+        (WriteStorageTask(task_id="t", keys=["a", "a"], gpu_block_ids=[1, 2]), "duplicate_key"),
+        (WriteStorageTask(task_id="t", keys=[f"{i}" for i in range(9)], gpu_block_ids=[1] * 9), "too_many_blocks"),
+        (ReadStorageTask(task_id="t", keys=["a", "b"], gpu_block_ids=[1]), "length_mismatch"),
+        (ReadStorageTask(task_id="t", keys=["a"], gpu_block_ids=[-1]), None),
+        (ReadStorageTask(task_id="t", keys=["a"], gpu_block_ids=[8]), None),
+        (ReadStorageTask(task_id="t", keys=["a"], gpu_block_ids=[10**30]), None),
+        (ReadStorageTask(task_id="t", keys=["a", "b"], gpu_block_ids=[1, 1]), None),
+        (ReadStorageTask(task_id="t", keys=["a"], gpu_block_ids=[1], start_read_block_idx=-1), "bad_value"),
+        (swap_out("t", [1, 2], [1]), "length_mismatch"),
+        (swap_out("t", [1, 2], [3, 3]), None),
+        (swap_in("t", [1, 1], [3, 4]), None),
+        (swap_in("t", [1], [8]), None),
+        (write("", 1), "bad_value"),
+        (write("x" * 1025, 1), "bad_value"),
+        (write("t", 1, timeout=0), "bad_value"),
+        (write("t", 1, timeout=float("nan")), "bad_value"),
+        (write("t", 1, timeout=float("inf")), "bad_value"),
+    ],
+)
+def test_an_impossible_task_is_rejected_with_a_code_and_touches_nothing(task: Task, code: str | None) -> None:
+    desk = Desk()
+    seq = desk.submit(task)
+    result = desk.answers[seq]
+    assert result.status is Status.REJECTED
+    assert result.error is not None
+    assert code is None or result.error.code == code
+    assert desk.started == []
+    assert desk.dispatcher.empty
+    assert desk.dispatcher.statistics().rejects == {result.error.code: 1}
+
+
+def test_a_read_may_name_more_blocks_than_keys() -> None:
+    desk = Desk()
+    seq = desk.submit(ReadStorageTask(task_id="r", keys=["a"], gpu_block_ids=[5, 6]))
+    desk.finish("r")
+    assert desk.answers[seq].block_ids == [5]
+
+
+def test_tasks_on_the_same_block_run_in_the_order_of_submission(desk: Desk) -> None:
+    desk.submit(read("r", 1))
+    desk.submit(swap_out("o", [1], [1]))
+    desk.submit(swap_in("i", [2], [1]))
+    assert desk.started == ["r"]
+    desk.finish("r")
+    assert desk.started == ["r", "o"]
+    desk.finish("o")
+    assert desk.started == ["r", "o", "i"]
+
+
+def test_loads_never_wait_behind_stores(desk: Desk) -> None:
+    for i in range(4):
+        desk.submit(write(f"w{i}", i))
+    assert desk.started == ["w0", "w1"], "two places in the lane"
+    desk.submit(read("r", 7))
+    assert desk.started[-1] == "r"
+
+
+def test_past_the_queue_bound_the_answer_is_busy_with_a_hint_and_the_id_may_be_pushed_again(desk: Desk) -> None:
+    for i in range(5):
+        desk.submit(write(f"w{i}", i))
+    refused = desk.submit(write("w5", 5))
+    result = desk.answers[refused]
+    assert result.status is Status.BUSY
+    assert result.error is not None
+    assert result.error.code == "queue_full"
+    assert result.retry_after is not None
+    assert 0 < result.retry_after <= 5
+    desk.finish("w0")
+    again = desk.submit(write("w5", 5))
+    assert again not in desk.answers, "admitted this time"
+
+
+def test_past_the_bytes_in_flight_the_answer_is_busy_but_one_task_alone_may_be_larger() -> None:
+    desk = Desk(Limits(ranks=2, device_blocks=64, host_blocks=0, block_bytes=100, max_bytes=2000))
+    big = desk.submit(write("big", *range(20)))
+    assert big not in desk.answers
+    small = desk.submit(write("small", 30))
+    assert desk.answers[small].error is not None
+    assert desk.answers[small].error.code == "bytes_in_flight"
+    other_lane = desk.submit(read("r", 40))
+    assert other_lane not in desk.answers
+
+
+def test_pushing_a_running_task_again_joins_it(desk: Desk) -> None:
+    first = desk.submit(write("w", 1))
+    second = desk.submit(write("w", 1), client=b"other")
+    desk.finish("w")
+    assert desk.answers[first] is desk.answers[second]
+    assert desk.started == ["w"]
+    assert desk.published == ["w"]
+
+
+def test_pushing_a_finished_task_again_returns_its_result_until_the_ttl(desk: Desk) -> None:
+    first = desk.submit(write("w", 1))
+    desk.finish("w")
+    second = desk.submit(write("w", 1, timeout=5.0))
+    assert desk.answers[second] is desk.answers[first]
+    desk.pass_time(61)
+    third = desk.submit(write("w", 1))
+    assert third not in desk.answers, "it runs anew"
+
+
+def test_another_task_under_a_known_id_is_rejected(desk: Desk) -> None:
+    desk.submit(write("w", 1))
+    assert desk.answers[desk.submit(write("w", 2))].error == ErrorInfo(
+        "task_id_conflict", "another task was pushed under the id 'w' before"
+    )
+    desk.finish("w")
+    assert desk.answers[desk.submit(read("w", 1))].status is Status.REJECTED
+
+
+def test_results_kept_are_bounded_in_number(desk: Desk) -> None:
+    for i in range(10):
+        desk.submit(write(f"w{i}", 1))
+        desk.finish(f"w{i}")
+    assert desk.dispatcher.statistics().results_kept == 4
+
+
+def test_a_queued_task_expires_at_its_deadline_without_having_touched_anything(desk: Desk) -> None:
+    desk.submit(read("r", 1))
+    waiting = desk.submit(write("w", 1, timeout=2.0))
+    desk.pass_time(2.0)
+    assert desk.answers[waiting].status is Status.EXPIRED
+    assert desk.stopped == []
+
+
+def test_a_running_task_is_told_at_its_deadline_and_returns_the_prefix_done_so_far(desk: Desk) -> None:
+    seq = desk.submit(read("r", 1, 2, 3, timeout=2.0))
+    desk.pass_time(2.0)
+    assert desk.stopped == [("r", Stop.EXPIRED)]
+    assert desk.dispatcher.state_of("r") is State.CANCELLING
+    desk.finish("r", moved=2)
+    result = desk.answers[seq]
+    assert (result.status, result.block_ids) == (Status.PARTIAL, [1, 2])
+    assert result.error is not None
+    assert result.error.code == "expired"
+
+
+def test_a_rank_that_does_not_let_go_is_left_behind_and_its_blocks_stay_claimed(desk: Desk) -> None:
+    seq = desk.submit(read("r", 1, timeout=2.0))
+    behind = desk.submit(write("w", 1))
+    desk.pass_time(2.0)
+    assert desk.expired == []
+    desk.pass_time(1.0)
+    assert desk.expired == ["r"]
+    desk.finish("r", moved=1, missing=(1,))
+    assert desk.answers[seq].status is Status.EXPIRED
+    assert desk.started == ["r"], "block 1 may still be written by rank 1"
+    assert not desk.dispatcher.quiet
+    desk.hear(ev.RankLeft("r", 1, desk.now))
+    assert desk.started == ["r", "w"]
+    assert behind not in desk.answers
+
+
+def test_cancel_answers_a_queued_task_at_once_and_keeps_its_place_for_those_behind(desk: Desk) -> None:
+    desk.submit(swap_out("reader", [1], [1]))
+    cancelled = desk.submit(read("r", 1))
+    desk.submit(swap_in("i", [1], [2]))
+    desk.hear(ev.CancelRequested("r", desk.now))
+    assert desk.answers[cancelled].status is Status.CANCELLED
+    assert desk.started == ["reader"], "the swap-in still waits for the swap-out before the cancelled task"
+    desk.finish("reader")
+    assert desk.started == ["reader", "i"]
+
+
+def test_cancel_of_a_running_task_stops_it_and_says_cancelled(desk: Desk) -> None:
+    seq = desk.submit(read("r", 1, 2))
+    desk.hear(ev.CancelRequested("r", desk.now))
+    desk.hear(ev.CancelRequested("r", desk.now))
+    assert desk.stopped == [("r", Stop.CANCELLED)]
+    desk.finish("r", moved=1)
+    assert (desk.answers[seq].status, desk.answers[seq].block_ids) == (Status.CANCELLED, [1])
+
+
+def test_the_deadline_of_a_cancelled_task_does_not_cut_its_slack_short(desk: Desk) -> None:
+    seq = desk.submit(read("r", 1, timeout=2.0))
+    desk.pass_time(1.9)
+    desk.hear(ev.CancelRequested("r", desk.now))
+    desk.pass_time(0.1)
+    assert desk.expired == []
+    desk.pass_time(0.9)
+    assert desk.expired == ["r"]
+    desk.finish("r", missing=(0, 1))
+    assert desk.answers[seq].status is Status.CANCELLED
+
+
+def test_cancel_of_an_unknown_task_is_nothing(desk: Desk) -> None:
+    desk.hear(ev.CancelRequested("nobody", desk.now))
+    assert desk.dispatcher.empty
+
+
+def test_work_that_nobody_waits_for_any_more_is_taken_back(desk: Desk) -> None:
+    desk.submit(write("mine", 1), client=b"gone")
+    desk.submit(write("shared", 2), client=b"gone")
+    kept = desk.submit(write("shared", 2), client=b"stays")
+    desk.submit(write("queued", 1), client=b"gone")
+    desk.hear(ev.ClientGone(b"gone", desk.now))
+    assert desk.stopped == [("mine", Stop.CANCELLED)]
+    desk.finish("mine")
+    desk.finish("shared")
+    assert list(desk.answers) == [kept]
+    assert desk.dispatcher.empty
+
+
+def test_pause_admits_and_starts_nothing_and_resume_goes_on(desk: Desk) -> None:
+    desk.submit(write("a", 1))
+    desk.hear(ev.PauseRequested(desk.now))
+    desk.submit(write("b", 2))
+    assert not desk.dispatcher.quiet
+    desk.finish("a")
+    assert desk.dispatcher.quiet
+    assert desk.started == ["a"]
+    desk.hear(ev.ResumeRequested(desk.now))
+    assert desk.started == ["a", "b"]
+
+
+def test_a_paused_task_still_expires(desk: Desk) -> None:
+    desk.hear(ev.PauseRequested(desk.now))
+    seq = desk.submit(write("a", 1, timeout=1.0))
+    desk.pass_time(1.0)
+    assert desk.answers[seq].status is Status.EXPIRED
+
+
+def test_drain_rejects_new_tasks_finishes_the_admitted_and_resume_admits_again(desk: Desk) -> None:
+    for i in range(3):
+        desk.submit(write(f"w{i}", i))
+    desk.hear(ev.DrainRequested(desk.now))
+    refused = desk.answers[desk.submit(write("late", 7))]
+    assert (refused.status, refused.error and refused.error.code) == (Status.REJECTED, "draining")
+    for i in range(3):
+        desk.finish(f"w{i}")
+    assert desk.dispatcher.empty
+    desk.hear(ev.ResumeRequested(desk.now))
+    desk.submit(write("late", 7))
+    assert desk.started[-1] == "late"
+
+
+def test_shutdown_starts_nothing_more_and_fails_the_queue_with_a_result_each(desk: Desk) -> None:
+    for i in range(4):
+        desk.submit(write(f"w{i}", i))
+    desk.hear(ev.ShutdownRequested(desk.now))
+    desk.finish("w0")
+    assert desk.started == ["w0", "w1"]
+    desk.hear(ev.QueueAbandoned(desk.now))
+    failed = [result for result in desk.answers.values() if result.status is Status.FAILED]
+    assert [result.error and result.error.code for result in failed] == ["shutdown", "shutdown"]
+    desk.finish("w1")
+    assert desk.dispatcher.empty
+    desk.hear(ev.ResumeRequested(desk.now))
+    assert desk.answers[desk.submit(write("late", 7))].status is Status.REJECTED
+
+
+def test_a_dead_rank_fails_the_queue_and_every_later_task_and_is_named(desk: Desk) -> None:
+    desk.submit(write("running", 1))
+    queued = desk.submit(read("queued", 1))
+    desk.hear(ev.RankDied(1, "context lost", desk.now))
+    desk.finish("running", moved=0, missing=(0,))
+    later = desk.submit(write("later", 3))
+    for seq in (queued, later):
+        error = desk.answers[seq].error
+        assert error == ErrorInfo("rank_died", "rank 1 died: context lost")
+    desk.hear(ev.RankLeft("running", 0, desk.now))
+    assert desk.dispatcher.empty
+
+
+CLEARED = ErrorInfo("cleared", "the cache was cleared")
+
+
+def test_without_memory_tasks_are_rejected_and_what_was_admitted_is_finished(desk: Desk) -> None:
+    running = desk.submit(write("running", 1))
+    queued = desk.submit(read("queued", 1))
+    desk.hear(ev.CacheWithdrawn(CLEARED, False, desk.now))
+    refused = desk.answers[desk.submit(write("late", 7))]
+    assert (refused.status, refused.error) == (Status.REJECTED, CLEARED)
+    assert not desk.dispatcher.admitting
+    joined = desk.submit(write("running", 1))
+    desk.finish("running")
+    desk.finish("queued")
+    assert {desk.answers[seq].status for seq in (running, queued, joined)} == {Status.OK}, "joining goes on"
+    assert desk.dispatcher.empty
+    desk.hear(ev.ResumeRequested(desk.now))
+    assert not desk.dispatcher.admitting, "a resume brings no memory back"
+    desk.hear(ev.CacheReady(desk.now))
+    desk.submit(write("late", 7))
+    assert desk.started[-1] == "late"
+
+
+def test_memory_that_goes_with_its_engine_fails_the_queue_and_stops_what_runs(desk: Desk) -> None:
+    gone = ErrorInfo("engine_gone", "the engine has gone")
+    running = desk.submit(write("running", 1))
+    queued = desk.submit(read("queued", 1))
+    desk.hear(ev.CacheWithdrawn(gone, True, desk.now))
+    assert (desk.answers[queued].status, desk.answers[queued].error) == (Status.FAILED, gone)
+    assert desk.stopped == [("running", Stop.CANCELLED)]
+    desk.finish("running", moved=0)
+    assert desk.answers[running].status is Status.CANCELLED
+    assert desk.dispatcher.empty
+
+
+def test_a_result_is_not_repeated_once_its_memory_was_taken_away(desk: Desk) -> None:
+    first = desk.submit(write("before", 1))
+    desk.submit(write("during", 2))
+    desk.finish("before")
+    again = desk.submit(write("before", 1))
+    assert desk.answers[again] == desk.answers[first]
+    desk.hear(ev.CacheWithdrawn(CLEARED, False, desk.now))
+    desk.finish("during")
+    desk.hear(ev.CacheReady(desk.now))
+    for task in (write("before", 1), write("during", 2)):
+        refused = desk.answers[desk.submit(task)]
+        assert (refused.status, refused.error and refused.error.code) == (Status.REJECTED, "cache_gone")
+    conflict = desk.answers[desk.submit(write("before", 3))]
+    assert conflict.error is not None
+    assert conflict.error.code == "task_id_conflict"
+
+
+@pytest.mark.parametrize("against", [ev.DrainRequested, ev.ShutdownRequested])
+def test_memory_alone_does_not_admit(desk: Desk, against: type) -> None:
+    desk.hear(against(desk.now))
+    desk.hear(ev.CacheWithdrawn(CLEARED, False, desk.now))
+    desk.hear(ev.CacheReady(desk.now))
+    error = desk.answers[desk.submit(write("late", 7))].error
+    assert error is not None
+    assert error.code == "draining"
+
+
+def test_a_dead_rank_stays_dead_with_new_memory(desk: Desk) -> None:
+    desk.hear(ev.RankDied(1, "context lost", desk.now))
+    desk.hear(ev.CacheWithdrawn(CLEARED, False, desk.now))
+    desk.hear(ev.CacheReady(desk.now))
+    assert not desk.dispatcher.alive
+    error = desk.answers[desk.submit(write("late", 7))].error
+    assert error is not None
+    assert error.code == "rank_died"
+
+
+def test_a_task_belongs_to_the_generation_of_its_admission(desk: Desk) -> None:
+    desk.hear(ev.PauseRequested(desk.now))
+    old = desk.submit(write("old", 1))
+    desk.hear(ev.GenerationBumped("g2", desk.now))
+    new = desk.submit(write("new", 2))
+    desk.hear(ev.ResumeRequested(desk.now))
+    desk.finish("old")
+    desk.finish("new")
+    assert [desk.answers[seq].generation for seq in (old, new)] == ["g1", "g2"]
+
+
+def test_the_next_alarm_is_the_soonest_deadline_of_what_is_not_done(desk: Desk) -> None:
+    assert desk.dispatcher.next_alarm == float("inf")
+    desk.submit(write("late", 1, timeout=50.0))
+    desk.submit(write("soon", 2, timeout=5.0))
+    assert desk.dispatcher.next_alarm == 5.0
+    desk.finish("soon")
+    assert desk.dispatcher.next_alarm == 50.0
+
+
+def test_alarms_of_finished_tasks_do_not_pile_up(desk: Desk) -> None:
+    for i in range(1000):
+        desk.submit(write(f"w{i}", 1, timeout=1e4))
+        desk.finish(f"w{i}")
+    assert len(desk.dispatcher._alarms) < 200
+    assert repr(desk.dispatcher) == "<Dispatcher queued=0 running=0 straggling=0>"
+
+
+def test_while_the_daemon_starts_the_answer_is_busy_until_it_is_ready() -> None:
+    desk = Desk()
+    desk.dispatcher = Dispatcher(LIMITS, admitting=False)
+    early = desk.answers[desk.submit(write("w", 1))]
+    assert (early.status, early.error and early.error.code) == (Status.BUSY, "starting")
+    assert early.retry_after is not None
+    desk.hear(ev.ResumeRequested(desk.now))
+    assert not desk.dispatcher.admitting, "a resume brings no memory"
+    desk.hear(ev.CacheReady(desk.now))
+    desk.submit(write("w", 1))
+    assert desk.started == ["w"]
+
+
+def test_without_a_tier_tasks_for_it_are_rejected() -> None:
+    desk = Desk(Limits(ranks=2, device_blocks=8, host_blocks=0, block_bytes=100, storage=False))
+    codes = [desk.answers[desk.submit(task)].error for task in (write("w", 1), read("r", 1), swap_in("i", [1], [1]))]
+    assert [error and error.code for error in codes] == ["no_storage_tier", "no_storage_tier", "no_host_tier"]

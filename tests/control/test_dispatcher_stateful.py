@@ -1,0 +1,273 @@
+"""The dispatcher against everything at once: random pushes, endings, deaths and time, checked at every step.
+
+The model knows only what an engine could know: what it pushed, what was started, what was answered.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.support.dispatch import check_dispatcher
+from transferd.control import events as ev
+from transferd.control.admission import Limits
+from transferd.control.dispatcher import Dispatcher
+from transferd.control.task_state import State
+from transferd.tasks import (
+    ErrorInfo,
+    RankOutcome,
+    ReadStorageTask,
+    Status,
+    Stop,
+    SwapInTask,
+    SwapOutTask,
+    Task,
+    TaskResult,
+    WriteStorageTask,
+)
+
+RANKS = 2
+LIMITS = Limits(
+    ranks=RANKS,
+    device_blocks=6,
+    host_blocks=6,
+    block_bytes=10,
+    max_queued=6,
+    max_bytes=400,
+    lane_depth=2,
+    deadline_slack=1.0,
+    result_ttl=30.0,
+    max_results=20,
+)
+blocks = st.lists(st.integers(0, 5), min_size=1, max_size=3, unique=True)
+clients = st.sampled_from([b"a", b"b", b"c"])
+
+
+def touches(task: Task) -> tuple[set[object], set[object]]:
+    """(reads, writes) as plain sets; storage reads before writes need no order, so they are left out of reads."""
+    f = task.footprint()
+    reads: set[object] = {("d", i) for i in f.device_reads} | {("h", i) for i in f.host_reads}
+    writes: set[object] = {("d", i) for i in f.device_writes} | {("h", i) for i in f.host_writes}
+    return reads, writes
+
+
+class DispatcherMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dispatcher = Dispatcher(LIMITS, boot_id="boot", generation="0")
+        self.now = 0.0
+        self.number = 0
+        self.order: dict[str, int] = {}  # admitted tasks by submission
+        self.tasks: dict[str, Task] = {}
+        self.deadline: dict[str, float] = {}
+        self.started: set[str] = set()
+        self.holding: dict[str, set[int]] = {}  # started tasks and the ranks that may touch their blocks
+        self.told: dict[str, Stop] = {}
+        self.waiting: dict[int, tuple[bytes, str]] = {}
+        self.answered: Counter[int] = Counter()
+        self.generation_of: dict[str, str] = {}
+        self.wake_at: float | None = None
+        self.dead = False
+
+    # --- carrying out instructions, checking each --------------------------------------------------
+
+    def hear(self, event: ev.Event) -> list[ev.Instruction]:
+        instructions = self.dispatcher.handle(event)
+        for instruction in instructions:
+            if isinstance(instruction, ev.Start):
+                self.check_start(instruction)
+            elif isinstance(instruction, ev.StopTask):
+                assert instruction.task_id in self.holding
+                assert instruction.task_id not in self.told, "told to end once"
+                self.told[instruction.task_id] = instruction.reason
+            elif isinstance(instruction, ev.ExpireRound):
+                self.expire_round(instruction.task_id)
+            elif isinstance(instruction, ev.Reply):
+                self.check_reply(instruction)
+            elif isinstance(instruction, ev.WakeAt):
+                self.wake_at = instruction.when
+        return instructions
+
+    def check_start(self, start: ev.Start) -> None:
+        task_id = start.task.task_id
+        assert task_id not in self.started, "started once"
+        assert not self.dead
+        reads, writes = touches(start.task)
+        for other in self.holding:
+            other_reads, other_writes = touches(self.tasks[other])
+            assert not writes & (other_reads | other_writes), (task_id, other)
+            assert not reads & other_writes, (task_id, other)
+        assert start.generation == self.generation_of[task_id]
+        self.started.add(task_id)
+        self.holding[task_id] = set(range(RANKS))
+
+    def check_reply(self, reply: ev.Reply) -> None:
+        assert self.answered[reply.seq] == 0, "one terminal result per push"
+        self.answered[reply.seq] += 1
+        client, task_id = self.waiting.pop(reply.seq, (reply.client, reply.result.task_id))
+        assert (client, task_id) == (reply.client, reply.result.task_id)
+        assert reply.result.boot_id == "boot"
+        self.check_honest(reply.result)
+
+    def check_honest(self, result: TaskResult) -> None:
+        if result.status in (Status.REJECTED, Status.BUSY, Status.EXPIRED, Status.FAILED, Status.MISS):
+            assert result.block_ids == []
+        assert (result.status is Status.BUSY) == (result.retry_after is not None)
+        if result.status in (Status.REJECTED, Status.BUSY, Status.FAILED, Status.EXPIRED):
+            assert result.error is not None
+
+    def expire_round(self, task_id: str) -> None:
+        task = self.tasks[task_id]
+        missing = tuple(sorted(self.holding[task_id]))
+        late = ErrorInfo("expired", "late")
+        outcomes = [RankOutcome(r, error=late, stop=Stop.EXPIRED) for r in range(RANKS)]
+        self.hear(ev.RoundMerged(task_id, task.merge(outcomes), missing, self.now))
+
+    # --- what engines do ---------------------------------------------------------------------------
+
+    def submit(self, client: bytes, task: Task) -> None:
+        self.number += 1
+        seq = self.number
+        self.dispatcher._results.forget(self.now)  # it forgets lazily: at the next push, which is this one
+        known = self.dispatcher.state_of(task.task_id)
+        self.waiting[seq] = (client, task.task_id)
+        if known is None:
+            self.tasks[task.task_id] = task
+            self.order[task.task_id] = seq
+            self.generation_of[task.task_id] = self.dispatcher.generation
+            self.deadline[task.task_id] = self.now + task.timeout
+            self.started.discard(task.task_id)
+            self.told.pop(task.task_id, None)
+        self.hear(ev.TaskSubmitted(client, seq, task, self.now))
+
+    @initialize()
+    def begin(self) -> None:
+        self.hear(ev.ResumeRequested(self.now))
+
+    @rule(
+        client=clients, gpu=blocks, kind=st.sampled_from(["write", "read"]), timeout=st.sampled_from([1.0, 5.0, 60.0])
+    )
+    def push_storage_task(self, client: bytes, gpu: list[int], kind: str, timeout: float) -> None:
+        make = WriteStorageTask if kind == "write" else ReadStorageTask
+        keys = [f"k{i}" for i in gpu]
+        self.submit(client, make(task_id=f"t{self.number}", keys=keys, gpu_block_ids=gpu, timeout=timeout))
+
+    @rule(client=clients, pairs=blocks, out=st.booleans(), timeout=st.sampled_from([1.0, 60.0]))
+    def push_swap(self, client: bytes, pairs: list[int], out: bool, timeout: float) -> None:
+        make = SwapOutTask if out else SwapInTask
+        cpu = [5 - i for i in pairs]
+        self.submit(client, make(task_id=f"t{self.number}", gpu_block_ids=pairs, cpu_block_ids=cpu, timeout=timeout))
+
+    @precondition(lambda self: self.tasks)
+    @rule(client=clients, data=st.data())
+    def push_again(self, client: bytes, data: st.DataObject) -> None:
+        self.submit(client, self.tasks[data.draw(st.sampled_from(sorted(self.tasks)))])
+
+    @precondition(lambda self: self.tasks)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        self.hear(ev.CancelRequested(data.draw(st.sampled_from(sorted(self.tasks))), self.now))
+
+    @rule(client=clients)
+    def client_vanishes(self, client: bytes) -> None:
+        self.waiting = {seq: who for seq, who in self.waiting.items() if who[0] != client}
+        self.hear(ev.ClientGone(client, self.now))
+
+    # --- what ranks and time do --------------------------------------------------------------------
+
+    def running(self) -> list[str]:
+        states = (State.RUNNING, State.CANCELLING)
+        return sorted(t for t in self.holding if self.dispatcher.state_of(t) in states)
+
+    @precondition(lambda self: self.running())
+    @rule(data=st.data(), share=st.integers(0, 3), broken=st.booleans())
+    def round_ends(self, data: st.DataObject, share: int, broken: bool) -> None:
+        task_id = data.draw(st.sampled_from(self.running()))
+        task = self.tasks[task_id]
+        moved = range(task.blocks if share == 3 else min(share, task.blocks))
+        short = len(moved) < task.blocks
+        stop = self.told.get(task_id) if short else None
+        # Only a read may come back short for no reason: it missed.
+        unexplained = short and stop is None and not isinstance(task, ReadStorageTask)
+        error = ErrorInfo("tier_error", "boom") if short and (broken or unexplained) else None
+        outcomes = [RankOutcome(r, moved, len(moved), error=error, stop=stop) for r in range(RANKS)]
+        del self.holding[task_id]
+        self.hear(ev.RoundMerged(task_id, task.merge(outcomes), (), self.now))
+
+    @precondition(lambda self: self.stragglers())
+    @rule(data=st.data())
+    def straggler_leaves(self, data: st.DataObject) -> None:
+        task_id = data.draw(st.sampled_from(self.stragglers()))
+        ranks = self.holding[task_id]
+        rank = data.draw(st.sampled_from(sorted(ranks)))
+        ranks.discard(rank)
+        if not ranks:
+            del self.holding[task_id]
+        self.hear(ev.RankLeft(task_id, rank, self.now))
+
+    def stragglers(self) -> list[str]:
+        return sorted(t for t in self.holding if self.dispatcher.state_of(t) is State.DONE)
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 3.0, 40.0]))
+    def time_passes(self, seconds: float) -> None:
+        until = self.now + seconds
+        while self.wake_at is not None and self.wake_at <= until:
+            self.now, self.wake_at = max(self.now, self.wake_at), None
+            self.hear(ev.DeadlineReached(self.now))
+        self.now = until
+
+    @rule(event=st.sampled_from([ev.PauseRequested, ev.ResumeRequested, ev.DrainRequested]))
+    def control(self, event: type) -> None:
+        self.hear(event(self.now))
+
+    @rule(end=st.booleans())
+    def memory_goes(self, end: bool) -> None:
+        self.hear(ev.CacheWithdrawn(ErrorInfo("cleared", "no memory"), end, self.now))
+        assert not self.dispatcher.admitting
+
+    @precondition(lambda self: self.dispatcher.empty)
+    @rule()
+    def memory_comes(self) -> None:
+        self.hear(ev.CacheReady(self.now))
+
+    @rule(generation=st.sampled_from(["1", "2"]))
+    def bump(self, generation: str) -> None:
+        self.hear(ev.GenerationBumped(generation, self.now))
+
+    # --- what must always hold ---------------------------------------------------------------------
+
+    @invariant()
+    def state_is_consistent(self) -> None:
+        check_dispatcher(self.dispatcher)
+
+    @invariant()
+    def nobody_waits_past_deadline_and_slack(self) -> None:
+        for client, task_id in self.waiting.values():
+            assert self.now <= self.deadline[task_id] + LIMITS.deadline_slack + 1e-9, (client, task_id)
+
+    def teardown(self) -> None:
+        """Faults stop; everything ends."""
+        self.hear(ev.ResumeRequested(self.now))
+        for _ in range(10_000):
+            if self.running():
+                task_id = self.running()[0]
+                task = self.tasks[task_id]
+                del self.holding[task_id]
+                outcomes = [RankOutcome(r, range(task.blocks)) for r in range(RANKS)]
+                self.hear(ev.RoundMerged(task_id, task.merge(outcomes), (), self.now))
+            elif self.stragglers():
+                task_id = self.stragglers()[0]
+                for rank in sorted(self.holding.pop(task_id)):
+                    self.hear(ev.RankLeft(task_id, rank, self.now))
+            else:
+                break
+        assert self.dispatcher.empty
+        assert not self.waiting, "every push was answered"
+        check_dispatcher(self.dispatcher)
+
+
+DispatcherMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestDispatcher = DispatcherMachine.TestCase

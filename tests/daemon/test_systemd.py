@@ -1,0 +1,93 @@
+"""sd_notify and the watchdog: real datagram sockets, no supervisor needed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from transferd.config import Config
+from transferd.daemon import process
+from transferd.daemon.systemd import Notifier, Watchdog
+from transferd.errors import ConfigError
+
+
+@pytest.fixture
+def supervisor(tmp_path: Path) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        sock.bind(str(tmp_path / "notify"))
+        sock.setblocking(False)
+        yield sock
+
+
+def heard(sock: socket.socket) -> list[str]:
+    messages: list[str] = []
+    while True:
+        try:
+            messages.append(sock.recv(4096).decode())
+        except BlockingIOError:
+            return messages
+
+
+def test_states_arrive_as_one_datagram(supervisor: socket.socket) -> None:
+    notifier = Notifier.from_environment({"NOTIFY_SOCKET": supervisor.getsockname()})
+    assert notifier.notify("READY=1", "STATUS=serving")
+    assert heard(supervisor) == ["READY=1\nSTATUS=serving"]
+
+
+def test_an_abstract_address_is_understood() -> None:
+    name = f"transferd-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        sock.bind(f"\0{name}")
+        sock.setblocking(False)
+        assert Notifier(f"@{name}").notify("READY=1")
+        assert heard(sock) == ["READY=1"]
+
+
+def test_a_missing_or_absent_supervisor_is_never_fatal(tmp_path: Path) -> None:
+    assert not Notifier.from_environment({}).notify("READY=1")
+    assert not Notifier(str(tmp_path / "nobody")).notify("READY=1")
+
+
+def test_a_reload_is_told_when_it_begins_and_when_it_has_ended_also_if_it_is_refused(supervisor: socket.socket) -> None:
+    def refuse() -> Config:
+        raise ConfigError("log.level", "is not one", "loud")
+
+    process._reload(None, Notifier(supervisor.getsockname()), refuse)  # type: ignore[arg-type]
+    begun, ended = heard(supervisor)
+    assert begun.startswith("RELOADING=1\nMONOTONIC_USEC=")
+    assert ended == "READY=1"
+
+
+def test_reloading_carries_the_time_stamp_that_systemd_asks_for(supervisor: socket.socket) -> None:
+    Notifier(supervisor.getsockname()).reloading()
+    (message,) = heard(supervisor)
+    assert message.startswith("RELOADING=1\nMONOTONIC_USEC=")
+
+
+async def test_the_watchdog_is_fed_while_the_daemon_is_alive_and_only_then(supervisor: socket.socket) -> None:
+    alive = True
+    notifier = Notifier(supervisor.getsockname())
+    watchdog = Watchdog.from_environment(notifier, lambda: alive, {"WATCHDOG_USEC": "20000"})
+    watchdog.start()
+    async with asyncio.timeout(10):
+        while len(messages := heard(supervisor)) == 0:  # noqa: ASYNC110 - a datagram socket has no event here
+            await asyncio.sleep(0.005)
+    assert set(messages) == {"WATCHDOG=1"}
+    alive = False
+    heard(supervisor)
+    await asyncio.sleep(0.05)
+    assert heard(supervisor) == []
+    watchdog.stop()
+
+
+@pytest.mark.parametrize("env", [{}, {"WATCHDOG_USEC": "0"}, {"WATCHDOG_USEC": "1000", "WATCHDOG_PID": "1"}])
+async def test_without_a_watchdog_of_ours_nothing_is_sent(supervisor: socket.socket, env: dict[str, str]) -> None:
+    watchdog = Watchdog.from_environment(Notifier(supervisor.getsockname()), lambda: True, env)
+    watchdog.start()
+    watchdog.stop()
+    assert heard(supervisor) == []

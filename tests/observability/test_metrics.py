@@ -1,0 +1,175 @@
+"""/metrics, /healthz, /readyz and /status over real sockets; bad requests are answered, never fatal."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.simulation.pool import SIM_MASTER, SimPool
+from transferd.config import from_tree
+from transferd.daemon.daemon import Daemon
+from transferd.errors import ConfigError, StorageUnavailable
+from transferd.observability.http import MAX_HEADER_BYTES, HttpServer, Page
+from transferd.observability.metrics import Reports
+from transferd.storage.mooncake import MooncakeStorage, codes
+from transferd.tasks import Status, SwapInTask, TaskResult
+
+
+async def request(port: int, raw: bytes) -> tuple[int, bytes, bytes]:
+    """(status, head, body) of one exchange."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(raw)
+    async with asyncio.timeout(10):
+        answer = await reader.read()
+    writer.close()
+    await writer.wait_closed()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return int(head.split()[1]) if head else 0, head, body
+
+
+async def get(port: int, path: str) -> tuple[int, bytes]:
+    status, _, body = await request(port, f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    return status, body
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[HttpServer]:
+    http = HttpServer("127.0.0.1:0", {"/page": lambda: Page(b"hello")})
+    await http.start()
+    yield http
+    await http.close()
+
+
+async def test_a_page_is_served_and_the_connection_closed(server: HttpServer) -> None:
+    assert await get(server.port, "/page") == (200, b"hello")
+    assert await get(server.port, "/page?x=1") == (200, b"hello")
+    status, head, body = await request(server.port, b"HEAD /page HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert (status, body) == (200, b"")
+    assert b"content-length: 5" in head.lower()
+
+
+@pytest.mark.parametrize(
+    ("raw", "status"),
+    [
+        (b"GET /elsewhere HTTP/1.1\r\nHost: x\r\n\r\n", 404),
+        (b"POST /page HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n", 405),
+        (b"complete nonsense\r\n\r\n", 400),
+        (b"\x00\x01\x02\r\n\r\n", 400),
+        (b"GET /page HTTP/1.1\r\nHost: x\r\nX: " + b"y" * (2 * MAX_HEADER_BYTES) + b"\r\n\r\n", 431),
+    ],
+)
+async def test_bad_requests_get_an_answer_and_the_next_one_is_served(
+    server: HttpServer, raw: bytes, status: int
+) -> None:
+    assert (await request(server.port, raw))[0] == status
+    assert await get(server.port, "/page") == (200, b"hello")
+
+
+async def test_a_port_in_use_is_one_clear_error(server: HttpServer) -> None:
+    with pytest.raises(ConfigError, match=r"metrics\.listen: cannot be bound: .*in use"):
+        await HttpServer(f"127.0.0.1:{server.port}", {}).start()
+
+
+class _NoTransport:
+    endpoints = ("nowhere",)
+
+    def start(self, on_message: Any) -> None: ...
+    def send(self, peer: bytes, payload: bytes) -> bool:
+        return True
+
+    def observes(self, peer: bytes) -> bool:
+        return False
+
+    def close(self) -> None: ...
+    def statistics(self) -> dict[str, int]:
+        return {}
+
+
+@pytest.fixture
+async def daemon() -> AsyncIterator[Daemon]:
+    tree = {"cache": {"device_blocks": 4, "host_blocks": 4}, "host": {"staging": "2MiB"}}
+    config = from_tree(tree | {"storage": {"backend": "memory"}, "metrics": {"listen": "127.0.0.1:0"}})
+    built = Daemon(config, transport=_NoTransport())  # type: ignore[arg-type]
+    await built.reports.start()
+    yield built
+    await built.stop(lambda: 5.0)
+
+
+def port_of(reports: Reports) -> int:
+    assert reports.http is not None
+    return reports.http.port
+
+
+async def test_readiness_follows_the_daemon_and_says_why_not(daemon: Daemon) -> None:
+    port = port_of(daemon.reports)
+    status, body = await get(port, "/readyz")
+    assert (status, body) == (503, b"the daemon is starting\n")
+    assert daemon.dispatcher.statistics().draining is False, "it starts, and nobody asked it to drain"
+    await daemon.cache.open()
+    assert await get(port, "/readyz") == (200, b"ready\n")
+    assert b"\ntransferd_ready 1.0\n" in (await get(port, "/metrics"))[1]
+    await daemon.coordinator.drain()
+    assert await get(port, "/readyz") == (503, b"draining\n")
+    assert b"\ntransferd_ready 0.0\n" in (await get(port, "/metrics"))[1]
+    assert await get(port, "/healthz") == (200, b"ok\n")
+
+
+async def test_metrics_parse_and_count(daemon: Daemon) -> None:
+    result = TaskResult(task_id="t", status=Status.OK, duration=0.002)
+    daemon.reports.tasks.observe_result(SwapInTask(task_id="t", gpu_block_ids=[], cpu_block_ids=[]), result)
+    status, body = await get(port_of(daemon.reports), "/metrics")
+    assert status == 200
+    families = {family.name: family for family in text_string_to_metric_families(body.decode())}
+    counts = [s for s in families["transferd_task_duration_seconds"].samples if s.name.endswith("_count")]
+    assert {s.labels["kind"]: s.value for s in counts}["swap_in"] == 1
+    assert families["transferd_ready"].samples[0].value == 0
+    assert families["transferd_staging_capacity_bytes"].samples[0].value > 0
+    assert len(families["transferd_lane_done"].samples) == 12, "two ranks, six lanes"
+
+
+async def test_what_a_pool_counts_besides_and_whether_it_answers_are_metrics() -> None:
+    tree = {"storage": {"backend": "mooncake", "mooncake": {"master_server_addr": SIM_MASTER, "probe_interval": 60}}}
+    pool, config = SimPool(), from_tree(tree | {"cache": {"host_blocks": 0}})
+    pooled = Daemon(config, transport=_NoTransport(), storage=MooncakeStorage(config, set_up=pool.set_up))  # type: ignore[arg-type]
+
+    def storage_samples() -> dict[str, float]:
+        families = text_string_to_metric_families(pooled.reports._metrics().body.decode())
+        return {s.name: s.value for f in families for s in f.samples if s.labels.get("backend") == "mooncake"}
+
+    await pooled.open()
+    prefix = "transferd_storage_"
+    expected = ["wrong_length", "waited_for_room", "contested", "taken_over", "held", "other_layout", "breaker_opened"]
+    before = storage_samples()
+    assert [before[f"{prefix}{name}_total"] for name in expected] == [0] * len(expected)
+    assert storage_samples()[f"{prefix}available"] == 1
+    pool.answer("exists", codes.RPC_FAIL)
+    with pytest.raises(StorageUnavailable):
+        await pooled.storage.exists(["x"])  # type: ignore[union-attr]
+    after = storage_samples()
+    assert (after[f"{prefix}available"], after[f"{prefix}breaker_opened_total"], after[f"{prefix}errors_total"]) == (
+        0,
+        1,
+        1,
+    )
+    await pooled.stop(lambda: 5.0)
+
+
+async def test_status_is_the_stats_report_with_every_key_of_the_contract(daemon: Daemon) -> None:
+    status, body = await get(port_of(daemon.reports), "/status")
+    report = json.loads(body)
+    assert status == 200
+    assert report["boot_id"] == daemon.dispatcher.boot_id
+    promised = (
+        "version boot_id uptime_s ready endpoint generation ranks tasks queued running rejects host staging storage"
+    )
+    assert set(promised.split()) <= set(report)
+    assert {"rank", "device", "lanes"} <= set(report["ranks"][0])
+    assert {"queued", "running", "done", "failed", "bytes"} <= set(report["ranks"][0]["lanes"]["read"])
+    assert {"blocks", "bytes", "pinned"} <= set(report["host"])
+    assert {"capacity", "used", "peak"} <= set(report["staging"])
+    assert {"backend", "objects", "bytes", "hits", "misses", "corrupt", "errors"} <= set(report["storage"])

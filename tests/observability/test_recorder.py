@@ -1,0 +1,205 @@
+"""The flight recorder's rings: what is kept, what is not, and that anyone may look at any time."""
+
+from __future__ import annotations
+
+import ast
+import gc
+import struct
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from transferd.control.admission import Limits
+from transferd.control.dispatcher import ADMITTED, DONE, Dispatcher
+from transferd.observability import recorder as trace
+from transferd.observability.recorder import FIELDS, LONGEST_TEXT, STEPS, STEPS_PER_TASK, PythonSteps, Recorder
+from transferd.runtime.clock import Clock
+
+RINGS = [PythonSteps, *([trace._steps.Steps] if trace._steps is not None else [])]
+
+
+def ticking() -> Clock:
+    now = iter(range(1_000_000))
+    return Clock(monotonic=lambda: float(next(now)))
+
+
+def test_notes_of_a_task_come_back_in_order_and_others_do_not() -> None:
+    recorder = Recorder(clock=ticking())
+    recorder.step("a", "copy", 0, 3)
+    recorder.step("b", "copy", 0, 1)
+    recorder.aside("a", "joined", b"c")
+    recorder.step("a", "done ok", -1, 3)
+    assert [note.what for note in recorder.notes("a")] == ["copy", "joined", "done"]
+    assert recorder.story("a").splitlines() == [
+        "0.000000 a copy rank=0 blocks=3",
+        "2.000000 a joined client=b'c'",
+        "3.000000 a done status='ok' blocks=3",
+    ]
+    assert recorder.story("c") == "(no notes kept)"
+
+
+def test_both_rings_are_bounded_and_keep_the_newest() -> None:
+    recorder = Recorder(capacity=16)
+    for i in range(200):
+        recorder.note(str(i), "slack used up")
+        recorder.aside("", "client left", i)
+        recorder.step("t", "copy", 0, i)
+    assert [note.detail["blocks"] for note in recorder.notes("t")] == list(range(200 - 16 * STEPS_PER_TASK, 200))
+    assert [note.task_id for note in recorder if note.what == "slack used up"] == [str(i) for i in range(184, 200)]
+    assert [note.detail["client"] for note in recorder if note.what == "client left"] == [198, 199]
+
+
+def test_a_flood_of_refusals_does_not_push_out_what_tasks_did() -> None:
+    recorder = Recorder(capacity=16)
+    recorder.note("t", "slack used up")
+    for _ in range(10_000):
+        recorder.aside("flood", "busy", "queue_full", b"")
+    assert recorder.story("t") != "(no notes kept)"
+
+
+def test_a_task_id_from_outside_is_kept_short_and_found_all_the_same() -> None:
+    recorder = Recorder()
+    recorder.aside("x" * 100_000, "rejected", "bad_value", b"")
+    assert len(next(iter(recorder)).task_id) == LONGEST_TEXT
+    assert [note.what for note in recorder.notes("x" * 100_000)] == ["rejected"]
+
+
+def test_a_failure_is_noted_and_told_in_one_short_line() -> None:
+    recorder, told = Recorder(), list[str]()
+    recorder.on_failure = told.append
+    recorder.failure("t", "it broke\nand this is its long story" + "x" * 1000)
+    assert told == ["it broke"]
+    (note,) = recorder.notes("t")
+    assert (note.what, note.detail) == ("failure", {"problem": "it broke"})
+
+
+def test_notes_can_be_read_while_another_thread_adds_more() -> None:
+    recorder = Recorder(capacity=4096)
+    end = threading.Event()
+
+    def add() -> None:
+        while not end.is_set():
+            recorder.note("t", "blocks free", "s")
+
+    thread = threading.Thread(target=add)
+    thread.start()
+    try:
+        for _ in range(200):
+            times = [note.at for note in recorder.notes()]
+            assert times == sorted(times)
+    finally:
+        end.set()
+        thread.join()
+
+
+def test_every_note_in_the_package_is_of_a_known_kind_and_says_what_that_kind_says() -> None:
+    found: set[str] = set()
+    for path in (Path(__file__).parents[2] / "transferd").rglob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
+                continue
+            owner = ast.unparse(call.func.value)
+            mine = owner.endswith("recorder") or (owner == "self" and path.name == "recorder.py")
+            if call.func.attr == "step" and mine:
+                assert len(call.args) == 4
+                if isinstance(call.args[1], ast.Constant):
+                    found.add(call.args[1].value)
+            if call.func.attr in ("note", "aside") and mine:
+                kind = call.args[1]
+                assert not call.keywords
+                kinds = ["busy", "rejected", "failed"] if isinstance(kind, ast.Name) else [ast.literal_eval(kind)]
+                found.update(kinds)
+                for what in kinds:
+                    assert len(call.args) == 2 + len(FIELDS[what]), f"{path.name}: {ast.unparse(call)}"
+    made_of_two = {what for what in STEPS if what.startswith(("admitted ", "done "))}
+    assert found == set(FIELDS) | set(STEPS) - made_of_two
+    assert made_of_two == set(ADMITTED.values()) | set(DONE.values())
+
+
+@pytest.mark.parametrize("ring", RINGS)
+def test_a_ring_of_steps_keeps_the_last_ones_as_documented(ring: Any) -> None:
+    steps = ring(3, {"copy": 7, "put": 9})
+    assert steps.copy() == bytes(72)
+    before = time.monotonic()
+    for what, rank, number in (("copy", 0, 1), ("put", -1, 2**31 - 1), ("copy", 32767, -5), ("put", 2, 0)):
+        steps.step("täsk", what, rank, number)
+    after = time.monotonic()
+    told = list(struct.iter_unpack("=dqHhi", steps.copy()))
+    assert [step[1:] for step in told] == [
+        (hash("täsk"), 9, 2, 0),
+        (hash("täsk"), 9, -1, 2**31 - 1),
+        (hash("täsk"), 7, 32767, -5),
+    ]
+    assert all(before <= step[0] <= after for step in told)
+
+
+@pytest.mark.parametrize("ring", RINGS)
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ("t", "nonsense", 0, 0),
+        ("t", "copy", 2**15, 0),
+        ("t", "copy", 0, 2**31),
+        ("t", "copy", 0),
+        ("t", "copy", 0, "x"),
+        ([], "copy", 0, 0),
+    ],
+)
+def test_a_ring_of_steps_refuses_what_it_cannot_keep(ring: Any, wrong: Any) -> None:
+    steps = ring(3, {"copy": 7})
+    with pytest.raises((KeyError, OverflowError, TypeError, struct.error)):
+        steps.step(*wrong)
+    assert steps.copy()[24:] == bytes(48), "nothing but the place that is next was touched"
+
+
+@pytest.mark.parametrize("ring", RINGS)
+def test_a_ring_of_steps_needs_room_and_is_freed_with_what_it_holds(ring: Any) -> None:
+    numbers = {"copy": 7}
+    before = sys.getrefcount(numbers)
+    for _ in range(100):
+        ring(1000, numbers).step("t", "copy", 0, 0)
+    gc.collect()
+    assert sys.getrefcount(numbers) == before
+
+
+def test_who_pushed_a_task_is_told_by_name_while_the_name_is_known() -> None:
+    recorder = Recorder(clock=ticking())
+    recorder.aside("", "client came", b"\0abcd", 1)
+    recorder.admitted("t", "admitted write", 3, b"\0abcd")
+    recorder.admitted("u", "admitted read", 4, b"\0efgh")
+    admitted, pushed = recorder.notes("t")
+    assert (admitted.what, admitted.detail) == ("admitted", {"kind": "write", "blocks": 3})
+    assert pushed.detail == {"client": b"\0abcd"}
+    assert recorder.notes("u")[1].detail["client"].startswith("#")
+
+
+def test_steps_of_tasks_are_told_apart_also_when_the_ring_has_wrapped() -> None:
+    recorder = Recorder(capacity=64)
+    for i in range(1000):
+        recorder.step(f"task-{i % 7}", "copy", i % 3, i)
+    for task in range(7):
+        mine = recorder.notes(f"task-{task}")
+        assert [note.detail for note in mine] == [
+            {"rank": i % 3, "blocks": i} for i in range(1000 - 64 * STEPS_PER_TASK, 1000) if i % 7 == task
+        ]
+
+
+def test_steps_of_a_task_whose_notes_are_gone_are_still_in_the_whole() -> None:
+    recorder = Recorder(clock=ticking())
+    recorder.step("known", "copy", 0, 1)
+    recorder.step("unknown", "started", -1, 0)
+    recorder.admitted("known", "admitted read", 1, b"c")
+    known, unknown, admitted, _ = recorder.notes()
+    assert (known.task_id, admitted.task_id) == ("known", "known")
+    assert (unknown.task_id, unknown.detail) == (f"#{hash('unknown') & (1 << 64) - 1:016x}", {})
+
+
+def test_an_empty_recorder_is_still_the_one_to_use() -> None:
+    """Were it false, as an empty container is, `recorder or Recorder()` would note where nobody reads."""
+    recorder = Recorder()
+    limits = Limits(ranks=1, device_blocks=1, host_blocks=1, block_bytes=1)
+    assert Dispatcher(limits, recorder=recorder)._recorder is recorder

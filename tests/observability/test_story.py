@@ -1,0 +1,88 @@
+"""The life of a task as it is told: lives, ranks, times since admission, bounds."""
+
+from __future__ import annotations
+
+import pytest
+
+from transferd.errors import RequestError
+from transferd.observability.recorder import Note
+from transferd.observability.story import MAX_NOTES, as_text, explain
+
+ADMITTED = {"kind": "read", "blocks": 2, "client": b"\x01"}
+
+
+def tell(*notes: tuple[float, str, dict[str, object]], task_id: str = "t") -> dict[str, object]:
+    kept = [Note(at, task_id, what, dict(detail)) for at, what, detail in notes]
+    return explain(task_id, kept, wall=1_000_100.0, monotonic=100.0)
+
+
+def test_times_are_since_admission_and_what_a_rank_did_stands_under_it() -> None:
+    story = tell(
+        (50.0, "admitted", ADMITTED),
+        (50.5, "started", {}),
+        (50.75, "copy", {"rank": 1, "blocks": 2}),
+        (51.0, "copy", {"rank": 0, "blocks": 2}),
+        (52.0, "done", {"status": "ok", "blocks": 2}),
+    )
+    (life,) = story["lives"]
+    assert (life["kind"], life["blocks"], life["status"], life["seconds"]) == ("read", 2, "ok", 2.0)
+    assert (life["began"], life["complete"]) == (1_000_050.0, True)
+    assert [(event["t"], event["what"]) for event in life["events"]] == [(0, "admitted"), (0.5, "started"), (2, "done")]
+    assert life["events"][0]["client"] == "01"
+    assert life["ranks"] == [
+        {"rank": 0, "events": [{"t": 1.0, "what": "copy", "blocks": 2}]},
+        {"rank": 1, "events": [{"t": 0.75, "what": "copy", "blocks": 2}]},
+    ]
+
+
+def test_a_task_id_that_lived_twice_has_two_lives_and_a_busy_belongs_to_the_next() -> None:
+    story = tell(
+        (1.0, "busy", {"code": "queue_full"}),
+        (2.0, "admitted", ADMITTED),
+        (3.0, "done", {"status": "failed"}),
+        (3.5, "straggler left", {"rank": 0}),
+        (4.0, "busy", {"code": "queue_full"}),
+        (5.0, "admitted", ADMITTED),
+    )
+    first, second = story["lives"]
+    assert [event["t"] for event in first["events"]] == [-1.0, 0.0, 1.0]
+    assert first["ranks"][0]["events"][0]["what"] == "straggler left"
+    assert [event["t"] for event in second["events"]] == [-1.0, 0.0]
+    assert (second["status"], second["seconds"]) == (None, None)
+
+
+def test_a_refusal_after_the_answer_is_told_with_the_last_life() -> None:
+    story = tell((2.0, "admitted", ADMITTED), (3.0, "done", {"status": "ok"}), (4.0, "rejected", {"code": "draining"}))
+    (life,) = story["lives"]
+    assert [event["what"] for event in life["events"]] == ["admitted", "done", "rejected"]
+
+
+def test_a_life_whose_beginning_is_forgotten_starts_with_what_is_left() -> None:
+    (life,) = tell((7.0, "copy", {"rank": 0}), (8.0, "done", {"status": "ok"}))["lives"]
+    assert (life["complete"], life["kind"], life["seconds"]) == (False, None, 1.0)
+    assert "first note kept" in as_text(tell((7.0, "copy", {"rank": 0})))
+
+
+def test_an_unknown_task_is_one_line() -> None:
+    with pytest.raises(RequestError, match=r"nothing is known of task 'a\\nb'") as refused:
+        explain("a\nb", [], wall=0.0, monotonic=0.0)
+    assert refused.value.reason == "unknown_task"
+    assert "\n" not in str(refused.value)
+
+
+def test_an_answer_is_bounded_and_says_what_it_leaves_out() -> None:
+    story = tell((0.0, "admitted", ADMITTED), *((float(i), "copy", {"rank": 0}) for i in range(1, 5000)))
+    (life,) = story["lives"]
+    told = len(life["events"]) + len(life["ranks"][0]["events"])
+    assert (told, story["omitted"]) == (MAX_NOTES, 4000)
+    assert life["ranks"][0]["events"][-1]["t"] == 4999.0
+    assert "4000 notes in the middle are left out" in as_text(story)
+
+
+def test_what_came_from_outside_cannot_make_lines_of_its_own() -> None:
+    evil = "t\n     0.000 ms  done"
+    story = tell((0.0, "admitted", ADMITTED), (1.0, "error", {"rank": 0, "problem": "x\ny"}), task_id=evil)
+    lines = as_text(story).splitlines()
+    assert len(lines) == 4
+    assert repr(evil) in lines[0]
+    assert lines[2:] == ["  rank 0", "        1000.000 ms  error          problem='x\\ny'"]

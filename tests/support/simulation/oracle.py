@@ -1,0 +1,113 @@
+"""Oracle: what must hold inside a simulated daemon after every single step of its loop.
+
+The judge (simjudge.py) checks promises to engines; this checks the daemon's own books while nobody
+asks: the dispatcher's (queue and lanes within their bounds, results within theirs, no two tasks at
+work on one block), that there is exactly one open round for each running task, that staging never
+exceeds its size, that each push is answered at most once, and that no copy begins that would write to
+a block which no task at work names.
+
+Checking all of it at each step would make a story ten times as long, and between two events the books
+do not change: so a step is checked when the dispatcher heard something in it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+
+import numpy as np
+import numpy.typing as npt
+
+from tests.support.dispatch import blocks_to_write, check_dispatcher
+from tests.support.simulation.blocks import Blocks
+from tests.support.simulation.world import SimWorld
+from transferd.blocks.copyplan import CopyPlan
+from transferd.blocks.layout.base import Geometry
+from transferd.control import events as ev
+from transferd.tasks import TaskResult
+from transferd.tiers.base import HostMemory
+
+
+class Oracle:
+    """Watches one world from its making on; what it finds ends the run."""
+
+    def __init__(self, world: SimWorld) -> None:
+        self.world = world
+        self._owed: Counter[tuple[bytes, int]] = Counter()  # answers, by client and seq
+        self._broken = ""
+        self._moved = False
+        daemon = world.daemon
+        self._handle = daemon.dispatcher.handle
+        self._deliver = daemon.coordinator.deliver
+        daemon.dispatcher.handle = self._heard  # type: ignore[method-assign] # an instrument, of this world only
+        daemon.coordinator.deliver = self._answered
+        for rank, device in enumerate(world.devices):
+            device.begins = functools.partial(self._copy_begins, rank)
+        world.loop.after_step = self._after_step
+
+    def stop(self) -> None:
+        self.world.loop.after_step = None
+
+    def at_end(self) -> None:
+        """After the daemon has stopped: everything given out has come back, every fault was counted."""
+        world = self.world
+        assert world.watch.conflicts == [], world.watch.conflicts
+        assert len(world.watch) == 0, "somebody is still at work on memory"
+        assert world.daemon.barrier.statistics().open == 0, "a round is still open"
+        owed = [f"push {seq} of {client!r}" for (client, seq), answers in self._owed.items() if answers]
+        assert not owed, f"never answered: {owed}"
+        damaged = world.storage.counts["flipped"] + world.storage.counts["short"]
+        noticed = sum(worker.corrupt for worker in world.daemon.coordinator.workers)
+        assert noticed == damaged, f"{damaged} damaged objects were delivered, {noticed} noticed"
+
+    # --- instruments --------------------------------------------------------------------------------
+
+    def _heard(self, event: ev.Event) -> list[ev.Instruction]:
+        self._moved = True
+        if isinstance(event, ev.TaskSubmitted):
+            self._owed[event.client, event.seq] += 1
+        elif isinstance(event, ev.ClientGone):  # nobody is left to be answered
+            self._owed = Counter({push: owed for push, owed in self._owed.items() if push[0] != event.client})
+        return self._handle(event)
+
+    def _answered(self, client: bytes, seq: int, result: TaskResult) -> None:
+        self._owed[client, seq] -= 1
+        if self._owed[client, seq] < 0:
+            self._broken = f"push {seq} of {client!r} was answered once too often, now with {result}"
+        self._deliver(client, seq, result)
+
+    def _copy_begins(self, rank: int, operation: str, plan: CopyPlan, host: HostMemory) -> None:
+        daemon = self.world.daemon
+        tier, geometry = "device", daemon.layout.device
+        if operation == "copy_out":
+            pool = daemon.coordinator.workers[rank].context.host
+            if pool is None or host.address != pool.memory.address:
+                return  # to staging, which is nobody's block
+            tier, geometry = "host", daemon.layout.host
+        owners = _owners(geometry)
+        touched = {int(block) for _, to, nbytes in plan.runs.tolist() for block in np.unique(owners[to : to + nbytes])}
+        strange = touched - blocks_to_write(daemon.dispatcher, tier)
+        if strange:
+            self._broken = f"{operation} of rank {rank} writes to {tier} blocks {sorted(strange)}, which no task names"
+            self._moved = True
+
+    def _after_step(self) -> None:
+        if not self._moved:
+            return
+        self._moved = False
+        assert not self._broken, self._broken
+        daemon = self.world.daemon
+        check_dispatcher(daemon.dispatcher)
+        statistics, rounds = daemon.dispatcher.statistics(), daemon.barrier.statistics()
+        assert rounds.open == statistics.running, f"{rounds.open} rounds for {statistics.running} running tasks"
+        for worker in daemon.coordinator.workers:
+            staging = worker.context.staging.statistics()
+            assert staging["used"] <= staging["capacity"], staging
+
+
+@functools.lru_cache(maxsize=8)
+def _owners(geometry: Geometry) -> npt.NDArray[np.int64]:
+    """The block that each byte of a memory belongs to; -1 between them."""
+    owners = np.full(geometry.extent, -1, dtype=np.int64)
+    owners[Blocks.of(geometry, [], []).places] = np.arange(geometry.blocks)[:, None]
+    return owners

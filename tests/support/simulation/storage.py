@@ -1,0 +1,247 @@
+"""SimStorage: a storage backend on a dict, with virtual latency and faults on demand."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from tests.support.simulation.faults import Dice, Gate, StorageFaults, note, take
+from tests.support.simulation.memory import Claim, MemoryWatch
+from transferd.errors import InvariantError, StorageError, StorageFull, StorageUnavailable
+from transferd.runtime.aio import uncancelled
+from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found, Outcome, Storage
+from transferd.tiers.base import HostMemory
+
+T = TypeVar("T")
+
+
+class SimStorage(Storage):
+    """A Storage as a test wants it. Its objects live as long as it does, across close and open.
+
+    A call touches the first half of each buffer at some moment on the way and the second half at its
+    end, and ends only then, also when it is cancelled meanwhile. What a caller guarantees is checked:
+    buffers lie in registered memory, and nobody else is at work on them meanwhile.
+
+    capacity: bytes; the least recently used objects go beyond it. faults: the plan, may be replaced
+    at any time. dice: for scripts; operations "exists", "put" and "get" with fault "unavailable" of
+    the next call, "object put" and "object get" with the fault of the next object. gate: holds
+    calls that would start now.
+    """
+
+    backend = "simulated"
+
+    def __init__(
+        self,
+        *,
+        capacity: int | None = None,
+        faults: StorageFaults | None = None,
+        rng: random.Random | None = None,
+        watch: MemoryWatch | None = None,
+    ) -> None:
+        self.faults = faults or StorageFaults()
+        self.dice = Dice(rng, "storage")
+        self.watch = watch or MemoryWatch()
+        self.gate = Gate()
+        self.objects: OrderedDict[str, bytes] = OrderedDict()  # least recently used first
+        self.quarantined: dict[str, bytes] = {}
+        self.gone: set[str] = set()  # names that were stored once and are not any more
+        self.counts: Counter[str] = Counter()
+        self._capacity = capacity
+        self._bytes = 0
+        self._left: Callable[[str], None] | None = None
+        self._registered: list[HostMemory] = []
+        self._under_way = 0
+        self._open = False
+
+    # --- the contract -------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        self._open = True
+
+    def register(self, memory: HostMemory) -> None:
+        self._registered.append(memory)
+
+    def unregister(self, memory: HostMemory) -> None:
+        self._registered.remove(memory)
+
+    def tell_departures(self, left: Callable[[str], None]) -> bool:
+        self._left = left
+        return True
+
+    def holds(self, name: str) -> bool:
+        return name in self.objects
+
+    async def exists(self, names: Sequence[str]) -> list[bool]:
+        return await self._call(self._exists(names))
+
+    async def put(self, blobs: Sequence[Blob]) -> list[Outcome]:
+        return await self._call(self._put(blobs))
+
+    async def get(self, blobs: Sequence[Blob]) -> list[Outcome]:
+        return await self._call(self._get(blobs))
+
+    async def quarantine(self, name: str) -> None:
+        data = self._remove(name)
+        if data is not None:
+            self.quarantined[name] = data
+            self.counts["quarantined"] += 1
+
+    async def close(self) -> None:
+        if self._under_way:
+            raise InvariantError(f"storage is closed with {self._under_way} calls under way")
+        self._open = False
+
+    def statistics(self) -> dict[str, Any]:
+        return {
+            "objects": len(self.objects),
+            "bytes": self._bytes,
+            "capacity": self._capacity,
+            "hits": self.counts["hits"],
+            "misses": self.counts["misses"],
+            "errors": self.counts["errors"],
+            "quarantined": self.counts["quarantined"],
+        }
+
+    # --- for tests ----------------------------------------------------------------------------------
+
+    def damage(self, name: str, bit: int) -> None:
+        """Flip one bit of a stored object, for good."""
+        data = bytearray(self.objects[name])
+        data[bit // 8 % len(data)] ^= 1 << bit % 8
+        self.objects[name] = bytes(data)
+
+    # --- inside -------------------------------------------------------------------------------------
+
+    async def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        if not self._open:
+            work.close()
+            raise StorageError("the storage is not open")
+        self._under_way += 1
+        try:
+            return await uncancelled(work)
+        finally:
+            self._under_way -= 1
+
+    async def _begin(self, operation: str) -> tuple[float, float]:
+        """Pass the gate; then seconds until the middle of the call, and from there to its end."""
+        await self.gate.passed()
+        seconds = self.faults.latency.draw(self.dice.rng)
+        middle = seconds * self.dice.rng.random() if seconds else 0.0
+        if self.dice.draw(operation, self.faults.of_call()) is not None:
+            await take(seconds)
+            self.counts["errors"] += 1
+            raise StorageUnavailable(f"storage does not answer ({operation}, simulated)")
+        return middle, seconds - middle
+
+    async def _exists(self, names: Sequence[str]) -> list[bool]:
+        middle, rest = await self._begin("exists")
+        await take(middle + rest)
+        return [name in self.objects for name in names]
+
+    async def _put(self, blobs: Sequence[Blob]) -> list[Outcome]:
+        claim = self._claim(blobs, writes=False, operation="put")
+        try:
+            middle, rest = await self._begin("put")
+            await take(middle)
+            halves = [bytes(blob.data[: blob.data.nbytes // 2]) for blob in blobs]
+            await take(rest)
+            return [self._keep(blob, half) for blob, half in zip(blobs, halves, strict=True)]
+        finally:
+            self.watch.leave(claim)
+
+    def _keep(self, blob: Blob, first_half: bytes) -> Outcome:
+        fault = self.dice.draw("object put", self.faults.of_put())
+        if fault is not None:
+            self.counts["errors"] += 1
+            kind = StorageFull if fault == "full" else StorageError
+            return Outcome(Found.FAILED, kind(f"{blob.name} could not be stored ({fault}, simulated)"))
+        stored = self.objects.get(blob.name)
+        if stored is not None and len(stored) == blob.data.nbytes:
+            self.objects.move_to_end(blob.name)
+            return EXISTS
+        self._remove(blob.name)  # of another length: nobody could load it
+        data = first_half + bytes(blob.data[len(first_half) :])
+        if self._capacity is not None and len(data) > self._capacity:
+            self.counts["errors"] += 1
+            return Outcome(Found.FAILED, StorageFull(f"{blob.name} is larger than the whole storage"))
+        self.objects[blob.name] = data
+        self.gone.discard(blob.name)
+        self._bytes += len(data)
+        while self._capacity is not None and self._bytes > self._capacity:
+            self._remove(next(iter(self.objects)))
+            self.counts["evicted"] += 1
+        return STORED
+
+    async def _get(self, blobs: Sequence[Blob]) -> list[Outcome]:
+        claim = self._claim(blobs, writes=True, operation="get")
+        try:
+            middle, rest = await self._begin("get")
+            await take(middle)
+            found = [self._look_up(blob) for blob in blobs]
+            for blob, data in zip(blobs, found, strict=True):
+                half = blob.data.nbytes // 2
+                # Also where nothing is found: such a buffer holds anything.
+                blob.data[:half] = bytes(half) if data is None else data[:half]
+            await take(rest)
+            return [self._deliver(blob, data) for blob, data in zip(blobs, found, strict=True)]
+        finally:
+            self.watch.leave(claim)
+
+    def _look_up(self, blob: Blob) -> bytes | None:
+        data = self.objects.get(blob.name)
+        if data is None:
+            return None
+        if len(data) != blob.data.nbytes:
+            self.counts["wrong length"] += 1
+            self._remove(blob.name)
+            return None
+        self.objects.move_to_end(blob.name)
+        return data
+
+    def _deliver(self, blob: Blob, data: bytes | None) -> Outcome:
+        fault = self.dice.draw("object get", self.faults.of_get())
+        if fault == "error":
+            self.counts["errors"] += 1
+            return Outcome(Found.FAILED, StorageError(f"{blob.name} could not be read (simulated)"))
+        if data is None or fault == "missing":
+            self.counts["misses"] += 1
+            return MISSING
+        half = len(data) // 2
+        if fault == "short":
+            self.counts["short"] += bytes(blob.data[half:]) != data[half:]  # else it got the whole object after all
+            note(f"short read of {blob.name}")
+        else:
+            blob.data[half:] = data[half:]
+        if fault == "flip":
+            bit = self.dice.rng.randrange(8 * len(data))
+            blob.data[bit // 8] ^= 1 << bit % 8
+            self.counts["flipped"] += 1
+            note(f"flipped bit {bit} of {blob.name}")
+        self.counts["hits"] += 1
+        return FOUND
+
+    def _claim(self, blobs: Sequence[Blob], *, writes: bool, operation: str) -> Claim:
+        addresses = [int(np.frombuffer(blob.data, np.uint8).ctypes.data) for blob in blobs]
+        for blob, address in zip(blobs, addresses, strict=True):
+            end = address + blob.data.nbytes
+            if not any(m.address <= address and end <= m.address + m.nbytes for m in self._registered):
+                raise InvariantError(f"the buffer of {blob.name} lies outside of all registered memory")
+        sizes = [blob.data.nbytes for blob in blobs]
+        return self.watch.enter(addresses, sizes, writes=writes, who=f"storage {operation} of {_names(blobs)}")
+
+    def _remove(self, name: str) -> bytes | None:
+        data = self.objects.pop(name, None)
+        if data is not None:
+            self._bytes -= len(data)
+            self.gone.add(name)
+            if self._left is not None:
+                self._left(name)
+        return data
+
+
+def _names(blobs: Sequence[Blob]) -> str:
+    return ", ".join(blob.name for blob in blobs[:2]) + (f" and {len(blobs) - 2} more" if len(blobs) > 2 else "")

@@ -1,0 +1,239 @@
+"""Story: one plan, lived through by a whole daemon and its engines.
+
+begin       a daemon opens, engines connect
+bad times   every deed of the plan at its moment, in the plan's weather
+good times  liveness: the weather is calm, everything that was begun must end, the daemon must be idle
+            without using the processor, and new work must go well
+end         engines leave, the daemon stops, and everything given out must have come back
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable
+
+from tests.support.simulation.engine import Act, SimEngine
+from tests.support.simulation.judge import Judge
+from tests.support.simulation.loop import SimLoop, simulate
+from tests.support.simulation.oracle import Oracle
+from tests.support.simulation.plan import BLOCKS_OF_AN_ENGINE, Deed, Plan
+from tests.support.simulation.weather import CALM
+from tests.support.simulation.world import SimWorld, small_config
+from transferd.errors import ConnectTimeout, TransferError
+from transferd.tasks import WriteStorageTask
+from transferd.wire.protocol import STALE_SESSION, Match, encode_request
+
+SLOWEST_S = 13.0  # of anything that was begun in bad times and is only slow
+IDLE_S = 5.0
+# Steps of the loop that an idle daemon and one client may take in a second: a heartbeat, its way there and
+# back, and the reaper's look at who is silent.
+IDLE_STEPS = 12
+
+
+class Story:
+    """One run of a plan on a loop. `seen`: how often what happened."""
+
+    def __init__(self, loop: SimLoop, plan: Plan) -> None:
+        self.loop = loop
+        self.plan = plan
+        server = {"max_queued_tasks": plan.max_queued_tasks, "lane_depth": plan.lane_depth}
+        self.world = SimWorld(
+            loop, small_config(plan.ranks, plan.staging, key_schema=plan.key_schema, **server), capacity=plan.capacity
+        )
+        self.judge = Judge(self.world)
+        self.oracle = Oracle(self.world)
+        self.engines: list[SimEngine] = []
+        self.seen: Counter[str] = Counter()
+        self.garbage = 0  # messages that were none
+        self._events: dict[str, Callable[[SimEngine, Deed, random.Random], Awaitable[None]]] = {
+            "vanish": self._vanish,
+            "cut": self._cut,
+            "look": self._look,
+            "garbage": self._garbage,
+            "set_generation": self._set_generation,
+            "jump_wall": self._jump_wall,
+            "stand_still": self._stand_still,
+            "pause": self._pause,
+            "drain": self._drain,
+        }
+
+    async def run(self) -> Counter[str]:
+        await self.begin()
+        await self.bad_times()
+        await self.good_times()
+        await self.end()
+        return self._all_seen()
+
+    # --- the four parts -----------------------------------------------------------------------------
+
+    async def begin(self) -> None:
+        await self.world.open()
+        for number in range(self.plan.engines):
+            first = number * BLOCKS_OF_AN_ENGINE
+            blocks = range(first, first + BLOCKS_OF_AN_ENGINE)
+            engine = SimEngine(self.world, f"engine-{number}", blocks, self.judge)
+            await engine.connect()
+            self.engines.append(engine)
+
+    async def bad_times(self) -> None:
+        self.world.weather = self.plan.weather
+        async with asyncio.TaskGroup() as group:
+            for deed in self.plan.deeds:
+                group.create_task(self._do(deed), name=f"deed {deed.number}")
+
+    async def good_times(self) -> None:
+        """Faults stop. Everything that was begun must come to its end, and new work must go well."""
+        self.world.weather = CALM
+        daemon, client = self.world.daemon, self.engines[0].client
+        if self.dead:  # not ready any more, so no client is sure to be connected
+            await asyncio.sleep(SLOWEST_S)
+        else:
+            await asyncio.wait_for(self._everybody_is_connected(), SLOWEST_S)
+            await asyncio.wait_for(client.drain(), SLOWEST_S)
+        assert daemon.dispatcher.empty, "faults have stopped, and yet something has not ended"
+        await self._idle()
+        if self.dead:
+            return
+        await client.resume()
+        await client.set_generation("next")
+        for number, engine in enumerate(self.engines):
+            await engine.client.ping()
+            before = engine.errors.copy()
+            for what in ("write", "read", "swap_out", "swap_in", "chain"):
+                await engine.act(what, Act(f"calm-{number}-{what}", self.loop.stream(f"calm {number} {what}"), True))
+            assert engine.errors == before, f"in good times: {engine.errors - before}"
+        await self._pause_and_resume(self.engines[0])
+
+    async def _pause_and_resume(self, engine: SimEngine) -> None:
+        """What is pushed during a pause starts with the resume, also when nothing else happens."""
+        await engine.client.pause()
+        act = Act("calm-paused", self.loop.stream("calm paused"), patient=True)
+        working = self.loop.create_task(engine.act("write", act))
+        await asyncio.sleep(1)
+        assert not working.done(), "a task was started during a pause"
+        await engine.client.resume()
+        await asyncio.wait_for(working, SLOWEST_S)
+
+    async def end(self) -> None:
+        for engine in self.engines:
+            await engine.leave()
+        rejects = Counter(self.world.daemon.server.statistics()["rejects"])
+        del rejects[STALE_SESSION]  # these are echoes of good messages
+        assert rejects.total() == self.garbage, f"{self.garbage} messages were none, refused: {rejects}"
+        await self.world.close()
+        self.oracle.stop()
+        self.oracle.at_end()
+
+    # --- deeds --------------------------------------------------------------------------------------
+
+    async def _do(self, deed: Deed) -> None:
+        await asyncio.sleep(deed.at)
+        engine, chance = self.engines[deed.engine], self.loop.stream(f"deed {deed.number}")
+        event = self._events.get(deed.what)
+        if event is None:
+            await engine.act(deed.what, Act(f"{deed.what}-{deed.number}", chance))
+            return
+        self.seen[deed.what] += 1
+        self.loop.note(f"event: {deed}")
+        try:
+            await event(engine, deed, chance)
+        except (TransferError, TimeoutError) as error:  # it is storming: the client may be cut off, or closed
+            self.loop.note(f"deed {deed.number}: {error!r}")
+
+    async def _vanish(self, engine: SimEngine, deed: Deed, _: random.Random) -> None:
+        for attempt in range(3):
+            try:
+                await engine.vanish(f"{deed.number}-{attempt}")
+            except ConnectTimeout:  # everybody stood still meanwhile, or the daemon has lost a rank for good
+                continue
+            return
+        assert self.dead, "nobody let the engine in again"
+
+    async def _cut(self, engine: SimEngine, _: Deed, chance: random.Random) -> None:
+        await engine.lose_connection(chance.choice([0.01, 0.5, 3.0, 8.0]))
+
+    async def _look(self, engine: SimEngine, _: Deed, chance: random.Random) -> None:
+        report = await engine.client.stats()
+        assert report["queued"] <= self.plan.max_queued_tasks
+        keys = chance.sample(engine.stored, min(4, len(engine.stored)))
+        assert await engine.client.match([*keys, "nobody stored this"]) <= len(keys)
+
+    async def _garbage(self, _: SimEngine, deed: Deed, chance: random.Random) -> None:
+        """Somebody sends what is no message."""
+        vandal = self.world.network.client(f"vandal-{deed.number}")
+        vandal.start(lambda _: None)
+        whole = encode_request(1, WriteStorageTask(task_id="vandal", keys=["k"], gpu_block_ids=[0]))
+        for _number in range(10):
+            cut = whole[: chance.randrange(len(whole))]  # no prefix of a message is one
+            noise = chance.randbytes(chance.randrange(64))
+            odd = encode_request(2, Match(["k" * 9000]))  # a message, if one that no engine would send
+            sent = chance.choice((cut, b"\x01" + noise, noise, odd))
+            vandal.send(sent)
+            self.garbage += sent != odd
+        await asyncio.sleep(1)
+        vandal.close()
+
+    async def _set_generation(self, engine: SimEngine, deed: Deed, _: random.Random) -> None:
+        await engine.client.set_generation(f"generation-{deed.number}")
+
+    async def _jump_wall(self, _: SimEngine, __: Deed, chance: random.Random) -> None:
+        self.world.clock.jump_wall(chance.choice((-86_400.0, -1.0, 1.0, 3600.0)))
+
+    async def _stand_still(self, _: SimEngine, __: Deed, chance: random.Random) -> None:
+        self.world.stand_still(chance.choice((0.2, 2.0, 10.0)))
+
+    async def _pause(self, engine: SimEngine, _: Deed, chance: random.Random) -> None:
+        try:
+            await asyncio.wait_for(engine.client.pause(), chance.uniform(0, 5))
+            await asyncio.sleep(chance.uniform(0, 1))
+        finally:
+            await engine.client.resume()
+
+    async def _drain(self, engine: SimEngine, _: Deed, chance: random.Random) -> None:
+        try:
+            await asyncio.wait_for(engine.client.drain(), chance.uniform(0, 5))
+            assert self.world.daemon.dispatcher.empty or self.world.daemon.dispatcher.admitting
+        finally:
+            await engine.client.resume()
+
+    # --- helpers ------------------------------------------------------------------------------------
+
+    @property
+    def dead(self) -> bool:
+        return bool(self.world.daemon.barrier.statistics().dead)
+
+    async def _everybody_is_connected(self) -> None:
+        for engine in self.engines:
+            while not engine.client.connected:  # noqa: ASYNC110 - a client has no event to wait for
+                await asyncio.sleep(0.1)
+
+    async def _idle(self) -> None:
+        """Nothing is under way: nothing may be done."""
+        before = self.loop.steps
+        await asyncio.sleep(IDLE_S)
+        per_client = IDLE_STEPS * (10 if self.dead else 1)  # a client asks more often whether a daemon became ready
+        steps, allowed = self.loop.steps - before, IDLE_S * per_client * (len(self.engines) + 1)
+        assert steps <= allowed, f"{steps} steps in {IDLE_S} idle seconds"
+
+    def _all_seen(self) -> Counter[str]:
+        seen = self.seen.copy()
+        for engine in self.engines:
+            seen += engine.outcomes + engine.errors
+        seen.update(self.world.storage.dice.drawn)
+        for device in self.world.devices:
+            seen.update(device.dice.drawn)
+        seen["lose"], seen["duplicate"] = self.world.network.lost, self.world.network.duplicated
+        seen["late"] = self.world.daemon.barrier.statistics().late
+        seen["rejects"] = sum(self.world.daemon.server.statistics()["rejects"].values())
+        return seen
+
+
+def live(plan: Plan) -> Counter[str]:
+    """Run a plan's story. Returns what happened in it; raises what it found, with the loop's story as a note."""
+
+    async def main(loop: SimLoop) -> Counter[str]:
+        return await Story(loop, plan).run()
+
+    return simulate(main, plan.seed)

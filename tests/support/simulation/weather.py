@@ -1,0 +1,107 @@
+"""Weather: all fault plans of a simulated world at one time, and how a seed draws one.
+
+A storm is drawn the way swarm testing does it: each kind of fault is absent with probability one half,
+else it has a weight of its own. A storm with everything in it hides faults behind each other (nothing
+that needs a full storage *and* fast copies ever happens in it); half of the kinds at a time reaches
+combinations that no fixed plan does.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+
+from tests.support.simulation.faults import DeviceFaults, Latency, NetworkFaults, OffloadFaults, StorageFaults
+
+
+@dataclass(frozen=True, slots=True)
+class Weather:
+    """All fault plans at one time. A kind of fault is named `part.field`, such as `storage.flip`."""
+
+    device: DeviceFaults
+    storage: StorageFaults
+    offload: OffloadFaults
+    network: NetworkFaults
+
+    def weights(self) -> dict[str, float]:
+        """The probability of each kind of fault that can happen; `part.slow` stands for slow I/O of a part."""
+        return {kind: weight for kind, weight in self._all() if weight}
+
+    def without(self, kind: str) -> Weather:
+        """The same weather with one kind of fault left out."""
+        part, _, name = kind.partition(".")
+        plan = getattr(self, part)
+        if name == "slow":
+            return replace(self, **{part: replace(plan, latency=replace(plan.latency, slow=0.0))})
+        return replace(self, **{part: replace(plan, **{name: 0.0})})
+
+    def __str__(self) -> str:
+        return ", ".join(f"{kind} {weight:.3g}" for kind, weight in self.weights().items()) or "calm"
+
+    def _all(self) -> Iterator[tuple[str, float]]:
+        for part in fields(self):
+            plan = getattr(self, part.name)
+            yield f"{part.name}.slow", plan.latency.slow
+            for field in fields(plan):
+                if field.name != "latency":
+                    yield f"{part.name}.{field.name}", getattr(plan, field.name)
+
+
+_PACE = Latency(0.001, 0.01)
+CALM = Weather(DeviceFaults(_PACE), StorageFaults(_PACE), OffloadFaults(_PACE), NetworkFaults(Latency(0.0001, 0.001)))
+_GUSTS = Latency(0.001, 0.05, slow=0.05, factor=60.0)  # a slow copy outlives a deadline and its slack
+STORM = Weather(
+    DeviceFaults(_GUSTS, fail=0.03),
+    StorageFaults(_GUSTS, unavailable=0.02, error=0.03, full=0.03, missing=0.03, flip=0.03),
+    OffloadFaults(_GUSTS),
+    NetworkFaults(Latency(0.0001, 0.01)),
+)
+
+# What a seed may draw, and the weight that each kind has in the middle.
+_MIDDLE = {
+    "device.slow": 0.05,
+    "device.fail": 0.03,
+    "device.stuck": 0.01,
+    "storage.slow": 0.05,
+    "storage.unavailable": 0.03,
+    "storage.error": 0.03,
+    "storage.full": 0.03,
+    "storage.missing": 0.03,
+    "storage.flip": 0.03,
+    "storage.short": 0.03,
+    "offload.slow": 0.05,
+    "network.lose": 0.3,
+    "network.duplicate": 0.3,
+}
+_DEATH = 0.005  # `device.lost`: rarer than the rest, because a dead rank ends most of what a story could tell
+_DEADLY = 0.15  # of all storms
+
+
+def draw_storm(chance: random.Random) -> Weather:
+    """A storm of the dice's choice."""
+    drawn = {kind: middle * chance.uniform(0.3, 3.0) for kind, middle in _MIDDLE.items() if chance.random() < 0.5}
+    if chance.random() < _DEADLY:
+        drawn["device.lost"] = _DEATH * chance.uniform(0.3, 3.0)
+
+    def latency(part: str, low: float, high: float) -> Latency:
+        return Latency(
+            low, high * chance.choice((0.2, 1.0, 1.0, 4.0)), slow=drawn.pop(f"{part}.slow", 0.0), factor=60.0
+        )
+
+    latencies = {
+        "device": latency("device", 0.001, 0.05),
+        "storage": latency("storage", 0.001, 0.05),
+        "offload": latency("offload", 0.001, 0.05),
+        "network": latency("network", 0.0001, 0.01),
+    }
+    plans: dict[str, dict[str, float]] = {part: {} for part in latencies}
+    for kind, weight in drawn.items():
+        part, _, name = kind.partition(".")
+        plans[part][name] = weight
+    return Weather(
+        DeviceFaults(latencies["device"], **plans["device"]),
+        StorageFaults(latencies["storage"], **plans["storage"]),
+        OffloadFaults(latencies["offload"], **plans["offload"]),
+        NetworkFaults(latencies["network"], **plans["network"]),
+    )

@@ -1,0 +1,114 @@
+"""SimWorld: a whole daemon, with everything it stands on simulated, on one seeded loop.
+
+The dispatcher, barrier, coordinator, workers, staging, protocol, server and client in it are the real
+ones; time, chance, network, storage, device and offload are fakes that go wrong by plan.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.support.simulation.clock import SimClock
+from tests.support.simulation.device import SimDevice
+from tests.support.simulation.faults import Dice
+from tests.support.simulation.loop import SimLoop
+from tests.support.simulation.memory import MemoryWatch
+from tests.support.simulation.network import ENDPOINT, SimNetwork
+from tests.support.simulation.storage import SimStorage
+from tests.support.simulation.threads import SimOffload
+from tests.support.simulation.weather import CALM, Weather
+from transferd.client.client import Client
+from transferd.config import Config, from_tree
+from transferd.daemon.daemon import Daemon
+from transferd.storage.base import Storage
+from transferd.tiers.base import DeviceTier
+
+
+def small_config(ranks: int = 2, staging: str = "32KiB", *, key_schema: str = "transferd", **server: Any) -> Config:
+    """A daemon of tiny blocks: 4 segments of 32 bytes, staging for 4 blocks each way (one for every 8 KiB)."""
+    return from_tree(
+        {
+            "server": {"endpoint": "ipc:///nowhere", **server},
+            "cache": {
+                "ranks": ranks,
+                "device": "tests.support.simulation.device:SimDevice",
+                "layers": 2,
+                "kv_heads": 1,
+                "head_dim": 4,
+                "block_size": 4,
+                "device_blocks": 48,
+                "host_blocks": 48,
+            },
+            "host": {"staging": staging},
+            "storage": {"backend": "none", "key_schema": key_schema},  # the backend is replaced
+            "metrics": {"listen": ""},
+        }
+    )
+
+
+class SimWorld:
+    """Builds and owns everything of one simulated run."""
+
+    def __init__(self, loop: SimLoop, config: Config, weather: Weather = CALM, *, capacity: int | None = None) -> None:
+        self.loop = loop
+        self.config = config
+        self.clock = SimClock(loop)
+        self.stood_still = 0.0  # seconds so far for which nothing ran
+        self.watch = MemoryWatch()
+        self.network = SimNetwork(rng=loop.stream("network"))
+        self.storage = SimStorage(capacity=capacity, rng=loop.stream("storage"), watch=self.watch)
+        self.build(self.storage)
+        self.weather = weather
+
+    def build(self, storage: Storage) -> None:
+        """A daemon on this storage. Called again: a successor, in calm weather."""
+        self.offload = SimOffload(rng=self.loop.stream("offload"))
+        self.daemon = Daemon(
+            self.config,
+            transport=self.network.server(),
+            offload=self.offload,
+            storage=storage,
+            clock=self.clock,
+            inline_check_bytes=0,  # as with large blocks: every checksum goes to the offload
+        )
+        self.devices = [
+            self._own(worker.context.device, rank) for rank, worker in enumerate(self.daemon.coordinator.workers)
+        ]
+
+    def _own(self, device: DeviceTier, rank: int) -> SimDevice:
+        """The registry made the device; here it gets this world's chance and watch."""
+        assert isinstance(device, SimDevice)
+        device.watch = self.watch
+        device.dice = Dice(self.loop.stream(f"device {rank}"), f"device {rank}")
+        return device
+
+    @property
+    def weather(self) -> Weather:
+        return Weather(self.devices[0].faults, self.storage.faults, self.offload.faults, self.network.faults)
+
+    @weather.setter
+    def weather(self, weather: Weather) -> None:
+        for device in self.devices:
+            device.faults = weather.device
+            if not weather.device.stuck:
+                device.unstick()
+        self.storage.faults = weather.storage
+        self.offload.faults = weather.offload
+        self.network.faults = weather.network
+
+    def client(self, name: str) -> Client:
+        """A real client on the simulated network, not yet connected."""
+        return Client(ENDPOINT, clock=self.clock, transport=self.network.client(name))
+
+    def stand_still(self, seconds: float) -> None:
+        """Everybody is stopped for a while, and goes on."""
+        self.stood_still += seconds
+        self.loop.stand_still(seconds)
+
+    async def open(self) -> None:
+        await self.daemon.open()
+
+    async def close(self, budget: float = 20.0) -> None:
+        """The daemon's own shutdown; raises what it raises, leases and copies left over included."""
+        end = self.loop.time() + budget
+        await self.daemon.stop(lambda: max(0.0, end - self.loop.time()))

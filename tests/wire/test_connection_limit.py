@@ -1,0 +1,129 @@
+"""A crowd at the door: connections past the bound are closed, those before it never notice."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import resource
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from transferd.errors import ConfigError
+from transferd.runtime import descriptors
+from transferd.wire.connection_limit import Doorman
+
+PLACES = 32  # descriptors, of which the first client takes a dozen
+WAIT_MS = 10_000
+
+
+@contextlib.contextmanager
+def listening(endpoint: str, places: int) -> Iterator[tuple[zmq.Socket[bytes], str]]:
+    """A router with room for this many connections more than there are descriptors now."""
+    with no_gaps():
+        yield from _listening(endpoint, places)
+
+
+@contextlib.contextmanager
+def no_gaps() -> Iterator[None]:
+    """Take the free numbers between the descriptors that earlier tests left open: the next ones then count up."""
+    gc.collect()  # what earlier tests left to the collector must not be closed in the middle of this one
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    taken = [os.dup(0)]
+    while taken[-1] < highest:
+        taken.append(os.dup(0))
+    try:
+        yield
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+
+
+def _listening(endpoint: str, places: int) -> Iterator[tuple[zmq.Socket[bytes], str]]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.setsockopt(zmq.LINGER, 0)
+    router.setsockopt(zmq.RCVTIMEO, WAIT_MS)
+    router.setsockopt(zmq.BACKLOG, 128)
+    doorman = Doorman(context, router, first_refused=lowest_free() + places)
+    try:
+        router.bind(endpoint)
+        yield router, router.getsockopt_string(zmq.LAST_ENDPOINT)
+    finally:
+        doorman.close()
+        doorman.close()
+        router.close()
+        context.term()
+
+
+def lowest_free() -> int:
+    """The number that the next descriptor gets."""
+    descriptor = os.dup(0)
+    os.close(descriptor)
+    return descriptor
+
+
+def dial(endpoint: str) -> socket.socket:
+    scheme, _, address = endpoint.partition("://")
+    family = socket.AF_UNIX if scheme == "ipc" else socket.AF_INET
+    raw = socket.socket(family)
+    raw.settimeout(WAIT_MS / 1000)
+    host, _, port = address.rpartition(":")
+    raw.connect(address if scheme == "ipc" else (host, int(port)))
+    return raw
+
+
+def ends(connection: socket.socket) -> bool:
+    """Whether the listener closes it, its greeting read. A refused connection is closed before a handshake is over."""
+    try:
+        while connection.recv(64):
+            pass
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+    return True
+
+
+@pytest.mark.parametrize("scheme", ["ipc", "tcp"])
+def test_a_crowd_is_refused_and_a_client_that_was_there_goes_on(scheme: str, tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/door" if scheme == "ipc" else "tcp://127.0.0.1:*"
+    with listening(endpoint, PLACES) as (router, bound), contextlib.ExitStack() as stack:
+        context = stack.enter_context(zmq.Context())
+        client = stack.enter_context(context.socket(zmq.DEALER))
+        client.setsockopt(zmq.LINGER, 0)
+        client.connect(bound)
+        client.send(b"first")
+        name = router.recv_multipart()[0]
+        crowd = [stack.enter_context(dial(bound)) for _ in range(2 * PLACES)]
+        # Both ends of each are this process's, so each takes two numbers: all but the first few are too many.
+        assert all(ends(connection) for connection in crowd[PLACES:])
+        client.send(b"second")
+        assert router.recv_multipart() == [name, b"second"]
+        for connection in crowd:
+            connection.close()
+        late = stack.enter_context(context.socket(zmq.DEALER))
+        late.setsockopt(zmq.LINGER, 0)
+        late.connect(bound)
+        late.send(b"there is room again")
+        assert router.recv_multipart()[1] == b"there is room again"
+
+
+def test_the_limit_is_raised_to_what_the_process_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = [(1024, 4096)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, both: limits.append(both))
+    assert descriptors.raise_limit() == 4096
+    assert limits[-1] == (4096, 4096)
+    assert descriptors.first_refused(100) == 100 + descriptors.OTHERS
+    assert descriptors.first_refused(100_000) == 3072
+
+
+def test_a_limit_too_low_to_live_with_is_one_line_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
+    with pytest.raises(ConfigError, match=r"RLIMIT_NOFILE: at least 512 file descriptors are needed .*\(64\)"):
+        descriptors.raise_limit()

@@ -1,0 +1,24 @@
+"""Which layout file an attention name stands for. A new family is one file and one line here."""
+
+from __future__ import annotations
+
+import importlib
+
+from transferd.blocks.layout.base import BlockLayout
+from transferd.config import CacheSection
+from transferd.errors import ConfigError
+
+_MODULES = {
+    "gqa": "transferd.blocks.layout.gqa",  # also MHA and MQA: they differ in kv_heads only
+    "mla": "transferd.blocks.layout.mla",
+    "dsa": "transferd.blocks.layout.dsa",
+}
+
+
+def build_layout(cache: CacheSection) -> BlockLayout:
+    """The layout of one rank's cache. Raises ConfigError."""
+    module = _MODULES.get(cache.attention)
+    if module is None:
+        raise ConfigError("cache.attention", f"expected one of {', '.join(_MODULES)}", cache.attention)
+    layout: BlockLayout = importlib.import_module(module).layout(cache)
+    return layout

@@ -1,0 +1,62 @@
+"""`transferd bench`: one verb a question."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from transferd.cli.bench import harness
+from transferd.cli.options import Format, FormatOption
+
+app = typer.Typer(name="bench", help="Measure this machine against its own limits.", no_args_is_help=True)
+
+
+@app.command()
+def control(format_: FormatOption = Format.TEXT) -> None:
+    """What a task costs besides its bytes, against a raw ZeroMQ echo."""
+    from transferd.cli.bench import control as bench
+
+    _run("control", bench.run, format_)
+
+
+@app.command()
+def copy(
+    device: Annotated[str, typer.Option(help="The device tier to measure.")] = "shm",
+    format_: FormatOption = Format.TEXT,
+) -> None:
+    """Swaps between device and host memory, against one memcpy; on a GPU against one large pinned copy."""
+    if device == "cuda":
+        from transferd.cli.bench import copy_cuda
+
+        _run("copy-cuda", copy_cuda.run, format_, copy_cuda.machine())
+        return
+    from transferd.cli.bench import copy as bench
+
+    _run("copy", lambda: bench.run(device), format_)
+
+
+@app.command()
+def storage(
+    backend: Annotated[str, typer.Option(help="file, memory or mooncake.")] = "file",
+    format_: FormatOption = Format.TEXT,
+) -> None:
+    """Writes and reads through a rank, against the backend's own raw calls."""
+    from transferd.cli.bench import storage as bench
+
+    _run("storage", lambda: bench.run(backend), format_)
+
+
+def _run(
+    name: str, bench: Callable[[], list[harness.Row]], format_: Format, more: dict[str, object] | None = None
+) -> None:
+    """more: of the machine, besides what every benchmark says."""
+    before = harness.machine() | (more or {})
+    tree = harness.report(name, before, bench())
+    if format_ is Format.JSON:
+        print(json.dumps(tree))
+    else:
+        harness.show(tree, Console())

@@ -1,0 +1,185 @@
+"""Control plane: what a task costs besides moving bytes, against a bare ZeroMQ echo on the same machine.
+
+The daemon runs in a process of its own, as in production; so does the echo. Blocks are tiny, because
+their bytes are not what is measured. Every run of a row is next to a run of the echo, and the row's limit is
+the median of those: how long it takes to wake another process changes from minute to minute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from transferd.cli.bench.echo import Echo, echo
+from transferd.cli.bench.harness import RUNS, Row, row
+from transferd.cli.replay.kvdata import KvData
+from transferd.client.client import Client
+from transferd.client.launch import DaemonProcess, running
+from transferd.errors import InvariantError
+from transferd.tasks import ReadStorageTask, Status, SwapInTask, SwapOutTask, Task, TaskResult, WriteStorageTask
+
+TASKS = 1000  # per run of a latency row
+PIPELINED = 10_000  # tasks of a pipelined run
+IN_FLIGHT = 256
+IDLE_S = 3.0
+KEYS = [f"bench-key-{i}" for i in range(8)]
+BLOCKS = 64  # device blocks that swaps go over
+TARGET = BLOCKS  # the device block that reads go to
+
+
+def run() -> list[Row]:
+    """All rows; takes about a minute."""
+    with tempfile.TemporaryDirectory(prefix="transferd-bench-") as directory, echo(Path(directory)) as limit:
+        limit.round_trip_us(TASKS)  # warm-up
+        rows: list[Row] = []
+        for ranks in (1, 8):
+            with running(config(ranks), Path(directory), name=f"tp{ranks}") as daemon:
+                rows += asyncio.run(_measure(daemon, ranks, limit))
+        return rows
+
+
+def config(ranks: int) -> dict[str, dict[str, object]]:
+    """A daemon of tiny blocks, with storage in memory."""
+    cache: dict[str, object] = {"ranks": ranks, "layers": 2, "kv_heads": 1, "head_dim": 16, "block_size": 16}
+    return {
+        "cache": cache | {"device_blocks": BLOCKS + 1, "host_blocks": BLOCKS},
+        "host": {"staging": "1MiB"},
+        "storage": {"backend": "memory"},
+        "server": {"max_results": 1024},
+    }
+
+
+class Tasks:
+    """One-block and eight-key tasks, each with an id of its own."""
+
+    def __init__(self) -> None:
+        self._number = 0
+
+    def _next(self) -> int:
+        self._number += 1
+        return self._number
+
+    def swap(self) -> Task:
+        i = self._next()
+        return SwapOutTask(task_id=f"t{i}", gpu_block_ids=[i % BLOCKS], cpu_block_ids=[i % BLOCKS])
+
+    def read_missing(self) -> Task:
+        keys = [f"no-{key}" for key in KEYS]
+        return ReadStorageTask(task_id=f"t{self._next()}", keys=keys, gpu_block_ids=list(range(len(keys))))
+
+    def write_stored(self) -> Task:
+        return WriteStorageTask(task_id=f"t{self._next()}", keys=KEYS, gpu_block_ids=list(range(len(KEYS))))
+
+    def read_one(self) -> Task:
+        return ReadStorageTask(task_id=f"t{self._next()}", keys=KEYS[:1], gpu_block_ids=[TARGET])
+
+
+async def _measure(daemon: DaemonProcess, ranks: int, limit: Echo) -> list[Row]:
+    tasks = Tasks()
+    kinds: list[tuple[str, Callable[[], Task]]] = [
+        ("swap of one block", tasks.swap),
+        ("read of one stored block", tasks.read_one),
+        ("read of 8 keys, none stored", tasks.read_missing),
+        ("write of 8 keys, all stored", tasks.write_stored),
+    ]
+    rows: list[Row] = []
+    async with Client(daemon.endpoint) as client:
+        data = await prepare(client, tasks, ranks)
+        echoes: list[float] = []
+        for name, make in kinds:
+            await p50_us(client.submit, make)  # warm-up
+            beside, medians = [], []
+            for _ in range(RUNS):
+                beside.append(limit.round_trip_us(TASKS))
+                medians.append(await p50_us(client.submit, make))
+            rows.append(row(f"{name}, p50, TP{ranks}", medians, "us", statistics.median(beside), "us raw echo"))
+            echoes += beside
+        rows.append(row(f"raw echo beside them, p50, TP{ranks}", echoes, "us", statistics.median(echoes), "itself"))
+        beside, rates = [], []
+        for _ in range(RUNS):
+            beside.append(limit.rate(PIPELINED, IN_FLIGHT))
+            rates.append(await _rate(client, tasks.swap))
+        most = statistics.median(beside)
+        rows.append(row(f"swaps pipelined, TP{ranks}", rates, "tasks/s", most, "messages/s raw echo"))
+        await _check(client, data)
+        idle = [await _idle_percent(daemon.pid) for _ in range(RUNS)]
+        rows.append(row(f"idle CPU, one client connected, TP{ranks}", idle, "% of a core", 100.0, "% of a core"))
+    return rows
+
+
+async def prepare(client: Client, tasks: Tasks, ranks: int) -> KvData:
+    """Content for every block, and the eight keys stored."""
+    data = KvData([await client.attach(rank) for rank in range(ranks)])
+    data.poison([TARGET])
+    for block in range(BLOCKS):
+        data.fill(block, block)
+    await client.submit(tasks.write_stored())
+    return data
+
+
+async def p50_us(
+    submit: Callable[[Task], Awaitable[TaskResult]], make: Callable[[], Task], count: int | None = None
+) -> float:
+    """Median microseconds from push to result, one task at a time. Raises RuntimeError for a bad result.
+
+    count: how many; default TASKS.
+    """
+    trips: list[float] = []
+    for _ in range(count or TASKS):
+        task = make()
+        before = time.perf_counter()
+        result = await submit(task)
+        trips.append(time.perf_counter() - before)
+        if result.status not in (Status.OK, Status.MISS):
+            raise RuntimeError(f"a benchmark task ended badly: {result}")
+    return statistics.median(trips) * 1e6
+
+
+async def _rate(client: Client, make: Callable[[], Task]) -> float:
+    tasks = [make() for _ in range(PIPELINED)]
+    remaining = iter(tasks)
+    bad: list[TaskResult] = []
+
+    async def lane() -> None:
+        for task in remaining:
+            result = await client.submit(task)
+            if result.status is not Status.OK:
+                bad.append(result)
+
+    before = time.perf_counter()
+    await asyncio.gather(*(lane() for _ in range(IN_FLIGHT)))
+    seconds = time.perf_counter() - before
+    if bad:
+        raise RuntimeError(f"{len(bad)} benchmark tasks ended badly, e.g. {bad[0]}")
+    return PIPELINED / seconds
+
+
+async def _check(client: Client, data: KvData) -> None:
+    """What was read is what was stored, and what was swapped out comes back as it went."""
+    blocks = list(range(BLOCKS))
+    data.poison(blocks)
+    back = await client.submit(SwapInTask(task_id="check", gpu_block_ids=blocks, cpu_block_ids=blocks))
+    wrong = [data.verify(block, block) for block in blocks] + [data.verify(TARGET, 0)]
+    if back.status is not Status.OK or any(wrong):
+        raise InvariantError(
+            f"the benchmark's tasks moved wrong bytes: {back.status}, {next(filter(None, wrong), None)}"
+        )
+
+
+async def _idle_percent(pid: int) -> float:
+    """CPU of a process that has nothing to do, heartbeats of one client included."""
+    before = cpu_seconds(pid)
+    await asyncio.sleep(IDLE_S)
+    return (cpu_seconds(pid) - before) / IDLE_S * 100
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time from schedstat, which counts nanoseconds (stat counts ticks of 10 ms)."""
+    total = 0
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        total += int((thread / "schedstat").read_text().split()[0])
+    return total / 1e9

@@ -1,0 +1,283 @@
+"""Copies between a GPU and pinned host memory, beside the copy that nothing can beat: one large DMA of as many bytes.
+
+Random blocks on both sides. The tier's own choice (`swap_out`, `swap_in`) stands beside every way there is
+to do the same: gather and one DMA a block, batches of a DMA for each run (cudaMemcpyBatchAsync), a call for
+each run (cudaMemcpyAsync), and a kernel that reads or writes pinned memory directly. What was moved is
+compared. Batches come last, after all else of every layout: drivers were seen to hang on them (vLLM #49276), and
+then the rest is known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from transferd.blocks.copyplan import CopyPlan, plan_copy
+from transferd.blocks.layout import BlockLayout, build_layout
+from transferd.cli.bench.harness import RUNS, Row, row
+from transferd.config import CacheSection
+from transferd.errors import InvariantError, TierError
+from transferd.runtime.threads import ThreadOffload
+from transferd.tiers.cuda.bindings import open_driver
+from transferd.tiers.cuda.device import find_device
+from transferd.tiers.cuda.driver import Driver
+from transferd.tiers.cuda.kernel import MAX_BLOCKS, THREADS, Move, tiles_of
+from transferd.tiers.cuda.lane import Lane
+from transferd.tiers.cuda.pinning import CudaPinning
+from transferd.tiers.cuda.tier import CudaDeviceTier
+from transferd.tiers.pinned import HostPool
+
+SEED = 1
+COUNTS = (1, 4, 16, 64, 256, 1024)
+MOST_CALLS = 25_000  # a call for each run is not measured beyond: it only gets longer
+DIRECT_GRID = 264  # thread blocks of the kernel that reaches over the bus by itself: all the device has
+LAYOUTS: dict[str, dict[str, object]] = {
+    "GQA 80 layers x 16 KiB": {"layers": 80, "kv_heads": 2, "head_dim": 64, "block_size": 64},
+    "MLA 61 layers x 72 KiB": {"attention": "mla", "layers": 61, "block_size": 64},
+    "DSA 61 layers x 41 + 8 KiB": {"attention": "dsa", "layers": 61, "block_size": 64, "dtype": "uint8"},
+}
+LIMIT = "GB/s one large copy"
+Seconds = Callable[[], Awaitable[None]]
+
+
+def run(
+    device: int = 0,
+    *,
+    driver: Driver | None = None,
+    counts: Sequence[int] = COUNTS,
+    layouts: dict[str, dict[str, object]] = LAYOUTS,
+    runs: int = RUNS,
+    told: Callable[[list[Row]], None] | None = None,
+) -> list[Row]:
+    """Every layout and count. driver: in place of this process's real one. told: hears of each count's rows.
+
+    Raises TierError without a GPU.
+    """
+    driver = driver if driver is not None else open_driver()
+    rows: list[Row] = []
+    for batches in (False, True) if driver.batches else (False,):
+        for name, cache in layouts.items():
+            offload = ThreadOffload(2)  # as many as a daemon has
+            try:
+                rows += asyncio.run(_layout(name, cache, device, driver, counts, runs, offload, told, batches=batches))
+            finally:
+                offload.close()
+    return rows
+
+
+def machine(device: int = 0, driver: Driver | None = None) -> dict[str, object]:
+    """What the figures were measured on, besides harness.machine()."""
+    driver = driver if driver is not None else open_driver()
+    info = find_device(driver, device)
+    return {"gpu": info.name, "cuda": driver.version, "batches": driver.batches}
+
+
+async def _layout(
+    name: str,
+    cache: dict[str, object],
+    device: int,
+    driver: Driver,
+    counts: Sequence[int],
+    runs: int,
+    offload: ThreadOffload,
+    told: Callable[[list[Row]], None] | None,
+    *,
+    batches: bool,
+) -> list[Row]:
+    blocks = 2 * max(counts)  # half of them for each direction when both run at once
+    layout = build_layout(CacheSection(**cache, device_blocks=blocks, host_blocks=blocks))  # type: ignore[arg-type]
+    tier = CudaDeviceTier(layout, 0, device, offload, driver=driver)
+    await tier.open()
+    host = HostPool(layout, 0, CudaPinning(device, driver))
+    try:
+        if not host.memory.pinned:
+            raise TierError(f"without pinned host memory the figures mean nothing: {host.memory.degraded}")
+        bench = _Bench(name, tier, layout, host, runs, batches=batches)
+        rows: list[Row] = []
+        for count in counts:
+            found = await bench.measure(count)
+            if told is not None:
+                told(found)
+            rows += found
+        await bench.verify(min(max(counts), 64))
+        bench.close()
+        return rows
+    finally:
+        await tier.close()
+        host.close()
+
+
+class _Bench:
+    """One layout on one GPU. batches: these alone, or all but these."""
+
+    def __init__(
+        self, name: str, tier: CudaDeviceTier, layout: BlockLayout, host: HostPool, runs: int, *, batches: bool
+    ) -> None:
+        self.name = name
+        self.batches = batches
+        self.tier = tier
+        self.layout = layout
+        self.host = host
+        self.runs = runs
+        self.on_device = tier.on_device
+        self.driver = self.on_device.driver
+        self.random = random.Random(SEED)
+        with self.driver.current(self.on_device.context):
+            self.streams = [self.driver.create_stream() for _ in range(2)]
+
+    # --- what is measured -----------------------------------------------------------------------------
+
+    async def measure(self, count: int) -> list[Row]:
+        """All ways of moving `count` random blocks, each beside the large copies of the same minute."""
+        device, pool = self.tier.arena.geometry, self.layout.host
+        blocks = self.layout.device_blocks
+        device_ids, host_ids = (self.random.sample(range(blocks), 2 * count) for _ in range(2))
+        out = plan_copy(device, device_ids[:count], pool, host_ids[:count])
+        into = plan_copy(pool, host_ids[count:], device, device_ids[count:])
+        nbytes = out.nbytes
+        ways: dict[str, Seconds] = {
+            "large out": lambda: self._plainly(lambda: self._large(nbytes, outward=True)),
+            "large in": lambda: self._plainly(lambda: self._large(nbytes, outward=False)),
+            "large both": lambda: self._plainly(lambda: self._large_both(nbytes)),
+        }
+        if self.batches:
+            ways["batch out"] = lambda: self._tier(out, None, "straight")
+            ways["batch in"] = lambda: self._tier(None, into, "straight")
+            return await self._timed(count, nbytes, ways)
+        ways |= {
+            "swap_out": lambda: self._tier(out, None),
+            "swap_in": lambda: self._tier(None, into),
+            "swap both ways": lambda: self._tier(out, into),
+            "direct store": lambda: self._plainly(lambda: self._direct(out)),
+            "direct load": lambda: self._plainly(lambda: self._direct(into)),
+            "gather out": lambda: self._tier(out, None, "gather"),
+            "gather in": lambda: self._tier(None, into, "gather"),
+        }
+        if len(out.runs) <= MOST_CALLS:
+            ways["call a run out"] = lambda: self._plainly(lambda: self._runs(out, outward=True))
+            ways["call a run in"] = lambda: self._plainly(lambda: self._runs(into, outward=False))
+        return await self._timed(count, nbytes, ways)
+
+    async def _timed(self, count: int, nbytes: int, ways: dict[str, Seconds]) -> list[Row]:
+        seconds: dict[str, list[float]] = {way: [] for way in ways}
+        for _ in range(self.runs + 2):  # in turn, so that all see the same machine; the first two are warm-up
+            for way, work in ways.items():
+                before = time.perf_counter()
+                await work()
+                seconds[way].append(time.perf_counter() - before)
+        return self._rows(count, nbytes, {way: found[2:] for way, found in seconds.items()})
+
+    def _rows(self, count: int, nbytes: int, seconds: dict[str, list[float]]) -> list[Row]:
+        limits = {way: statistics.median(seconds.pop(f"large {way}")) for way in ("out", "in", "both")}
+        rows = []
+        for way, found in seconds.items():
+            both = "both" in way
+            direction = "both" if both else "out" if "out" in way or "store" in way else "in"
+            moved = nbytes * (2 if both else 1) / 1e9
+            label = f"{way}, {self.name}, {count} block{'s' if count > 1 else ''}"
+            rows.append(row(label, [moved / s for s in found], "GB/s", moved / limits[direction], LIMIT))
+        return rows
+
+    # --- the ways -----------------------------------------------------------------------------------
+
+    async def _tier(self, out: CopyPlan | None, into: CopyPlan | None, way: str = "") -> None:
+        with preferring((self.on_device.outward, self.on_device.inward), way):
+            copies = [] if out is None else [self.tier.copy_out(out, self.host.memory)]
+            copies += [] if into is None else [self.tier.copy_in(into, self.host.memory)]
+            await asyncio.gather(*copies)
+
+    async def _plainly(self, submit: Callable[[], None]) -> None:
+        """Work on our own streams, waited for without any of the tier's machinery."""
+        with self.driver.current(self.on_device.context):
+            submit()
+            for stream in self.streams:
+                self.driver.synchronize_stream(stream)
+
+    def _large(self, nbytes: int, *, outward: bool, stream: int = 0, offset: int = 0) -> None:
+        device, host = self.tier.arena.origin + offset, self.host.memory.address + offset
+        target, source = (host, device) if outward else (device, host)
+        self.driver.copy(target, source, nbytes, self.streams[stream])
+
+    def _large_both(self, nbytes: int) -> None:
+        self._large(nbytes, outward=True)
+        self._large(nbytes, outward=False, stream=1, offset=nbytes)
+
+    def _runs(self, plan: CopyPlan, *, outward: bool) -> None:
+        device, host, stream = self.tier.arena.origin, self.host.memory.address, self.streams[0]
+        source, target = (device, host) if outward else (host, device)
+        for at, to, nbytes in plan.runs.tolist():
+            self.driver.copy(target + to, source + at, nbytes, stream)
+
+    def _direct(self, plan: CopyPlan) -> None:
+        """The tier's kernel with host memory as its packed side: no staging and no DMA engine."""
+        moves, program = plan.moves, self.on_device.program
+        assert moves is not None
+        gather = moves.source is self.tier.arena.geometry
+        host, cache_ids, host_ids = (
+            (moves.target, moves.source_ids, moves.target_ids)
+            if gather
+            else (moves.source, moves.target_ids, moves.source_ids)
+        )
+        for start in range(0, len(cache_ids), MAX_BLOCKS):
+            move = Move(
+                segments=program.table,
+                packed=self.host.memory.address,
+                packed_stride=int(host.strides[0]),
+                first_segment=0,
+                segment_count=len(host.nbytes),
+                tiles=tiles_of(host.nbytes),
+                gather=gather,
+            )
+            move.name_blocks(cache_ids[start : start + MAX_BLOCKS], host_ids[start : start + MAX_BLOCKS])
+            grid = min(DIRECT_GRID, move.blocks * move.segment_count * move.tiles)
+            self.driver.launch(program.function, grid, THREADS, move, self.streams[0])
+
+    # --- what was moved -------------------------------------------------------------------------------
+
+    async def verify(self, count: int) -> None:
+        """Random bytes in, out by every way; raises InvariantError where they are not the same."""
+        content = np.frombuffer(self.host.memory.view, dtype=np.uint8)
+        stride, payload = int(self.layout.host.strides[0]), self.layout.block_bytes
+        rows = content[: self.layout.host_blocks * stride].reshape(-1, stride)[:, :payload]
+        device, pool = self.tier.arena.geometry, self.layout.host
+        plainly = ("gather", "", "direct") if self.driver.batches else ("gather", "", "direct", "straight")
+        for way in ("straight",) if self.batches else plainly:
+            device_ids = self.random.sample(range(self.layout.device_blocks), count)
+            sources, targets = (self.random.sample(range(self.layout.host_blocks), count) for _ in range(2))
+            before = np.random.default_rng(SEED).integers(0, 256, (count, payload), dtype=np.uint8)
+            rows[sources] = before
+            into, out = plan_copy(pool, sources, device, device_ids), plan_copy(device, device_ids, pool, targets)
+            if way == "direct":
+                await self._plainly(lambda into=into: self._direct(into))  # type: ignore[misc]
+            else:
+                await self._tier(None, into, way)
+            rows[targets] = 0xA5
+            if way == "direct":
+                await self._plainly(lambda out=out: self._direct(out))  # type: ignore[misc]
+            else:
+                await self._tier(out, None, way)
+            if not np.array_equal(rows[targets], before):
+                raise InvariantError(f"{self.name}: {way or 'the tier'} moved wrong bytes")
+
+    def close(self) -> None:
+        with self.driver.current(self.on_device.context):
+            for stream in self.streams:
+                self.driver.destroy_stream(stream)
+
+
+@contextmanager
+def preferring(lanes: Sequence[Lane], way: str) -> Iterator[None]:
+    """Have these lanes take one way where they can."""
+    for lane in lanes:
+        lane.preferred = way
+    try:
+        yield
+    finally:
+        for lane in lanes:
+            lane.preferred = ""

@@ -1,0 +1,85 @@
+"""A Mooncake pool on this machine for `transferd bench storage`, and its raw calls on the daemon's own client.
+
+Twice, because the two move bytes by different means: memory lent by the daemon itself is reached with a
+memcpy, memory lent by another process over TCP on loopback. RDMA, which production uses, needs a device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from transferd.cli.bench.storage import OBJECTS, Raw, Subject
+from transferd.cli.pool.local import Lender, Master, master_executable
+from transferd.config import Config, MooncakeStorageSection
+from transferd.errors import ConfigError, InvariantError
+from transferd.storage.base import Storage
+from transferd.storage.mooncake import MooncakeStorage
+from transferd.storage.mooncake.client import Batch, NativeClient
+from transferd.storage.mooncake.environment import Membership
+
+SEGMENT = 1024**3
+
+
+@contextlib.contextmanager
+def subjects(directory: Path) -> Iterator[list[Subject]]:
+    """Pools that live as long as the context. Raises ConfigError where Mooncake is not installed."""
+    if master_executable() is None:
+        raise ConfigError("--backend", "needs pip install 'transferd[mooncake-cpu]'", "mooncake")
+    with (
+        Master(directory / "own.log") as own,
+        Master(directory / "shared.log") as shared,
+        Lender(shared, SEGMENT, directory / "lender.log"),
+    ):
+        yield [_subject("own memory", own, SEGMENT), _subject("another's memory by TCP", shared, 0)]
+
+
+def _subject(name: str, master: Master, lent: int) -> Subject:
+    clients: list[NativeClient] = []
+
+    def set_up(section: MooncakeStorageSection, joining: Membership) -> NativeClient:
+        clients.append(NativeClient(section, joining))
+        return clients[-1]
+
+    def storage(config: Config) -> Storage:
+        return MooncakeStorage(config, set_up=set_up)
+
+    section = {"master_server_addr": master.address, "global_segment_size": lent, "local_buffer_size": 0}
+    tree = {"backend": "mooncake", "mooncake": section | {"timeout": 30.0}}
+    return Subject(f"mooncake, {name}", tree, lambda object_bytes: _RawPool(clients[-1], object_bytes), storage)
+
+
+class _RawPool(Raw):
+    """batch_put_from and batch_get_into, all objects in one call: the library at its best."""
+
+    def __init__(self, client: NativeClient, object_bytes: int) -> None:
+        self._client = client
+        self._memory = mmap.mmap(-1, OBJECTS * object_bytes)
+        self._memory.write(b"\x01" * len(self._memory))
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._sizes = [object_bytes] * OBJECTS
+        if client.register(self._address, len(self._memory)) != 0:
+            raise InvariantError("the benchmark's memory was refused")
+
+    def write(self, number: int) -> None:
+        if any(self._client.put(self._batch(number))):
+            raise InvariantError("a raw put failed")
+
+    def read(self, number: int) -> None:
+        if self._client.get(self._batch(number)) != self._sizes:
+            raise InvariantError("a raw get failed")
+
+    def forget(self, number: int, names: Sequence[str]) -> None:
+        """Raw's and ours: what stays would fill the pool, and the next run would write to untouched memory."""
+        self._client.remove([*self._batch(number).keys, *names])
+
+    def close(self) -> None:
+        self._client.unregister(self._address)
+
+    def _batch(self, number: int) -> Batch:
+        size = self._sizes[0]
+        keys = [f"raw/{number}/{i}" for i in range(OBJECTS)]
+        return Batch(keys, [self._address + i * size for i in range(OBJECTS)], self._sizes)

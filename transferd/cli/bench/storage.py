@@ -1,0 +1,253 @@
+"""Storage: write and read tasks through a whole rank, against the backend's own raw call on the same bytes.
+
+Ours copies from the device, seals, and stores (and back, verified); raw only hands ready bytes to the
+backend. So a ratio near 1 means that the copy and the checksum are hidden behind the I/O.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import contextlib
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from transferd.cli.bench.harness import RUNS, Row, row
+from transferd.cli.replay.kvdata import KvData
+from transferd.config import Config, from_tree
+from transferd.daemon.daemon import Daemon
+from transferd.errors import ConfigError, InvariantError
+from transferd.storage.base import Storage
+from transferd.tasks import ReadStorageTask, Status, Task, TaskResult, WriteStorageTask
+from transferd.tiers.segment import attach_arrays
+
+OBJECTS = 64
+CACHE = {"ranks": 1, "layers": 16, "kv_heads": 4, "head_dim": 128, "block_size": 64, "device_blocks": 2 * OBJECTS}
+
+
+class _Desk:
+    """Stands in for the server: tasks in, results out, in this process."""
+
+    endpoints = ("in-process",)
+
+    def __init__(self) -> None:
+        self.waiting: dict[int, asyncio.Future[TaskResult]] = {}
+
+    def start(self, on_message: Callable[..., None]) -> None:
+        """Nobody sends."""
+
+    def send(self, _peer: bytes, _payload: bytes) -> bool:
+        return True
+
+    def observes(self, _: bytes) -> bool:
+        return False
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    def statistics(self) -> dict[str, int]:
+        return {}
+
+    def deliver(self, _client: bytes, seq: int, result: TaskResult) -> None:
+        self.waiting.pop(seq).set_result(result)
+
+    async def submit(self, daemon: Daemon, seq: int, task: Task) -> TaskResult:
+        future = self.waiting[seq] = asyncio.get_running_loop().create_future()
+        daemon.coordinator.submit(b"bench", seq, task)
+        result: TaskResult = await future
+        return result
+
+
+class Raw(abc.ABC):
+    """A backend's own calls on OBJECTS objects of ready bytes: as little as the job can be."""
+
+    @abc.abstractmethod
+    def write(self, number: int) -> None:
+        """Store the objects of run `number`."""
+
+    @abc.abstractmethod
+    def read(self, number: int) -> None:
+        """Load them. Raises InvariantError if anything is missing."""
+
+    def forget(self, number: int, names: Sequence[str]) -> None:
+        """Run `number` is over; names: of our own objects in it."""
+
+    def close(self) -> None:
+        """No more runs follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is measured: a name for its rows, its [storage], its raw calls, and its storage if it is no usual one.
+
+    raw: bytes of an object -> Raw; called when the daemon is open.
+    """
+
+    name: str
+    section: dict[str, Any]
+    raw: Callable[[int], Raw]
+    storage: Callable[[Config], Storage] | None = None
+
+
+def run(backend: str) -> list[Row]:
+    """Rows of one backend. Raises ConfigError where it cannot run here."""
+    with (
+        tempfile.TemporaryDirectory(prefix="transferd-bench-") as directory,
+        _subjects(backend, Path(directory)) as subjects,
+    ):
+        return [line for subject in subjects for line in measure(subject)]
+
+
+def measure(subject: Subject) -> list[Row]:
+    """Rows of one subject: our write and read beside raw's, raw's beside a memcpy."""
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_run(subject))
+
+
+@contextlib.contextmanager
+def _subjects(backend: str, directory: Path) -> Iterator[list[Subject]]:
+    if backend == "file":
+        section = {"backend": "file", "file": {"path": str(directory / "blocks")}}
+        yield [Subject("file", section, lambda nbytes: _RawFile(directory, nbytes))]
+    elif backend == "memory":
+        yield [Subject("memory", {"backend": "memory", "memory": {"capacity": "2GiB"}}, _RawMemory)]
+    elif backend == "mooncake":
+        from transferd.cli.bench.mooncake import subjects
+
+        with subjects(directory) as pools:
+            yield pools
+    else:
+        raise ConfigError("--backend", "expected one of file, memory, mooncake", backend)
+
+
+async def _run(subject: Subject) -> list[Row]:
+    tree = {"cache": CACHE | {"host_blocks": 0}, "storage": subject.section, "metrics": {"listen": ""}}
+    config, desk = from_tree(tree), _Desk()
+    daemon = Daemon(config, transport=desk, storage=subject.storage(config) if subject.storage else None)
+    daemon.coordinator.deliver = desk.deliver
+    await daemon.open()
+    try:
+        return await _measure(subject, daemon, desk)
+    finally:
+        await daemon.stop(lambda: 10.0)
+
+
+async def _measure(subject: Subject, daemon: Daemon, desk: _Desk) -> list[Row]:
+    caches = [attach_arrays(daemon.cache.handle(b"bench", 0).data)]
+    data = KvData(caches)
+    object_bytes = daemon.objects.slot_bytes
+    nbytes = OBJECTS * object_bytes
+    source, target = list(range(OBJECTS)), list(range(OBJECTS, 2 * OBJECTS))
+    for block in source:
+        data.fill(block, block)
+    raw = subject.raw(object_bytes)
+    writes, reads, raw_writes, raw_reads, memcpy = [], [], [], [], []
+    buffer = np.ones(nbytes, dtype=np.uint8)
+    other = np.zeros_like(buffer)
+    for number in range(RUNS + 1):
+        keys = [f"run{number}-{block}" for block in source]
+        memcpy.append(_seconds(lambda: np.copyto(other, buffer)))
+        raw_writes.append(_seconds(lambda n=number: raw.write(n)))  # type: ignore[misc]
+        task: Task = WriteStorageTask(task_id=f"w{number}", keys=keys, gpu_block_ids=source)
+        writes.append(await _task(daemon, desk, 2 * number, task))
+        data.poison(target)
+        raw_reads.append(_seconds(lambda n=number: raw.read(n)))  # type: ignore[misc]
+        task = ReadStorageTask(task_id=f"r{number}", keys=keys, gpu_block_ids=target)
+        reads.append(await _task(daemon, desk, 2 * number + 1, task))
+        for block in source:
+            if data.verify(OBJECTS + block, block) is not None:
+                raise InvariantError("a read delivered wrong bytes")
+        raw.forget(number, daemon.objects.names("", daemon.objects.ids(keys), 0))
+    raw.close()
+    del caches, data
+
+    def speeds(seconds: list[float]) -> list[float]:
+        return [nbytes / s / 1e9 for s in seconds[1:]]
+
+    def limit(seconds: list[float]) -> float:
+        return statistics.median(speeds(seconds))
+
+    name, size = subject.name, f"{object_bytes / 2**20:.3g} MiB objects"
+    return [
+        row(f"{name} write, {size}", speeds(writes), "GB/s", limit(raw_writes), "GB/s raw"),
+        row(f"{name} read, {size}", speeds(reads), "GB/s", limit(raw_reads), "GB/s raw"),
+        row(f"raw write{_of(subject)}", speeds(raw_writes), "GB/s", limit(memcpy), "GB/s memcpy"),
+        row(f"raw read{_of(subject)}", speeds(raw_reads), "GB/s", limit(memcpy), "GB/s memcpy"),
+    ]
+
+
+def _of(subject: Subject) -> str:
+    return f", {subject.name}" if subject.storage else ""
+
+
+async def _task(daemon: Daemon, desk: _Desk, seq: int, task: Task) -> float:
+    before = time.perf_counter()
+    result = await desk.submit(daemon, seq, task)
+    seconds = time.perf_counter() - before
+    if result.status is not Status.OK:
+        raise RuntimeError(f"a benchmark task ended badly: {result}")
+    return seconds
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    before = time.perf_counter()
+    work()
+    return time.perf_counter() - before
+
+
+# --- the backends' own raw calls --------------------------------------------------------------------
+
+
+class _RawFile(Raw):
+    """Plain files: open, write or read, close. As little as the job can be."""
+
+    def __init__(self, directory: Path, object_bytes: int) -> None:
+        self._directory = directory / "raw"
+        self._directory.mkdir()
+        self._data = os.urandom(object_bytes)
+        # As many buffers as objects: reading all into one would measure the processor's cache.
+        self._into = [memoryview(bytearray(object_bytes)) for _ in range(OBJECTS)]
+
+    def write(self, number: int) -> None:
+        for i in range(OBJECTS):
+            fd = os.open(self._directory / f"{number}-{i}", os.O_WRONLY | os.O_CREAT, 0o600)
+            os.write(fd, self._data)
+            os.close(fd)
+
+    def read(self, number: int) -> None:
+        for i in range(OBJECTS):
+            fd = os.open(self._directory / f"{number}-{i}", os.O_RDONLY)
+            if os.readv(fd, [self._into[i]]) != len(self._into[i]):
+                raise InvariantError("a raw read came back short")
+            os.close(fd)
+
+
+class _RawMemory(Raw):
+    """A dict of bytes."""
+
+    def __init__(self, object_bytes: int) -> None:
+        self._data = bytes(object_bytes)
+        self._into = [bytearray(object_bytes) for _ in range(OBJECTS)]
+        self._objects: dict[int, bytes] = {}
+
+    def write(self, number: int) -> None:
+        view = memoryview(self._data)
+        for i in range(OBJECTS):
+            self._objects[number * OBJECTS + i] = bytes(view)
+
+    def read(self, number: int) -> None:
+        for i in range(OBJECTS):
+            self._into[i][:] = self._objects.pop(number * OBJECTS + i)
+
+    def close(self) -> None:
+        self._objects.clear()

@@ -1,0 +1,138 @@
+"""The two nodes of a rehearsal put together: a pool's master, two daemons, two engines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import subprocess
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from transferd.cli.demo_pd.network import Network, Node, two_nodes
+from transferd.cli.demo_pd.play import Prompt, Rehearsal, Report, Side, most_blocks, prompts
+from transferd.cli.pool.master import free_port, master_command
+from transferd.cli.replay.kvdata import KvData
+from transferd.cli.replay.trace import TRACE_BLOCK_TOKENS, TraceRequest, generated_workload
+from transferd.client.client import Client
+from transferd.client.launch import DaemonProcess, running
+from transferd.errors import TransferError
+
+MODES = ("storage", "direct")
+RANKS = 2
+REQUESTS = 150
+CONCURRENCY = 4
+SEED = 7
+CACHE = {"ranks": RANKS, "layers": 4, "kv_heads": 1, "head_dim": 64, "block_size": 16, "device_blocks": 512}
+STAGING = "2MiB"
+SEGMENT = "512MiB"  # that each node lends to the pool; Linux hands out only what is written to
+
+
+def run(console: Console, requests: Sequence[TraceRequest] | None = None, modes: Sequence[str] = MODES) -> list[Report]:
+    """Rehearse in each mode, with generated requests or these. Raises TransferError when a part does not start."""
+    import uvloop
+
+    workload = _generated() if requests is None else requests
+    todo = prompts(workload, CACHE["block_size"], most_blocks(CACHE["device_blocks"], CONCURRENCY))
+    reports = []
+    for mode in modes:
+        with two_nodes() as network, tempfile.TemporaryDirectory(prefix="transferd-pd-") as directory:
+            console.print(f"{mode}: {len(todo)} requests from a prefill to a decode node, {network.kind}")
+            with (
+                _daemons(mode, network, Path(directory)) as (prefill, decode),
+                asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+            ):
+                reports.append(runner.run(_play(Report(mode, network.kind), prefill, decode, todo)))
+    return reports
+
+
+def _generated() -> list[TraceRequest]:
+    """Conversations whose last block is full only by chance."""
+    chance = random.Random(SEED)
+    return [
+        msgspec.structs.replace(request, input_length=request.input_length - chance.randrange(TRACE_BLOCK_TOKENS))
+        for request in generated_workload(SEED, REQUESTS)
+    ]
+
+
+async def _play(report: Report, prefill: DaemonProcess, decode: DaemonProcess, todo: Sequence[Prompt]) -> Report:
+    async with _engine(prefill) as sender, _engine(decode) as receiver:
+        await Rehearsal(sender, receiver, report).play(todo, CONCURRENCY, lambda: None)
+    return report
+
+
+@contextlib.asynccontextmanager
+async def _engine(daemon: DaemonProcess) -> AsyncIterator[Side]:
+    async with Client(daemon.endpoint) as client:
+        caches = [await client.attach(rank) for rank in range(RANKS)]
+        yield Side(client, KvData(caches), list(range(CACHE["device_blocks"])))
+
+
+@contextlib.contextmanager
+def _daemons(mode: str, network: Network, directory: Path) -> Iterator[tuple[DaemonProcess, DaemonProcess]]:
+    """Both daemons; in storage mode with a master on the prefill node. Raises TransferError."""
+    with contextlib.ExitStack() as stack:
+        master = ""
+        if mode == "storage":
+            master = stack.enter_context(_master(network.prefill, directory))
+        try:
+            yield (
+                stack.enter_context(_daemon("prefill", mode, network.prefill, master, directory)),
+                stack.enter_context(_daemon("decode", mode, network.decode, master, directory)),
+            )
+        except RuntimeError as error:
+            raise TransferError(str(error)) from error
+
+
+def _daemon(
+    name: str, mode: str, node: Node, master: str, directory: Path
+) -> contextlib.AbstractContextManager[DaemonProcess]:
+    storage: dict[str, Any] = {"backend": "none"}
+    if master:
+        mooncake = {"master_server_addr": master, "local_hostname": node.address, "global_segment_size": SEGMENT}
+        storage = {"backend": "mooncake", "model": "rehearsal", "mooncake": mooncake}
+    tree = {
+        "cache": CACHE | {"host_blocks": 0},
+        "host": {"staging": STAGING},
+        "storage": storage,
+        "pd": {"mode": mode, "listen": f"{node.address}:0", "staging": STAGING},
+    }
+    return running(tree, directory, name=name, prefix=node.prefix)
+
+
+@contextlib.contextmanager
+def _master(node: Node, directory: Path) -> Iterator[str]:
+    """A master on `node`; yields its address. Daemons wait for it by themselves."""
+    port, metrics = free_port(), free_port()
+    command = [*node.prefix, *master_command(node.address, port, metrics)]
+    with (directory / "master.log").open("wb") as log:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    try:
+        yield f"{node.address}:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def explain(reports: Sequence[Report], console: Console) -> None:
+    """What happened, for somebody who knows LLM serving and not us."""
+    for report in reports:
+        how = "stored in a Mooncake pool and loaded from it" if report.mode == "storage" else "written node to node"
+        console.print(
+            f"[bold]{report.mode}[/]: {report.requests} requests in {report.seconds:.1f} s over {report.network}; "
+            f"{report.blocks:,} blocks on {RANKS} ranks {how}, {report.incomplete_blocks} of them incomplete "
+            f"({report.bytes / 1e6:,.0f} MB)."
+        )
+        if report.good:
+            console.print("  Every byte on the decode node was compared with what prefill had computed: no difference.")
+        for error in report.errors:
+            console.print(f"  {error}", style="red", markup=False)
+        if report.verify_failures:
+            console.print(f"  [bold red]{report.verify_failures} blocks had wrong bytes. This is a bug.[/]")
+        if report.failures:
+            console.print(f"  [bold red]{report.failures} requests were not handed over.[/]")

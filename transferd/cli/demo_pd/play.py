@@ -1,0 +1,176 @@
+"""Requests played over two nodes: what prefill computes and hands over, decode must have, byte for byte.
+
+Each request of the trace goes both ways one does in production: the prefill engine fills its blocks and
+calls `write_all`; the decode engine poisons its own, calls `read_all` and compares. In storage mode the
+second follows the first; in direct mode both run at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import quantiles
+from typing import Any
+
+from transferd.cli.replay.kvdata import KvData
+from transferd.cli.replay.trace import TRACE_BLOCK_TOKENS, TraceRequest
+from transferd.client.client import Client
+from transferd.errors import HandoverFailed
+from transferd.tasks import TaskResult
+
+TIMEOUT_S = 30.0
+TOLD = 5  # errors that a report names; all are counted
+
+
+@dataclass(slots=True)
+class Report:
+    """One rehearsal in one mode."""
+
+    mode: str
+    network: str
+    requests: int = 0
+    blocks: int = 0  # handed over, each on every rank
+    incomplete_blocks: int = 0  # of those
+    bytes: int = 0  # of all ranks
+    verify_failures: int = 0
+    failures: int = 0  # requests that were not handed over
+    seconds: float = 0.0
+    errors: list[str] = field(default_factory=list)
+    write_s: list[float] = field(default_factory=list)
+    read_s: list[float] = field(default_factory=list)
+
+    @property
+    def good(self) -> bool:
+        return self.requests > 0 and not self.verify_failures and not self.failures
+
+    def error(self, text: str) -> None:
+        if len(self.errors) < TOLD:
+            self.errors.append(text)
+
+    def tree(self) -> dict[str, Any]:
+        names = ("mode", "network", "requests", "blocks", "incomplete_blocks", "bytes", "verify_failures", "failures")
+        counts = {name: getattr(self, name) for name in (*names, "seconds", "errors")}
+        latency = {"write_all": _percentiles(self.write_s), "read_all": _percentiles(self.read_s)}
+        return counts | {"latency_ms": latency}
+
+
+def _percentiles(seconds: list[float]) -> dict[str, float]:
+    if len(seconds) < 2:
+        return {}
+    cuts = quantiles(seconds, n=100, method="inclusive")
+    return {"p50": cuts[49] * 1000, "p99": cuts[98] * 1000}
+
+
+@dataclass(slots=True)
+class Side:
+    """One engine: its client, its device memory, and which of its blocks are free."""
+
+    client: Client
+    data: KvData
+    free: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A request as tokens, and what each of its blocks must hold."""
+
+    request_id: str
+    tokens: list[int]
+    contents: list[int]
+    incomplete: bool
+
+
+def prompts(requests: Sequence[TraceRequest], block_size: int, most: int) -> list[Prompt]:
+    """One token block for each block of the trace, the last one as full as it is there; at most `most` blocks."""
+    made = []
+    for number, request in enumerate(requests):
+        ids = request.hash_ids[:most]
+        tokens = [hash_id * block_size + i for hash_id in ids for i in range(block_size)]
+        last = (request.input_length % TRACE_BLOCK_TOKENS) * block_size // TRACE_BLOCK_TOKENS
+        incomplete = last > 0 and len(ids) == len(request.hash_ids)
+        contents = [2 * hash_id for hash_id in ids]
+        if incomplete:
+            del tokens[len(tokens) - block_size + last :]
+            contents[-1] += 1  # it is named by fewer tokens, so it is another block
+        if tokens:
+            made.append(Prompt(f"request-{number}", tokens, contents, incomplete))
+    return made
+
+
+class Rehearsal:
+    """Plays sequences over two sides. Each sequence uses blocks of its own while it is under way."""
+
+    def __init__(self, prefill: Side, decode: Side, report: Report) -> None:
+        self._prefill = prefill
+        self._decode = decode
+        self._report = report
+
+    async def play(self, todo: Sequence[Prompt], concurrency: int, played: Callable[[], None]) -> None:
+        """All of them, so many at a time; `played` is called after each."""
+        left = iter(todo)
+        before = time.monotonic()
+
+        async def player() -> None:
+            for sequence in left:
+                await self._hand_over(sequence)
+                self._report.requests += 1
+                played()
+
+        await asyncio.gather(*(player() for _ in range(concurrency)))
+        self._report.seconds = time.monotonic() - before
+
+    async def _hand_over(self, sequence: Prompt) -> None:
+        count = len(sequence.contents)
+        source, target = ([side.free.pop() for _ in range(count)] for side in (self._prefill, self._decode))
+        try:
+            for block, content in zip(source, sequence.contents, strict=True):
+                self._prefill.data.fill(block, content)
+            self._decode.data.poison(target)
+            writing = asyncio.ensure_future(self._write(sequence, source))
+            if self._report.mode == "storage":
+                await asyncio.wait([writing])
+            reading = asyncio.ensure_future(self._read(sequence, target))
+            results = await asyncio.gather(writing, reading, return_exceptions=True)
+            for result in results:
+                if isinstance(result, HandoverFailed):
+                    self._report.error(f"{sequence.request_id}: {result}")
+                elif isinstance(result, BaseException):
+                    raise result
+            if any(isinstance(result, BaseException) for result in results):
+                self._report.failures += 1
+                return
+            self._compare(sequence, target)
+        finally:
+            self._prefill.free += source
+            self._decode.free += target
+
+    async def _write(self, sequence: Prompt, blocks: list[int]) -> TaskResult:
+        before = time.monotonic()
+        result = await self._prefill.client.write_all(sequence.request_id, sequence.tokens, blocks, timeout=TIMEOUT_S)
+        self._report.write_s.append(time.monotonic() - before)
+        return result
+
+    async def _read(self, sequence: Prompt, blocks: list[int]) -> TaskResult:
+        before = time.monotonic()
+        result = await self._decode.client.read_all(
+            sequence.request_id, sequence.tokens, blocks, peer=self._prefill.client.pd_address, timeout=TIMEOUT_S
+        )
+        self._report.read_s.append(time.monotonic() - before)
+        self._report.bytes += result.bytes
+        return result
+
+    def _compare(self, sequence: Prompt, target: list[int]) -> None:
+        self._report.blocks += len(target)
+        self._report.incomplete_blocks += sequence.incomplete
+        for block, content in zip(target, sequence.contents, strict=True):
+            mismatch = self._decode.data.verify(block, content)
+            if mismatch is not None:
+                self._report.verify_failures += 1
+                self._report.error(f"{sequence.request_id}: {mismatch}")
+
+
+def most_blocks(device_blocks: int, concurrency: int) -> int:
+    """How long a sequence may be so that `concurrency` of them always find blocks."""
+    return device_blocks // concurrency

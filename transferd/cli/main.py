@@ -1,0 +1,276 @@
+"""The command line: start the daemon, ask it, replay traffic against it, measure it.
+
+Exit codes: 0 good, 1 failed, 2 bad usage or configuration (one line on stderr names key and value).
+JSON goes to stdout alone; logs go to stderr.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from transferd import config as configuration
+from transferd.cli.bench.command import app as bench_app
+from transferd.cli.options import Format, FormatOption
+from transferd.cli.pool.command import app as pool_app
+from transferd.errors import ConfigError, ConnectTimeout, TransferError
+from transferd.observability import logs
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+app = typer.Typer(
+    name="transferd",
+    help="Moves an LLM engine's KV cache between device memory, pinned host memory and storage.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+# Where typer keeps it has changed between its versions.
+_UsageError: Any = typer.BadParameter.__base__
+
+app.add_typer(bench_app)
+app.add_typer(pool_app)
+
+
+ConfigOption = Annotated[Path | None, typer.Option("--config", help="TOML configuration file.", dir_okay=False)]
+SetOption = Annotated[list[str] | None, typer.Option("--set", help="section.key=value, over file and environment.")]
+EndpointOption = Annotated[
+    str | None, typer.Option("--endpoint", envvar="TRANSFERD_ENDPOINT", help="Where the daemon listens.")
+]
+TimeoutOption = Annotated[float, typer.Option("--timeout", min=0.0, help="Seconds to wait for an answer.")]
+
+
+@app.command()
+def serve(config: ConfigOption = None, set_: SetOption = None) -> None:
+    """Run the daemon until SIGTERM or SIGINT."""
+    from transferd.runtime.signals import hold_dump_signals
+
+    hold_dump_signals()  # before the next line: numpy's own threads are made as it is imported
+    from transferd.daemon.process import serve as run
+
+    def read() -> configuration.Config:
+        return configuration.load(config, overrides=set_ or ())
+
+    raise typer.Exit(run(read(), reload=read))
+
+
+@app.command("check-config")
+def check_config(config: ConfigOption = None, set_: SetOption = None, format_: FormatOption = Format.TEXT) -> None:
+    """Print the effective configuration, or what is wrong with it."""
+    from transferd.blocks.formats import object_format
+    from transferd.blocks.layout import build_layout
+    from transferd.config.toml import to_toml
+    from transferd.runtime.threads import ThreadOffload
+    from transferd.storage.registry import create_storages
+    from transferd.tiers.registry import create_device_tier
+    from transferd.tiers.staging import slots_in
+
+    effective = configuration.load(config, overrides=set_ or ())
+    layout = build_layout(effective.cache)
+    create_device_tier(effective, layout, 0, ThreadOffload(1))
+    create_storages(effective)
+    slots_in(effective.host.staging, object_format(effective.storage, layout).slot_bytes)
+    tree = configuration.to_tree(effective)
+    print(json.dumps(tree) if format_ is Format.JSON else to_toml(tree).rstrip())
+
+
+@app.command()
+def verify(
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    path: Annotated[Path | None, typer.Option("--path", help="A store's directory, instead of the configured.")] = None,
+    quarantine: Annotated[bool, typer.Option("--quarantine", help="Set damaged objects aside (no daemon).")] = False,
+    format_: FormatOption = Format.TEXT,
+) -> None:
+    """Check every object of a file store, without its daemon; exit 1 when one is damaged."""
+    from rich.console import Console
+
+    from transferd.cli.verify import verify_with_progress
+
+    if path is None:
+        storage = configuration.load(config, overrides=set_ or ()).storage
+        if storage.backend != "file":
+            raise ConfigError("storage.backend", "only a file store can be verified", storage.backend)
+        path = Path(storage.file.path)
+    report = verify_with_progress(str(path), Console(stderr=True), quarantine=quarantine)
+    if format_ is Format.JSON:
+        print(json.dumps(report.tree()))
+    else:
+        report.print(Console())
+    raise typer.Exit(0 if report.good else 1)
+
+
+@app.command()
+def version(format_: FormatOption = Format.TEXT) -> None:
+    """Print the version."""
+    from transferd.runtime.version import VERSION
+
+    print(json.dumps({"version": VERSION}) if format_ is Format.JSON else f"transferd {VERSION}")
+
+
+@app.command()
+def ping(endpoint: EndpointOption = None, timeout: TimeoutOption = 2.0, format_: FormatOption = Format.TEXT) -> None:
+    """Print the daemon's boot_id and the round trip; exit 1 when nobody answers.
+
+    Waits for a daemon that is not ready; one that still is not when the time is over says why on stderr.
+    """
+    from transferd.client.client import Client
+
+    async def ask() -> tuple[str, float]:
+        connecting = Client(endpoint, connect_timeout=timeout, await_ready=False)
+        async with asyncio.timeout(2 * timeout + 1), connecting as client:
+            try:
+                await client.wait_ready()
+            except ConnectTimeout as not_ready:
+                print(not_ready, file=sys.stderr)
+            return await client.ping()
+
+    boot_id, seconds = asyncio.run(ask())
+    if format_ is Format.JSON:
+        print(json.dumps({"boot_id": boot_id, "round_trip_ms": seconds * 1000}))
+    else:
+        print(f"boot {boot_id} answered in {seconds * 1000:.3f} ms")
+
+
+@app.command()
+def stats(endpoint: EndpointOption = None, timeout: TimeoutOption = 2.0, format_: FormatOption = Format.TEXT) -> None:
+    """Print the daemon's report."""
+    from transferd.client.client import Client
+
+    async def ask() -> dict[str, Any]:
+        connecting = Client(endpoint, connect_timeout=timeout, await_ready=False)
+        async with asyncio.timeout(timeout + 1), connecting as client:
+            return await client.stats()
+
+    report = asyncio.run(ask())
+    if format_ is Format.JSON:
+        print(json.dumps(report))
+    else:
+        _print_tree(report)
+
+
+@app.command()
+def explain(
+    task_id: Annotated[str, typer.Argument(help="As it was pushed.")],
+    endpoint: EndpointOption = None,
+    dump: Annotated[Path | None, typer.Option("--dump", help="A dump, or a directory: the newest in it.")] = None,
+    timeout: TimeoutOption = 2.0,
+    format_: FormatOption = Format.TEXT,
+) -> None:
+    """Tell the life of one task, rank by rank: from a running daemon, or from a dump of its flight recorder."""
+    from transferd.client.client import Client
+    from transferd.observability import story as explanation
+    from transferd.observability.dump_file import read_dump
+
+    async def ask() -> dict[str, Any]:
+        connecting = Client(endpoint, connect_timeout=timeout, await_ready=False)
+        async with asyncio.timeout(timeout + 1), connecting as client:
+            return await client.explain(task_id)
+
+    story = asyncio.run(ask()) if dump is None else read_dump(dump).explain(task_id)
+    print(json.dumps(story) if format_ is Format.JSON else explanation.as_text(story))
+
+
+@app.command()
+def replay(
+    trace: Annotated[Path, typer.Argument(help="A trace in Mooncake's format (JSON lines).", exists=True)],
+    requests: Annotated[int | None, typer.Option(min=1, help="Play so many requests; default all.")] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks of the own daemon.")] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 8,
+    config: ConfigOption = None,
+    endpoint: EndpointOption = None,
+    format_: FormatOption = Format.TEXT,
+) -> None:
+    """Replay a request trace and check every byte that comes back; without --endpoint, on an own daemon."""
+    from transferd.cli.replay import command
+    from transferd.cli.replay.trace import read_trace
+
+    report = command.run(
+        read_trace(trace, requests),
+        endpoint=endpoint,
+        config=config,
+        ranks=ranks,
+        concurrency=concurrency,
+        quiet=format_ is Format.JSON,
+    )
+    if format_ is Format.JSON:
+        print(json.dumps(report.tree()))
+    else:
+        from rich.console import Console
+
+        report.print(Console())
+    raise typer.Exit(0 if report.good else 1)
+
+
+@app.command()
+def demo(
+    pd: Annotated[bool, typer.Option("--pd", help="A prefill and a decode node instead, in both modes.")] = False,
+    format_: FormatOption = Format.TEXT,
+) -> None:
+    """Show the main job on a generated workload, in under a minute, with an own daemon."""
+    from rich.console import Console
+
+    from transferd.cli import demo as show
+
+    console = Console(stderr=format_ is Format.JSON)
+    if pd:
+        _demo_pd(console, format_)
+    report = show.run(console)
+    if format_ is Format.JSON:
+        print(json.dumps(report.tree()))
+    else:
+        report.print(console)
+        show.explain(report, console)
+    raise typer.Exit(0 if report.good else 1)
+
+
+def _demo_pd(console: Console, format_: Format) -> NoReturn:
+    from transferd.cli.demo_pd import command
+
+    reports = command.run(console)
+    command.explain(reports, console)
+    if format_ is Format.JSON:
+        print(json.dumps({report.mode: report.tree() for report in reports}))
+    raise typer.Exit(0 if all(report.good for report in reports) else 1)
+
+
+def _print_tree(report: dict[str, Any], indent: int = 0) -> None:
+    for key, value in report.items():
+        if isinstance(value, dict):
+            print(f"{' ' * indent}{key}:")
+            _print_tree(value, indent + 2)
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            for item in value:
+                print(f"{' ' * indent}{key}:")
+                _print_tree(item, indent + 2)
+        else:
+            print(f"{' ' * indent}{key}: {value}")
+
+
+def main() -> NoReturn:
+    """The entry point: turns errors into one line and an exit code."""
+    # stdout is for reports alone; `serve` sets up its own logging from the configuration.
+    logs.configure(configuration.LogSection(level="warning", format="console"))
+    try:
+        code = app(standalone_mode=False)
+    except _UsageError as error:
+        problem = error.format_message().strip()
+        # A mistake is one line, with what was given in it. A bare command's help may come here, too.
+        print(problem if "\n" in problem else f"{problem} (in: {shlex.join(sys.argv[1:])})", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    except (TransferError, TimeoutError) as error:
+        print(str(error) or "no answer in time", file=sys.stderr)
+        sys.exit(1)
+    sys.exit(code or 0)

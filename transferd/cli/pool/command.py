@@ -1,0 +1,58 @@
+"""`transferd pool master` and `transferd pool status`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from transferd.cli.options import Format, FormatOption
+from transferd.cli.pool.master import DEFAULT_METRICS_PORT, DEFAULT_PORT, master_command
+from transferd.errors import ConfigError
+
+app = typer.Typer(name="pool", help="A small Mooncake pool, and a look into any pool.", no_args_is_help=True)
+
+
+@app.command()
+def master(
+    listen: Annotated[str, typer.Option(help="host:port for the pool's members.")] = f"127.0.0.1:{DEFAULT_PORT}",
+    metrics_port: Annotated[int, typer.Option(min=1, max=65535, help="HTTP, on the same host.")] = DEFAULT_METRICS_PORT,
+    lease: Annotated[str, typer.Option(help="How long what was asked for is safe from eviction.")] = "5s",
+) -> None:
+    """Run a Mooncake master in the foreground, until SIGTERM or SIGINT."""
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError("--listen", "expected host:port", listen)
+    command = master_command(host.strip("[]"), int(port), metrics_port, lease)
+    print(
+        f'Mooncake master on {listen}: set storage.mooncake.master_server_addr = "{listen}".\n'
+        f"Look into it with: transferd pool status --metrics {host}:{metrics_port}",
+        file=sys.stderr,
+        flush=True,
+    )
+    os.execv(command[0], command)  # signals and the exit code are the master's own
+
+
+@app.command()
+def status(
+    metrics: Annotated[
+        str, typer.Option(help="host:port of the master's HTTP pages.", envvar="TRANSFERD_POOL_METRICS")
+    ] = f"127.0.0.1:{DEFAULT_METRICS_PORT}",
+    keys: Annotated[int, typer.Option(min=0, help="Also list so many keys.")] = 0,
+    timeout: Annotated[float, typer.Option(min=0.0, help="Seconds to wait for an answer.")] = 2.0,
+    format_: FormatOption = Format.TEXT,
+) -> None:
+    """Show a pool's health, segments, capacity and keys; exit 1 when it does not serve."""
+    from rich.console import Console
+
+    from transferd.cli.pool.status import print_status, read_status
+
+    report = read_status(metrics, timeout, keys=keys)
+    if format_ is Format.JSON:
+        print(json.dumps(report))
+    else:
+        print_status(report, Console())
+    raise typer.Exit(0 if report["ready"] and report["health"] == "ok" else 1)

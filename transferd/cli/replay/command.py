@@ -1,0 +1,81 @@
+"""`transferd replay`: a trace, a daemon (an own one if none is named), a report."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from transferd.cli.replay.engine import Engine, Tiers
+from transferd.cli.replay.kvdata import KvData
+from transferd.cli.replay.own import own_daemon
+from transferd.cli.replay.report import Report
+from transferd.cli.replay.trace import TraceRequest
+from transferd.client.client import Client
+from transferd.errors import TransferError
+from transferd.runtime.threads import ThreadOffload
+
+
+async def replay(endpoint: str, requests: Sequence[TraceRequest], concurrency: int, console: Console) -> Report:
+    """Play requests against the daemon at `endpoint`; the progress bar shows on a terminal only.
+
+    A replay that had to end early says so in its report. Raises ConnectTimeout, and TierError where the
+    daemon's device memory cannot be attached as arrays.
+    """
+    report = Report()
+    offload = ThreadOffload(1)
+    try:
+        async with Client(endpoint) as client:
+            stats = await client.stats()
+            data = KvData([await client.attach(rank["rank"]) for rank in stats["ranks"]])
+            engine = Engine(client, data, Tiers.of(stats), report, offload)
+            with _progress(console) as progress:
+                bar = progress.add_task("replaying", total=len(requests))
+                before = time.monotonic()
+                try:
+                    await engine.play(requests, concurrency, lambda: progress.advance(bar))
+                except TransferError as error:
+                    report.aborted = str(error)
+                report.seconds = time.monotonic() - before
+    finally:
+        offload.close()
+    return report
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("replaying"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+
+
+def run(
+    requests: Sequence[TraceRequest],
+    *,
+    endpoint: str | None,
+    config: Path | None,
+    ranks: int | None,
+    concurrency: int,
+    quiet: bool,
+    cache: Mapping[str, Any] = MappingProxyType({}),
+) -> Report:
+    """Replay against `endpoint`, or against an own daemon. Progress goes to stderr.
+
+    cache: overrides of own.CACHE for an own daemon without a configuration file. quiet: no progress bar.
+
+    Raises ConfigError for a bad file; TransferError if there is no daemon to play against, or if an own
+    one did not stop cleanly.
+    """
+    import uvloop
+
+    console = Console(file=sys.stderr, quiet=quiet)
+    with contextlib.ExitStack() as stack:
+        at = endpoint or stack.enter_context(own_daemon(config, ranks, cache))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(replay(at, requests, concurrency, console))

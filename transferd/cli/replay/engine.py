@@ -1,0 +1,353 @@
+"""A small engine that lives off a daemon: prefix index, device and host pools, and real tasks.
+
+A request is a chain of contents, root to leaf. It is let in when all its blocks fit on the device beside
+those of the requests in flight (pool.Admission). Then, from the root on, each run of contents
+
+    1. that is on the device, or that another request is just bringing there, is used where it is;
+    2. that is missing is brought by this request: swapped in from the host pool as far as that has it,
+       read from storage as far as that goes, and the rest "computed": its KV is written into the
+       attached memory of every rank.
+
+At its end a request stores what is not stored yet. When blocks are needed, idle ones of the device move to
+the host pool, in place of the idle ones there; what finds no room is dropped. A block belongs to a task
+until that task's result, and to its request until the request ends.
+
+Nothing is taken on trust. Target blocks are poisoned before bytes come, compared to the last byte once
+they have come, and compared again when another request finds them on the device and at the very end. A
+task that does not end well costs its blocks a longer way (storage instead of host, compute instead of
+storage), never their truth; it is counted. Only two things end a replay early, because nobody can say
+what the blocks hold: a lost daemon, and a rank that was left behind working on a task's blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from transferd.cli.replay.kvdata import VERSION, KvData
+from transferd.cli.replay.pool import Admission, BlockPool, Entry
+from transferd.cli.replay.report import Report
+from transferd.cli.replay.trace import TraceRequest
+from transferd.client.client import Client
+from transferd.errors import DaemonLost, TransferError
+from transferd.runtime.clock import SYSTEM_CLOCK, Clock
+from transferd.runtime.threads import Direction, Offload
+from transferd.tasks import (
+    ReadStorageTask,
+    Status,
+    SwapInTask,
+    SwapOutTask,
+    Task,
+    TaskResult,
+    WriteStorageTask,
+)
+
+T = TypeVar("T")
+
+TASK_TIMEOUT_S = 60.0
+BUSY_RETRY_S = 0.01  # if the daemon names no time of its own
+DAEMON_GONE = frozenset({"daemon_lost", "no_answer", "closed"})
+LEFT_BEHIND = frozenset({"expired", "rank_died"})  # codes of ranks that had not arrived when their task was answered
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """What a daemon offers: device and host blocks per rank, and whether there is a storage pool."""
+
+    device_blocks: int
+    host_blocks: int
+    storage: bool
+
+    @classmethod
+    def of(cls, stats: dict[str, Any]) -> Tiers:
+        """From Client.stats()."""
+        storage = stats["storage"]["backend"] != "none"
+        return cls(stats["layout"]["device_blocks"], stats["host"]["blocks"], storage)
+
+
+class Engine:
+    """Plays requests against one daemon. Borrows client, offload, and the attached memory behind `data`."""
+
+    def __init__(
+        self,
+        client: Client,
+        data: KvData,
+        tiers: Tiers,
+        report: Report,
+        offload: Offload,
+        *,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self._client = client
+        self._data = data
+        self._tiers = tiers
+        self._report = report
+        self._offload = offload
+        self._clock = clock
+        self._device = BlockPool(tiers.device_blocks)
+        self._host = BlockPool(tiers.host_blocks)
+        self._admission = Admission(tiers.device_blocks)
+        self._arriving: dict[int, asyncio.Future[None]] = {}  # contents on their way to the device
+        self._stored: set[int] = set()  # contents that every rank has stored, as far as is known
+        self._storing: set[int] = set()
+        self._number = itertools.count()
+        self._run = clock.fresh_id()[:12]  # a daemon remembers the task ids of an earlier replay for a while
+
+    async def play(
+        self, requests: Iterable[TraceRequest], concurrency: int, progress: Callable[[], None] = lambda: None
+    ) -> None:
+        """Run all requests, `concurrency` at a time, in order of their start.
+
+        Raises DaemonLost, and TransferError with code `left_behind` when a rank did not let go of a task's blocks.
+        """
+        waiting = deque(requests)
+
+        async def slot() -> None:
+            while waiting:
+                await self._request(waiting.popleft())
+                progress()
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(concurrency, len(waiting))):
+                    group.create_task(slot())
+        except BaseExceptionGroup as errors:
+            raise _cause(errors) from errors
+        await self._verify([(entry.content, entry.block) for entry in self._device.entries])
+
+    # --- one request --------------------------------------------------------------------------------
+
+    async def _request(self, request: TraceRequest) -> None:
+        chain = list(dict.fromkeys(request.hash_ids))
+        contents = chain[: self._device.count]
+        self._report.truncated += len(contents) < len(chain)
+        await self._admission.enter(len(contents))
+        held: list[Entry] = []
+        while len(held) < len(contents):
+            held += await self._use_device(contents[len(held) :])
+            held += await self._bring(contents[len(held) :])
+        if self._tiers.storage:
+            await self._store(held)
+        for entry in reversed(held):  # leaves fall idle before their roots
+            self._device.release(entry)
+        self._admission.leave(len(contents))
+        self._report.requests += 1
+
+    async def _use_device(self, contents: Sequence[int]) -> list[Entry]:
+        """The leading contents that are on the device, or that another request is bringing; held."""
+        held: list[Entry] = []
+        for content in contents:
+            while (arriving := self._arriving.get(content)) is not None:
+                await asyncio.wait({arriving})
+            entry = self._device.find(content)
+            if entry is None:
+                break
+            self._device.hold(entry)
+            held.append(entry)
+        self._report.hits["device"] += len(held)
+        await self._verify([(entry.content, entry.block) for entry in held])
+        return held
+
+    async def _bring(self, contents: Sequence[int]) -> list[Entry]:
+        """Bring the leading contents that nobody has or brings, each from the nearest tier; held."""
+        mine: list[int] = []
+        for content in contents:
+            if content in self._arriving or self._device.find(content) is not None:
+                break
+            self._arriving[content] = asyncio.get_running_loop().create_future()
+            mine.append(content)
+        on_host = self._use_host(mine)  # before room is made: that evicts from the host pool, too
+        place = dict(zip(mine, await self._make_room(len(mine)), strict=True))
+        held = self._arrived("host", mine[: await self._from_host(on_host, place)], place)
+        for name, tier in (("storage", self._from_storage), ("none", self._compute)):
+            missing = mine[len(held) :]
+            if missing:
+                held += self._arrived(name, missing[: await tier(missing, place)], place)
+        return held
+
+    def _arrived(self, tier: str, contents: Sequence[int], place: dict[int, int]) -> list[Entry]:
+        """These are on the device now: whoever waits for them may go on."""
+        self._report.hits[tier] += len(contents)
+        for content in contents:
+            self._arriving.pop(content).set_result(None)
+        return [self._device.put(content, place[content]) for content in contents]
+
+    # --- where blocks come from: each returns how many of the leading contents it brought -------------
+
+    def _use_host(self, contents: Sequence[int]) -> list[Entry]:
+        """The leading contents that the host pool has; held."""
+        entries = itertools.takewhile(lambda entry: entry is not None, map(self._host.find, contents))
+        held = [entry for entry in entries if entry is not None]
+        for entry in held:
+            self._host.hold(entry)
+        return held
+
+    async def _from_host(self, found: Sequence[Entry], place: dict[int, int]) -> int:
+        if not found:
+            return 0
+        targets = [place[entry.content] for entry in found]
+        await self._off_loop(lambda: self._data.poison(targets))
+        task = SwapInTask(
+            task_id=self._id("in"),
+            timeout=TASK_TIMEOUT_S,
+            gpu_block_ids=targets,
+            cpu_block_ids=[entry.block for entry in found],
+            swap_node_ids=tuple(entry.content for entry in found),
+        )
+        result = await self._submit(task)
+        for entry in reversed(found):
+            self._host.release(entry)
+        brought = len(result.block_ids)
+        await self._verify([(entry.content, place[entry.content]) for entry in found[:brought]])
+        return brought
+
+    async def _from_storage(self, contents: Sequence[int], place: dict[int, int]) -> int:
+        if not self._tiers.storage:
+            return 0
+        keys = [_key(content) for content in contents]
+        available = await self._match(keys)
+        if not available:
+            return 0
+        # As FastDeploy does, name all the blocks there are: those beyond the keys must stay untouched.
+        targets = [place[content] for content in contents]
+        await self._off_loop(lambda: self._data.poison(targets))
+        task = ReadStorageTask(
+            task_id=self._id("read"), timeout=TASK_TIMEOUT_S, keys=keys[:available], gpu_block_ids=targets
+        )
+        result = await self._submit(task)
+        brought = contents[: len(result.block_ids)]
+        await self._verify([(content, place[content]) for content in brought])
+        await self._verify_untouched([(content, place[content]) for content in contents[available:]])
+        self._report.blocks_read += len(brought)
+        self._stored.update(brought)
+        return len(brought)
+
+    async def _match(self, keys: list[str]) -> int:
+        try:
+            return await self._client.match(keys)
+        except DaemonLost:
+            raise
+        except TransferError as error:  # storage is in trouble: nothing can be read, all else goes on
+            self._report.error(f"match: {error}")
+            return 0
+
+    async def _compute(self, contents: Sequence[int], place: dict[int, int]) -> int:
+        def prefill() -> None:
+            for content in contents:
+                self._data.fill(place[content], content)
+
+        await self._off_loop(prefill)
+        self._stored.difference_update(contents)  # whatever was known of them, storage has them no more
+        return len(contents)
+
+    # --- where blocks go ----------------------------------------------------------------------------
+
+    async def _store(self, held: Sequence[Entry]) -> None:
+        """Write what is not stored yet: one task for each stretch of blocks that follow one another."""
+        due = [i for i, e in enumerate(held) if e.content not in self._stored and e.content not in self._storing]
+        stretches = itertools.groupby(enumerate(due), key=lambda item: item[1] - item[0])
+        tasks = [self._write([i for _, i in stretch], held) for _, stretch in stretches]
+        await asyncio.gather(*tasks)
+
+    async def _write(self, positions: Sequence[int], held: Sequence[Entry]) -> None:
+        entries = [held[i] for i in positions]
+        contents = [entry.content for entry in entries]
+        self._storing.update(contents)
+        task = WriteStorageTask(
+            task_id=self._id("write"),
+            timeout=TASK_TIMEOUT_S,
+            keys=[_key(content) for content in contents],
+            gpu_block_ids=[entry.block for entry in entries],
+            start_write_block_idx=positions[0],
+        )
+        result = await self._submit(task)
+        written = set(result.block_ids)
+        self._storing.difference_update(contents)
+        self._stored.update(entry.content for entry in entries if entry.block in written)
+        self._report.blocks_written += len(written)
+
+    async def _make_room(self, count: int) -> list[int]:
+        """`count` device blocks, given out; admission made sure that they can be had."""
+        blocks, evicted = self._device.take(count)
+        await self._swap_out(evicted)
+        return blocks
+
+    async def _swap_out(self, evicted: Sequence[Entry]) -> None:
+        """Keep of the evicted what the host pool has room for, the most recently used before the others."""
+        moving = [entry for entry in evicted if self._host.find(entry.content) is None]
+        moving = moving[len(moving) - min(len(moving), self._host.obtainable) :]
+        if not moving:
+            return
+        blocks, _ = self._host.take(len(moving))
+        task = SwapOutTask(
+            task_id=self._id("out"),
+            timeout=TASK_TIMEOUT_S,
+            gpu_block_ids=[entry.block for entry in moving],
+            cpu_block_ids=blocks,
+            swap_node_ids=tuple(entry.content for entry in moving),
+        )
+        result = await self._submit(task)
+        for entry, block in zip(moving, blocks, strict=True):
+            # The same content may have come, gone and been swapped out once more while this one was under way.
+            if result.status is Status.OK and self._host.find(entry.content) is None:
+                self._host.release(self._host.put(entry.content, block))
+            else:
+                self._host.give_back([block])
+
+    # --- tasks and bytes ----------------------------------------------------------------------------
+
+    async def _submit(self, task: Task) -> TaskResult:
+        """Push until it is admitted; count the answer. Raises when nobody can say what the blocks hold."""
+        while True:
+            before = self._clock.monotonic()
+            result = await self._client.submit(task)
+            if result.status is not Status.BUSY:
+                break
+            self._report.busy += 1
+            await asyncio.sleep(result.retry_after or BUSY_RETRY_S)
+        self._report.task(task, result, self._clock.monotonic() - before)
+        if result.error is not None and result.error.code in DAEMON_GONE:
+            raise DaemonLost(f"{task.kind} {task.task_id}: {result.error.message}", code=result.error.code)
+        behind = [rank.rank for rank in result.ranks if rank.error is not None and rank.error.code in LEFT_BEHIND]
+        if behind:
+            what = f"rank {', '.join(map(str, behind))} was left behind at work on {task.kind} {task.task_id}"
+            raise TransferError(f"{what}: its blocks cannot be used again", code="left_behind")
+        return result
+
+    async def _verify(self, blocks: Sequence[tuple[int, int]]) -> None:
+        """Compare (content, block) pairs to the last byte."""
+        if not blocks:
+            return
+        found = await self._off_loop(lambda: [self._data.verify(block, content) for content, block in blocks])
+        self._report.verified(len(blocks), [mismatch for mismatch in found if mismatch is not None])
+
+    async def _verify_untouched(self, blocks: Sequence[tuple[int, int]]) -> None:
+        """Nobody wrote into blocks that were poisoned and in no task's range."""
+        found = await self._off_loop(lambda: [self._data.untouched(block, content) for content, block in blocks])
+        self._report.verified(0, [mismatch for mismatch in found if mismatch is not None])
+
+    def _off_loop(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        """Heavy work on bytes away from the loop, so that latencies are the daemon's and not ours."""
+        return self._offload.run(Direction.IN, work)
+
+    def _id(self, kind: str) -> str:
+        return f"replay-{self._run}-{kind}-{next(self._number)}"
+
+
+def _key(content: int) -> str:
+    """Trace ids are chained already: equal ids mean equal prefixes."""
+    return f"replay-v{VERSION}-block-{content}"
+
+
+def _cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The one error that says most: a bug before what the world did; of several of one kind, the first."""
+    ours, others = group.split(TransferError)
+    error: BaseException | None = others or ours
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert error is not None
+    return error

@@ -1,0 +1,75 @@
+"""The daemon that a replay starts for itself: in a process of its own, in a directory that goes away."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from transferd import config as configuration
+from transferd.client.launch import start
+from transferd.config import Size
+from transferd.errors import TransferError
+from transferd.tiers.segment import DIRECTORY, PREFIX
+
+# A real layout in small, with pools small enough that every tier is used.
+CACHE: dict[str, Any] = {
+    "layers": 4,
+    "kv_heads": 2,
+    "head_dim": 64,
+    "block_size": 64,
+    "device_blocks": 512,
+    "host_blocks": 1024,
+}
+DISK_SHARE = 0.5  # of what is free may be filled with blocks
+LOG_LINES = 20  # of the daemon's, told when it did not end well
+
+
+def settings(config: Path | None, ranks: int | None, cache: Mapping[str, Any]) -> dict[str, Any]:
+    """What the daemon is told, as a tree: a configuration file's cache and storage, or CACHE; our places.
+
+    cache: overrides of CACHE where there is no file. Raises ConfigError.
+    """
+    if config is None:
+        tree: dict[str, Any] = {"cache": CACHE | dict(cache), "storage": {"backend": "file", "model": "replay"}}
+    else:
+        tree = configuration.to_tree(configuration.load(config))
+        tree["server"] = {k: v for k, v in tree["server"].items() if k not in ("endpoint", "curve")}
+        tree["storage"]["file"].pop("path")
+        tree["metrics"] = {"listen": ""}
+        tree["log"] = {"level": tree["log"]["level"]}
+    if ranks is not None:
+        tree["cache"]["ranks"] = ranks
+        tree["cache"].pop("devices", None)
+    return tree
+
+
+@contextlib.contextmanager
+def own_daemon(config: Path | None, ranks: int | None, cache: Mapping[str, Any]) -> Iterator[str]:
+    """A daemon for as long as the context; yields its endpoint. Stops it with SIGTERM, removes all it wrote.
+
+    Raises ConfigError for a bad file; TransferError if the daemon does not start, does not end with exit
+    code 0, or leaves shared memory behind.
+    """
+    tree = settings(config, ranks, cache)
+    with tempfile.TemporaryDirectory(prefix="transferd-replay-") as directory:
+        file = tree["storage"].setdefault("file", {})
+        most = Size.parse(file.get("capacity", configuration.FileStorageSection().capacity))
+        file["capacity"] = int(min(most, shutil.disk_usage(directory).free * DISK_SHARE))
+        try:
+            daemon = start(tree, Path(directory))
+        except RuntimeError as error:
+            raise TransferError(str(error)) from error
+        try:
+            yield daemon.endpoint
+        finally:
+            code = daemon.stop()
+        if code:
+            told = "\n".join(daemon.log.splitlines()[-LOG_LINES:])
+            raise TransferError(f"the daemon ended with exit code {code}; its log ends:\n{told}")
+        left = sorted(path.name for path in DIRECTORY.glob(f"{PREFIX}{daemon.pid}.*"))
+        if left:
+            raise TransferError(f"the daemon ended and left shared memory behind: {', '.join(left)}")

@@ -1,0 +1,134 @@
+"""What a replay found, as data and as text. Keys as in the public contract, and more."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import quantiles
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from transferd.cli.replay.kvdata import Mismatch
+from transferd.tasks import Status, Task, TaskResult
+
+TOLD = 5  # mismatches and errors that a report names; all are counted
+TIERS = ("device", "host", "storage", "none")
+GOOD = frozenset({Status.OK, Status.PARTIAL, Status.MISS})
+
+
+@dataclass(slots=True)
+class Report:
+    """Counts of one replay. Filled by the engine."""
+
+    requests: int = 0  # played to their end
+    truncated: int = 0  # requests with more blocks than the device has
+    blocks_written: int = 0
+    blocks_read: int = 0
+    blocks_verified: int = 0
+    bytes: int = 0
+    busy: int = 0  # answers "busy", each pushed again
+    verify_failures: int = 0
+    error_count: int = 0
+    seconds: float = 0.0
+    aborted: str = ""  # why the replay ended early
+    hits: Counter[str] = field(default_factory=Counter)
+    statuses: Counter[str] = field(default_factory=Counter)
+    latencies: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    mismatches: list[Mismatch] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+    def task(self, task: Task, result: TaskResult, seconds: float) -> None:
+        """One task has ended, so many seconds after it was pushed."""
+        self.statuses[result.status] += 1
+        self.bytes += result.bytes
+        self.latencies[task.kind].append(seconds)
+        if result.error is not None:
+            self.error(f"{task.kind} {task.task_id}: {result.status}: {result.error.message}")
+
+    def error(self, text: str) -> None:
+        """Something went wrong that does not happen in a healthy run."""
+        self.error_count += 1
+        if len(self.errors) < TOLD:
+            self.errors.append(text)
+
+    def verified(self, blocks: int, mismatches: Sequence[Mismatch]) -> None:
+        """So many blocks were compared; these were wrong."""
+        self.blocks_verified += blocks
+        self.verify_failures += len(mismatches)
+        self.mismatches += mismatches[: TOLD - len(self.mismatches)]
+
+    @property
+    def good(self) -> bool:
+        """Played to the end, every byte right, and every task ended as one may in a healthy run."""
+        healthy = not self.error_count and not self.aborted and set(self.statuses) <= GOOD
+        return healthy and not self.verify_failures
+
+    def tree(self) -> dict[str, Any]:
+        """The report as plain data."""
+        total = sum(self.hits.values())
+        return {
+            "requests": self.requests,
+            "tasks": sum(self.statuses.values()),
+            "blocks_written": self.blocks_written,
+            "blocks_read": self.blocks_read,
+            "hit_blocks": {tier: self.hits[tier] for tier in TIERS},
+            "hit_rate": {tier: self.hits[tier] / total if total else 0.0 for tier in TIERS},
+            "bytes": self.bytes,
+            "gb_per_s": self.bytes / self.seconds / 1e9 if self.seconds else 0.0,
+            "blocks_verified": self.blocks_verified,
+            "verify_failures": self.verify_failures,
+            "mismatches": [asdict(mismatch) for mismatch in self.mismatches],
+            "statuses": {str(status): count for status, count in self.statuses.items()},
+            "busy_retries": self.busy,
+            "truncated_requests": self.truncated,
+            "error_count": self.error_count,
+            "errors": self.errors,
+            "aborted": self.aborted,
+            "latency_ms": {kind: _percentiles(values) for kind, values in sorted(self.latencies.items())},
+            "seconds": self.seconds,
+        }
+
+    def print(self, console: Console) -> None:
+        """The report for people."""
+        tree = self.tree()
+        summary = Table(title="replay", show_header=False)
+        for name in ("requests", "tasks", "blocks_written", "blocks_read", "blocks_verified"):
+            summary.add_row(name.replace("_", " "), f"{tree[name]:,}")
+        for name in ("truncated_requests", "busy_retries", "error_count"):
+            if tree[name]:
+                summary.add_row(name.replace("_", " "), f"{tree[name]:,}")
+        summary.add_row("bytes moved", f"{self.bytes / 1e9:.2f} GB at {tree['gb_per_s']:.2f} GB/s")
+        summary.add_row("seconds", f"{self.seconds:.1f}")
+        summary.add_row("statuses", ", ".join(f"{status} {count:,}" for status, count in tree["statuses"].items()))
+        style = "bold green" if not self.verify_failures else "bold red"
+        summary.add_row("verify failures", f"[{style}]{self.verify_failures}[/]")
+        hits = Table(title="where blocks came from")
+        hits.add_column("tier")
+        hits.add_column("blocks", justify="right")
+        hits.add_column("share", justify="right")
+        for tier, share in tree["hit_rate"].items():
+            hits.add_row("computed" if tier == "none" else tier, f"{self.hits[tier]:,}", f"{share:.1%}")
+        latency = Table(title="milliseconds per task")
+        for column in ("task", "p50", "p99"):
+            latency.add_column(column, justify="left" if column == "task" else "right")
+        for kind, values in tree["latency_ms"].items():
+            latency.add_row(kind, f"{values['p50']:.2f}", f"{values['p99']:.2f}")
+        for table in (summary, hits, latency):
+            console.print(table)
+        for mismatch in self.mismatches:
+            console.print("[red]wrong bytes:[/]", escape(str(mismatch)), soft_wrap=True)
+        for error in self.errors:
+            console.print("[red]error:[/]", escape(error), soft_wrap=True)
+        if self.aborted:
+            console.print("[bold red]ended early:[/]", escape(self.aborted), soft_wrap=True)
+
+
+def _percentiles(values: list[float]) -> dict[str, float]:
+    if len(values) == 1:
+        return {"p50": values[0] * 1e3, "p99": values[0] * 1e3}
+    cuts = quantiles(values, n=100, method="inclusive")
+    return {"p50": cuts[49] * 1e3, "p99": cuts[98] * 1e3}

@@ -1,0 +1,140 @@
+"""`transferd verify`: read every object of a file store and say which are damaged, without its daemon.
+
+Objects are checked against their own names (storage/examine.py), so the store may hold objects of any
+number of models, layouts and generations, and no configuration of them is needed. A daemon may be using
+the store meanwhile: objects are immutable and appear whole; one that goes away while it is read is not
+counted. Setting bad objects aside changes the store, so that needs it for itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from transferd.errors import ConfigError
+from transferd.runtime.clock import SYSTEM_CLOCK
+from transferd.storage.directory import ObjectDirectory
+from transferd.storage.examine import PIECE_BYTES, Examination
+
+TOLD = 1000  # damaged objects that a report names; the others are counted
+
+
+@dataclass
+class Report:
+    """What a store holds. bad: (name, damage) of the first TOLD damaged objects; damage: how many of which kind.
+
+    unsealed: objects in which nothing tells whether they are whole. errors: files that could not be looked at.
+    """
+
+    path: str
+    objects: int = 0
+    bytes: int = 0
+    unsealed: int = 0
+    errors: list[str] = field(default_factory=list)
+    damage: Counter[str] = field(default_factory=Counter)
+    bad: list[tuple[str, str]] = field(default_factory=list)
+    quarantined: int = 0
+    seconds: float = 0.0
+
+    @property
+    def damaged(self) -> int:
+        return sum(self.damage.values())
+
+    @property
+    def good(self) -> bool:
+        return not self.damage and not self.errors
+
+    def tree(self) -> dict[str, Any]:
+        return {
+            "path": self.path,
+            "objects": self.objects,
+            "bytes": self.bytes,
+            "damaged": self.damaged,
+            "damage": dict(self.damage),
+            "bad": [{"name": name, "damage": damage} for name, damage in self.bad],
+            "unsealed": self.unsealed,
+            "quarantined": self.quarantined,
+            "errors": self.errors,
+            "seconds": self.seconds,
+        }
+
+    def print(self, console: Console) -> None:
+        for name, damage in self.bad:
+            console.print(f"[red]{damage}[/] {escape(name)}", soft_wrap=True, highlight=False)
+        if self.damaged > len(self.bad):
+            console.print(f"… and {self.damaged - len(self.bad)} more")
+        for error in self.errors:
+            console.print(f"[red]error[/] {escape(error)}", soft_wrap=True, highlight=False)
+        kinds = ", ".join(f"{kind} {count}" for kind, count in self.damage.most_common())
+        verdict = f"[red]{self.damaged} damaged[/] ({kinds})" if self.damage else "[green]none damaged[/]"
+        aside = f", {self.quarantined} set aside" if self.quarantined else ""
+        unsealed = f", {self.unsealed} that cannot be checked" if self.unsealed else ""
+        console.print(
+            f"{escape(self.path)}: {self.objects} objects, {self.bytes} bytes, {verdict}{aside}{unsealed}, "
+            f"{self.seconds:.1f} s",
+            soft_wrap=True,
+            highlight=False,
+        )
+
+
+def verify(path: str, *, quarantine: bool = False, progress: Callable[[int], None] = lambda _: None) -> Report:
+    """Check every object below `path`. progress: hears of each piece's bytes.
+
+    Raises ConfigError when there is no store, and with `quarantine` when a daemon is using it.
+    """
+    if not (Path(path) / "objects").is_dir():
+        raise ConfigError("storage.file.path", "holds no store", path)
+    directory = ObjectDirectory(Path(path), fsync=False, clock=SYSTEM_CLOCK)
+    report, began = Report(path), SYSTEM_CLOCK.monotonic()
+    if quarantine:
+        directory.open()
+    try:
+        buffer = memoryview(bytearray(PIECE_BYTES))
+        for file in directory.objects():
+            examination = Examination(file.name, directory.path(file.name))
+            try:
+                for nbytes in examination.pieces(buffer):
+                    progress(nbytes)
+            except OSError as error:
+                report.errors.append(str(error))
+            else:
+                _count(report, examination)
+                if examination.damage is not None and quarantine:
+                    directory.set_aside(file.name)
+                    report.quarantined += 1
+    except OSError as error:
+        report.errors.append(str(error))
+    finally:
+        directory.close()
+    report.seconds = SYSTEM_CLOCK.monotonic() - began
+    return report
+
+
+def verify_with_progress(path: str, console: Console, *, quarantine: bool = False) -> Report:
+    """`verify`, with a progress bar where somebody is looking."""
+    if not console.is_terminal:
+        return verify(path, quarantine=quarantine)
+    total = sum(file.nbytes for file in ObjectDirectory(Path(path), fsync=False, clock=SYSTEM_CLOCK).objects())
+    columns = TextColumn("verify"), BarColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("verify", total=total)
+        return verify(path, quarantine=quarantine, progress=lambda nbytes: bar.advance(task, nbytes))
+
+
+def _count(report: Report, examination: Examination) -> None:
+    if examination.gone:
+        return
+    report.objects += 1
+    report.bytes += examination.nbytes
+    report.unsealed += examination.unsealed
+    if examination.damage is not None:
+        report.damage[str(examination.damage)] += 1
+        if len(report.bad) < TOLD:
+            report.bad.append((examination.name, str(examination.damage)))

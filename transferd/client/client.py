@@ -1,0 +1,432 @@
+"""The engine's side of the wire: push tasks, get exactly one result for each, whatever happens.
+
+When the daemon has been silent for about 4 s, or another boot_id answers, everything pending ends as
+`failed` with code `daemon_lost`. The client reconnects by itself and goes on with the new daemon; how
+it does all that is in session.py.
+
+`daemon_lost` means *unknown*: the daemon may have been stopped rather than killed. The blocks of such
+a task are surely yours again once `boot_id` has changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import msgspec
+
+from transferd.client import handover
+from transferd.client.session import UNSAYABLE, Link, Pending, PendingTask
+from transferd.config import DEFAULT_ENDPOINT
+from transferd.errors import ProtocolError, TierError
+from transferd.runtime.clock import SYSTEM_CLOCK, Clock
+from transferd.tasks import DEFAULT_TIMEOUT_S, ErrorInfo, Status, Task, TaskResult, TokenIds
+from transferd.wire import protocol as wire
+from transferd.wire.transport import ClientTransport, ZmqClientTransport
+
+NO_ANSWER_S = 30.0  # past a task's own timeout; the daemon answers by then unless it has a bug
+CONTROL_TIMEOUT_S = 30.0  # for an answer that waits for nothing but the daemon
+BUSY_PAUSE_S = 0.01  # before a busy daemon is asked again, if it names no time of its own
+RESTORE_TIMEOUT_S = 600.0  # for memory to be made: pinning hundreds of GiB takes minutes
+QUIET_TIMEOUT_S = 24 * 3600.0  # pause and drain wait for tasks, which have deadlines of their own
+
+
+def default_endpoint() -> str:
+    """TRANSFERD_ENDPOINT, else the packaged daemon's socket."""
+    return os.environ.get("TRANSFERD_ENDPOINT") or DEFAULT_ENDPOINT
+
+
+class DeviceHandle(Protocol):
+    """A device tier's handle (tiers/base.py), or anything like it."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def data(self) -> dict[str, Any]: ...
+
+
+class Client:
+    """An asyncio client of one daemon. `async with` waits until the daemon is ready.
+
+    endpoint: default_endpoint() if None. connect_timeout: seconds to wait for a ready daemon.
+    await_ready: False for an engine whose offers make the daemon ready, and for whoever restores a cleared
+    cache: `async with` then waits for a daemon that answers, and `wait_ready` for the rest.
+    transport: in place of a ZeroMQ socket, or one with CURVE keys; closed with the client.
+    Not thread-safe: use it on the loop that entered it (SyncClient for threads).
+
+    Control requests raise what the daemon refused them with, DaemonLost when it is gone, and
+    TransferError with code `no_answer` when it lives and does not answer for long.
+    """
+
+    def __init__(
+        self,
+        endpoint: str | None = None,
+        *,
+        connect_timeout: float = 10.0,
+        await_ready: bool = True,
+        clock: Clock = SYSTEM_CLOCK,
+        transport: ClientTransport | None = None,
+    ) -> None:
+        self.endpoint = endpoint or default_endpoint()
+        self._connect_timeout = connect_timeout
+        self._await_ready = await_ready
+        self._clock = clock
+        self._link = Link(self.endpoint, transport or ZmqClientTransport(self.endpoint), clock)
+        self._link.renewed = self._renewed
+        self._offers: dict[int, _Offer] = {}  # by rank
+        self._mapped: set[int] = set()  # ranks
+        self._insisting: dict[str, asyncio.Future[None]] = {}  # by task_id: between two pushes to a busy daemon
+
+    @property
+    def boot_id(self) -> str:
+        """Of the daemon that answered last; it changes at each daemon start."""
+        return self._link.boot_id
+
+    @property
+    def generation(self) -> str:
+        """The generation that the daemon named last."""
+        return self._link.generation
+
+    @property
+    def connected(self) -> bool:
+        """A ready daemon answers. What is pushed while this is False may fail at once."""
+        return self._link.ready and not self._link.lost
+
+    # --- life ---------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        await self.connect()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def connect(self) -> None:
+        """Connect and wait until the daemon is ready (or, without await_ready, answers).
+
+        Raises ConnectTimeout, ConfigError.
+        """
+        self._link.open()
+        try:
+            if self._await_ready:
+                await self.wait_ready()
+            else:
+                await self._link.wait_answer(self._connect_timeout)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def wait_ready(self, timeout: float | None = None) -> None:
+        """Wait until a ready daemon answers, also after one was lost or the cache was cleared.
+
+        timeout: seconds; connect_timeout if None. Raises ConnectTimeout that names the ranks without memory.
+        """
+        await self._link.wait_ready(self._connect_timeout if timeout is None else timeout)
+
+    async def close(self) -> None:
+        """Say Bye and disconnect. What is pending ends with code `closed`. Idempotent."""
+        while self._insisting:
+            self._insisting.popitem()[1].set_result(None)
+        self._link.close()
+
+    # --- tasks --------------------------------------------------------------------------------------
+
+    async def submit(self, task: Task) -> TaskResult:
+        """Push a task and wait for its result. Cancelling the wait does not cancel the task (see `cancel`)."""
+        pending = PendingTask(self._link, task, self._limit(task), ack=False)
+        self._link.ask(pending)
+        result: TaskResult = await pending.future
+        return result
+
+    async def insist(self, task: Task) -> TaskResult:
+        """Like submit, but pushes again while the daemon is busy, for as long as the task's timeout allows.
+
+        The timeout covers the waiting, too: a later push has what is left of it.
+        """
+        give_up = self._limit(task) - NO_ANSWER_S
+        while True:
+            result = await self.submit(task)
+            pause = result.retry_after or BUSY_PAUSE_S
+            if result.status is not Status.BUSY or self._link.now + pause >= give_up:
+                return result
+            if await self._taken_back(task.task_id, pause):
+                info = ErrorInfo("cancelled", "cancelled while the daemon was busy")
+                return TaskResult(task_id=task.task_id, status=Status.CANCELLED, error=info, boot_id=self.boot_id)
+            task = msgspec.structs.replace(task, timeout=give_up - self._link.now)
+
+    async def _taken_back(self, task_id: str, pause: float) -> bool:
+        """Wait before a task is pushed again. True: `cancel` or `close` came meanwhile."""
+        told = self._insisting[task_id] = asyncio.get_running_loop().create_future()
+        try:
+            await asyncio.wait({told}, timeout=pause)
+        finally:
+            self._insisting.pop(task_id, None)
+        return told.done()
+
+    async def push(self, task: Task) -> asyncio.Future[TaskResult]:
+        """Push a task; return once it is admitted or answered.
+
+        The future is done already if the task was rejected, or not admitted because the daemon is busy.
+        """
+        pending = PendingTask(self._link, task, self._limit(task), ack=True)
+        self._link.ask(pending)
+        assert pending.admitted is not None
+        await pending.admitted
+        return pending.future
+
+    def _limit(self, task: Task) -> float:
+        timeout = task.timeout if isinstance(task.timeout, int | float) and math.isfinite(task.timeout) else 0.0
+        return self._link.now + max(timeout, 0.0) + NO_ANSWER_S
+
+    async def cancel(self, task_id: str) -> bool:
+        """Take a task back. Its future ends as `cancelled`, or as it ended before.
+
+        False: there was nothing to take back.
+        """
+        told = self._insisting.pop(task_id, None)
+        if told is not None:  # the daemon does not know it
+            told.set_result(None)
+            return True
+        return bool(await self._ask(wire.Cancel(task_id)))
+
+    # --- prefill → decode ---------------------------------------------------------------------------
+
+    async def write_all(
+        self,
+        request_id: str,
+        token_ids: handover.Tokens,
+        gpu_block_ids: Sequence[int],
+        *,
+        extra_keys: handover.ExtraKeys | None = None,
+        timeout: float = DEFAULT_TIMEOUT_S,
+    ) -> TaskResult:
+        """Prefill: hand over the KV of a whole sequence; return when every block of it is where decode can have it.
+
+        token_ids: the sequence from its first token. gpu_block_ids: its blocks, the last one incomplete or not;
+        block ceil(tokens / block_size) - 1 is handed over whole, whatever it holds behind the last token.
+        extra_keys: see `transferd.blocks.keys.block_keys`; both sides must give the same.
+
+        Send the first token only after this. Raises HandoverFailed for anything less than all blocks,
+        RequestError for bad input.
+        """
+        planned = self._plan(request_id, token_ids, gpu_block_ids, extra_keys, timeout)
+        return handover.whole(await self.submit(planned.out(self._link.pd_mode)), len(planned.keys))
+
+    async def read_all(
+        self,
+        request_id: str,
+        token_ids: handover.Tokens,
+        gpu_block_ids: Sequence[int],
+        *,
+        extra_keys: handover.ExtraKeys | None = None,
+        peer: str | None = None,
+        timeout: float = DEFAULT_TIMEOUT_S,
+    ) -> TaskResult:
+        """Decode: get the KV of a whole sequence into `gpu_block_ids`, which may be more than it needs; or nothing.
+
+        peer: `pd_address` of the prefill engine's daemon; needed in direct mode, not looked at in storage mode.
+
+        Raises HandoverFailed, which an engine answers with its `http_status` 502 and its text; the blocks then
+        hold anything. RequestError for bad input.
+        """
+        planned = self._plan(request_id, token_ids, gpu_block_ids, extra_keys, timeout)
+        return handover.whole(await self.submit(planned.into(self._link.pd_mode, peer)), len(planned.keys))
+
+    @property
+    def pd_address(self) -> str:
+        """Where other daemons reach this one in direct mode: what the decode engine names as `peer`. "" otherwise."""
+        return self._link.pd_address
+
+    def _plan(
+        self,
+        request_id: str,
+        token_ids: handover.Tokens,
+        gpu_block_ids: Sequence[int],
+        extra_keys: handover.ExtraKeys | None,
+        timeout: float,
+    ) -> handover.Handover:
+        return handover.plan_handover(
+            request_id,
+            self._clock.fresh_id(),
+            token_ids,
+            gpu_block_ids,
+            block_size=self._link.block_size,
+            extra_keys=extra_keys,
+            timeout=timeout,
+        )
+
+    # --- control ------------------------------------------------------------------------------------
+
+    async def match(self, keys: Sequence[str]) -> int:
+        """How many leading blocks every rank can load."""
+        return int(await self._ask(wire.Match(list(keys))))
+
+    async def match_tokens(self, token_ids: handover.Tokens, start: int = 0) -> int:
+        """The same where storage is token-indexed: how many blocks of this path, from block `start` on.
+
+        token_ids: the path from its first token; an incomplete last block does not count.
+        """
+        return int(await self._ask(wire.Match(token_ids=TokenIds(token_ids), start=start)))
+
+    async def locate(self, token_ids: handover.Tokens) -> dict[str, dict[str, int]]:
+        """Where the blocks of this path are, as far as the open token index knows.
+
+        {node: {"GPU": leading blocks, "CPU": …, "STORAGE": …, "any": in any of them}}; nodes without the
+        first block, and media without it, are left out.
+        """
+        where: dict[str, dict[str, int]] = await self._ask(wire.Locate(TokenIds(token_ids)))
+        return where
+
+    async def pause(self) -> None:
+        """Start no more tasks; returns once no block is being touched. Tasks are still admitted and wait."""
+        await self._ask(wire.Pause(), QUIET_TIMEOUT_S)
+
+    async def resume(self) -> None:
+        """Undo pause or drain."""
+        await self._ask(wire.Resume())
+
+    async def drain(self) -> None:
+        """Admit no more tasks; returns once every admitted one is answered. `resume` admits again."""
+        await self._ask(wire.Drain(), QUIET_TIMEOUT_S)
+
+    async def set_generation(self, generation: str) -> None:
+        """Name objects of this weight version from now on; every older one is out of reach."""
+        await self._ask(wire.SetGeneration(generation))
+        self._link.generation = generation
+
+    async def stats(self) -> dict[str, Any]:
+        """The daemon's report, the same as `transferd stats --format json`."""
+        report: dict[str, Any] = await self._ask(wire.Stats())
+        return report
+
+    async def explain(self, task_id: str) -> dict[str, Any]:
+        """The life of a task, from the daemon's flight recorder (transferd/observability/story.py says what is in it).
+
+        Raises RequestError, code `unknown_task`, for one that was not pushed, or too long ago.
+        """
+        story: dict[str, Any] = await self._ask(wire.Explain(task_id))
+        return story
+
+    async def ping(self) -> tuple[str, float]:
+        """(boot_id, round trip in seconds)."""
+        before = self._link.now
+        welcome: wire.Welcome = await self._ask(wire.Hello())
+        return welcome.boot_id, self._link.now - before
+
+    # --- the cache's memory -------------------------------------------------------------------------
+
+    async def attach(self, rank: int) -> dict[str, list[Any]]:
+        """Map a rank's device cache: {plane: [one array per layer]}, zero-copy; whoever made the memory owns it.
+
+        numpy arrays of shared memory. After a clear of the cache these still show the bytes of before, and
+        nobody else sees what is written to them; attach again for the new ones. On a GPU, arrays with
+        `__cuda_array_interface__` and DLPack (tiers/cuda/engine.py); drop them and `detach` before a clear.
+        Raises RequestError for a rank that is not there, TierError where the memory cannot be shared.
+        """
+        handle = await self.device_handle(rank)
+        if handle["kind"] == "cuda_ipc":
+            from transferd.tiers.cuda.engine import attach  # loads CUDA when it is called
+
+            return dict(attach(handle["data"]).caches)
+        from transferd.tiers.segment import attach_arrays
+
+        if handle["kind"] != "shm":
+            raise TierError(f"device memory of kind {handle['kind']!r} is attached through its adapter")
+        return attach_arrays(handle["data"])
+
+    async def device_handle(self, rank: int) -> dict[str, Any]:
+        """What `attach` maps, {kind, data}; the daemon counts it as mapped until `detach`."""
+        handle: dict[str, Any] = await self._ask(wire.Attach(rank))
+        self._mapped.add(rank)
+        return handle
+
+    async def detach(self, rank: int) -> None:
+        """Say that a rank's memory is not mapped here any more; unmap it first. A clear may have to wait for it."""
+        await self._ask(wire.Detach(rank))
+        self._mapped.discard(rank)
+
+    async def offer(self, rank: int, handle: DeviceHandle | Mapping[str, Any]) -> None:
+        """Hand a rank's memory to a daemon that does not create it; returns once it has been mapped.
+
+        handle: a DeviceHandle, or {kind, data}. The memory stays yours: keep it until the daemon or this client
+        has gone, or the cache was cleared. To a daemon that was restarted it is offered again by itself.
+        Raises RequestError (`layout_mismatch`, `already_attached`, `not_attachable`, `stale_offer`, …), TierError.
+        """
+        kind, data = (handle["kind"], handle["data"]) if isinstance(handle, Mapping) else (handle.kind, handle.data)
+        offer = _Offer(kind, data, self._link.epoch)
+        await self._ask(self._said(rank, offer))
+        self._offers[rank] = offer
+
+    async def clear_cache(self) -> None:
+        """Free all device and host memory of the cache, once every admitted task is answered.
+
+        From the call on, tasks are `rejected`, code `cleared`, until `restore_cache`. Memory that this client
+        has offered is let go of. Raises RequestError with code `still_mapped`, and then nothing has changed,
+        where clients must detach first (memory of a GPU).
+        """
+        self._cache_changed(await self._ask(wire.ClearCache(), QUIET_TIMEOUT_S))
+
+    async def restore_cache(self, generation: str | None = None) -> None:
+        """Make the memory of a cleared cache anew, zeroed, and serve `generation`, which was never cleared before.
+
+        generation: None for what the daemon's storage.version_file says now; without such a file, for the one that
+        `set_generation` has set since the clear.
+        A daemon that does not create memory waits for new offers then. Raises RequestError (`not_cleared`,
+        `closed_generation`), TierError when there is no room; the cache stays cleared then.
+        """
+        self._cache_changed(await self._ask(wire.RestoreCache(generation), RESTORE_TIMEOUT_S))
+        if generation is None:
+            await self.ping()  # the Welcome names it
+        else:
+            self._link.generation = generation
+
+    def _cache_changed(self, epoch: int) -> None:
+        self._link.epoch = epoch
+        self._offers = {rank: offer for rank, offer in self._offers.items() if offer.epoch == epoch}
+
+    def _renewed(self, another: bool, before: int) -> None:
+        """A session has begun: tell it what an earlier one knew."""
+        current = before if another else self._link.epoch  # an offer that a clear has ended is not made again
+        self._offers = {
+            rank: _Offer(offer.kind, offer.data, self._link.epoch)
+            for rank, offer in self._offers.items()
+            if offer.epoch == current
+        }
+        again: list[wire.Control] = [self._said(rank, offer) for rank, offer in self._offers.items()]
+        if another:
+            self._mapped.clear()  # memory of a daemon that is no more
+        again += [wire.Attach(rank) for rank in self._mapped]  # so that it still counts as mapped
+        for body in again:
+            nobody: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            self._link.ask(Pending(body, nobody, self._link.now + CONTROL_TIMEOUT_S))
+
+    @staticmethod
+    def _said(rank: int, offer: _Offer) -> wire.Offer:
+        try:
+            return wire.offer(rank, offer.kind, offer.data, offer.epoch)
+        except UNSAYABLE as error:
+            raise ProtocolError(f"the handle cannot be put on the wire: {error}", code="bad_value") from error
+
+    async def _ask(self, body: wire.Control, timeout: float = CONTROL_TIMEOUT_S) -> Any:
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        seq = self._link.ask(Pending(body, future, self._link.now + timeout))
+        try:
+            return await future
+        finally:
+            self._link.forget(seq)
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """What was offered for a rank, and in which epoch of the cache."""
+
+    kind: str
+    data: dict[str, Any]
+    epoch: int

@@ -1,0 +1,126 @@
+"""A real daemon in a process of its own, for tests, demos and benchmarks.
+
+    with running(config_tree, directory) as daemon:
+        async with Client(daemon.endpoint) as client: ...
+
+The daemon's log goes to a file in `directory`; a start that fails shows its end. The process is
+stopped by its own pid and nothing else is touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transferd.config.toml import to_toml
+
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 30.0
+
+
+@dataclass(slots=True)
+class DaemonProcess:
+    """A daemon that was started. Owns the process until `stop` or `kill`."""
+
+    process: subprocess.Popen[bytes]
+    endpoint: str
+    config_file: Path
+    log_file: Path
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def log(self) -> str:
+        return self.log_file.read_text(encoding="utf-8", errors="replace")
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone."""
+        self.process.kill()
+        self.process.wait(STOP_TIMEOUT_S)
+
+    def stop(self) -> int:
+        """SIGTERM, and the exit code. Kills what does not stop in time and raises TimeoutExpired."""
+        if self.process.poll() is None:
+            self.process.terminate()
+        try:
+            return self.process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
+
+
+def start(
+    tree: Mapping[str, Any],
+    directory: Path,
+    *,
+    name: str = "daemon",
+    wait: bool = True,
+    prefix: Sequence[str] = (),
+) -> DaemonProcess:
+    """Start `python -m transferd serve` with this configuration; wait until it answers and is ready.
+
+    tree: configuration sections as plain data. server.endpoint, storage.file.path and recorder.directory
+    default to places inside `directory`, metrics.listen to "off". prefix: what the command is preceded by,
+    such as `nsenter …`; it must execute the rest in its own process. Raises RuntimeError with the log if it
+    does not start.
+    """
+    sections: dict[str, dict[str, Any]] = {section: dict(values) for section, values in tree.items()}
+    endpoint = f"ipc://{directory / name}.sock"
+    endpoint = str(sections.setdefault("server", {}).setdefault("endpoint", endpoint))
+    sections.setdefault("metrics", {}).setdefault("listen", "")
+    sections.setdefault("storage", {}).setdefault("file", {}).setdefault("path", str(directory / "blocks"))
+    sections.setdefault("recorder", {}).setdefault("directory", str(directory / "flight"))
+    config_file = directory / f"{name}.toml"
+    config_file.write_text(to_toml(sections), encoding="utf-8")
+    log_file = directory / f"{name}.log"
+    with log_file.open("ab") as log:
+        process = subprocess.Popen(
+            [*prefix, sys.executable, "-m", "transferd", "serve", "--config", str(config_file)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        )
+    daemon = DaemonProcess(process, endpoint, config_file, log_file)
+    if wait:
+        _await_ready(daemon)
+    return daemon
+
+
+@contextlib.contextmanager
+def running(
+    tree: Mapping[str, Any], directory: Path, *, name: str = "daemon", prefix: Sequence[str] = ()
+) -> Iterator[DaemonProcess]:
+    """`start`, and `stop` at the end however it ends."""
+    daemon = start(tree, directory, name=name, prefix=prefix)
+    try:
+        yield daemon
+    finally:
+        daemon.stop()
+
+
+def _await_ready(daemon: DaemonProcess) -> None:
+    from transferd.client.sync_client import SyncClient
+    from transferd.errors import ConnectTimeout
+
+    give_up = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < give_up and daemon.process.poll() is None:
+        with contextlib.suppress(ConnectTimeout), SyncClient(daemon.endpoint, connect_timeout=2.0):
+            return
+    code = daemon.process.poll()
+    if code is None:
+        daemon.kill()
+    raise RuntimeError(f"the daemon did not start (exit code {code}); its log ends:\n{daemon.log[-4000:]}")

@@ -1,0 +1,168 @@
+"""What a task must be to be admitted: every way in which it can be impossible, found before anything moves."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+from transferd.blocks.copyplan import check_ids
+from transferd.errors import RequestError
+from transferd.tasks import (
+    Footprint,
+    Lane,
+    ReadStorageTask,
+    ReceiveTask,
+    SendTask,
+    SwapInTask,
+    SwapOutTask,
+    Task,
+    WriteStorageTask,
+)
+
+MAX_TASK_ID = 1024  # characters; task ids are kept for as long as results are
+MAX_TIMEOUT_S = 24 * 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The bounds that admission keeps, and the shape of the cache it checks ids against.
+
+    max_queued: tasks admitted and not running. max_bytes: per lane, queued and running, all ranks.
+    block_bytes: of one block on one rank. storage: False when no backend is configured. token_block:
+    tokens of a block where storage is token-indexed, so that tasks must give the path; else 0.
+    only_flush: write tasks move nothing and tell the token index. direct: True in pd.mode "direct".
+    """
+
+    ranks: int
+    device_blocks: int
+    host_blocks: int
+    block_bytes: int
+    storage: bool = True
+    direct: bool = False
+    token_block: int = 0
+    only_flush: bool = False
+    max_queued: int = 4096
+    max_bytes: int = 16 * 1024**3
+    lane_depth: int = 4
+    deadline_slack: float = 1.0
+    result_ttl: float = 60.0
+    max_results: int = 16384
+
+
+def check_task(task: Task, limits: Limits) -> None:
+    """Raise RequestError, with a code, for a task that can never succeed on this daemon."""
+    if not 0 < len(task.task_id) <= MAX_TASK_ID:
+        raise RequestError(
+            f"task_id must have 1 to {MAX_TASK_ID} characters, not {len(task.task_id)}", code="bad_value"
+        )
+    if not (math.isfinite(task.timeout) and 0 < task.timeout <= MAX_TIMEOUT_S):
+        what = f"timeout must be above 0 and at most {MAX_TIMEOUT_S:.0f} seconds, not {task.timeout}"
+        raise RequestError(what, code="bad_value")
+    if isinstance(task, SwapOutTask | SwapInTask):
+        _check_swap(task, limits)
+    elif isinstance(task, ReadStorageTask):
+        _check_read(task, limits)
+    else:
+        _check_write(task, limits)
+
+
+def moved_bytes(task: Task, limits: Limits) -> int:
+    """What a task counts against its lane's bytes in flight: of all ranks together."""
+    return 0 if is_flush(task, limits) else task.blocks * limits.block_bytes * limits.ranks
+
+
+def footprint_of(task: Task, limits: Limits) -> Footprint:
+    """What a task must have to itself.
+
+    A flush touches no block. It is kept in order with other flushes of the same keys, and with nothing else.
+    """
+    if is_flush(task, limits):
+        assert isinstance(task, WriteStorageTask)
+        return Footprint(storage_writes=[f"{_INDEX_ENTRY}{key}" for key in task.keys])
+    return task.footprint()
+
+
+_INDEX_ENTRY = "index entry of "  # set before a key: another thing than the object of that key
+
+
+def is_flush(task: Task, limits: Limits) -> bool:
+    """A write task that moves nothing and tells the token index."""
+    return limits.only_flush and task.lane is Lane.WRITE
+
+
+def _check_swap(task: SwapOutTask | SwapInTask, limits: Limits) -> None:
+    if not limits.host_blocks:
+        raise RequestError("this daemon has no host tier (cache.host_blocks = 0)", code="no_host_tier")
+    device, host = len(task.gpu_block_ids), len(task.cpu_block_ids)
+    if device != host:
+        raise RequestError(f"gpu_block_ids has {device} ids, cpu_block_ids {host}", code="length_mismatch")
+    out = isinstance(task, SwapOutTask)
+    check_ids(task.gpu_block_ids, limits.device_blocks, "gpu_block_ids", target=not out)
+    check_ids(task.cpu_block_ids, limits.host_blocks, "cpu_block_ids", target=out)
+
+
+def _check_read(task: ReadStorageTask, limits: Limits) -> None:
+    keys, ids = _check_storage(task, task.start_read_block_idx, limits)
+    if ids < keys:
+        raise RequestError(f"keys has {keys} entries, gpu_block_ids only {ids}", code="length_mismatch")
+    check_ids(task.gpu_block_ids, limits.device_blocks, "gpu_block_ids", target=True)
+
+
+def _check_write(task: WriteStorageTask, limits: Limits) -> None:
+    keys, ids = _check_storage(task, task.start_write_block_idx, limits)
+    flush = is_flush(task, limits)
+    if ids != keys and not (flush and not ids):  # of blocks that were evicted there is nothing but their place
+        raise RequestError(f"keys has {keys} entries, gpu_block_ids {ids}", code="length_mismatch")
+    if keys > limits.device_blocks and not flush:  # a read or swap of so many would name a target twice
+        raise RequestError(f"{keys} blocks, the device has {limits.device_blocks}", code="too_many_blocks")
+    check_ids(task.gpu_block_ids, limits.device_blocks, "gpu_block_ids", target=False)
+    if len(set(task.keys)) != keys:
+        twice = next(key for key, times in Counter(task.keys).items() if times > 1)
+        raise RequestError(f"keys names one block twice: {twice[:80]!r}", code="duplicate_key")
+
+
+def _check_storage(task: ReadStorageTask | WriteStorageTask, start: int, limits: Limits) -> tuple[int, int]:
+    """What reads and writes share. Returns how many keys and how many ids there are."""
+    if isinstance(task, SendTask | ReceiveTask):
+        _check_direct(task, limits)
+    elif not limits.storage:
+        raise RequestError('this daemon has no storage tier (storage.backend = "none")', code="no_storage_tier")
+    if start < 0:
+        raise RequestError(f"start_{task.kind}_block_idx must not be negative, is {start}", code="bad_value")
+    if limits.token_block and task.lane in (Lane.READ, Lane.WRITE):
+        _check_path(task, start, limits.token_block)
+    return len(task.keys), len(task.gpu_block_ids)
+
+
+def _check_direct(task: SendTask | ReceiveTask, limits: Limits) -> None:
+    if not limits.direct:
+        raise RequestError('this daemon hands nothing over directly (pd.mode = "storage")', code="no_direct_mode")
+    if not 0 < len(task.transfer_id) <= MAX_TASK_ID:
+        raise RequestError(f"transfer_id must have 1 to {MAX_TASK_ID} characters", code="bad_value")
+    if isinstance(task, ReceiveTask):
+        host, _, port = task.peer.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            raise RequestError(f"peer must be host:port, not {task.peer[:80]!r}", code="bad_value")
+
+
+def _check_path(task: ReadStorageTask | WriteStorageTask, start: int, block_size: int) -> None:
+    """token_ids are the whole path, from the first token to the end of the last block at least."""
+    if task.token_ids is None:
+        raise RequestError("token_ids are needed: storage is token-indexed", code="token_ids_required")
+    needed = (start + len(task.keys)) * block_size
+    if len(task.token_ids) < needed:
+        what = f"{len(task.token_ids)} token_ids, blocks {start} to {start + len(task.keys)} need {needed}"
+        raise RequestError(f"{what}: give the whole path from its first token", code="token_ids_too_short")
+
+
+def content_hash(task: Task) -> int:
+    """Equal for equal requests within one process; the timeout may differ between pushes of one task."""
+    if isinstance(task, SwapOutTask | SwapInTask):
+        return hash((task.kind, tuple(task.gpu_block_ids), tuple(task.cpu_block_ids)))
+    transfer = task.transfer_id if isinstance(task, SendTask | ReceiveTask) else None
+    if isinstance(task, WriteStorageTask):
+        place: tuple[int, bool | None] = (task.start_write_block_idx, task.flush_cache_exists)
+    else:
+        place = (task.start_read_block_idx, None)
+    return hash((task.kind, transfer, tuple(task.keys), tuple(task.gpu_block_ids), task.token_ids, place))

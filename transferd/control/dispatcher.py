@@ -1,0 +1,469 @@
+"""Which task runs when, and what it is answered: the state machine at the centre, without one await.
+
+Theory of operation
+-------------------
+`Dispatcher.handle(event)` is the only entry. It changes this object's state and returns
+instructions (see events.py); whoever carries them out reports what happened as further events.
+Nothing here knows of sockets, threads, devices or the event loop, and time comes in with the event.
+
+A task is admitted or answered at once. Admission refuses what can never work (`rejected`), what is
+too much right now (`busy`, with a hint when to retry), and joins a push of a task_id that is known:
+a running one gets one more waiter, a finished one is answered from memory.
+
+An admitted task is in one of four states, and TRANSITIONS below is the whole law:
+
+    queued      waits for tasks before it on its blocks, for a place in its lane, or for `resume`
+    running     its round is open and every rank is at work on it
+    cancelling  as running, but the ranks were told to end early (cancel or deadline)
+    done        answered; exactly one terminal result went to every waiter
+
+Which of the ready tasks run is for their lane to say (lanes.py). Because a Start goes to all ranks together,
+the order is the same on every rank.
+
+A deadline or a cancel of a queued task answers it at once. Of a running one it stops the ranks, which
+arrive with what they have as soon as the copy they are in has ended. A rank that does not even do
+that within `deadline_slack` is left behind: the round is completed without it, the task answered,
+and its blocks stay claimed until that rank has let go (`straggling`), so nobody else is given them.
+
+Generations: a task is bound to the generation at its admission. A bump makes all older objects
+unreachable for later tasks and lets running ones finish under their own name.
+
+Memory: nothing is admitted while a rank has no memory (gate.py). Results from before it was taken away are
+not repeated; they speak of memory that is no more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from transferd.control import events as ev
+from transferd.control.admission import Limits, check_task, content_hash, footprint_of, moved_bytes
+from transferd.control.alarms import Alarms
+from transferd.control.gate import Door
+from transferd.control.hazards import HazardTable
+from transferd.control.lanes import RETRY_AFTER_S, Lanes
+from transferd.control.results import ResultMemory
+from transferd.control.task_state import AT_WORK, TRANSITIONS, Record, State
+from transferd.errors import InvariantError, RequestError
+from transferd.observability.recorder import LONGEST_TEXT, Recorder
+from transferd.tasks import ErrorInfo, Lane, Merged, Status, Stop, TaskResult
+
+MAX_WAITERS = 256  # pushes of one task_id that may wait for its result
+
+# Words of the flight recorder.
+ADMITTED = {lane: f"admitted {lane}" for lane in Lane}
+DONE = {status: f"done {status}" for status in Status}
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchStatistics:
+    """A snapshot: tasks by final status, refusals by code, and what is under way now."""
+
+    queued: int
+    running: int
+    straggling: int
+    results_kept: int
+    tasks: dict[str, int]
+    rejects: dict[str, int]
+    lanes: dict[str, dict[str, int]]
+    paused: bool
+    draining: bool
+
+
+class Dispatcher:
+    """The state machine. Mutate only through `handle`; see the module's theory of operation."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        boot_id: str = "",
+        generation: str = "",
+        recorder: Recorder | None = None,
+        admitting: bool = True,
+    ) -> None:
+        """admitting: False while the daemon starts; CacheReady admits."""
+        self.limits = limits
+        self.boot_id = boot_id
+        self.generation = generation
+        self._recorder = recorder if recorder is not None else Recorder()
+        self._records: dict[str, Record] = {}  # queued, running, cancelling
+        self._stragglers: dict[str, Record] = {}  # done, but a rank has not let go
+        self._results = ResultMemory(limits.result_ttl, limits.max_results)
+        self._hazards = HazardTable()
+        self._lanes = Lanes(limits)
+        self._door = Door(memory=admitting)
+        self._memories = 0  # how often the cache's memory was taken away
+        self._alarms: Alarms[Record] = Alarms(lambda record: record.state is State.DONE)
+        self._wake_at = math.inf  # what was last asked for and has not come
+        self._statuses: Counter[str] = Counter()
+        self._rejects: Counter[str] = Counter()
+        self._out: list[ev.Instruction] = []
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            ev.TaskSubmitted: self._submitted,
+            ev.RoundMerged: self._merged,
+            ev.RankLeft: self._rank_left,
+            ev.RankDied: self._rank_died,
+            ev.ClientGone: self._client_gone,
+            ev.CancelRequested: self._cancel_requested,
+            ev.DeadlineReached: self._deadline_reached,
+            ev.CacheWithdrawn: self._cache_withdrawn,
+            ev.CacheReady: self._cache_ready,
+            ev.PauseRequested: self._pause_requested,
+            ev.ResumeRequested: self._resume_requested,
+            ev.DrainRequested: self._drain_requested,
+            ev.ShutdownRequested: self._shutdown_requested,
+            ev.QueueAbandoned: self._queue_abandoned,
+            ev.GenerationBumped: self._generation_bumped,
+        }
+
+    def handle(self, event: ev.Event) -> list[ev.Instruction]:
+        """Hear one event; return what must be done, in order."""
+        self._handlers[type(event)](event)
+        out, self._out = self._out, []
+        return out
+
+    # --- what can be seen from outside --------------------------------------------------------------
+
+    @property
+    def quiet(self) -> bool:
+        """No rank touches any block on behalf of any task."""
+        return not self._stragglers and not self._lanes.running
+
+    @property
+    def empty(self) -> bool:
+        """Quiet, and nothing is queued."""
+        return not self._records and not self._stragglers
+
+    @property
+    def admitting(self) -> bool:
+        return self._door.refusal is None
+
+    @property
+    def alive(self) -> bool:
+        """No rank has died, and no shutdown was asked for."""
+        return self._door.alive
+
+    @property
+    def next_alarm(self) -> float:
+        """When the next deadline is due; long past means that nobody sends DeadlineReached. math.inf for never."""
+        return self._alarms.next()
+
+    @property
+    def task_ids(self) -> list[str]:
+        """Ids of all tasks that are admitted and not answered."""
+        return list(self._records)
+
+    def state_of(self, task_id: str) -> State | None:
+        """None for a task that was never admitted or is long forgotten."""
+        record = self._records.get(task_id)
+        if record is not None:
+            return record.state
+        return State.DONE if task_id in self._results or task_id in self._stragglers else None
+
+    def statistics(self) -> DispatchStatistics:
+        return DispatchStatistics(
+            queued=self._lanes.queued,
+            running=self._lanes.running,
+            straggling=len(self._stragglers),
+            results_kept=len(self._results),
+            tasks=dict(self._statuses),
+            rejects=dict(self._rejects),
+            lanes=self._lanes.statistics(),
+            paused=self._door.paused,
+            draining=self._door.draining,
+        )
+
+    def __repr__(self) -> str:
+        lanes = self._lanes
+        return f"<Dispatcher queued={lanes.queued} running={lanes.running} straggling={len(self._stragglers)}>"
+
+    # --- admission ----------------------------------------------------------------------------------
+
+    def _submitted(self, event: ev.TaskSubmitted) -> None:
+        """Answer from what is known, refuse, or admit; exactly one of these."""
+        task = event.task
+        content = content_hash(task)
+        self._results.forget(event.now)
+        if self._join(event, content):
+            return
+        refusal = self._door.refusal
+        if refusal is not None:
+            status, error = refusal
+            self._refuse(event, status, error, RETRY_AFTER_S[1] if status is Status.BUSY else None)
+            return
+        try:
+            check_task(task, self.limits)
+        except RequestError as error:
+            self._refuse(event, Status.REJECTED, ErrorInfo(error.reason, str(error)))
+            return
+        nbytes = moved_bytes(task, self.limits)
+        busy = self._lanes.too_much(task, nbytes)
+        if busy is not None:
+            self._refuse(event, Status.BUSY, *busy)
+            return
+        self._admit(event, content, nbytes)
+
+    def _join(self, event: ev.TaskSubmitted, content: int) -> bool:
+        """Treat a push of a task_id that is known. True: it was treated."""
+        task_id = event.task.task_id
+        record = self._records.get(task_id) or self._stragglers.get(task_id)
+        kept = self._results.get(task_id)
+        if record is None and kept is None:
+            return False
+        asked_before = record.content if record is not None else kept.content if kept is not None else None
+        if asked_before != content:
+            what = f"another task was pushed under the id {task_id[:80]!r} before"
+            self._refuse(event, Status.REJECTED, ErrorInfo("task_id_conflict", what))
+        elif kept is not None and kept.memory != self._memories:
+            what = "this task has ended, and the memory that its result speaks of was taken away since"
+            self._refuse(event, Status.REJECTED, ErrorInfo("cache_gone", what))
+        elif kept is not None:
+            self._recorder.aside(task_id, "repeated", event.client)
+            self._out.append(ev.Reply(event.client, event.seq, kept.result))
+        elif record is not None and record.state is not State.DONE and len(record.waiters) < MAX_WAITERS:
+            self._recorder.aside(task_id, "joined", event.client)
+            record.waiters.append((event.client, event.seq))
+        else:  # its blocks are still held by a rank that was left behind, or too many wait already
+            self._refuse(event, Status.BUSY, ErrorInfo("task_id_busy", "this task_id is taken"), RETRY_AFTER_S[1])
+        return True
+
+    def _admit(self, event: ev.TaskSubmitted, content: int, nbytes: int) -> None:
+        task, now = event.task, event.now
+        record = Record(
+            task=task,
+            content=content,
+            generation=self.generation,
+            memory=self._memories,
+            admitted_at=now,
+            deadline=now + task.timeout,
+            nbytes=nbytes,
+            waiters=[(event.client, event.seq)],
+        )
+        record.claim = self._hazards.enter(record, footprint_of(task, self.limits))
+        self._records[task.task_id] = record
+        self._lanes.enter(record)
+        self._recorder.admitted(task.task_id, ADMITTED[task.lane], task.blocks, event.client)
+        self._set_alarm(record.deadline, record)
+        if record.claim.ready:
+            self._lanes.ready(record)
+            self._start_ready()
+        else:
+            self._recorder.note(task.task_id, "waits", record.claim.blockers)
+
+    def _refuse(
+        self, event: ev.TaskSubmitted, status: Status, error: ErrorInfo, retry_after: float | None = None
+    ) -> None:
+        self._statuses[status] += 1
+        self._rejects[error.code] += 1
+        self._recorder.aside(event.task.task_id, status, error.code, event.client)
+        result = TaskResult(
+            task_id=event.task.task_id,
+            status=status,
+            error=error,
+            retry_after=retry_after,
+            generation=self.generation,
+            boot_id=self.boot_id,
+        )
+        self._out.append(ev.Reply(event.client, event.seq, result))
+
+    # --- running ------------------------------------------------------------------------------------
+
+    def _start_ready(self) -> None:
+        if not self._door.starts:
+            return
+        for record in self._lanes.startable():
+            self._move(record, State.RUNNING)
+            self._recorder.step(record.task.task_id, "started", -1, 0)
+            self._out.append(ev.Start(record.task, record.generation, record.admitted_at))
+
+    def _merged(self, event: ev.RoundMerged) -> None:
+        record = self._records.get(event.task_id)
+        if record is None or record.state not in AT_WORK:
+            raise InvariantError(
+                f"a round of {event.task_id!r} was merged, which is not running\n{self._recorder.story(event.task_id)}"
+            )
+        self._lanes.spent(record, event.now)
+        record.straggling.update(event.missing)
+        merged = event.merged
+        status = merged.status
+        if record.stop is Stop.CANCELLED and status is Status.EXPIRED:
+            status = Status.CANCELLED  # the slack of a cancel ran out: the caller hears of the cancel
+        self._finish(record, status, merged, event.now)
+
+    def _rank_left(self, event: ev.RankLeft) -> None:
+        record = self._stragglers.get(event.task_id)
+        if record is None:
+            return
+        record.straggling.discard(event.rank)
+        if not record.straggling:
+            del self._stragglers[event.task_id]
+            self._recorder.note(event.task_id, "straggler left", event.rank)
+            self._release(record)
+
+    def _rank_died(self, event: ev.RankDied) -> None:
+        error = ErrorInfo("rank_died", f"rank {event.rank} died: {event.cause}")
+        self._recorder.aside("", "rank died", event.rank, event.cause[:LONGEST_TEXT])
+        self._door.rank_died(error)
+        self._fail_queued(error, event.now)
+        for task_id, record in list(self._stragglers.items()):
+            self._rank_left(ev.RankLeft(task_id, event.rank, event.now))
+            assert record.state is State.DONE
+
+    # --- ending early -------------------------------------------------------------------------------
+
+    def _client_gone(self, event: ev.ClientGone) -> None:
+        for record in list(self._records.values()):
+            waiters = [waiter for waiter in record.waiters if waiter[0] != event.client]
+            if len(waiters) == len(record.waiters):
+                continue
+            record.waiters = waiters
+            if not waiters:
+                self._recorder.note(record.task.task_id, "nobody waits", event.client)
+                self._end(record, Stop.CANCELLED, event.now)
+
+    def _cancel_requested(self, event: ev.CancelRequested) -> None:
+        record = self._records.get(event.task_id)
+        if record is not None:
+            self._end(record, Stop.CANCELLED, event.now)
+
+    def _deadline_reached(self, event: ev.DeadlineReached) -> None:
+        self._wake_at = math.inf
+        for record in self._alarms.due(event.now):
+            if record.state is State.CANCELLING:
+                if event.now >= record.forsaken_at:  # else this alarm is the deadline of a cancelled task
+                    record.forsaken_at = math.inf
+                    self._recorder.note(record.task.task_id, "slack used up")
+                    self._out.append(ev.ExpireRound(record.task.task_id))
+            else:
+                self._end(record, Stop.EXPIRED, event.now)
+        self._ask_for_wake()
+
+    def _end(self, record: Record, reason: Stop, now: float) -> None:
+        if record.state is State.QUEUED:
+            waited = f"{'deadline reached' if reason is Stop.EXPIRED else 'cancelled'} while queued"
+            self._finish_early(record, Status(reason.value), ErrorInfo(str(reason), waited), now)
+        elif record.state is State.RUNNING:
+            record.stop = reason
+            self._move(record, State.CANCELLING)
+            self._recorder.note(record.task.task_id, "told to end", reason)
+            self._out.append(ev.StopTask(record.task.task_id, reason))
+            record.forsaken_at = now + self.limits.deadline_slack
+            self._set_alarm(record.forsaken_at, record)
+
+    def _queue_abandoned(self, event: ev.QueueAbandoned) -> None:
+        self._fail_queued(ErrorInfo("shutdown", "the daemon shut down before this task started"), event.now)
+
+    def _fail_queued(self, error: ErrorInfo, now: float) -> None:
+        for record in list(self._records.values()):
+            if record.state is State.QUEUED:
+                self._finish_early(record, Status.FAILED, error, now)
+
+    # --- control ------------------------------------------------------------------------------------
+
+    def _pause_requested(self, _: ev.PauseRequested) -> None:
+        self._recorder.aside("", "pause")
+        self._door.pause()
+
+    def _resume_requested(self, _: ev.ResumeRequested) -> None:
+        self._recorder.aside("", "resume")
+        self._door.resume()
+        self._start_ready()
+
+    def _drain_requested(self, _: ev.DrainRequested) -> None:
+        self._recorder.aside("", "drain")
+        self._door.drain()
+
+    def _cache_withdrawn(self, event: ev.CacheWithdrawn) -> None:
+        self._recorder.aside("", "cache withdrawn", event.error.message[:LONGEST_TEXT])
+        self._door.memory_gone(event.error)
+        self._memories += 1
+        if event.end:
+            self._fail_queued(event.error, event.now)
+            for record in list(self._records.values()):
+                self._end(record, Stop.CANCELLED, event.now)
+
+    def _cache_ready(self, _: ev.CacheReady) -> None:
+        self._recorder.aside("", "cache ready")
+        self._door.memory_there()
+
+    def _shutdown_requested(self, _: ev.ShutdownRequested) -> None:
+        self._recorder.aside("", "shutdown")
+        self._door.shut()
+
+    def _generation_bumped(self, event: ev.GenerationBumped) -> None:
+        self._recorder.aside("", "generation", self.generation, event.generation)
+        self.generation = event.generation
+
+    # --- ending -------------------------------------------------------------------------------------
+
+    def _finish_early(self, record: Record, status: Status, error: ErrorInfo, now: float) -> None:
+        """Answer a task that no rank has seen."""
+        self._finish(record, status, Merged(status, [], [], error), now)
+
+    def _finish(self, record: Record, status: Status, merged: Merged, now: float) -> None:
+        task_id = record.task.task_id
+        self._move(record, State.DONE)
+        result = TaskResult(
+            task_id=task_id,
+            status=status,
+            block_ids=merged.block_ids,
+            ranks=merged.ranks,
+            error=merged.error,
+            bytes=merged.bytes,
+            duration=now - record.admitted_at,
+            generation=record.generation,
+            boot_id=self.boot_id,
+        )
+        self._statuses[status] += 1
+        self._recorder.step(task_id, DONE[status], -1, len(merged.block_ids))
+        if merged.error is not None:
+            self._recorder.note(task_id, "cause", merged.error.code, merged.error.message[:LONGEST_TEXT])
+        for client, seq in record.waiters:
+            self._out.append(ev.Reply(client, seq, result))
+        self._out.append(ev.Publish(record.task, result))
+        del self._records[task_id]
+        self._lanes.leave(record)
+        self._results.keep(result, record.content, record.memory, now)
+        if record.straggling:
+            self._stragglers[task_id] = record
+            self._recorder.note(task_id, "straggling", str(sorted(record.straggling)))
+            self._start_ready()
+        else:
+            self._release(record)
+
+    def _release(self, record: Record) -> None:
+        """The task's blocks are free; whoever waited for them gets its turn."""
+        claim, record.claim = record.claim, None  # no cycle is left for the collector to find
+        assert claim is not None
+        for ready in self._hazards.leave(claim):
+            waiting = ready.owner
+            assert isinstance(waiting, Record)
+            if waiting.state is State.QUEUED:
+                self._recorder.note(waiting.task.task_id, "blocks free", record.task.task_id)
+                self._lanes.ready(waiting)
+        self._start_ready()
+
+    def _move(self, record: Record, state: State) -> None:
+        if state not in TRANSITIONS[record.state]:
+            task_id = record.task.task_id
+            story = self._recorder.story(task_id)
+            raise InvariantError(f"{task_id!r} cannot go from {record.state} to {state}\n{story}")
+        old, record.state = record.state, state
+        self._lanes.moved(record, old)
+
+    # --- alarms -------------------------------------------------------------------------------------
+
+    def _set_alarm(self, when: float, record: Record) -> None:
+        self._alarms.set(when, record)
+        self._ask_for_wake()
+
+    def _ask_for_wake(self) -> None:
+        soonest = self._alarms.next()
+        if soonest < self._wake_at:
+            self._wake_at = soonest
+            self._out.append(ev.WakeAt(soonest))

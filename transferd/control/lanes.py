@@ -1,0 +1,105 @@
+"""Places and load: how many tasks run at once in each lane, in which order, and what is too much.
+
+A lane is one direction. Lanes do not share places, so loads never wait behind stores. Within one, tasks
+run in the order in which they became ready: when the tasks before them on their blocks had ended.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from transferd.control.admission import Limits, is_flush
+from transferd.control.task_state import AT_WORK, Record, State
+from transferd.tasks import ErrorInfo, Lane, Task
+
+RETRY_AFTER_S = (0.005, 5.0)  # the shortest and the longest hint given with `busy`
+
+
+@dataclass(slots=True)
+class LaneLoad:
+    """What one lane has to do."""
+
+    ready: deque[Record] = field(default_factory=deque)  # in the order in which they became ready
+    running: int = 0
+    tasks: int = 0  # queued and running
+    nbytes: int = 0  # of those
+    seconds: float = 0.0  # moving average of a task's time from admission to its end; feeds retry_after
+
+
+class Lanes:
+    """All lanes of one dispatcher."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self.loads = {lane: LaneLoad() for lane in Lane}
+        self.queued = 0  # in all lanes
+
+    @property
+    def running(self) -> int:
+        return sum(load.running for load in self.loads.values())
+
+    def too_much(self, task: Task, nbytes: int) -> tuple[ErrorInfo, float] | None:
+        """Why one more task is not admitted now, and after how many seconds to ask again."""
+        load = self.loads[task.lane]
+        if self.queued >= self._limits.max_queued:
+            return ErrorInfo("queue_full", f"{self.queued} tasks are queued, the most allowed"), self._hint(load)
+        # An index that hangs holds up every flush until its deadline, and an engine that evicts has many of them.
+        waiting = load.tasks - load.running
+        if is_flush(task, self._limits) and waiting >= (self._limits.max_queued + 1) // 2:
+            return ErrorInfo("queue_full", f"{waiting} flushes are queued, half of all that may be"), self._hint(load)
+        # One task alone may be larger than the bound: refusing it for ever would not be "retry later".
+        if load.tasks and load.nbytes + nbytes > self._limits.max_bytes:
+            told = f"{load.nbytes} bytes are under way in this lane"
+            return ErrorInfo("bytes_in_flight", told), self._hint(load)
+        return None
+
+    def _hint(self, load: LaneLoad) -> float:
+        """How long this lane takes to work off a quarter of what waits: early enough, not a stampede."""
+        waiting = max(1, load.tasks - load.running)
+        estimate = load.seconds * waiting / self._limits.lane_depth / 4
+        return min(max(estimate, RETRY_AFTER_S[0]), RETRY_AFTER_S[1])
+
+    def enter(self, record: Record) -> None:
+        """A task was admitted."""
+        load = self.loads[record.task.lane]
+        load.tasks += 1
+        load.nbytes += record.nbytes
+        self.queued += 1
+
+    def ready(self, record: Record) -> None:
+        """Its blocks are free: it may run when there is a place."""
+        self.loads[record.task.lane].ready.append(record)
+
+    def startable(self) -> Iterator[Record]:
+        """Tasks that run now, one by one; each must have been moved to running before the next is asked for."""
+        for load in self.loads.values():
+            while load.ready and load.running < self._limits.lane_depth:
+                record = load.ready.popleft()
+                if record.state is State.QUEUED:  # else it was taken back while it waited for a place
+                    yield record
+
+    def moved(self, record: Record, old: State) -> None:
+        """A task has another state."""
+        load = self.loads[record.task.lane]
+        if old is State.QUEUED:
+            self.queued -= 1
+        load.running += (record.state in AT_WORK) - (old in AT_WORK)
+
+    def spent(self, record: Record, now: float) -> None:
+        """A round of a task has ended."""
+        load, spent = self.loads[record.task.lane], now - record.admitted_at
+        load.seconds = spent if not load.seconds else 0.9 * load.seconds + 0.1 * spent
+
+    def leave(self, record: Record) -> None:
+        """A task was answered."""
+        load = self.loads[record.task.lane]
+        load.tasks -= 1
+        load.nbytes -= record.nbytes
+
+    def statistics(self) -> dict[str, dict[str, int]]:
+        return {
+            str(name): {"queued": load.tasks - load.running, "running": load.running, "bytes": load.nbytes}
+            for name, load in self.loads.items()
+        }

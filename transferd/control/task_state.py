@@ -1,0 +1,48 @@
+"""One admitted task, as the dispatcher knows it, and the law of its states."""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, field
+
+from transferd.control.hazards import Claim
+from transferd.tasks import Stop, Task
+
+
+class State(enum.StrEnum):
+    """Where an admitted task is."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    CANCELLING = "cancelling"
+    DONE = "done"
+
+
+TRANSITIONS: dict[State, frozenset[State]] = {
+    State.QUEUED: frozenset({State.RUNNING, State.DONE}),
+    State.RUNNING: frozenset({State.CANCELLING, State.DONE}),
+    State.CANCELLING: frozenset({State.DONE}),
+    State.DONE: frozenset(),
+}
+
+AT_WORK = frozenset({State.RUNNING, State.CANCELLING})
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """Changed by the dispatcher only."""
+
+    task: Task
+    content: int  # hash of what is asked; a re-push of the same id must ask the same
+    generation: str
+    memory: int  # which of the cache's memories its blocks are in
+    admitted_at: float
+    deadline: float
+    nbytes: int  # counted against the lane's bytes in flight
+    waiters: list[tuple[bytes, int]]  # (client, seq) to be answered; empty when all have gone
+    claim: Claim | None = None  # None while the record is being made and after its blocks were let go
+    state: State = State.QUEUED
+    stop: Stop | None = None  # why it was told to end, while cancelling
+    forsaken_at: float = math.inf  # while cancelling: when the ranks that still hold on are left behind
+    straggling: set[int] = field(default_factory=set)  # ranks left behind, after done

@@ -1,0 +1,1 @@
+"""Where the parts become one process: built, opened, served, reported on and taken apart again."""

@@ -1,0 +1,401 @@
+"""The cache as a whole: which rank has its memory, who gave it, and how all of it goes and comes back.
+
+Theory of operation
+-------------------
+One side creates the device memory of every rank (ownership.py). If it is the daemon, `open` allocates, once. If
+it is the engine, each rank waits for an *offer*: a handle to the engine's memory, checked (does its owner live,
+do the arrays fit the layout) and mapped, or refused with nothing kept. Readiness is announced when every
+rank has memory, and only then; `missing` and `why` say what stands against it.
+
+    create:  absent ──open──▶ present ──clear──▶ absent ──restore──▶ present
+    attach:  absent ──offer─▶ present ──clear, or its client has gone──▶ absent ──offer─▶ present
+
+Memory is taken away in one order, always: admit nothing (the dispatcher then refuses), wait until no rank
+touches any block, only then free or unmap. So a copy never meets memory that is going.
+
+A second creation of a rank is refused. The same handle offered again is not a second one: it is the same
+client after its connection broke, and the offer is now that connection's.
+
+*Clear and restore.* `clear` frees device and host memory; staging stays, it is a constant and holds no block.
+The generation that was served until then is closed for good: `restore` wants one that this daemon has never
+closed, and `set_generation` refuses to go back. So no object and no block of before can be read after. Each
+clear begins a new *epoch*; an offer says for which epoch it was made, since one that was on its way
+meanwhile names memory that its engine has given up.
+
+*What others have mapped.* A client that attached may still look at its arrays after a clear. Memory that
+outlives its creator's close (POSIX shared memory) lets it: it sees the old bytes, which nobody else does.
+Memory that does not (CUDA IPC) must be let go first: `clear` is refused until every such client has
+detached, and touches nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import structlog
+
+from transferd.config.ownership import Creator
+from transferd.errors import EngineGone, RequestError, TransferError
+from transferd.storage.tokens import TokenStorage
+from transferd.tasks import ErrorInfo
+from transferd.tiers.base import DeviceHandle
+from transferd.tiers.owner import Owner, check_owner
+from transferd.workers.rank import RankWorker
+
+log = structlog.get_logger(__name__)
+
+MAX_GENERATION = 256  # characters; part of every object's name
+CLEARED = ErrorInfo("cleared", "the cache was cleared; restore_cache makes it anew")
+
+
+class Core(Protocol):
+    """What the cache asks of the coordinator."""
+
+    @property
+    def generation(self) -> str: ...
+    def announce_ready(self) -> None: ...
+    def withdraw(self, error: ErrorInfo, *, end: bool) -> None: ...
+    async def settled(self) -> None: ...
+    def memory_gone(self, *, stored: bool) -> None: ...
+    def check_generation(self, generation: str) -> None: ...
+    def set_generation(self, generation: str) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Offer:
+    """Memory that is mapped from an engine, and the client that offered it last."""
+
+    client: bytes
+    handle: DeviceHandle
+    owner: Owner
+
+
+@dataclass(slots=True, eq=False)
+class _Attempt:
+    """An offer that is being mapped; its client may go meanwhile."""
+
+    client: bytes
+    gone: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Rank:
+    """One rank's memory."""
+
+    worker: RankWorker
+    present: bool = False
+    offer: _Offer | None = None
+    attempts: list[_Attempt] = field(default_factory=list)
+    mapped_by: set[bytes] = field(default_factory=set)
+
+
+class Cache:
+    """Opens, maps, clears and restores every rank's memory. Changed on the loop only, one change at a time."""
+
+    def __init__(
+        self,
+        workers: Sequence[RankWorker],
+        core: Core,
+        creator: Creator,
+        *,
+        tokens: TokenStorage | None = None,
+        next_generation: Callable[[], str] | None = None,
+    ) -> None:
+        """tokens: where storage is token-indexed; it is asked whether it is ready once every rank has memory.
+
+        next_generation: which one to restore when nobody names it; None for the one that is served.
+        """
+        self._tokens = tokens
+        self._next_generation = next_generation
+        self.creator = creator
+        self.epoch = 1
+        self.cleared = False
+        self._core = core
+        self._ranks = [_Rank(worker) for worker in workers]
+        self._change = asyncio.Lock()
+        self._changes: set[asyncio.Task[Any]] = set()
+        self._started = False
+        self._closed = False
+        self._closed_generations: set[str] = set()  # one for each clear: some bytes per weight update
+
+    # --- what can be seen ---------------------------------------------------------------------------
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that have no memory."""
+        return [number for number, rank in enumerate(self._ranks) if not rank.present]
+
+    @property
+    def why(self) -> str:
+        """What stands against readiness, as far as memory goes; "" when every rank has it."""
+        if self.cleared:
+            return CLEARED.message
+        if not self._started:
+            return "the daemon is starting"
+        if not self.missing:
+            return ""
+        who = "no engine has offered" if self.creator is Creator.ENGINE else "the daemon has not made"
+        return f"{who} the memory of {_ranks(self.missing)}"
+
+    def statistics(self) -> dict[str, Any]:
+        return {
+            "creator": str(self.creator),
+            "epoch": self.epoch,
+            "cleared": self.cleared,
+            "missing": self.missing,
+            "owners": [None if rank.offer is None else rank.offer.owner.pid for rank in self._ranks],
+            "mapped": [len(rank.mapped_by) for rank in self._ranks],
+        }
+
+    # --- life ---------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Create, if that is ours to do, and announce readiness once nothing is missing.
+
+        Raises TierError, StorageError.
+        """
+        async with self._change:
+            if self.creator is Creator.DAEMON:
+                for rank in self._ranks:
+                    await rank.worker.open_device()
+                    rank.present = True
+            self._started = True
+            await self._announce()
+
+    async def close(self) -> None:
+        """Allow no change any more, and wait for the one under way. The ranks' memory is closed by its workers."""
+        self._closed = True
+        if self._changes:
+            await asyncio.wait(self._changes)
+
+    async def _announce(self) -> None:
+        """Ready, if nothing is missing. Raises StorageError when token-indexed storage cannot reach the memory."""
+        if not self._started or self.missing or self.cleared or self._closed:
+            return
+        if self._tokens is not None:
+            await self._tokens.ready()
+        self._core.announce_ready()
+
+    # --- sharing ------------------------------------------------------------------------------------
+
+    def handle(self, client: bytes, rank: int) -> DeviceHandle:
+        """How to map a rank's memory; this client counts as having it mapped from now on.
+
+        Raises RequestError, TierError.
+        """
+        held = self._rank(rank)
+        if not held.present:
+            raise TransferError(f"rank {rank} has no memory now: {self.why}", code="not_ready")
+        handle = held.worker.context.device.handle() if held.offer is None else held.offer.handle
+        held.mapped_by.add(client)
+        return handle
+
+    def detach(self, client: bytes, rank: int) -> None:
+        """This client has unmapped the rank's memory. Raises RequestError."""
+        self._rank(rank).mapped_by.discard(client)
+
+    async def offer(self, client: bytes, rank: int, handle: DeviceHandle, epoch: int) -> None:
+        """Map an engine's memory as a rank's. Raises RequestError, TierError; then nothing is kept."""
+        await self._finished(self._offer(client, self._rank(rank), rank, handle, epoch))
+
+    async def _offer(self, client: bytes, rank: _Rank, number: int, handle: DeviceHandle, epoch: int) -> None:
+        if self.creator is Creator.DAEMON:
+            what = "the daemon creates the cache here (cache.ownership); attach to it"
+            raise RequestError(what, code="not_attachable")
+        attempt = _Attempt(client)
+        rank.attempts.append(attempt)
+        try:
+            async with self._change:
+                self._check_change()
+                if epoch != self.epoch or self.cleared:
+                    what = "the offer was made before the cache was cleared" if not self.cleared else CLEARED.message
+                    raise RequestError(what, code="stale_offer")
+                if rank.offer is not None:
+                    if rank.offer.handle != handle:
+                        what = f"rank {number} has its memory from process {rank.offer.owner.pid} already"
+                        raise RequestError(what, code="already_attached")
+                    rank.offer.client = client
+                    return
+                owner = check_owner(handle.data.get("owner"))
+                await rank.worker.open_device(handle)
+                rank.offer, rank.present = _Offer(client, handle, owner), True
+                log.info("memory attached", rank=number, kind=handle.kind, pid=owner.pid)
+                try:
+                    await self._announce()
+                except TransferError:
+                    rank.offer, rank.present = None, False
+                    await _given_up(number, rank.worker.close_device())
+                    raise
+        finally:
+            rank.attempts.remove(attempt)
+            if attempt.gone:  # it left while its memory was being mapped
+                self.client_gone(client)
+
+    def client_gone(self, client: bytes) -> None:
+        """What it had mapped it has no more; what it offered is unmapped as soon as no rank touches a block."""
+        lost: list[int] = []
+        for number, rank in enumerate(self._ranks):
+            rank.mapped_by.discard(client)
+            for attempt in rank.attempts:
+                attempt.gone = attempt.gone or attempt.client == client
+            if rank.offer is not None and rank.offer.client == client:
+                lost.append(number)
+        if lost and not self._closed:
+            what = f"the engine that owned the memory of {_ranks(lost)} has gone"
+            log.warning("engine gone", ranks=lost)
+            self._core.withdraw(ErrorInfo(EngineGone.code, what), end=True)
+            self._begin(self._let_go(client))
+
+    async def _let_go(self, client: bytes) -> None:
+        async with self._change:
+            await self._core.settled()
+            self._core.memory_gone(stored=False)
+            for number, rank in enumerate(self._ranks):
+                if rank.offer is not None and rank.offer.client == client:
+                    rank.offer, rank.present = None, False
+                    await _given_up(number, rank.worker.close_device())
+            with contextlib.suppress(TransferError):  # of token-indexed storage; the next offer asks it again
+                await self._announce()  # the same engine may have offered the same memory on another connection
+
+    # --- clearing -----------------------------------------------------------------------------------
+
+    async def clear(self) -> int:
+        """Free all device and host memory once every admitted task is answered; the new epoch. Again: nothing.
+
+        Raises RequestError; TierError when memory could not be freed well (it is gone all the same).
+        """
+        epoch: int = await self._finished(self._clear())
+        return epoch
+
+    async def _clear(self) -> int:
+        async with self._change:
+            self._check_change()
+            if not self._started:
+                raise TransferError("the daemon is starting", code="starting")
+            if self.cleared:
+                return self.epoch
+            self._check_unmapped()
+            if self._tokens is not None:
+                self._tokens.check_generation(f"{self._core.generation}, and another")  # or nothing could be restored
+            self._core.withdraw(CLEARED, end=False)
+            self.cleared = True
+            await self._core.settled()
+            self._closed_generations.add(self._core.generation)
+            self._core.memory_gone(stored=True)
+            self.epoch += 1
+            errors: list[TransferError] = []
+            for rank in self._ranks:
+                rank.offer, rank.present = None, False
+                rank.mapped_by.clear()
+                try:
+                    await rank.worker.free()
+                except TransferError as error:
+                    errors.append(error)
+            log.info("cache cleared", epoch=self.epoch, generation=self._core.generation)
+            if errors:
+                raise errors[0]
+            return self.epoch
+
+    async def restore(self, generation: str | None) -> int:
+        """Make the memory anew (or wait for offers again), under a generation never closed here; the epoch.
+
+        generation: None for `next_generation`. Raises RequestError; ConfigError for a version file that says
+        nothing, TierError when there is no room, and then the cache stays cleared.
+        """
+        epoch: int = await self._finished(self._restore(generation))
+        return epoch
+
+    async def _restore(self, named: str | None) -> int:
+        async with self._change:
+            self._check_change()
+            if not self.cleared:
+                raise RequestError("the cache was not cleared", code="not_cleared")
+            generation = self._unnamed() if named is None else named
+            self._core.check_generation(generation)
+            try:
+                for rank in self._ranks:
+                    await rank.worker.allocate_host()
+                    if self.creator is Creator.DAEMON:
+                        await rank.worker.open_device()
+                if self._tokens is not None and self.creator is Creator.DAEMON:
+                    await self._tokens.ready()
+            except TransferError:
+                for number, rank in enumerate(self._ranks):
+                    await _given_up(number, rank.worker.free())
+                raise
+            self._core.set_generation(generation)
+            for rank in self._ranks:
+                rank.present = self.creator is Creator.DAEMON
+            self.cleared = False
+            log.info("cache restored", epoch=self.epoch, generation=generation)
+            if not (self.missing or self._closed):
+                self._core.announce_ready()
+            return self.epoch
+
+    def _unnamed(self) -> str:
+        return self._core.generation if self._next_generation is None else self._next_generation()
+
+    def check_generation(self, generation: str) -> None:
+        """Raise RequestError for what is no name, or one that a clear has closed: it is never read again."""
+        if len(generation) > MAX_GENERATION or not generation.isprintable():
+            what = f"a generation is at most {MAX_GENERATION} printable characters, not {generation[:80]!r}"
+            raise RequestError(what, code="bad_value")
+        if generation in self._closed_generations:
+            what = (
+                f"the generation {generation[:80]!r} ended with a clear of the cache; its blocks are never read again"
+            )
+            raise RequestError(what, code="closed_generation")
+
+    def _check_unmapped(self) -> None:
+        for number, rank in enumerate(self._ranks):
+            if rank.mapped_by and not getattr(rank.worker.context.device, "outlives_close", False):
+                what = f"the memory of rank {number} is mapped by {len(rank.mapped_by)} clients; detach first"
+                raise RequestError(what, code="still_mapped")
+
+    # --- inside -------------------------------------------------------------------------------------
+
+    def _rank(self, number: int) -> _Rank:
+        if not 0 <= number < len(self._ranks):
+            raise RequestError(f"rank must be 0 to {len(self._ranks) - 1}, not {number}", code="bad_value")
+        return self._ranks[number]
+
+    def _check_change(self) -> None:
+        if self._closed:
+            raise TransferError("the daemon is shutting down", code="shutdown")
+
+    def _begin(self, change: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.get_running_loop().create_task(change)
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+        return task
+
+    async def _finished(self, change: Coroutine[Any, Any, Any]) -> Any:
+        """Wait for a change, which goes on to its end also when the client that asked for it leaves."""
+        task = self._begin(change)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(_heard)
+            raise
+
+
+def _heard(task: asyncio.Task[Any]) -> None:
+    """Nobody waits for this change any more; that it failed is still worth a line."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.warning("a change of the cache failed after its client had gone", problem=str(error))
+
+
+async def _given_up(number: int, closing: Awaitable[None]) -> None:
+    """Close memory whatever comes of it: nobody will use it again."""
+    try:
+        await closing
+    except TransferError as error:
+        log.warning("memory could not be let go of well", rank=number, problem=str(error))
+
+
+def _ranks(numbers: list[int]) -> str:
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"

@@ -1,0 +1,349 @@
+"""Carries out what the dispatcher decides: the one place where decisions meet workers, barrier and clients.
+
+    submit → Dispatcher.handle → [Start, StopTask, Reply, …] → here → workers, barrier, deliver
+                     ▲                                               │
+                     └───────── RoundMerged, RankLeft, … ◀───────────┘
+
+Everything runs on the event loop and nothing here decides anything: an instruction is an effect, and
+what comes of the effect is an event. So the order of events is the order of callbacks on one loop,
+and a simulation that controls the loop controls everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import structlog
+
+from transferd.barrier import Arrival, RankBarrier, Round
+from transferd.blocks.formats import ObjectFormat
+from transferd.blocks.keys import block_keys
+from transferd.control import events as ev
+from transferd.control.dispatcher import Dispatcher
+from transferd.control.task_state import State
+from transferd.daemon.cache_memory import Cache
+from transferd.errors import RequestError
+from transferd.runtime.aio import every
+from transferd.runtime.clock import SYSTEM_CLOCK, Clock
+from transferd.storage.attention_store.index import TokenIndex
+from transferd.storage.base import Storage
+from transferd.storage.tokens import TokenStorage
+from transferd.tasks import ErrorInfo, RankOutcome, Stop, Task, TaskResult, TokenIds
+from transferd.wire.kv_events import block_hash
+from transferd.workers.job import Job
+from transferd.workers.rank import RankWorker
+
+log = structlog.get_logger(__name__)
+
+Deliver = Callable[[bytes, int, TaskResult], None]
+Observe = Callable[[Task, TaskResult], None]
+MAX_MATCH_KEYS = 65536  # keeps one request from holding up the loop; longer than any sequence's blocks
+
+
+class Coordinator:
+    """Runs tasks on all ranks. Built by the daemon, driven by the server; see the module's diagram.
+
+    deliver: hands one terminal result to one waiting client. observe: hears of every task
+    that was admitted and has ended (metrics, events). renamed: hears of another generation. All are
+    set before the first submit and must not raise.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        barrier: RankBarrier,
+        objects: ObjectFormat,
+        storage: Storage | None,
+        *,
+        tokens: TokenStorage | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        """tokens: where storage is token-indexed; `storage` is then what it keeps its bytes in."""
+        self._tokens = tokens
+        self._dispatcher = dispatcher
+        self._barrier = barrier
+        self._objects = objects
+        self._storage = storage
+        self._clock = clock
+        self.workers: list[RankWorker] = []
+        self.deliver: Deliver = _nobody_listens
+        self.observe: Observe = _nobody_watches
+        self.index: Callable[[], TokenIndex | None] = lambda: None  # where blocks are, for `locate`
+        self.forget: Callable[[bool], None] = lambda _: None  # hears of memory that has gone, see `memory_gone`
+        self.renamed: Callable[[str], None] = lambda _: None
+        self.stats: Callable[[], dict[str, Any]] = dict  # the daemon's report
+        self.explain: Callable[[str], dict[str, Any]] = _nobody_remembers  # the life of a task
+        self.cache: Cache  # set by the daemon once the workers are there
+        self.ready = False
+        self._jobs: dict[str, Job] = {}  # running tasks, and those that a straggler still holds
+        self._alarm: asyncio.TimerHandle | None = None
+        self._waiting: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+        self._apply: dict[type, Callable[[Any], None]] = {
+            ev.Start: self._start,
+            ev.StopTask: self._stop,
+            ev.ExpireRound: self._expire,
+            ev.Reply: self._reply,
+            ev.Publish: self._publish,
+            ev.WakeAt: self._wake_at,
+        }
+
+    # --- what clients ask ---------------------------------------------------------------------------
+
+    @property
+    def boot_id(self) -> str:
+        return self._dispatcher.boot_id
+
+    @property
+    def generation(self) -> str:
+        return self._dispatcher.generation
+
+    @property
+    def admitting(self) -> bool:
+        return self._dispatcher.admitting
+
+    @property
+    def overdue_s(self) -> float:
+        """Seconds for which a deadline has gone unnoticed: 0 while the dispatcher moves or is idle."""
+        return max(0.0, self._clock.monotonic() - self._dispatcher.next_alarm)
+
+    def submit(self, client: bytes, seq: int, task: Task) -> bool:
+        """Admit or answer a task. True: a result follows later; False: it was delivered during this call."""
+        instructions = self._dispatcher.handle(ev.TaskSubmitted(client, seq, task, self._clock.monotonic()))
+        self._carry_out(instructions)
+        return not any(type(i) is ev.Reply and i.seq == seq and i.client == client for i in instructions)
+
+    def cancel(self, task_id: str) -> bool:
+        """Take a task back. False when there is nothing to take back."""
+        known = self._dispatcher.state_of(task_id) in (State.QUEUED, State.RUNNING, State.CANCELLING)
+        self._hear(ev.CancelRequested(task_id, self._clock.monotonic()))
+        return known
+
+    async def match(self, keys: Sequence[str]) -> int:
+        """How many leading keys every rank could load now. Raises StorageError; RequestError without storage."""
+        if self.cache.missing:
+            return 0
+        if self._tokens is not None:
+            raise RequestError("storage is token-indexed: match token_ids, not keys", code="token_ids_required")
+        if self._storage is None:
+            raise RequestError('this daemon has no storage tier (storage.backend = "none")', code="no_storage_tier")
+        if len(keys) > MAX_MATCH_KEYS:
+            raise RequestError(
+                f"{len(keys)} keys, at most {MAX_MATCH_KEYS} can be matched at once", code="too_many_keys"
+            )
+        ids = self._objects.ids(keys)
+        names = [self._objects.names(self.generation, ids, worker.rank) for worker in self.workers]
+        return min(await every(w.match(n) for w, n in zip(self.workers, names, strict=True)))
+
+    async def match_tokens(self, path: TokenIds, start: int) -> int:
+        """How many blocks of a path, from block `start` on, every rank could load now. Raises as `match`."""
+        if self._tokens is None:
+            raise RequestError("storage is not token-indexed: match keys", code="not_token_indexed")
+        blocks = len(path) // self._dispatcher.limits.token_block
+        if not 0 <= start <= blocks <= MAX_MATCH_KEYS:
+            what = f"start must be 0 to the path's {blocks} blocks (at most {MAX_MATCH_KEYS}), not {start}"
+            raise RequestError(what, code="bad_value")
+        if self.cache.missing:
+            return 0
+        return await self._tokens.match(path, start, self.generation)
+
+    def locate(self, path: TokenIds) -> dict[str, dict[str, int]]:
+        """On which nodes, and in which media, how many leading blocks of a path are. Raises RequestError."""
+        index = self.index()
+        if index is None:
+            raise RequestError("this daemon keeps no open token index", code="no_token_index")
+        block_size = self._dispatcher.limits.token_block
+        if len(path) // block_size > MAX_MATCH_KEYS:
+            raise RequestError(f"a path of more than {MAX_MATCH_KEYS} blocks", code="bad_value")
+        return index.locate([block_hash(key) for key in block_keys(path, block_size, partial=False)])
+
+    async def pause(self) -> None:
+        """Start nothing more; return once no rank touches any block. Admission goes on."""
+        self._hear(ev.PauseRequested(self._clock.monotonic()))
+        await self._until(lambda: self._dispatcher.quiet)
+
+    def resume(self) -> None:
+        """Undo a pause or a drain."""
+        self._hear(ev.ResumeRequested(self._clock.monotonic()))
+
+    async def drain(self) -> None:
+        """Admit nothing more; return once everything admitted is answered. `resume` admits again."""
+        self._hear(ev.DrainRequested(self._clock.monotonic()))
+        await self.settled()
+
+    def set_generation(self, generation: str) -> None:
+        """Name objects of `generation` from now on; every older one is out of reach. Raises RequestError."""
+        self.check_generation(generation)
+        before = self.generation
+        self._hear(ev.GenerationBumped(generation, self._clock.monotonic()))
+        if generation != before:
+            self.renamed(generation)
+
+    def client_gone(self, client: bytes) -> None:
+        self._hear(ev.ClientGone(client, self._clock.monotonic()))
+        self.cache.client_gone(client)
+
+    # --- what the cache asks ------------------------------------------------------------------------
+
+    def announce_ready(self) -> None:
+        """Every rank has its memory: admit, unless one of them is dead."""
+        self._hear(ev.CacheReady(self._clock.monotonic()))
+        self.ready = self._dispatcher.alive
+
+    def withdraw(self, error: ErrorInfo, *, end: bool) -> None:
+        """Memory is about to go: admit nothing, and with `end` finish nothing either. `settled` says when it may."""
+        self.ready = False
+        self._hear(ev.CacheWithdrawn(error, end, self._clock.monotonic()))
+
+    def check_generation(self, generation: str) -> None:
+        """Raise RequestError for a generation that cannot be served from now on."""
+        self.cache.check_generation(generation)
+        if self._tokens is not None:
+            self._tokens.check_generation(generation)
+
+    def memory_gone(self, *, stored: bool) -> None:
+        """No block is in device or host memory any more; with `stored`, none can be read from storage either."""
+        self.forget(stored)
+
+    async def settled(self) -> None:
+        """Wait until everything admitted is answered and no rank touches any block."""
+        await self._until(lambda: self._dispatcher.empty)
+
+    # --- shutdown -----------------------------------------------------------------------------------
+
+    def stop_admitting(self) -> None:
+        self._hear(ev.ShutdownRequested(self._clock.monotonic()))
+
+    async def running_done(self) -> None:
+        """Wait until no rank touches any block. The caller sets the time limit."""
+        await self._until(lambda: self._dispatcher.quiet)
+
+    def cancel_running(self) -> int:
+        """Tell all running tasks to end now. Returns how many were told."""
+        task_ids = self._dispatcher.task_ids
+        for task_id in task_ids:
+            self.cancel(task_id)
+        return len(task_ids)
+
+    def fail_queued(self) -> None:
+        self._hear(ev.QueueAbandoned(self._clock.monotonic()))
+
+    def close(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+
+    # --- effects ------------------------------------------------------------------------------------
+
+    def _hear(self, event: ev.Event) -> None:
+        self._carry_out(self._dispatcher.handle(event))
+
+    def _carry_out(self, instructions: list[ev.Instruction]) -> None:
+        for instruction in instructions:
+            self._apply[type(instruction)](instruction)
+        if self._waiting:
+            self._wake_waiters()
+
+    def _start(self, start: ev.Start) -> None:
+        task = start.task
+        job = Job(
+            task=task,
+            generation=start.generation,
+            admitted_at=start.admitted_at,
+            started_at=self._clock.monotonic(),
+        )
+        self._jobs[task.task_id] = job
+        self._barrier.open(task.task_id, task.merge, self._round_complete)
+        for worker in self.workers:
+            worker.start(job)
+
+    def _stop(self, stop: ev.StopTask) -> None:
+        job = self._jobs.get(stop.task_id)
+        if job is not None:
+            job.stop.set(stop.reason)
+
+    def _expire(self, expire: ev.ExpireRound) -> None:
+        missing = self._barrier.expire(expire.task_id)
+        log.warning("ranks left behind at the deadline", task_id=expire.task_id, ranks=list(missing))
+
+    def _reply(self, reply: ev.Reply) -> None:
+        self.deliver(reply.client, reply.seq, reply.result)
+
+    def _publish(self, publish: ev.Publish) -> None:
+        task, result = publish.task, publish.result
+        self.observe(task, result)
+        if result.error is not None:
+            log.warning(
+                "task ended with an error",
+                task_id=task.task_id,
+                kind=task.kind,
+                status=str(result.status),
+                blocks=f"{len(result.block_ids)}/{task.blocks}",
+                ranks=[rank.rank for rank in result.ranks if rank.error is not None],
+                code=result.error.code,
+                problem=result.error.message,
+            )
+
+    def _wake_at(self, wake: ev.WakeAt) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+        delay = max(0.0, wake.when - self._clock.monotonic())
+        self._alarm = asyncio.get_running_loop().call_later(delay, self._alarm_rang)
+
+    def _alarm_rang(self) -> None:
+        self._alarm = None
+        self._hear(ev.DeadlineReached(self._clock.monotonic()))
+
+    # --- what comes back from the ranks -------------------------------------------------------------
+
+    def rank_arrived(self, job: Job, outcome: RankOutcome) -> None:
+        """A worker is done with its share of a job. Called by RankWorker."""
+        if self._barrier.arrive(job.task.task_id, outcome) is Arrival.LATE:
+            self._hear(ev.RankLeft(job.task.task_id, outcome.rank, self._clock.monotonic()))
+
+    def rank_died(self, rank: int, cause: str) -> None:
+        """A rank's device is lost: every task fails naming it, now and from now on."""
+        log.error("rank died", rank=rank, cause=cause)
+        self.ready = False
+        self._hear(ev.RankDied(rank, cause, self._clock.monotonic()))
+        self._barrier.rank_died(rank, cause)
+
+    def _round_complete(self, round_: Round) -> None:
+        job = self._jobs.pop(round_.task_id)
+        assert round_.merged is not None
+        missing = round_.missing
+        if missing:
+            # Ranks that go on working must not touch blocks any longer than the copy they are in.
+            job.stop.set(Stop.EXPIRED)
+        self._hear(ev.RoundMerged(round_.task_id, round_.merged, missing, self._clock.monotonic()))
+
+    # --- waiting for a state ------------------------------------------------------------------------
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        if condition():
+            return
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        entry = (condition, future)
+        self._waiting.append(entry)
+        try:
+            await future
+        finally:
+            self._waiting.remove(entry)
+
+    def _wake_waiters(self) -> None:
+        for condition, future in self._waiting:
+            if not future.done() and condition():
+                future.set_result(None)
+
+
+def _nobody_listens(client: bytes, seq: int, result: TaskResult) -> None:
+    log.error("a result has no way to its client", task_id=result.task_id, client=client, seq=seq)
+
+
+def _nobody_remembers(task_id: str) -> dict[str, Any]:
+    raise RequestError(f"no record of tasks is kept, nor of {task_id[:80]!r}", code="unknown_task")
+
+
+def _nobody_watches(task: Task, result: TaskResult) -> None:
+    """Metrics are optional."""

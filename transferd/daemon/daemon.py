@@ -1,0 +1,323 @@
+"""The daemon: the one place where the parts are put together, and the one function that takes them apart.
+
+build   configuration → layout, storage, barrier, dispatcher, ranks
+open    listen → open storage and every rank → announce readiness
+stop    numbered, within one time budget (`Daemon.stop`)
+
+process.py runs one from its start to its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import structlog
+
+from transferd.barrier import RankBarrier
+from transferd.blocks.formats import SealedBlocks, object_format
+from transferd.blocks.layout import BlockLayout, build_layout
+from transferd.config import Config, pd_mode
+from transferd.config.generation import configured_generation, generation_of
+from transferd.config.ownership import creator
+from transferd.control.admission import Limits
+from transferd.control.dispatcher import Dispatcher
+from transferd.daemon import stats as report
+from transferd.daemon.cache_memory import Cache
+from transferd.daemon.coordinator import Coordinator
+from transferd.daemon.kv_events.feed import create_feed
+from transferd.daemon.server import Server
+from transferd.observability.metrics import Reports
+from transferd.observability.recorder import Recorder
+from transferd.observability.story import explain
+from transferd.runtime.clock import SYSTEM_CLOCK, Clock
+from transferd.runtime.threads import Offload, ThreadOffload
+from transferd.storage.attention_store.settings import settings
+from transferd.storage.base import Storage
+from transferd.storage.divided import divided
+from transferd.storage.peer.exchange import Exchange
+from transferd.storage.peer.transfer_engine import TransferEngineCarrier
+from transferd.storage.registry import create_storages
+from transferd.tasks import Task, TaskResult
+from transferd.tiers.pinned import HostPool
+from transferd.tiers.registry import create_device_tier, create_pinning
+from transferd.tiers.staging import Staging
+from transferd.wire.transport import ServerTransport, ZmqServerTransport
+from transferd.workers.context import INLINE_CHECK_BYTES, Background, DirectPath, RankContext
+from transferd.workers.rank import RankWorker
+
+log = structlog.get_logger(__name__)
+
+COPY_THREADS = 2  # per direction: two ranks' copies overlap; more only share the same memory bandwidth
+RUNNING_SHARE = 0.5  # of the shutdown budget is for tasks that run; then they are told to end
+STUCK_AFTER_S = 5.0  # a deadline unnoticed for this long: the watchdog is not fed
+
+
+class Daemon:
+    """All parts of one daemon. Owns every one of them, from `open` to `stop`."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        transport: ServerTransport | None = None,
+        offload: Offload | None = None,
+        storage: Storage | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+        inline_check_bytes: int = INLINE_CHECK_BYTES,
+    ) -> None:
+        """Build, touching nothing yet. The keyword parts replace the real ones (simulation). Raises ConfigError."""
+        self.config = config
+        self._inline_check_bytes = inline_check_bytes
+        self.clock = clock
+        self.recorder = Recorder(config.recorder.tasks, clock)
+        self.layout: BlockLayout = build_layout(config.cache)
+        self.tokens, self.storage = create_storages(config, clock, storage)
+        self.only_flush = self.tokens is not None and settings(config).only_flush
+        self.offload = offload if offload is not None else ThreadOffload(COPY_THREADS)
+        self.objects = object_format(config.storage, self.layout)
+        self.blocks = None if self.storage is None else divided(self.storage, self.objects.parts)
+        self.dispatcher = Dispatcher(
+            limits_of(
+                config,
+                self.layout,
+                storage=self.storage is not None or self.tokens is not None,
+                token_block=0 if self.tokens is None else config.cache.block_size,
+                only_flush=self.only_flush,
+                direct=pd_mode(config) == "direct",
+            ),
+            boot_id=clock.fresh_id(),
+            generation=configured_generation(config.storage),
+            recorder=self.recorder,
+            admitting=False,
+        )
+        self.barrier = RankBarrier(config.cache.ranks)
+        self.exchange = self._build_exchange()
+        self.coordinator = Coordinator(
+            self.dispatcher, self.barrier, self.objects, self.storage, tokens=self.tokens, clock=clock
+        )
+        self.coordinator.workers = [self._build_rank(rank) for rank in range(config.cache.ranks)]
+        self.cache = self.coordinator.cache = self._build_cache()
+        self.coordinator.stats = lambda: report.stats(self)
+        self.coordinator.explain = self._explain
+        self.reports = Reports(
+            config.metrics.listen, self.coordinator.stats, lambda: self.alive, lambda: self.not_ready
+        )
+        self.events = create_feed(
+            config,
+            self.objects,
+            self.blocks,
+            generation=self.dispatcher.generation,
+            tokens=self.tokens,
+            only_flush=self.only_flush,
+            clock=clock,
+        )
+        self.coordinator.observe = self._task_ended
+        if self.events is not None:
+            self.coordinator.index = self.events.up_to_date
+            self.coordinator.renamed = self.events.generation_changed
+            self.coordinator.forget = self.events.memory_gone
+        self.transport = transport if transport is not None else ZmqServerTransport(config.server)
+        self.server = self._build_server()
+        self.coordinator.deliver = self.server.deliver
+        self.started_at = clock.monotonic()
+
+    def _build_server(self) -> Server:
+        config = self.config
+        return Server(
+            self.transport,
+            self.coordinator,
+            clock=self.clock,
+            max_message=config.server.max_message,
+            client_timeout=config.server.client_timeout,
+            observer_rate=config.server.observer_rate,
+            recorder=self.recorder,
+            block_size=config.cache.block_size,
+            pd_mode=pd_mode(config),
+            pd_address=lambda: "" if self.exchange is None else self.exchange.address,
+        )
+
+    def _build_cache(self) -> Cache:
+        file = self.config.storage.version_file
+        return Cache(
+            self.coordinator.workers,
+            self.coordinator,
+            creator(self.config),
+            tokens=self.tokens,
+            next_generation=functools.partial(generation_of, file) if file else None,
+        )
+
+    def _build_exchange(self) -> Exchange | None:
+        """In pd.mode "direct", what other daemons send to and receive from."""
+        if pd_mode(self.config) != "direct":
+            return None
+        return Exchange(TransferEngineCarrier(self.config), self.config.pd.listen, self.config.cache.ranks)
+
+    def _build_rank(self, rank: int) -> RankWorker:
+        config, layout = self.config, self.layout
+        device = create_device_tier(config, layout, rank, self.offload)
+        pinning = create_pinning(config, rank)
+        context = RankContext(
+            rank=rank,
+            layout=layout,
+            device=device,
+            host=HostPool(layout, rank, pinning) if layout.host_blocks else None,
+            staging=Staging(
+                layout, config.host.staging, self.objects.slot_bytes, self.objects.offsets, pinning=pinning
+            ),
+            storage=self.blocks,
+            format=self.objects,
+            offload=self.offload,
+            clock=self.clock,
+            recorder=self.recorder,
+            background=Background(),
+            direct=self._direct_path(),
+            inline_check_bytes=self._inline_check_bytes,
+            tokens=self.tokens,
+            block_size=config.cache.block_size,
+            only_flush=self.only_flush,
+        )
+        return RankWorker(context, self.coordinator.rank_arrived, self.coordinator.rank_died)
+
+    def _direct_path(self) -> DirectPath | None:
+        if self.exchange is None:
+            return None
+        sealed = SealedBlocks(self.config.storage.model, self.layout)  # between daemons, whatever storage has
+        staging = Staging(self.layout, self.config.pd.staging, sealed.slot_bytes, sealed.offsets, key="pd.staging")
+        return DirectPath(self.exchange, staging, sealed)
+
+    # --- life ---------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Listen, open storage and every rank; ready last (if it is the engine that creates the cache, once it has
+        offered every rank's memory, which may be after this returns). Raises TransferError; then `stop` cleans up.
+
+        Listening first means that a second daemon on the socket is refused before it allocates anything,
+        and that a client that comes early is told "not ready" instead of nothing.
+        """
+        await self.reports.start()
+        await self.server.start()
+        if self.events is not None:
+            self.events.start()
+        if self.tokens is not None:
+            await self.tokens.open()
+        elif self.storage is not None:
+            await self.storage.open()
+        if self.exchange is not None:
+            await self.exchange.open()
+        for worker in self.coordinator.workers:
+            await worker.open()
+        await self.cache.open()
+
+    async def stop(self, budget_s: Callable[[], float]) -> None:
+        """Shut down, in this order, within the budget; nothing is skipped, the first error is raised last.
+
+        budget_s: seconds left, asked before each wait, so that a second signal can shorten it.
+        """
+        errors: list[Exception] = []
+        coordinator = self.coordinator
+        # 1. Admit nothing more: new tasks are rejected, "draining"; readiness goes red.
+        coordinator.ready = False
+        coordinator.stop_admitting()
+        # 2. Wait for running tasks; when the budget is nearly gone, tell them to end with what they have.
+        if not await _within(budget_s() * RUNNING_SHARE, coordinator.running_done()):
+            log.warning("ending running tasks", tasks=coordinator.cancel_running())
+            await _within(max(budget_s(), self.config.server.deadline_slack), coordinator.running_done())
+        # 3. Fail what is queued, each task with its result.
+        coordinator.fail_queued()
+        # 4. Close what faces outward: events and reports, then the server once its results have left.
+        if self.events is not None:
+            self.events.close()
+        await _attempt(errors, self.reports.close())
+        await _attempt(errors, self.server.close())
+        coordinator.close()
+        # 5. Close the cache (no more changes), workers (they wait for bytes in flight), the ways in and out, threads.
+        await _attempt(errors, self.cache.close())
+        if self.exchange is not None:
+            await _attempt(errors, self.exchange.hang_up())  # or a peer that hangs could keep bytes in flight
+        for worker in coordinator.workers:
+            await _attempt(errors, worker.close())
+        if self.exchange is not None:
+            await _attempt(errors, self.exchange.close())
+        if self.tokens is not None:
+            await _attempt(errors, self.tokens.close())
+        elif self.storage is not None:
+            await _attempt(errors, self.storage.close())
+        self.offload.close()
+        if errors:
+            raise errors[0]
+
+    def _task_ended(self, task: Task, result: TaskResult) -> None:
+        """Called by the coordinator once per admitted task, after its answer was sent."""
+        self.reports.tasks.observe_result(task, result)
+        if self.events is not None:
+            self.events.task_ended(task, result)
+
+    # --- what can be seen from outside --------------------------------------------------------------
+
+    def _explain(self, task_id: str) -> dict[str, Any]:
+        notes = self.recorder.notes(task_id)
+        return explain(task_id, notes, wall=self.clock.wall(), monotonic=self.clock.monotonic())
+
+    @property
+    def alive(self) -> bool:
+        """The dispatcher moves, or has nothing to do. What the watchdog and /healthz ask.
+
+        A slow task is no reason for alarm, a deadline that passes without being noticed is.
+        """
+        return self.coordinator.overdue_s < STUCK_AFTER_S
+
+    @property
+    def not_ready(self) -> str:
+        """Why tasks are not served now; "" when they are."""
+        if not self.coordinator.ready:
+            return self.cache.why or "stopping, or a rank has died"
+        return "" if self.coordinator.admitting else "draining"
+
+
+def limits_of(
+    config: Config,
+    layout: BlockLayout,
+    *,
+    storage: bool,
+    token_block: int = 0,
+    only_flush: bool = False,
+    direct: bool = False,
+) -> Limits:
+    """Admission's view of the configuration."""
+    return Limits(
+        ranks=config.cache.ranks,
+        device_blocks=layout.device_blocks,
+        host_blocks=layout.host_blocks,
+        block_bytes=layout.block_bytes,
+        storage=storage,
+        direct=direct,
+        token_block=token_block,
+        only_flush=only_flush,
+        max_queued=config.server.max_queued_tasks,
+        max_bytes=config.server.max_inflight_bytes,
+        lane_depth=config.server.lane_depth,
+        deadline_slack=config.server.deadline_slack,
+        result_ttl=config.server.result_ttl,
+        max_results=config.server.max_results,
+    )
+
+
+async def _within(seconds: float, waiting: Awaitable[None]) -> bool:
+    """Wait at most so long. False: it was not over by then."""
+    try:
+        await asyncio.wait_for(waiting, max(0.0, seconds))
+    except TimeoutError:
+        return False
+    return True
+
+
+async def _attempt(errors: list[Exception], step: Awaitable[None]) -> None:
+    """One step of a shutdown: its error is kept, the next step comes all the same."""
+    try:
+        await step
+    except Exception as error:  # noqa: BLE001 - whatever it is, the steps after it still have to happen
+        log.warning("shutdown step failed", error=repr(error))
+        errors.append(error)

@@ -1,0 +1,1 @@
+"""KV events: the daemon announces which blocks it holds, and follows what other nodes announce."""

@@ -1,0 +1,203 @@
+"""Joins residency to those who follow it: routers on sockets, and the open token index of this daemon.
+
+Events are collected and sent as one batch by the loop's next turn, so an answer to a client never
+waits for them, and what becomes true together is told together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import structlog
+
+from transferd.blocks.formats import ObjectFormat
+from transferd.config import Config
+from transferd.daemon.kv_events.announcements import Residency
+from transferd.daemon.kv_events.sockets import EventSockets
+from transferd.daemon.kv_events.subscriber import Peer
+from transferd.errors import ConfigError
+from transferd.runtime.clock import SYSTEM_CLOCK, Clock
+from transferd.storage.attention_store.index import TokenIndex
+from transferd.storage.attention_store.open import OpenTokenStorage
+from transferd.storage.base import Storage
+from transferd.storage.tokens import TokenStorage
+from transferd.tasks import ReadStorageTask, Task, TaskResult, WriteStorageTask
+
+log = structlog.get_logger(__name__)
+
+
+class EventFeed:
+    """Follows every change of residency from `start` to `close`.
+
+    The first batch of a daemon's life and the last are AllBlocksCleared: with a daemon goes what it
+    knew, and a subscriber that missed its end learns of it from its successor.
+
+    index: told of everything under the name `node`, and of other nodes by `peers`. sockets: None when
+    `events.endpoint` is empty.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        objects: ObjectFormat,
+        storage: Storage | None,
+        *,
+        generation: str,
+        tokens: TokenStorage | None = None,
+        only_flush: bool = False,
+        index: TokenIndex | None = None,
+        node: str = "",
+        peers: Sequence[Peer] = (),
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        """storage: of blocks, as the ranks use it. generation: the one served at the start."""
+        self._objects = objects
+        self._storage = storage
+        self._tokens = tokens
+        self._index = index
+        self._node = node
+        self._peers = peers
+        self._ranks = range(config.cache.ranks)
+        self._generation = generation
+        self._token_ids = config.events.token_ids
+        tells = storage is not None and storage.tell_departures(self._object_left)
+        self.residency = Residency(
+            objects,
+            block_size=config.cache.block_size,
+            max_blocks=config.events.max_blocks,
+            token_ids=config.events.token_ids,
+            keys_of=self._keys_of,
+            only_flush=only_flush,
+            holds=self._holds if tells else lambda _: True,
+            tells=tells,
+            changed=self._soon,
+        )
+        self.sockets: EventSockets | None = None
+        if config.events.endpoint:
+            self.sockets = EventSockets(config.events, socket_mode=int(config.server.socket_mode, 8), clock=clock)
+        self._flush: asyncio.Handle | None = None
+        self._running = False
+
+    def start(self) -> None:
+        """Bind, and begin with a clean slate. Raises ConfigError."""
+        if self.sockets is not None:
+            self.sockets.start()
+            log.info(
+                "publishing KV events",
+                endpoint=self.sockets.endpoint,
+                replay_endpoint=self.sockets.replay_endpoint,
+                token_ids=self._token_ids,
+            )
+        self._running = True
+        self.residency.clear()
+        for peer in self._peers:
+            peer.start()
+
+    def close(self) -> None:
+        """Tell that nothing is here any more, and stop. Idempotent."""
+        if self._running:
+            self._running = False
+            if self._flush is not None:
+                self._flush.cancel()
+            self.residency.clear()
+            self._send()
+        for peer in self._peers:
+            peer.close()
+        if self.sockets is not None:
+            self.sockets.close()
+
+    def task_ended(self, task: Task, result: TaskResult) -> None:
+        """An admitted task was answered."""
+        self.residency.task_ended(task, result, self._generation)
+
+    def generation_changed(self, generation: str) -> None:
+        """Objects have other names from now on, and device blocks hold another model's KV."""
+        self._generation = generation
+        self.residency.clear()
+
+    def memory_gone(self, stored: bool) -> None:
+        """Device and host memory hold nothing any more; with `stored`, what is in storage is out of reach, too."""
+        if stored:
+            self.residency.clear()
+        else:
+            self.residency.memory_gone()
+
+    def up_to_date(self) -> TokenIndex | None:
+        """The index, with everything in it that has been answered to anybody."""
+        if self._flush is not None:
+            self._flush.cancel()
+            self._send()
+        return self._index
+
+    def statistics(self) -> dict[str, Any]:
+        sockets = {} if self.sockets is None else self.sockets.statistics()
+        peers = {peer.follower.node: peer.statistics() for peer in self._peers}
+        return sockets | {"announced": self.residency.statistics(), "peers": peers}
+
+    # --- inside -------------------------------------------------------------------------------------
+
+    def _soon(self) -> None:
+        if self._running:
+            self._flush = asyncio.get_running_loop().call_soon(self._send)
+
+    def _send(self) -> None:
+        self._flush = None
+        events = self.residency.take()
+        if self._index is not None:
+            for event in events:
+                self._index.apply(self._node, event)
+        if self.sockets is not None:
+            self.sockets.publish(events)
+
+    def _keys_of(self, task: ReadStorageTask | WriteStorageTask) -> Sequence[str]:
+        """Blocks of token-indexed storage are known by their tokens, whatever keys a caller has for them."""
+        if self._tokens is None or task.token_ids is None:
+            return task.keys
+        start = task.start_read_block_idx if isinstance(task, ReadStorageTask) else task.start_write_block_idx
+        return self._tokens.paths.keys(task.token_ids, start, len(task.keys))
+
+    def _object_left(self, name: str) -> None:
+        block = self._objects.id_of(self._generation, name)
+        if block is not None:
+            self.residency.object_left(block)
+
+    def _holds(self, block: str) -> bool:
+        storage, objects = self._storage, self._objects
+        assert storage is not None
+        return all(storage.holds(objects.names(self._generation, [block], rank)[0]) for rank in self._ranks)
+
+
+def create_feed(
+    config: Config,
+    objects: ObjectFormat,
+    storage: Storage | None,
+    *,
+    generation: str,
+    tokens: TokenStorage | None,
+    only_flush: bool,
+    clock: Clock,
+) -> EventFeed | None:
+    """The feed, where anybody follows: routers on sockets, or our own token index. Raises ConfigError."""
+    index, node, peers = None, "", []
+    if isinstance(tokens, OpenTokenStorage):
+        index, node = tokens.index, tokens.node
+        for name, peer in config.storage.attention_store.peers.items():
+            if name == node:
+                raise ConfigError("storage.attention_store.peers", "this node is no peer of its own", name)
+            peers.append(Peer(name, peer, index, config.events.max_blocks))
+    if not config.events.endpoint and index is None:
+        return None
+    return EventFeed(
+        config,
+        objects,
+        storage,
+        generation=generation,
+        tokens=tokens,
+        only_flush=only_flush,
+        index=index,
+        node=node,
+        peers=peers,
+        clock=clock,
+    )

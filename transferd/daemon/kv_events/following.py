@@ -1,0 +1,186 @@
+"""How to follow a publisher of KV events without believing what is no longer so. Pure logic, no socket.
+
+Batches carry a sequence that counts from 0. Three things can go wrong with it, each with one cure:
+
+    a number that is not the next     batches were missed: ask for a replay from the first missed one
+    a number that goes back           another daemon under the same address: begin anew
+    the connection breaks             whatever was true may not be: forget, and begin anew when it is back
+
+While a replay is asked for, live batches are put aside; they count once the replay has ended, as far as it
+did not bring them. A replay that begins later than it was asked for has lost the rest for good: what
+was believed is forgotten, and what the replay brings is all there is.
+
+What comes in is not trusted: what cannot be read is counted and skipped, and a node may announce
+`max_blocks` at most; one that announces more is forgotten and begins anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from transferd.storage.attention_store.index import TokenIndex
+from transferd.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+
+MAX_ASIDE_BYTES = 16 * 1024**2  # of live batches kept while a replay is under way; beyond it: begin anew
+END = -1
+
+UNREADABLE = (msgspec.DecodeError, ValueError, OverflowError, RecursionError, MemoryError)
+
+
+class _Event(msgspec.Struct, gc=False):
+    """An event of whatever publisher: what is not looked at is skipped. Hashes are integers or bytes."""
+
+    type: str
+    block_hashes: list[int | bytes] = []
+    medium: str | None = None
+
+
+class _Batch(msgspec.Struct, array_like=True, gc=False):
+    ts: float
+    events: list[_Event]
+
+
+_decoder = msgspec.msgpack.Decoder(_Batch)
+
+
+class Follower:
+    """Follows one node's events into an index.
+
+    ask: request a replay from this sequence on; its batches come to `replayed`, its end as END. None:
+    the publisher has no replay, so what was missed stays missed.
+    """
+
+    def __init__(self, index: TokenIndex, node: str, max_blocks: int, ask: Callable[[int], None] | None) -> None:
+        self.node = node
+        self._index = index
+        self._max_blocks = max_blocks
+        self._ask = ask
+        self._next = 0  # the first sequence that has not been applied
+        self._last_live = -1  # what the live stream had last; it may be behind a replay
+        self.asking = False  # a replay was asked for and has not ended
+        self._first_answer = False
+        self._aside: list[tuple[int, bytes]] = []
+        self._aside_bytes = 0
+        self.batches = 0
+        self.replays = 0
+        self.lost = 0  # times that something was missed for good
+        self.unreadable = 0
+
+    def connected(self) -> None:
+        """The publisher is there, for the first time or after `disconnected`."""
+        self._anew()
+
+    def disconnected(self) -> None:
+        """The publisher has gone, or the way to it."""
+        self._index.forget(self.node)
+        self._next, self._last_live, self.asking = 0, -1, False
+        self._empty_aside()
+
+    def unanswered(self) -> None:
+        """The replay that was asked for does not come: ask again."""
+        if self.asking:
+            self._request()
+
+    def live(self, sequence: int, payload: bytes) -> None:
+        """A batch of the live stream."""
+        back = sequence <= self._last_live
+        self._last_live = sequence
+        if back:  # counted from 0 again: another daemon
+            self._anew()
+        self._route(sequence, payload)
+
+    def replayed(self, sequence: int, payload: bytes) -> None:
+        """A batch of the replay that was asked for; END after the last."""
+        if not self.asking:
+            return  # of a replay that is not waited for any more
+        if sequence == END:
+            self.asking = False
+            for number, content in self._empty_aside():
+                self._route(number, content)
+            return
+        if self._first_answer and sequence > self._next:
+            self._lose()
+        self._first_answer = False
+        if sequence >= self._next:
+            self._apply(sequence, payload)
+
+    # --- inside -------------------------------------------------------------------------------------
+
+    def _route(self, sequence: int, payload: bytes) -> None:
+        if self.asking:
+            self._put_aside(sequence, payload)
+        elif sequence == self._next:
+            self._apply(sequence, payload)
+        elif sequence > self._next:
+            self._missed(sequence, payload)
+
+    def _missed(self, sequence: int, payload: bytes) -> None:
+        if self._ask is None:
+            self._lose()
+            self._apply(sequence, payload)
+        else:
+            self._request()
+            self._put_aside(sequence, payload)
+
+    def _put_aside(self, sequence: int, payload: bytes) -> None:
+        self._aside.append((sequence, payload))
+        self._aside_bytes += len(payload)
+        if self._aside_bytes > MAX_ASIDE_BYTES:  # the replay does not come, or not fast enough
+            self._lose()
+            self._anew()
+
+    def _empty_aside(self) -> list[tuple[int, bytes]]:
+        aside, self._aside, self._aside_bytes = self._aside, [], 0
+        return aside
+
+    def _anew(self) -> None:
+        self._index.forget(self.node)
+        self._next = 0
+        self._empty_aside()
+        self._request()
+
+    def _request(self) -> None:
+        if self._ask is not None:
+            self.asking = self._first_answer = True
+            self.replays += 1
+            self._ask(self._next)
+
+    def _lose(self) -> None:
+        """Batches are gone for good, and with them who knows what was withdrawn."""
+        self.lost += 1
+        self._index.forget(self.node)
+
+    def _apply(self, sequence: int, payload: bytes) -> None:
+        self._next = sequence + 1
+        self.batches += 1
+        try:
+            events = _decoder.decode(payload).events
+        except UNREADABLE:
+            self.unreadable += 1
+            return
+        for event in events:
+            known = _understood(event)
+            if known is not None:
+                self._index.apply(self.node, known)
+        if self._index.blocks_of(self.node) > self._max_blocks:
+            self._lose()
+
+
+def _understood(event: _Event) -> BlockStored | BlockRemoved | AllBlocksCleared | None:
+    hashes = [_as_int(hash_) for hash_ in event.block_hashes]
+    medium = event.medium or "GPU"  # vLLM leaves it out where there is only one
+    known: dict[str, Callable[[], Any]] = {
+        "BlockStored": lambda: BlockStored(hashes, None, [], 0, None, medium, None),
+        "BlockRemoved": lambda: BlockRemoved(hashes, medium),
+        "AllBlocksCleared": AllBlocksCleared,
+    }
+    make = known.get(event.type)
+    return None if make is None else make()
+
+
+def _as_int(hash_: int | bytes) -> int:
+    """As routers do it: bytes are cut to the last eight, integers are taken modulo 2^64."""
+    return int.from_bytes(hash_[-8:], "big") if isinstance(hash_, bytes) else hash_ % 2**64

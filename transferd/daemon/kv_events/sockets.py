@@ -1,0 +1,229 @@
+"""How events travel: a PUB socket for what is new, a ROUTER for what was missed.
+
+    PUB      [topic, sequence, batch]; the sequence counts batches from 0, 8 bytes big-endian
+    ROUTER   asked   [sequence]                    from which batch on, 8 bytes big-endian
+             answers [topic, sequence, batch] …    what is still kept, in order
+                     [topic, -1, ""]               the end
+             (after the empty delimiter that REQ sockets add and DEALER sockets must add)
+
+Those are vLLM's frames (its replay answers carry the topic since 0.26).
+
+Nothing here ever waits. PUB drops what a slow subscriber does not read in time; it sees the gap in the
+sequence and asks the ROUTER. What is kept for that is bounded in batches and in bytes. Replays are
+sent a few batches at a time, between other work of the loop; one to a peer that does not read, or that
+has gone, ends there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import structlog
+import zmq
+
+from transferd.config import EventsSection
+from transferd.runtime.clock import SYSTEM_CLOCK, Clock
+from transferd.wire.endpoint import Claim
+from transferd.wire.kv_events import KvEvent, encode_batch
+from transferd.wire.transport import Channel, set_common_options
+
+log = structlog.get_logger(__name__)
+
+SEQUENCE_BYTES = 8
+END = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
+LIVE_HWM = 1000  # batches that may wait for one subscriber; the replay buffer has the rest
+LINGER_MS = 250  # what close() waits for subscribers that do not read
+REPLAY_STEP = 32  # batches sent at a time: well under a millisecond of the loop
+MAX_PEERS = 64  # being sent replays at once; one more is not answered, and asks again
+MAX_REPLAYS_PER_PEER = 4  # asked for and not yet sent; likewise
+MAX_REQUEST_BYTES = 256
+
+
+class _Kept(NamedTuple):
+    """One batch, sent and kept. The frame is libzmq's: sending it again shares its bytes."""
+
+    sequence: int
+    frame: zmq.Frame
+    nbytes: int
+
+
+class EventSockets:
+    """Both sockets, on the running loop, from `start` to `close`. Owns them."""
+
+    def __init__(self, config: EventsSection, *, socket_mode: int = 0o660, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._config = config
+        self._mode = socket_mode
+        self._clock = clock
+        self._topic = config.topic.encode()
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._pub: zmq.Socket[bytes] | None = None
+        self._router: Channel | None = None
+        self._claims: list[Claim] = []
+        self._kept: deque[_Kept] = deque()
+        self._kept_bytes = 0
+        self._sequence = 0  # of the next batch
+        # Peers in the order of their turns, and the next batch of each replay that they have asked for.
+        self._replays: OrderedDict[bytes, deque[int]] = OrderedDict()
+        self._step: asyncio.Handle | None = None
+        self._events = 0
+        self._replayed = 0
+        self._broken_off = 0
+        self.endpoint = config.endpoint
+        self.replay_endpoint = config.replay_endpoint
+
+    def start(self) -> None:
+        """Bind both, or none. Raises ConfigError naming `events.endpoint` or `events.replay_endpoint`."""
+        try:
+            self._open_pub()
+            if self._config.replay_endpoint:
+                self._open_router()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open_pub(self) -> None:
+        self._context = zmq.Context()
+        self._pub = socket = self._context.socket(zmq.PUB)
+        set_common_options(socket, [self._config.endpoint], LINGER_MS)
+        socket.setsockopt(zmq.SNDHWM, LIVE_HWM)
+        self.endpoint = self._bind(socket, self._config.endpoint, "events.endpoint")
+
+    def _open_router(self) -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        socket = context.socket(zmq.ROUTER)
+        try:
+            set_common_options(socket, [self._config.replay_endpoint], LINGER_MS)
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a peer that has gone, or does not read, is an error
+            socket.setsockopt(zmq.SNDHWM, self._config.buffer + 1)  # one whole replay and its end
+            socket.setsockopt(zmq.RCVHWM, MAX_REPLAYS_PER_PEER)
+            socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+            self.replay_endpoint = self._bind(socket, self._config.replay_endpoint, "events.replay_endpoint")
+        except BaseException:
+            socket.close(0)
+            context.term()
+            raise
+        self._router = Channel(context, socket, self._asked)
+
+    def _bind(self, socket: zmq.Socket[bytes], endpoint: str, key: str) -> str:
+        claim = Claim(endpoint, key)
+        self._claims.append(claim)
+        return claim.bind(socket, self._mode)
+
+    def close(self) -> None:
+        """Stop at once; what was sent gets LINGER_MS to leave. Idempotent."""
+        if self._step is not None:
+            self._step.cancel()
+            self._step = None
+        self._replays.clear()
+        router, self._router = self._router, None
+        if router is not None:
+            router.close()
+        pub, self._pub = self._pub, None
+        if pub is not None:
+            pub.close()
+        if self._context is not None:
+            self._context.term()
+            self._context = None
+        for claim in self._claims:
+            claim.release()
+        self._claims.clear()
+        self._kept.clear()
+
+    # --- what is new --------------------------------------------------------------------------------
+
+    def publish(self, events: Sequence[KvEvent]) -> None:
+        """Send one batch to whoever subscribes and keep it. Does nothing before `start` and after `close`."""
+        if self._pub is None or not events:
+            return
+        payload = encode_batch(self._clock.wall(), events, self._config.dp_rank)
+        kept = _Kept(self._sequence, zmq.Frame(payload, copy=True), len(payload))
+        self._sequence += 1
+        self._events += len(events)
+        self._keep(kept)
+        self._pub.send_multipart(self._frames(kept), zmq.DONTWAIT, copy=False)
+
+    def _keep(self, kept: _Kept) -> None:
+        self._kept.append(kept)
+        self._kept_bytes += kept.nbytes
+        while len(self._kept) > self._config.buffer or self._kept_bytes > self._config.buffer_bytes:
+            self._kept_bytes -= self._kept.popleft().nbytes
+
+    def _frames(self, kept: _Kept) -> list[bytes | zmq.Frame]:
+        return [self._topic, kept.sequence.to_bytes(SEQUENCE_BYTES, "big"), kept.frame]
+
+    # --- what was missed ----------------------------------------------------------------------------
+
+    def _asked(self, socket: zmq.Socket[bytes]) -> None:
+        """Take exactly one request off the socket; zmq.Again when there is none."""
+        frames = [socket.recv(zmq.DONTWAIT)]
+        while socket.getsockopt(zmq.RCVMORE):
+            frames.append(socket.recv(zmq.DONTWAIT)[:MAX_REQUEST_BYTES])
+            del frames[4:]  # a peer may send any number of frames; four are already one too many
+        peer, *request = frames
+        if len(request) != 2 or request[0] or len(request[1]) != SEQUENCE_BYTES:
+            log.warning("not a request for events", frames=[len(frame) for frame in request])
+            return
+        waiting = self._replays.get(peer)
+        if len(self._replays) >= MAX_PEERS if waiting is None else len(waiting) >= MAX_REPLAYS_PER_PEER:
+            self._broken_off += 1
+            return
+        self._replays.setdefault(peer, deque()).append(int.from_bytes(request[1], "big"))
+        self._step_soon()
+
+    def _step_soon(self) -> None:
+        if self._step is None:
+            self._step = asyncio.get_running_loop().call_soon(self._send_some)
+
+    def _send_some(self) -> None:
+        """A few batches to the peer whose turn it is; then the next one has its turn."""
+        self._step = None
+        peer, waiting = self._replays.popitem(last=False)
+        if not self._continue(peer, waiting):
+            self._broken_off += len(waiting)
+        elif waiting:
+            self._replays[peer] = waiting
+        if self._replays:
+            self._step_soon()
+
+    def _continue(self, peer: bytes, waiting: deque[int]) -> bool:
+        """Send a step of the first replay; take it out when it is over. False: the peer takes no more."""
+        oldest = self._sequence - len(self._kept)
+        for _ in range(REPLAY_STEP):
+            waiting[0] = sequence = max(waiting[0], oldest)
+            over = sequence >= self._sequence
+            body = [self._topic, END, b""] if over else self._frames(self._kept[sequence - oldest])
+            if not self._answer(peer, body):
+                return False
+            if over:
+                self._replayed += 1
+                waiting.popleft()
+                return True
+            waiting[0] += 1
+        return True
+
+    def _answer(self, peer: bytes, body: Sequence[bytes | zmq.Frame]) -> bool:
+        assert self._router is not None
+        try:
+            self._router.socket.send_multipart([peer, b"", *body], zmq.DONTWAIT, copy=False)
+        except zmq.Again:  # does not read what it asked for
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:  # has gone
+                raise
+            return False
+        finally:
+            self._router.sent()
+        return True
+
+    def statistics(self) -> dict[str, Any]:
+        return {
+            "batches": self._sequence,
+            "events": self._events,
+            "kept": len(self._kept),
+            "kept_bytes": self._kept_bytes,
+            "replays": self._replayed,
+            "replays_broken_off": self._broken_off,
+        }

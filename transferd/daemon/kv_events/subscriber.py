@@ -1,0 +1,156 @@
+"""Other nodes in the open token index: follows what they publish (residency/following.py says how).
+
+For each peer a SUB socket, a monitor on it that tells of connections made and broken, and a DEALER for
+replays. Nothing polls: libzmq connects again by itself, and a replay that is not answered is asked for
+again after a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import structlog
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from transferd.config import PeerSection
+from transferd.daemon.kv_events.following import Follower
+from transferd.errors import ConfigError
+from transferd.storage.attention_store.index import TokenIndex
+from transferd.wire.transport import Channel, set_common_options
+
+log = structlog.get_logger(__name__)
+
+SEQUENCE_BYTES = 8
+RECEIVE_HWM = 1000  # batches that may wait for the loop; what is dropped beyond it is a gap
+MAX_BATCH = 64 * 1024**2  # bytes
+ASK_AGAIN_S = 5.0
+
+
+class Peer:
+    """One node that is followed. Owns its sockets from `start` to `close`."""
+
+    def __init__(self, node: str, section: PeerSection, index: TokenIndex, max_blocks: int) -> None:
+        self._section = section
+        ask = self._ask if section.replay_endpoint else None
+        self.follower = Follower(index, node, max_blocks, ask)
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._channels: list[Channel] = []
+        self._replay: Channel | None = None
+        self._again: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Connect in the background. Raises ConfigError for an endpoint that cannot even be tried."""
+        self._context = context = zmq.Context()
+        try:
+            if self._section.replay_endpoint:
+                self._replay = self._connected(context, zmq.DEALER, self._section.replay_endpoint)
+            socket = context.socket(zmq.SUB)
+            # Told of before anything is connected, so that no connection is missed.
+            wanted = int(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+            monitor = socket.get_monitor_socket(wanted)
+            self._channels.append(Channel(context, monitor, self._monitored, owns_context=False))
+            socket.setsockopt(zmq.SUBSCRIBE, b"")
+            self._open(socket, self._section.endpoint)
+            self._channels.append(Channel(context, socket, self._live, owns_context=False))
+        except BaseException:
+            self.close()
+            raise
+
+    def _connected(self, context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str) -> Channel:
+        socket = context.socket(kind)
+        self._open(socket, endpoint)
+        channel = Channel(context, socket, self._replayed, owns_context=False)
+        self._channels.append(channel)
+        return channel
+
+    def _open(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
+        set_common_options(socket, [endpoint], 0)
+        socket.setsockopt(zmq.RCVHWM, RECEIVE_HWM)
+        socket.setsockopt(zmq.SNDHWM, 16)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_BATCH)
+        try:
+            socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            socket.close(0)
+            key = f"storage.attention_store.peers.{self.follower.node}"
+            raise ConfigError(key, f"cannot be connected to: {error}", endpoint) from error
+
+    def close(self) -> None:
+        """Forget what was followed. Idempotent."""
+        if self._again is not None:
+            self._again.cancel()
+            self._again = None
+        channels, self._channels, self._replay = self._channels, [], None
+        for channel in reversed(channels):  # the socket before its monitor
+            channel.close()
+        if self._context is not None:
+            self._context.destroy(0)
+            self._context = None
+        self.follower.disconnected()
+
+    # --- what comes in: each takes exactly one message off, or raises zmq.Again -------------------------
+
+    def _live(self, socket: zmq.Socket[bytes]) -> None:
+        frames = _frames(socket)
+        if len(frames) == 3 and len(frames[1]) == SEQUENCE_BYTES:
+            self.follower.live(int.from_bytes(frames[1], "big"), frames[2])
+
+    def _replayed(self, socket: zmq.Socket[bytes]) -> None:
+        frames = _frames(socket)
+        # The topic is there since vLLM 0.26 only.
+        if len(frames) not in (3, 4) or frames[0] or len(frames[-2]) != SEQUENCE_BYTES:
+            return
+        self._ask_again_later()  # something comes, so give it more time
+        self.follower.replayed(int.from_bytes(frames[-2], "big", signed=True), frames[-1])
+
+    def _monitored(self, socket: zmq.Socket[bytes]) -> None:
+        event = parse_monitor_message(_frames(socket))["event"]
+        node = self.follower.node
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            log.info("following the KV events of a node", node=node, endpoint=self._section.endpoint)
+            self.follower.connected()
+        elif event == zmq.EVENT_DISCONNECTED:
+            log.info("a node has gone, and with it what it announced", node=node)
+            self.follower.disconnected()
+
+    # --- what goes out ------------------------------------------------------------------------------
+
+    def _ask(self, sequence: int) -> None:
+        self._ask_again_later()
+        if self._replay is None:
+            return
+        try:
+            self._replay.socket.send_multipart([b"", sequence.to_bytes(SEQUENCE_BYTES, "big")], zmq.DONTWAIT)
+        except zmq.Again:
+            pass  # many are unanswered already; the timer asks again
+        finally:
+            self._replay.sent()
+
+    def _ask_again_later(self) -> None:
+        if self._again is not None:
+            self._again.cancel()
+        self._again = asyncio.get_running_loop().call_later(ASK_AGAIN_S, self._unanswered)
+
+    def _unanswered(self) -> None:
+        self._again = None
+        self.follower.unanswered()
+
+    def statistics(self) -> dict[str, Any]:
+        follower = self.follower
+        return {
+            "batches": follower.batches,
+            "replays": follower.replays,
+            "lost": follower.lost,
+            "unreadable": follower.unreadable,
+        }
+
+
+def _frames(socket: zmq.Socket[bytes]) -> list[bytes]:
+    """One message's frames, five of them at most: more than that is nothing that is known."""
+    frames = [socket.recv(zmq.DONTWAIT)]
+    while socket.getsockopt(zmq.RCVMORE):
+        frames.append(socket.recv(zmq.DONTWAIT))
+        del frames[5:]
+    return frames

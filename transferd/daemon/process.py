@@ -1,0 +1,150 @@
+"""A daemon as a process: from its configuration to its exit code.
+
+start     the limit of descriptors is raised, shared memory of dead owners goes, the parts are opened; a signal may
+          come before that is done
+serve     tell the supervisor, feed its watchdog, wait for a signal
+end       stop within the budget, whatever happened before
+
+Signals are in signals.py, what the supervisor is told in systemd.py, dumps in dump_thread.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+from collections.abc import Callable
+
+import structlog
+
+from transferd.config import Config
+from transferd.daemon.daemon import Daemon
+from transferd.daemon.systemd import Notifier, Watchdog
+from transferd.errors import ConfigError, TransferError
+from transferd.observability import logs
+from transferd.observability.dump_thread import Dumper
+from transferd.runtime.descriptors import raise_limit
+from transferd.runtime.signals import Signals
+from transferd.tiers.segment import remove_stale_segments
+
+log = structlog.get_logger(__name__)
+
+GC_THRESHOLDS = (50_000, 50, 100)
+
+
+def serve(config: Config, *, reload: Callable[[], Config] | None = None) -> int:
+    """Run a daemon until SIGTERM or SIGINT. Returns the exit code: 0 after a clean stop, else 1.
+
+    reload: reads the configuration again, for SIGHUP (log level, storage capacity and scrub rate take effect).
+
+    The caller has held the dumper's signals before any thread was made (signals.hold_dump_signals).
+
+    Raises ConfigError for what only starting can tell (socket or port in use, directory not writable).
+    """
+    import uvloop
+
+    logs.configure(config.log)
+    raise_limit()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(config, reload))
+
+
+async def _serve(config: Config, reload: Callable[[], Config] | None) -> int:
+    daemon = Daemon(config)  # a configuration that cannot be built is told before anything is logged or touched
+    with Dumper(config.recorder, daemon.recorder, boot_id=daemon.dispatcher.boot_id):
+        return await _live(daemon, reload)
+
+
+async def _live(daemon: Daemon, reload: Callable[[], Config] | None) -> int:
+    """Start, serve until a signal, stop. Returns the exit code."""
+    config = daemon.config
+    removed = remove_stale_segments()
+    if removed:
+        log.info("removed shared memory of dead owners", segments=removed)
+    notifier = Notifier.from_environment()
+    with Signals(config.server.shutdown_timeout, lambda: _reload(daemon, notifier, reload)) as signals:
+        try:
+            if await _started(daemon, signals):
+                await _serving(daemon, notifier, signals)
+        except TransferError as error:
+            with contextlib.suppress(TransferError):  # the error that kept it from starting is the one to tell
+                await daemon.stop(signals.budget)
+            if isinstance(error, ConfigError):
+                raise
+            log.error("cannot start", reason=error.reason, problem=str(error))
+            return 1
+        log.info("stopping", signal=signals.received, budget_s=round(signals.budget(), 3))
+        notifier.notify("STOPPING=1", "STATUS=draining")
+        await daemon.stop(signals.budget)
+    log.info("stopped", uptime_s=round(daemon.clock.monotonic() - daemon.started_at, 3))
+    return 0
+
+
+async def _started(daemon: Daemon, signals: Signals) -> bool:
+    """Open the daemon; False if a signal came first (whatever was open by then is closed by `stop`)."""
+    opening = asyncio.ensure_future(daemon.open())
+    await asyncio.wait({opening, signals.stop}, return_when=asyncio.FIRST_COMPLETED)
+    if opening.done():
+        opening.result()
+        return True
+    opening.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await opening
+    return False
+
+
+async def _serving(daemon: Daemon, notifier: Notifier, signals: Signals) -> None:
+    """From readiness to the first signal."""
+    quiet_collector()
+    log.info(
+        "ready" if daemon.coordinator.ready else "listening",
+        waiting_for=daemon.cache.why or None,
+        boot_id=daemon.dispatcher.boot_id,
+        endpoint=daemon.transport.endpoints,
+        ranks=daemon.config.cache.ranks,
+        block_bytes=daemon.layout.block_bytes,
+        fingerprint=daemon.layout.fingerprint,
+    )
+    notifier.notify("READY=1", f"STATUS={_status(daemon)}")
+    watchdog = Watchdog.from_environment(notifier, lambda: daemon.alive, status=lambda: _status(daemon))
+    watchdog.start()
+    try:
+        await asyncio.wait({signals.stop})
+    finally:
+        watchdog.stop()
+
+
+def _status(daemon: Daemon) -> str:
+    """What `systemctl status` shows."""
+    if daemon.not_ready:
+        return f"not serving: {daemon.not_ready}"
+    return f"serving {daemon.config.cache.ranks} ranks on {daemon.transport.endpoints[0]}"
+
+
+def quiet_collector() -> None:
+    """Make Python's cycle collector rare: tasks, claims and results are many, and none is part of a cycle.
+
+    What the start made lives as long as the process, so the collector need not look at it again.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
+
+
+def _reload(daemon: Daemon, notifier: Notifier, reload: Callable[[], Config] | None) -> None:
+    """SIGHUP: read the configuration again; log level and storage capacity take effect, a bad file changes nothing."""
+    if reload is None:
+        return
+    notifier.reloading()
+    try:
+        config = reload()
+    except ConfigError as error:
+        log.error("reload refused", problem=str(error))
+    else:
+        logs.set_level(config.log.level)
+        if daemon.tokens is not None:
+            daemon.tokens.reconfigure(config)
+        elif daemon.storage is not None:
+            daemon.storage.reconfigure(config)
+        log.info("reloaded", level=config.log.level)
+    notifier.notify("READY=1")

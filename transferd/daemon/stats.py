@@ -1,0 +1,113 @@
+"""What the daemon says of itself: one dict, read by `transferd stats`, /status and /metrics alike."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from transferd.runtime.version import VERSION
+
+if TYPE_CHECKING:
+    from transferd.daemon.daemon import Daemon
+
+
+def stats(daemon: Daemon) -> dict[str, Any]:
+    """The keys of the public contract, and more. Plain data; costs about a millisecond at 8 ranks."""
+    dispatch = daemon.dispatcher.statistics()
+    server = daemon.server.statistics()
+    return {
+        "version": VERSION,
+        "boot_id": daemon.dispatcher.boot_id,
+        "uptime_s": daemon.clock.monotonic() - daemon.started_at,
+        "ready": daemon.coordinator.ready,
+        "endpoint": list(daemon.transport.endpoints),
+        "generation": daemon.dispatcher.generation,
+        "ranks": _ranks(daemon, dispatch.lanes),
+        "tasks": dispatch.tasks,
+        "queued": dispatch.queued,
+        "running": dispatch.running,
+        "straggling": dispatch.straggling,
+        "paused": dispatch.paused,
+        "draining": dispatch.draining,
+        "results_kept": dispatch.results_kept,
+        "rejects": dict(Counter(dispatch.rejects) + Counter(server["rejects"])),
+        "cache": daemon.cache.statistics(),
+        "host": _host(daemon),
+        "degraded": _degraded(daemon),
+        "staging": _staging(daemon),
+        "storage": _storage(daemon),
+        "pd": _pd(daemon),
+        "events": {} if daemon.events is None else daemon.events.statistics(),
+        "server": server,
+        "layout": _layout(daemon),
+    }
+
+
+def _ranks(daemon: Daemon, lanes: dict[str, dict[str, int]]) -> list[dict[str, Any]]:
+    ranks = [worker.statistics() for worker in daemon.coordinator.workers]
+    for rank in ranks:
+        for name, lane in rank["lanes"].items():
+            lane["queued"] = lanes[name]["queued"]  # one queue for all ranks: the dispatcher's
+    return ranks
+
+
+def _host(daemon: Daemon) -> dict[str, Any]:
+    pools = [w.context.host.statistics() for w in daemon.coordinator.workers if w.context.host is not None]
+    return {
+        "blocks": daemon.layout.host_blocks,  # per rank
+        "bytes": sum(pool["bytes"] for pool in pools),
+        "pinned": bool(pools) and all(pool["pinned"] for pool in pools),
+    }
+
+
+def _degraded(daemon: Daemon) -> list[str]:
+    """Why it works, but slower than it should; empty when all is as it should be."""
+    reasons: list[str] = []
+    for worker in daemon.coordinator.workers:
+        context = worker.context
+        regions = {"staging": context.staging.memory} | ({"host": context.host.memory} if context.host else {})
+        reasons += [
+            f"rank {context.rank}: {name} memory is not pinned: {region.degraded}"
+            for name, region in regions.items()
+            if region.degraded
+        ]
+    return reasons
+
+
+def _staging(daemon: Daemon) -> dict[str, int]:
+    contexts = [worker.context for worker in daemon.coordinator.workers]
+    stagings = [c.staging for c in contexts] + [c.direct.staging for c in contexts if c.direct is not None]
+    each = [staging.statistics() for staging in stagings]
+    return {key: sum(one[key] for one in each) for key in ("capacity", "used", "peak")}
+
+
+def _storage(daemon: Daemon) -> dict[str, Any]:
+    report: dict[str, Any] = {"backend": daemon.config.storage.backend}
+    report |= dict.fromkeys(("objects", "bytes", "hits", "misses", "errors"), 0)
+    storage = daemon.tokens or daemon.storage
+    if storage is not None:
+        report |= storage.statistics()
+    workers = daemon.coordinator.workers
+    if "corrupt" not in report:  # a backend that counts what is set aside knows of ours, too
+        report["corrupt"] = sum(worker.corrupt for worker in workers)
+    report["misses"] = (report["misses"] or 0) + sum(worker.missed for worker in workers)
+    return report
+
+
+def _pd(daemon: Daemon) -> dict[str, Any]:
+    if daemon.exchange is None:
+        return {"mode": "storage"}
+    return {"mode": "direct"} | daemon.exchange.statistics()
+
+
+def _layout(daemon: Daemon) -> dict[str, Any]:
+    layout = daemon.layout
+    return {
+        "attention": daemon.config.cache.attention,
+        "planes": [plane.name for plane in layout.planes],
+        "layers": layout.layers,
+        "mtp_layers": layout.mtp_layers,
+        "block_bytes": layout.block_bytes,
+        "device_blocks": layout.device_blocks,
+        "fingerprint": layout.fingerprint,
+    }

@@ -1,0 +1,141 @@
+"""Dumps of the flight recorder: files that say what a daemon did before something went wrong.
+
+Format, version 1: text, one JSON object a line.
+
+    line 1      the header: `format` "transferd-flight", `format_version` 1, `version`, `boot_id`, `pid`,
+                `reason` (one word, see below), `problem` (a line, or ""), `wall` and `monotonic`
+                (seconds, both read at the moment of the dump: they tie the notes' times to a date),
+                `notes` (how many follow), `threads` (thread name: its stack, innermost call last)
+    others      one note each, oldest first: `at` (monotonic seconds), `task` ("" for none), `what`,
+                and whatever else that kind of note says; `rank` is there for what one rank did
+
+Reasons: `signal` (SIGUSR1), `failure` (an invariant broke, or a callback raised), `crash` (the daemon
+ended by an exception), `abort` (SIGABRT: what systemd's watchdog sends to a stuck daemon).
+
+A dump appears under its name complete or not at all (written aside, synced, renamed). Only the newest
+`keep` stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from transferd.errors import RequestError
+from transferd.observability.recorder import LONGEST_TEXT, Note
+from transferd.observability.story import explain
+
+FORMAT = "transferd-flight"
+FORMAT_VERSION = 1
+_PREFIX, _SUFFIX, _PART = "flight-", ".jsonl", ".part"
+_OWN_KEYS = frozenset({"at", "task", "what"})
+
+
+@dataclass(frozen=True, slots=True)
+class Dump:
+    """A dump that was read. `header` as in the module's description."""
+
+    path: Path
+    header: dict[str, Any]
+    notes: list[Note]
+
+    def explain(self, task_id: str) -> dict[str, Any]:
+        """As story.py tells it. Raises RequestError for a task that is not in the dump."""
+        mine = [note for note in self.notes if note.task_id in (task_id, task_id[:LONGEST_TEXT])]
+        return explain(task_id, mine, wall=self.header["wall"], monotonic=self.header["monotonic"])
+
+
+def write_dump(directory: Path, header: Mapping[str, Any], notes: Iterable[Note], *, keep: int) -> Path:
+    """Write one dump and remove the oldest beyond `keep`. Makes the directory (0750). Raises OSError.
+
+    header: needs `wall`, `pid` and `reason`; `format`, `format_version` and `notes` are filled in.
+    """
+    directory.mkdir(mode=0o750, parents=True, exist_ok=True)
+    lines = [encode_note(note) for note in notes]
+    whole = {"format": FORMAT, "format_version": FORMAT_VERSION, **header, "notes": len(lines)}
+    when = datetime.fromtimestamp(header["wall"], UTC).strftime("%Y%m%dT%H%M%S.%fZ")
+    path = directory / f"{_PREFIX}{when}-{header['pid']}-{header['reason']}{_SUFFIX}"
+    part = path.with_name(f".{path.name}{_PART}")
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o640)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(_encode(whole) + b"\n")
+            file.writelines(line + b"\n" for line in lines)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(part, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(part)
+        raise
+    _prune(directory, keep)
+    return path
+
+
+def read_dump(path: Path) -> Dump:
+    """Read a dump; of a directory, the newest in it. Raises RequestError (code `bad_dump`), one line."""
+    try:
+        if path.is_dir():
+            newest = max(_dumps(path), default=None)
+            if newest is None:
+                raise RequestError(f"{path}: no dump is in this directory", code="bad_dump")
+            path = newest
+        head, *rest = path.read_bytes().splitlines()
+        header: dict[str, Any] = msgspec.json.decode(head, type=dict[str, Any])
+        if header.get("format") != FORMAT:
+            raise RequestError(f"{path}: not a dump of transferd's flight recorder", code="bad_dump")
+        if header.get("format_version") != FORMAT_VERSION:
+            what = f"{path}: a dump of format version {header.get('format_version')}, this reads {FORMAT_VERSION}"
+            raise RequestError(what, code="bad_dump")
+        return Dump(path, header, [decode_note(line) for line in rest])
+    except OSError as error:
+        raise RequestError(f"{path}: cannot be read: {error.strerror}", code="bad_dump") from error
+    except (ValueError, KeyError, TypeError) as error:  # msgspec's errors are ValueErrors
+        raise RequestError(f"{path}: not a dump of transferd's flight recorder: {error}", code="bad_dump") from error
+
+
+def encode_note(note: Note) -> bytes:
+    """One line, without its end."""
+    return _encode({"at": note.at, "task": note.task_id, "what": note.what, **note.plain()})
+
+
+def decode_note(line: bytes) -> Note:
+    """Raises ValueError, KeyError or TypeError for what is no note."""
+    whole: dict[str, Any] = msgspec.json.decode(line, type=dict[str, Any])
+    detail = {key: value for key, value in whole.items() if key not in _OWN_KEYS}
+    return Note(float(whole["at"]), str(whole["task"]), str(whole["what"]), detail)
+
+
+def _encode(value: object) -> bytes:
+    try:
+        return msgspec.json.encode(value, enc_hook=repr)
+    except UnicodeEncodeError:  # half of a surrogate pair, as a task_id made of broken bytes may hold
+        return msgspec.json.encode(_mended(value), enc_hook=repr)
+
+
+def _mended(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_mended(key): _mended(item) for key, item in value.items()}
+    return value
+
+
+def _dumps(directory: Path) -> list[Path]:
+    """Names begin with the time, so their order is the order in time."""
+    return [path for path in directory.iterdir() if path.name.startswith(_PREFIX) and path.name.endswith(_SUFFIX)]
+
+
+def _prune(directory: Path, keep: int) -> None:
+    """Remove all but the newest, and what a killed daemon left half written."""
+    old = sorted(_dumps(directory))[:-keep]
+    for path in (*old, *directory.glob(f".{_PREFIX}*{_PART}")):
+        with contextlib.suppress(OSError):
+            path.unlink()

@@ -1,0 +1,163 @@
+"""When the flight recorder is dumped, and who does it: a thread that can do so while the event loop is stuck.
+
+SIGUSR1             a dump; the daemon goes on
+SIGABRT             a dump, the stack of every thread on stderr, and the process dies as SIGABRT wants. This
+                    is what systemd's watchdog sends, so a daemon whose loop is stuck tells what it was doing
+a failure           an invariant broke, or a callback of the loop raised: a dump, the daemon goes on. The
+                    first few of one daemon's life only: the first is the one to look at, and a disk is finite
+a crash             the daemon ends by an exception: a dump, then the exception goes its way
+
+The signals are blocked in every thread and taken with sigwait by one thread, which sleeps in the kernel
+until then. The daemon itself wakes it with a signal of its own (WAKE), so that none of an operator's is
+mistaken for that or the reverse. A handler of the event loop would hear them only while the loop turns,
+which is when a dump is needed least. What kills without asking (SIGSEGV, SIGKILL, abort() in a library)
+leaves no dump; the interpreter's faulthandler still writes the stacks of the first and the last to stderr.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import structlog
+
+from transferd.config import RecorderSection
+from transferd.errors import ConfigError
+from transferd.observability.dump_file import write_dump
+from transferd.observability.recorder import LONGEST_TEXT, Note, Recorder
+from transferd.runtime.clock import SYSTEM_CLOCK, Clock
+from transferd.runtime.signals import DUMP_SIGNALS, WAKE
+from transferd.runtime.version import VERSION
+
+log = structlog.get_logger(__name__)
+
+MOST_FAILURES = 3  # dumps of failures in one life
+MOST_THREADS, MOST_FRAMES = 64, 50
+
+
+class Dumper:
+    """Context manager around a daemon's life on a running loop. Owns its thread and the loop's exception handler."""
+
+    def __init__(
+        self, config: RecorderSection, recorder: Recorder, *, boot_id: str, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
+        self._config = config
+        self._recorder = recorder
+        self._boot_id = boot_id
+        self._clock = clock
+        self._failures = 0
+        self._pending: deque[Callable[[], None]] = deque()  # what the thread was woken for
+        self._ending = False
+        self._thread = threading.Thread(target=self._wait, name="flight-recorder", daemon=True)
+
+    def __enter__(self) -> Self:
+        if not faulthandler.is_enabled():
+            faulthandler.enable()
+        self._thread.start()
+        self._recorder.on_failure = self._failed
+        asyncio.get_running_loop().set_exception_handler(self._callback_raised)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, stack: TracebackType | None
+    ) -> None:
+        asyncio.get_running_loop().set_exception_handler(None)
+        self._recorder.on_failure = _nobody
+        self._ending = True
+        self._wake()
+        self._thread.join()
+        if isinstance(error, Exception) and not isinstance(error, ConfigError):
+            self._dump("crash", f"{type(error).__name__}: {error}", _stacks(error))
+
+    # --- what calls for a dump ----------------------------------------------------------------------
+
+    def _failed(self, problem: str) -> None:
+        """Write what is known at this moment, in the thread: the loop does not wait for a disk."""
+        self._failures += 1
+        if self._failures > MOST_FAILURES:
+            return
+        notes, stacks, header = self._recorder.notes(), _stacks(), self._header("failure", problem)
+        self._pending.append(lambda: self._write(header | {"threads": stacks}, notes))
+        self._wake()
+
+    def _callback_raised(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        told = f"{type(error).__name__}: {error}" if error is not None else str(context.get("message"))
+        log.error("a callback of the event loop raised", problem=told, exc_info=error)
+        self._recorder.failure("", told)
+
+    def _wait(self) -> None:
+        while True:
+            number = signal.sigwait(DUMP_SIGNALS)
+            if number == signal.SIGABRT:
+                self._dump("abort", "", _stacks())
+                # The default comes next, by way of faulthandler: stacks on stderr, and a core if one is wanted.
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGABRT})
+                os.abort()
+            if number == signal.SIGUSR1:
+                self._dump("signal", "", _stacks())
+            while self._pending:
+                self._pending.popleft()()
+            if self._ending:
+                return
+
+    def _wake(self) -> None:
+        assert self._thread.ident is not None
+        signal.pthread_kill(self._thread.ident, WAKE)
+
+    # --- writing ------------------------------------------------------------------------------------
+
+    def _dump(self, reason: str, problem: str, stacks: dict[str, list[str]]) -> None:
+        self._write(self._header(reason, problem) | {"threads": stacks}, self._recorder.notes())
+
+    def _header(self, reason: str, problem: str) -> dict[str, Any]:
+        return {
+            "version": VERSION,
+            "boot_id": self._boot_id,
+            "pid": os.getpid(),
+            "reason": reason,
+            "problem": problem.partition("\n")[0][:LONGEST_TEXT],
+            "wall": self._clock.wall(),
+            "monotonic": self._clock.monotonic(),
+        }
+
+    def _write(self, header: dict[str, Any], notes: list[Note]) -> None:
+        if not self._config.directory:
+            log.warning("no dump: recorder.directory is empty", reason=header["reason"])
+            return
+        try:
+            path = write_dump(Path(self._config.directory), header, notes, keep=self._config.keep)
+        except OSError as error:
+            log.error("no dump", reason=header["reason"], directory=self._config.directory, problem=str(error))
+        else:
+            log.warning("dumped the flight recorder", reason=header["reason"], file=str(path), notes=len(notes))
+
+
+def _stacks(error: BaseException | None = None) -> dict[str, list[str]]:
+    """Each thread's stack, innermost call last; and that of an exception."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    stacks = {
+        f"{names.get(ident, 'foreign')} {ident}": _lines(traceback.extract_stack(frame, MOST_FRAMES))
+        for ident, frame in list(sys._current_frames().items())[:MOST_THREADS]  # noqa: SLF001 - the only way to ask
+    }
+    if error is not None:
+        stacks["exception"] = _lines(traceback.extract_tb(error.__traceback__, MOST_FRAMES))
+    return stacks
+
+
+def _lines(stack: traceback.StackSummary) -> list[str]:
+    return [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in stack]
+
+
+def _nobody(problem: str) -> None:
+    """After the end nobody writes dumps."""

@@ -1,0 +1,216 @@
+"""Prometheus metrics: read from one stats() dict at each scrape, plus a histogram of task latencies.
+
+Labels are bounded by construction: ranks, lanes, statuses, codes, tiers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+
+from transferd.observability.http import HttpServer, Page
+from transferd.tasks import Lane, Task, TaskResult
+
+LATENCY_BUCKETS_S = (
+    0.0001,
+    0.00025,
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1,
+    2.5,
+    5,
+    10,
+    30,
+)
+
+# What some backends count besides, and how it reads.
+_STORAGE_EVENTS = {
+    "wrong_length": "Objects of another length than expected, made unreachable",
+    "waited_for_room": "Objects that a full pool was asked to take again",
+    "contested": "Stored objects that could not be found yet: another client was writing them",
+    "taken_over": "Objects written over a write that had not come to its end",
+    "held": "Objects whose buffers were held back after a transfer that did not end",
+    "other_layout": "Look-ups whose first absent key is stored in another layout of the model",
+    "breaker_opened": "Times that storage did not answer",
+}
+
+Stats = Callable[[], dict[str, Any]]
+
+
+class TaskMetrics:
+    """Latency of admitted tasks, from admission to answer, by kind."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        histogram = Histogram(
+            "transferd_task_duration_seconds",
+            "From a task's admission to its answer",
+            ["kind"],
+            buckets=LATENCY_BUCKETS_S,
+            registry=registry,
+        )
+        self._by_kind = {str(lane): histogram.labels(str(lane)) for lane in Lane}
+
+    def observe_result(self, task: Task, result: TaskResult) -> None:
+        self._by_kind[task.lane].observe(result.duration)
+
+
+class _StatsCollector:
+    """Turns one stats() dict into metric families."""
+
+    def __init__(self, stats: Stats) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        yield InfoMetricFamily(
+            "transferd_build", "Which daemon this is", {"version": stats["version"], "boot_id": stats["boot_id"]}
+        )
+        yield from self._daemon(stats)
+        yield from self._ranks(stats)
+        yield from self._memory(stats)
+        yield from self._storage(stats["storage"])
+        if "batches" in stats["events"]:
+            yield from self._events(stats["events"])
+
+    def _daemon(self, stats: dict[str, Any]) -> Iterator[Metric]:
+        yield _gauge("transferd_uptime_seconds", "Seconds since the start", stats["uptime_s"])
+        serving = stats["ready"] and not stats["draining"]
+        yield _gauge("transferd_ready", "1 when every rank is ready and tasks are admitted", serving)
+        yield _gauge("transferd_tasks_queued", "Tasks admitted and not running", stats["queued"])
+        yield _gauge("transferd_tasks_running", "Tasks running", stats["running"])
+        yield _gauge("transferd_tasks_straggling", "Answered tasks that a rank still holds on to", stats["straggling"])
+        yield _counter("transferd_tasks", "Tasks answered, by final status", ["status"], stats["tasks"])
+        yield _counter("transferd_rejects", "Requests refused, by code", ["code"], stats["rejects"])
+        yield _gauge("transferd_clients", "Clients connected", stats["server"]["clients"])
+        yield _counter("transferd_clients_lost", "Clients that fell silent", [], {"": stats["server"]["clients_lost"]})
+        yield _counter("transferd_messages", "Messages received", [], {"": stats["server"]["messages"]})
+        yield _counter(
+            "transferd_undeliverable", "Answers whose client had gone", [], {"": stats["server"]["undeliverable"]}
+        )
+
+    def _ranks(self, stats: dict[str, Any]) -> Iterator[Metric]:
+        names = ["rank", "lane"]
+        running = GaugeMetricFamily("transferd_lane_running", "Tasks running on a rank", labels=names)
+        done = CounterMetricFamily("transferd_lane_done", "Tasks a rank has done", labels=names)
+        failed = CounterMetricFamily("transferd_lane_failed", "Tasks a rank has failed", labels=names)
+        moved = CounterMetricFamily("transferd_lane_bytes", "Bytes a rank has moved", labels=names)
+        for rank in stats["ranks"]:
+            for name, lane in rank["lanes"].items():
+                labels = [str(rank["rank"]), name]
+                running.add_metric(labels, lane["running"])
+                done.add_metric(labels, lane["done"])
+                failed.add_metric(labels, lane["failed"])
+                moved.add_metric(labels, lane["bytes"])
+        yield from (running, done, failed, moved)
+
+    def _memory(self, stats: dict[str, Any]) -> Iterator[Metric]:
+        host, staging = stats["host"], stats["staging"]
+        yield _gauge("transferd_host_pool_bytes", "Host tier, all ranks", host["bytes"])
+        yield _gauge("transferd_host_pool_pinned", "1 when the host tier is locked in memory", host["pinned"])
+        for key, text in (("capacity", "there is"), ("used", "in use"), ("peak", "used at most")):
+            yield _gauge(f"transferd_staging_{key}_bytes", f"Staging memory {text}, all ranks", staging[key])
+
+    def _storage(self, storage: dict[str, Any]) -> Iterator[Metric]:
+        backend = {"backend": storage["backend"]}
+        for key in ("objects", "bytes"):
+            if storage.get(key) is not None:
+                gauge = GaugeMetricFamily(f"transferd_storage_{key}", f"Stored {key}", labels=["backend"])
+                gauge.add_metric([backend["backend"]], storage[key])
+                yield gauge
+        for key in ("hits", "misses", "corrupt", "errors"):
+            counter = CounterMetricFamily(f"transferd_storage_{key}", f"Storage {key}", labels=["backend"])
+            counter.add_metric([backend["backend"]], storage.get(key) or 0)
+            yield counter
+        for key, text in _STORAGE_EVENTS.items():
+            if key in storage:
+                counter = CounterMetricFamily(f"transferd_storage_{key}", text, labels=["backend"])
+                counter.add_metric([backend["backend"]], storage[key])
+                yield counter
+        if "scrub" in storage:
+            for key in ("objects", "bytes", "damaged", "passes"):
+                text = f"Of the background scrub: {key}"
+                yield _counter(
+                    f"transferd_storage_scrub_{key}", text, ["backend"], {backend["backend"]: storage["scrub"][key]}
+                )
+        if "breaker" in storage:
+            text = "1 while calls go through, 0 while they fail at once because storage did not answer"
+            gauge = GaugeMetricFamily("transferd_storage_available", text, labels=["backend"])
+            gauge.add_metric([backend["backend"]], float(storage["breaker"] == "closed"))
+            yield gauge
+
+    def _events(self, events: dict[str, Any]) -> Iterator[Metric]:
+        yield _counter("transferd_kv_events", "KV events published", [], {"": events["events"]})
+        yield _counter("transferd_kv_event_replays", "Replays sent to their end", [], {"": events["replays"]})
+        announced = GaugeMetricFamily(
+            "transferd_kv_blocks_announced", "Blocks that routers were told of", labels=["medium"]
+        )
+        for medium, blocks in events["announced"].items():
+            announced.add_metric([medium], blocks)
+        yield announced
+
+
+def _gauge(name: str, text: str, value: Any) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, text, value=float(value))
+
+
+def _counter(name: str, text: str, labels: list[str], values: dict[str, Any]) -> CounterMetricFamily:
+    family = CounterMetricFamily(name, text, labels=labels)
+    for label, value in values.items():
+        family.add_metric([str(label)] if labels else [], value)
+    return family
+
+
+class Reports:
+    """/metrics /healthz /readyz /status.
+
+    stats: the report. alive: the dispatcher moves or is idle. not_ready: why not, or "" when ready.
+    """
+
+    def __init__(self, listen: str, stats: Stats, alive: Callable[[], bool], not_ready: Callable[[], str]) -> None:
+        self._stats = stats
+        self._alive = alive
+        self._not_ready = not_ready
+        self._registry = CollectorRegistry()
+        self._registry.register(_StatsCollector(stats))
+        self.tasks = TaskMetrics(self._registry)
+        routes = {
+            "/metrics": self._metrics,
+            "/healthz": self._healthz,
+            "/readyz": self._readyz,
+            "/status": self._status,
+        }
+        self.http = HttpServer(listen, routes) if listen else None
+
+    async def start(self) -> None:
+        """Raises ConfigError when the address cannot be had."""
+        if self.http is not None:
+            await self.http.start()
+
+    async def close(self) -> None:
+        if self.http is not None:
+            await self.http.close()
+
+    def _metrics(self) -> Page:
+        return Page(generate_latest(self._registry), "text/plain; version=0.0.4; charset=utf-8")
+
+    def _healthz(self) -> Page:
+        return Page(b"ok\n") if self._alive() else Page(b"work is under way and nothing moves\n", status=503)
+
+    def _readyz(self) -> Page:
+        reason = self._not_ready()
+        return Page(f"{reason}\n".encode(), status=503) if reason else Page(b"ready\n")
+
+    def _status(self) -> Page:
+        return Page(json.dumps(self._stats(), default=str).encode() + b"\n", "application/json")

@@ -1,0 +1,130 @@
+"""The life of one task, told from the flight recorder's notes: as data, and as text for people.
+
+A task_id may have lived more than once (pushed again after its result was forgotten), so there is a
+list of lives. Each begins with its admission, and times are seconds since then; what happened to the
+id before it was admitted (a `busy`, a refusal) belongs to the life that followed, with times below 0.
+What the task as a whole went through is in `events`, what one rank did is under that rank.
+
+    {"task_id", "lives": [{"kind", "blocks", "status", "seconds", "began", "complete",
+                           "events": [{"t", "what", …}], "ranks": [{"rank", "events": […]}]}],
+     "omitted"}
+
+status, seconds: None while the task is not answered. began: time since the epoch. complete: the
+admission is still among the notes; else the first note that is left stands for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from transferd.errors import RequestError
+from transferd.observability.recorder import Note
+
+MAX_NOTES = 1000  # told of one task: an answer's bound
+_FIRST = 100  # of these, when there are more, are the oldest
+
+
+def explain(task_id: str, notes: Sequence[Note], *, wall: float, monotonic: float) -> dict[str, Any]:
+    """Tell the life of a task from its notes (oldest first). wall, monotonic: one moment on both clocks.
+
+    Raises RequestError, code `unknown_task`, when there is none.
+    """
+    if not notes:
+        what = f"nothing is known of task {task_id[:80]!r}: it was not pushed here, or too long ago"
+        raise RequestError(what, code="unknown_task")
+    omitted = max(0, len(notes) - MAX_NOTES)
+    if omitted:
+        notes = [*notes[:_FIRST], *notes[_FIRST - MAX_NOTES :]]
+    return {
+        "task_id": task_id,
+        "lives": [_life(life, wall - monotonic) for life in _lives(notes)],
+        "omitted": omitted,
+    }
+
+
+def _lives(notes: Iterable[Note]) -> list[list[Note]]:
+    """A life goes on until its answer and for as long as nothing else is tried under its id."""
+    lives: list[list[Note]] = [[]]
+    attempts: list[Note] = []  # since the last answer: they belong to the next life, if there is one
+    for note in notes:
+        life = lives[-1]
+        if note.what == "admitted" and _ended(life):
+            lives.append([*attempts, note])
+            attempts = []
+        elif note.what in ("busy", "rejected", "failed") and _ended(life):
+            attempts.append(note)
+        else:
+            life.append(note)
+    lives[-1].extend(attempts)
+    return lives
+
+
+def _ended(life: Sequence[Note]) -> bool:
+    return any(note.what == "done" for note in life)
+
+
+def _life(notes: Sequence[Note], offset: float) -> dict[str, Any]:
+    """offset: wall time minus monotonic time."""
+    admitted = next((note for note in notes if note.what == "admitted"), None)
+    done = next((note for note in notes if note.what == "done"), None)
+    zero = (admitted or notes[0]).at
+    about = admitted.detail if admitted is not None else {}
+    events: list[dict[str, Any]] = []
+    ranks: dict[int, list[dict[str, Any]]] = {}
+    for note in notes:
+        detail = note.plain()
+        rank = detail.pop("rank", None)
+        event = {"t": note.at - zero, "what": note.what, **detail}
+        (events if rank is None else ranks.setdefault(rank, [])).append(event)
+    return {
+        "kind": about.get("kind"),
+        "blocks": about.get("blocks"),
+        "status": None if done is None else done.detail.get("status"),
+        "seconds": None if done is None else done.at - zero,
+        "began": zero + offset,
+        "complete": admitted is not None,
+        "events": events,
+        "ranks": [{"rank": rank, "events": ranks[rank]} for rank in sorted(ranks)],
+    }
+
+
+# --- for people -----------------------------------------------------------------------------------
+
+
+def as_text(story: Mapping[str, Any]) -> str:
+    """The story as lines, milliseconds since admission in front."""
+    lines: list[str] = []
+    for life in story["lives"]:
+        lines.append(_heading(story["task_id"], life))
+        lines += [_line(event, 2) for event in life["events"]]
+        for rank in life["ranks"]:
+            lines.append(f"  rank {rank['rank']}")
+            lines += [_line(event, 4) for event in rank["events"]]
+    if story["omitted"]:
+        lines.append(f"({story['omitted']} notes in the middle are left out)")
+    return "\n".join(lines)
+
+
+def _heading(task_id: str, life: Mapping[str, Any]) -> str:
+    began = datetime.fromtimestamp(life["began"], UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
+    what = f" ({life['kind']}, {life['blocks']} blocks)" if life["kind"] else ""
+    born = f"{'admitted' if life['complete'] else 'first note kept'} {began} UTC"
+    ended = "not answered" if life["seconds"] is None else f"{life['status']} after {life['seconds'] * 1000:.3f} ms"
+    return f"task {_shown(task_id)}{what}: {born}, {ended}"
+
+
+def _line(event: Mapping[str, Any], indent: int) -> str:
+    detail = " ".join(
+        f"{key}={_shown(value)}" for key, value in event.items() if key not in ("t", "what") and value is not None
+    )
+    return f"{'':{indent}}{event['t'] * 1000:12.3f} ms  {event['what']:<14} {detail}".rstrip()
+
+
+def _shown(value: Any) -> str:
+    """One word: what came from outside cannot make lines of its own."""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = str(value)
+    return text if text.isprintable() and " " not in text and text else repr(text)

@@ -1,0 +1,109 @@
+"""One control connection between two daemons: frames in, frames out, and one word when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable
+
+import structlog
+
+from transferd.errors import PeerLost, TransferError
+from transferd.storage.peer.messages import Message, body_length, decode, encode
+
+log = structlog.get_logger(__name__)
+
+CONNECT_TIMEOUT_S = 3.0
+MAX_UNSENT = 64 * 1024**2  # bytes; a peer that reads so slowly is as good as gone
+# A host that vanishes without a word is noticed after about ten seconds.
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 4), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3))
+_USER_TIMEOUT_MS = 10_000
+
+
+class Connection:
+    """Calls `received` for each message, and `ended` once with the reason. Owns the stream until `close`."""
+
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        received: Callable[[Connection, Message], None],
+        ended: Callable[[Connection, str], None],
+    ) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._received = received
+        self._ended = ended
+        self.alive = True
+        _watch_for_silence(writer)
+        self._reading = asyncio.get_running_loop().create_task(self._read())
+
+    def send(self, message: Message) -> None:
+        """Send, if there is still somebody; `ended` tells of the end, not this."""
+        if not self.alive or self._writer.transport.is_closing():  # uvloop refuses to write to a closed one
+            return
+        self._writer.write(encode(message))
+        if self._writer.transport.get_write_buffer_size() > MAX_UNSENT:
+            self._writer.transport.abort()
+
+    async def _read(self) -> None:
+        why = "the connection was closed"
+        try:
+            while True:
+                length = body_length(await self._reader.readexactly(4))
+                message = decode(await self._reader.readexactly(length))
+                self._received(self, message)
+        except asyncio.IncompleteReadError:
+            pass
+        except TransferError as error:  # of the decoder, or of a handler that cannot take this message
+            why = str(error)
+            log.warning("a peer daemon is not understood", problem=why)
+        except OSError as error:
+            why = str(error)
+        finally:
+            self.alive = False
+            self._writer.transport.abort()
+            self._ended(self, why)
+
+    def finish(self) -> None:
+        """Hand out what was sent and end, without waiting for it."""
+        self.alive = False
+        self._writer.close()
+
+    async def close(self) -> None:
+        """Hand out what was sent, for a moment, and end; `ended` has been called when this returns."""
+        self.finish()
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(1.0):
+                await self._writer.wait_closed()
+        self._reading.cancel()
+        await asyncio.wait([self._reading])
+
+
+async def connect(
+    host: str,
+    port: int,
+    received: Callable[[Connection, Message], None],
+    ended: Callable[[Connection, str], None],
+) -> Connection:
+    """Raises PeerLost when nobody answers there."""
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(host, port)
+    except TimeoutError:
+        raise PeerLost(f"no connection to the daemon at {host}:{port} within {CONNECT_TIMEOUT_S:g} s") from None
+    except (OSError, ValueError) as error:  # ValueError: a name that no resolver takes
+        raise PeerLost(f"no connection to the daemon at {host}:{port}: {error}") from None
+    return Connection(reader, writer, received, ended)
+
+
+def _watch_for_silence(writer: asyncio.StreamWriter) -> None:
+    sock = writer.get_extra_info("socket")
+    if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE:
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

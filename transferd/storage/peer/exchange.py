@@ -1,0 +1,318 @@
+"""All direct transfers of one daemon: who is sending what, who expects what from whom."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+
+from transferd.errors import ConfigError, PeerLost, PeerRefused, TransferError
+from transferd.runtime.aio import every
+from transferd.storage.peer.carrier import Carrier
+from transferd.storage.peer.connection import Connection, connect
+from transferd.storage.peer.inbound import Inbound
+from transferd.storage.peer.messages import (
+    VERSION,
+    Begin,
+    Done,
+    Landed,
+    Message,
+    Post,
+    Refused,
+    Want,
+    Withdraw,
+    Withdrawn,
+)
+from transferd.storage.peer.outbound import Outbound
+from transferd.tasks import ErrorInfo
+
+log = structlog.get_logger(__name__)
+
+MAX_PARKED = 4096  # receivers that came before their sender
+MAX_PARKED_NAMES = 1_000_000  # that these wait for, all together: about 100 bytes each
+MAX_RECEIVERS = 1024  # connections
+LONGEST_TOLD = 500  # characters of what a peer tells
+Share = tuple[str, int]  # of a transfer: its id and the rank
+Attempt = tuple[str, int, int]  # and the receiver's number for it
+# What a peer may say and is counted by name.
+_CODES = frozenset(
+    {
+        *("model_mismatch", "layout_mismatch", "generation_mismatch", "blocks_mismatch", "version_mismatch"),
+        *("already_sending", "busy", "cancelled", "expired", "peer_lost", "malformed", "internal"),
+    }
+)
+
+
+@dataclass(slots=True, eq=False)
+class _Sender:
+    """A daemon that sends to this one; connected while `users` are."""
+
+    connecting: asyncio.Task[Connection]
+    users: set[Inbound] = field(default_factory=set)
+
+
+class Exchange:
+    """Listens for receivers, connects to senders. Owns the carrier and all connections from `open` to `close`.
+
+    listen: host:port. ranks: of this daemon; a receiver with more of them is refused.
+    """
+
+    def __init__(self, carrier: Carrier, listen: str, ranks: int) -> None:
+        self.carrier = carrier
+        self.address = ""
+        self._listen = listen
+        self._ranks = ranks
+        self._server: asyncio.Server | None = None
+        self._receivers: set[Connection] = set()
+        self._senders: dict[str, _Sender] = {}
+        self._parked: dict[Share, tuple[Want, Connection]] = {}
+        self._outbounds: dict[Share, Outbound] = {}
+        self._draining: set[Outbound] = set()  # whose tasks are over and whose writes are not
+        self._inbounds: dict[Attempt, Inbound] = {}
+        self._attempts = itertools.count(1)
+        self._counts: Counter[str] = Counter()
+        self._closing = False
+        self._from_receiver: dict[type, Callable[[Connection, Any], None]] = {
+            Want: self._want,
+            Post: self._post,
+            Done: self._done,
+            Withdraw: self._withdraw,
+        }
+        self._from_sender: dict[type, Callable[[Inbound, Any], None]] = {
+            Begin: lambda inbound, _: inbound.begins(),
+            Landed: lambda inbound, message: inbound.landed(message),
+            Withdrawn: lambda inbound, _: inbound.withdrawn(),
+            Refused: self._refused,
+        }
+
+    # --- life ---------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Raises ConfigError when the address cannot be used or the carrier does not start."""
+        await self.carrier.open()
+        host, _, port = self._listen.rpartition(":")
+        try:
+            self._server = await asyncio.start_server(self._accept, host.strip("[]"), int(port))
+        except OSError as error:
+            raise ConfigError("pd.listen", f"cannot be listened on: {error.strerror or error}", self._listen) from error
+        self.address = f"{host}:{self._server.sockets[0].getsockname()[1]}"
+
+    async def hang_up(self) -> None:
+        """End every connection and take no new one: transfers under way fail on both sides within HOLD_S."""
+        self._closing = True
+        if self._server is not None:
+            self._server.close()
+        connections = [sender.connecting.result() for sender in self._senders.values() if _is_there(sender)]
+        for sender in self._senders.values():
+            sender.connecting.cancel()
+        await every(connection.close() for connection in [*self._receivers, *connections])
+
+    async def close(self) -> None:
+        """After every Sender and Receiver has ended. Idempotent."""
+        await self.hang_up()
+        await self.carrier.close()
+
+    def statistics(self) -> dict[str, Any]:
+        return {
+            "address": self.address,
+            "sending": len(self._outbounds),
+            "receiving": len(self._inbounds),
+            "waiting": len(self._parked),
+            "refused": {name: count for name, count in self._counts.items() if count},
+        }
+
+    # --- for the ranks ------------------------------------------------------------------------------
+
+    def outbound(self, transfer: str, rank: int, names: Sequence[str]) -> Outbound:
+        """Begin to send. Raises TransferError when that is being done already."""
+        share = transfer, rank
+        before = self._outbounds.get(share)
+        if before is not None:
+            if not before.ended:
+                raise TransferError(f"{transfer!r} is being sent already", code="already_sending")
+            self._draining.add(before)
+        outbound = self._outbounds[share] = Outbound(transfer, rank, names, self.carrier, self._sent)
+        if share in self._parked:
+            self._meet(outbound, *self._parked.pop(share))
+        return outbound
+
+    def inbound(self, transfer: str, rank: int, names: Sequence[str], peer: str) -> Inbound:
+        """Begin to receive: a new attempt, whatever becomes of earlier ones."""
+
+        def join(inbound: Inbound) -> Any:
+            return self._connected(inbound, peer)
+
+        attempt = next(self._attempts)
+        inbound = Inbound(transfer, rank, attempt, names, self.carrier.address, join, self._received)
+        self._inbounds[inbound.share] = inbound
+        return inbound
+
+    def _sent(self, outbound: Outbound) -> None:
+        self._draining.discard(outbound)
+        share = outbound.transfer, outbound.rank
+        if self._outbounds.get(share) is outbound:
+            del self._outbounds[share]
+
+    def _received(self, inbound: Inbound) -> None:
+        self._inbounds.pop(inbound.share, None)
+        for peer, sender in list(self._senders.items()):
+            sender.users.discard(inbound)
+            self._tidy(peer, sender)
+
+    def _connect_ended(self, peer: str, sender: _Sender, _: asyncio.Task[Connection]) -> None:
+        self._tidy(peer, sender)
+
+    def _tidy(self, peer: str, sender: _Sender) -> None:
+        """Forget a connection that failed, and end one that nobody uses."""
+        if not sender.connecting.done() or self._senders.get(peer) is not sender:
+            return
+        if not _is_there(sender):
+            del self._senders[peer]
+        elif not sender.users:
+            del self._senders[peer]
+            sender.connecting.result().finish()
+
+    # --- this daemon sends --------------------------------------------------------------------------
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._closing or len(self._receivers) >= MAX_RECEIVERS:
+            writer.transport.abort()
+            return
+        self._receivers.add(Connection(reader, writer, self._hear_receiver, self._receiver_gone))
+
+    def _hear_receiver(self, connection: Connection, message: Message) -> None:
+        handle = self._from_receiver.get(type(message))
+        if handle is None:
+            raise PeerRefused(f"a receiver says {type(message).__name__}, which only a sender may")
+        handle(connection, message)
+
+    def _want(self, connection: Connection, want: Want) -> None:
+        share = want.transfer, want.rank
+        outbound, parked = self._outbounds.get(share), self._parked.get(share)
+        if want.version != VERSION:
+            self._refuse(connection, want, "version_mismatch", f"this daemon speaks version {VERSION}")
+        elif not 0 <= want.rank < self._ranks:
+            self._refuse(connection, want, "layout_mismatch", f"this daemon has {self._ranks} ranks")
+        elif outbound is not None and outbound.open:
+            self._meet(outbound, want, connection)
+        elif (outbound is not None and outbound.peer is not None and not outbound.ended) or (
+            parked is not None and parked[1] is not connection
+        ):
+            self._refuse(connection, want, "already_sending", "another receiver has asked for it")
+        elif self._parked_names(want) > MAX_PARKED_NAMES or len(self._parked) >= MAX_PARKED:
+            self._refuse(connection, want, "busy", "too many receivers are waiting already")
+        else:
+            self._parked[share] = want, connection  # in place of an earlier attempt of the same receiver
+
+    def _parked_names(self, one_more: Want) -> int:
+        return len(one_more.names) + sum(len(want.names) for want, _ in self._parked.values())
+
+    def _meet(self, outbound: Outbound, want: Want, connection: Connection) -> None:
+        outbound.wanted(want, connection)
+        if outbound.peer is None:  # it did not fit, so the other ranks' shares are no use either
+            self._counts["mismatch"] += 1
+            error = PeerRefused(f"rank {outbound.rank} of the receiver expects other blocks", code="blocks_mismatch")
+            for other in self._outbounds.values():
+                if other.transfer == outbound.transfer and other is not outbound:
+                    other.fail(error)
+
+    def _met(self, connection: Connection, message: Post | Done | Withdraw) -> Outbound | None:
+        """Whom a receiver speaks to; None where that is over."""
+        now = self._outbounds.get((message.transfer, message.rank))
+        for outbound in (*self._draining, now):
+            if outbound is not None and outbound.peer is connection and outbound.share == _share(message):
+                return outbound
+        return None
+
+    def _post(self, connection: Connection, post: Post) -> None:
+        outbound = self._met(connection, post)
+        if outbound is not None:
+            outbound.posts(post)
+
+    def _done(self, connection: Connection, done: Done) -> None:
+        outbound = self._met(connection, done)
+        if outbound is not None:
+            outbound.done()
+
+    def _withdraw(self, connection: Connection, withdraw: Withdraw) -> None:
+        outbound = self._met(connection, withdraw)
+        if outbound is not None:
+            outbound.withdrawn(_clipped(withdraw.error))
+            return
+        share = withdraw.transfer, withdraw.rank
+        want, waiting = self._parked.get(share, (None, None))
+        if want is not None and waiting is connection and want.attempt == withdraw.attempt:
+            del self._parked[share]
+        connection.send(Withdrawn(*_share(withdraw)))
+
+    def _refuse(self, connection: Connection, want: Want, code: str, why: str) -> None:
+        self._counts[code] += 1
+        connection.send(Refused(*_share(want), ErrorInfo(code, why)))
+
+    def _receiver_gone(self, connection: Connection, why: str) -> None:
+        self._receivers.discard(connection)
+        self._parked = {share: (want, who) for share, (want, who) in self._parked.items() if who is not connection}
+        for outbound in [*self._outbounds.values(), *self._draining]:
+            if outbound.peer is connection:
+                outbound.lost(why)
+
+    # --- this daemon receives -----------------------------------------------------------------------
+
+    async def _connected(self, inbound: Inbound, peer: str) -> Connection:
+        """The connection to a sender, shared by all transfers from it. Raises PeerLost."""
+        if self._closing:
+            raise PeerLost("this daemon is shutting down")
+        sender = self._senders.get(peer)
+        if sender is None:
+            host, _, port = peer.rpartition(":")
+            opening = connect(host.strip("[]"), int(port), self._hear_sender, self._sender_gone)
+            sender = self._senders[peer] = _Sender(asyncio.get_running_loop().create_task(opening))
+            sender.connecting.add_done_callback(functools.partial(self._connect_ended, peer, sender))
+        sender.users.add(inbound)
+        await asyncio.wait([sender.connecting])
+        if sender.connecting.cancelled():
+            raise PeerLost("this daemon is shutting down")
+        return sender.connecting.result()
+
+    def _hear_sender(self, connection: Connection, message: Message) -> None:
+        handle = self._from_sender.get(type(message))
+        if handle is None:
+            raise PeerRefused(f"a sender says {type(message).__name__}, which only a receiver may")
+        inbound = self._inbounds.get(_share(message))
+        if inbound is not None and inbound.peer is connection:
+            handle(inbound, message)
+
+    def _refused(self, inbound: Inbound, refused: Refused) -> None:
+        error = _clipped(refused.error)
+        self._counts[error.code if error.code in _CODES else "other"] += 1
+        inbound.refused(error)
+        for other in list(self._inbounds.values()):  # the other ranks' shares are no use without this one
+            if other.transfer == inbound.transfer and other is not inbound:
+                other.give_up(error)
+
+    def _sender_gone(self, connection: Connection, why: str) -> None:
+        for peer, sender in list(self._senders.items()):
+            if _is_there(sender) and sender.connecting.result() is connection:
+                del self._senders[peer]
+                for inbound in list(sender.users):
+                    inbound.lost(why)
+
+
+def _is_there(sender: _Sender) -> bool:
+    task = sender.connecting
+    return task.done() and not task.cancelled() and task.exception() is None
+
+
+def _share(message: Message) -> Attempt:
+    return message.transfer, message.rank, message.attempt
+
+
+def _clipped(error: ErrorInfo) -> ErrorInfo:
+    """What a peer tells, in bounds."""
+    return ErrorInfo(error.code[:64], error.message[:LONGEST_TOLD])

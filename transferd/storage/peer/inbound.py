@@ -1,0 +1,171 @@
+"""The receiver's half of one transfer of one rank: posts memory, and knows when it is its own again."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from collections.abc import Awaitable, Callable, Sequence
+
+from transferd.errors import PeerLost, PeerRefused, TransferError
+from transferd.storage.base import FOUND, Blob, Found, Outcome
+from transferd.storage.peer.connection import Connection
+from transferd.storage.peer.messages import Done, Landed, Post, Slot, Want, Withdraw
+from transferd.tasks import ErrorInfo
+
+# After a write that failed, or a connection that ended: by then what was on the wire has arrived, and a
+# sender that lives without its connection has seen its write end, or stall for longer than the carrier allows.
+HOLD_S = 4.0
+
+
+class Inbound:
+    """Used by one Receiver and fed by the exchange, all on one loop. Ends when told to, and no memory is posted."""
+
+    def __init__(
+        self,
+        transfer: str,
+        rank: int,
+        attempt: int,
+        names: Sequence[str],
+        engine: str,
+        join: Callable[[Inbound], Awaitable[Connection]],
+        forget: Callable[[Inbound], None],
+    ) -> None:
+        self.transfer = transfer
+        self.rank = rank
+        self.attempt = attempt
+        self._names = list(names)
+        self._engine = engine
+        self._join = join
+        self._forget = forget
+        self.peer: Connection | None = None  # the sender's, from Want to the end
+        self._error: TransferError | None = None
+        self._ended = False
+        self._suspect = False  # a write failed: bytes of it may still arrive
+        self._held = 0  # groups of buffers that are held back for that reason
+        self._began: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._posted: dict[str, asyncio.Future[Outcome]] = {}
+
+    @property
+    def share(self) -> tuple[str, int, int]:
+        """What it is about, on the wire."""
+        return self.transfer, self.rank, self.attempt
+
+    # --- for the Receiver ---------------------------------------------------------------------------
+
+    async def begun(self) -> None:
+        """Wait until the sender is at work on the same objects. Raises TransferError when it will not be.
+
+        Waits without a limit of its own (the task has a deadline).
+        """
+        if self._ended:
+            raise PeerLost("given up before it began")
+        peer = await self._join(self)
+        if self._error is None and not self._ended:
+            self.peer = peer
+            peer.send(Want(*self.share, self._names, self._engine))
+            await self._began
+        if self._error is not None:
+            raise self._error
+
+    async def get(self, blobs: Sequence[Blob]) -> list[Outcome]:
+        """Post the buffers and wait until nobody writes to them any more; as Storage.get, and not to be cancelled."""
+        if self._error is not None or self.peer is None:
+            return [Outcome(Found.FAILED, self._error or PeerLost("no sender"))] * len(blobs)
+        loop = asyncio.get_running_loop()
+        waiting = [loop.create_future() for _ in blobs]
+        self._posted |= zip((blob.name for blob in blobs), waiting, strict=True)
+        slots = [Slot(blob.name, _address(blob.data), blob.data.nbytes) for blob in blobs]
+        self.peer.send(Post(*self.share, slots))
+        return list(await asyncio.gather(*waiting))
+
+    def end(self, error: ErrorInfo | None) -> None:
+        """The task is over. None: every object was good. Otherwise the sender is told to stop. Idempotent."""
+        if self._ended:
+            return
+        self._ended = True
+        if self.peer is not None and self._error is None:
+            if error is None:
+                self.peer.send(Done(*self.share))
+            else:
+                self.give_up(error)
+                return  # until the sender says that it writes no more
+        self._settle()
+
+    def give_up(self, error: ErrorInfo) -> None:
+        """Want it no more; the sender is told so, and says when it writes no more."""
+        if self._error is None:
+            if self.peer is not None:
+                self.peer.send(Withdraw(*self.share, error))
+            self._fail(PeerRefused(error.message, code=error.code))
+
+    # --- for the exchange ---------------------------------------------------------------------------
+
+    def begins(self) -> None:
+        if not self._began.done():
+            self._began.set_result(None)
+
+    def landed(self, landed: Landed) -> None:
+        """The sender is done with these buffers, well or badly."""
+        waiting = [self._posted.pop(name) for name in landed.names if name in self._posted]
+        error = landed.error
+        if error is None:
+            _tell(waiting, FOUND)
+        else:
+            self._suspect = True
+            outcome = Outcome(Found.FAILED, PeerLost(error.message, code=error.code))
+            self._held += 1
+            asyncio.get_running_loop().call_later(HOLD_S, self._release, waiting, outcome)
+        self._settle()
+
+    def _release(self, waiting: Sequence[asyncio.Future[Outcome]], outcome: Outcome) -> None:
+        self._held -= 1
+        _tell(waiting, outcome)
+        self._settle()
+
+    def refused(self, error: ErrorInfo) -> None:
+        """The sender writes nothing any more."""
+        self._fail(PeerRefused(f"the sender refused: {error.message}", code=error.code))
+        self._let_go()
+
+    def withdrawn(self) -> None:
+        """The sender has heard that it is over, and writes nothing any more."""
+        self._let_go()
+
+    def lost(self, why: str) -> None:
+        """The sender has gone; what it had on the wire may still arrive, for HOLD_S."""
+        self.peer = None
+        self._fail(PeerLost(f"the sending daemon has gone: {why}"))
+        self._suspect = True
+        self._let_go()
+
+    # --- inside -------------------------------------------------------------------------------------
+
+    def _fail(self, error: TransferError) -> None:
+        if self._error is None:
+            self._error = error
+        self.begins()
+
+    def _let_go(self) -> None:
+        """The sender begins no write any more. Where one failed, or we cannot know, buffers are held a while longer."""
+        self.peer = None
+        posted, self._posted = list(self._posted.values()), {}
+        outcome = Outcome(Found.FAILED, self._error)
+        self._held += 1
+        if posted and self._suspect:
+            asyncio.get_running_loop().call_later(HOLD_S, self._release, posted, outcome)
+        else:
+            self._release(posted, outcome)
+
+    def _settle(self) -> None:
+        if self._ended and not self._posted and not self._held:
+            self._forget(self)
+
+
+def _tell(waiting: Sequence[asyncio.Future[Outcome]], outcome: Outcome) -> None:
+    for future in waiting:
+        if not future.done():
+            future.set_result(outcome)
+
+
+def _address(data: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(data))

@@ -1,0 +1,94 @@
+"""The carrier of production: Mooncake's TransferEngine, over TCP or RDMA.
+
+Seen of it (0.3.13, tcp): calls release the interpreter lock; a write to a peer that was killed, or outside
+its registered memory, fails within a millisecond; one to a peer that is stopped fails after the transport's
+stall limit, which client.py of the storage backend explains and which is set here as well, before the
+library is loaded. It asks for no port: it listens on one of its own choice, on all interfaces.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import structlog
+
+from transferd.config import Config
+from transferd.errors import ConfigError, PeerLost, TransferError
+from transferd.storage.mooncake import glog
+from transferd.storage.mooncake.calls import Lane, NativeCalls
+from transferd.storage.mooncake.client import STALL_LIMITS, STALL_S
+from transferd.storage.peer.carrier import Move
+from transferd.tiers.base import HostMemory
+
+log = structlog.get_logger(__name__)
+
+CALL_WAIT_S = 10.0  # for a thread; each write ends within the stall limit
+CLOSE_TIMEOUT_S = 5.0
+
+
+class TransferEngineCarrier:
+    """One engine for all ranks of this daemon. Owns it and its threads from `open` to `close`."""
+
+    def __init__(self, config: Config) -> None:
+        self._section = config.pd
+        self._native_log = config.storage.mooncake.native_log
+        self._host = config.pd.listen.rpartition(":")[0].strip("[]")
+        self._engine: Any = None
+        self._calls: NativeCalls | None = None
+        self._registered: set[int] = set()
+
+    @property
+    def address(self) -> str:
+        return f"{self._host}:{self._opened().get_rpc_port()}"
+
+    async def open(self) -> None:
+        for name in STALL_LIMITS:
+            os.environ.setdefault(name, str(STALL_S))
+        os.environ.setdefault("MC_LOG_LEVEL", glog.LEVELS[self._native_log])
+        try:
+            from mooncake.engine import TransferEngine
+        except ImportError as error:
+            raise ConfigError("pd.mode", f"direct needs Mooncake, which cannot be loaded: {error}", "direct") from error
+        engine = TransferEngine()
+        code = engine.initialize(self._host, "P2PHANDSHAKE", self._section.protocol, self._section.rdma_devices)
+        if code != 0:
+            raise ConfigError("pd.protocol", f"Mooncake's TransferEngine does not start (code {code})", self._section)
+        if self._native_log == "off":
+            glog.silence()
+        self._engine, self._calls = engine, NativeCalls(CALL_WAIT_S)
+
+    def register(self, memory: HostMemory) -> None:
+        code = self._opened().register_memory(memory.address, memory.nbytes)
+        if code != 0:
+            raise TransferError(f"the TransferEngine refused {memory.nbytes} bytes of staging (code {code})")
+        self._registered.add(memory.address)
+
+    def unregister(self, memory: HostMemory) -> None:
+        if memory.address in self._registered and self._engine is not None:
+            self._registered.discard(memory.address)
+            self._engine.unregister_memory(memory.address)
+
+    async def write(self, peer: str, moves: Sequence[Move]) -> None:
+        engine = self._opened()
+        assert self._calls is not None
+        sources, targets, lengths = ([move[i] for move in moves] for i in range(3))
+        code = await self._calls.run(
+            Lane.STORE, lambda: engine.batch_transfer_sync_write(peer, sources, targets, lengths)
+        )
+        if code != 0:
+            raise PeerLost(f"the TransferEngine could not write to {peer} (code {code})")
+
+    async def close(self) -> None:
+        engine, self._engine = self._engine, None
+        calls, self._calls = self._calls, None
+        if engine is not None and calls is not None:
+            if not await calls.idle(CLOSE_TIMEOUT_S):
+                log.warning("transfers are still under way at the end", calls=calls.under_way)
+            calls.close()
+
+    def _opened(self) -> Any:
+        if self._engine is None:
+            raise TransferError("the transfer engine is not open")
+        return self._engine

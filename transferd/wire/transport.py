@@ -1,0 +1,443 @@
+"""The socket seam: whole messages in and out, never blocking, on one event loop.
+
+Contract, for both sides:
+
+1. `start` is called once, on the running loop; callbacks come on that loop and never inside `send`.
+2. `send` never blocks and never raises for what a peer does: it returns False when the message was
+   not taken. True means it was handed to the network, not that it arrived.
+3. Messages of one connection keep their order. A connection that breaks loses what was in it.
+4. `close` is idempotent; no callback comes after it.
+
+How the ZeroMQ implementations keep it: one plain socket, its file descriptor watched by the loop,
+and on each wake-up a drain that is bounded, so that timers and other sockets get their turn; the rest
+follows by call_soon. libzmq's descriptor is edge-triggered: it says "something changed", once, and
+both reading *and sending* may swallow that. Hence the one rule here: after any work on the socket,
+EVENTS is asked again before the loop is trusted to wake us. Within a drain the drain itself does so;
+after sends from elsewhere one check is scheduled for all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import zmq
+
+from transferd.config import ServerSection
+from transferd.errors import Closed, ConfigError
+from transferd.wire.credentials import admit_only, peer_uid, resolve_group, resolve_uids
+from transferd.wire.curve import ClientCurve, KeyGate, ServerCurve
+from transferd.wire.endpoint import Claim
+
+if TYPE_CHECKING:
+    from transferd.wire.connection_limit import Doorman
+
+# A plain int: combining two flags of the enum at every send costs more than the frame.
+_MORE = int(zmq.SNDMORE | zmq.DONTWAIT)
+DRAIN_LIMIT = 64  # messages per wake-up: about a millisecond of work before timers are looked at again
+
+ServerMessage = Callable[[bytes, bytes], None]
+ClientMessage = Callable[[bytes], None]
+
+
+class ServerTransport(Protocol):
+    """The daemon's side: many peers, each known by an opaque name for as long as it stays connected."""
+
+    @property
+    def endpoints(self) -> Sequence[str]:
+        """Where it listens; after start, with wildcards filled in."""
+        ...
+
+    def start(self, on_message: ServerMessage) -> None:
+        """Listen; `on_message(peer, payload)` from now on. Raises ConfigError naming the endpoint.
+
+        A message that is not exactly one frame arrives as an empty payload, which no protocol accepts.
+        """
+        ...
+
+    def send(self, peer: bytes, payload: bytes) -> bool:
+        """False: the peer has gone, or does not read what it asked for."""
+        ...
+
+    def observes(self, peer: bytes) -> bool:
+        """This peer may look and nothing else: it came in by the observers' endpoint, or its uid says so."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class ClientTransport(Protocol):
+    """A client's side: one daemon, connected again by itself for as long as this is open."""
+
+    def start(self, on_message: ClientMessage) -> None:
+        """Connect in the background; `on_message(payload)` from now on. Raises ConfigError for no endpoint at all."""
+        ...
+
+    def send(self, payload: bytes) -> bool:
+        """False: too much waits to be sent. May be called before anybody is connected. Raises Closed after close."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Channel:
+    """One ZeroMQ socket on the running loop: hands every message to `receive`, never waits."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        socket: zmq.Socket[bytes],
+        receive: Callable[[zmq.Socket[bytes]], None],
+        *,
+        owns_context: bool = True,
+    ) -> None:
+        """Owns socket and context (that unless told otherwise). receive: takes one message off, or raises Again."""
+        self.context = context
+        self._owns_context = owns_context
+        self.socket = socket
+        self._receive = receive
+        self._loop = asyncio.get_running_loop()
+        self._reading = False
+        self._check_scheduled = False
+        self._fd = _number(socket, zmq.FD)
+        self._loop.add_reader(self._fd, self._wake)
+        self._check_soon()  # what arrived before anybody watched makes no new edge
+
+    def sent(self) -> None:
+        """Call after every send: it may have swallowed the edge that announced a message."""
+        if not self._reading:
+            self._check_soon()
+
+    def close(self) -> None:
+        """Let what was sent get out (bounded by LINGER), then free socket and context."""
+        self._loop.remove_reader(self._fd)
+        self.socket.close()
+        if self._owns_context:
+            self.context.term()
+
+    def _check_soon(self) -> None:
+        if not self._check_scheduled:
+            self._check_scheduled = True
+            self._loop.call_soon(self._check)
+
+    def _check(self) -> None:
+        self._check_scheduled = False
+        self._wake()
+
+    def _wake(self) -> None:
+        if self.socket.closed:
+            return
+        self._reading = True
+        drained = False
+        try:
+            drained = self._drain()
+        finally:
+            # Also when a callback raised: the loop's handler hears of it, and the other messages still get read.
+            self._reading = False
+            if not drained and not self.socket.closed:
+                self._check_soon()
+
+    def _drain(self) -> bool:
+        """Take a bounded number of messages. True: nothing is left, and the descriptor will tell of more."""
+        # A failing receive costs four times what asking EVENTS does. So a lone message, the usual case,
+        # is taken between two questions, and only a burst is read until a receive fails.
+        socket = self.socket
+        if not _number(socket, zmq.EVENTS) & zmq.POLLIN:
+            return True
+        self._receive(socket)
+        if socket.closed or not _number(socket, zmq.EVENTS) & zmq.POLLIN:
+            return True
+        try:
+            for _ in range(DRAIN_LIMIT):
+                self._receive(socket)
+                if socket.closed:
+                    return True
+        except zmq.Again:
+            return True
+        return False
+
+
+# First byte of a peer's name. libzmq's own names begin with 0; the others are marked, and the mark is the
+# transport's: a client that chooses its own name chooses what comes after it.
+_LIBZMQ_NAMED, _SELF_NAMED, _LOOKER, _BY_OBSERVERS_DOOR = b"\0", b"c", b"l", b"o"
+
+
+def _is_tcp(endpoint: str) -> bool:
+    return endpoint.startswith("tcp://")
+
+
+class ZmqServerTransport:
+    """ServerTransport on ROUTER sockets: one bound to every endpoint, and one for observers if they have their own.
+
+    Observers are told apart by the first byte of the name that a peer has with the server. On the socket
+    for all it comes from the uid that the kernel names for every message, so there is nothing to remember
+    about a peer, and nothing it can say about itself. Where no observers are configured, names are
+    libzmq's, unmarked.
+    """
+
+    SEND_HWM = 16384  # answers that may wait for one peer: a full queue's, accepted and answered, and some
+    RECEIVE_HWM = 4096  # messages of one peer that may wait for us; the others wait with their sender
+    LINGER_MS = 250  # what close() waits for a peer that does not read
+
+    def __init__(self, config: ServerSection) -> None:
+        self._config = config
+        self._marked = bool(config.observer_uids or config.observer_endpoint)
+        self._lookers: frozenset[int] = frozenset()
+        self._channel: Channel | None = None
+        self._observers: Channel | None = None
+        self.observer_endpoint = config.observer_endpoint
+        self._gate: KeyGate | None = None
+        self._doormen: list[Doorman] = []
+        self._claims: list[Claim] = []
+        self._endpoints: list[str] = list(config.endpoints)
+
+    @property
+    def endpoints(self) -> Sequence[str]:
+        return self._endpoints
+
+    def start(self, on_message: ServerMessage) -> None:
+        """Claim and bind every endpoint, or none. Raises ConfigError."""
+        config = self._config
+        curve = ServerCurve.load(config.curve) if config.curve is not None else None
+        allowed = resolve_uids("server.allowed_uids", config.allowed_uids)
+        looking = resolve_uids("server.observer_uids", config.observer_uids)
+        self._lookers = looking - allowed
+        group = resolve_group("server.socket_group", config.socket_group)
+        observer_group = resolve_group("server.observer_group", config.observer_group)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        everybody = context.socket(zmq.ROUTER)
+        observers = context.socket(zmq.ROUTER) if config.observer_endpoint else None
+        try:
+            if curve is not None:
+                self._gate = curve.open_gate(context)
+            self._prepare(everybody, "allowed_uids", allowed and allowed | looking)
+            mode = int(config.socket_mode, 8)
+            self._endpoints = self._bind_all(everybody, "endpoint", config.endpoints, curve, mode, group)
+            if observers is not None:
+                self._prepare(observers, "observer_uids", looking and allowed | looking)
+                mode, endpoints = int(config.observer_mode, 8), [config.observer_endpoint]
+                bound = self._bind_all(observers, "observer_endpoint", endpoints, curve, mode, observer_group)
+                self.observer_endpoint = bound[0]
+        except BaseException:
+            self._dismiss_doormen()
+            for socket in filter(None, (everybody, observers)):
+                socket.close(0)
+            self._let_go(context)
+            raise
+        self._channel = Channel(context, everybody, self._receiver(on_message), owns_context=False)
+        if observers is not None:
+            self._observers = Channel(context, observers, _marking(on_message), owns_context=False)
+
+    def _prepare(self, socket: zmq.Socket[bytes], key: str, uids: frozenset[int]) -> None:
+        """All that a socket needs before it is bound. uids: whose connections it takes; empty: everybody's."""
+        from transferd.runtime.descriptors import (
+            first_refused,  # what a client, which shares this module, need not load
+        )
+        from transferd.wire.connection_limit import Doorman
+
+        self._set_options(socket)
+        self._doormen.append(Doorman(socket.context, socket, first_refused(self._config.max_connections)))
+        admit_only(f"server.{key}", socket, uids)
+
+    def _set_options(self, socket: zmq.Socket[bytes]) -> None:
+        endpoints = [*self._config.endpoints, self._config.observer_endpoint]
+        set_common_options(socket, endpoints, self.LINGER_MS)
+        socket.setsockopt(zmq.SNDHWM, self.SEND_HWM)
+        socket.setsockopt(zmq.RCVHWM, self.RECEIVE_HWM)
+        socket.setsockopt(zmq.MAXMSGSIZE, receive_limit(self._config.max_message))
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send to a peer that has gone is an error, not a silence
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 0)  # nobody takes over the name, and the answers, of another peer
+        socket.setsockopt(zmq.BACKLOG, 1024)  # an engine may start hundreds of clients at once
+
+    def _bind_all(
+        self,
+        socket: zmq.Socket[bytes],
+        key: str,
+        endpoints: Sequence[str],
+        curve: ServerCurve | None,
+        mode: int,
+        gid: int,
+    ) -> list[str]:
+        """Bind one socket to all of these; as they really are, in the same order.
+
+        An option holds for what is bound after it was set. So unix sockets come first: the kernel says who
+        connects there, and what is on this machine (the command line, an engine) needs no keys.
+        """
+        bound: dict[str, str] = {}
+        for endpoint in sorted(endpoints, key=_is_tcp):
+            if curve is not None and _is_tcp(endpoint):
+                curve.apply(socket)
+            claim = Claim(endpoint, f"server.{key}")
+            self._claims.append(claim)
+            bound[endpoint] = claim.bind(socket, mode, gid)
+        return [bound[endpoint] for endpoint in endpoints]
+
+    def _receiver(self, on_message: ServerMessage) -> Callable[[zmq.Socket[bytes]], None]:
+        """How the socket for all is read: the less has to be known of a peer, the cheaper."""
+        if not self._marked:
+            return lambda socket: on_message(socket.recv(zmq.DONTWAIT), _one(socket))
+        if not self._lookers:
+            return lambda socket: on_message(_self_named(socket.recv(zmq.DONTWAIT)), _one(socket))
+
+        def receive(socket: zmq.Socket[bytes]) -> None:
+            name = socket.recv(zmq.DONTWAIT)
+            message = socket.recv(zmq.DONTWAIT, copy=False)
+            payload = message.bytes if not _rest(socket) else b""
+            uid = peer_uid(message)
+            looks = uid is None or uid in self._lookers
+            on_message(_LOOKER + name if looks else _self_named(name), payload)
+
+        return receive
+
+    def observes(self, peer: bytes) -> bool:
+        return self._marked and peer[:1] in (_LOOKER, _BY_OBSERVERS_DOOR)
+
+    def send(self, peer: bytes, payload: bytes) -> bool:
+        channel, name = self._channel, peer
+        if self._marked and peer[:1] != _LIBZMQ_NAMED:
+            channel = self._observers if peer[:1] == _BY_OBSERVERS_DOOR else channel
+            name = peer[1:]
+        if channel is None:
+            return False
+        try:
+            channel.socket.send(name, _MORE)
+            channel.socket.send(payload, zmq.DONTWAIT)
+        except zmq.Again:  # does not read what it asked for
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:  # has gone
+                raise
+            return False
+        finally:
+            channel.sent()
+        return True
+
+    def close(self) -> None:
+        channel, observers = self._channel, self._observers
+        self._channel = self._observers = None
+        if channel is None:
+            return
+        if self._gate is not None:
+            self._gate.close()
+        self._dismiss_doormen()
+        if observers is not None:
+            observers.close()
+        channel.close()
+        self._let_go(channel.context)
+
+    def _dismiss_doormen(self) -> None:
+        while self._doormen:
+            self._doormen.pop().close()
+
+    def _let_go(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        if self._gate is not None:
+            self._gate.close()
+        context.term()
+        for claim in self._claims:
+            claim.release()
+        self._claims, self._gate = [], None
+
+
+def _self_named(name: bytes) -> bytes:
+    return name if name[:1] == _LIBZMQ_NAMED else _SELF_NAMED + name
+
+
+def _marking(on_message: ServerMessage) -> Callable[[zmq.Socket[bytes]], None]:
+    return lambda socket: on_message(_BY_OBSERVERS_DOOR + socket.recv(zmq.DONTWAIT), _one(socket))
+
+
+class ZmqClientTransport:
+    """ClientTransport on a DEALER socket. curve: keys, which a daemon may ask for by tcp."""
+
+    SEND_HWM = 16384  # requests that may wait for a daemon that is slow to read them
+    LINGER_MS = 100  # for a Bye to get out
+
+    def __init__(self, endpoint: str, *, curve: ClientCurve | None = None) -> None:
+        self._endpoint = endpoint
+        self._curve = curve
+        self._channel: Channel | None = None
+
+    def start(self, on_message: ClientMessage) -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        socket = context.socket(zmq.DEALER)
+        try:
+            self._set_options(socket)
+            if self._curve is not None and _is_tcp(self._endpoint):
+                self._curve.apply(socket)
+            socket.connect(self._endpoint)
+        except zmq.ZMQError as error:
+            socket.close(0)
+            context.term()
+            raise ConfigError("endpoint", f"cannot be connected to: {error}", self._endpoint) from error
+        self._channel = Channel(context, socket, lambda socket: on_message(_one(socket)))
+
+    def _set_options(self, socket: zmq.Socket[bytes]) -> None:
+        set_common_options(socket, [self._endpoint], self.LINGER_MS)
+        socket.setsockopt(zmq.SNDHWM, self.SEND_HWM)
+        # No limit, and bounded all the same: what arrives answers requests of ours that wait in memory. With
+        # a limit, a client that pushes much before it reads would make the daemon drop what it has to say.
+        socket.setsockopt(zmq.RCVHWM, 0)
+        # What was sent while nobody is connected is kept for who comes. (1 would drop it, which the protocol's
+        # sessions make needless, and with it, at a disconnect, every answer that has arrived and is not read.)
+        socket.setsockopt(zmq.IMMEDIATE, 0)
+        socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+
+    def send(self, payload: bytes) -> bool:
+        channel = self._channel
+        if channel is None:
+            raise Closed("the client is closed")
+        try:
+            channel.socket.send(payload, zmq.DONTWAIT)
+        except zmq.Again:
+            return False
+        finally:
+            channel.sent()
+        return True
+
+    def close(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+
+
+def receive_limit(max_message: int) -> int:
+    """Bytes past which libzmq drops a connection unread. Between max_message and this the answer is typed."""
+    return max_message + max(max_message, 16 * 1024 * 1024)
+
+
+def set_common_options(socket: zmq.Socket[bytes], endpoints: Sequence[str], linger_ms: int) -> None:
+    socket.setsockopt(zmq.LINGER, linger_ms)
+    # Names like "localhost" mean one address, unless an address is written as IPv6.
+    socket.setsockopt(zmq.IPV6, int(any(endpoint.startswith("tcp://[") for endpoint in endpoints)))
+    # The protocol's own heartbeat says that the peer's event loop lives. ZMTP's would not (an I/O thread
+    # answers it), and it would cut the connection of a process that is only stopped, with all that is in it.
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 0)
+    # A remote host that lost power is forgotten after a minute. No effect on ipc.
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 10)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)  # how long a connection that never greets holds a descriptor
+
+
+def _one(socket: zmq.Socket[bytes]) -> bytes:
+    """The one frame that a message consists of; nothing if the peer sent several."""
+    payload = socket.recv(zmq.DONTWAIT)
+    return b"" if _rest(socket) else payload
+
+
+def _rest(socket: zmq.Socket[bytes]) -> int:
+    """Take and drop what is left of a message; how many frames that was."""
+    frames = 0
+    while _number(socket, zmq.RCVMORE):
+        socket.recv(zmq.DONTWAIT)
+        frames += 1
+    return frames
+
+
+def _number(socket: zmq.Socket[bytes], option: int) -> int:
+    value = socket.getsockopt(option)
+    assert isinstance(value, int)
+    return value
