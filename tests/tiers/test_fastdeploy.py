@@ -34,14 +34,36 @@ def test_what_is_published_has_the_form_of_its_struct(tmp_path: Path) -> None:
     publish(NAME, HANDLE, tmp_path)
     content = (tmp_path / NAME).read_bytes()
     assert content == struct.pack("<Q64s", 0, HANDLE), "struct { size_t nprocesses; cudaIpcMemHandle_t memHandle; }"
-    assert stat.S_IMODE((tmp_path / NAME).stat().st_mode) & 0o660 == 0o660 & ~_umask(), "its reader opens it O_RDWR"
     assert [path.name for path in tmp_path.iterdir()] == [NAME], "nothing is left beside it"
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_whoever_may_read_it_may_whatever_the_umask(tmp_path: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        publish(NAME, HANDLE, tmp_path)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / NAME).stat().st_mode) == 0o660, "its reader opens it O_RDWR"
+
+
+def test_links_that_somebody_laid_out_are_neither_followed_nor_read(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_bytes(struct.pack("<Q64s", 0, HANDLE))
+    (tmp_path / f".{NAME}.{os.getpid()}").symlink_to(precious)
+    (tmp_path / NAME).symlink_to(precious)
+    with pytest.raises(EngineGone, match="symbolic link"):
+        read(NAME, tmp_path)
+    publish(NAME, bytes([9]) * 64, tmp_path)
+    assert precious.read_bytes() == struct.pack("<Q64s", 0, HANDLE)
+    assert read(NAME, tmp_path) == bytes([9]) * 64
+
+
+@pytest.mark.parametrize("kind", ["fifo", "directory"])
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path, kind: str) -> None:
+    os.mkfifo(tmp_path / NAME) if kind == "fifo" else (tmp_path / NAME).mkdir()
+    with pytest.raises(EngineGone):
+        read(NAME, tmp_path)
 
 
 def test_what_the_operator_writes_is_read(tmp_path: Path) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
+import stat
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from transferd.errors import TierError
+from transferd.errors import RequestError, TierError
+from transferd.tiers import segment as module
 from transferd.tiers.segment import DIRECTORY, PREFIX, Segment, attach_arrays, remove_stale_segments
 
 OWNER = """
@@ -89,10 +94,110 @@ def test_more_memory_than_there_is_is_an_error_and_not_a_signal_later() -> None:
     assert not (DIRECTORY / name("huge")).exists()
 
 
-@pytest.mark.parametrize("wrong", ["", "../etc/passwd", "transferd.nobody"])
-def test_only_names_of_segments_are_attached(wrong: str) -> None:
-    with pytest.raises(TierError):
+@pytest.mark.parametrize("wrong", ["", ".", "..", "../etc/passwd", "a\0b", "\ud800", "x" * 256, "é" * 128])
+def test_what_cannot_be_the_name_of_a_segment_is_a_bad_request(wrong: str) -> None:
+    with pytest.raises(RequestError, match="not the name of shared memory") as caught:
         attach_arrays({"name": wrong, "nbytes": 1, "arrays": []})
+    assert caught.value.reason == "bad_value"
+    assert str(caught.value).isprintable()
+
+
+def test_a_segment_that_is_not_there_is_said_so_in_printable_words() -> None:
+    with pytest.raises(TierError, match="cannot open shared memory") as caught:
+        attach_arrays({"name": "transferd.\x1b[2Jnobody\n", "nbytes": 1, "arrays": []})
+    assert str(caught.value).isprintable()
+
+
+@contextmanager
+def in_the_directory(suffix: str) -> Iterator[Path]:
+    path = DIRECTORY / name(suffix)
+    yield path
+    path.rmdir() if path.is_dir() else path.unlink()
+
+
+def test_a_link_is_not_followed_however_fitting_its_target(tmp_path: Path) -> None:
+    target = tmp_path / "secret"
+    target.write_bytes(bytes(4096))
+    with in_the_directory("link") as path:
+        path.symlink_to(target)
+        with pytest.raises(TierError, match="symbolic link"):
+            attach_arrays({"name": path.name, "nbytes": 4096, "arrays": []})
+
+
+def test_only_regular_files_are_mapped() -> None:
+    with in_the_directory("pipe") as path:
+        os.mkfifo(path)
+        with pytest.raises(TierError, match="not a regular file"):
+            attach_arrays({"name": path.name, "nbytes": 1, "arrays": []})
+    with in_the_directory("folder") as path:
+        path.mkdir()
+        with pytest.raises(TierError, match="directory"):
+            attach_arrays({"name": path.name, "nbytes": 1, "arrays": []})
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o000])
+def test_the_mode_does_not_depend_on_the_umask(mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        segment = Segment(name("mode"), 4096, create=True)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((DIRECTORY / segment.name).stat().st_mode) == 0o660
+    segment.close()
+
+
+def janitors(monkeypatch: pytest.MonkeyPatch, times: int) -> list[str]:
+    """Whoever makes a segment meets so many janitors between its creation and its lock. Returns what they removed."""
+    removed: list[str] = []
+    flock = fcntl.flock
+
+    def meet(fd: int, operation: int) -> None:
+        if operation == fcntl.LOCK_EX and len(removed) < times:
+            removed.extend(remove_stale_segments())
+        flock(fd, operation)
+
+    monkeypatch.setattr(module.fcntl, "flock", meet)
+    return removed
+
+
+def test_a_janitor_that_comes_between_creation_and_lock_costs_another_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    removed = janitors(monkeypatch, 3)
+    segment = Segment(name("swept"), 4096, create=True)
+    assert removed == [name("swept")] * 3
+    here = (DIRECTORY / segment.name).stat()
+    assert here.st_size == 4096
+    assert name("swept") not in remove_stale_segments(), "it is locked now"
+    data = {"name": segment.name, "nbytes": 4096}
+    data |= {"arrays": [{"plane": "key", "layer": 0, "offset": 0, "shape": [4096], "dtype": "uint8"}]}
+    attach_arrays(data)["key"][0][:] = 7
+    assert bytes(segment.buffer[:]) == b"\7" * 4096, "what is mapped is what has the name"
+    segment.close()
+
+
+def test_janitors_without_end_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    janitors(monkeypatch, 10_000)
+    with pytest.raises(TierError, match="was removed while it was being made"):
+        Segment(name("swept"), 4096, create=True)
+    assert not (DIRECTORY / name("swept")).exists()
+
+
+def test_a_janitor_leaves_a_successor_under_the_same_name_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has opened a dead segment; before it has the lock, another takes the name."""
+    dead = owner(name("again"))
+    end(dead)
+    made: list[Segment] = []
+    flock = fcntl.flock
+
+    def replaced(fd: int, operation: int) -> None:
+        if operation & fcntl.LOCK_NB and not made and os.fstat(fd).st_ino == (DIRECTORY / name("again")).stat().st_ino:
+            (DIRECTORY / name("again")).unlink()
+            made.append(Segment(name("again"), 4096, create=True))
+        flock(fd, operation)
+
+    monkeypatch.setattr(module.fcntl, "flock", replaced)
+    assert name("again") not in remove_stale_segments()
+    assert (DIRECTORY / name("again")).exists()
+    made[0].close()
 
 
 def test_a_segment_that_is_too_small_is_refused() -> None:

@@ -20,6 +20,7 @@ that died leaves its objects behind; only opening the handle shows that it is de
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from transferd.tiers.segment import DIRECTORY, MODE
 
 HANDLE_BYTES = 64
 COUNT_BYTES = 8
+LONGEST = 4096  # bytes that are read: the operators make a page of it
 NAMES = {
     "key": "key_caches",
     "value": "value_caches",
@@ -48,9 +50,12 @@ def read(name: str, directory: Path = DIRECTORY) -> bytes:
     Raises EngineGone when the engine has not published it, not yet, or not all of it.
     """
     try:
-        content = (directory / name).read_bytes()
+        fd = os.open(directory / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(fd, "rb") as file:
+            content = file.read(LONGEST)
     except OSError as error:
-        raise EngineGone(f"the engine has not published {name}: {error.strerror}") from error
+        why = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
+        raise EngineGone(f"the engine has not published {name}: {why}") from error
     handle = content[COUNT_BYTES : COUNT_BYTES + HANDLE_BYTES]
     if len(handle) != HANDLE_BYTES:
         raise EngineGone(f"{name} has {len(content)} bytes: no IPC handle is in it")
@@ -68,8 +73,10 @@ def publish(name: str, handle: bytes, directory: Path = DIRECTORY) -> None:
         raise TierError(f"an IPC handle has {HANDLE_BYTES} bytes, not {len(handle)}")
     temporary = directory / f".{name}.{os.getpid()}"
     try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, MODE)
+        temporary.unlink(missing_ok=True)  # of a dead process that had this pid, or laid out by somebody
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, MODE)
         try:
+            os.fchmod(fd, MODE)
             os.write(fd, bytes(COUNT_BYTES) + handle)
         finally:
             os.close(fd)

@@ -15,21 +15,25 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import math
 import mmap
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from transferd.errors import TierError
+from transferd.errors import RequestError, TierError
 
 DIRECTORY = Path("/dev/shm")
 PREFIX = "transferd."
-MODE = 0o660
+MODE = 0o660  # the daemon's group attaches, whatever the umask is
+LONGEST_NAME = 255  # bytes: NAME_MAX
+CREATIONS = 100  # tries: each is lost only to a janitor that comes within some microseconds
 
 Caches = dict[str, list[npt.NDArray[Any]]]
 
@@ -70,70 +74,95 @@ class Segment:
             raise TierError(f"shared memory {self.name} is still in use at close: {error}") from error
 
 
+def check_name(name: object) -> str:
+    """The name of a file in DIRECTORY, and nothing that a path could be. Raises RequestError."""
+    try:
+        fits = isinstance(name, str) and 0 < len(os.fsencode(name)) <= LONGEST_NAME
+    except UnicodeEncodeError:  # lone surrogates
+        fits = False
+    if not fits or not isinstance(name, str) or name in (".", "..") or "/" in name or "\0" in name:
+        raise RequestError(f"{str(name)[:80]!r} is not the name of shared memory", code="bad_value")
+    return name
+
+
 def _create(name: str, nbytes: int) -> int:
+    for _ in range(CREATIONS):
+        fd = _create_once(check_name(name), nbytes)
+        if fd is not None:
+            return fd
+    raise TierError(f"shared memory {name!r} was removed while it was being made, {CREATIONS} times")
+
+
+def _create_once(name: str, nbytes: int) -> int | None:
+    """The descriptor, locked; None if a janitor took the segment for a dead one before it was locked."""
     path = DIRECTORY / name
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, MODE)
     except FileExistsError as error:
-        raise TierError(f"shared memory {name} exists already") from error
+        raise TierError(f"shared memory {name!r} exists already") from error
     except OSError as error:
-        raise TierError(f"cannot create shared memory {name}: {error.strerror}") from error
+        raise TierError(f"cannot create shared memory {name!r}: {error.strerror}") from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
         if os.fstat(fd).st_nlink == 0:
-            # A janitor took it for a dead one in the instant between its creation and the lock.
-            raise TierError(f"shared memory {name} was removed while it was being made; start again")
+            os.close(fd)
+            return None
+        os.fchmod(fd, MODE)
         os.posix_fallocate(fd, 0, nbytes)
     except OSError as error:
         os.unlink(path)
         os.close(fd)
         raise TierError(f"cannot allocate {nbytes} bytes of shared memory in {DIRECTORY}: {error.strerror}") from error
-    except TierError:
-        os.close(fd)
-        raise
     return fd
 
 
 def _open(name: str, nbytes: int) -> int:
-    if "/" in name or not name:
-        raise TierError(f"{name!r} is not the name of a shared memory segment")
+    """The descriptor of a regular file in DIRECTORY. Whoever offers a name may have put anything there."""
     try:
-        fd = os.open(DIRECTORY / name, os.O_RDWR | os.O_CLOEXEC)
+        # O_NONBLOCK: nothing that lies there makes the open wait. It means nothing to a regular file.
+        fd = os.open(DIRECTORY / check_name(name), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
-        raise TierError(f"cannot open shared memory {name}: {error.strerror}") from error
-    size = os.fstat(fd).st_size
-    if size < nbytes:
-        os.close(fd)
-        raise TierError(f"shared memory {name} has {size} bytes, {nbytes} are needed")
-    return fd
+        why = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
+        raise TierError(f"cannot open shared memory {name!r}: {why}") from error
+    found = os.fstat(fd)
+    if stat.S_ISREG(found.st_mode) and found.st_size >= nbytes:
+        return fd
+    os.close(fd)
+    if not stat.S_ISREG(found.st_mode):
+        raise TierError(f"cannot open shared memory {name!r}: it is not a regular file")
+    raise TierError(f"shared memory {name!r} has {found.st_size} bytes, {nbytes} are needed")
 
 
 def remove_stale_segments() -> list[str]:
     """Unlink every segment of ours whose owner is dead. Returns their names."""
-    removed: list[str] = []
-    for path in sorted(DIRECTORY.glob(f"{PREFIX}*")):
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:
-            continue  # gone meanwhile, or another user's
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.unlink(path)
-            removed.append(path.name)
-        except OSError:
-            pass  # its owner lives, or it is not ours to remove
-        finally:
-            os.close(fd)
-    return removed
+    return [path.name for path in sorted(DIRECTORY.glob(f"{PREFIX}*")) if _removed(path)]
+
+
+def _removed(path: Path) -> bool:
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False  # gone meanwhile, or another user's
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Since the open, the name may have passed to another segment, whose owner lives.
+        if not os.path.samestat(os.fstat(fd), os.lstat(path)):
+            return False
+        os.unlink(path)
+    except OSError:
+        return False  # its owner lives, or it is not ours to remove
+    finally:
+        os.close(fd)
+    return True
 
 
 def attach_arrays(data: dict[str, Any]) -> Caches:
     """Map a segment that a DeviceHandle of kind "shm" describes: {plane: [one array per layer]}, zero-copy.
 
     data: {name, nbytes, arrays: [{plane, layer, offset, shape, dtype}]}. The arrays keep the mapping
-    alive; it goes with the last of them. Raises TierError.
+    alive; it goes with the last of them. Raises TierError, RequestError for what is no name.
     """
-    name, nbytes = str(data["name"]), int(data["nbytes"])
+    name, nbytes = check_name(data["name"]), int(data["nbytes"])
     fd = _open(name, nbytes)
     try:
         buffer = mmap.mmap(fd, nbytes)
