@@ -420,6 +420,25 @@ async def test_a_rank_has_one_creator_and_a_second_is_refused(start: Start, endp
         assert daemon.not_ready == ""
 
 
+async def test_memory_of_one_rank_is_not_taken_for_another(start: Start, endpoint: str) -> None:
+    daemon = await start(ownership="attach")
+    async with Engine() as engine, Client(endpoint, await_ready=False) as client:
+        await client.offer(0, engine.handle(0))
+        alias = DIRECTORY / f"{engine.handle(0).data['name']}.alias"
+        os.link(DIRECTORY / engine.handle(0).data["name"], alias)
+        try:
+            for name in (engine.handle(0).data["name"], alias.name):
+                with pytest.raises(RequestError, match="rank 1 overlaps that of rank 0") as caught:
+                    await client.offer(1, DeviceHandle("shm", engine.handle(0).data | {"name": name}))
+                assert caught.value.reason == "already_attached"
+                assert daemon.cache.missing == [1]
+                assert not daemon.coordinator.workers[1].context.device.statistics()["open"], "nothing is kept"
+        finally:
+            alias.unlink()
+        await client.offer(1, engine.handle(1))
+        await client.wait_ready(5)
+
+
 async def test_where_the_daemon_creates_an_offer_is_refused(start: Start, endpoint: str) -> None:
     await start()
     async with Engine() as engine, Client(endpoint) as client:
@@ -438,8 +457,24 @@ async def test_where_the_daemon_creates_an_offer_is_refused(start: Start, endpoi
         ({"owner": {"boot": "x", "namespace": 0, "pid": 1, "started": 0}}, "engine_gone"),
         ({"arrays": "x" * 1_100_000}, "too_large"),
         ({"name": object()}, "bad_value"),
+        ({"name": "a\0b"}, "bad_value"),
+        ({"name": ".."}, "bad_value"),
+        ({"nbytes": 2**63 - 1}, "tier_error"),
+        ({"owner": {"boot": "\0", "namespace": 0, "pid": 1, "started": 0}}, "engine_gone"),
     ],
-    ids=["no arrays", "too small", "no segment", "no owner", "another machine", "too large", "no msgpack"],
+    ids=[
+        "no arrays",
+        "too small",
+        "no segment",
+        "no owner",
+        "another machine",
+        "too large",
+        "no msgpack",
+        "NUL",
+        "dots",
+        "no memory has that",
+        "NUL in the owner",
+    ],
 )
 @pytest.mark.parametrize("device", ["shm"])  # test_attach.py has it for every tier
 async def test_a_handle_that_cannot_be_used_is_a_typed_refusal_and_nothing_is_kept(

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from transferd.cli.pool.status import read_status
 
 from transferd import SyncClient, WriteStorageTask
 from transferd.cli.pool.local import free_port, master_executable
+from transferd.cli.pool.status import read_status
 from transferd.client.launch import running
 from transferd.errors import StorageUnavailable
 from transferd.observability.http import HttpServer, Page

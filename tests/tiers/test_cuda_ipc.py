@@ -22,6 +22,7 @@ from transferd.runtime.threads import ThreadOffload
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.cuda import CudaDeviceTier, engine, fastdeploy
 from transferd.tiers.cuda.ipc import KIND
+from transferd.tiers.extents import overlap
 from transferd.tiers.fastdeploy import segment_name
 from transferd.tiers.owner import this_process
 from transferd.tiers.pinned import HostPool
@@ -259,6 +260,24 @@ async def test_the_daemon_maps_the_engines_memory(
     await daemon.close()
     assert gpu.count("close_memory") == len(data["regions"]), "closed when the engine goes"
     await daemon.attach(DeviceHandle(KIND, data))  # and it may come again
+
+
+@pytest.mark.parametrize("per_array", [True, False], ids=["an allocation each", "all in one"])
+async def test_ranks_that_were_offered_the_same_memory_are_seen_to_overlap(
+    offload: ThreadOffload, other: Elsewhere, per_array: bool
+) -> None:
+    gpu = FakeGpu(seed=1)
+    first, second, third = (CudaDeviceTier(LAYOUT, rank, 0, offload, driver=gpu, slot_bytes=1) for rank in range(3))
+    data = engine.export(other.arrays(per_array=per_array), device=0, driver=other.gpu)
+    await first.attach(DeviceHandle(KIND, data))
+    await second.attach(DeviceHandle(KIND, data))
+    await third.attach(DeviceHandle(KIND, engine.export(other.arrays(per_array=False), device=0, driver=other.gpu)))
+    assert overlap(first.extents(), second.extents())
+    assert not overlap(first.extents(), third.extents())
+    for tier in (first, second, third):
+        await tier.close()
+    assert gpu.wrong() == []
+    assert gpu.leaks() == []
 
 
 async def test_what_fastdeploy_publishes_is_understood(

@@ -19,6 +19,7 @@ from transferd.config import CacheSection  # noqa: E402
 from transferd.errors import EngineGone, RequestError, TierError  # noqa: E402
 from transferd.runtime.threads import ThreadOffload  # noqa: E402
 from transferd.tiers.base import DeviceHandle  # noqa: E402
+from transferd.tiers.extents import overlap  # noqa: E402
 from transferd.tiers.paddle import PaddleDeviceTier  # noqa: E402
 from transferd.tiers.paddle_ops import KIND, FastDeployOperators  # noqa: E402
 from transferd.tiers.pinned import HostPool  # noqa: E402
@@ -111,6 +112,35 @@ async def test_what_an_engine_publishes_the_daemon_adopts_and_lets_go(
     await engine.close()
 
 
+async def test_ranks_that_were_offered_the_same_tensors_are_seen_to_overlap(
+    offload: ThreadOffload, operators: FastDeployOperators
+) -> None:
+    engines = [tier(offload, operators, rank) for rank in (1, 2)]
+    daemons = [tier(offload, operators, rank) for rank in (1, 2, 3)]
+    for engine in engines:
+        await engine.open()
+    for daemon, engine in zip(daemons, (engines[0], engines[0], engines[1]), strict=True):
+        await daemon.attach(engine.handle())
+    first, second, third = (daemon.extents() for daemon in daemons)
+    assert overlap(first, second)
+    assert not overlap(first, third)
+    for one in (*daemons, *engines):
+        await one.close()
+
+
+async def test_names_that_no_system_call_takes_are_a_bad_request(
+    offload: ThreadOffload, operators: FastDeployOperators
+) -> None:
+    engine, daemon = tier(offload, operators), tier(offload, operators)
+    await engine.open()
+    data = engine.handle().data
+    for wrong in ("a\0b", "..", "a/b", "", 7):
+        with pytest.raises(RequestError) as caught:
+            await daemon.attach(DeviceHandle(KIND, data | {"names": [wrong, *data["names"][1:]]}))
+        assert caught.value.reason == "bad_value"
+    await engine.close()
+
+
 @pytest.mark.parametrize("creates", [True, False])
 async def test_a_failure_half_way_leaves_nothing_published_or_mapped(
     offload: ThreadOffload, ops: PaddleOps, operators: FastDeployOperators, creates: bool
@@ -137,7 +167,7 @@ def changed(data: dict[str, Any], **change: Any) -> dict[str, Any]:
     ("change", "error", "said"),
     [
         ({"names": None}, RequestError, "no list of names"),
-        ({"names": ["../x"] * MANY}, RequestError, "no list of names"),
+        ({"names": ["../x"] * MANY}, RequestError, "not the name"),
         ({"names": ["x"]}, RequestError, "one name for each array"),
         ({"names": ["x"] * MANY}, EngineGone, "x is not published"),
         ({"arrays": [{}] * MANY}, RequestError, "cannot be read"),

@@ -13,8 +13,9 @@ rank has memory, and only then; `missing` and `why` say what stands against it.
 Memory is taken away in one order, always: admit nothing (the dispatcher then refuses), wait until no rank
 touches any block, only then free or unmap. So a copy never meets memory that is going.
 
-A second creation of a rank is refused. The same handle offered again is not a second one: it is the same
-client after its connection broke, and the offer is now that connection's.
+A second creation of a rank is refused, and so is memory of which another rank has any byte. The same handle
+offered again is not a second one: it is the same client after its connection broke, and the offer is now
+that connection's.
 
 *Clear and restore.* `clear` frees device and host memory; staging stays, it is a constant and holds no block.
 The generation that was served until then is closed for good: `restore` wants one that this daemon has never
@@ -43,6 +44,7 @@ from transferd.errors import EngineGone, RequestError, TransferError
 from transferd.storage.tokens import TokenStorage
 from transferd.tasks import ErrorInfo
 from transferd.tiers.base import DeviceHandle
+from transferd.tiers.extents import Extent, overlap
 from transferd.tiers.owner import Owner, check_owner
 from transferd.workers.rank import RankWorker
 
@@ -222,6 +224,11 @@ class Cache:
                     return
                 owner = check_owner(handle.data.get("owner"))
                 await rank.worker.open_device(handle)
+                try:
+                    self._check_apart(rank, number)
+                except RequestError:
+                    await _given_up(number, rank.worker.close_device())
+                    raise
                 rank.offer, rank.present = _Offer(client, handle, owner), True
                 log.info("memory attached", rank=number, kind=handle.kind, pid=owner.pid)
                 try:
@@ -234,6 +241,14 @@ class Cache:
             rank.attempts.remove(attempt)
             if attempt.gone:  # it left while its memory was being mapped
                 self.client_gone(client)
+
+    def _check_apart(self, rank: _Rank, number: int) -> None:
+        """Raise RequestError if what was just mapped is, in part, the memory of another rank already."""
+        mapped = _extents(rank)
+        for other, theirs in enumerate(self._ranks):
+            if theirs is not rank and theirs.offer is not None and overlap(mapped, _extents(theirs)):
+                what = f"the memory offered for rank {number} overlaps that of rank {other}; each rank needs its own"
+                raise RequestError(what, code="already_attached")
 
     def client_gone(self, client: bytes) -> None:
         """What it had mapped it has no more; what it offered is unmapped as soon as no rank touches a block."""
@@ -381,6 +396,11 @@ class Cache:
         except asyncio.CancelledError:
             task.add_done_callback(_heard)
             raise
+
+
+def _extents(rank: _Rank) -> list[Extent]:
+    extents: list[Extent] = getattr(rank.worker.context.device, "extents", list)()  # a tier of others may not know
+    return extents
 
 
 def _heard(task: asyncio.Task[Any]) -> None:

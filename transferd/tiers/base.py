@@ -23,6 +23,8 @@ Duties of an implementation:
 6. A class that can do more than create for itself says so: `attaches = True`: `attach` works;
    `outlives_close = True`: who has its memory mapped may keep it mapped over `close`.
 7. Memory that `open` returns holds nothing of anyone's: what a cache held before it was closed is not in it.
+8. A class with `attaches` also has `extents() -> list[Extent]`: which bytes of which memory `attach` has mapped
+   (extents.py), so that no byte is given to two ranks.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ from transferd.blocks.layout.base import Arena, BlockLayout
 from transferd.errors import InvariantError, TierError
 from transferd.runtime.threads import Direction, Offload
 from transferd.tiers.base import DeviceHandle, HostMemory
+from transferd.tiers.extents import Extent
 from transferd.tiers.hostcopy import copy_runs
 from transferd.tiers.paddle_memory import DeviceMemory, SharedMemory, TensorMemory, default_place, import_paddle
 from transferd.tiers.paddle_ops import ERRORS, FastDeployOperators, Operators
@@ -107,6 +108,9 @@ class PaddleDeviceTier:
     def handle(self) -> DeviceHandle:
         """As the shm tier's on the CPU place; elsewhere what FastDeploy's operators have published."""
         return self._opened.handle()
+
+    def extents(self) -> list[Extent]:
+        return self._opened.extents()
 
     async def close(self) -> None:
         memory = self._memory

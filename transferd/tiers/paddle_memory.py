@@ -15,6 +15,7 @@ import numpy as np
 from transferd.blocks.layout.base import Arena, BlockLayout
 from transferd.errors import ConfigError, TierError
 from transferd.tiers.base import DeviceHandle
+from transferd.tiers.extents import Extent, extents_of
 from transferd.tiers.paddle_ops import KIND, Operators, handle_of, names_of
 from transferd.tiers.segment import Segment
 from transferd.tiers.shm import created_handle, map_offered
@@ -30,6 +31,7 @@ class TensorMemory(Protocol):
     outlives_close: bool
 
     def handle(self) -> DeviceHandle: ...
+    def extents(self) -> list[Extent]: ...
     def close(self) -> None: ...
 
 
@@ -64,6 +66,9 @@ class SharedMemory:
     def handle(self) -> DeviceHandle:
         """Of memory that `create` made: as the shm tier's."""
         return created_handle(self._layout, self._segment)
+
+    def extents(self) -> list[Extent]:
+        return extents_of(self._layout, self.arena, self._segment.identity, self._segment.address)
 
     def close(self) -> None:
         self.tensors.clear()
@@ -144,6 +149,14 @@ class DeviceMemory:
         if self._published is None:
             raise TierError(f"memory of {self._place} cannot be shared with another process without operators for it")
         return handle_of(self._layout, *self._published, self._place)
+
+    def extents(self) -> list[Extent]:
+        """By address, which a driver gives out once for one allocation, and by name, for drivers that do not."""
+        made: list[Extent] = []
+        for tensor, name in self._held:
+            start = int(tensor.data_ptr())
+            made += [Extent(self._place, start, start + int(tensor.size)), Extent(("published", name), 0, 1)]
+        return made
 
     def close(self) -> None:
         self.tensors.clear()

@@ -27,7 +27,7 @@ from transferd.tiers.arrays import Region, describe, locate
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.fastdeploy import segment_name
 from transferd.tiers.owner import as_data, this_process
-from transferd.tiers.segment import DIRECTORY
+from transferd.tiers.segment import DIRECTORY, check_name
 
 KIND = "fastdeploy_ops"
 ERRORS = (RuntimeError, ValueError, OSError, MemoryError)  # what Paddle's enforcements arrive as
@@ -88,8 +88,10 @@ def names_of(layout: BlockLayout, handle: DeviceHandle) -> list[str]:
     Raises RequestError (`layout_mismatch`, `bad_value`).
     """
     names, arrays = handle.data.get("names"), handle.data.get("arrays")
-    if not isinstance(names, list) or not all(isinstance(name, str) and "/" not in name for name in names):
+    if not isinstance(names, list):
         raise RequestError("the handle has no list of names", code="bad_value")
+    for name in names:
+        check_name(name)
     if not isinstance(arrays, list) or len(names) != len(arrays):
         raise RequestError("the handle does not have one name for each array", code="bad_value")
     # Each array is the whole of its region: the size that its shape says is all that is known of it.

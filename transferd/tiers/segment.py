@@ -55,6 +55,12 @@ class Segment:
         self.address = ctypes.addressof(self._anchor)
 
     @property
+    def identity(self) -> tuple[int, int]:
+        """Device and inode: the same for everybody who maps it, whatever name it was opened by."""
+        found = os.fstat(self._fd)
+        return found.st_dev, found.st_ino
+
+    @property
     def buffer(self) -> mmap.mmap:
         return self._map
 

@@ -16,6 +16,7 @@ from transferd.errors import RequestError, TierError
 from transferd.runtime.threads import Direction, Offload
 from transferd.tiers.arrays import Region, describe, locate
 from transferd.tiers.base import INLINE_BYTES, DeviceHandle, HostMemory
+from transferd.tiers.extents import Extent, extents_of
 from transferd.tiers.hostcopy import copy_runs
 from transferd.tiers.owner import as_data, this_process
 from transferd.tiers.segment import PREFIX, Segment
@@ -81,6 +82,10 @@ class ShmDeviceTier:
 
     def handle(self) -> DeviceHandle:
         return created_handle(self._layout, self._mapped)
+
+    def extents(self) -> list[Extent]:
+        segment = self._mapped
+        return extents_of(self._layout, self.arena, segment.identity, segment.address)
 
     async def close(self) -> None:
         segment, self._segment, self._arena = self._segment, None, None

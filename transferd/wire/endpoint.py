@@ -6,14 +6,19 @@ claimed first, by an exclusive lock on `<path>.lock`. The kernel drops that lock
 however it dies: a live daemon is never robbed and a dead one never hinders the next. The lock file
 itself stays (removing a lock file while somebody opens it is how two holders come to be).
 
+Other programs know nothing of that lock. So a socket that lies at the path is asked, too: only one that
+nobody listens on (connect() is refused) is taken for a leftover and removed.
+
 tcp:// needs no claim: the kernel refuses a second listener.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
+import socket as sockets
 import stat
 
 import zmq
@@ -47,8 +52,7 @@ class Claim:
             raise ConfigError(self._key, problem, self.endpoint) from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.lexists(path) and not stat.S_ISSOCK(os.lstat(path).st_mode):
-                raise ConfigError(self._key, "exists and is not a socket; it is not mine to remove", self.endpoint)
+            self._check_leftover(path)
         except BlockingIOError as error:
             os.close(lock)
             raise ConfigError(self._key, "is in use by another daemon", self.endpoint) from error
@@ -56,6 +60,29 @@ class Claim:
             os.close(lock)
             raise
         self._lock = lock
+
+    def _check_leftover(self, path: str) -> None:
+        """Raise ConfigError for anything at the path but a socket that nobody listens on."""
+        try:
+            mode = os.lstat(path).st_mode
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise ConfigError(self._key, f"cannot be looked at: {error.strerror}", self.endpoint) from error
+        if not stat.S_ISSOCK(mode):
+            raise ConfigError(self._key, "exists and is not a socket; it is not mine to remove", self.endpoint)
+        with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM | sockets.SOCK_CLOEXEC) as probe:
+            probe.setblocking(False)  # a full backlog must not hold up the start; it belongs to a listener, too
+            try:
+                answer = probe.connect_ex(path)
+            except OSError as error:  # a path that is too long for any socket
+                raise ConfigError(self._key, f"cannot be bound: {error}", self.endpoint) from error
+        if answer in (errno.ECONNREFUSED, errno.ENOENT):
+            return
+        if answer in (errno.EACCES, errno.EPERM):
+            problem = "is a socket that I may not connect to, so it may be in use; it is not mine to remove"
+            raise ConfigError(self._key, problem, self.endpoint)
+        raise ConfigError(self._key, "is in use by another program", self.endpoint)
 
     def bind(self, socket: zmq.Socket[bytes], mode: int, gid: int = -1) -> str:
         """Bind and return the endpoint as it really is (a wildcard port or path filled in).

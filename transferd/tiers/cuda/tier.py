@@ -33,6 +33,7 @@ from transferd.tiers.cuda.driver import Driver
 from transferd.tiers.cuda.lane import Lane
 from transferd.tiers.cuda.ondevice import OnDevice
 from transferd.tiers.cuda.pinning import CudaPinning
+from transferd.tiers.extents import Extent, extents_of
 from transferd.tiers.pinning import Pinning
 
 SLOT_BYTES = 8 * 1024**2  # long enough that submitting a chunk takes a fraction of moving it
@@ -122,6 +123,10 @@ class CudaDeviceTier:
 
     def handle(self) -> DeviceHandle:
         return self.on_device.handle()
+
+    def extents(self) -> list[Extent]:
+        """By address: a process has an allocation mapped once (ipc.py), and no two have the same address."""
+        return extents_of(self._layout, self.arena, self.on_device.info.uuid)
 
     async def close(self) -> None:
         resident, self._resident = self._resident, None

@@ -1,0 +1,106 @@
+"""Who may listen at a path: never in the place of somebody who is there."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import zmq
+
+from transferd.errors import ConfigError
+from transferd.wire import endpoint
+from transferd.wire.endpoint import Claim
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "t.sock"
+
+
+@pytest.fixture
+def router() -> Iterator[zmq.Socket[bytes]]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    made = context.socket(zmq.ROUTER)
+    made.linger = 0
+    yield made
+    made.close()
+    context.term()
+
+
+def identity(path: Path) -> tuple[int, int]:
+    found = path.lstat()
+    return found.st_ino, found.st_mode
+
+
+@pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_SEQPACKET])
+def test_a_living_programs_socket_is_in_use_and_stays(path: Path, kind: socket.SocketKind) -> None:
+    with socket.socket(socket.AF_UNIX, kind) as other:
+        other.bind(str(path))
+        if kind is not socket.SOCK_DGRAM:
+            other.listen(1)
+        before = identity(path)
+        with pytest.raises(ConfigError, match="in use by another program"):
+            Claim(f"ipc://{path}")
+        assert identity(path) == before
+
+
+def test_a_listener_whose_backlog_is_full_is_in_use_and_nobody_waits_for_it(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+        other.bind(str(path))
+        other.listen(0)
+        with ExitStack() as waiting:
+            for _ in range(4):
+                one = waiting.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                one.setblocking(False)
+                one.connect_ex(str(path))
+            with pytest.raises(ConfigError, match="in use by another program"):
+                Claim(f"ipc://{path}")
+
+
+def test_a_socket_that_nobody_listens_on_is_taken(path: Path, router: zmq.Socket[bytes]) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
+        dead.bind(str(path))
+        dead.listen(1)
+    claim = Claim(f"ipc://{path}")
+    claim.bind(router, 0o660)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o660
+    with pytest.raises(ConfigError, match="in use by another daemon"):
+        Claim(f"ipc://{path}")
+    router.close()
+    claim.release()
+    assert not path.exists()
+
+
+class Forbidding(socket.socket):
+    """What a user other than root meets at a socket of mode 0600."""
+
+    def connect_ex(self, _: object, /) -> int:
+        return errno.EACCES
+
+
+def test_a_socket_that_one_may_not_ask_is_left_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+        other.bind(str(path))
+    monkeypatch.setattr(endpoint.sockets, "socket", Forbidding)
+    with pytest.raises(ConfigError, match="may not connect"):
+        Claim(f"ipc://{path}")
+    assert path.exists()
+
+
+@pytest.mark.parametrize("kind", ["file", "directory", "link"])
+def test_what_is_no_socket_is_not_removed(path: Path, tmp_path: Path, kind: str) -> None:
+    if kind == "file":
+        path.write_text("precious")
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        path.symlink_to(tmp_path / "nowhere")
+    before = identity(path)
+    with pytest.raises(ConfigError, match="not a socket"):
+        Claim(f"ipc://{path}")
+    assert identity(path) == before
