@@ -88,7 +88,7 @@ def test_every_folder_says_what_may_live_there() -> None:
 
 
 def test_the_client_knows_the_wire_and_nothing_else() -> None:
-    for name in ("client", "sync_client", "session", "handover"):
+    for name in ("client", "sync_client", "session", "pending", "heartbeat", "handover"):
         for imported in imports(PACKAGE / "client" / f"{name}.py"):
             assert {imported, top(imported)} & CLIENT_MAY_IMPORT, f"{name} imports {imported}"
 

@@ -12,44 +12,17 @@ from typing import Any
 
 import pytest
 
+from tests.support.wire_daemon import serving
 from transferd.client.sync_client import SyncClient
 from transferd.errors import Closed, ConnectTimeout, RequestError
 from transferd.tasks import Status, SwapOutTask
-
-SERVE = """
-import asyncio, sys
-from transferd.config import ServerSection
-from transferd.daemon.server import Server
-from tests.support.memory_core import MemoryCore
-from transferd.wire.transport import ZmqServerTransport
-
-class HoldsSome(MemoryCore):
-    def submit(self, client, seq, task):
-        self.hold = task.task_id.startswith("held")
-        return super().submit(client, seq, task)
-
-async def main(endpoint):
-    core = HoldsSome()
-    server = Server(ZmqServerTransport(ServerSection(endpoint=endpoint)), core)
-    core.deliver = server.deliver
-    await server.start()
-    print("listening", flush=True)
-    await asyncio.Event().wait()
-
-asyncio.run(main(sys.argv[1]))
-"""
 
 
 @pytest.fixture(scope="module")
 def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     where = f"ipc://{tmp_path_factory.mktemp('sync')}/d.sock"
-    process = subprocess.Popen([sys.executable, "-c", SERVE, where], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"listening\n"
-    yield where
-    process.kill()
-    process.wait(10)
-    process.stdout.close()
+    with serving(where):
+        yield where
 
 
 def task(task_id: str, **more: Any) -> SwapOutTask:

@@ -219,8 +219,8 @@ MUTANTS = (
     Mutant(
         "what a broken connection lost is not asked again",
         "client/session.py",
-        "        if again:\n            self._ask_again()",
-        "        if again:\n            pass",
+        "            self._unsent = deque(self._pending)\n",
+        "            pass\n",
     ),
     Mutant(
         "an echo of an earlier session is done",

@@ -21,7 +21,8 @@ from typing import Any, Protocol, Self
 import msgspec
 
 from transferd.client import handover
-from transferd.client.session import UNSAYABLE, Link, Pending, PendingTask
+from transferd.client.pending import Pending, PendingTask
+from transferd.client.session import UNSAYABLE, Link
 from transferd.config import DEFAULT_ENDPOINT
 from transferd.errors import ProtocolError, TierError
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
@@ -85,17 +86,17 @@ class Client:
     @property
     def boot_id(self) -> str:
         """Of the daemon that answered last; it changes at each daemon start."""
-        return self._link.boot_id
+        return self._link.session.boot_id
 
     @property
     def generation(self) -> str:
         """The generation that the daemon named last."""
-        return self._link.generation
+        return self._link.session.generation
 
     @property
     def connected(self) -> bool:
         """A ready daemon answers. What is pushed while this is False may fail at once."""
-        return self._link.ready and not self._link.lost
+        return self._link.ready
 
     # --- life ---------------------------------------------------------------------------------------
 
@@ -111,16 +112,18 @@ class Client:
     async def connect(self) -> None:
         """Connect and wait until the daemon is ready (or, without await_ready, answers).
 
-        Raises ConnectTimeout, ConfigError.
+        A client that failed here, or was closed, may connect again; it begins anew, with nothing attached or
+        offered. On a connected client this only waits. Raises ConnectTimeout, ConfigError.
         """
-        self._link.open()
+        opened = self._link.open()
         try:
             if self._await_ready:
                 await self.wait_ready()
             else:
                 await self._link.wait_answer(self._connect_timeout)
         except BaseException:
-            await self.close()
+            if opened:
+                await self.close()
             raise
 
     async def wait_ready(self, timeout: float | None = None) -> None:
@@ -131,9 +134,16 @@ class Client:
         await self._link.wait_ready(self._connect_timeout if timeout is None else timeout)
 
     async def close(self) -> None:
-        """Say Bye and disconnect. What is pending ends with code `closed`. Idempotent."""
+        """Say Bye and disconnect. What is pending ends with code `closed`. Idempotent.
+
+        What was offered and mapped is let go of. In a forked child this does nothing: the connection is the parent's.
+        """
+        if not self._link.is_open:
+            return
         while self._insisting:
             self._insisting.popitem()[1].set_result(None)
+        self._offers.clear()
+        self._mapped.clear()
         self._link.close()
 
     # --- tasks --------------------------------------------------------------------------------------
@@ -217,7 +227,7 @@ class Client:
         RequestError for bad input.
         """
         planned = self._plan(request_id, token_ids, gpu_block_ids, extra_keys, timeout)
-        return handover.whole(await self.submit(planned.out(self._link.pd_mode)), len(planned.keys))
+        return handover.whole(await self.submit(planned.out(self._link.session.pd_mode)), len(planned.keys))
 
     async def read_all(
         self,
@@ -237,12 +247,12 @@ class Client:
         hold anything. RequestError for bad input.
         """
         planned = self._plan(request_id, token_ids, gpu_block_ids, extra_keys, timeout)
-        return handover.whole(await self.submit(planned.into(self._link.pd_mode, peer)), len(planned.keys))
+        return handover.whole(await self.submit(planned.into(self._link.session.pd_mode, peer)), len(planned.keys))
 
     @property
     def pd_address(self) -> str:
         """Where other daemons reach this one in direct mode: what the decode engine names as `peer`. "" otherwise."""
-        return self._link.pd_address
+        return self._link.session.pd_address
 
     def _plan(
         self,
@@ -257,7 +267,7 @@ class Client:
             self._clock.fresh_id(),
             token_ids,
             gpu_block_ids,
-            block_size=self._link.block_size,
+            block_size=self._link.session.block_size,
             extra_keys=extra_keys,
             timeout=timeout,
         )
@@ -299,7 +309,7 @@ class Client:
     async def set_generation(self, generation: str) -> None:
         """Name objects of this weight version from now on; every older one is out of reach."""
         await self._ask(wire.SetGeneration(generation))
-        self._link.generation = generation
+        self._link.amend(generation=generation)
 
     async def stats(self) -> dict[str, Any]:
         """The daemon's report, the same as `transferd stats --format json`."""
@@ -360,7 +370,7 @@ class Client:
         Raises RequestError (`layout_mismatch`, `already_attached`, `not_attachable`, `stale_offer`, …), TierError.
         """
         kind, data = (handle["kind"], handle["data"]) if isinstance(handle, Mapping) else (handle.kind, handle.data)
-        offer = _Offer(kind, data, self._link.epoch)
+        offer = _Offer(kind, data, self._link.session.epoch)
         await self._ask(self._said(rank, offer))
         self._offers[rank] = offer
 
@@ -385,17 +395,17 @@ class Client:
         if generation is None:
             await self.ping()  # the Welcome names it
         else:
-            self._link.generation = generation
+            self._link.amend(generation=generation)
 
     def _cache_changed(self, epoch: int) -> None:
-        self._link.epoch = epoch
+        self._link.amend(epoch=epoch)
         self._offers = {rank: offer for rank, offer in self._offers.items() if offer.epoch == epoch}
 
     def _renewed(self, another: bool, before: int) -> None:
         """A session has begun: tell it what an earlier one knew."""
-        current = before if another else self._link.epoch  # an offer that a clear has ended is not made again
+        current = before if another else self._link.session.epoch  # an offer that a clear has ended is not made again
         self._offers = {
-            rank: _Offer(offer.kind, offer.data, self._link.epoch)
+            rank: _Offer(offer.kind, offer.data, self._link.session.epoch)
             for rank, offer in self._offers.items()
             if offer.epoch == current
         }
@@ -404,8 +414,7 @@ class Client:
             self._mapped.clear()  # memory of a daemon that is no more
         again += [wire.Attach(rank) for rank in self._mapped]  # so that it still counts as mapped
         for body in again:
-            nobody: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-            self._link.ask(Pending(body, nobody, self._link.now + CONTROL_TIMEOUT_S))
+            self._link.ask(Pending(body, self._link.new_future(), self._link.now + CONTROL_TIMEOUT_S))
 
     @staticmethod
     def _said(rank: int, offer: _Offer) -> wire.Offer:
@@ -415,7 +424,7 @@ class Client:
             raise ProtocolError(f"the handle cannot be put on the wire: {error}", code="bad_value") from error
 
     async def _ask(self, body: wire.Control, timeout: float = CONTROL_TIMEOUT_S) -> Any:
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        future = self._link.new_future()
         seq = self._link.ask(Pending(body, future, self._link.now + timeout))
         try:
             return await future

@@ -1,0 +1,455 @@
+"""The conversation over a transport that only records, in virtual time: when each request ends, and what is sent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from tests.support.simulation.clock import SimClock
+from tests.support.simulation.loop import SimLoop, simulate
+from transferd.client.heartbeat import Presence
+from transferd.client.pending import Pending, PendingTask
+from transferd.client.session import NO_SESSION, Link
+from transferd.errors import Closed, ConfigError, ConnectTimeout, DaemonLost, RequestError, TierError, TransferError
+from transferd.tasks import ErrorInfo, Status, SwapOutTask, TaskResult
+from transferd.wire import protocol as wire
+
+
+class Recorder:
+    """A ClientTransport whose daemon is the test: `said` is what the client sent; `say` answers."""
+
+    def __init__(self) -> None:
+        self.said: list[wire.Request] = []
+        self.takes = True
+        self.closed = 0
+        self.refuses: ConfigError | None = None
+        self._hear: Callable[[bytes], None] | None = None
+
+    def start(self, on_message: Callable[[bytes], None]) -> None:
+        if self.refuses is not None:
+            raise self.refuses
+        assert self._hear is None
+        self._hear = on_message
+
+    def send(self, payload: bytes) -> bool:
+        if self.takes:
+            self.said.append(wire.decode_request(payload))
+        return self.takes
+
+    def close(self) -> None:
+        self.closed += 1
+        self._hear = None
+
+    def say(self, seq: int, body: wire.ReplyBody) -> None:
+        assert self._hear is not None
+        self._hear(wire.encode_reply(seq, body))
+
+    def welcome(self, **more: Any) -> None:
+        """Answer the newest Hello."""
+        self.say(self.hellos[-1], welcome(**more))
+
+    @property
+    def hellos(self) -> list[int]:
+        return [request.seq for request in self.said if isinstance(request.body, wire.Hello)]
+
+    @property
+    def others(self) -> list[wire.Request]:
+        return [request for request in self.said if not isinstance(request.body, wire.Hello)]
+
+
+def welcome(**more: Any) -> wire.Welcome:
+    known = {"boot_id": "b1", "ready": True, "version": "1", "generation": "g", "max_message": 4096, "session": 5}
+    return wire.Welcome(**(known | more))
+
+
+class World:
+    def __init__(self, loop: SimLoop) -> None:
+        self.loop = loop
+        self.daemon = Recorder()
+        self.link = Link("sim://daemon", self.daemon, SimClock(loop))
+        self.renewed: list[tuple[bool, int]] = []
+        self.link.renewed = lambda another, epoch: self.renewed.append((another, epoch))
+
+    def ask(self, body: wire.Body | None = None, timeout: float = 1000.0) -> asyncio.Future[Any]:
+        pending = Pending(body or wire.Stats(), self.link.new_future(), self.link.now + timeout)
+        self.link.ask(pending)
+        return pending.future
+
+    def push(self, task_id: str = "t", **more: Any) -> PendingTask:
+        task = SwapOutTask(task_id=task_id, gpu_block_ids=[1], cpu_block_ids=[2], **more)
+        pending = PendingTask(self.link, task, self.link.now + 1000.0, ack=True)
+        self.link.ask(pending)
+        return pending
+
+
+def run(program: Callable[[World], Coroutine[Any, Any, None]], *, opened: bool = True) -> None:
+    async def main(loop: SimLoop) -> None:
+        world = World(loop)
+        if opened:
+            world.link.open()
+        await program(world)
+        world.link.close()
+
+    simulate(main, 0)
+
+
+# --- lives ----------------------------------------------------------------------------------------
+
+
+def test_opening_says_hello_and_opening_again_changes_nothing() -> None:
+    async def program(world: World) -> None:
+        assert world.link.open()
+        assert world.daemon.hellos == [1]
+        assert not world.link.open()
+        assert world.daemon.hellos == [1]
+        assert world.link.is_open
+        assert not world.link.ready
+
+    run(program, opened=False)
+
+
+def test_an_endpoint_that_is_refused_leaves_the_link_closed() -> None:
+    async def program(world: World) -> None:
+        world.daemon.refuses = ConfigError("endpoint", "is none")
+        with pytest.raises(ConfigError):
+            world.link.open()
+        assert not world.link.is_open
+        world.daemon.refuses = None
+        assert world.link.open()
+
+    run(program, opened=False)
+
+
+def test_closing_ends_everything_once_and_nothing_is_said_afterwards() -> None:
+    async def program(world: World) -> None:
+        world.daemon.welcome()
+        asked, pushed = world.ask(), world.push()
+        world.link._greet()
+        world.daemon.welcome(ready=False)
+        waiting = asyncio.ensure_future(world.link.wait_ready(50.0))
+        await asyncio.sleep(0.01)
+        world.link.close()
+        world.link.close()
+        for future in (asked, waiting):
+            with pytest.raises(Closed, match="was closed"):
+                await future
+        result = await pushed.future
+        assert (result.status, result.error.code) == (Status.FAILED, "closed")
+        assert world.daemon.closed == 1
+        assert isinstance(world.daemon.said[-1].body, wire.Bye)
+        said = len(world.daemon.said)
+        await asyncio.sleep(100)
+        assert len(world.daemon.said) == said
+        assert not world.link.is_open
+        with pytest.raises(Closed, match="is closed"):
+            world.ask()
+        with pytest.raises(Closed, match="is closed"):
+            await world.link.wait_answer(1.0)
+
+    run(program)
+
+
+def test_no_bye_goes_to_a_daemon_that_never_answered() -> None:
+    async def program(world: World) -> None:
+        world.link.close()
+        assert not world.daemon.others
+
+    run(program)
+
+
+def test_a_second_life_knows_nothing_of_the_first() -> None:
+    async def program(world: World) -> None:
+        world.daemon.welcome(epoch=3)
+        assert world.link.ready
+        world.link.close()
+        assert not world.link.ready
+        world.link.open()
+        assert world.link.session is NO_SESSION
+        with pytest.raises(ConnectTimeout, match="nobody answers within 1 s"):
+            await world.link.wait_ready(1.0)
+        early = world.ask()
+        assert not any(isinstance(r.body, wire.Stats) for r in world.daemon.said)
+        world.daemon.welcome(boot_id="b2", session=1)
+        assert not early.done(), "another daemon than in the first life, and nothing was lost"
+        world.daemon.say(world.daemon.said[-1].seq, wire.Value(1))
+        assert await early == 1
+        assert world.renewed == [(True, 0), (True, 0)]
+
+    run(program)
+
+
+# --- waiting for a daemon -------------------------------------------------------------------------
+
+
+def test_waiting_for_an_answer_and_for_readiness_are_two_things() -> None:
+    async def program(world: World) -> None:
+        ready = asyncio.ensure_future(world.link.wait_ready(50.0))
+        answer = asyncio.ensure_future(world.link.wait_answer(50.0))
+        await asyncio.sleep(0.01)
+        world.daemon.welcome(ready=False, why="it starts")
+        await asyncio.sleep(0.01)
+        assert (ready.done(), answer.done()) == (False, True)
+        await world.link.wait_answer(0.0)
+        world.daemon.welcome()
+        await ready
+        await world.link.wait_ready(0.0)
+
+    run(program)
+
+
+def test_a_timeout_names_what_was_missing() -> None:
+    async def program(world: World) -> None:
+        with pytest.raises(ConnectTimeout, match=r"^sim://daemon: nobody answers within 0\.5 s"):
+            await world.link.wait_answer(0.5)
+        world.daemon.welcome(ready=False, why="no engine has offered memory", missing=[0, 3])
+        with pytest.raises(ConnectTimeout, match=r"within 0\.5 s: no engine has offered memory; without .* rank 0, 3$"):
+            await world.link.wait_ready(0.5)
+        world.daemon.welcome(ready=False)
+        with pytest.raises(ConnectTimeout, match=r"it does not say why$"):
+            await world.link.wait_ready(0.5)
+
+    run(program)
+
+
+def test_a_lost_daemon_is_waited_for_again() -> None:
+    async def program(world: World) -> None:
+        world.daemon.welcome()
+        await asyncio.sleep(10)
+        assert not world.link.ready
+        waiting = asyncio.ensure_future(world.link.wait_ready(50.0))
+        await asyncio.sleep(20)
+        assert not waiting.done()
+        world.daemon.welcome()
+        await waiting
+        assert world.link.ready
+
+    run(program)
+
+
+# --- requests -------------------------------------------------------------------------------------
+
+
+def test_what_is_asked_before_the_first_welcome_waits_for_its_session() -> None:
+    async def program(world: World) -> None:
+        asked = [world.ask(wire.Cancel(str(i))) for i in range(3)]
+        assert not world.daemon.others
+        world.daemon.welcome(session=7)
+        sent = world.daemon.others
+        assert [(r.body.task_id, r.session) for r in sent] == [("0", 7), ("1", 7), ("2", 7)]  # type: ignore[union-attr]
+        for request in sent:
+            world.daemon.say(request.seq, wire.Value(True))
+        assert await asyncio.gather(*asked) == [True] * 3
+        assert not world.link._pending
+
+    run(program)
+
+
+@pytest.mark.parametrize(
+    ("code", "permanent", "kind"),
+    [("bad_value", True, RequestError), ("tier_error", False, TierError), ("internal", False, TransferError)],
+)
+def test_a_refusal_keeps_its_type_and_code(code: str, permanent: bool, kind: type[TransferError]) -> None:
+    async def program(world: World) -> None:
+        world.daemon.welcome()
+        asked = world.ask()
+        world.daemon.say(world.daemon.said[-1].seq, wire.Refused(ErrorInfo(code, "no"), permanent))
+        with pytest.raises(TransferError, match=r"^no$") as caught:
+            await asked
+        assert (type(caught.value), caught.value.reason) == (kind, code)
+
+    run(program)
+
+
+def test_a_push_is_admitted_then_answered_and_an_answer_counts_once() -> None:
+    async def program(world: World) -> None:
+        world.daemon.welcome()
+        pushed = world.push()
+        assert pushed.admitted is not None
+        seq = world.daemon.said[-1].seq
+        assert world.daemon.said[-1].ack
+        world.daemon.say(seq, wire.Accepted())
+        assert (pushed.admitted.done(), pushed.future.done()) == (True, False)
+        world.daemon.say(seq, wire.Result(TaskResult(task_id="t", status=Status.OK)))
+        world.daemon.say(seq, wire.Result(TaskResult(task_id="t", status=Status.FAILED)))
+        world.daemon.say(999, wire.Value(1))
+        assert (await pushed.future).status is Status.OK
+
+    run(program)
+
+
+def test_what_the_transport_does_not_take_is_sent_in_order_with_the_next_message_or_heartbeat() -> None:
+    async def program(world: World) -> None:
+        world.daemon.welcome()
+        world.daemon.takes = False
+        world.ask(wire.Cancel("a"))
+        world.daemon.takes = True
+        world.ask(wire.Cancel("b"))
+        assert not world.daemon.others, "b may not overtake a"
+        world.daemon.say(999, wire.Value(None))
+        assert [r.body.task_id for r in world.daemon.others] == ["a", "b"]  # type: ignore[union-attr]
+        world.daemon.takes = False
+        world.ask(wire.Cancel("c"))
+        world.daemon.takes = True
+        await asyncio.sleep(1.1)
+        assert world.daemon.others[-1].body == wire.Cancel("c")
+
+    run(program)
+
+
+def test_what_nobody_waits_for_is_not_sent_later() -> None:
+    async def program(world: World) -> None:
+        pending = Pending(wire.Stats(), world.link.new_future(), 99.0)
+        world.link.forget(world.link.ask(pending))
+        world.daemon.welcome()
+        assert not world.daemon.others
+
+    run(program)
+
+
+def test_what_cannot_be_said_or_is_too_long_ends_here() -> None:
+    async def program(world: World) -> None:
+        early = world.ask(wire.Match(["k" * 5000]))
+        assert not early.done(), "the daemon has not named its limit yet"
+        world.daemon.welcome()
+        for asked, code in ((early, "too_large"), (world.ask(wire.Cancel("\ud800")), "bad_value")):
+            with pytest.raises(RequestError) as caught:
+                await asked
+            assert caught.value.reason == code
+        rejected = world.push("\ud800")
+        assert rejected.admitted is not None
+        assert rejected.admitted.done()
+        assert (await rejected.future).status is Status.REJECTED
+        assert not world.daemon.others
+
+    run(program)
+
+
+def test_a_request_past_its_limit_ends_and_its_task_is_taken_back() -> None:
+    async def program(world: World) -> None:
+        world.daemon.welcome()
+        world.push("slow").deadline = 2.0
+        asked = world.ask(timeout=2.0)
+        kept = world.ask(timeout=100.0)
+        for _ in range(12):
+            world.daemon.welcome()
+            await asyncio.sleep(0.5)
+        with pytest.raises(TransferError, match="lives and did not answer") as caught:
+            await asked
+        assert caught.value.reason == "no_answer"
+        assert world.daemon.others[-1].body == wire.Cancel("slow")
+        assert not kept.done()
+
+    run(program)
+
+
+# --- sessions and loss ----------------------------------------------------------------------------
+
+
+def test_another_session_of_the_same_boot_is_asked_everything_again_in_order() -> None:
+    async def program(world: World) -> None:
+        world.daemon.welcome(session=5, epoch=2)
+        asked = [world.ask(wire.Cancel(str(i))) for i in range(3)]
+        world.daemon.say(world.daemon.others[1].seq, wire.Value(True))
+        world.link._greet()
+        world.daemon.welcome(session=6, epoch=3)
+        again = world.daemon.others[3:]
+        assert [(r.seq, r.session) for r in again] == [(r.seq, 6) for r in world.daemon.others[:3:2]]
+        assert [future.done() for future in asked] == [False, True, False]
+        assert world.renewed == [(True, 0), (False, 2)]
+        world.link._greet()
+        world.daemon.welcome(session=6, epoch=3)
+        assert len(world.daemon.others) == 5, "the same session"
+        assert len(world.renewed) == 2
+
+    run(program)
+
+
+def test_an_older_welcome_says_nothing() -> None:
+    async def program(world: World) -> None:
+        world.link._greet()
+        first, second = world.daemon.hellos
+        world.daemon.say(second, welcome(generation="new"))
+        world.daemon.say(first, welcome(generation="old", session=4))
+        assert world.link.session.generation == "new"
+        assert len(world.renewed) == 1
+
+    run(program)
+
+
+def test_another_boot_ends_everything_as_lost_under_the_name_of_the_old_one() -> None:
+    async def program(world: World) -> None:
+        world.daemon.welcome(boot_id="b1", epoch=2)
+        asked, pushed = world.ask(), world.push()
+        greeting = world.ask(wire.Hello())
+        world.daemon.say(world.daemon.said[-1].seq, welcome(boot_id="b2", session=1))
+        with pytest.raises(DaemonLost, match=r"restarted \(boot b2, was b1\)"):
+            await asked
+        result = await pushed.future
+        assert (result.boot_id, result.error.code) == ("b1", "daemon_lost")
+        assert (await greeting).boot_id == world.link.session.boot_id == "b2"
+        assert world.renewed == [(True, 0), (True, 2)]
+
+    run(program)
+
+
+def test_a_stale_session_is_greeted_once_and_the_request_stays() -> None:
+    async def program(world: World) -> None:
+        world.daemon.welcome()
+        asked = world.ask()
+        hellos = len(world.daemon.hellos)
+        for _ in range(3):
+            world.daemon.say(world.daemon.others[-1].seq, wire.Refused(ErrorInfo(wire.STALE_SESSION, "")))
+        assert len(world.daemon.hellos) == hellos + 1
+        assert not asked.done()
+
+    run(program)
+
+
+def test_silence_is_loss_on_the_second_look_and_what_is_asked_then_fails_at_once() -> None:
+    async def program(world: World) -> None:
+        world.daemon.welcome()
+        lost_after = world.loop.time()
+        asked = world.ask()
+        with pytest.raises(DaemonLost, match=r"no answer for 3\.5 s"):
+            await asked
+        assert 3.5 < world.loop.time() - lost_after < 5.0
+        assert world.daemon.others[-1].body == wire.Bye()
+        began = world.loop.time()
+        with pytest.raises(DaemonLost, match="no daemon answers"):
+            await world.ask()
+        assert world.loop.time() == began
+        late = world.daemon.others[0]
+        world.daemon.say(late.seq, wire.Value(None))
+        assert not world.link.ready, "an answer of before brings nobody back"
+
+    run(program)
+
+
+def test_a_message_at_the_second_look_keeps_the_daemon() -> None:
+    async def program(world: World) -> None:
+        world.daemon.welcome()
+        asked = world.ask()
+        await asyncio.sleep(3.55)
+        assert world.link._heart.presence is Presence.DOUBTED
+        world.daemon.say(999, wire.Value(None))
+        await asyncio.sleep(0.2)
+        assert world.link.ready
+        assert not asked.done()
+
+    run(program)
+
+
+def test_bytes_of_another_version_are_silence() -> None:
+    async def program(world: World) -> None:
+        world.daemon.welcome()
+        asked = world.ask()
+        while not asked.done():
+            assert world.daemon._hear is not None
+            world.daemon._hear(b"\x09whatever")
+            await asyncio.sleep(0.1)
+        assert isinstance(asked.exception(), DaemonLost)
+
+    run(program)

@@ -1,0 +1,149 @@
+"""Whether the daemon is there, decided from what was heard and when; and when to say Hello next.
+
+Pure: it sends nothing, sets no timer and reads no clock. `Link` does, and tells it.
+
+Hello goes out every HEARTBEAT_S, so a living daemon is heard at least that often. When a Hello is
+SILENCE_S old and nothing at all was heard since, the daemon is doubted; when it is still silent DOUBT_S
+later, it is lost. The second look is for ourselves: if it was this process that stood still, the
+answer is already in the socket. A lost daemon comes back with a Welcome; older answers do not count.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from transferd.errors import InvariantError
+
+HEARTBEAT_S = 1.0
+SILENCE_S = 3.5  # after a Hello
+DOUBT_S = 0.1
+FIRST_HELLO_S = 0.002  # until a daemon is ready, Hello is repeated: soon at first, then ever more slowly,
+SLOWEST_HELLO_S = 0.1  # down to this
+LOST_HELLO_S = 5.0  # to a lost daemon: earlier ones wait in the socket, and reach its successor at once
+TIMER_RESOLUTION_S = 0.001  # a timer may fire this early
+assert HEARTBEAT_S + SILENCE_S + DOUBT_S < 5, "we promise to notice within 5 s of a daemon's death"
+
+
+class Presence(enum.StrEnum):
+    """What is known of the daemon."""
+
+    CLOSED = "closed"  # we are not connected
+    SEEKING = "seeking"  # we said Hello, and nobody has answered yet
+    PRESENT = "present"
+    DOUBTED = "doubted"  # silent for too long at the last look
+    LOST = "lost"  # silent at the look after that, too
+
+
+class Sign(enum.StrEnum):
+    """What can change it."""
+
+    OPENED = "opened"
+    HEARD = "heard"  # any message, or a Welcome that answers an old Hello
+    WELCOMED = "welcomed"  # the newest Welcome so far
+    SILENT = "silent"  # SILENCE_S after an unanswered Hello
+    CLOSED = "closed"
+
+
+TRANSITIONS: dict[Presence, dict[Sign, Presence]] = {
+    Presence.CLOSED: {Sign.OPENED: Presence.SEEKING},
+    Presence.SEEKING: {
+        Sign.HEARD: Presence.SEEKING,
+        Sign.WELCOMED: Presence.PRESENT,
+        Sign.SILENT: Presence.DOUBTED,
+        Sign.CLOSED: Presence.CLOSED,
+    },
+    Presence.PRESENT: {
+        Sign.HEARD: Presence.PRESENT,
+        Sign.WELCOMED: Presence.PRESENT,
+        Sign.SILENT: Presence.DOUBTED,
+        Sign.CLOSED: Presence.CLOSED,
+    },
+    Presence.DOUBTED: {
+        Sign.HEARD: Presence.PRESENT,
+        Sign.WELCOMED: Presence.PRESENT,
+        Sign.SILENT: Presence.LOST,
+        Sign.CLOSED: Presence.CLOSED,
+    },
+    Presence.LOST: {
+        Sign.HEARD: Presence.LOST,
+        Sign.WELCOMED: Presence.PRESENT,
+        Sign.SILENT: Presence.LOST,
+        Sign.CLOSED: Presence.CLOSED,
+    },
+}
+
+
+class Heartbeat:
+    """One conversation's heartbeat, from `opened` to `closed`; then it may be opened again."""
+
+    def __init__(self) -> None:
+        self.presence = Presence.CLOSED
+        self._reset()
+
+    def _reset(self) -> None:
+        self._hello = 0  # number of the newest Hello
+        self._welcomed = 0  # number of the Hello that the newest Welcome answers
+        self._asked_at: float | None = None  # when the oldest Hello was sent since we last heard anything
+        self._hello_delay = FIRST_HELLO_S
+
+    @property
+    def open(self) -> bool:
+        return self.presence is not Presence.CLOSED
+
+    @property
+    def lost(self) -> bool:
+        return self.presence is Presence.LOST
+
+    @property
+    def hello_under_way(self) -> bool:
+        """The newest Hello is not answered yet; its Welcome will say more than any so far."""
+        return self._hello > self._welcomed
+
+    def opened(self) -> None:
+        self._move(Sign.OPENED)
+        self._reset()
+
+    def closed(self) -> None:
+        self._move(Sign.CLOSED)
+
+    def said_hello(self, number: int, now: float) -> None:
+        self._hello = number
+        if self._asked_at is None:
+            self._asked_at = now
+
+    def heard(self) -> None:
+        """A message arrived, whatever it says."""
+        self._move(Sign.HEARD)
+        self._asked_at = None
+
+    def welcomed(self, number: int) -> bool:
+        """A Welcome that answers Hello `number`. False: a newer one came first, so it is old news."""
+        if number <= self._welcomed:
+            return False
+        self._welcomed = number
+        self._move(Sign.WELCOMED)
+        return True
+
+    def look(self, now: float) -> Presence | None:
+        """Judge the silence. Returns what the daemon has become by it: DOUBTED, LOST, or None for no change."""
+        before = self.presence
+        if self._asked_at is not None and now - self._asked_at >= SILENCE_S - TIMER_RESOLUTION_S:
+            self._move(Sign.SILENT)
+        return self.presence if self.presence is not before else None
+
+    def next_hello(self, now: float, *, ready: bool) -> float:
+        """Seconds until the next Hello is due, or until silence would be doubt. ready: what the daemon said last."""
+        if self.lost:
+            return LOST_HELLO_S
+        if not ready:
+            self._hello_delay = min(2 * self._hello_delay, SLOWEST_HELLO_S)
+            return self._hello_delay
+        self._hello_delay = FIRST_HELLO_S
+        asked_at = now if self._asked_at is None else self._asked_at
+        return min(HEARTBEAT_S, max(asked_at + SILENCE_S - now, 0.0))
+
+    def _move(self, sign: Sign) -> None:
+        after = TRANSITIONS[self.presence].get(sign)
+        if after is None:
+            raise InvariantError(f"a {self.presence} heartbeat was {sign}")
+        self.presence = after
