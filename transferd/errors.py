@@ -56,12 +56,12 @@ class ConfigError(TransferError):
 
     def __init__(self, key: str, problem: str, value: object = None) -> None:
         shown = "" if value is None else f" ({value!r})"
-        super().__init__(_one_line(f"{key}: {problem}{shown}"))
+        super().__init__(one_line(f"{key}: {problem}{shown}"))
         self.key = key
 
 
-def _one_line(text: str) -> str:
-    """What a terminal shows as one line, whatever was in a key or a file."""
+def one_line(text: str) -> str:
+    """The text with every character that does not print written as an escape: one line, and safe on a terminal."""
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 

@@ -20,9 +20,9 @@ import zmq.asyncio
 from tests.support.memory_core import MemoryCore
 from transferd.client.client import Client
 from transferd.config import ServerSection
-from transferd.daemon.bucket import Bucket
 from transferd.daemon.server import OBSERVERS_MAY, Server
 from transferd.errors import ConfigError, TransferError
+from transferd.runtime.bucket import Bucket
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.tasks import (
     ReadStorageTask,

@@ -130,7 +130,7 @@ def test_ping_prints_an_answer_of_a_daemon_that_is_not_ready_and_says_why(tmp_pa
 
 
 def test_no_answer_in_time_is_one_line_and_exit_1(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def late(**_: object) -> None:
         raise TimeoutError
@@ -139,7 +139,8 @@ def test_no_answer_in_time_is_one_line_and_exit_1(
     monkeypatch.setattr(cli.logs, "configure", lambda _: None)  # this process has its own
     with pytest.raises(SystemExit) as ended:
         cli.main()
-    assert (ended.value.code, capsys.readouterr().err) == (1, "no answer in time\n")
+    assert cli.logs.flush()
+    assert (ended.value.code, capfd.readouterr().err) == (1, "no answer in time\n")
 
 
 def test_a_stale_socket_file_does_not_hinder_a_start(tmp_path: Path) -> None:

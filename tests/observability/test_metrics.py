@@ -14,6 +14,7 @@ from tests.support.simulation.pool import SIM_MASTER, SimPool
 from transferd.config import from_tree
 from transferd.daemon.daemon import Daemon
 from transferd.errors import ConfigError, StorageUnavailable
+from transferd.observability import logs
 from transferd.observability.http import MAX_HEADER_BYTES, HttpServer, Page
 from transferd.observability.metrics import Reports
 from transferd.storage.mooncake import MooncakeStorage, codes
@@ -128,13 +129,15 @@ async def test_metrics_parse_and_count(daemon: Daemon) -> None:
     counts = [s for s in families["transferd_task_duration_seconds"].samples if s.name.endswith("_count")]
     assert {s.labels["kind"]: s.value for s in counts}["swap_in"] == 1
     assert families["transferd_ready"].samples[0].value == 0
+    assert families["transferd_log_dropped"].samples[0].value == logs.statistics()["log_dropped"]
+    assert families["transferd_log_left_out"].samples[0].value == logs.statistics()["log_left_out"]
     assert families["transferd_staging_capacity_bytes"].samples[0].value > 0
     assert len(families["transferd_lane_done"].samples) == 12, "two ranks, six lanes"
 
 
 async def test_what_a_pool_counts_besides_and_whether_it_answers_are_metrics() -> None:
     tree = {"storage": {"backend": "mooncake", "mooncake": {"master_server_addr": SIM_MASTER, "probe_interval": 60}}}
-    pool, config = SimPool(), from_tree(tree | {"cache": {"host_blocks": 0}})
+    pool, config = SimPool(), from_tree(tree | {"cache": {"host_blocks": 0}, "metrics": {"listen": ""}})
     pooled = Daemon(config, transport=_NoTransport(), storage=MooncakeStorage(config, set_up=pool.set_up))  # type: ignore[arg-type]
 
     def storage_samples() -> dict[str, float]:

@@ -86,3 +86,13 @@ def test_what_came_from_outside_cannot_make_lines_of_its_own() -> None:
     assert len(lines) == 4
     assert repr(evil) in lines[0]
     assert lines[2:] == ["  rank 0", "        1000.000 ms  error          problem='x\\ny'"]
+
+
+def test_nothing_in_a_story_or_a_dump_reaches_a_terminal_raw() -> None:
+    evil = "\x1b[2J\x9b31m\u202e"
+    story = tell((0.0, "admitted", ADMITTED), (1.0, "error", {"rank": 0, "problem": evil, "code": evil}), task_id=evil)
+    life = story["lives"][0]
+    life["kind"], life["status"], life["seconds"] = evil, evil, 1.0
+    life["ranks"][0]["rank"] = evil
+    life["events"].append({"t": 2.0, "what": evil, evil: 1})
+    assert as_text(story).replace("\n", "").isprintable()

@@ -8,6 +8,7 @@ from rich.markup import escape
 from transferd.cli.replay import command
 from transferd.cli.replay.report import Report
 from transferd.cli.replay.trace import generated_workload
+from transferd.errors import one_line
 
 REQUESTS = 1000
 RANKS = 2
@@ -59,6 +60,6 @@ def explain(report: Report, console: Console) -> None:
             "been computed, every byte of it on every rank: no difference."
         )
     else:
-        console.print("[bold red]It did not go well:[/]", escape(report.aborted or "; ".join(report.errors)))
+        console.print("[bold red]It did not go well:[/]", escape(one_line(report.aborted or "; ".join(report.errors))))
     # True when this is read: a daemon that ends badly or leaves something is an error of its own (replay/own.py).
     console.print("The daemon was stopped with SIGTERM and left nothing behind.")

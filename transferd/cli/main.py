@@ -7,7 +7,9 @@ JSON goes to stdout alone; logs go to stderr.
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -19,8 +21,9 @@ from transferd import config as configuration
 from transferd.cli.bench.command import app as bench_app
 from transferd.cli.options import Format, FormatOption
 from transferd.cli.pool.command import app as pool_app
-from transferd.errors import ConfigError, ConnectTimeout, TransferError
+from transferd.errors import ConfigError, ConnectTimeout, TransferError, one_line
 from transferd.observability import logs
+from transferd.runtime.descriptors import fill_standard
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -131,14 +134,14 @@ def ping(endpoint: EndpointOption = None, timeout: TimeoutOption = 2.0, format_:
             try:
                 await client.wait_ready()
             except ConnectTimeout as not_ready:
-                print(not_ready, file=sys.stderr)
+                logs.say(str(not_ready))
             return await client.ping()
 
     boot_id, seconds = asyncio.run(ask())
     if format_ is Format.JSON:
         print(json.dumps({"boot_id": boot_id, "round_trip_ms": seconds * 1000}))
     else:
-        print(f"boot {boot_id} answered in {seconds * 1000:.3f} ms")
+        print(f"boot {one_line(boot_id)} answered in {seconds * 1000:.3f} ms")
 
 
 @app.command()
@@ -246,18 +249,22 @@ def _demo_pd(console: Console, format_: Format) -> NoReturn:
 def _print_tree(report: dict[str, Any], indent: int = 0) -> None:
     for key, value in report.items():
         if isinstance(value, dict):
-            print(f"{' ' * indent}{key}:")
+            print(one_line(f"{' ' * indent}{key}:"))
             _print_tree(value, indent + 2)
         elif isinstance(value, list) and value and isinstance(value[0], dict):
             for item in value:
-                print(f"{' ' * indent}{key}:")
+                print(one_line(f"{' ' * indent}{key}:"))
                 _print_tree(item, indent + 2)
         else:
-            print(f"{' ' * indent}{key}: {value}")
+            print(one_line(f"{' ' * indent}{key}: {value}"))
+
+
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # what print() meets; it names no file
 
 
 def main() -> NoReturn:
     """The entry point: turns errors into one line and an exit code."""
+    fill_standard()
     # stdout is for reports alone; `serve` sets up its own logging from the configuration.
     logs.configure(configuration.LogSection(level="warning", format="console"))
     try:
@@ -265,12 +272,29 @@ def main() -> NoReturn:
     except _UsageError as error:
         problem = error.format_message().strip()
         # A mistake is one line, with what was given in it. A bare command's help may come here, too.
-        print(problem if "\n" in problem else f"{problem} (in: {shlex.join(sys.argv[1:])})", file=sys.stderr)
-        sys.exit(error.exit_code)
+        logs.say(problem if "\n" in problem else f"{problem} (in: {shlex.join(sys.argv[1:])})")
+        _end(error.exit_code)
     except ConfigError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+        logs.say(str(error))
+        _end(2)
     except (TransferError, TimeoutError) as error:
-        print(str(error) or "no answer in time", file=sys.stderr)
-        sys.exit(1)
-    sys.exit(code or 0)
+        logs.say(str(error) or "no answer in time")
+        _end(1)
+    except OSError as error:
+        if error.errno not in _UNWRITABLE or error.filename is not None:
+            raise
+        logs.say(f"stdout: {error.strerror}")
+        _end(1)
+    _end(code or 0)
+
+
+def _end(code: int) -> NoReturn:
+    """Exit. A report that could not be written is a failure, told here instead of by the interpreter on its way out."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):  # whose reader wants no more: `transferd stats | head`
+            logs.say(f"stdout: {error.strerror}")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in the buffer
+        code = code or 1
+    sys.exit(code)

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from transferd.errors import ConfigError
+from transferd.errors import ConfigError, one_line
 from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.storage.directory import ObjectDirectory
 from transferd.storage.examine import PIECE_BYTES, Examination
@@ -67,17 +67,17 @@ class Report:
 
     def print(self, console: Console) -> None:
         for name, damage in self.bad:
-            console.print(f"[red]{damage}[/] {escape(name)}", soft_wrap=True, highlight=False)
+            console.print(f"[red]{damage}[/] {escape(one_line(name))}", soft_wrap=True, highlight=False)
         if self.damaged > len(self.bad):
             console.print(f"… and {self.damaged - len(self.bad)} more")
         for error in self.errors:
-            console.print(f"[red]error[/] {escape(error)}", soft_wrap=True, highlight=False)
+            console.print(f"[red]error[/] {escape(one_line(error))}", soft_wrap=True, highlight=False)
         kinds = ", ".join(f"{kind} {count}" for kind, count in self.damage.most_common())
         verdict = f"[red]{self.damaged} damaged[/] ({kinds})" if self.damage else "[green]none damaged[/]"
         aside = f", {self.quarantined} set aside" if self.quarantined else ""
         unsealed = f", {self.unsealed} that cannot be checked" if self.unsealed else ""
         console.print(
-            f"{escape(self.path)}: {self.objects} objects, {self.bytes} bytes, {verdict}{aside}{unsealed}, "
+            f"{escape(one_line(self.path))}: {self.objects} objects, {self.bytes} bytes, {verdict}{aside}{unsealed}, "
             f"{self.seconds:.1f} s",
             soft_wrap=True,
             highlight=False,

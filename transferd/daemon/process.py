@@ -44,6 +44,10 @@ def serve(config: Config, *, reload: Callable[[], Config] | None = None) -> int:
     import uvloop
 
     logs.configure(config.log)
+    try:
+        logs.take_over_stderr()
+    except RuntimeError as error:
+        raise ConfigError("RLIMIT_NPROC", f"not one thread can be started: {error} (TasksMax in the unit)") from error
     raise_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(config, reload))

@@ -21,9 +21,9 @@ from typing import Any, Protocol
 
 import structlog
 
-from transferd.daemon.bucket import Bucket
 from transferd.errors import InvariantError, RequestError, TransferError
 from transferd.observability.recorder import Recorder
+from transferd.runtime.bucket import Bucket
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.version import VERSION
 from transferd.tasks import ErrorInfo, Status, Task, TaskResult, TokenIds

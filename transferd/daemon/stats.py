@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from transferd.observability import logs
 from transferd.runtime.version import VERSION
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def stats(daemon: Daemon) -> dict[str, Any]:
         "pd": _pd(daemon),
         "events": {} if daemon.events is None else daemon.events.statistics(),
         "server": server,
+        **logs.statistics(),
         "layout": _layout(daemon),
     }
 

@@ -34,8 +34,10 @@ import structlog
 from transferd.config import RecorderSection
 from transferd.errors import ConfigError
 from transferd.observability.dump_file import write_dump
+from transferd.observability.logs import STDERR, flush
 from transferd.observability.recorder import LONGEST_TEXT, Note, Recorder
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
+from transferd.runtime.descriptors import never_waiting
 from transferd.runtime.signals import DUMP_SIGNALS, WAKE
 from transferd.runtime.version import VERSION
 
@@ -62,7 +64,7 @@ class Dumper:
 
     def __enter__(self) -> Self:
         if not faulthandler.is_enabled():
-            faulthandler.enable()
+            faulthandler.enable(never_waiting(STDERR))  # or a reader that sleeps could keep a crash from its end
         self._thread.start()
         self._recorder.on_failure = self._failed
         asyncio.get_running_loop().set_exception_handler(self._callback_raised)
@@ -101,6 +103,7 @@ class Dumper:
             number = signal.sigwait(DUMP_SIGNALS)
             if number == signal.SIGABRT:
                 self._dump("abort", "", _stacks())
+                flush()
                 # The default comes next, by way of faulthandler: stacks on stderr, and a core if one is wanted.
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGABRT})
                 os.abort()

@@ -1,68 +1,211 @@
-"""Logs: structlog, one JSON object a line or console text, to stderr."""
+"""Logs: structlog and the standard library's logging, one JSON object a line or console text, to stderr.
+
+    log.warning(…) → level → rate of its kind → rendered → queue → a thread → file descriptor 2
+
+Whoever logs gets as far as the queue. From there on nothing comes back: no wait, no exception. Lines that are lost
+are counted (`statistics`). Text is rendered before it is queued, so that what was logged cannot change meanwhile,
+and it is escaped: nothing that came from outside reaches a terminal as anything but printable characters.
+
+Under systemd each line begins with its priority (sd-daemon(3)), for `journalctl -p warning`.
+
+What libraries in C write to descriptor 2 themselves (Mooncake's glog) does not come through here.
+"""
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import sys
+import time
+from collections.abc import Callable, Hashable, Mapping
+from itertools import islice
+from typing import Any
 
 import structlog
 
 from transferd.config import LogSection
+from transferd.errors import one_line
+from transferd.observability.log_rate import LogRate
+from transferd.observability.log_writer import LogStream, LogWriter
 
-_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+STDERR = 2
+FLUSH_S = 0.5  # at the end of the process, for a reader that does not read
+LONGEST_TEXT = 4096  # characters of one value; of a traceback, LONGEST_TRACEBACK
+LONGEST_TRACEBACK = 16384
+MOST_ITEMS = 64  # of one list
+
+_LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
+_PRIORITIES = {"debug": 7, "info": 6, "warning": 4, "error": 3, "critical": 2}  # sd-daemon(3)
+
+Event = dict[str, Any]
 
 
-class _Level:
-    """The level of all loggers, changeable while they are in use (SIGHUP)."""
+class Log:
+    """From an event to a line in the writer's queue. `take` never blocks and never raises."""
 
-    def __init__(self) -> None:
-        self.number = logging.INFO
-
-    def __call__(
+    def __init__(
         self,
-        _logger: object,
-        method: str,
-        event: structlog.typing.EventDict,
-    ) -> structlog.typing.EventDict:
-        if _LEVELS.get(method, logging.ERROR) < self.number:
-            raise structlog.DropEvent
-        return event
+        section: LogSection,
+        writer: LogWriter,
+        *,
+        colors: bool = False,
+        journal: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """journal: begin each line with its priority."""
+        self.level = _LEVELS[section.level]
+        self.writer = writer
+        self.rate = LogRate(clock)
+        self._journal = journal
+        json = section.format == "json"
+        self._stamp = structlog.processors.TimeStamper(fmt="iso", utc=True, key="ts")
+        self._text: Callable[[str], Any] = str if json else _printable
+        self._render: structlog.typing.Processor = structlog.processors.JSONRenderer()
+        if not json:
+            self._render = structlog.dev.ConsoleRenderer(
+                colors=colors, exception_formatter=structlog.dev.plain_traceback
+            )
+
+    def take(self, level: str, kind: Hashable, event: Event) -> None:
+        """Log an event. kind: what its rate is counted by; see LogRate."""
+        try:
+            if _LEVELS.get(level, logging.ERROR) < self.level:
+                return
+            left_out = self.rate.admit(kind)
+            if left_out is None:
+                return
+            if left_out:
+                event["left_out"] = left_out
+            self._put(level, self._line(level, event))
+        except Exception:  # noqa: BLE001 - a value whose str() raises, no memory: nobody logs to be told of that
+            self.writer.drop()
+
+    def say(self, level: str, text: str) -> None:
+        """Write text as it is, for people: what does not print is escaped, line by line."""
+        try:
+            self._put(level, "\n".join(map(one_line, text.split("\n"))))
+        except Exception:  # noqa: BLE001 - as in `take`
+            self.writer.drop()
+
+    def _put(self, level: str, text: str) -> None:
+        if self._journal:  # which makes an entry of each line
+            priority = f"<{_PRIORITIES.get(level, 3)}>"
+            text = priority + text.replace("\n", f"\n{priority}")
+        self.writer.put(f"{text}\n".encode(errors="backslashreplace"))
+
+    def _line(self, level: str, event: Event) -> str:
+        told = structlog.processors.format_exc_info(None, level, event)
+        traceback = told.pop("exception", None)
+        shown = {key: self._value(value) for key, value in told.items() if key != "event"}
+        # The console does not quote the event, so it is escaped in both formats.
+        event = {**shown, "event": one_line(_clipped(str(told.get("event")))), "level": level}
+        self._stamp(None, level, event)
+        if traceback is not None:
+            lines = _clipped(traceback, LONGEST_TRACEBACK).split("\n")
+            event["exception"] = "\n".join(map(one_line, lines))
+        line = self._render(None, level, event)
+        assert isinstance(line, str)
+        return line.replace("\x7f", "\\u007f")  # the one control character that JSON leaves alone
+
+    def _value(self, value: Any) -> Any:
+        """The value as plain data: bounded, and safe in either format."""
+        if value is None or isinstance(value, bool | int | float):
+            return value
+        if isinstance(value, Mapping):
+            return {one_line(str(key)): self._value(item) for key, item in islice(value.items(), MOST_ITEMS)}
+        if isinstance(value, list | tuple | set | frozenset):
+            return [self._value(item) for item in islice(value, MOST_ITEMS)]
+        return self._text(_clipped(str(value)))
 
 
-_level = _Level()
+class _Quoted:
+    """What the console shows as Python would write it. (Of a str, it quotes only some.)"""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return repr(self._text)
+
+
+def _printable(text: str) -> str | _Quoted:
+    return text if text.isprintable() else _Quoted(text)
+
+
+def _clipped(text: str, longest: int = LONGEST_TEXT) -> str:
+    return text if len(text) <= longest else f"{text[:longest]}… ({len(text) - longest} characters more)"
+
+
+class _FromLogging(logging.Handler):
+    """The standard library's logging: asyncio, warnings, libraries. Its kinds are places in their code."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            event: Event = {"logger": record.name, "event": record.getMessage()}
+        except Exception:  # noqa: BLE001 - arguments that do not fit the format
+            event = {"logger": record.name, "event": str(record.msg)}
+        if record.exc_info:
+            event["exc_info"] = record.exc_info
+        _log.take(record.levelname.lower(), (record.pathname, record.lineno), event)
+
+
+def _from_structlog(_: object, method: str, event: structlog.typing.EventDict) -> str:
+    """The only processor: whatever it does, structlog must not do any more."""
+    _log.take(method, event.get("event"), dict(event))
+    raise structlog.DropEvent
+
+
+_log = Log(LogSection(), LogWriter(STDERR))
 
 
 def configure(section: LogSection) -> None:
-    """Set up structlog and route the standard library's logging into the same stream."""
-    set_level(section.level)
-    shared: list[structlog.typing.Processor] = [
-        structlog.contextvars.merge_contextvars,
-        structlog.processors.add_log_level,
-        structlog.processors.TimeStamper(fmt="iso", utc=True, key="ts"),
-    ]
-    last: structlog.typing.Processor
-    if section.format == "json":
-        shared.append(structlog.processors.format_exc_info)
-        last = structlog.processors.JSONRenderer(default=str)
-    else:
-        last = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    """Set up structlog, and route the standard library's logging into the same stream."""
+    global _log
+    _log = Log(section, _log.writer, colors=os.isatty(STDERR), journal=under_journal(os.environ))
     structlog.configure(
-        processors=[_level, *shared, last],
-        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
+        processors=[structlog.contextvars.merge_contextvars, _from_structlog],
         wrapper_class=structlog.make_filtering_bound_logger(logging.NOTSET),
         cache_logger_on_first_use=False,
     )
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        structlog.stdlib.ProcessorFormatter(
-            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, last], foreign_pre_chain=shared
-        )
-    )
     root = logging.getLogger()
-    root.handlers[:] = [handler]
+    root.handlers[:] = [_FromLogging()]
     root.setLevel(logging.WARNING)
+    atexit.unregister(flush)
+    atexit.register(flush)
+
+
+def take_over_stderr() -> None:
+    """Start the writer, and let it have all that this process prints. Raises RuntimeError: there can be no thread."""
+    _log.writer.start()
+    logging.captureWarnings(capture=True)
+    sys.stderr = LogStream(STDERR, lambda line: _log.say("warning", line))
 
 
 def set_level(level: str) -> None:
     """Take effect at once, for every logger."""
-    _level.number = _LEVELS[level]
+    _log.level = _LEVELS[level]
+
+
+def say(text: str, level: str = "error") -> None:
+    """Tell whoever started the process something in plain words, on stderr."""
+    _log.say(level, text)
+
+
+def flush(seconds: float = FLUSH_S) -> bool:
+    """Wait until everything logged so far is written, at most so long."""
+    return _log.writer.flush(seconds)
+
+
+def statistics() -> dict[str, int]:
+    """log_dropped: lines that did not fit or could not be written. log_left_out: that came too often."""
+    return {"log_dropped": _log.writer.dropped, "log_left_out": _log.rate.left_out}
+
+
+def under_journal(environment: Mapping[str, str], fd: int = STDERR) -> bool:
+    """Whether the journal reads what is written there: JOURNAL_STREAM names that very socket (systemd.exec(5))."""
+    try:
+        status = os.fstat(fd)
+    except OSError:
+        return False
+    return environment.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}"

@@ -99,6 +99,8 @@ class _StatsCollector:
         yield _counter(
             "transferd_undeliverable", "Answers whose client had gone", [], {"": stats["server"]["undeliverable"]}
         )
+        yield _counter("transferd_log_dropped", "Log lines that were lost", [], {"": stats["log_dropped"]})
+        yield _counter("transferd_log_left_out", "Log lines that came too often", [], {"": stats["log_left_out"]})
 
     def _ranks(self, stats: dict[str, Any]) -> Iterator[Metric]:
         names = ["rank", "lane"]

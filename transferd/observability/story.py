@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from transferd.errors import RequestError
+from transferd.errors import RequestError, one_line
 from transferd.observability.recorder import Note
 
 MAX_NOTES = 1000  # told of one task: an answer's bound
@@ -100,7 +100,7 @@ def as_text(story: Mapping[str, Any]) -> str:
         lines.append(_heading(story["task_id"], life))
         lines += [_line(event, 2) for event in life["events"]]
         for rank in life["ranks"]:
-            lines.append(f"  rank {rank['rank']}")
+            lines.append(f"  rank {_shown(rank['rank'])}")
             lines += [_line(event, 4) for event in rank["events"]]
     if story["omitted"]:
         lines.append(f"({story['omitted']} notes in the middle are left out)")
@@ -109,17 +109,21 @@ def as_text(story: Mapping[str, Any]) -> str:
 
 def _heading(task_id: str, life: Mapping[str, Any]) -> str:
     began = datetime.fromtimestamp(life["began"], UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
-    what = f" ({life['kind']}, {life['blocks']} blocks)" if life["kind"] else ""
+    what = f" ({_shown(life['kind'])}, {_shown(life['blocks'])} blocks)" if life["kind"] else ""
     born = f"{'admitted' if life['complete'] else 'first note kept'} {began} UTC"
-    ended = "not answered" if life["seconds"] is None else f"{life['status']} after {life['seconds'] * 1000:.3f} ms"
+    ended = (
+        "not answered" if life["seconds"] is None else f"{_shown(life['status'])} after {life['seconds'] * 1000:.3f} ms"
+    )
     return f"task {_shown(task_id)}{what}: {born}, {ended}"
 
 
 def _line(event: Mapping[str, Any], indent: int) -> str:
     detail = " ".join(
-        f"{key}={_shown(value)}" for key, value in event.items() if key not in ("t", "what") and value is not None
+        f"{one_line(key)}={_shown(value)}"
+        for key, value in event.items()
+        if key not in ("t", "what") and value is not None
     )
-    return f"{'':{indent}}{event['t'] * 1000:12.3f} ms  {event['what']:<14} {detail}".rstrip()
+    return f"{'':{indent}}{event['t'] * 1000:12.3f} ms  {one_line(event['what']):<14} {detail}".rstrip()
 
 
 def _shown(value: Any) -> str:

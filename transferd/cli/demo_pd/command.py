@@ -21,7 +21,7 @@ from transferd.cli.replay.kvdata import KvData
 from transferd.cli.replay.trace import TRACE_BLOCK_TOKENS, TraceRequest, generated_workload
 from transferd.client.client import Client
 from transferd.client.launch import DaemonProcess, running
-from transferd.errors import TransferError
+from transferd.errors import TransferError, one_line
 
 MODES = ("storage", "direct")
 RANKS = 2
@@ -131,7 +131,7 @@ def explain(reports: Sequence[Report], console: Console) -> None:
         if report.good:
             console.print("  Every byte on the decode node was compared with what prefill had computed: no difference.")
         for error in report.errors:
-            console.print(f"  {error}", style="red", markup=False)
+            console.print(f"  {one_line(error)}", style="red", markup=False)
         if report.verify_failures:
             console.print(f"  [bold red]{report.verify_failures} blocks had wrong bytes. This is a bug.[/]")
         if report.failures:

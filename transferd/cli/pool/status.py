@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from transferd.errors import StorageUnavailable
+from transferd.errors import StorageUnavailable, one_line
 
 # Their sample in /metrics: our name.
 _COUNTERS = {
@@ -97,7 +97,7 @@ def print_status(report: dict[str, Any], console: Console) -> None:
         table.add_row(segment["name"], segment["protocol"], segment["status"], _size(capacity), _size(used))
     console.print(table)
     for name in report["key_names"]:
-        console.print(name, markup=False, highlight=False)
+        console.print(one_line(name), markup=False, highlight=False)
 
 
 def _size(nbytes: float) -> str:

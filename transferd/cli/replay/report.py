@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from transferd.cli.replay.kvdata import Mismatch
+from transferd.errors import one_line
 from transferd.tasks import Status, Task, TaskResult
 
 TOLD = 5  # mismatches and errors that a report names; all are counted
@@ -120,11 +121,11 @@ class Report:
         for table in (summary, hits, latency):
             console.print(table)
         for mismatch in self.mismatches:
-            console.print("[red]wrong bytes:[/]", escape(str(mismatch)), soft_wrap=True)
+            console.print("[red]wrong bytes:[/]", escape(one_line(str(mismatch))), soft_wrap=True)
         for error in self.errors:
-            console.print("[red]error:[/]", escape(error), soft_wrap=True)
+            console.print("[red]error:[/]", escape(one_line(error)), soft_wrap=True)
         if self.aborted:
-            console.print("[bold red]ended early:[/]", escape(self.aborted), soft_wrap=True)
+            console.print("[bold red]ended early:[/]", escape(one_line(self.aborted)), soft_wrap=True)
 
 
 def _percentiles(values: list[float]) -> dict[str, float]:
