@@ -2,103 +2,200 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from transferd.storage.lru import LruIndex, Victim
+from transferd.storage import lru
+from transferd.storage.lru import LruIndex, NoRoom, Use, Victim
 
 names = st.sampled_from([f"n{i}" for i in range(10)])
 sizes = st.integers(0, 40)
+depths = st.integers(0, 5)
+USES = [Use() for _ in range(4)]  # tasks that come back; every other use is new
+uses = st.sampled_from(USES)
+RESTORED = Use()
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """`present` is a list of (name, size), the next to go first; `reserved` a dict."""
+    """The model sorts everything anew each time.
+
+    present: name -> (size, use, depth, number); the number counts placements, so of equals the last goes first.
+    order: the uses that have something present, the next to go first.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.present: list[tuple[str, int]] = []
-        self.reserved: dict[str, int] = {}
+        self.present: dict[str, tuple[int, Use, int, int]] = {}
+        self.reserved: dict[str, tuple[int, Use, int]] = {}
+        self.deepest: dict[Use, int] = {}  # of what a use reserved since it had nothing reserved
+        self.order: list[Use] = []
         self.removed: list[Victim] = []  # evicted, so may turn out to be stuck
+        self.left: list[str] = []
+        self.number = 0
 
     @initialize(capacity=st.integers(0, 150))
     def start(self, capacity: int) -> None:
         self.index = LruIndex(capacity)
+        self.index.left = self.left.append
 
     @property
     def used(self) -> int:
-        return sum(self.reserved.values()) + sum(size for _, size in self.present)
+        return sum(size for size, _, _ in self.reserved.values()) + self.bytes
 
-    def expect_gone(self, victims: list[Victim], *, bound: int) -> None:
-        """Exactly as many of the coldest as it takes to come down to `bound`."""
+    @property
+    def bytes(self) -> int:
+        return sum(size for size, _, _, _ in self.present.values())
+
+    def next_to_go(self) -> list[str]:
+        def rank(name: str) -> tuple[int, int, int]:
+            _, use, depth, number = self.present[name]
+            return self.order.index(use), -depth, -number
+
+        return sorted(self.present, key=rank)
+
+    def may_go(self, use: Use, depth: int) -> list[str]:
+        """Before `use`, or its own and deeper."""
+        if use not in self.order:
+            return self.next_to_go()
+        place = self.order.index(use)
+        return [
+            name
+            for name in self.next_to_go()
+            if (at := self.order.index(self.present[name][1])) < place
+            or (at == place and self.present[name][2] > depth)
+        ]
+
+    def place(self, name: str, size: int, use: Use, depth: int) -> None:
+        if use not in self.order:
+            self.order.append(use)
+        self.number += 1
+        self.present[name] = size, use, depth, self.number
+
+    def remove(self, name: str) -> None:
+        del self.present[name]
+        self.tidy()
+
+    def tidy(self) -> None:
+        """A use that has nothing left begins anew."""
+        here = {use for _, use, _, _ in self.present.values()}
+        self.order = [use for use in self.order if use in here]
+
+    def expect_gone(self, victims: object, candidates: Iterable[str], needed: int) -> None:
+        """Exactly as many of the first candidates as it takes."""
         expected = []
-        while self.used > bound and self.present:
-            expected.append(Victim(*self.present.pop(0)))
+        for name in candidates:
+            if needed <= 0:
+                break
+            expected.append(Victim(name, self.present[name][0]))
+            needed -= expected[-1].nbytes
         assert victims == expected
+        assert self.left == [victim.name for victim in expected]
+        self.left.clear()
+        for victim in expected:
+            self.remove(victim.name)
         self.removed += expected
 
     def absent(self, name: str) -> bool:
-        return name not in self.reserved and name not in dict(self.present)
+        return name not in self.reserved and name not in self.present
 
-    @rule(name=names, size=sizes)
-    def reserve(self, name: str, size: int) -> None:
+    @rule(name=names, size=sizes, use=uses, depth=depths)
+    def reserve(self, name: str, size: int, use: Use, depth: int) -> None:
         if not self.absent(name) or size > self.index.capacity:
             return
-        victims = self.index.reserve(name, size)
-        if sum(self.reserved.values()) + size > self.index.capacity:
-            assert victims is None
+        needed = self.used + size - self.index.capacity
+        candidates = self.may_go(use, depth)
+        room = sum(self.present[candidate][0] for candidate in candidates)
+        victims = self.index.reserve(name, size, use, depth)
+        if room < needed:
+            waits = use not in self.order or self.deepest.get(use, 0) > depth
+            assert victims is (NoRoom.LATER if waits else NoRoom.FULL)
+            assert victims is NoRoom.FULL or self.reserved, "somebody to wait for"
             return
-        assert victims is not None
-        self.expect_gone(victims, bound=self.index.capacity - size)
-        self.reserved[name] = size
+        self.expect_gone(victims, candidates, needed)
+        self.reserved[name] = size, use, depth
+        self.deepest[use] = max(self.deepest.get(use, 0), depth)
         assert self.index.used <= self.index.capacity
+
+    def ended(self, name: str) -> tuple[int, Use, int]:
+        size, use, depth = self.reserved.pop(name)
+        if not any(other is use for _, other, _ in self.reserved.values()):
+            del self.deepest[use]
+        return size, use, depth
 
     @precondition(lambda self: self.reserved)
     @rule(data=st.data())
     def commit(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.reserved)))
-        victims = self.index.commit(name)
-        self.present.append((name, self.reserved.pop(name)))
-        self.expect_gone(victims, bound=self.index.capacity)
+        size, use, depth = self.ended(name)
+        victims = self.index.commit(name, depth)
+        self.place(name, size, use, depth)
+        self.expect_gone(victims, self.next_to_go(), self.used - self.index.capacity)
 
     @precondition(lambda self: self.reserved)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.reserved)))
         self.index.release(name)
-        del self.reserved[name]
+        self.ended(name)
 
-    @rule(chain=st.lists(names, max_size=6, unique=True))
-    def touch(self, chain: list[str]) -> None:
-        self.index.touch(chain)
-        sizes = dict(self.present)
-        used = [(name, sizes[name]) for name in reversed(chain) if name in sizes]
-        self.present = [item for item in self.present if item not in used] + used
+    @rule(chain=st.lists(names, max_size=6, unique=True), use=st.none() | uses)
+    def touch_a_chain(self, chain: list[str], use: Use | None) -> None:
+        self.index.touch(chain, use)
+        self.touched(chain, use, range(len(chain)))
+
+    @rule(name=names, use=uses, depth=depths)
+    def touch_at_a_depth(self, name: str, use: Use, depth: int) -> None:
+        self.index.touch([name], use, [depth])
+        self.touched([name], use, [depth])
+
+    def touched(self, chain: list[str], use: Use | None, depths: Iterable[int]) -> None:
+        use = Use() if use is None else use
+        for name, depth in zip(chain, depths, strict=True):
+            if name not in self.present:
+                continue
+            size, last, before, number = self.present[name]
+            if last is use:  # again by the same use: nearest the root counts, the place is kept
+                self.present[name] = size, use, min(before, depth), number
+            else:
+                self.place(name, size, use, depth)
+        self.tidy()
 
     @rule(name=names)
     def forget(self, name: str) -> None:
-        assert self.index.forget(name) == (name in dict(self.present))
-        self.present = [item for item in self.present if item[0] != name]
+        there = name in self.present
+        assert self.index.forget(name) == there
+        if there:
+            self.remove(name)
+            assert self.left == [name]
+        self.left.clear()
 
-    @rule(name=names, size=sizes)
-    def forget_only_the_same_entry(self, name: str, size: int) -> None:
+    @rule(name=names, size=sizes, use=uses)
+    def forget_only_the_same_entry(self, name: str, size: int, use: Use) -> None:
         entry = self.index.get(name)
         if entry is None or size > self.index.capacity or self.reserved:
             return
-        self.index.forget(name)
-        self.present = [item for item in self.present if item[0] != name]
-        self.reserve(name, size)
-        self.index.commit(name)
-        self.present.append((name, self.reserved.pop(name)))
-        assert not self.index.forget(name, entry), "it left and came back: another entry"
+        self.forget(name)
+        self.reserve(name, size, use, 0)
+        if name in self.reserved:
+            self.index.commit(name, 0)
+            self.place(name, size, self.ended(name)[1], 0)
+            assert not self.index.forget(name, entry), "it left and came back: another entry"
 
     @rule(nbytes=st.integers(0, 100))
     def evict(self, nbytes: int) -> None:
-        self.expect_gone(self.index.evict(nbytes), bound=self.used - nbytes)
+        self.expect_gone(self.index.evict(nbytes), self.next_to_go(), nbytes)
+
+    @rule(nbytes=st.integers(0, 100), use=uses, depth=depths)
+    def evict_for_a_write(self, nbytes: int, use: Use, depth: int) -> None:
+        candidates = self.may_go(use, depth)
+        self.expect_gone(self.index.evict(nbytes, use, depth), candidates, nbytes)
 
     @rule(capacity=st.integers(0, 150))
     def set_capacity(self, capacity: int) -> None:
-        self.expect_gone(self.index.set_capacity(capacity), bound=capacity)
+        self.expect_gone(self.index.set_capacity(capacity), self.next_to_go(), self.used - capacity)
 
     @precondition(lambda self: self.removed)
     @rule()
@@ -106,17 +203,24 @@ class IndexMachine(RuleBasedStateMachine):
         victim = self.removed.pop()
         if self.absent(victim.name):
             self.index.restore(*victim)
-            self.present.insert(0, (victim.name, victim.nbytes))
+            if RESTORED not in self.order:
+                self.order.insert(0, RESTORED)
+            self.place(victim.name, victim.nbytes, RESTORED, 0)
 
     @invariant()
     def books_are_right(self) -> None:
         if not hasattr(self, "index"):
             return
         assert self.index.used == self.used
-        assert self.index.bytes == sum(size for _, size in self.present)
+        assert self.index.bytes == self.bytes
         assert len(self.index) == len(self.present)
-        coldest_first = [(name, entry.nbytes) for name, entry in self.index.hottest_first()][::-1]
-        assert coldest_first == self.present
+        assert {name: entry.nbytes for name, entry in self.index.hottest_first()} == {
+            name: size for name, (size, _, _, _) in self.present.items()
+        }
+        assert [name for name, _ in self.index.hottest_first()][::-1] == self.next_to_go()
+        for group in self.index._groups.values():
+            assert group.live == sum(entry.group is group for entry in set(group.entries))
+            assert len(group.entries) <= lru.SLACK + 2 * group.live + 1
 
 
 TestIndex = IndexMachine.TestCase
@@ -132,8 +236,27 @@ def test_adopted_objects_keep_their_order_and_what_is_too_much_goes() -> None:
     assert [(name, entry.touched) for name, entry in index.hottest_first()] == [("b", True), ("c", False)]
 
 
+def test_what_could_not_be_removed_is_not_news() -> None:
+    index = LruIndex(100)
+    index.adopt([("a", 40)])
+    index.touch(["a"])
+    index.restore("b", 10)
+    assert [(name, entry.touched) for name, entry in index.hottest_first()] == [("a", True), ("b", False)]
+
+
+def test_touching_the_same_objects_for_ever_keeps_no_more_than_they_need() -> None:
+    index = LruIndex(10**6)
+    index.adopt([(f"n{i}", 1) for i in range(1000)])
+    first, second = Use(), Use()
+    for i in range(50_000):
+        index.touch([f"n{i % 1000}"], (first, second)[i % 3 == 0])
+    index.touch(["n0"])
+    assert len(index._groups) <= 4
+    assert sum(len(group.entries) for group in index._groups.values()) <= 2 * 1000 + 4 * (lru.SLACK + 1)
+
+
 def test_the_repr_tells_the_books() -> None:
     index = LruIndex(100)
     index.adopt([("a", 40)])
-    index.reserve("b", 10)
+    index.reserve("b", 10, Use())
     assert repr(index) == "LruIndex(1 objects, 50 of 100 bytes, 1 reserved)"

@@ -29,6 +29,7 @@ from transferd.runtime.aio import every
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.storage.attention_store.index import TokenIndex
 from transferd.storage.base import Storage
+from transferd.storage.lru import Use
 from transferd.storage.tokens import TokenStorage
 from transferd.tasks import ErrorInfo, RankOutcome, Stop, Task, TaskResult, TokenIds
 from transferd.wire.kv_events import block_hash
@@ -134,7 +135,8 @@ class Coordinator:
             )
         ids = self._objects.ids(keys)
         names = [self._objects.names(self.generation, ids, worker.rank) for worker in self.workers]
-        return min(await every(w.match(n) for w, n in zip(self.workers, names, strict=True)))
+        use = Use()
+        return min(await every(w.match(n, use) for w, n in zip(self.workers, names, strict=True)))
 
     async def match_tokens(self, path: TokenIds, start: int) -> int:
         """How many blocks of a path, from block `start` on, every rank could load now. Raises as `match`."""

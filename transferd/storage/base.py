@@ -23,7 +23,8 @@ Duties of an implementation:
 4. `exists`: True only for what a `get` would find now. An error is an error, not True.
 5. Nothing blocks the event loop; blocking work runs in the backend's own threads.
 6. Every wait inside is bounded, also with the backend's server gone.
-7. Capacity, where configured, is kept by evicting the least recently used.
+7. Capacity, where configured, is kept by evicting the least recently used, of one chain the deepest
+   first; never for the task that stored or found the object. What has no room is FAILED, `storage_full`.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from typing import Any
 
 from transferd.config import Config
 from transferd.errors import TransferError
+from transferd.storage.lru import Use
 from transferd.tiers.base import HostMemory
 
 
@@ -65,10 +67,16 @@ MISSING = Outcome(Found.MISSING)
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """A name and the registered host memory its object is read from or written to. Borrows `data`."""
+    """A name and the registered host memory its object is read from or written to. Borrows `data`.
+
+    use, depth: for which task, and how deep in its chain of blocks; the order of eviction follows them
+    where the backend keeps one. None: the batch is one chain, and a use of its own.
+    """
 
     name: str
     data: memoryview
+    use: Use | None = None
+    depth: int = 0
 
 
 class Storage(abc.ABC):
@@ -108,6 +116,10 @@ class Storage(abc.ABC):
     @abc.abstractmethod
     async def exists(self, names: Sequence[str]) -> list[bool]:
         """Which of these a get would find. Raises StorageError when the backend cannot say."""
+
+    async def look_up(self, names: Sequence[str], use: Use) -> list[bool]:  # noqa: ARG002 - a default
+        """`exists` of one chain of names, root to leaf, as part of a use. For backends that evict by use."""
+        return await self.exists(names)
 
     @abc.abstractmethod
     async def put(self, blobs: Sequence[Blob]) -> list[Outcome]:

@@ -19,6 +19,7 @@ from typing import Any
 from transferd.blocks.formats import Part
 from transferd.config import Config
 from transferd.storage.base import Blob, Found, Outcome, Storage
+from transferd.storage.lru import Use
 from transferd.tiers.base import HostMemory
 
 _WORST_FIRST = (Found.FAILED, Found.MISSING, Found.STORED, Found.EXISTS, Found.FOUND)
@@ -71,10 +72,10 @@ class DividedStorage(Storage):
         return all(self._storage.holds(name + part.suffix) for part in self._parts)
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
-        """In order of the parts, so that what a pool says of a block comes from one moment if it can."""
-        found = await self._storage.exists([name + part.suffix for name in names for part in self._parts])
-        each = len(self._parts)
-        return [all(found[i : i + each]) for i in range(0, len(found), each)]
+        return self._whole(await self._storage.exists(self._objects(names)))
+
+    async def look_up(self, names: Sequence[str], use: Use) -> list[bool]:
+        return self._whole(await self._storage.look_up(self._objects(names), use))
 
     async def put(self, blobs: Sequence[Blob]) -> list[Outcome]:
         return self._joined(await self._storage.put(self._cut(blobs)))
@@ -86,9 +87,20 @@ class DividedStorage(Storage):
         for part in self._parts:
             await self._storage.quarantine(name + part.suffix)
 
+    def _objects(self, names: Sequence[str]) -> list[str]:
+        """In order of the parts, so that what a pool says of a block comes from one moment if it can."""
+        return [name + part.suffix for name in names for part in self._parts]
+
+    def _whole(self, found: Sequence[bool]) -> list[bool]:
+        each = len(self._parts)
+        return [all(found[i : i + each]) for i in range(0, len(found), each)]
+
     def _cut(self, blobs: Sequence[Blob]) -> list[Blob]:
+        each = len(self._parts)
         return [
-            Blob(blob.name + part.suffix, blob.data[part.start : part.stop]) for blob in blobs for part in self._parts
+            Blob(blob.name + part.suffix, blob.data[part.start : part.stop], blob.use, blob.depth * each + i)
+            for blob in blobs
+            for i, part in enumerate(self._parts)  # depths as `look_up` counts them
         ]
 
     def _joined(self, outcomes: Sequence[Outcome]) -> list[Outcome]:

@@ -11,8 +11,9 @@ A put decides for each object, in order:
 * being written or removed under this name just now: wait for that, decide again (so two effects on
   one name never overlap, and a late removal cannot take a newer object with it);
 * larger than the capacity: StorageFull;
-* else reserve room, which names the objects that must go; if writes under way hold all the room,
-  wait for one of them, decide again.
+* else reserve room, which names the objects that must go. If writes under way hold the room, wait for
+  one of them and decide again. If the room is held by this very task, or by later ones: StorageFull.
+  So a chain that is longer than the store keeps its root (lru.py).
 
 What can start, starts together, striped over the threads; each write first removes the objects that
 make room for it, so the bytes held never pass the capacity. A write that finds the medium full
@@ -41,7 +42,7 @@ from transferd.errors import Closed, StorageError, StorageFull
 from transferd.runtime.aio import every, uncancelled
 from transferd.runtime.threads import Direction, Offload
 from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found, Outcome, Storage
-from transferd.storage.lru import Entry, LruIndex, Victim
+from transferd.storage.lru import Entry, LruIndex, NoRoom, Use, Victim
 from transferd.storage.traffic import Traffic
 
 S = TypeVar("S")
@@ -65,6 +66,7 @@ class _Write:
 
     position: int
     blob: Blob
+    use: Use
     victims: list[Victim]  # make room: removed before the write, left in this list if that failed
     error: StorageError | None = None
 
@@ -110,9 +112,12 @@ class IndexedStorage(Storage):
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
         """From the index. Counts as a use: who asks is about to load, or not to store because it is here."""
+        return await self.look_up(names, Use())
+
+    async def look_up(self, names: Sequence[str], use: Use) -> list[bool]:
         self._check_open()
         found = [name in self._index for name in names]
-        self._index.touch(names)
+        self._index.touch(names, use)
         return found
 
     async def put(self, blobs: Sequence[Blob]) -> list[Outcome]:
@@ -180,13 +185,14 @@ class IndexedStorage(Storage):
     async def _put(self, blobs: Sequence[Blob]) -> list[Outcome]:
         outcomes: dict[int, Outcome] = {}
         todo: Sequence[int] = range(len(blobs))
+        alone = Use()  # of blobs that name no use
         while todo:
             wave: list[_Write] = []
             waits: set[asyncio.Future[None]] = set()
             done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             later = []
             for position in todo:
-                decision = self._decide(position, blobs[position])
+                decision = self._decide(position, blobs[position], blobs[position].use or alone)
                 if isinstance(decision, Outcome):
                     outcomes[position] = decision
                 elif isinstance(decision, _Write):
@@ -201,17 +207,17 @@ class IndexedStorage(Storage):
                 outcomes.update((write.position, self._stored(write)) for write in wave)
             elif waits:
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        self._index.touch([blob.name for blob in blobs])
         return [outcomes[position] for position in range(len(blobs))]
 
-    def _decide(self, position: int, blob: Blob) -> Outcome | _Write | list[asyncio.Future[None]]:
+    def _decide(self, position: int, blob: Blob, use: Use) -> Outcome | _Write | list[asyncio.Future[None]]:
         """The answer, or a write to do now, or what to wait for before deciding again."""
         name, nbytes = blob.name, blob.data.nbytes
         if name in self._busy:
             return [self._busy[name]]
         present = self._index.get(name)
         if present is not None and present.nbytes == nbytes:
-            self._index.touch([name])  # now, or a neighbour of this batch could push it out
+            # Now, or a neighbour of this batch could push it out.
+            self._index.touch([name], use, [_depth(blob, position)])
             return EXISTS
         if present is not None:  # of another length, so nobody could ever load it
             self._counts["wrong_length"] += 1
@@ -220,11 +226,14 @@ class IndexedStorage(Storage):
             return [self._busy[name]]
         if nbytes > self._index.capacity:
             return self._failed(StorageFull(f"an object of {nbytes} bytes is larger than {self._bound}"))
-        victims = self._index.reserve(name, nbytes)
-        if victims is None:
+        victims = self._index.reserve(name, nbytes, use, _depth(blob, position))
+        if victims is NoRoom.LATER:
             return list(self._busy.values())
+        if victims is NoRoom.FULL:
+            what = f"no room for an object of {nbytes} bytes: this task and later ones fill {self._bound}"
+            return self._failed(StorageFull(what))
         self._counts["evictions"] += len(victims)
-        return _Write(position, blob, victims)
+        return _Write(position, blob, use, victims)
 
     async def _write_wave(self, wave: list[_Write], done: asyncio.Future[None]) -> None:
         """Write all, close the books of each, then let go of their names."""
@@ -238,7 +247,7 @@ class IndexedStorage(Storage):
                 self._occupy(again, done)
                 occupied.update(again)
                 await self._write_all(full)
-            for write in reversed(wave):  # so that the first, nearest the root, is the most recent
+            for write in wave:
                 unsettled.remove(write.blob.name)
                 self._settle(write)
         finally:
@@ -263,7 +272,7 @@ class IndexedStorage(Storage):
 
     def _make_room(self, write: _Write) -> bool:
         """The medium is fuller than the index knew: evict this object's own size. False: nothing to evict."""
-        more = self._index.evict(write.blob.data.nbytes)
+        more = self._index.evict(write.blob.data.nbytes, write.use, _depth(write.blob, write.position))
         self._counts["evictions"] += len(more)
         write.victims.extend(more)
         return bool(more)
@@ -271,7 +280,8 @@ class IndexedStorage(Storage):
     def _settle(self, write: _Write) -> None:
         """Back on the loop: the index learns how the write ended."""
         if write.error is None:
-            self._evict_in_background(self._index.commit(write.blob.name))
+            depth = _depth(write.blob, write.position)
+            self._evict_in_background(self._index.commit(write.blob.name, depth))
         else:
             self._index.release(write.blob.name)
         for victim in write.victims:
@@ -289,11 +299,12 @@ class IndexedStorage(Storage):
     async def _get(self, blobs: Sequence[Blob]) -> list[Outcome]:
         outcomes = [MISSING] * len(blobs)
         reads: list[tuple[int, Blob, Entry]] = []
+        alone = Use()
         for position, blob in enumerate(blobs):
             entry = self._index.get(blob.name)
             if entry is not None:
                 reads.append((position, blob, entry))
-        self._index.touch([blob.name for blob in blobs])
+                self._index.touch([blob.name], blob.use or alone, [_depth(blob, position)])
         nbytes = sum(blob.data.nbytes for _, blob, _ in reads)
         answers = await self._run(Direction.IN, nbytes, reads, self._read_one)
         bad = []
@@ -409,6 +420,11 @@ class IndexedStorage(Storage):
     def _check_open(self) -> None:
         if self._closed:
             raise Closed(f"{self.backend} storage is closed")
+
+
+def _depth(blob: Blob, position: int) -> int:
+    """A batch of blobs that name no use is one chain."""
+    return position if blob.use is None else blob.depth
 
 
 def _each(effect: Callable[[S], T], items: Sequence[S]) -> list[T]:

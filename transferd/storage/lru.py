@@ -7,18 +7,45 @@ in `used` may stay above a capacity that was lowered until the writes under way 
     (absent) --reserve--> reserved --commit--> present --evict, forget--> (absent)
                           reserved --release--> (absent)
 
+The order of eviction is by *use*, then by depth. A `Use` stands for one task on all its ranks, or one
+look-up. An object belongs to the last use that stored it, loaded it or asked for it, at the depth that
+it has in that use's chain of blocks. The use that began longest ago goes first, and of one use the
+deepest objects go first, whatever their rank: an engine can use a block only together with all blocks
+before it, on every rank, so a chain must be eaten from its leaf.
+
+Room for a write is made only from what comes before it in this order: earlier uses, and what is deeper
+in its own. So what a task stored, or found there, is never evicted for its own tail, and when the store
+is too small for a chain, all ranks end up with the same part of it: the root. (ADR 28.)
+
 Properties, which the stateful test checks: `used` is the sum of all sizes, reserved and present;
-`reserve` never lets it pass the capacity; what leaves is always the least recently used of what is
-present, and no more of it than needed.
+`reserve` never lets it pass the capacity; what leaves is always the next in the order above, and no
+more of it than needed.
 
 One owner mutates an index, on the event loop, between awaits: every method is one step.
 """
 
 from __future__ import annotations
 
+import enum
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
+
+SLACK = 64  # entries that have moved on may stay in a group's list up to twice its live ones, and these
+
+
+class Use:
+    """One task on all its ranks, or one look-up: what belongs together in the order of eviction. Opaque."""
+
+    __slots__ = ()
+
+
+class NoRoom(enum.Enum):
+    """Why `reserve` made no room. Nothing has changed."""
+
+    LATER = "writes under way hold the room: ask again when one has ended"
+    FULL = "all that is there is nearer the root of the write's own chain, or was used after it"
 
 
 class Victim(NamedTuple):
@@ -31,18 +58,89 @@ class Victim(NamedTuple):
 class Entry:
     """One present object. A name that leaves and comes back is a new Entry, so identity tells them apart."""
 
-    __slots__ = ("nbytes", "touched")
+    __slots__ = ("depth", "group", "name", "nbytes")
 
-    def __init__(self, nbytes: int, *, touched: bool) -> None:
+    def __init__(self, name: str, nbytes: int) -> None:
+        self.name = name
         self.nbytes = nbytes
-        self.touched = touched  # used since the index was made, so its place in the order is news
+        self.depth = 0
+        self.group: _Group | None = None  # None once it has left
+
+    @property
+    def touched(self) -> bool:
+        """Used since the index was made, so its place in the order is news."""
+        return self.group is not None and self.group.number > _ADOPTED
 
     def __repr__(self) -> str:
         return f"Entry({self.nbytes} bytes)"
 
 
+@dataclass(slots=True)
+class _Coming:
+    """What one use is writing."""
+
+    objects: int = 0
+    deepest: int = 0  # since there was none
+
+
+_RESTORED, _ADOPTED = 0, 1  # numbers of the two groups that come before every use
+
+
+class _Group:
+    """The objects of one use. `number`: its place in the order of uses.
+
+    `entries` may name objects that have moved on; they are skipped, and dropped before they outnumber the
+    others. It is sorted when somebody asks for its order.
+    """
+
+    __slots__ = ("entries", "live", "number", "sorted", "use")
+
+    def __init__(self, use: Use, number: int) -> None:
+        self.use = use
+        self.number = number
+        self.entries: list[Entry] = []
+        self.live = 0
+        self.sorted = True
+
+    def add(self, entry: Entry, depth: int) -> None:
+        entry.group, entry.depth = self, depth
+        self.entries.append(entry)
+        self.live += 1
+        self.sorted = False
+
+    def drop(self, entry: Entry) -> None:
+        entry.group = None
+        self.live -= 1
+        if len(self.entries) > SLACK + 2 * self.live:
+            self._tidy()
+
+    def raise_to(self, entry: Entry, depth: int) -> None:
+        """It was used again by the same use; nearest the root counts."""
+        if depth < entry.depth:
+            entry.depth = depth
+            self.sorted = False
+
+    def root_first(self) -> list[Entry]:
+        """May hold entries that have moved on, but none at its end. Not to be changed."""
+        if not self.sorted:
+            self._tidy()
+            self.entries.sort(key=_depth)
+            self.sorted = True
+        while self.entries and self.entries[-1].group is not self:
+            self.entries.pop()
+        return self.entries
+
+    def _tidy(self) -> None:
+        # An entry that moved on and came back is in the list twice.
+        self.entries = list(dict.fromkeys(entry for entry in self.entries if entry.group is self))
+
+
+def _depth(entry: Entry) -> int:
+    return entry.depth
+
+
 class LruIndex:
-    """Names with sizes, least recently used first, within `capacity` bytes.
+    """Names with sizes, in the order of eviction, within `capacity` bytes.
 
     left: called with every name that was present and is not any more, in the same step.
     """
@@ -52,8 +150,12 @@ class LruIndex:
         self.left: Callable[[str], None] | None = None
         self.used = 0  # bytes, reserved and present
         self.bytes = 0  # bytes, present
-        self._present: OrderedDict[str, Entry] = OrderedDict()
-        self._reserved: dict[str, int] = {}
+        self._present: dict[str, Entry] = {}
+        self._reserved: dict[str, tuple[int, Use]] = {}  # nbytes, and who writes it
+        self._coming: dict[Use, _Coming] = {}
+        self._groups: OrderedDict[Use, _Group] = OrderedDict()  # the next to go first; none is empty
+        self._restored = Use()
+        self._number = _ADOPTED
 
     # --- what there is ------------------------------------------------------------------------------
 
@@ -68,100 +170,169 @@ class LruIndex:
         return self._present.get(name)
 
     def hottest_first(self) -> Iterator[tuple[str, Entry]]:
-        return reversed(self._present.items())
+        """Every present object, the last to go first."""
+        for group in reversed(self._groups.values()):
+            for entry in group.root_first():
+                if entry.group is group:
+                    yield entry.name, entry
 
     # --- coming -------------------------------------------------------------------------------------
 
-    def reserve(self, name: str, nbytes: int) -> list[Victim] | None:
-        """Make room for an object that will be written. Returns what goes for it.
+    def reserve(self, name: str, nbytes: int, use: Use, depth: int = 0) -> list[Victim] | NoRoom:
+        """Make room for an object that `use` will write. Returns what goes for it.
 
-        None: writes under way hold the room; nothing has changed, ask again when one has ended. The
-        caller has checked that the name is absent and that nbytes fits the capacity at all.
+        The caller has checked that the name is absent and that nbytes fits the capacity at all.
         """
         assert name not in self._present, name
         assert name not in self._reserved, name
         assert nbytes <= self.capacity, (nbytes, self.capacity)
-        if self.used - self.bytes + nbytes > self.capacity:
-            return None
-        victims = self._evict(self.used + nbytes - self.capacity)
-        self._reserved[name] = nbytes
+        needed = self.used + nbytes - self.capacity
+        going = self._next_to_go(needed, use, depth)
+        coming = self._coming.get(use)
+        if sum(entry.nbytes for entry in going) < needed:
+            # What others are writing may go for this use as long as it has nothing there itself.
+            deeper_ones_come = coming is not None and coming.deepest > depth
+            return NoRoom.LATER if deeper_ones_come or use not in self._groups else NoRoom.FULL
+        if coming is None:
+            coming = self._coming[use] = _Coming()
+        coming.objects += 1
+        coming.deepest = max(coming.deepest, depth)
+        self._reserved[name] = nbytes, use
         self.used += nbytes
-        return victims
+        return self._drop_all(going)
 
-    def commit(self, name: str) -> list[Victim]:
-        """The reserved object is there now, as the most recent one. Returns what goes if the capacity shrank."""
-        nbytes = self._reserved.pop(name)
-        self._present[name] = Entry(nbytes, touched=True)
-        self.bytes += nbytes
-        return self._evict(self.used - self.capacity)
+    def commit(self, name: str, depth: int = 0) -> list[Victim]:
+        """The reserved object is there now. Returns what goes if the capacity shrank meanwhile."""
+        nbytes, use = self._came(name)
+        self._add(Entry(name, nbytes), self._group(use), depth)
+        return self.evict(self.used - self.capacity)
 
     def release(self, name: str) -> None:
         """The reserved object will not come."""
-        self.used -= self._reserved.pop(name)
+        self.used -= self._came(name)[0]
 
     def adopt(self, objects: Sequence[tuple[str, int]]) -> list[Victim]:
-        """Objects found at start, least recently used first. Returns what is too much."""
-        for name, nbytes in objects:
+        """Objects found at start, the next to go first. Once, before any use. Returns what is too much."""
+        group = _Group(Use(), _ADOPTED)
+        if objects:
+            self._groups[group.use] = group
+        for depth, (name, nbytes) in enumerate(reversed(objects)):
             assert name not in self._present, name
-            self._present[name] = Entry(nbytes, touched=False)
-            self.bytes += nbytes
             self.used += nbytes
-        return self._evict(self.used - self.capacity)
+            self._add(Entry(name, nbytes), group, depth)
+        return self.evict(self.used - self.capacity)
 
     # --- use and leaving ----------------------------------------------------------------------------
 
-    def touch(self, names: Sequence[str]) -> None:
-        """Used just now, as one chain from root to leaf: the root stays longest. Absent names are skipped.
+    def touch(self, names: Sequence[str], use: Use | None = None, depths: Sequence[int] | None = None) -> None:
+        """Used just now, by `use` (None: by one of its own). Absent names are skipped.
 
-        An engine can use a block only with all blocks before it, so a chain must be eaten from its leaf.
+        depths: of each name in its chain; None: the names are one chain from root to leaf.
         """
-        for name in reversed(names):
+        group: _Group | None = None
+        for depth, name in enumerate(names) if depths is None else zip(depths, names, strict=True):
             entry = self._present.get(name)
-            if entry is not None:
-                entry.touched = True
-                self._present.move_to_end(name)
+            if entry is None:
+                continue
+            if group is None:
+                group = self._group(use)
+            if entry.group is group:
+                group.raise_to(entry, depth)
+            else:
+                self._leave_group(entry)
+                group.add(entry, depth)
 
     def forget(self, name: str, entry: Entry | None = None) -> bool:
         """Drop a present object; with `entry`, only if it is still that one. False: nothing to drop."""
         present = self._present.get(name)
         if present is None or (entry is not None and present is not entry):
             return False
-        self._drop(name)
+        self._drop_all([present])
         return True
 
     def restore(self, name: str, nbytes: int) -> None:
         """An evicted object could not be removed: it is present again, as the next to go."""
         assert name not in self._present, name
         assert name not in self._reserved, name
-        self._present[name] = Entry(nbytes, touched=False)
-        self._present.move_to_end(name, last=False)
-        self.bytes += nbytes
+        group = self._groups.get(self._restored)
+        if group is None:
+            group = self._groups[self._restored] = _Group(self._restored, _RESTORED)
+            self._groups.move_to_end(self._restored, last=False)
         self.used += nbytes
+        self._add(Entry(name, nbytes), group, 0)  # of equal depths the last to come goes first
 
-    def evict(self, nbytes: int) -> list[Victim]:
-        """Drop the least recently used objects until at least nbytes are free, or nothing is left to drop."""
-        return self._evict(nbytes)
+    def evict(self, nbytes: int, use: Use | None = None, depth: int = 0) -> list[Victim]:
+        """Drop what is next to go until at least nbytes are free, or nothing is left that may go.
+
+        use, depth: for which write; None: whatever it takes.
+        """
+        return self._drop_all(self._next_to_go(nbytes, use, depth))
 
     def set_capacity(self, capacity: int) -> list[Victim]:
         """Take over a new bound. Returns what goes."""
         self.capacity = capacity
-        return self._evict(self.used - capacity)
+        return self.evict(self.used - capacity)
 
-    def _evict(self, nbytes: int) -> list[Victim]:
-        victims: list[Victim] = []
-        while nbytes > 0 and self._present:
-            name = next(iter(self._present))
-            victims.append(Victim(name, self._drop(name)))
-            nbytes -= victims[-1].nbytes
-        return victims
+    # --- inside -------------------------------------------------------------------------------------
 
-    def _drop(self, name: str) -> int:
-        nbytes = self._present.pop(name).nbytes
-        self.bytes -= nbytes
-        self.used -= nbytes
-        if self.left is not None:
-            self.left(name)
-        return nbytes
+    def _next_to_go(self, nbytes: int, use: Use | None, depth: int) -> list[Entry]:
+        """What frees nbytes, or all that may go for this write if that is less."""
+        going: list[Entry] = []
+        if nbytes <= 0:
+            return going
+        own = None if use is None else self._groups.get(use)
+        for group in self._groups.values():
+            for entry in reversed(group.root_first()):
+                if entry.group is not group:
+                    continue
+                if group is own and entry.depth <= depth:
+                    break
+                going.append(entry)
+                nbytes -= entry.nbytes
+                if nbytes <= 0:
+                    return going
+            if group is own:
+                break
+        return going
+
+    def _came(self, name: str) -> tuple[int, Use]:
+        nbytes, use = self._reserved.pop(name)
+        coming = self._coming[use]
+        coming.objects -= 1
+        if not coming.objects:
+            del self._coming[use]
+        return nbytes, use
+
+    def _group(self, use: Use | None) -> _Group:
+        """The group of a use; a use that has no object begins as the latest."""
+        use = Use() if use is None else use
+        group = self._groups.get(use)
+        if group is None:
+            self._number += 1
+            group = self._groups[use] = _Group(use, self._number)
+        return group
+
+    def _add(self, entry: Entry, group: _Group, depth: int) -> None:
+        self._present[entry.name] = entry
+        self.bytes += entry.nbytes
+        group.add(entry, depth)
+
+    def _leave_group(self, entry: Entry) -> None:
+        group = entry.group
+        assert group is not None
+        group.drop(entry)
+        if not group.live:
+            del self._groups[group.use]
+
+    def _drop_all(self, entries: Sequence[Entry]) -> list[Victim]:
+        for entry in entries:
+            del self._present[entry.name]
+            self._leave_group(entry)
+            self.bytes -= entry.nbytes
+            self.used -= entry.nbytes
+            if self.left is not None:
+                self.left(entry.name)
+        return [Victim(entry.name, entry.nbytes) for entry in entries]
 
     def __repr__(self) -> str:
         return f"LruIndex({len(self)} objects, {self.used} of {self.capacity} bytes, {len(self._reserved)} reserved)"

@@ -10,6 +10,7 @@ from typing import Any
 
 from transferd.blocks.copyplan import CopyPlan
 from transferd.blocks.formats import ObjectFormat
+from transferd.storage.lru import Use
 from transferd.tasks import Stop, Task
 
 
@@ -58,7 +59,7 @@ def _wake(waiter: asyncio.Future[None]) -> None:
 class Job:
     """A started task. Shared by all ranks, which read it and remember in it what is the same for all of them.
 
-    started_at, admitted_at: monotonic seconds.
+    started_at, admitted_at: monotonic seconds. use: as whose use storage counts what any rank does for it.
     """
 
     task: Task
@@ -66,6 +67,7 @@ class Job:
     admitted_at: float
     started_at: float
     stop: StopSignal = field(default_factory=StopSignal)
+    use: Use = field(default_factory=Use)
     _ids: dict[ObjectFormat, list[str]] = field(default_factory=dict)
     _plans: dict[Hashable, CopyPlan] = field(default_factory=dict)
 

@@ -18,6 +18,7 @@ import msgspec
 
 from transferd.errors import TransferError
 from transferd.storage.base import Blob, Outcome
+from transferd.storage.lru import Use
 from transferd.storage.peer.inbound import Inbound
 from transferd.storage.peer.outbound import Outbound
 from transferd.tasks import ErrorInfo, RankOutcome, ReceiveTask, SendTask
@@ -89,7 +90,7 @@ class Receiver(Reader):
         super().__init__(context)
         self._inbound = inbound
 
-    async def match(self, names: Sequence[str]) -> int:
+    async def match(self, names: Sequence[str], use: Use) -> int:  # noqa: ARG002 - no storage counts it
         await self._inbound.begun()
         return len(names)
 

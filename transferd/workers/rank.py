@@ -18,6 +18,7 @@ import structlog
 from transferd.errors import DeviceLost, InvariantError, TransferError
 from transferd.observability.recorder import LONGEST_TEXT
 from transferd.runtime.threads import Direction
+from transferd.storage.lru import Use
 from transferd.tasks import ErrorInfo, Lane, RankOutcome
 from transferd.tiers.base import DeviceHandle
 from transferd.workers.context import RankContext
@@ -128,9 +129,9 @@ class RankWorker:
         self._jobs.add(task)
         task.add_done_callback(self._jobs.discard)
 
-    async def match(self, names: Sequence[str]) -> int:
-        """How many leading objects of `names` this rank could load now. Raises StorageError."""
-        return await self._reader.match(names)
+    async def match(self, names: Sequence[str], use: Use) -> int:
+        """How many leading objects of `names` this rank could load now, as part of `use`. Raises StorageError."""
+        return await self._reader.match(names, use)
 
     async def _run(self, job: Job) -> None:
         lane = self.lanes[job.task.lane]

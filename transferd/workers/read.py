@@ -22,6 +22,7 @@ from transferd.blocks.copyplan import plan_copy
 from transferd.errors import TransferError
 from transferd.runtime.aio import every
 from transferd.storage.base import MISSING, Blob, Found, Outcome
+from transferd.storage.lru import Use
 from transferd.tasks import RankOutcome, ReadStorageTask
 from transferd.workers.context import Account, RankContext, require
 from transferd.workers.flights import Batch, Flights
@@ -42,9 +43,9 @@ class Reader:
         self.corrupt = 0  # objects that were found and failed their check
         self.missed = 0  # keys beyond the prefix that storage had when a task asked
 
-    async def match(self, names: Sequence[str]) -> int:
-        """How many leading names storage has. Raises StorageError."""
-        stored = await require(self._context.storage).exists(names)
+    async def match(self, names: Sequence[str], use: Use) -> int:
+        """How many leading names storage has. Counts as part of `use`. Raises StorageError."""
+        stored = await require(self._context.storage).look_up(names, use)
         return next((i for i, there in enumerate(stored) if not there), len(stored))
 
     async def run(self, job: Job) -> RankOutcome:
@@ -69,7 +70,7 @@ class Reader:
 
     async def _available(self, job: Job, account: Account) -> int:
         before = self._context.clock.monotonic()
-        matching = self._context.background.spawn(self.match(self._context.names(job)))
+        matching = self._context.background.spawn(self.match(self._context.names(job), job.use))
         answered = await job.stop.race(matching)
         account.storage_s += self._context.clock.monotonic() - before
         if not answered:
@@ -87,9 +88,9 @@ class Reader:
         if shared:
             self._context.recorder.step(job.task.task_id, "shares fetch", self._context.rank, shared)
         if lead is not None:
-            id_of = dict(zip(names, self._context.ids(job, positions), strict=True))
-            ids = [id_of[name] for name in lead.names]
-            lead.fetch = self._context.background.spawn(self._fetch(lead, job.generation, ids, job.task.task_id))
+            place_of = dict(zip(names, zip(self._context.ids(job, positions), positions, strict=True), strict=True))
+            places = [place_of[name] for name in lead.names]
+            lead.fetch = self._context.background.spawn(self._fetch(lead, job, places))
             lead.fetch.add_done_callback(lambda _: self.flights.fetched(lead))
         arrivals = [self._consume(job, account, batch, names, positions, mine) for batch, mine in parts]
         if len(arrivals) == 1:
@@ -138,9 +139,13 @@ class Reader:
             account.copy_s += context.clock.monotonic() - before
         account.done([positions[i] for i in good], plan.nbytes)
 
-    async def _fetch(self, batch: Batch, generation: str, ids: Sequence[str], holder: str) -> list[Outcome]:
-        """Storage → slots, verified. Belongs to the batch, not to the task that began it."""
-        context = self._context
+    async def _fetch(self, batch: Batch, job: Job, places: Sequence[tuple[str, int]]) -> list[Outcome]:
+        """Storage → slots, verified. Belongs to the batch, not to the task that began it.
+
+        places: id and position in the task of each of the batch's objects.
+        """
+        context, generation, holder = self._context, job.generation, job.task.task_id
+        ids = [place[0] for place in places]
         staging = context.staging
         context.recorder.step(holder, "fetch", context.rank, len(batch.names))
         batch.lease = await staging.acquire(self.consumer, len(batch.names), holder)
@@ -148,7 +153,8 @@ class Reader:
             return [MISSING] * len(batch.names)
         slots = batch.lease.slots
         views = (staging.slot_view(slot, staging.object_bytes) for slot in slots)
-        outcomes = await self._get([Blob(name, view) for name, view in zip(batch.names, views, strict=True)])
+        wanted = zip(batch.names, views, places, strict=True)
+        outcomes = await self._get([Blob(name, view, job.use, depth) for name, view, (_, depth) in wanted])
         found = [i for i, outcome in enumerate(outcomes) if outcome.found is Found.FOUND]
         reasons = await context.check([slots[i] for i in found], generation, [ids[i] for i in found])
         for i, reason in zip(found, reasons, strict=True):

@@ -13,6 +13,7 @@ from typing import Any
 import structlog
 
 from transferd.errors import TransferError
+from transferd.storage.lru import Use
 from transferd.storage.tokens import TokenStorage
 from transferd.tasks import RankOutcome, ReadStorageTask, TokenIds, WriteStorageTask
 from transferd.tiers.base import DeviceTier
@@ -81,7 +82,7 @@ class TokenHandler:
 
     async def match(self, generation: str, keys: Sequence[str]) -> int:
         objects = self._context.format
-        return await self._reader.match(objects.names(generation, objects.ids(keys), self.rank))
+        return await self._reader.match(objects.names(generation, objects.ids(keys), self.rank), Use())
 
     async def read(self, job: Job) -> RankOutcome:
         assert isinstance(job.task, ReadStorageTask)

@@ -64,7 +64,7 @@ class Writer:
         """Positions of the keys that storage does not have. The others count as written at once."""
         storage = require(self._context.storage)
         before = self._context.clock.monotonic()
-        asked = self._context.background.spawn(storage.exists(self._context.names(job)))
+        asked = self._context.background.spawn(storage.look_up(self._context.names(job), job.use))
         answered = await job.stop.race(asked)
         account.storage_s += self._context.clock.monotonic() - before
         if not answered:
@@ -123,8 +123,8 @@ class Writer:
         staging = self._context.staging
         names = self._context.names(job, positions)
         return [
-            Blob(name, staging.slot_view(slot, staging.object_bytes))
-            for name, slot in zip(names, lease.slots, strict=True)
+            Blob(name, staging.slot_view(slot, staging.object_bytes), job.use, position)
+            for name, slot, position in zip(names, lease.slots, positions, strict=True)
         ]
 
     def _put(self, blobs: Sequence[Blob]) -> Coroutine[Any, Any, list[Outcome]]:

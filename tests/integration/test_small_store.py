@@ -1,0 +1,85 @@
+"""A store that is smaller than what is written to it: a chain keeps its root, and the answer says what is missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from transferd import ReadStorageTask, Status, SyncClient, WriteStorageTask
+from transferd.client.launch import running
+
+RANKS = 2
+OBJECT = 4096 + 128  # one layer, one head: key and value of 16 tokens
+BLOCKS = 24  # that the store holds, of every rank
+
+
+def tree(backend: str, **more: Any) -> dict[str, Any]:
+    storage = {"backend": backend, backend: {"capacity": RANKS * BLOCKS * OBJECT}}
+    cache = {"ranks": RANKS, "layers": 1, "kv_heads": 1, "head_dim": 64, "block_size": 16}
+    return {"cache": cache | {"device_blocks": 64, "host_blocks": 0}, "storage": storage} | more
+
+
+def fill(caches: list[dict[str, list[Any]]]) -> None:
+    """Every block of every rank with its own pattern."""
+    for rank, cache in enumerate(caches):
+        for plane, layers in enumerate(cache.values()):
+            for block in range(len(layers[0])):
+                layers[0][block] = 1 + block + 100 * plane + 1000 * rank
+
+
+@pytest.mark.parametrize("backend", ["file", "memory"])
+# A slot is 8 KiB: with the small staging a write takes many chunks.
+@pytest.mark.parametrize("staging", ["64MiB", "64KiB"])
+def test_a_chain_longer_than_the_store_keeps_its_root_and_is_told(backend: str, staging: str, tmp_path: Path) -> None:
+    keys = [f"k{i}" for i in range(64)]
+    blocks = list(range(64))
+    with (
+        running(tree(backend, host={"staging": staging}), tmp_path) as daemon,
+        SyncClient(daemon.endpoint) as client,
+    ):
+        caches = [client.attach(rank) for rank in range(RANKS)]
+        fill(caches)
+        written = client.submit(WriteStorageTask(task_id="w", keys=keys, gpu_block_ids=blocks))
+        assert written.status is Status.PARTIAL
+        assert written.error is not None
+        assert written.error.code == "storage_full"
+        there = client.match(keys)
+        assert 0 < there == len(written.block_ids) <= BLOCKS
+        assert written.block_ids == blocks[:there], "the root of the chain"
+        before = [{plane: layers[0].copy() for plane, layers in cache.items()} for cache in caches]
+        for cache in caches:
+            for layers in cache.values():
+                layers[0][:] = 0
+        read = client.submit(ReadStorageTask(task_id="r", keys=keys, gpu_block_ids=blocks))
+        assert read.block_ids == blocks[:there]
+        for cache, kept in zip(caches, before, strict=True):
+            for plane, layers in cache.items():
+                assert (layers[0][:there] == kept[plane][:there]).all()
+
+
+@pytest.mark.parametrize("backend", ["file", "memory"])
+def test_a_chain_that_grows_one_block_a_task_keeps_its_root(backend: str, tmp_path: Path) -> None:
+    keys = [f"k{i}" for i in range(64)]
+    with running(tree(backend), tmp_path) as daemon, SyncClient(daemon.endpoint) as client:
+        for rank in range(RANKS):
+            client.attach(rank)
+        for i in range(64):
+            task = WriteStorageTask(task_id=f"w{i}", keys=keys[: i + 1], gpu_block_ids=list(range(i + 1)))
+            result = client.submit(task)
+            assert result.status is (Status.OK if i < BLOCKS else Status.PARTIAL)
+        assert client.match(keys) == BLOCKS
+
+
+@pytest.mark.parametrize("backend", ["file", "memory"])
+def test_another_chain_eats_the_first_from_its_leaf_on_all_ranks(backend: str, tmp_path: Path) -> None:
+    first, second = [f"a{i}" for i in range(BLOCKS)], [f"b{i}" for i in range(10)]
+    with running(tree(backend), tmp_path) as daemon, SyncClient(daemon.endpoint) as client:
+        for rank in range(RANKS):
+            client.attach(rank)
+        for name, keys in (("a", first), ("b", second)):
+            task = WriteStorageTask(task_id=name, keys=keys, gpu_block_ids=list(range(len(keys))))
+            assert client.submit(task).status is Status.OK
+        assert client.match(second) == len(second)
+        assert client.match(first) == len(first) - len(second)
