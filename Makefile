@@ -54,7 +54,7 @@ clean: ## remove what these targets made
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -f transferd/*.so transferd/tiers/*.so
 
-$(STAMP): pyproject.toml setup.py transferd/tiers/_copyruns.c transferd/observability/_steps.c scripts/system-packages
+$(STAMP): pyproject.toml setup.py transferd/tiers/_copyruns.c scripts/system-packages
 	@bash scripts/system-packages
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .

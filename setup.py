@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say stably: the optional C extensions (see tiers/hostcopy.py and recorder.py)."""
+"""What pyproject.toml cannot say stably: the optional C extension (see tiers/hostcopy.py)."""
 
 from setuptools import Extension, setup
 
@@ -10,13 +10,6 @@ setup(
             py_limited_api=True,
             extra_compile_args=["-O3"],
             optional=True,  # without a compiler or Python.h the install still works, on the slower twin
-        ),
-        Extension(
-            "transferd.observability._steps",
-            ["transferd/observability/_steps.c"],
-            py_limited_api=True,
-            extra_compile_args=["-O3"],
-            optional=True,
-        ),
+        )
     ]
 )

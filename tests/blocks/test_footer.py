@@ -186,15 +186,15 @@ def test_an_object_is_checked_by_its_own_name_alone(
 ) -> None:
     namer = ObjectNamer(model, "f0")
     mark = stamp(key, model=model, generation=generation, rank=rank)
-    name = namer.name(generation, namer.digest(key), rank)
+    name = namer.names(generation, [key_digest(key)], rank)[0]
     whole = bytes(sealed(payload_bytes, mark=mark))
     assert inspected(name, whole) is None
     assert inspected(name, whole[:-1]) is not None
     flipped = bytearray(whole)
     flipped[payload_bytes // 2] ^= 1
     assert inspected(name, bytes(flipped)) is Damage.CHECKSUM
-    assert inspected(namer.name(generation, namer.digest(key + "x"), rank), whole) is Damage.KEY
-    assert inspected(namer.name(generation, namer.digest(key), rank + 1), whole) is Damage.RANK
+    assert inspected(namer.names(generation, [key_digest(key + "x")], rank)[0], whole) is Damage.KEY
+    assert inspected(namer.names(generation, [key_digest(key)], rank + 1)[0], whole) is Damage.RANK
 
 
 def test_every_field_of_a_name_is_compared_unless_it_was_too_long_for_it() -> None:
@@ -206,7 +206,7 @@ def test_every_field_of_a_name_is_compared_unless_it_was_too_long_for_it() -> No
     assert inspected(f"m/f/h/{digest}/0", whole) is Damage.GENERATION
     long = "g" * 500
     whole = bytes(sealed(mark=stamp("k", generation=long)))
-    assert inspected(ObjectNamer("demo", "f0").name(long, digest, 0), whole) is None
+    assert inspected(ObjectNamer("demo", "f0").names(long, [digest], 0)[0], whole) is None
 
 
 @pytest.mark.parametrize("length", [0, 1, FOOTER_BYTES - 1])

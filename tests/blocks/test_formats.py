@@ -66,7 +66,7 @@ def test_the_sealed_name_is_what_it_always_was() -> None:
     layout, _ = configured(CACHES[0])
     sealed = SealedBlocks("m", layout)
     assert sealed.names("g", sealed.ids(["k"]), 1) == [
-        ObjectNamer("m", layout.fingerprint).name("g", key_digest("k"), 1)
+        ObjectNamer("m", layout.fingerprint).names("g", [key_digest("k")], 1)[0]
     ]
 
 

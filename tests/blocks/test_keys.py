@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transferd.blocks.keys import PART_BYTES, ExtraKey, ObjectNamer, block_keys, key_digest, partial_tokens, quote_part
+from transferd.blocks.keys import PART_BYTES, ObjectNamer, block_keys, key_digest, partial_tokens, quote_part
 from transferd.errors import RequestError
 from transferd.tasks import TokenIds
 
@@ -48,22 +48,22 @@ def test_keys_of_any_length_and_any_characters_have_digests_of_one_form() -> Non
 
 def test_a_plain_name_reads_as_the_documentation_says() -> None:
     namer = ObjectNamer("demo", "0123456789abcdef")
-    digest = namer.digest("k1")
-    assert namer.name("RL-STEP03", digest, 3) == f"demo/0123456789abcdef/RL-STEP03/{digest}/3"
-    assert namer.name("", digest, 0) == f"demo/0123456789abcdef//{digest}/0"
+    digest = key_digest("k1")
+    assert namer.names("RL-STEP03", [digest], 3)[0] == f"demo/0123456789abcdef/RL-STEP03/{digest}/3"
+    assert namer.names("", [digest], 0)[0] == f"demo/0123456789abcdef//{digest}/0"
 
 
 def test_the_names_of_a_rank_are_the_names_of_its_objects_in_order() -> None:
     namer = ObjectNamer("a/b c", "f0")
     digests = namer.digests(["k1", "k2", "k1"])
-    assert namer.names("g/1", digests, 12) == [namer.name("g/1", digest, 12) for digest in digests]
+    assert namer.names("g/1", digests, 12) == [namer.names("g/1", [digest], 12)[0] for digest in digests]
     assert namer.names("g", [], 0) == []
 
 
 @given(any_text, any_text, any_text, any_text)
 def test_a_name_is_ascii_with_four_slashes_whatever_the_parts_hold(model: str, mark: str, gen: str, key: str) -> None:
     namer = ObjectNamer(model, mark)
-    name = namer.name(gen, namer.digest(key), 0)
+    name = namer.names(gen, [key_digest(key)], 0)[0]
     assert name.isascii()
     assert name.isprintable()
     assert name.count("/") == 4
@@ -71,12 +71,12 @@ def test_a_name_is_ascii_with_four_slashes_whatever_the_parts_hold(model: str, m
 
 @given(st.tuples(any_text, any_text, any_text), st.tuples(any_text, any_text, any_text))
 def test_two_identities_never_share_a_name(one: tuple[str, str, str], other: tuple[str, str, str]) -> None:
-    names = [ObjectNamer(model, mark).name(generation, "d", 0) for model, mark, generation in (one, other)]
+    names = [ObjectNamer(model, mark).names(generation, ["d"], 0)[0] for model, mark, generation in (one, other)]
     assert (names[0] == names[1]) == (one == other)
 
 
 def test_slashes_cannot_move_text_from_one_part_into_another() -> None:
-    assert ObjectNamer("m/f1", "f2").name("x", "d", 0) != ObjectNamer("m", "f1").name("f2/x", "d", 0)
+    assert ObjectNamer("m/f1", "f2").names("x", ["d"], 0)[0] != ObjectNamer("m", "f1").names("f2/x", ["d"], 0)[0]
 
 
 @pytest.mark.parametrize("text", ["x" * (PART_BYTES + 1), "é" * 1000, "\ud800" * 500])
@@ -152,7 +152,7 @@ def test_block_keys_follow_their_definition(tokens: list[int], size: int, extras
 
 @given(token_lists, st.integers(1, 9), extra_lists, st.randoms())
 def test_the_callers_order_and_types_do_not_matter(tokens: list[int], size: int, extras: Any, rng: Any) -> None:
-    shuffled = [ExtraKey(*extra) for extra in extras]
+    shuffled = [tuple(extra) for extra in extras]
     rng.shuffle(shuffled)
     keys = block_keys(tokens, size, extras)
     assert block_keys(tuple(tokens), size, shuffled) == keys
@@ -280,8 +280,13 @@ def test_the_token_count_of_a_partial_key_is_read_back(key: str, count: int | No
 
 def test_the_digest_comes_back_out_of_a_name_of_the_same_generation_only() -> None:
     namer = ObjectNamer("a/model", "f00d")
-    digest = namer.digest("key")
+    digest = key_digest("key")
     for rank in (0, 11):
-        assert namer.digest_of("RL-1", namer.name("RL-1", digest, rank)) == digest
-    for other in (namer.name("RL-2", digest, 0), ObjectNamer("b", "f00d").name("RL-1", digest, 0), "", "x/y"):
+        assert namer.digest_of("RL-1", namer.names("RL-1", [digest], rank)[0]) == digest
+    for other in (
+        namer.names("RL-2", [digest], 0)[0],
+        ObjectNamer("b", "f00d").names("RL-1", [digest], 0)[0],
+        "",
+        "x/y",
+    ):
         assert namer.digest_of("RL-1", other) is None

@@ -153,13 +153,3 @@ async def test_everybody_gets_in_and_never_more_than_fit(seed: int) -> None:
         await asyncio.gather(*(request() for _ in range(100)))
     assert most <= 16
     assert inside == 0
-
-
-def test_a_dropped_content_is_gone_and_its_block_is_free() -> None:
-    pool = BlockPool(2)
-    (first, second), _ = pool.take(2)
-    entry = pool.put(7, first)
-    pool.put(8, second)
-    pool.drop(entry)
-    assert pool.find(7) is None
-    assert pool.take(1) == ([first], [])

@@ -14,7 +14,7 @@ import pytest
 
 from transferd import Client, Status, WriteStorageTask
 from transferd.blocks.footer import FOOTER_BYTES, seal, stamp_of_name
-from transferd.blocks.keys import ObjectNamer
+from transferd.blocks.keys import ObjectNamer, key_digest
 from transferd.cli.verify import TOLD, verify
 from transferd.client.launch import running
 from transferd.config import from_tree
@@ -28,7 +28,7 @@ SIZES = {"gqa-1": 1000, "mla-2": 70_000}
 
 def name(number: int, layout: str = "gqa-1") -> str:
     namer = ObjectNamer("demo model/α", layout)
-    return namer.name(f"RL-{number % 2}", namer.digest(f"key {number}"), number % 3)
+    return namer.names(f"RL-{number % 2}", [key_digest(f"key {number}")], number % 3)[0]
 
 
 def sealed(number: int, layout: str = "gqa-1") -> bytearray:

@@ -18,7 +18,7 @@ from transferd.observability import logs
 from transferd.observability.http import MAX_HEADER_BYTES, HttpServer, Page
 from transferd.observability.metrics import Reports
 from transferd.storage.mooncake import MooncakeStorage, codes
-from transferd.tasks import Status, SwapInTask, TaskResult
+from transferd.tasks import Merged, RankOutcome, Status, SwapInTask, TaskResult
 
 
 async def request(port: int, raw: bytes) -> tuple[int, bytes, bytes]:
@@ -133,6 +133,24 @@ async def test_metrics_parse_and_count(daemon: Daemon) -> None:
     assert families["transferd_log_left_out"].samples[0].value == logs.statistics()["log_left_out"]
     assert families["transferd_staging_capacity_bytes"].samples[0].value > 0
     assert len(families["transferd_lane_done"].samples) == 12, "two ranks, six lanes"
+
+
+async def test_arrivals_that_the_barrier_dropped_reach_the_operator(daemon: Daemon) -> None:
+    merged = Merged(Status.FAILED, [], [], None)
+    daemon.barrier.open("t", lambda _: merged)
+    daemon.barrier.expire("t")
+    for rank in range(2):
+        daemon.barrier.arrive("t", RankOutcome(rank))
+    _, body = await get(port_of(daemon.reports), "/metrics")
+    families = {family.name: family for family in text_string_to_metric_families(body.decode())}
+    told = {name: family.samples[0].value for name, family in families.items() if name.startswith("transferd_barrier_")}
+    assert told == {
+        "transferd_barrier_rounds": 1,
+        "transferd_barrier_rounds_expired": 1,
+        "transferd_barrier_late_arrivals": 2,
+        "transferd_barrier_rounds_open": 0,
+        "transferd_barrier_ranks_owing": 0,
+    }
 
 
 async def test_what_a_pool_counts_besides_and_whether_it_answers_are_metrics() -> None:

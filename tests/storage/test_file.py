@@ -21,7 +21,7 @@ import pytest
 
 from tests.storage.harness import Harness, Open, file_config
 from transferd.blocks.footer import FOOTER_BYTES, check, stamps
-from transferd.blocks.keys import ObjectNamer
+from transferd.blocks.keys import ObjectNamer, key_digest
 from transferd.errors import ConfigError, StorageError, StorageFull
 from transferd.runtime.clock import Clock
 from transferd.runtime.threads import Direction, ThreadOffload
@@ -153,7 +153,7 @@ KILLED_WRITER = """
 import asyncio, sys
 from tests.storage.harness import file_config
 from transferd.blocks.footer import FOOTER_BYTES, seal, stamps
-from transferd.blocks.keys import ObjectNamer
+from transferd.blocks.keys import ObjectNamer, key_digest
 from transferd.storage.base import Blob
 from transferd.storage.file import FileStorage
 
@@ -164,11 +164,11 @@ async def main(path, payload, first):
     async def writer(number):
         while True:
             key = f"{number}"
-            digest = namer.digest(key)
+            digest = key_digest(key)
             slot = memoryview(bytearray(digest.encode() * (payload // 40 + 1))[:payload] + bytes(FOOTER_BYTES))
             [stamp] = stamps([digest], model="demo", fingerprint="f0", generation="g", rank=0)
             seal(slot, payload, stamp)
-            [outcome] = await storage.put([Blob(namer.name("g", digest, 0), slot)])
+            [outcome] = await storage.put([Blob(namer.names("g", [digest], 0)[0], slot)])
             print(key, outcome.found.value, flush=True)
             number += 4
     await asyncio.gather(*(writer(first + i) for i in range(4)))
@@ -205,8 +205,8 @@ async def test_after_kill_9_during_writes_every_object_is_right_or_missing(open_
         store = await open_storage(FileStorage(file_config(tmp_path, GIB)))
         assert not [path for path in files_below(tmp_path) if is_temporary(path.name)]
         for key in sorted({str(first + i) for i in range(len(stored) + 8)} | stored):
-            digest = namer.digest(key)
-            [(outcome, data)] = await store.get((namer.name("g", digest, 0), payload + FOOTER_BYTES))
+            digest = key_digest(key)
+            [(outcome, data)] = await store.get((namer.names("g", [digest], 0)[0], payload + FOOTER_BYTES))
             assert outcome in (FOUND, MISSING)
             assert outcome == FOUND or key not in stored
             if outcome == FOUND:

@@ -15,7 +15,7 @@ from tests.support.simulation.clock import SimClock
 from tests.support.simulation.loop import SimLoop, simulate
 from tests.support.simulation.threads import SimOffload
 from transferd.blocks.footer import FOOTER_BYTES, Damage, seal, stamp_of_name
-from transferd.blocks.keys import ObjectNamer
+from transferd.blocks.keys import ObjectNamer, key_digest
 from transferd.config import Config, from_tree
 from transferd.errors import ConfigError
 from transferd.runtime.threads import Direction
@@ -30,7 +30,7 @@ NAMER = ObjectNamer("demo", "0123456789abcdef")
 
 
 def name(number: int) -> str:
-    return NAMER.name("RL-1", NAMER.digest(f"key {number}"), 0)
+    return NAMER.names("RL-1", [key_digest(f"key {number}")], 0)[0]
 
 
 def sealed(number: int, payload_bytes: int = 1000) -> bytes:

@@ -41,7 +41,7 @@ import operator
 import re
 import struct
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, SupportsIndex
+from typing import Any, SupportsIndex
 from urllib.parse import unquote_to_bytes
 
 import numpy.typing as npt
@@ -83,16 +83,9 @@ class ObjectNamer:
         self.fingerprint = fingerprint
         self._space = f"{quote_part(model)}/{quote_part(fingerprint)}/"
 
-    def digest(self, key: str) -> str:
-        """See `key_digest`. The same on every rank: compute it once per task."""
-        return key_digest(key)
-
     def digests(self, keys: Iterable[str]) -> list[str]:
+        """The `key_digest` of each key. The same on every rank: compute them once a task."""
         return [key_digest(key) for key in keys]
-
-    def name(self, generation: str, digest: str, rank: int) -> str:
-        """The name of one object."""
-        return f"{self._space}{quote_part(generation)}/{digest}/{rank}"
 
     def names(self, generation: str, digests: Iterable[str], rank: int) -> list[str]:
         """The names of one rank's objects, in the order of `digests`; about 0.1 µs each."""
@@ -141,17 +134,6 @@ _TOKEN_BYTES = 8
 _PARTIAL = re.compile(r":partial:([1-9][0-9]{0,9})\Z", re.ASCII)
 
 
-class ExtraKey(NamedTuple):
-    """Something besides tokens that the KV of a token range depends on, such as an image's hash.
-
-    key: text or bytes. offset, length: it covers tokens offset … offset+length-1 of the sequence.
-    """
-
-    key: str | bytes
-    offset: int
-    length: int
-
-
 def block_keys(
     token_ids: Sequence[int] | npt.NDArray[Any] | TokenIds,
     block_size: int,
@@ -160,8 +142,9 @@ def block_keys(
 ) -> list[str]:
     """The key of every block of a sequence, root to leaf, as the module's docstring defines them.
 
-    token_ids: the whole sequence from its first token. extra_keys: (key, offset, length) each, see
-    `ExtraKey`; a range may reach past the last token. partial: also name a last incomplete block.
+    token_ids: the whole sequence from its first token. extra_keys: what the KV of a token range depends on
+    besides its tokens, such as an image's hash, as (key, offset, length): it covers tokens offset …
+    offset+length-1 and may reach past the last token. partial: also name a last incomplete block.
 
     Raises RequestError for a block size below 1, tokens that are not 64-bit integers, a negative
     offset or length.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ def stats(daemon: Daemon) -> dict[str, Any]:
         "draining": dispatch.draining,
         "results_kept": dispatch.results_kept,
         "rejects": dict(Counter(dispatch.rejects) + Counter(server["rejects"])),
+        "barrier": dataclasses.asdict(daemon.barrier.statistics()),
         "cache": daemon.cache.statistics(),
         "host": _host(daemon),
         "degraded": _degraded(daemon),

@@ -46,6 +46,13 @@ _STORAGE_EVENTS = {
     "breaker_opened": "Times that storage did not answer",
 }
 
+# Key of stats()["barrier"], metric, help.
+_BARRIER_COUNTS = (
+    ("completed", "rounds", "Rounds that have ended, for whatever reason"),
+    ("expired", "rounds_expired", "Rounds that a deadline ended without every rank"),
+    ("late", "late_arrivals", "Arrivals dropped because their round had ended"),
+)
+
 Stats = Callable[[], dict[str, Any]]
 
 
@@ -93,6 +100,11 @@ class _StatsCollector:
         yield _gauge("transferd_tasks_straggling", "Answered tasks that a rank still holds on to", stats["straggling"])
         yield _counter("transferd_tasks", "Tasks answered, by final status", ["status"], stats["tasks"])
         yield _counter("transferd_rejects", "Requests refused, by code", ["code"], stats["rejects"])
+        barrier = stats["barrier"]
+        yield _gauge("transferd_barrier_rounds_open", "Rounds in which ranks have yet to arrive", barrier["open"])
+        yield _gauge("transferd_barrier_ranks_owing", "Arrivals still owed to rounds that have ended", barrier["owing"])
+        for key, name, text in _BARRIER_COUNTS:
+            yield _counter(f"transferd_barrier_{name}", text, [], {"": barrier[key]})
         yield _gauge("transferd_clients", "Clients connected", stats["server"]["clients"])
         yield _counter("transferd_clients_lost", "Clients that fell silent", [], {"": stats["server"]["clients_lost"]})
         yield _counter("transferd_messages", "Messages received", [], {"": stats["server"]["messages"]})

@@ -45,7 +45,6 @@ class Flights:
 
     def __init__(self) -> None:
         self._by_name: dict[str, Batch] = {}
-        self.led = 0  # objects fetched because somebody asked first
         self.joined = 0  # objects that rode along
 
     def board(self, names: Sequence[str]) -> tuple[list[tuple[Batch, list[int]]], Batch | None]:
@@ -62,7 +61,6 @@ class Flights:
             else:
                 parts.setdefault(batch, []).append(position)
         self.joined += len(names) - len(to_lead)
-        self.led += len(to_lead)
         lead: Batch | None = None
         if to_lead:
             # A name asked for twice in one task is fetched once.

@@ -78,12 +78,6 @@ class BlockPool:
         entry = self._entries[content] = Entry(content, block)
         return entry
 
-    def drop(self, entry: Entry) -> None:
-        """Its only user says that the content is not needed here any more: the block is free."""
-        assert entry.users == 1
-        del self._entries[entry.content]
-        self._free.append(entry.block)
-
     def give_back(self, blocks: Sequence[int]) -> None:
         """Blocks that were given out and not put."""
         self._free.extend(blocks)
