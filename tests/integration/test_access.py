@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import stat
 import sys
 import tempfile
@@ -14,6 +15,7 @@ from typing import Any, Self, get_args
 
 import msgspec
 import pytest
+import structlog
 import zmq
 import zmq.asyncio
 
@@ -114,9 +116,13 @@ async def test_allowed_uids_let_in_nobody_else_not_even_root(directory: Path) ->
     endpoint = f"ipc://{directory}/s"
     async with Daemon(endpoint=endpoint, socket_mode="0666", allowed_uids=[ENGINE]) as daemon:
         assert await as_user(ENGINE, endpoint, "ping", "write") == {"ping": "ok", "write": "ok"}
-        assert await as_user(OTHER, endpoint, "ping", timeout=SHORT) == NOT_LET_IN
+        with structlog.testing.capture_logs() as logs:
+            assert await as_user(OTHER, endpoint, "ping", timeout=SHORT) == NOT_LET_IN
+        assert re.fullmatch(rf"uid {OTHER}, pid [1-9]\d*", logs[0]["peer"])
+        assert {(line["event"], line["reason"]) for line in logs} == {("connection refused", "unknown_user")}
+        assert daemon.transport.refused()["unknown_user"] == len(logs)
         assert await as_user(0, endpoint, "ping", timeout=SHORT) == NOT_LET_IN
-        assert daemon.server.statistics()["rejects"] == {}, "not a byte of theirs was read"
+        assert daemon.server.statistics()["rejects"] == {}, "not a message of theirs was read"
 
 
 @needs_root
@@ -234,10 +240,12 @@ class Peer:
 
 async def test_an_observer_is_refused_everything_but_looking(daemon: Daemon) -> None:
     assert set(REQUESTS) == set(get_args(wire.Body)), "a new request needs a decision: may observers make it?"
-    with Peer(window(daemon)) as peer:
+    asked = 0
+    with Peer(window(daemon)) as peer, structlog.testing.capture_logs() as logs:
         for seq, (kind, body) in enumerate(REQUESTS.items(), start=1):
             if kind in OBSERVERS_MAY:
                 continue
+            asked += 1
             answer = await peer.ask(body, seq)
             if isinstance(answer, wire.Result):
                 assert answer.result.status is Status.REJECTED
@@ -246,6 +254,11 @@ async def test_an_observer_is_refused_everything_but_looking(daemon: Daemon) -> 
             assert error.code == "forbidden"
         assert isinstance(await peer.ask(wire.Hello()), wire.Welcome)
         assert isinstance(await peer.ask(wire.Stats()), wire.Value)
+    who = f"uid {os.geteuid()}, pid {os.getpid()}"
+    assert [(line["event"], line["reason"], line["peer"]) for line in logs] == [
+        ("request refused", "forbidden", who)
+    ] * asked
+    assert daemon.server.statistics()["rejects"]["forbidden"] == asked
     core = daemon.core
     assert (core.ran, core.cancelled, core.generation, core.cache.asked) == ({}, [], "", [])
 
@@ -316,14 +329,6 @@ async def test_a_user_or_group_that_does_not_exist_is_named(tmp_path: Path) -> N
             await Daemon(endpoint=endpoint, **section).server.start()
     async with Daemon(endpoint=endpoint, allowed_uids=["root"]):
         pass
-
-
-async def test_a_libzmq_that_does_not_know_the_filter_is_refused_instead_of_leaving_the_door_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(zmq, "IPC_FILTER_UID", 9999)
-    with pytest.raises(ConfigError, match=r"^server\.allowed_uids: this libzmq cannot tell who connects"):
-        await Daemon(endpoint=f"ipc://{tmp_path}/s", allowed_uids=[0]).server.start()
 
 
 def test_a_uid_that_looks_like_nobody_in_this_namespace_is_refused(

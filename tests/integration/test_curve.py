@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from pathlib import Path
+from typing import Any
 
 import pytest
+import structlog
 import zmq
 
 from tests.support.memory_core import MemoryCore
@@ -24,6 +28,7 @@ TASK = SwapOutTask(task_id="t", gpu_block_ids=[1], cpu_block_ids=[2])
 @pytest.fixture
 def section(tmp_path: Path) -> CurveSection:
     (tmp_path / "secret").write_bytes(SERVER_SECRET + b"\n")
+    (tmp_path / "secret").chmod(0o640)
     (tmp_path / "clients").mkdir()
     (tmp_path / "clients" / "engine").write_bytes(KNOWN[0])
     return CurveSection(secret_key_file=str(tmp_path / "secret"), client_keys_dir=str(tmp_path / "clients"))
@@ -49,10 +54,126 @@ async def test_a_known_key_is_let_in_and_others_are_not(section: CurveSection) -
     for stranger in (ClientCurve(SERVER_PUBLIC, *STRANGER), ClientCurve(STRANGER[0], *KNOWN), None):
         with pytest.raises(ConnectTimeout, match="nobody answers"):
             await daemon.client(stranger, 0.5).connect()
-    gate = daemon.transport._gate
-    assert gate is not None
-    assert gate.refused >= 1
     await daemon.server.close()
+
+
+async def seen(logs: list[Any], reason: str) -> list[dict[str, Any]]:
+    """The log lines of connections refused for this reason, once there is one."""
+    async with asyncio.timeout(20):
+        while not (lines := [line for line in logs if line.get("reason") == reason]):  # noqa: ASYNC110 - a thread logs
+            await asyncio.sleep(0.01)
+    assert {line["event"] for line in lines} == {"connection refused"}
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("stranger", "reason"),
+    [
+        (ClientCurve(SERVER_PUBLIC, *STRANGER), "unknown_key"),
+        (ClientCurve(STRANGER[0], *KNOWN), "handshake_failed"),  # not our key: it talks to somebody else
+        (None, "handshake_failed"),
+    ],
+    ids=["unknown", "wrong server", "none"],
+)
+async def test_a_refused_key_is_counted_and_logged_with_its_address(
+    section: CurveSection, stranger: ClientCurve | None, reason: str
+) -> None:
+    daemon = Daemon(section)
+    await daemon.server.start()
+    transport = ZmqClientTransport(daemon.transport.endpoints[0], curve=stranger)
+    with structlog.testing.capture_logs() as logs:
+        transport.start(lambda _: None)
+        try:
+            lines = await seen(logs, reason)
+        finally:
+            transport.close()
+    assert lines[0]["peer"].startswith("127.0.0.1")
+    assert lines[0]["log_level"] == "warning"
+    counted = daemon.transport.refused()
+    assert counted[reason] >= 1
+    assert [other for other, count in counted.items() if count and other != reason] == []
+    await daemon.server.close()
+
+
+async def test_a_handshake_that_is_played_back_is_refused(section: CurveSection) -> None:
+    """What a good client sent, recorded on the wire and sent once more: the server's cookie is another by then."""
+    daemon = Daemon(section)
+    await daemon.server.start()
+    host, _, port = daemon.transport.endpoints[0].removeprefix("tcp://").rpartition(":")
+    recorded: list[bytes] = []
+    open_ends: list[asyncio.StreamWriter] = []
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, out = await asyncio.open_connection(host, int(port))
+        open_ends.extend((writer, out))
+
+        async def copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter, keep: list[bytes]) -> None:
+            while data := await source.read(65536):
+                keep.append(data)
+                sink.write(data)
+            sink.close()
+
+        await asyncio.gather(copy(reader, out, recorded), copy(there, writer, []))
+
+    between = await asyncio.start_server(relay, "127.0.0.1", 0)
+    endpoint = f"tcp://127.0.0.1:{between.sockets[0].getsockname()[1]}"
+    transport = ZmqClientTransport(endpoint, curve=ClientCurve(SERVER_PUBLIC, *KNOWN))
+    async with Client(endpoint, connect_timeout=10, transport=transport) as client:
+        assert (await client.submit(TASK)).status is Status.OK
+    async with asyncio.timeout(10):
+        while daemon.server.statistics()["clients"]:  # noqa: ASYNC110 - its Bye is on its way
+            await asyncio.sleep(0.01)
+    between.close()
+    heard = daemon.server.statistics()["messages"]
+    _, writer = await asyncio.open_connection(host, int(port))
+    open_ends.append(writer)
+    with structlog.testing.capture_logs() as logs:
+        writer.writelines(recorded)
+        lines = await seen(logs, "handshake_failed")
+    assert lines[0]["peer"] == "{}:{}".format(*writer.get_extra_info("sockname"))
+    assert daemon.server.statistics()["messages"] == heard, "nothing of it was taken for a message"
+    for end in open_ends:
+        end.close()
+        with contextlib.suppress(ConnectionError):
+            await end.wait_closed()
+    await daemon.server.close()
+
+
+async def test_keys_are_added_and_revoked_while_it_runs(section: CurveSection) -> None:
+    """A revoked key's connection ends; one with a good key comes back by itself and loses nothing."""
+    daemon = Daemon(section)
+    await daemon.server.start()
+    keys = Path(section.client_keys_dir)
+    (keys / "other").write_bytes(STRANGER[0])
+    assert daemon.transport.read_keys() == (1, 0)
+    async with daemon.client(ClientCurve(SERVER_PUBLIC, *STRANGER), 10) as other:
+        assert (await other.submit(TASK)).status is Status.OK
+        async with daemon.client(ClientCurve(SERVER_PUBLIC, *KNOWN), 10) as engine:
+            assert (await engine.submit(TASK)).status is Status.OK
+            (keys / "engine").unlink()
+            assert daemon.transport.read_keys() == (0, 1)
+            again = SwapOutTask(task_id="again", gpu_block_ids=[1], cpu_block_ids=[2])
+            assert (await other.submit(again)).status is Status.OK
+            lost = SwapOutTask(task_id="lost", gpu_block_ids=[1], cpu_block_ids=[2])
+            assert (await engine.submit(lost)).error.code == "daemon_lost"  # type: ignore[union-attr]
+    (keys / "other").write_bytes(b"no key")
+    with pytest.raises(ConfigError, match=r"client_keys_dir: expected one CURVE key"):
+        daemon.transport.read_keys()
+    async with daemon.client(ClientCurve(SERVER_PUBLIC, *STRANGER), 10) as other:
+        assert (await other.submit(TASK)).status is Status.OK
+    await daemon.server.close()
+
+
+async def test_a_secret_that_every_user_can_read_is_refused(section: CurveSection) -> None:
+    Path(section.secret_key_file).chmod(0o644)
+    with pytest.raises(ConfigError, match=r"secret_key_file: can be read by every user \(mode 0644\); run chmod 640"):
+        await Daemon(section).server.start()
+
+
+async def test_a_directory_to_which_every_user_can_add_a_key_is_refused(section: CurveSection) -> None:
+    Path(section.client_keys_dir).chmod(0o777)
+    with pytest.raises(ConfigError, match=r"client_keys_dir: can be written by every user; run chmod o-w"):
+        await Daemon(section).server.start()
 
 
 async def test_keys_are_for_tcp_and_on_a_unix_socket_of_the_same_daemon_nobody_needs_any(

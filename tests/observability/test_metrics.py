@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+import structlog
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.simulation.pool import SIM_MASTER, SimPool
@@ -15,7 +17,7 @@ from transferd.config import from_tree
 from transferd.daemon.daemon import Daemon
 from transferd.errors import ConfigError, StorageUnavailable
 from transferd.observability import logs
-from transferd.observability.http import MAX_HEADER_BYTES, HttpServer, Page
+from transferd.observability.http import MAX_CONNECTIONS, MAX_HEADER_BYTES, HttpServer, Page
 from transferd.observability.metrics import Reports
 from transferd.storage.mooncake import MooncakeStorage, codes
 from transferd.tasks import Merged, RankOutcome, Status, SwapInTask, TaskResult
@@ -62,6 +64,7 @@ async def test_a_page_is_served_and_the_connection_closed(server: HttpServer) ->
         (b"complete nonsense\r\n\r\n", 400),
         (b"\x00\x01\x02\r\n\r\n", 400),
         (b"GET /page HTTP/1.1\r\nHost: x\r\nX: " + b"y" * (2 * MAX_HEADER_BYTES) + b"\r\n\r\n", 431),
+        (b"GET /page HTTP/1.1\r\nHost: x\r\nX: " + b"y" * 1024 * 1024 + b"\r\n\r\n", 431),
     ],
 )
 async def test_bad_requests_get_an_answer_and_the_next_one_is_served(
@@ -69,6 +72,75 @@ async def test_bad_requests_get_an_answer_and_the_next_one_is_served(
 ) -> None:
     assert (await request(server.port, raw))[0] == status
     assert await get(server.port, "/page") == (200, b"hello")
+
+
+async def test_each_refusal_is_one_line_with_who_it_was_and_a_count(server: HttpServer) -> None:
+    with structlog.testing.capture_logs() as logs:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        host, port = writer.get_extra_info("sockname")
+        writer.write(b"GET /page HTTP/1.1\r\nHost: x\r\nX: " + b"y" * 1024 * 1024 + b"\r\n\r\n")
+        answer = await asyncio.wait_for(reader.read(), 10)
+        writer.close()
+        assert answer.startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
+        await request(server.port, b"\x00\r\n\r\n")
+    lines = [(line["event"], line["reason"]) for line in logs]
+    assert lines == [("http request refused", "http_too_large"), ("http request refused", "http_bad_request")]
+    assert logs[0]["peer"] == f"{host}:{port}"
+    assert server.refused == {"http_too_large": 1, "http_bad_request": 1, "http_silent": 0, "http_crowded_out": 0}
+
+
+async def test_a_thousand_silent_connections_keep_nobody_out_and_the_oldest_go(server: HttpServer) -> None:
+    with structlog.testing.capture_logs() as logs:
+        crowd = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(1000)]
+        async with asyncio.timeout(1):
+            assert await get(server.port, "/page") == (200, b"hello")
+        async with asyncio.timeout(10):  # the oldest have been ended by now, and nobody else has
+            for reader, _ in crowd[: 1000 - MAX_CONNECTIONS]:
+                with contextlib.suppress(ConnectionError):
+                    assert await reader.read() == b""
+        assert not any(reader.at_eof() for reader, _ in crowd[-MAX_CONNECTIONS // 2 :])
+        for _, writer in crowd:
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+    assert server.refused["http_crowded_out"] == len(logs) == 1001 - MAX_CONNECTIONS
+
+
+async def test_a_crowd_that_comes_back_for_ever_keeps_nobody_out(server: HttpServer) -> None:
+    """Connections that stay silent and are made again as soon as they are ended, for as long as the probes last."""
+
+    async def silent() -> None:
+        while True:
+            with contextlib.suppress(ConnectionError):
+                reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+                try:
+                    await reader.read()
+                finally:
+                    writer.close()
+
+    crowd = [asyncio.create_task(silent()) for _ in range(MAX_CONNECTIONS + 100)]
+    try:
+        while server.refused["http_crowded_out"] < 500:  # noqa: ASYNC110 - a count, which tells nobody
+            await asyncio.sleep(0)
+        for _ in range(10):
+            async with asyncio.timeout(1):
+                assert await get(server.port, "/page") == (200, b"hello")
+    finally:
+        for task in crowd:
+            task.cancel()
+        await asyncio.gather(*crowd, return_exceptions=True)
+
+
+async def test_a_connection_that_stays_silent_is_ended_and_counted(
+    server: HttpServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transferd.observability.http.REQUEST_TIMEOUT_S", 0.01)
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(b"GET /page HTT")
+    with contextlib.suppress(ConnectionError):
+        assert await asyncio.wait_for(reader.read(), 10) == b""
+    writer.close()
+    assert server.refused["http_silent"] == 1
 
 
 async def test_a_port_in_use_is_one_clear_error(server: HttpServer) -> None:
@@ -85,6 +157,15 @@ class _NoTransport:
 
     def observes(self, peer: bytes) -> bool:
         return False
+
+    def describe(self, peer: bytes) -> str:
+        return ""
+
+    def refused(self) -> dict[str, int]:
+        return {"unknown_key": 0}
+
+    def read_keys(self) -> tuple[int, int]:
+        return 0, 0
 
     def close(self) -> None: ...
     def statistics(self) -> dict[str, int]:
@@ -131,6 +212,8 @@ async def test_metrics_parse_and_count(daemon: Daemon) -> None:
     assert families["transferd_ready"].samples[0].value == 0
     assert families["transferd_log_dropped"].samples[0].value == logs.statistics()["log_dropped"]
     assert families["transferd_log_left_out"].samples[0].value == logs.statistics()["log_left_out"]
+    refused = {s.labels["reason"]: s.value for s in families["transferd_refused"].samples if s.name.endswith("_total")}
+    assert refused == {"unknown_key": 0} | dict.fromkeys(daemon.reports.refused(), 0)
     assert families["transferd_staging_capacity_bytes"].samples[0].value > 0
     assert len(families["transferd_lane_done"].samples) == 12, "two ranks, six lanes"
 

@@ -3,6 +3,10 @@
     python engine.py roundtrip        write, read, swap out, swap in on every rank, every byte compared
     python engine.py flood N          push N writes and wait for every answer; one line a status when they are in
     python engine.py drain            and leave it so
+    python engine.py events PUB       write, and wait for the KV event of it
+    python engine.py ping ENDPOINT SERVER_KEY PUBLIC SECRET    by tcp, with keys
+
+TRANSFERD_ENDPOINT says where the daemon listens, where that is not the packaged socket.
 
 Prints JSON. `flood` prints `{"pushed": N}` first, so that who started it knows when.
 """
@@ -10,13 +14,19 @@ Prints JSON. `flood` prints `{"pushed": N}` first, so that who started it knows 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import sys
 from collections import Counter
 
+import msgspec
 import numpy as np
+import zmq
+import zmq.asyncio
 
 from transferd import Client, ReadStorageTask, Status, SwapInTask, SwapOutTask, WriteStorageTask
+from transferd.wire.curve import ClientCurve
+from transferd.wire.transport import ZmqClientTransport
 
 BLOCKS = 8
 KEYS = [f"key-{i}" for i in range(BLOCKS)]
@@ -61,15 +71,39 @@ async def flood(tasks: int) -> None:
 
 
 async def drain() -> None:
-    """Drain, and hold it until stdin ends: it ends with its client."""
     async with Client() as client:
         await client.drain()
-        print(json.dumps({"drained": True}), flush=True)
-        await asyncio.to_thread(sys.stdin.read)
+        print(json.dumps({"drained": True}))
+
+
+async def events(endpoint: str) -> None:
+    """The first batch that a subscriber gets; writes go on until it has joined."""
+    with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SUBSCRIBE, b"")
+        socket.connect(endpoint)
+        async with asyncio.timeout(30), Client() as client:
+            numbers = itertools.count()
+            while not await socket.poll(100):
+                task_id = f"event-{next(numbers)}"
+                await client.submit(WriteStorageTask(task_id=task_id, keys=[task_id], gpu_block_ids=[0]))
+            _, _, batch = await socket.recv_multipart()
+    print(json.dumps({"types": [event["type"] for event in msgspec.msgpack.decode(batch)[1]]}))
+
+
+async def ping(endpoint: str, *keys: str) -> None:
+    """By tcp with keys: exit 1 when nobody answers."""
+    transport = ZmqClientTransport(endpoint, curve=ClientCurve(*(key.encode() for key in keys)))
+    async with Client(endpoint, connect_timeout=3, transport=transport) as client:
+        await client.ping()
 
 
 if __name__ == "__main__":
     match sys.argv[1:]:
+        case ["events", endpoint]:
+            asyncio.run(events(endpoint))
+        case ["ping", endpoint, *keys]:
+            asyncio.run(ping(endpoint, *keys))
         case ["flood", count]:
             asyncio.run(flood(int(count)))
         case ["drain"]:

@@ -6,7 +6,6 @@ shortened, by a drop-in of the kind an operator would write.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -14,150 +13,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import pytest
-
-from tests.systemd.machine import PACKAGE, PYTHON_ENVIRONMENT, ROOT, SITE, Machine, obstacle, wait_for
-
-UNIT = "transferd.service"
-SYSTEMD = ROOT / "systemd"
-DROP_INS = f"/etc/systemd/system/{UNIT}.d"
-CONFIG = "/etc/transferd/transferd.toml"
-# The packaged configuration, smaller, so that a start takes no time.
-SMALLER = {"layers = 4": "layers = 2", 'capacity = "64GiB"': 'capacity = "256MiB"'}
-QUICK = "[Service]\nRestartSec=100ms\n"
-WATCHED = "[Service]\nWatchdogSec=2\n"
-
-
-def documented_steps() -> str:
-    """How docs/operations.md installs the unit: from its files up to the start, which is the tests' to do."""
-    text = (ROOT / "docs/operations.md").read_text()
-    block = re.search(r"^## systemd$.*?^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    assert block is not None
-    steps = [line for line in block[1].splitlines() if line.startswith(("install ", "systemd-"))]
-    assert len(steps) >= 5
-    return "\n".join(steps)
-
-
-class Installed:
-    """The machine with transferd installed as docs/operations.md says."""
-
-    def __init__(self, machine: Machine) -> None:
-        self.machine = machine
-        self.run = machine.run
-        # What this system has of transferd, since the machine's root is an overlay over it.
-        self.run("rm", "-rf", DROP_INS, "/etc/transferd", "/run/transferd", "/var/lib/transferd")
-        machine.put("/usr/lib/sysusers.d/engine.conf", 'u engine - "an engine"\nm engine transferd\nu stranger -\n')
-        self.install_command()
-        self.run("sh", "-ec", f"cd {PACKAGE}; {documented_steps()}")
-        self.configure()
-        self.drop_in("quick", QUICK)
-
-    def install_command(self, *environment: str) -> None:
-        """What a package would install: the entry point, with this interpreter and its packages."""
-        line = " ".join(["exec env", *PYTHON_ENVIRONMENT, *environment, self.machine.python, "-m transferd"])
-        self.machine.put("/usr/bin/transferd", f'#!/bin/sh\n{line} "$@"\n', 0o755)
-
-    def configure(self, **settings: str) -> None:
-        """The packaged configuration, smaller, with lines replaced: old=new of what is given."""
-        text = (SYSTEMD / "transferd.toml").read_text()
-        for old, new in SMALLER.items():
-            assert old in text
-            text = text.replace(old, new)
-        for section, lines in settings.items():
-            text = text.replace(f"[{section}]\n", f"[{section}]\n{lines}\n")
-        (self.machine.root / CONFIG.lstrip("/")).write_text(text)  # owner and mode stay as installed
-
-    def drop_in(self, name: str, text: str) -> None:
-        self.machine.put(f"{DROP_INS}/{name}.conf", text)
-        self.run("systemctl", "daemon-reload")
-
-    def remove_drop_in(self, name: str) -> None:
-        self.run("rm", "-f", f"{DROP_INS}/{name}.conf")
-        self.run("systemctl", "daemon-reload")
-
-    @contextlib.contextmanager
-    def with_backend(self, backend: str, code: str) -> Iterator[None]:
-        """A backend plugged in by module path, `module:Class`; the daemon is stopped at the end."""
-        module = backend.partition(":")[0]
-        self.machine.put(f"/opt/backend/{module}.py", code)
-        self.drop_in("backend", f"[Service]\nEnvironment=TRANSFERD_STORAGE__BACKEND={backend}\n")
-        self.install_command(f"PYTHONPATH=/opt/backend:{PACKAGE}:{SITE}")
-        try:
-            yield
-        finally:
-            self.stop()
-            self.remove_drop_in("backend")
-            self.install_command()
-
-    def show(self, name: str) -> str:
-        return self.run("systemctl", "show", "--value", "--property", name, UNIT).stdout.strip()
-
-    @property
-    def main_pid(self) -> int:
-        return int(self.show("MainPID"))
-
-    def start(self) -> None:
-        self.run("systemctl", "reset-failed", UNIT, check=False)
-        self.run("systemctl", "start", UNIT)
-
-    def stop(self) -> None:
-        self.run("systemctl", "stop", UNIT)
-
-    def kill(self, which: str) -> None:
-        self.run("systemctl", "kill", "--kill-who=main", f"--signal={which}", UNIT)
-
-    def ping(self, user: str = "engine", timeout: str = "10") -> bool:
-        return self.run("transferd", "ping", "--timeout", timeout, user=user, check=False).returncode == 0
-
-    def log(self) -> str:
-        """What the daemon has said since it was started last, to the last line."""
-        self.run("journalctl", "--sync")
-        invocation = f"_SYSTEMD_INVOCATION_ID={self.show('InvocationID')}"
-        return self.run("journalctl", "--no-pager", "--output=cat", invocation).stdout
-
-    def dumps(self, reason: str) -> list[Path]:
-        directory = self.machine.root / "var/lib/transferd/flight"
-        return sorted(directory.glob(f"flight-*-{reason}.jsonl")) if directory.exists() else []
-
-    def restarted(self, before: int) -> Callable[[], bool]:
-        """Active again, and another process."""
-        return lambda: self.show("ActiveState") == "active" and self.main_pid not in (0, before)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def possible() -> None:
-    if why_not := obstacle():
-        pytest.skip(why_not)
-
-
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
-    work = tmp_path_factory.mktemp("machine") / "work"
-    work.mkdir()
-    with Machine(work) as machine:
-        yield Installed(machine)
-
-
-@pytest.fixture
-def daemon(installed: Installed) -> Iterator[Installed]:
-    """Started, and stopped at the end."""
-    installed.start()
-    yield installed
-    installed.stop()
-    installed.configure()
-
-
-@pytest.fixture
-def watched(installed: Installed) -> Iterator[Installed]:
-    """Started with a watchdog that bites after two seconds. The others have the packaged one."""
-    installed.drop_in("watched", WATCHED)
-    installed.start()
-    yield installed
-    installed.stop()
-    installed.remove_drop_in("watched")
+from tests.systemd.installed import CONFIG, SYSTEMD, UNIT, WATCHED, Installed
+from tests.systemd.machine import PACKAGE, ROOT, wait_for
 
 
 def test_start_returns_when_the_daemon_serves_and_status_says_what_it_does(daemon: Installed) -> None:
@@ -169,16 +28,9 @@ def test_start_returns_when_the_daemon_serves_and_status_says_what_it_does(daemo
 
 
 def test_the_status_follows_the_daemon(watched: Installed) -> None:
-    command = watched.machine.inside(
-        watched.machine.python, f"{PACKAGE}/tests/systemd/engine.py", "drain", user="engine"
-    )
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as engine:
-        assert engine.stdout is not None
-        assert json.loads(engine.stdout.readline()) == {"drained": True}
-        wait_for(lambda: watched.show("StatusText") == "not serving: draining", "another status")
-        assert watched.show("ActiveState") == "active"
-        engine.communicate("")
-    wait_for(lambda: watched.show("StatusText").startswith("serving"), "the drain ends with its client")
+    watched.run(watched.machine.python, f"{PACKAGE}/tests/systemd/engine.py", "drain", user="engine")
+    wait_for(lambda: watched.show("StatusText") == "not serving: draining", "another status")
+    assert watched.show("ActiveState") == "active"
 
 
 def test_it_is_not_ready_while_storage_opens(installed: Installed) -> None:
@@ -324,19 +176,37 @@ def test_reload_takes_over_what_may_change_and_refuses_a_bad_file(daemon: Instal
     daemon.run("systemctl", "reload", UNIT)
     wait_for(lambda: "reload refused" in daemon.log(), "the refusal")
     assert "log.level" in daemon.log()
+    assert daemon.show("StatusText").startswith("reload refused: log.level: ")
     assert (daemon.show("ActiveState"), daemon.main_pid) == ("active", pid)
     assert daemon.ping()
+    daemon.run("sed", "-i", 's/level = "loud"/level = "info"/; s/lane_depth = .*//', CONFIG)
+    daemon.run("sed", "-i", r"s/^\[server\]/[server]\nlane_depth = 3/", CONFIG)
+    daemon.run("systemctl", "reload", UNIT)
+    wait_for(lambda: "server.lane_depth" in daemon.show("StatusText"), "what needs a restart")
+    assert '"needs_restart": ["server.lane_depth"]' in daemon.log()
+    daemon.configure()
+    daemon.run("systemctl", "reload", UNIT)
+    wait_for(lambda: daemon.show("StatusText").startswith("serving"), "the old file again")
+
+
+def test_a_client_of_the_socket_can_neither_read_nor_write_the_store(daemon: Installed) -> None:
+    done = daemon.engine("roundtrip")
+    assert json.loads(done.stdout)["ok"] is True
+    blocks = daemon.machine.root / "var/lib/transferd/blocks"
+    assert [oct(p.stat().st_mode & 0o777) for p in (blocks, *blocks.rglob("*")) if p.is_dir()].count("0o700") >= 3
+    assert not [path for path in blocks.rglob("*") if path.is_dir() and path.stat().st_mode & 0o077]
+    touched = daemon.run("touch", "/var/lib/transferd/blocks/objects/evil", user="engine", check=False)
+    assert touched.returncode != 0
 
 
 def test_a_bad_configuration_fails_the_start_with_its_one_line_in_the_journal(installed: Installed) -> None:
     installed.configure(cache="rank = 3")
-    installed.drop_in("once", "[Service]\nRestart=no\n")
     try:
         assert installed.run("systemctl", "start", UNIT, check=False).returncode != 0
         assert installed.show("ExecMainStatus") == "2"
         assert "cache.rank: unknown key (3)" in installed.log()
+        assert (installed.show("ActiveState"), installed.show("NRestarts")) == ("failed", "0"), "it is not tried again"
     finally:
-        installed.remove_drop_in("once")
         installed.configure()
 
 

@@ -70,9 +70,9 @@ class Coordinator(Protocol):
     async def match(self, keys: list[str]) -> int: ...
     async def match_tokens(self, path: TokenIds, start: int) -> int: ...
     def locate(self, path: TokenIds) -> dict[str, dict[str, int]]: ...
-    async def pause(self, client: bytes, holder: str) -> None: ...
-    def resume(self, holder: str) -> object: ...
-    async def drain(self, client: bytes, holder: str) -> None: ...
+    async def pause(self) -> None: ...
+    def resume(self) -> object: ...
+    async def drain(self) -> None: ...
     def set_generation(self, generation: str) -> object: ...
     def client_gone(self, client: bytes) -> None: ...
     def stats(self) -> dict[str, Any]: ...
@@ -136,9 +136,9 @@ class Server:
             wire.Cancel: lambda peer, seq, m: self._value(peer, seq, self._coordinator.cancel(m.task_id)),
             wire.Match: self._match,
             wire.Locate: lambda peer, seq, m: self._value(peer, seq, self._coordinator.locate(m.token_ids)),
-            wire.Pause: lambda peer, seq, m: self._later(peer, seq, self._coordinator.pause(peer, _holder(peer, m))),
-            wire.Resume: lambda peer, seq, m: self._value(peer, seq, self._coordinator.resume(_holder(peer, m))),
-            wire.Drain: lambda peer, seq, m: self._later(peer, seq, self._coordinator.drain(peer, _holder(peer, m))),
+            wire.Pause: lambda peer, seq, _: self._later(peer, seq, self._coordinator.pause()),
+            wire.Resume: lambda peer, seq, _: self._value(peer, seq, self._coordinator.resume()),
+            wire.Drain: lambda peer, seq, _: self._later(peer, seq, self._coordinator.drain()),
             wire.SetGeneration: lambda peer, seq, m: self._value(
                 peer, seq, self._coordinator.set_generation(m.generation)
             ),
@@ -223,6 +223,7 @@ class Server:
         if isinstance(body, wire.Bye) or self._looks.take(self._clock.monotonic()):
             return True
         self._rejects["too_often"] += 1
+        self._warn(peer, "too_often")
         self._refused(peer, seq, TransferError("observers have asked too often; try again later", code="too_often"))
         return False
 
@@ -230,6 +231,8 @@ class Server:
         """A task that could not be read is rejected like any other; anything else is refused."""
         self._rejects[error.reason] += 1
         self._recorder.aside(error.task_id or "", "bad message", error.reason, peer)
+        if error.reason != wire.STALE_SESSION:  # what a good client runs into when its connection broke
+            self._warn(peer, error.reason)
         info = ErrorInfo(error.reason, str(error))
         if error.task_id is None:
             self._send(peer, error.seq, wire.Refused(info, permanent=error.reason != wire.STALE_SESSION))
@@ -242,6 +245,9 @@ class Server:
             boot_id=self._coordinator.boot_id,
         )
         self._send(peer, error.seq, wire.Result(result))
+
+    def _warn(self, peer: bytes, reason: str) -> None:
+        log.warning("request refused", reason=reason, client=peer.hex(), peer=self._transport.describe(peer))
 
     def _hello(self, peer: bytes, seq: int, _: wire.Hello) -> None:
         core, cache = self._coordinator, self._coordinator.cache
@@ -371,8 +377,3 @@ class Server:
                 self._forget(peer)
         if self._clients:
             self._look_later()
-
-
-def _holder(peer: bytes, body: wire.Pause | wire.Resume | wire.Drain) -> str:
-    """Whose pause it is: a client's own name for itself outlives its connection, a connection's name does not."""
-    return body.holder or peer.hex()

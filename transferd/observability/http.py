@@ -1,22 +1,35 @@
 """A small HTTP/1.1 server for reports: GET and HEAD of a few fixed paths, one request a connection.
 
-Parsing is h11's. Everything is bounded: connections, header bytes, and the time a request may take.
+Parsing is h11's. Everything is bounded: connections, header bytes, and the time a connection may take. A connection
+that says nothing must not keep a probe out, so when all places are taken the oldest one that has sent no whole
+request goes, not the newest: whoever asks is answered, however many are silent. A request is answered as soon as its
+last byte is read, because routes never wait.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import http
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import h11
+import structlog
 
 from transferd.errors import ConfigError
 
-MAX_CONNECTIONS = 64
+log = structlog.get_logger(__name__)
+
+# More than the kernel's queue hands over at once, so that a request that came with a crowd is read before it is the
+# oldest; and few enough to cost clients of the daemon no descriptor (runtime/descriptors.py).
+MAX_CONNECTIONS = 512
+BACKLOG = 256
 MAX_HEADER_BYTES = 16 * 1024
+PIECE_BYTES = 4096  # h11 bounds a header that is not complete: it must see one grow
 REQUEST_TIMEOUT_S = 5.0
+LINGER_S = 1.0  # how long an answered client may take to close; what it still sends is thrown away
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,29 +39,36 @@ class Page:
     body: bytes
     content_type: str = "text/plain; charset=utf-8"
     status: int = 200
+    headers: tuple[tuple[str, str], ...] = ()
 
 
 Route = Callable[[], Page]
 
 
 class HttpServer:
-    """Serves `routes` on host:port. `port` is the real one after `start`, also for port 0."""
+    """Serves `routes` on host:port. `port` is the real one after `start`, also for port 0.
 
-    def __init__(self, listen: str, routes: Mapping[str, Route]) -> None:
+    refused: requests and connections that were refused since the start, by reason.
+    """
+
+    def __init__(self, listen: str, routes: Mapping[str, Route], *, max_connections: int = MAX_CONNECTIONS) -> None:
         self._listen = listen
         self._routes = dict(routes)
+        self._max_connections = max_connections
         self._server: asyncio.Server | None = None
-        self._connections: set[asyncio.Task[None]] = set()
+        self._connections: dict[_Connection, None] = {}  # oldest first
+        self.refused = Counter[str](http_bad_request=0, http_too_large=0, http_silent=0, http_crowded_out=0)
         self.port = 0
 
     async def start(self) -> None:
         """Listen. Raises ConfigError."""
         host, _, port = self._listen.rpartition(":")
+        loop = asyncio.get_running_loop()
         try:
-            self._server = await asyncio.start_server(
-                self._connected, host.strip("[]"), int(port), limit=MAX_HEADER_BYTES
+            self._server = await loop.create_server(
+                lambda: _Connection(self), host.strip("[]"), int(port), backlog=BACKLOG
             )
-        except (OSError, OverflowError) as error:
+        except (OSError, OverflowError, UnicodeError) as error:
             problem = getattr(error, "strerror", None) or str(error)
             raise ConfigError("metrics.listen", f"cannot be bound: {problem}", self._listen) from error
         self.port = self._server.sockets[0].getsockname()[1]
@@ -57,54 +77,29 @@ class HttpServer:
         if self._server is None:
             return
         self._server.close()
-        for connection in self._connections:
-            connection.cancel()
-        if self._connections:
-            await asyncio.wait(self._connections)
+        for connection in list(self._connections):
+            connection.drop()
         await self._server.wait_closed()
         self._server = None
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._connections.add(task)
-        try:
-            if len(self._connections) <= MAX_CONNECTIONS:
-                async with asyncio.timeout(REQUEST_TIMEOUT_S):
-                    await self._serve(reader, writer)
-        except (TimeoutError, ConnectionError, asyncio.CancelledError):
-            pass  # a client that dawdles or leaves, or we are closing
-        finally:
-            self._connections.discard(task)
-            writer.close()
-            with contextlib.suppress(ConnectionError, asyncio.CancelledError):
-                await writer.wait_closed()
+    def opened(self, connection: _Connection) -> None:
+        """Take a connection in, and let the oldest one go that has no answer to come when there are too many."""
+        self._connections[connection] = None
+        if len(self._connections) > self._max_connections:
+            oldest = next(iter(self._connections))
+            oldest.drop("http_crowded_out")
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEADER_BYTES)
-        head = False
-        try:
-            request = await _request(connection, reader)
-            if request is None:
-                return
-            head = request.method == b"HEAD"
-            page = self._answer(request)
-        except h11.RemoteProtocolError as error:
-            page = Page(f"{error}\n".encode(), status=error.error_status_hint)
-        headers = [
-            ("content-type", page.content_type),
-            ("content-length", str(len(page.body))),
-            ("connection", "close"),
-            ("cache-control", "no-store"),
-        ]
-        writer.write(connection.send(h11.Response(status_code=page.status, headers=headers)) or b"")
-        if not head:
-            writer.write(page.body)
-        await writer.drain()
+    def closed(self, connection: _Connection) -> None:
+        self._connections.pop(connection, None)
 
-    def _answer(self, request: h11.Request) -> Page:
+    def refuse(self, reason: str, peer: str, problem: str) -> None:
+        self.refused[reason] += 1
+        log.warning("http request refused", reason=reason, peer=peer, problem=problem)
+
+    def answer(self, request: h11.Request) -> Page:
+        """The page for a request; never raises for what a client asks."""
         if request.method not in (b"GET", b"HEAD"):
-            return Page(b"only GET and HEAD\n", status=405)
+            return Page(b"only GET and HEAD\n", status=405, headers=(("allow", "GET, HEAD"),))
         path = request.target.partition(b"?")[0].decode("ascii", "replace")
         route = self._routes.get(path)
         if route is None:
@@ -112,12 +107,77 @@ class HttpServer:
         return route()
 
 
-async def _request(connection: h11.Connection, reader: asyncio.StreamReader) -> h11.Request | None:
-    while True:
-        event = connection.next_event()
-        if event is h11.NEED_DATA:
-            connection.receive_data(await reader.read(4096))
-        elif isinstance(event, h11.Request):
-            return event
-        else:  # the client closed without a request
-            return None
+class _Connection(asyncio.Protocol):
+    """One connection, from its first byte to its end."""
+
+    def __init__(self, server: HttpServer) -> None:
+        self._server = server
+        self._http: h11.Connection | None = None  # made with the first byte: the silent ones cost little
+        self._transport: asyncio.Transport | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._answered = False
+        self._peer = ""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is one in all but name
+        host, port = (self._transport.get_extra_info("peername") or ("", 0))[:2]
+        self._peer = f"{host}:{port}"
+        self._end_after(REQUEST_TIMEOUT_S)
+        self._server.opened(self)
+
+    def data_received(self, data: bytes) -> None:
+        if self._answered:
+            return
+        if self._http is None:
+            self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEADER_BYTES)
+        try:
+            for start in range(0, len(data), PIECE_BYTES):
+                self._http.receive_data(data[start : start + PIECE_BYTES])
+                event = self._http.next_event()
+                if isinstance(event, h11.Request):
+                    self._answer(self._http, self._server.answer(event), head=event.method == b"HEAD")
+                    return
+        except h11.RemoteProtocolError as error:
+            reason = "http_too_large" if error.error_status_hint == 431 else "http_bad_request"
+            status = http.HTTPStatus(error.error_status_hint)
+            self._server.refuse(reason, self._peer, status.phrase)
+            self._answer(self._http, Page(f"{status.phrase}\n".encode(), status=status), head=False)
+
+    def _answer(self, connection: h11.Connection, page: Page, *, head: bool) -> None:
+        headers = [
+            ("content-type", page.content_type),
+            ("content-length", str(len(page.body))),
+            ("connection", "close"),
+            ("cache-control", "no-store"),
+            *page.headers,
+        ]
+        reason = http.HTTPStatus(page.status).phrase.encode()
+        assert self._transport is not None
+        self._answered = True
+        start = connection.send(h11.Response(status_code=page.status, headers=headers, reason=reason)) or b""
+        self._transport.write(start if head else start + page.body)
+        # Closing now would reset the connection while the client still sends, and the answer would be lost with it.
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+        self._end_after(LINGER_S)
+
+    def eof_received(self) -> bool:
+        return False  # close it
+
+    def connection_lost(self, _: Exception | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._server.closed(self)
+
+    def _end_after(self, seconds: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(seconds, self.drop, "http_silent")
+
+    def drop(self, reason: str = "") -> None:
+        """End it now. reason: why, if that is a refusal; one that was answered has nothing to complain of."""
+        assert self._transport is not None
+        if reason and not self._answered:
+            self._server.refuse(reason, self._peer, "sent no whole request")
+        self._server.closed(self)
+        self._transport.abort()

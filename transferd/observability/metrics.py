@@ -12,7 +12,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 
-from transferd.observability.http import HttpServer, Page
+from transferd.observability.http import MAX_CONNECTIONS, HttpServer, Page
+from transferd.runtime.descriptors import spare
 from transferd.tasks import Lane, Task, TaskResult
 
 LATENCY_BUCKETS_S = (
@@ -105,6 +106,7 @@ class _StatsCollector:
         yield _gauge("transferd_barrier_ranks_owing", "Arrivals still owed to rounds that have ended", barrier["owing"])
         for key, name, text in _BARRIER_COUNTS:
             yield _counter(f"transferd_barrier_{name}", text, [], {"": barrier[key]})
+        yield _counter("transferd_refused", "Connections and HTTP requests refused", ["reason"], stats["refused"])
         yield _gauge("transferd_clients", "Clients connected", stats["server"]["clients"])
         yield _counter("transferd_clients_lost", "Clients that fell silent", [], {"": stats["server"]["clients_lost"]})
         yield _counter("transferd_messages", "Messages received", [], {"": stats["server"]["messages"]})
@@ -205,7 +207,11 @@ class Reports:
             "/readyz": self._readyz,
             "/status": self._status,
         }
-        self.http = HttpServer(listen, routes) if listen else None
+        self.http = HttpServer(listen, routes, max_connections=spare(MAX_CONNECTIONS)) if listen else None
+
+    def refused(self) -> dict[str, int]:
+        """HTTP requests and connections that were refused, by reason."""
+        return {} if self.http is None else dict(self.http.refused)
 
     async def start(self) -> None:
         """Raises ConfigError when the address cannot be had."""

@@ -16,7 +16,7 @@ import sys
 from transferd.errors import ConfigError
 
 LEAST = 512  # a daemon that starts with fewer could not promise to live
-OTHERS = 512  # descriptors that are not clients' connections: files, a pool's sockets, libraries
+OTHERS = 1024  # descriptors that are not clients' connections: files, HTTP, a pool's sockets, libraries
 
 
 def raise_limit() -> int:
@@ -64,3 +64,9 @@ def never_waiting(fd: int) -> int:
         with contextlib.suppress(OSError):
             return os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     return fd
+
+
+def spare(wanted: int) -> int:
+    """How many of `wanted` connections besides the clients' there may be: an eighth of a low limit."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return wanted if limit == resource.RLIM_INFINITY else min(wanted, limit // 8)

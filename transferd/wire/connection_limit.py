@@ -1,10 +1,15 @@
-"""Bounds the connections of a listening socket: one too many is shown the door as soon as it is accepted.
+"""Watches the connections of a listening socket: ends one too many, and tells of each that never became one.
 
 libzmq accepts whoever comes, and each connection costs memory and a descriptor. It tells of each one
 through the socket's monitor, with the descriptor's number. A thread of its own listens to that, because
 what matters is to be quicker than a crowd, also while the event loop has other work. It ends a connection
 by shutdown(2): libzmq reads the end of it and closes it like any other. A client that is turned away
 connects again by itself, ever more slowly, and gets in when there is room.
+
+The monitor also tells of every handshake that failed: no key or a wrong one, a replayed one, bytes that are no
+ZeroMQ, silence. That event does not say whose it was, but the end of the same connection follows it, with its
+descriptor, and who came with a descriptor was noted when it was accepted. (A key or a user that is not known
+fails in zap.py, which tells of it itself.)
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import os
 import socket as sockets
 import struct
 import threading
+from collections import Counter
 
 import structlog
 import zmq
@@ -22,6 +28,16 @@ import zmq
 log = structlog.get_logger(__name__)
 
 _EVENT = struct.Struct("=Hi")  # libzmq's monitor frame: event, value
+_HANDSHAKE_FAILED = (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+_WATCHED = (
+    zmq.EVENT_LISTENING
+    | zmq.EVENT_ACCEPTED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_MONITOR_STOPPED
+)
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _numbers = itertools.count()
 
 
@@ -32,12 +48,14 @@ class Doorman:
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], first_refused: int) -> None:
-        self.refused = 0
+        self.refused = Counter[str](too_many_connections=0, handshake_failed=0)
+        self._peers: dict[int, str] = {}  # descriptor -> who; what we ended ourselves is not in it
+        self._failed = False  # the next connection that ends has failed in its handshake
         self._first_refused = first_refused
         self._socket = socket
         self._listening: set[object] = set()
         address = f"inproc://transferd.doorman.{next(_numbers)}"
-        socket.monitor(address, zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_MONITOR_STOPPED)
+        socket.monitor(address, _WATCHED)
         self._events: zmq.Socket[bytes] = context.socket(zmq.PAIR)
         self._events.connect(address)
         self._thread = threading.Thread(target=self._watch, name="transferd-doorman", daemon=True)
@@ -56,21 +74,61 @@ class Doorman:
                 event, descriptor = _EVENT.unpack(frame)
                 if event == zmq.EVENT_MONITOR_STOPPED:
                     return
-                with contextlib.suppress(OSError), sockets.socket(fileno=os.dup(descriptor)) as there:
-                    if event == zmq.EVENT_LISTENING:
-                        self._listening.add(_name(there))
-                    elif descriptor >= self._first_refused:
-                        self._refuse(there, descriptor)
+                if event in _HANDSHAKE_FAILED:
+                    self._failed = True
+                elif event == zmq.EVENT_DISCONNECTED:
+                    self._ended(descriptor)
+                else:
+                    with contextlib.suppress(OSError), sockets.socket(fileno=os.dup(descriptor)) as there:
+                        self._begun(there, descriptor, listens=event == zmq.EVENT_LISTENING)
 
-    def _refuse(self, connection: sockets.socket, descriptor: int) -> None:
-        # It may have been closed meanwhile, and its number be another's: only clients' connections are shut down.
+    def _begun(self, there: sockets.socket, descriptor: int, *, listens: bool) -> None:
+        if listens:
+            self._listening.add(_name(there))
+        elif descriptor >= self._first_refused:
+            self._refuse(there)
+        else:
+            self._peers[descriptor] = _peer(there)
+
+    def _ended(self, descriptor: int) -> None:
+        peer, failed, self._failed = self._peers.pop(descriptor, ""), self._failed, False
+        if failed and peer:
+            self._refused("handshake_failed", peer)
+
+    def _refuse(self, connection: sockets.socket) -> None:
+        if self._is_client(connection):
+            peer = _peer(connection)
+            connection.shutdown(sockets.SHUT_RDWR)
+            self._refused("too_many_connections", peer)
+
+    def _refused(self, reason: str, peer: str) -> None:
+        self.refused[reason] += 1
+        log.warning("connection refused", reason=reason, peer=peer)
+
+    def _is_client(self, connection: sockets.socket) -> bool:
+        """It may have been closed meanwhile, and its number be another's: only clients' connections are shut down."""
         is_listener = connection.getsockopt(sockets.SOL_SOCKET, sockets.SO_ACCEPTCONN)
-        if is_listener or _name(connection) not in self._listening:
-            return
-        connection.shutdown(sockets.SHUT_RDWR)
-        self.refused += 1
-        if self.refused & (self.refused - 1) == 0:  # 1, 2, 4, 8 …: a crowd must not fill the log, too
-            log.warning("too many connections: refused", refused=self.refused, descriptor=descriptor)
+        return not is_listener and _name(connection) in self._listening
+
+    def end_tcp(self) -> int:
+        """End every connection that came by tcp; returns how many. Clients connect again by themselves. Thread-safe."""
+        ended = 0
+        for descriptor in list(self._peers):
+            with contextlib.suppress(OSError), sockets.socket(fileno=os.dup(descriptor)) as there:
+                if there.family != sockets.AF_UNIX and self._is_client(there):
+                    there.shutdown(sockets.SHUT_RDWR)
+                    ended += 1
+        return ended
+
+
+def _peer(connection: sockets.socket) -> str:
+    """Who is at the other end, for a log."""
+    if connection.family == sockets.AF_UNIX:
+        credentials = connection.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, _CREDENTIALS.size)
+        pid, uid, _gid = _CREDENTIALS.unpack(credentials)
+        return f"uid {uid}, pid {pid}"
+    host, port = connection.getpeername()[:2]
+    return f"{host}:{port}"
 
 
 def _name(socket: sockets.socket) -> object:

@@ -1,12 +1,8 @@
 """Who is at the other end of a unix socket, as the kernel says it (SO_PEERCRED), and who may be.
 
-Two ways to use what the kernel knows, both libzmq's own and both tested with real other users:
-
-* ZMQ_IPC_FILTER_UID on a listening socket: a connection of a uid that is not in the list is closed
-  before a byte is read. The option is old and missing from libzmq's manual, so `admit_only` fails where
-  a build does not know it, rather than leave the door open.
-* the property "Peer-Address" of every message that came in by ipc, `…:uid:gid:pid`: that tells peers of
-  one socket apart (`peer_uid`).
+libzmq passes it on in two places, each tested with real other users: in the question that it asks before it admits
+a connection (zap.py), and in the property "Peer-Address" of every message that came in by ipc. Both have one form,
+`…:uid:gid:pid`; for tcp it is the address alone.
 
 The kernel translates a uid into the user namespace of whoever asks: one that has no name there appears
 as 65534, "nobody". A list of uids means nothing then, so `resolve_uids` refuses it (systemd's
@@ -53,23 +49,24 @@ def resolve_group(key: str, group: str) -> int:
         raise ConfigError(key, "there is no such group", group) from None
 
 
-def admit_only(key: str, socket: zmq.Socket[bytes], uids: frozenset[int]) -> None:
-    """Close connections of all other uids to what `socket` binds from now on. No uids: everybody may connect."""
-    for uid in sorted(uids):
-        try:
-            socket.setsockopt(zmq.IPC_FILTER_UID, uid)
-        except (zmq.ZMQError, AttributeError) as error:
-            raise ConfigError(key, f"this libzmq cannot tell who connects: {error}") from error
-
-
-def peer_uid(message: zmq.Frame) -> int | None:
-    """The uid of the process that connected; None where the kernel did not say."""
+def peer_address(message: zmq.Frame) -> str:
+    """Where a message came from, in libzmq's form; "" where it does not say."""
     try:
-        address = message.get("Peer-Address")
+        return str(message.get("Peer-Address"))
     except zmq.ZMQError:
-        return None
-    parts = str(address).rsplit(":", 3)
+        return ""
+
+
+def uid_of(address: str) -> int | None:
+    """The uid of the process that connected; None where the kernel did not say."""
+    parts = address.rsplit(":", 3)
     return int(parts[1]) if len(parts) == 4 and parts[1].isdigit() else None
+
+
+def peer_text(address: str) -> str:
+    """The same for a log: user and process on this machine, else the network address."""
+    parts = address.rsplit(":", 3)
+    return f"uid {parts[1]}, pid {parts[3]}" if uid_of(address) is not None else address
 
 
 def _uid(key: str, user: int | str) -> int:

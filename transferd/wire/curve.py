@@ -1,16 +1,15 @@
 """CURVE for tcp:// beyond loopback: keys from files, and who may connect.
 
 Two answers to "who are you": a server alone proves itself by its key pair, and any client that knows
-the server's public key may connect; with a directory of client keys, only those may. The second needs
-an answer to libzmq's ZAP question (RFC 27) before each connection: `KeyGate` gives it on the event
-loop, from a set read once, without pyzmq's authentication thread.
+the server's public key may connect; with a directory of client keys, only those may (zap.py asks for them).
 
-Keys are ZeroMQ's Z85 text, 40 characters, one key a file.
+Keys are ZeroMQ's Z85 text, 40 characters, one key a file. A secret key that every user can read is refused, and so
+is a directory to which every user can add a key.
 """
 
 from __future__ import annotations
 
-import asyncio
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,9 +18,7 @@ from zmq.utils import z85
 
 from transferd.config import CurveSection
 from transferd.errors import ConfigError
-
-_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
-_ZAP_DOMAIN = b"transferd"
+from transferd.wire.zap import KEYS
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,25 +31,20 @@ class ServerCurve:
     @classmethod
     def load(cls, section: CurveSection) -> ServerCurve:
         """Read the keys that `[server.curve]` names. Raises ConfigError."""
-        secret = _read_key("server.curve.secret_key_file", Path(section.secret_key_file))
+        name, path = "server.curve.secret_key_file", Path(section.secret_key_file)
+        secret = _read_key(name, path)
+        mode = stat.S_IMODE(path.stat().st_mode)
+        if mode & 0o007:
+            raise ConfigError(name, f"can be read by every user (mode {mode:04o}); run chmod 640 on it", str(path))
         if not section.client_keys_dir:
             return cls(secret)
-        name = "server.curve.client_keys_dir"
-        try:
-            files = sorted(path for path in Path(section.client_keys_dir).iterdir() if path.is_file())
-        except OSError as error:
-            raise ConfigError(name, f"cannot be read: {error.strerror}", section.client_keys_dir) from error
-        return cls(secret, frozenset(_read_key(name, path) for path in files))
+        return cls(secret, client_keys(section.client_keys_dir))
 
     def apply(self, socket: zmq.Socket[bytes]) -> None:
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret_key)
         if self.allowed is not None:
-            socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
-
-    def open_gate(self, context: zmq.Context[zmq.Socket[bytes]]) -> KeyGate | None:
-        """What lets only `allowed` in; None where everybody may. The caller closes it."""
-        return None if self.allowed is None else KeyGate(context, self.allowed)
+            socket.setsockopt(zmq.ZAP_DOMAIN, KEYS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,43 +61,16 @@ class ClientCurve:
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret_key)
 
 
-class KeyGate:
-    """Answers libzmq's ZAP questions for one context. Must be open before the server socket binds."""
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], allowed: frozenset[bytes]) -> None:
-        self.refused = 0
-        self._allowed = allowed
-        self._socket = context.socket(zmq.REP)
-        self._socket.setsockopt(zmq.LINGER, 0)  # an answer is of no use once the context goes
-        self._socket.bind(_ZAP_ENDPOINT)
-        self._loop = asyncio.get_running_loop()
-        self._fd = self._number(zmq.FD)
-        self._loop.add_reader(self._fd, self._answer_all)
-
-    def _answer_all(self) -> None:
-        # A REP socket alternates strictly, so this ends when no question waits.
-        while self._number(zmq.EVENTS) & zmq.POLLIN:
-            self._socket.send_multipart(self._answer(self._socket.recv_multipart(zmq.DONTWAIT)))
-
-    def _answer(self, question: list[bytes]) -> list[bytes]:
-        """Version, request id, domain, address, identity, mechanism, credentials → version, id, verdict."""
-        good = len(question) == 7 and question[2] == _ZAP_DOMAIN and question[5] == b"CURVE"
-        if good and z85.encode(question[6]) in self._allowed:
-            return [b"1.0", question[1], b"200", b"OK", b"", b""]
-        self.refused += 1
-        return [b"1.0", question[1] if len(question) > 1 else b"", b"400", b"this key is not known here", b"", b""]
-
-    def _number(self, option: int) -> int:
-        value = self._socket.getsockopt(option)
-        assert isinstance(value, int)
-        return value
-
-    def close(self) -> None:
-        """Idempotent."""
-        if self._socket.closed:
-            return
-        self._loop.remove_reader(self._fd)
-        self._socket.close()
+def client_keys(directory: str) -> frozenset[bytes]:
+    """The public keys (Z85) in a directory, one a file. Raises ConfigError."""
+    name, path = "server.curve.client_keys_dir", Path(directory)
+    try:
+        if path.stat().st_mode & 0o002:
+            raise ConfigError(name, "can be written by every user; run chmod o-w on it", directory)
+        files = sorted(file for file in path.iterdir() if file.is_file())
+    except OSError as error:
+        raise ConfigError(name, f"cannot be read: {error.strerror}", directory) from error
+    return frozenset(_read_key(name, file) for file in files)
 
 
 def _read_key(name: str, path: Path) -> bytes:

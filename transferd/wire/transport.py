@@ -19,6 +19,7 @@ after sends from elsewhere one check is scheduled for all of them.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -26,15 +27,21 @@ import zmq
 
 from transferd.config import ServerSection
 from transferd.errors import Closed, ConfigError
-from transferd.wire.credentials import admit_only, peer_uid, resolve_group, resolve_uids
-from transferd.wire.curve import ClientCurve, KeyGate, ServerCurve
+from transferd.wire.credentials import resolve_group, resolve_uids
+from transferd.wire.curve import ClientCurve, ServerCurve, client_keys
 from transferd.wire.endpoint import Claim
+from transferd.wire.frames import number_of, one_frame
+from transferd.wire.peers import LIBZMQ_NAMED, OBSERVER_BY_ENDPOINT, Peers
+from transferd.wire.zap import ConnectionGate
 
 if TYPE_CHECKING:
     from transferd.wire.connection_limit import Doorman
 
 # A plain int: combining two flags of the enum at every send costs more than the frame.
 _MORE = int(zmq.SNDMORE | zmq.DONTWAIT)
+# What the gate is asked with for each socket's unix endpoints (tcp has zap.KEYS).
+_EVERYBODY, _OBSERVERS = b"endpoint", b"observer_endpoint"
+REFUSALS = ("unknown_key", "unknown_user", "handshake_failed", "too_many_connections")
 DRAIN_LIMIT = 64  # messages per wake-up: about a millisecond of work before timers are looked at again
 
 ServerMessage = Callable[[bytes, bytes], None]
@@ -62,6 +69,18 @@ class ServerTransport(Protocol):
 
     def observes(self, peer: bytes) -> bool:
         """This peer may look and nothing else: it came in by the observers' endpoint, or its uid says so."""
+        ...
+
+    def describe(self, peer: bytes) -> str:
+        """Where this peer comes from, for a log; "" where that is not known."""
+        ...
+
+    def refused(self) -> dict[str, int]:
+        """Connections that were refused since the start, by reason."""
+        ...
+
+    def read_keys(self) -> tuple[int, int]:
+        """Read the keys of permitted clients again; how many are new, and how many were revoked. Raises ConfigError."""
         ...
 
     def close(self) -> None: ...
@@ -100,7 +119,7 @@ class Channel:
         self._loop = asyncio.get_running_loop()
         self._reading = False
         self._check_scheduled = False
-        self._fd = _number(socket, zmq.FD)
+        self._fd = number_of(socket, zmq.FD)
         self._loop.add_reader(self._fd, self._wake)
         self._check_soon()  # what arrived before anybody watched makes no new edge
 
@@ -143,10 +162,10 @@ class Channel:
         # A failing receive costs four times what asking EVENTS does. So a lone message, the usual case,
         # is taken between two questions, and only a burst is read until a receive fails.
         socket = self.socket
-        if not _number(socket, zmq.EVENTS) & zmq.POLLIN:
+        if not number_of(socket, zmq.EVENTS) & zmq.POLLIN:
             return True
         self._receive(socket)
-        if socket.closed or not _number(socket, zmq.EVENTS) & zmq.POLLIN:
+        if socket.closed or not number_of(socket, zmq.EVENTS) & zmq.POLLIN:
             return True
         try:
             for _ in range(DRAIN_LIMIT):
@@ -158,11 +177,6 @@ class Channel:
         return False
 
 
-# First byte of a peer's name. libzmq's own names begin with 0; the others are marked, and the mark is the
-# transport's: a client that chooses its own name chooses what comes after it.
-_LIBZMQ_NAMED, _SELF_NAMED, _LOOKER, _BY_OBSERVERS_DOOR = b"\0", b"c", b"l", b"o"
-
-
 def _is_tcp(endpoint: str) -> bool:
     return endpoint.startswith("tcp://")
 
@@ -170,10 +184,7 @@ def _is_tcp(endpoint: str) -> bool:
 class ZmqServerTransport:
     """ServerTransport on ROUTER sockets: one bound to every endpoint, and one for observers if they have their own.
 
-    Observers are told apart by the first byte of the name that a peer has with the server. On the socket
-    for all it comes from the uid that the kernel names for every message, so there is nothing to remember
-    about a peer, and nothing it can say about itself. Where no observers are configured, names are
-    libzmq's, unmarked.
+    Who may connect is zap.py's, who the peers are is peers.py's.
     """
 
     SEND_HWM = 16384  # answers that may wait for one peer: a full queue's, accepted and answered, and some
@@ -183,11 +194,11 @@ class ZmqServerTransport:
     def __init__(self, config: ServerSection) -> None:
         self._config = config
         self._marked = bool(config.observer_uids or config.observer_endpoint)
-        self._lookers: frozenset[int] = frozenset()
+        self._peers = Peers(marked=self._marked)
         self._channel: Channel | None = None
         self._observers: Channel | None = None
         self.observer_endpoint = config.observer_endpoint
-        self._gate: KeyGate | None = None
+        self._gate: ConnectionGate | None = None
         self._doormen: list[Doorman] = []
         self._claims: list[Claim] = []
         self._endpoints: list[str] = list(config.endpoints)
@@ -202,20 +213,22 @@ class ZmqServerTransport:
         curve = ServerCurve.load(config.curve) if config.curve is not None else None
         allowed = resolve_uids("server.allowed_uids", config.allowed_uids)
         looking = resolve_uids("server.observer_uids", config.observer_uids)
-        self._lookers = looking - allowed
+        self._peers = Peers(marked=self._marked, lookers=looking - allowed)
         group = resolve_group("server.socket_group", config.socket_group)
         observer_group = resolve_group("server.observer_group", config.observer_group)
+        uids = {_EVERYBODY: allowed and allowed | looking, _OBSERVERS: looking and allowed | looking}
+        keys = curve.allowed if curve is not None else None
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         everybody = context.socket(zmq.ROUTER)
         observers = context.socket(zmq.ROUTER) if config.observer_endpoint else None
         try:
-            if curve is not None:
-                self._gate = curve.open_gate(context)
-            self._prepare(everybody, "allowed_uids", allowed and allowed | looking)
+            if keys is not None or any(uids.values()):
+                self._gate = ConnectionGate(context, uids, keys or frozenset())
+            self._prepare(everybody, _EVERYBODY if uids[_EVERYBODY] else b"")
             mode = int(config.socket_mode, 8)
             self._endpoints = self._bind_all(everybody, "endpoint", config.endpoints, curve, mode, group)
             if observers is not None:
-                self._prepare(observers, "observer_uids", looking and allowed | looking)
+                self._prepare(observers, _OBSERVERS if uids[_OBSERVERS] else b"")
                 mode, endpoints = int(config.observer_mode, 8), [config.observer_endpoint]
                 bound = self._bind_all(observers, "observer_endpoint", endpoints, curve, mode, observer_group)
                 self.observer_endpoint = bound[0]
@@ -225,12 +238,13 @@ class ZmqServerTransport:
                 socket.close(0)
             self._let_go(context)
             raise
-        self._channel = Channel(context, everybody, self._receiver(on_message), owns_context=False)
+        self._channel = Channel(context, everybody, self._peers.receiver(on_message), owns_context=False)
         if observers is not None:
-            self._observers = Channel(context, observers, _marking(on_message), owns_context=False)
+            receive = self._peers.observers_receiver(on_message)
+            self._observers = Channel(context, observers, receive, owns_context=False)
 
-    def _prepare(self, socket: zmq.Socket[bytes], key: str, uids: frozenset[int]) -> None:
-        """All that a socket needs before it is bound. uids: whose connections it takes; empty: everybody's."""
+    def _prepare(self, socket: zmq.Socket[bytes], domain: bytes) -> None:
+        """All that a socket needs before it is bound. domain: what the gate is asked with; none: it is not asked."""
         from transferd.runtime.descriptors import (
             first_refused,  # what a client, which shares this module, need not load
         )
@@ -238,7 +252,8 @@ class ZmqServerTransport:
 
         self._set_options(socket)
         self._doormen.append(Doorman(socket.context, socket, first_refused(self._config.max_connections)))
-        admit_only(f"server.{key}", socket, uids)
+        if domain:
+            socket.setsockopt(zmq.ZAP_DOMAIN, domain)
 
     def _set_options(self, socket: zmq.Socket[bytes]) -> None:
         endpoints = [*self._config.endpoints, self._config.observer_endpoint]
@@ -273,30 +288,40 @@ class ZmqServerTransport:
             bound[endpoint] = claim.bind(socket, mode, gid)
         return [bound[endpoint] for endpoint in endpoints]
 
-    def _receiver(self, on_message: ServerMessage) -> Callable[[zmq.Socket[bytes]], None]:
-        """How the socket for all is read: the less has to be known of a peer, the cheaper."""
-        if not self._marked:
-            return lambda socket: on_message(socket.recv(zmq.DONTWAIT), _one(socket))
-        if not self._lookers:
-            return lambda socket: on_message(_self_named(socket.recv(zmq.DONTWAIT)), _one(socket))
-
-        def receive(socket: zmq.Socket[bytes]) -> None:
-            name = socket.recv(zmq.DONTWAIT)
-            message = socket.recv(zmq.DONTWAIT, copy=False)
-            payload = message.bytes if not _rest(socket) else b""
-            uid = peer_uid(message)
-            looks = uid is None or uid in self._lookers
-            on_message(_LOOKER + name if looks else _self_named(name), payload)
-
-        return receive
-
     def observes(self, peer: bytes) -> bool:
-        return self._marked and peer[:1] in (_LOOKER, _BY_OBSERVERS_DOOR)
+        return self._peers.observes(peer)
+
+    def describe(self, peer: bytes) -> str:
+        return self._peers.describe(peer)
+
+    def refused(self) -> dict[str, int]:
+        """Connections that were refused since the start, by reason."""
+        counts = Counter[str](dict.fromkeys(REFUSALS, 0))
+        for source in (self._gate, *self._doormen):
+            if source is not None:
+                counts.update(source.refused)
+        return dict(counts)
+
+    def read_keys(self) -> tuple[int, int]:
+        """Read `curve.client_keys_dir` again; returns how many keys are new, and how many were revoked.
+
+        A revoked key's connections must end, and libzmq does not say which these are: where a key was revoked, every
+        connection by tcp ends. Clients with a good key connect again by themselves. Raises ConfigError.
+        """
+        curve = self._config.curve
+        if self._gate is None or curve is None or not curve.client_keys_dir:
+            return 0, 0
+        before, self._gate.keys = self._gate.keys, client_keys(curve.client_keys_dir)
+        revoked = before - self._gate.keys
+        if revoked:
+            for doorman in self._doormen:
+                doorman.end_tcp()
+        return len(self._gate.keys - before), len(revoked)
 
     def send(self, peer: bytes, payload: bytes) -> bool:
         channel, name = self._channel, peer
-        if self._marked and peer[:1] != _LIBZMQ_NAMED:
-            channel = self._observers if peer[:1] == _BY_OBSERVERS_DOOR else channel
+        if self._marked and peer[:1] != LIBZMQ_NAMED:
+            channel = self._observers if peer[:1] == OBSERVER_BY_ENDPOINT else channel
             name = peer[1:]
         if channel is None:
             return False
@@ -318,8 +343,6 @@ class ZmqServerTransport:
         self._channel = self._observers = None
         if channel is None:
             return
-        if self._gate is not None:
-            self._gate.close()
         self._dismiss_doormen()
         if observers is not None:
             observers.close()
@@ -337,14 +360,6 @@ class ZmqServerTransport:
         for claim in self._claims:
             claim.release()
         self._claims, self._gate = [], None
-
-
-def _self_named(name: bytes) -> bytes:
-    return name if name[:1] == _LIBZMQ_NAMED else _SELF_NAMED + name
-
-
-def _marking(on_message: ServerMessage) -> Callable[[zmq.Socket[bytes]], None]:
-    return lambda socket: on_message(_BY_OBSERVERS_DOOR + socket.recv(zmq.DONTWAIT), _one(socket))
 
 
 class ZmqClientTransport:
@@ -370,7 +385,7 @@ class ZmqClientTransport:
             socket.close(0)
             context.term()
             raise ConfigError("endpoint", f"cannot be connected to: {error}", self._endpoint) from error
-        self._channel = Channel(context, socket, lambda socket: on_message(_one(socket)))
+        self._channel = Channel(context, socket, lambda socket: on_message(one_frame(socket)))
 
     def _set_options(self, socket: zmq.Socket[bytes]) -> None:
         set_common_options(socket, [self._endpoint], self.LINGER_MS)
@@ -420,24 +435,3 @@ def set_common_options(socket: zmq.Socket[bytes], endpoints: Sequence[str], ling
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 10)
     socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
     socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)  # how long a connection that never greets holds a descriptor
-
-
-def _one(socket: zmq.Socket[bytes]) -> bytes:
-    """The one frame that a message consists of; nothing if the peer sent several."""
-    payload = socket.recv(zmq.DONTWAIT)
-    return b"" if _rest(socket) else payload
-
-
-def _rest(socket: zmq.Socket[bytes]) -> int:
-    """Take and drop what is left of a message; how many frames that was."""
-    frames = 0
-    while _number(socket, zmq.RCVMORE):
-        socket.recv(zmq.DONTWAIT)
-        frames += 1
-    return frames
-
-
-def _number(socket: zmq.Socket[bytes], option: int) -> int:
-    value = socket.getsockopt(option)
-    assert isinstance(value, int)
-    return value

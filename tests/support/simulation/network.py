@@ -208,6 +208,15 @@ class SimServerTransport:
     def observes(self, _: bytes) -> bool:
         return False
 
+    def describe(self, _: bytes) -> str:
+        return ""
+
+    def refused(self) -> dict[str, int]:
+        return {}
+
+    def read_keys(self) -> tuple[int, int]:
+        return 0, 0
+
     def close(self) -> None:
         self._on_message = None
         self._network.stop_listening(self)

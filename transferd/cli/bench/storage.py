@@ -50,6 +50,15 @@ class _Desk:
     def observes(self, _: bytes) -> bool:
         return False
 
+    def describe(self, _: bytes) -> str:
+        return ""
+
+    def refused(self) -> dict[str, int]:
+        return {}
+
+    def read_keys(self) -> tuple[int, int]:
+        return 0, 0
+
     def close(self) -> None:
         """Nothing to close."""
 

@@ -1,0 +1,90 @@
+"""Who the peers of the server's sockets are: their names, which of them may only look, and where they come from.
+
+Observers are told apart by the first byte of the name that a peer has with the server. On the socket for all it comes
+from the uid that the kernel names for every message, so there is nothing to remember about a peer, and nothing it can
+say about itself. Where no observers are configured, names are libzmq's, unmarked.
+
+Where a peer comes from is read from its first message only, for logs: `describe` is no ground for a decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import zmq
+
+from transferd.wire.credentials import peer_address, peer_text, uid_of
+from transferd.wire.frames import drop_rest, one_frame
+
+Receive = Callable[[zmq.Socket[bytes]], None]
+OnMessage = Callable[[bytes, bytes], None]
+
+# First byte of a peer's name. libzmq's own names begin with 0; the others are marked, and the mark is the
+# server's: a client that chooses its own name chooses what comes after it.
+LIBZMQ_NAMED, _SELF_NAMED, _OBSERVER_BY_UID, OBSERVER_BY_ENDPOINT = b"\0", b"c", b"l", b"o"
+MOST_REMEMBERED = 16384
+
+
+class Peers:
+    """The peers of one server.
+
+    marked: there are observers, and names begin with a mark. lookers: uids that only look, on the socket for all.
+    """
+
+    def __init__(self, *, marked: bool, lookers: frozenset[int] = frozenset()) -> None:
+        self._marked = marked
+        self._lookers = lookers
+        self._addresses: dict[bytes, str] = {}  # oldest first
+
+    def receiver(self, on_message: OnMessage) -> Receive:
+        """How the socket for all is read: the less has to be known of a peer, the cheaper."""
+        if self._lookers:
+            return lambda socket: self._receive_with_uid(socket, on_message)
+        mark = _self_named if self._marked else None
+
+        def receive(socket: zmq.Socket[bytes]) -> None:
+            name = socket.recv(zmq.DONTWAIT)
+            peer = name if mark is None else mark(name)
+            on_message(peer, one_frame(socket) if peer in self._addresses else self._first(socket, peer))
+
+        return receive
+
+    def observers_receiver(self, on_message: OnMessage) -> Receive:
+        """How the observers' own socket is read."""
+
+        def receive(socket: zmq.Socket[bytes]) -> None:
+            peer = OBSERVER_BY_ENDPOINT + socket.recv(zmq.DONTWAIT)
+            on_message(peer, one_frame(socket) if peer in self._addresses else self._first(socket, peer))
+
+        return receive
+
+    def observes(self, peer: bytes) -> bool:
+        return self._marked and peer[:1] in (_OBSERVER_BY_UID, OBSERVER_BY_ENDPOINT)
+
+    def describe(self, peer: bytes) -> str:
+        """User and process, or network address; "" for a peer that has said nothing for long."""
+        return peer_text(self._addresses.get(peer, ""))
+
+    def _receive_with_uid(self, socket: zmq.Socket[bytes], on_message: OnMessage) -> None:
+        name = socket.recv(zmq.DONTWAIT)
+        message = socket.recv(zmq.DONTWAIT, copy=False)
+        payload = message.bytes if not drop_rest(socket) else b""
+        address = peer_address(message)
+        uid = uid_of(address)
+        peer = _OBSERVER_BY_UID + name if uid is None or uid in self._lookers else _self_named(name)
+        self._remember(peer, address)
+        on_message(peer, payload)
+
+    def _first(self, socket: zmq.Socket[bytes], peer: bytes) -> bytes:
+        message = socket.recv(zmq.DONTWAIT, copy=False)
+        self._remember(peer, peer_address(message))
+        return message.bytes if not drop_rest(socket) else b""
+
+    def _remember(self, peer: bytes, address: str) -> None:
+        self._addresses[peer] = address
+        if len(self._addresses) > MOST_REMEMBERED:
+            del self._addresses[next(iter(self._addresses))]
+
+
+def _self_named(name: bytes) -> bytes:
+    return name if name[:1] == LIBZMQ_NAMED else _SELF_NAMED + name
