@@ -355,6 +355,82 @@ def test_pause_admits_and_starts_nothing_and_resume_goes_on(desk: Desk) -> None:
     assert desk.started == ["a", "b"]
 
 
+def pause(desk: Desk, holder: str, client: bytes) -> None:
+    desk.hear(ev.PauseRequested(desk.now, client, holder))
+
+
+def test_a_pause_ends_with_the_client_that_asked_for_it(desk: Desk) -> None:
+    pause(desk, "a", b"a1")
+    desk.submit(write("w", 1), client=b"b1")
+    desk.hear(ev.ClientGone(b"b2", desk.now))
+    assert desk.started == [], "somebody else has gone"
+    desk.hear(ev.ClientGone(b"a1", desk.now))
+    assert desk.started == ["w"]
+    assert desk.dispatcher.statistics().held == []
+
+
+def test_a_drain_ends_with_the_client_that_asked_for_it(desk: Desk) -> None:
+    desk.hear(ev.DrainRequested(desk.now, b"a1", "a"))
+    assert desk.answers[desk.submit(write("w", 1), client=b"b1")].status is Status.REJECTED
+    desk.hear(ev.ClientGone(b"a1", desk.now))
+    desk.submit(write("w", 1), client=b"b1")
+    assert desk.started == ["w"]
+
+
+def test_several_pauses_end_one_by_one(desk: Desk) -> None:
+    pause(desk, "a", b"a1")
+    pause(desk, "b", b"b1")
+    pause(desk, "c", b"c1")
+    pause(desk, "c", b"c1")
+    desk.submit(write("w", 1), client=b"d1")
+    desk.hear(ev.ResumeRequested(desk.now, "a"))
+    desk.hear(ev.ClientGone(b"b1", desk.now))
+    assert desk.started == [], "c still holds"
+    assert [hold.holder for hold in desk.dispatcher.statistics().held] == ["c"]
+    desk.hear(ev.ResumeRequested(desk.now, "c"))
+    assert desk.started == ["w"]
+
+
+def test_a_resume_of_somebody_who_holds_nothing_ends_everything(desk: Desk) -> None:
+    pause(desk, "a", b"a1")
+    desk.hear(ev.DrainRequested(desk.now, b"b1", "b"))
+    desk.hear(ev.ResumeRequested(desk.now, "operator"))
+    desk.submit(write("w", 1), client=b"d1")
+    assert desk.started == ["w"]
+    desk.hear(ev.ClientGone(b"a1", desk.now))
+    assert desk.stopped == []
+
+
+def test_a_holder_that_comes_back_by_another_connection_does_not_lose_its_pause_with_the_old_one(desk: Desk) -> None:
+    pause(desk, "a", b"a1")
+    desk.pass_time(1.0)
+    pause(desk, "a", b"a2")
+    desk.submit(write("w", 1), client=b"d1")
+    desk.hear(ev.ClientGone(b"a1", desk.now))
+    assert desk.started == []
+    [hold] = desk.dispatcher.statistics().held
+    assert hold.since == 0.0, "it has been paused since the first"
+    desk.hear(ev.ResumeRequested(desk.now, "a"))
+    assert desk.started == ["w"]
+
+
+def test_a_pause_that_ends_starts_what_waits_and_not_what_only_the_dead_waited_for(desk: Desk) -> None:
+    pause(desk, "a", b"a1")
+    mine = desk.submit(write("mine", 1), client=b"a1")
+    desk.submit(write("other", 2), client=b"b1")
+    desk.hear(ev.ClientGone(b"a1", desk.now))
+    assert desk.started == ["other"]
+    assert mine not in desk.answers
+
+
+def test_a_shutdown_is_nobodys_to_end(desk: Desk) -> None:
+    desk.hear(ev.DrainRequested(desk.now, b"a1", "a"))
+    desk.hear(ev.ShutdownRequested(desk.now))
+    desk.hear(ev.ClientGone(b"a1", desk.now))
+    assert desk.dispatcher.statistics().draining
+    assert desk.answers[desk.submit(write("late", 7), client=b"b1")].status is Status.REJECTED
+
+
 def test_a_paused_task_still_expires(desk: Desk) -> None:
     desk.hear(ev.PauseRequested(desk.now))
     seq = desk.submit(write("a", 1, timeout=1.0))

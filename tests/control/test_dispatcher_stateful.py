@@ -71,6 +71,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.generation_of: dict[str, str] = {}
         self.wake_at: float | None = None
         self.dead = False
+        self.holds: set[tuple[bytes, type]] = set()
 
     # --- carrying out instructions, checking each --------------------------------------------------
 
@@ -174,6 +175,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     @rule(client=clients)
     def client_vanishes(self, client: bytes) -> None:
         self.waiting = {seq: who for seq, who in self.waiting.items() if who[0] != client}
+        self.holds = {hold for hold in self.holds if hold[0] != client}
         self.hear(ev.ClientGone(client, self.now))
 
     # --- what ranks and time do --------------------------------------------------------------------
@@ -219,9 +221,16 @@ class DispatcherMachine(RuleBasedStateMachine):
             self.hear(ev.DeadlineReached(self.now))
         self.now = until
 
-    @rule(event=st.sampled_from([ev.PauseRequested, ev.ResumeRequested, ev.DrainRequested]))
-    def control(self, event: type) -> None:
-        self.hear(event(self.now))
+    @rule(client=clients, event=st.sampled_from([ev.PauseRequested, ev.DrainRequested]))
+    def hold(self, client: bytes, event: type) -> None:
+        self.hear(event(self.now, client, client.hex()))
+        self.holds.add((client, event))
+
+    @rule(client=clients)
+    def resume(self, client: bytes) -> None:
+        others = {hold for hold in self.holds if hold[0] != client}
+        self.holds = others if others != self.holds else set()
+        self.hear(ev.ResumeRequested(self.now, client.hex()))
 
     @rule(end=st.booleans())
     def memory_goes(self, end: bool) -> None:
@@ -244,13 +253,20 @@ class DispatcherMachine(RuleBasedStateMachine):
         check_dispatcher(self.dispatcher)
 
     @invariant()
+    def pauses_and_drains_are_the_clients_that_hold_them(self) -> None:
+        statistics = self.dispatcher.statistics()
+        assert statistics.paused == any(event is ev.PauseRequested for _, event in self.holds)
+        assert statistics.draining == any(event is ev.DrainRequested for _, event in self.holds)
+        assert len(statistics.held) == len(self.holds)
+
+    @invariant()
     def nobody_waits_past_deadline_and_slack(self) -> None:
         for client, task_id in self.waiting.values():
             assert self.now <= self.deadline[task_id] + LIMITS.deadline_slack + 1e-9, (client, task_id)
 
     def teardown(self) -> None:
         """Faults stop; everything ends."""
-        self.hear(ev.ResumeRequested(self.now))
+        self.hear(ev.ResumeRequested(self.now, "an operator"))
         for _ in range(10_000):
             if self.running():
                 task_id = self.running()[0]

@@ -36,7 +36,7 @@ class World:
         self.core: MemoryCore
 
     def new_client(self, name: str, **options: Any) -> Client:
-        return Client("sim://daemon", clock=self.clock, transport=self.network.client(name), **options)
+        return Client("sim://daemon", clock=self.clock, transport=self.network.client(name), name=name, **options)
 
     async def serve(self, boot_id: str = "boot-1", **options: Any) -> None:
         self.core = MemoryCore(boot_id, **options)
@@ -154,7 +154,7 @@ def test_a_cancelled_wait_leaves_the_client_whole_and_drops_the_late_answer() ->
         assert sorted(world.core.held) == ["p", "t"]
         world.core.finish("t")
         world.core.finish("p")
-        world.core.resume()
+        world.core.resume("operator")
         await asyncio.sleep(0.1)
         assert await world.client.match(["a"]) == 1
 

@@ -16,7 +16,7 @@ import structlog
 
 from tests.support.simulation.campaign import campaign
 from tests.support.simulation.loop import SimLoop, simulate
-from tests.support.simulation.plan import EVENTS, WORK, draw_plan
+from tests.support.simulation.plan import DIE_PAUSED, EVENTS, WORK, draw_plan
 from tests.support.simulation.shrink import attempt, shrink
 from tests.support.simulation.story import Story
 from tests.support.simulation.weather import CALM, STORM
@@ -30,7 +30,7 @@ FAULTS = (
     *("fail", "lost", "stuck", "device_lost", "rank_died"),
     *("unavailable", "error", "full", "missing", "flip", "short"),
     *("vanish", "cut", "lose", "duplicate", "again", "cancel", "garbage", "rejects"),
-    *("pause", "drain", "set_generation", "jump_wall", "stand_still", "look"),
+    *("pause", "drain", "set_generation", "jump_wall", "stand_still", "look", "die_paused"),
 )
 ANSWERS = ("ok", "partial", "miss", "failed", "expired", "cancelled", "busy", "rejected", "daemon_lost", "late")
 
@@ -95,7 +95,7 @@ def test_a_plan_is_a_function_of_its_seed_and_plans_differ() -> None:
     assert draw_plan(3) == draw_plan(3)
     plans = [draw_plan(seed) for seed in range(300)]
     drawn = {deed.what for plan in plans for deed in plan.deeds}
-    assert drawn == {*WORK, *EVENTS}
+    assert drawn == {*WORK, *EVENTS, DIE_PAUSED}
     kinds = {kind for plan in plans for kind in plan.weather.weights()}
     assert kinds >= {"device.stuck", "device.lost", "storage.short", "network.lose", "offload.slow"}
     assert min(len(plan.weather.weights()) for plan in plans) <= 2

@@ -85,14 +85,14 @@ class MemoryCore:
         """The leading keys that do not start with `missing`."""
         return next((i for i, key in enumerate(keys) if key.startswith("missing")), len(keys))
 
-    async def pause(self) -> None:
+    async def pause(self, client: bytes, holder: str) -> None:
         """Returns when somebody resumes."""
         await self._resumed.wait()
 
-    def resume(self) -> None:
+    def resume(self, holder: str) -> None:
         self._resumed.set()
 
-    async def drain(self) -> None:
+    async def drain(self, client: bytes, holder: str) -> None:
         """A bug, on purpose: what the server does with an error that is not ours."""
         raise ZeroDivisionError("a bug in drain")
 

@@ -71,9 +71,11 @@ async def flood(tasks: int) -> None:
 
 
 async def drain() -> None:
+    """Drain, and hold it until stdin ends: it ends with its client."""
     async with Client() as client:
         await client.drain()
-        print(json.dumps({"drained": True}))
+        print(json.dumps({"drained": True}), flush=True)
+        await asyncio.to_thread(sys.stdin.read)
 
 
 async def events(endpoint: str) -> None:

@@ -28,9 +28,16 @@ def test_start_returns_when_the_daemon_serves_and_status_says_what_it_does(daemo
 
 
 def test_the_status_follows_the_daemon(watched: Installed) -> None:
-    watched.run(watched.machine.python, f"{PACKAGE}/tests/systemd/engine.py", "drain", user="engine")
-    wait_for(lambda: watched.show("StatusText") == "not serving: draining", "another status")
-    assert watched.show("ActiveState") == "active"
+    command = watched.machine.inside(
+        watched.machine.python, f"{PACKAGE}/tests/systemd/engine.py", "drain", user="engine"
+    )
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as engine:
+        assert engine.stdout is not None
+        assert json.loads(engine.stdout.readline()) == {"drained": True}
+        wait_for(lambda: watched.show("StatusText") == "not serving: draining", "another status")
+        assert watched.show("ActiveState") == "active"
+        engine.communicate("")
+    wait_for(lambda: watched.show("StatusText").startswith("serving"), "the drain ends with its client")
 
 
 def test_it_is_not_ready_while_storage_opens(installed: Installed) -> None:

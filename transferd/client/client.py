@@ -21,6 +21,7 @@ from typing import Any, Protocol, Self
 import msgspec
 
 from transferd.client import handover
+from transferd.client.holds import QUIET_TIMEOUT_S, Holds
 from transferd.client.pending import Pending, PendingTask
 from transferd.client.session import UNSAYABLE, Link
 from transferd.config import DEFAULT_ENDPOINT
@@ -34,7 +35,6 @@ NO_ANSWER_S = 30.0  # past a task's own timeout; the daemon answers by then unle
 CONTROL_TIMEOUT_S = 30.0  # for an answer that waits for nothing but the daemon
 BUSY_PAUSE_S = 0.01  # before a busy daemon is asked again, if it names no time of its own
 RESTORE_TIMEOUT_S = 600.0  # for memory to be made: pinning hundreds of GiB takes minutes
-QUIET_TIMEOUT_S = 24 * 3600.0  # pause and drain wait for tasks, which have deadlines of their own
 
 
 def default_endpoint() -> str:
@@ -58,6 +58,7 @@ class Client:
     await_ready: False for an engine whose offers make the daemon ready, and for whoever restores a cleared
     cache: `async with` then waits for a daemon that answers, and `wait_ready` for the rest.
     transport: in place of a ZeroMQ socket, or one with CURVE keys; closed with the client.
+    name: what reports call it, such as who has paused the daemon; this process's id if empty.
     Not thread-safe: use it on the loop that entered it (SyncClient for threads).
 
     Control requests raise what the daemon refused them with, DaemonLost when it is gone, and
@@ -72,6 +73,7 @@ class Client:
         await_ready: bool = True,
         clock: Clock = SYSTEM_CLOCK,
         transport: ClientTransport | None = None,
+        name: str = "",
     ) -> None:
         self.endpoint = endpoint or default_endpoint()
         self._connect_timeout = connect_timeout
@@ -81,6 +83,7 @@ class Client:
         self._link.renewed = self._renewed
         self._offers: dict[int, _Offer] = {}  # by rank
         self._mapped: set[int] = set()  # ranks
+        self._holds = Holds(name, clock.fresh_id(), self._ask)
         self._insisting: dict[str, asyncio.Future[None]] = {}  # by task_id: between two pushes to a busy daemon
 
     @property
@@ -144,6 +147,7 @@ class Client:
             self._insisting.popitem()[1].set_result(None)
         self._offers.clear()
         self._mapped.clear()
+        self._holds.clear()
         self._link.close()
 
     # --- tasks --------------------------------------------------------------------------------------
@@ -295,16 +299,20 @@ class Client:
         return where
 
     async def pause(self) -> None:
-        """Start no more tasks; returns once no block is being touched. Tasks are still admitted and wait."""
-        await self._ask(wire.Pause(), QUIET_TIMEOUT_S)
+        """Start no more tasks; returns once no block is being touched. Tasks are still admitted and wait.
+
+        The pause is this client's: it ends with `resume`, with `close`, and when the client dies. It survives a
+        broken connection and a restart of the daemon. Cancelling the wait does not end it.
+        """
+        await self._holds.pause()
 
     async def resume(self) -> None:
-        """Undo pause or drain."""
-        await self._ask(wire.Resume())
+        """End this client's pause and drain. A client that holds neither ends everybody's: the operator's override."""
+        await self._holds.resume(CONTROL_TIMEOUT_S)
 
     async def drain(self) -> None:
-        """Admit no more tasks; returns once every admitted one is answered. `resume` admits again."""
-        await self._ask(wire.Drain(), QUIET_TIMEOUT_S)
+        """Admit no more tasks; returns once every admitted one is answered. Ends as a pause does."""
+        await self._holds.drain()
 
     async def set_generation(self, generation: str) -> None:
         """Name objects of this weight version from now on; every older one is out of reach."""
@@ -413,8 +421,10 @@ class Client:
         if another:
             self._mapped.clear()  # memory of a daemon that is no more
         again += [wire.Attach(rank) for rank in self._mapped]  # so that it still counts as mapped
+        again += self._holds.again()
         for body in again:
-            self._link.ask(Pending(body, self._link.new_future(), self._link.now + CONTROL_TIMEOUT_S))
+            limit = QUIET_TIMEOUT_S if isinstance(body, wire.Pause | wire.Drain) else CONTROL_TIMEOUT_S
+            self._link.ask(Pending(body, self._link.new_future(), self._link.now + limit))
 
     @staticmethod
     def _said(rank: int, offer: _Offer) -> wire.Offer:

@@ -23,8 +23,15 @@ class SyncClient:
     Thread-safe. Raises what Client raises; after `close`, Closed.
     """
 
-    def __init__(self, endpoint: str | None = None, *, connect_timeout: float = 10.0, await_ready: bool = True) -> None:
-        self._client = Client(endpoint, connect_timeout=connect_timeout, await_ready=await_ready)
+    def __init__(
+        self,
+        endpoint: str | None = None,
+        *,
+        connect_timeout: float = 10.0,
+        await_ready: bool = True,
+        name: str = "",
+    ) -> None:
+        self._client = Client(endpoint, connect_timeout=connect_timeout, await_ready=await_ready, name=name)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._closing = threading.Lock()

@@ -43,7 +43,7 @@ from typing import Any
 from transferd.control import events as ev
 from transferd.control.admission import Limits, check_task, content_hash, footprint_of, moved_bytes
 from transferd.control.alarms import Alarms
-from transferd.control.gate import Door
+from transferd.control.gate import Door, Hold
 from transferd.control.hazards import HazardTable
 from transferd.control.lanes import RETRY_AFTER_S, Lanes
 from transferd.control.results import ResultMemory
@@ -72,6 +72,7 @@ class DispatchStatistics:
     lanes: dict[str, dict[str, int]]
     paused: bool
     draining: bool
+    held: list[Hold]
 
 
 class Dispatcher:
@@ -176,6 +177,7 @@ class Dispatcher:
             lanes=self._lanes.statistics(),
             paused=self._door.paused,
             draining=self._door.draining,
+            held=self._door.held,
         )
 
     def __repr__(self) -> str:
@@ -325,6 +327,9 @@ class Dispatcher:
             if not waiters:
                 self._recorder.note(record.task.task_id, "nobody waits", event.client)
                 self._end(record, Stop.CANCELLED, event.now)
+        for hold in self._door.client_gone(event.client):
+            self._recorder.aside("", "hold ended", hold.what, hold.holder)
+        self._start_ready()
 
     def _cancel_requested(self, event: ev.CancelRequested) -> None:
         record = self._records.get(event.task_id)
@@ -365,18 +370,18 @@ class Dispatcher:
 
     # --- control ------------------------------------------------------------------------------------
 
-    def _pause_requested(self, _: ev.PauseRequested) -> None:
-        self._recorder.aside("", "pause")
-        self._door.pause()
+    def _pause_requested(self, event: ev.PauseRequested) -> None:
+        self._recorder.aside("", "pause", event.holder)
+        self._door.hold("pause", event.holder, event.client, event.now)
 
-    def _resume_requested(self, _: ev.ResumeRequested) -> None:
-        self._recorder.aside("", "resume")
-        self._door.resume()
+    def _resume_requested(self, event: ev.ResumeRequested) -> None:
+        self._recorder.aside("", "resume", event.holder)
+        self._door.resume(event.holder)
         self._start_ready()
 
-    def _drain_requested(self, _: ev.DrainRequested) -> None:
-        self._recorder.aside("", "drain")
-        self._door.drain()
+    def _drain_requested(self, event: ev.DrainRequested) -> None:
+        self._recorder.aside("", "drain", event.holder)
+        self._door.hold("drain", event.holder, event.client, event.now)
 
     def _cache_withdrawn(self, event: ev.CacheWithdrawn) -> None:
         self._recorder.aside("", "cache withdrawn", event.error.message[:LONGEST_TEXT])

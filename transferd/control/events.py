@@ -55,7 +55,7 @@ class RankDied(msgspec.Struct, frozen=True):
 
 
 class ClientGone(msgspec.Struct, frozen=True):
-    """A client vanished. Work that nobody waits for any more is taken back."""
+    """A client vanished. Work that nobody waits for any more is taken back; its pauses and drains end."""
 
     client: bytes
     now: float
@@ -90,21 +90,29 @@ class CacheReady(msgspec.Struct, frozen=True):
 
 
 class PauseRequested(msgspec.Struct, frozen=True):
-    """Start nothing more until ResumeRequested; tasks are still admitted and wait."""
+    """Start nothing more; tasks are still admitted and wait.
+
+    Until the holder's ResumeRequested, or ClientGone for `client`: the connection that it asked by last.
+    """
 
     now: float
+    client: bytes = b""
+    holder: str = ""
 
 
 class ResumeRequested(msgspec.Struct, frozen=True):
-    """Start and admit again, after a pause or a drain. Brings back no memory."""
+    """The holder's pauses and drains end; if it holds none, everybody's do. Brings back no memory."""
 
     now: float
+    holder: str = ""
 
 
 class DrainRequested(msgspec.Struct, frozen=True):
-    """Admit nothing more; finish what is admitted."""
+    """Admit nothing more; finish what is admitted. Ends as a pause does."""
 
     now: float
+    client: bytes = b""
+    holder: str = ""
 
 
 class ShutdownRequested(msgspec.Struct, frozen=True):

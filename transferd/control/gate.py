@@ -6,9 +6,16 @@
                           taken away, since the blocks that such a task names hold nothing any more
 
 A pause is none of these: tasks are admitted and wait.
+
+A pause or a drain is *held* by the client that asked for it, and ends with it: nobody else knows what it was
+for. Several clients may hold one at once; tasks start, or are admitted, when the last of them has let go. A
+resume lets go of what its own client holds. Asked by a client that holds nothing, it ends everything that is
+held: that is how an operator overrules a client that hangs. (docs/adr/0030)
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from transferd.tasks import ErrorInfo, Status
 
@@ -16,15 +23,24 @@ STARTING = ErrorInfo("starting", "the daemon is starting; not every rank is read
 DRAINING = ErrorInfo("draining", "the daemon is draining and admits no new tasks")
 
 
+class Hold(NamedTuple):
+    """What keeps the gate shut. client: the connection that it ends with; since: monotonic seconds."""
+
+    what: str
+    holder: str
+    client: bytes
+    since: float
+
+
 class Door:
     """Changed by the dispatcher, as events say."""
 
     def __init__(self, *, memory: bool) -> None:
         """memory: False while the daemon starts."""
-        self.paused = False
+        self._held: dict[tuple[str, str], Hold] = {}  # by what and holder
+        self._shut = False
         self.alive = True  # no rank has died, and no shutdown was asked for
         self._dead: ErrorInfo | None = None
-        self._draining = False
         self._absent: tuple[Status, ErrorInfo] | None = None if memory else (Status.BUSY, STARTING)
 
     @property
@@ -32,33 +48,50 @@ class Door:
         """What a task is answered that would be admitted otherwise."""
         if self._dead is not None:
             return Status.FAILED, self._dead
-        return (Status.REJECTED, DRAINING) if self._draining else self._absent
+        return (Status.REJECTED, DRAINING) if self.draining else self._absent
 
     @property
     def draining(self) -> bool:
         """A drain or a shutdown was asked for."""
-        return self._draining
+        return self._shut or self._holds("drain")
+
+    @property
+    def paused(self) -> bool:
+        return self._holds("pause")
+
+    @property
+    def held(self) -> list[Hold]:
+        """Every pause and drain, the oldest first."""
+        return sorted(self._held.values(), key=lambda hold: hold.since)
 
     @property
     def starts(self) -> bool:
         """Admitted tasks are started."""
         return self.alive and not self.paused
 
-    def pause(self) -> None:
-        self.paused = True
+    def hold(self, what: str, holder: str, client: bytes, now: float) -> None:
+        """Pause or drain. Held already by the same holder: it ends with this connection of it from now on."""
+        before = self._held.get((what, holder))
+        self._held[what, holder] = Hold(what, holder, client, now if before is None else before.since)
 
-    def drain(self) -> None:
-        self._draining = True
+    def resume(self, holder: str) -> None:
+        """Let go of what `holder` holds, or, if that is nothing, of everything."""
+        others = {key: hold for key, hold in self._held.items() if hold.holder != holder}
+        self._held = others if len(others) < len(self._held) else {}
 
-    def resume(self) -> None:
-        """Undo pause and drain."""
-        self.paused = False
-        if self.alive:
-            self._draining = False
+    def client_gone(self, client: bytes) -> list[Hold]:
+        """Let go of what ends with this connection; returns it."""
+        ended = [hold for hold in self._held.values() if hold.client == client]
+        for hold in ended:
+            del self._held[hold.what, hold.holder]
+        return ended
+
+    def _holds(self, what: str) -> bool:
+        return any(hold.what == what for hold in self._held.values())
 
     def shut(self) -> None:
         """Admit and start nothing any more."""
-        self._draining = True
+        self._shut = True
         self.alive = False
 
     def rank_died(self, error: ErrorInfo) -> None:

@@ -160,18 +160,21 @@ class Coordinator:
             raise RequestError(f"a path of more than {MAX_MATCH_KEYS} blocks", code="bad_value")
         return index.locate([block_hash(key) for key in block_keys(path, block_size, partial=False)])
 
-    async def pause(self) -> None:
-        """Start nothing more; return once no rank touches any block. Admission goes on."""
-        self._hear(ev.PauseRequested(self._clock.monotonic()))
+    async def pause(self, client: bytes = b"", holder: str = "") -> None:
+        """Start nothing more; return once no rank touches any block. Admission goes on.
+
+        It ends with the holder's resume, or with the client, unless the holder has come back as another one.
+        """
+        self._hear(ev.PauseRequested(self._clock.monotonic(), client, holder))
         await self._until(lambda: self._dispatcher.quiet)
 
-    def resume(self) -> None:
-        """Undo a pause or a drain."""
-        self._hear(ev.ResumeRequested(self._clock.monotonic()))
+    def resume(self, holder: str = "") -> None:
+        """End the holder's pauses and drains; everybody's, if it has none."""
+        self._hear(ev.ResumeRequested(self._clock.monotonic(), holder))
 
-    async def drain(self) -> None:
-        """Admit nothing more; return once everything admitted is answered. `resume` admits again."""
-        self._hear(ev.DrainRequested(self._clock.monotonic()))
+    async def drain(self, client: bytes = b"", holder: str = "") -> None:
+        """Admit nothing more; return once everything admitted is answered. Ends as a pause does."""
+        self._hear(ev.DrainRequested(self._clock.monotonic(), client, holder))
         await self.settled()
 
     def set_generation(self, generation: str) -> None:

@@ -122,7 +122,12 @@ def _status(daemon: Daemon) -> str:
     """What `systemctl status` shows."""
     if daemon.not_ready:
         return f"not serving: {daemon.not_ready}"
-    return f"serving {daemon.config.cache.ranks} ranks on {daemon.transport.endpoints[0]}"
+    serving = f"serving {daemon.config.cache.ranks} ranks on {daemon.transport.endpoints[0]}"
+    pauses = [hold for hold in daemon.dispatcher.statistics().held if hold.what == "pause"]
+    if not pauses:
+        return serving
+    longest = daemon.clock.monotonic() - pauses[0].since
+    return f"paused by {', '.join(hold.holder for hold in pauses[:3])} for {longest:.0f} s; {serving}"
 
 
 def quiet_collector() -> None:

@@ -10,6 +10,7 @@ from transferd.observability import logs
 from transferd.runtime.version import VERSION
 
 if TYPE_CHECKING:
+    from transferd.control.gate import Hold
     from transferd.daemon.daemon import Daemon
 
 
@@ -31,6 +32,7 @@ def stats(daemon: Daemon) -> dict[str, Any]:
         "straggling": dispatch.straggling,
         "paused": dispatch.paused,
         "draining": dispatch.draining,
+        "held": _held(daemon, dispatch.held),
         "results_kept": dispatch.results_kept,
         "rejects": dict(Counter(dispatch.rejects) + Counter(server["rejects"])),
         "barrier": dataclasses.asdict(daemon.barrier.statistics()),
@@ -46,6 +48,12 @@ def stats(daemon: Daemon) -> dict[str, Any]:
         **logs.statistics(),
         "layout": _layout(daemon),
     }
+
+
+def _held(daemon: Daemon, holds: list[Hold]) -> list[dict[str, Any]]:
+    """Who pauses or drains, and for how many seconds; the longest first."""
+    now = daemon.clock.monotonic()
+    return [{"what": hold.what, "holder": hold.holder, "for_s": now - hold.since} for hold in holds]
 
 
 def _ranks(daemon: Daemon, lanes: dict[str, dict[str, int]]) -> list[dict[str, Any]]:

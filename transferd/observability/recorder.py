@@ -83,9 +83,10 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "client left": ("client",),
     "client silent": ("client",),
     "answer lost": ("client", "seq", "session"),  # could not be handed over; a new session begins
-    "pause": (),
-    "resume": (),
-    "drain": (),
+    "pause": ("holder",),
+    "resume": ("holder",),
+    "drain": ("holder",),
+    "hold ended": ("what", "holder"),  # a pause or a drain whose client has gone
     "shutdown": (),
     "generation": ("old", "new"),
     "cache withdrawn": ("problem",),

@@ -40,7 +40,7 @@ Versioning
 
 from __future__ import annotations
 
-from typing import Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
 import msgspec
 import numpy as np
@@ -100,16 +100,28 @@ class Locate(_Message, frozen=True, tag="locate"):
     token_ids: TokenIds
 
 
+Holder = Annotated[str, msgspec.Meta(max_length=128)]  # of a pause: a name that a client has over all its connections
+
+
 class Pause(_Message, frozen=True, tag="pause"):
-    """Value comes once no rank touches any block."""
+    """Value comes once no rank touches any block. Held until the holder's Resume, or until its connection ends.
+
+    holder: the connection itself if empty.
+    """
+
+    holder: Holder = ""
 
 
 class Resume(_Message, frozen=True, tag="resume"):
-    pass
+    """Ends the holder's pauses and drains; everybody's, if it holds none."""
+
+    holder: Holder = ""
 
 
 class Drain(_Message, frozen=True, tag="drain"):
-    """Value comes once everything admitted is answered."""
+    """Value comes once everything admitted is answered. Held as a pause is."""
+
+    holder: Holder = ""
 
 
 class SetGeneration(_Message, frozen=True, tag="set_generation"):

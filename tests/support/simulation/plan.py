@@ -24,6 +24,8 @@ FASTDEPLOY_SHARE = 0.2  # of the stories, whose blocks are several objects each
 WORK = ("write", "write", "read", "read", "read", "swap_out", "swap_in", "chain")
 # What else happens to a daemon and its clients.
 EVENTS = ("vanish", "cut", "cut", "look", "garbage", "set_generation", "jump_wall", "stand_still", "pause", "drain")
+DIE_PAUSED = "die_paused"  # drawn by itself, so that what else a seed does is what it always did
+DIE_PAUSED_SHARE = 0.25  # of the stories
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,9 @@ def draw_plan(seed: int) -> Plan:
         (chance.uniform(0, BAD_TIMES_S), chance.randrange(engines), chance.choice(events))
         for _ in range(chance.randint(0, 5))
     ]
+    apart = random.Random(f"{seed}/plan/{DIE_PAUSED}")
+    if apart.random() < DIE_PAUSED_SHARE:
+        deeds += [(apart.uniform(0, BAD_TIMES_S), 0, DIE_PAUSED)]
     plan = Plan(
         seed=seed,
         weather=weather,

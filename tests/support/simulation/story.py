@@ -18,7 +18,7 @@ from tests.support.simulation.engine import Act, SimEngine
 from tests.support.simulation.judge import Judge
 from tests.support.simulation.loop import SimLoop, simulate
 from tests.support.simulation.oracle import Oracle
-from tests.support.simulation.plan import BLOCKS_OF_AN_ENGINE, Deed, Plan
+from tests.support.simulation.plan import BLOCKS_OF_AN_ENGINE, DIE_PAUSED, Deed, Plan
 from tests.support.simulation.weather import CALM
 from tests.support.simulation.world import SimWorld, small_config
 from transferd.errors import ConnectTimeout, TransferError
@@ -57,6 +57,7 @@ class Story:
             "stand_still": self._stand_still,
             "pause": self._pause,
             "drain": self._drain,
+            DIE_PAUSED: self._die_paused,
         }
 
     async def run(self) -> Counter[str]:
@@ -91,6 +92,7 @@ class Story:
             await asyncio.sleep(SLOWEST_S)
         else:
             await asyncio.wait_for(self._everybody_is_connected(), SLOWEST_S)
+            await self._the_dead_are_given_up()
             await asyncio.wait_for(client.drain(), SLOWEST_S)
         assert daemon.dispatcher.empty, "faults have stopped, and yet something has not ended"
         await self._idle()
@@ -198,6 +200,18 @@ class Story:
         finally:
             await engine.client.resume()
 
+    async def _die_paused(self, _: SimEngine, deed: Deed, chance: random.Random) -> None:
+        """An operator pauses or drains and is never heard of again: nobody resumes, and yet all goes on."""
+        link = f"operator-{deed.number}"
+        operator = self.world.client(link)
+        await operator.connect()  # closes it again if nobody answers
+        try:
+            hold = operator.pause if chance.random() < 0.5 else operator.drain
+            await asyncio.wait_for(hold(), chance.uniform(0, 2))
+        finally:
+            self.world.network.cut(link)  # not even its Bye arrives
+            await operator.close()
+
     # --- helpers ------------------------------------------------------------------------------------
 
     @property
@@ -208,6 +222,12 @@ class Story:
         for engine in self.engines:
             while not engine.client.connected:  # noqa: ASYNC110 - a client has no event to wait for
                 await asyncio.sleep(0.1)
+
+    async def _the_dead_are_given_up(self) -> None:
+        """Operators that paused and died are silent; once the daemon has noticed, nothing is held by them."""
+        if self.seen[DIE_PAUSED]:
+            await asyncio.sleep(SLOWEST_S)
+            assert not self.world.daemon.dispatcher.statistics().held, "a pause has outlived its client"
 
     async def _idle(self) -> None:
         """Nothing is under way: nothing may be done."""

@@ -98,7 +98,7 @@ class SimWorld:
 
     def client(self, name: str) -> Client:
         """A real client on the simulated network, not yet connected."""
-        return Client(ENDPOINT, clock=self.clock, transport=self.network.client(name))
+        return Client(ENDPOINT, clock=self.clock, transport=self.network.client(name), name=name)
 
     def stand_still(self, seconds: float) -> None:
         """Everybody is stopped for a while, and goes on."""

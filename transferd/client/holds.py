@@ -1,0 +1,53 @@
+"""What a client pauses or drains: its own, over all its connections, until it resumes or is closed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from transferd.errors import TransferError
+from transferd.wire import protocol as wire
+
+Ask = Callable[[wire.Control, float], Awaitable[Any]]
+QUIET_TIMEOUT_S = 24 * 3600.0  # a pause and a drain wait for tasks, which have deadlines of their own
+
+
+class Holds:
+    """A client's pause and drain. ask: sends a request and returns its value, or raises TransferError."""
+
+    def __init__(self, name: str, fresh_id: str, ask: Ask) -> None:
+        self._holder = f"{name[:64] or f'pid {os.getpid()}'} ({fresh_id[:8]})"
+        self._ask = ask
+        self._held: set[wire.Control] = set()
+        self._resumes = 0
+
+    async def pause(self) -> None:
+        await self._hold(wire.Pause(self._holder))
+
+    async def drain(self) -> None:
+        await self._hold(wire.Drain(self._holder))
+
+    async def _hold(self, hold: wire.Pause | wire.Drain) -> None:
+        held, resumes = True, self._resumes
+        try:
+            await self._ask(hold, QUIET_TIMEOUT_S)
+        except TransferError:
+            held = False
+            raise
+        finally:
+            if held and resumes == self._resumes:  # else somebody has resumed here while this waited
+                self._held.add(hold)
+
+    async def resume(self, timeout: float) -> None:
+        self.clear()
+        await self._ask(wire.Resume(self._holder), timeout)
+
+    def clear(self) -> None:
+        """Nothing is held any more: it was resumed, or the client is closed."""
+        self._resumes += 1
+        self._held.clear()
+
+    def again(self) -> list[wire.Control]:
+        """What another session has to be asked for again."""
+        return list(self._held)
