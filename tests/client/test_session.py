@@ -301,8 +301,10 @@ def test_what_the_transport_does_not_take_is_sent_in_order_with_the_next_message
 
 def test_what_nobody_waits_for_is_not_sent_later() -> None:
     async def program(world: World) -> None:
-        pending = Pending(wire.Stats(), world.link.new_future(), 99.0)
-        world.link.forget(world.link.ask(pending))
+        asking = asyncio.ensure_future(world.link.request(wire.Stats(), 99.0))
+        await asyncio.sleep(0.01)
+        asking.cancel()
+        await asyncio.sleep(0.01)
         world.daemon.welcome()
         assert not world.daemon.others
 

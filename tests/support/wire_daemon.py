@@ -2,7 +2,7 @@
 
     with serving(endpoint) as process: ...
 
-Tasks whose id begins with `held` are admitted and not answered.
+Tasks whose id begins with `held` are admitted and not answered; for `busy` the daemon is busy.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class HoldsSome(MemoryCore):
     """Holds the tasks that ask for it."""
 
     def submit(self, client: bytes, seq: int, task: Task) -> bool:
+        self.busy = task.task_id.startswith("busy")
         self.hold = task.task_id.startswith("held")
         return super().submit(client, seq, task)
 

@@ -13,27 +13,27 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-from collections.abc import Mapping, Sequence
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-import msgspec
-
 from transferd.client import handover
+from transferd.client.busy_retry import BusyRetry
 from transferd.client.holds import QUIET_TIMEOUT_S, Holds
 from transferd.client.pending import Pending, PendingTask
 from transferd.client.session import UNSAYABLE, Link
 from transferd.config import DEFAULT_ENDPOINT
-from transferd.errors import ProtocolError, TierError
+from transferd.errors import Closed, ProtocolError, TierError
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
-from transferd.tasks import DEFAULT_TIMEOUT_S, ErrorInfo, Status, Task, TaskResult, TokenIds
+from transferd.tasks import DEFAULT_TIMEOUT_S, Task, TaskResult, TokenIds
 from transferd.wire import protocol as wire
 from transferd.wire.transport import ClientTransport, ZmqClientTransport
 
 NO_ANSWER_S = 30.0  # past a task's own timeout; the daemon answers by then unless it has a bug
 CONTROL_TIMEOUT_S = 30.0  # for an answer that waits for nothing but the daemon
-BUSY_PAUSE_S = 0.01  # before a busy daemon is asked again, if it names no time of its own
 RESTORE_TIMEOUT_S = 600.0  # for memory to be made: pinning hundreds of GiB takes minutes
 
 
@@ -59,11 +59,15 @@ class Client:
     cache: `async with` then waits for a daemon that answers, and `wait_ready` for the rest.
     transport: in place of a ZeroMQ socket, or one with CURVE keys; closed with the client.
     name: what reports call it, such as who has paused the daemon; this process's id if empty.
-    Not thread-safe: use it on the loop that entered it (SyncClient for threads).
+    Not thread-safe: use it on the loop that entered it (SyncClient for threads). It may be entered again after it was
+    closed or failed to connect. Dropped without `close`, it warns (ResourceWarning) and closes. In a forked child
+    every call raises Closed: make a new client there.
 
     Control requests raise what the daemon refused them with, DaemonLost when it is gone, and
     TransferError with code `no_answer` when it lives and does not answer for long.
     """
+
+    _dropped = True  # also where __init__ raised
 
     def __init__(
         self,
@@ -80,11 +84,13 @@ class Client:
         self._await_ready = await_ready
         self._clock = clock
         self._link = Link(self.endpoint, transport or ZmqClientTransport(self.endpoint), clock)
-        self._link.renewed = self._renewed
+        renewed = weakref.WeakMethod(self._renewed)  # the loop holds the link; it must not hold us as well
+        self._link.renewed = lambda another, before: (tell := renewed()) and tell(another, before)
+        self._dropped = False
         self._offers: dict[int, _Offer] = {}  # by rank
         self._mapped: set[int] = set()  # ranks
-        self._holds = Holds(name, clock.fresh_id(), self._ask)
-        self._insisting: dict[str, asyncio.Future[None]] = {}  # by task_id: between two pushes to a busy daemon
+        self._holds = Holds(name, clock.fresh_id(), self._link.request)
+        self._busy = BusyRetry(self._link)
 
     @property
     def boot_id(self) -> str:
@@ -111,6 +117,24 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.close()
+
+    def __del__(self) -> None:
+        self.dropped()
+
+    def dropped(self, _warn: Callable[..., None] = warnings.warn) -> None:
+        """Warn and close, for a client that nobody holds any more. Called in any thread, as the collector pleases."""
+        if self._dropped or not self._link.is_open:
+            return
+        self._dropped = True
+        try:
+            what = f"unclosed client of {self.endpoint}: close it, or use it in a with statement"
+            _warn(what, ResourceWarning, source=self)
+        finally:
+            self._link.abandon()
+
+    def unusable(self) -> Closed:
+        """The error that a call raises while this is not connected, or was connected by another process."""
+        return self._link.unusable()
 
     async def connect(self) -> None:
         """Connect and wait until the daemon is ready (or, without await_ready, answers).
@@ -143,8 +167,7 @@ class Client:
         """
         if not self._link.is_open:
             return
-        while self._insisting:
-            self._insisting.popitem()[1].set_result(None)
+        self._busy.close()
         self._offers.clear()
         self._mapped.clear()
         self._holds.clear()
@@ -164,25 +187,7 @@ class Client:
 
         The timeout covers the waiting, too: a later push has what is left of it.
         """
-        give_up = self._limit(task) - NO_ANSWER_S
-        while True:
-            result = await self.submit(task)
-            pause = result.retry_after or BUSY_PAUSE_S
-            if result.status is not Status.BUSY or self._link.now + pause >= give_up:
-                return result
-            if await self._taken_back(task.task_id, pause):
-                info = ErrorInfo("cancelled", "cancelled while the daemon was busy")
-                return TaskResult(task_id=task.task_id, status=Status.CANCELLED, error=info, boot_id=self.boot_id)
-            task = msgspec.structs.replace(task, timeout=give_up - self._link.now)
-
-    async def _taken_back(self, task_id: str, pause: float) -> bool:
-        """Wait before a task is pushed again. True: `cancel` or `close` came meanwhile."""
-        told = self._insisting[task_id] = asyncio.get_running_loop().create_future()
-        try:
-            await asyncio.wait({told}, timeout=pause)
-        finally:
-            self._insisting.pop(task_id, None)
-        return told.done()
+        return await self._busy.submit(self.submit, task, self._limit(task) - NO_ANSWER_S)
 
     async def push(self, task: Task) -> asyncio.Future[TaskResult]:
         """Push a task; return once it is admitted or answered.
@@ -204,11 +209,7 @@ class Client:
 
         False: there was nothing to take back.
         """
-        told = self._insisting.pop(task_id, None)
-        if told is not None:  # the daemon does not know it
-            told.set_result(None)
-            return True
-        return bool(await self._ask(wire.Cancel(task_id)))
+        return self._busy.cancel(task_id) or bool(await self._ask(wire.Cancel(task_id)))
 
     # --- prefill → decode ---------------------------------------------------------------------------
 
@@ -434,12 +435,7 @@ class Client:
             raise ProtocolError(f"the handle cannot be put on the wire: {error}", code="bad_value") from error
 
     async def _ask(self, body: wire.Control, timeout: float = CONTROL_TIMEOUT_S) -> Any:
-        future = self._link.new_future()
-        seq = self._link.ask(Pending(body, future, self._link.now + timeout))
-        try:
-            return await future
-        finally:
-            self._link.forget(seq)
+        return await self._link.request(body, timeout)
 
 
 @dataclass(frozen=True, slots=True)

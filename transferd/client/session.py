@@ -124,7 +124,7 @@ class Link:
             if self._pid == os.getpid() and not self._loop_gone:
                 return False
             if self._pid != os.getpid():
-                raise self._closed()
+                raise self.unusable()
             self.close()
         self._transport.start(self._received)
         self._loop, self._pid = asyncio.get_running_loop(), os.getpid()
@@ -196,7 +196,8 @@ class Link:
     def _loop_gone(self) -> bool:
         return self._loop is None or self._loop.is_closed()
 
-    def _closed(self) -> Closed:
+    def unusable(self) -> Closed:
+        """Why nothing can be asked."""
         if self._heart.open and self._pid != os.getpid():
             what = f"was connected by process {self._pid} and cannot be used in its fork; make a new one there"
         elif self._heart.open:
@@ -211,7 +212,7 @@ class Link:
         """For one who waits for this daemon. Raises Closed."""
         loop = self._loop
         if loop is None or loop.is_closed() or not self.is_open:
-            raise self._closed()
+            raise self.unusable()
         return loop.create_future()
 
     def ask(self, pending: Pending) -> int:
@@ -228,9 +229,14 @@ class Link:
             self._unsent.append(seq)
         return seq
 
-    def forget(self, seq: int) -> None:
-        """Nobody waits for this any more; its answer will be dropped."""
-        self._pending.pop(seq, None)
+    async def request(self, body: wire.Control, timeout: float) -> Any:
+        """Ask, and wait for the value. Raises what the daemon refused it with, DaemonLost, Closed, or `no_answer`."""
+        future = self.new_future()
+        seq = self.ask(Pending(body, future, self.now + timeout))
+        try:
+            return await future
+        finally:
+            self._pending.pop(seq, None)  # its answer will be dropped
 
     def tell(self, body: wire.Body) -> None:
         """Send what needs no answer, if it can be sent now."""

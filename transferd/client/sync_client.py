@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
+import os
 import threading
+import weakref
 from collections.abc import Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from transferd.client.client import Client, DeviceHandle
 from transferd.client.handover import ExtraKeys, Tokens
-from transferd.errors import Closed
+from transferd.errors import RequestError
 from transferd.tasks import DEFAULT_TIMEOUT_S, Task, TaskResult
+from transferd.wire.abandoned import keep
 
 T = TypeVar("T")
+ENDING_S = 1.0  # for calls to end that the close has ended; they have nothing left to wait for
 
 
 class SyncClient:
     """A Client on a loop in one thread of its own. `with` waits until the daemon is ready.
 
-    Thread-safe. Raises what Client raises; after `close`, Closed.
+    Thread-safe; callbacks of its futures run on its own thread and may not call it. Raises what Client raises; after
+    `close`, while it closes and in a forked child, Closed. Dropped without `close`, it warns and its thread ends.
     """
+
+    _loop: asyncio.AbstractEventLoop | None = None  # None: closed, or __init__ raised
 
     def __init__(
         self,
@@ -32,9 +40,15 @@ class SyncClient:
         name: str = "",
     ) -> None:
         self._client = Client(endpoint, connect_timeout=connect_timeout, await_ready=await_ready, name=name)
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._closing = threading.Lock()
+        self._pid = 0  # of the process whose thread that is
+        self.new_locks()
+        _made.add(self)
+
+    def new_locks(self) -> None:
+        """For a new client, and for a forked child, where a lock that another thread held would stay locked."""
+        self._life = threading.RLock()  # who connects or closes
+        self._entry = threading.RLock()  # what was begun under this lock, `close` ends properly
 
     def __enter__(self) -> Self:
         self.connect()
@@ -46,29 +60,73 @@ class SyncClient:
         self.close()
 
     def connect(self) -> None:
-        """Start the thread, connect, wait until the daemon is ready. Raises ConnectTimeout."""
-        loop = asyncio.new_event_loop()
-        self._loop = loop
-        self._thread = threading.Thread(target=self._run, args=(loop,), name="transferd-client", daemon=True)
-        self._thread.start()
+        """Start the thread, connect, wait until the daemon is ready; see Client.connect. Raises ConnectTimeout."""
+        if self._forked:
+            raise self._client.unusable()
+        with self._life:
+            started = self._loop is None
+            if started:
+                self._start()
         try:
             self._call(self._client.connect())
         except BaseException:  # KeyboardInterrupt too: then the thread is still connecting
-            self.close()
+            if started:
+                self.close()
             raise
 
+    def _start(self) -> None:
+        loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=_run, args=(loop,), name="transferd-client", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # out of threads
+            loop.close()
+            raise
+        with self._entry:
+            self._loop, self._thread, self._pid = loop, thread, os.getpid()
+
     def close(self) -> None:
-        """Disconnect and end the thread. What is pending ends with code `closed`. Idempotent."""
-        with self._closing:
-            loop, thread = self._loop, self._thread
+        """Disconnect and end the thread. What is pending ends with code `closed`. Idempotent.
+
+        In a forked child this does nothing: thread and connection are the parent's.
+        """
+        if self._forked:
+            return
+        self._not_from_a_callback()
+        with self._life:
+            with self._entry:
+                loop, thread = self._loop, self._thread
+                self._loop = self._thread = None
+                self._pid = 0
             if loop is None or thread is None:
                 return
             try:
                 asyncio.run_coroutine_threadsafe(self._client.close(), loop).result()
             finally:
-                self._loop = self._thread = None
                 loop.call_soon_threadsafe(loop.stop)
                 thread.join()
+
+    def __del__(self) -> None:
+        loop = self._loop
+        if loop is None:
+            return
+        if self._forked:
+            keep(self._client, loop, self._thread)
+            return
+        try:
+            self._client.dropped()
+        finally:
+            with contextlib.suppress(RuntimeError):  # the interpreter ends, and the loop has gone first
+                loop.call_soon_threadsafe(loop.stop)
+
+    @property
+    def _forked(self) -> bool:
+        return self._pid not in (0, os.getpid())
+
+    def _not_from_a_callback(self) -> None:
+        if threading.current_thread() is self._thread:
+            what = "a callback runs on the client's own thread, where nothing can wait for it: call from another"
+            raise RequestError(what, code="wrong_thread")
 
     @property
     def boot_id(self) -> str:
@@ -89,13 +147,9 @@ class SyncClient:
     def start(self, task: Task) -> concurrent.futures.Future[TaskResult]:
         """Push a task and return at once, without waiting even for its admission; busy is retried (Client.insist).
 
-        Tasks of one thread are pushed in the order of its calls. The future is cancelled if the client is
-        closed before the task was pushed. Raises Closed.
+        Tasks of one thread are pushed in the order of its calls. Raises Closed.
         """
-        loop = self._loop
-        if loop is None:
-            raise Closed("the client is closed, or was never entered")
-        return asyncio.run_coroutine_threadsafe(self._client.insist(task), loop)
+        return self._begin(self._client.insist(task))
 
     def push(self, task: Task) -> concurrent.futures.Future[TaskResult]:
         """Push a task; return once it is admitted or answered. The future is done already if rejected or busy."""
@@ -200,26 +254,53 @@ class SyncClient:
         self._call(self._client.wait_ready(timeout))
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        loop = self._loop
-        if loop is None:
+        try:
+            self._not_from_a_callback()
+        except RequestError:
             work.close()
-            raise Closed("the client is closed, or was never entered")
-        future = asyncio.run_coroutine_threadsafe(work, loop)
+            raise
+        future = self._begin(work)
         try:
             return future.result()
+        except concurrent.futures.CancelledError:
+            raise self._client.unusable() from None
         except BaseException:
             future.cancel()  # an interrupted wait is over in the other thread as well
             raise
 
-    @staticmethod
-    def _run(loop: asyncio.AbstractEventLoop) -> None:
-        asyncio.set_event_loop(loop)
-        try:
-            loop.run_forever()
-            # Whoever asked while we closed is told so, rather than left waiting.
-            waiting = asyncio.all_tasks(loop)
-            for task in waiting:
-                task.cancel()
-            loop.run_until_complete(asyncio.gather(*waiting, return_exceptions=True))
-        finally:
-            loop.close()
+    def _begin(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        if not self._forked:
+            with self._entry:
+                if self._loop is not None:
+                    return asyncio.run_coroutine_threadsafe(work, self._loop)
+        work.close()
+        raise self._client.unusable()
+
+
+_made: weakref.WeakSet[SyncClient] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for client in list(_made):
+        client.new_locks()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    """The thread: serve until stopped, then let everything end that the close has ended."""
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+        loop.run_until_complete(_end(asyncio.all_tasks(loop)))
+    finally:
+        loop.close()
+
+
+async def _end(calls: set[asyncio.Task[Any]]) -> None:
+    await asyncio.sleep(0)  # callbacks of what has ended already
+    _, stuck = await asyncio.wait(calls, timeout=ENDING_S) if calls else (calls, calls)
+    for call in stuck:
+        call.cancel()
+    await asyncio.gather(*stuck, return_exceptions=True)

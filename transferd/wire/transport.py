@@ -27,6 +27,7 @@ import zmq
 
 from transferd.config import ServerSection
 from transferd.errors import Closed, ConfigError
+from transferd.wire.abandoned import free_with
 from transferd.wire.credentials import resolve_group, resolve_uids
 from transferd.wire.curve import ClientCurve, ServerCurve, client_keys
 from transferd.wire.endpoint import Claim
@@ -101,7 +102,10 @@ class ClientTransport(Protocol):
 
 
 class Channel:
-    """One ZeroMQ socket on the running loop: hands every message to `receive`, never waits."""
+    """One ZeroMQ socket on the running loop: hands every message to `receive`, never waits.
+
+    Dropped without `close`, it frees them all the same.
+    """
 
     def __init__(
         self,
@@ -120,6 +124,7 @@ class Channel:
         self._reading = False
         self._check_scheduled = False
         self._fd = number_of(socket, zmq.FD)
+        self._freed = free_with(self, socket, context if owns_context else None)
         self._loop.add_reader(self._fd, self._wake)
         self._check_soon()  # what arrived before anybody watched makes no new edge
 
@@ -129,9 +134,13 @@ class Channel:
             self._check_soon()
 
     def close(self) -> None:
-        """Let what was sent get out (bounded by LINGER), then free socket and context."""
-        self._loop.remove_reader(self._fd)
-        self.socket.close()
+        """Let what was sent get out (bounded by LINGER), then free socket and context. The loop may be closed."""
+        self._freed.detach()
+        if self._loop.is_closed():
+            self.socket.close(0)
+        else:
+            self._loop.remove_reader(self._fd)
+            self.socket.close()
         if self._owns_context:
             self.context.term()
 

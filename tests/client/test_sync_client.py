@@ -1,0 +1,190 @@
+"""The blocking client over its lives, and threads that race with its close."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.wire_daemon import serving
+from transferd.client.sync_client import SyncClient
+from transferd.errors import Closed, ConfigError, ConnectTimeout, RequestError
+from transferd.tasks import Status, SwapOutTask
+
+SECONDS = 20  # after which a call hangs
+
+
+@pytest.fixture(scope="module")
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    where = f"ipc://{tmp_path_factory.mktemp('sync')}/d.sock"
+    with serving(where):
+        yield where
+
+
+def task(task_id: str) -> SwapOutTask:
+    return SwapOutTask(task_id=task_id, gpu_block_ids=[1], cpu_block_ids=[2])
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "transferd-client"]
+
+
+# --- lives ----------------------------------------------------------------------------------------
+
+
+def test_a_client_that_could_not_connect_connects_once_the_daemon_is_there(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/d.sock"
+    client = SyncClient(address, connect_timeout=0.05)
+    for _ in range(2):
+        with pytest.raises(ConnectTimeout):
+            client.connect()
+        assert not threads()
+    client._client._connect_timeout = SECONDS
+    for boot_id in ("boot-1", "boot-2"):
+        with serving(address, boot_id), client:
+            assert (client.submit(task("t")).status, client.boot_id) == (Status.OK, boot_id)
+        assert not client.connected
+        assert not threads()
+
+
+def test_connecting_a_connected_client_changes_nothing(endpoint: str) -> None:
+    with SyncClient(endpoint) as client:
+        [thread] = threads()
+        client.connect()
+        with client:
+            assert threads() == [thread]
+        assert not threads(), "the inner block has closed it"
+        with pytest.raises(Closed):
+            client.ping()
+
+
+def test_a_bad_endpoint_is_told_and_leaves_no_thread() -> None:
+    client = SyncClient("nowhere")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="nowhere"):
+            client.connect()
+    assert not threads()
+
+
+def test_a_close_ends_a_connect_that_still_waits(tmp_path: Path) -> None:
+    client = SyncClient(f"ipc://{tmp_path}/nobody.sock", connect_timeout=1000)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        connecting = pool.submit(client.connect)
+        while not client._client._link._waiters:
+            pass
+        client.close()
+        with pytest.raises(Closed):
+            connecting.result(SECONDS)
+    assert not threads()
+
+
+def test_no_thread_to_be_had_leaves_the_client_closed(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = SyncClient(endpoint)
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start"):
+            client.connect()
+    with client:
+        assert client.submit(task("t")).status is Status.OK
+
+
+# --- closing --------------------------------------------------------------------------------------
+
+CALLS: dict[str, Callable[[SyncClient, str], Any]] = {
+    "ping": lambda client, _: client.ping(),
+    "match": lambda client, _: client.match(["a"]),
+    "submit": lambda client, name: client.submit(task(name)),
+    "push": lambda client, name: client.push(task(name)).result(SECONDS),
+    "start": lambda client, name: client.start(task(name)).result(SECONDS),
+    "held": lambda client, name: client.submit(task(f"held-{name}")),
+    "held start": lambda client, name: client.start(task(f"held-{name}")).result(SECONDS),
+    "wait_ready": lambda client, _: client.wait_ready(),
+}
+
+
+def _until_closed(client: SyncClient, kind: str, number: int, begun: threading.Barrier) -> set[str]:
+    """Call again and again; what came of the calls, of which the last one met the close."""
+    outcomes: set[str] = set()
+    begun.wait(SECONDS)
+    for call in range(10**9):
+        try:
+            result = CALLS[kind](client, f"{kind}-{number}-{call}-{id(client)}")
+        except Closed:
+            return outcomes | {"Closed"}
+        error = getattr(result, "error", None)
+        outcomes.add(error.code if error else "ok")
+    raise AssertionError
+
+
+def test_calls_that_race_with_a_close_are_closed_and_nothing_else(endpoint: str) -> None:
+    with concurrent.futures.ThreadPoolExecutor(len(CALLS)) as pool:
+        for number in range(30):
+            client = SyncClient(endpoint)
+            client.connect()
+            begun = threading.Barrier(len(CALLS) + 1)
+            racing = {kind: pool.submit(_until_closed, client, kind, number, begun) for kind in CALLS}
+            begun.wait(SECONDS)
+            client.close()
+            for kind, outcome in racing.items():
+                assert outcome.result(SECONDS) <= {"ok", "closed", "Closed"}, kind
+    assert not threads()
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "code"),
+    [
+        (lambda client: client.close(), Status.FAILED, "closed"),
+        (lambda client: client.cancel("busy"), Status.CANCELLED, "cancelled"),
+    ],
+    ids=["close", "cancel"],
+)
+def test_a_start_that_waits_for_a_busy_daemon_ends(
+    endpoint: str, end: Callable[[SyncClient], Any], status: Status, code: str
+) -> None:
+    client = SyncClient(endpoint)
+    client.connect()
+    future = client.start(task("busy"))
+    while not client._client._busy._waiting:
+        pass
+    end(client)
+    result = future.result(SECONDS)
+    assert result.error is not None
+    assert (result.status, result.error.code) == (status, code)
+    client.close()
+
+
+def test_many_closes_at_once_are_one(endpoint: str) -> None:
+    client = SyncClient(endpoint)
+    client.connect()
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        for closing in [pool.submit(client.close) for _ in range(8)]:
+            closing.result(SECONDS)
+    assert not threads()
+
+
+def test_a_callback_that_calls_back_is_refused_instead_of_hanging(endpoint: str) -> None:
+    told: list[str] = []
+
+    def callback(_: object) -> None:
+        for call in (client.ping, client.close):
+            try:
+                call()
+            except RequestError as error:
+                told.append(error.reason)
+
+    client = SyncClient(endpoint)
+    client.connect()
+    future = client.push(task("held-callback"))
+    future.add_done_callback(callback)
+    client.cancel("held-callback")
+    future.result(SECONDS)
+    client.close()
+    assert told == ["wrong_thread", "wrong_thread"]
