@@ -10,8 +10,11 @@ FIRST ?= 0
 MINUTES ?= 30
 RUNS ?= 200000
 MESSAGES ?= 1000000
+MODULE ?= control/dispatcher
+CONTROL_TESTS := tests/control tests/test_barrier.py tests/test_barrier_stateful.py tests/test_tasks.py
+FAST_TESTS := $(wildcard tests/test_*.py) $(addprefix tests/,runtime config blocks control observability workers)
 
-.PHONY: help demo test lint types check sim faults fuzz soak bench gpu-check clean
+.PHONY: help demo test quick fix lint types check coverage mutate sim faults fuzz soak bench gpu-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -29,7 +32,21 @@ lint: $(TEST_STAMP) ## ruff
 types: $(TEST_STAMP) ## mypy --strict on transferd/
 	$(BIN)/mypy
 
-check: lint types test ## everything CI does
+check: lint types coverage test ## everything CI does
+
+fix: $(TEST_STAMP) ## format, and mend what the linter can mend
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+quick: lint types ## lint, types and the fast tests, in under 90 seconds
+	$(BIN)/python -m pytest -q $(FAST_TESTS)
+
+coverage: $(TEST_STAMP) ## the floor under the control plane: its own tests reach nearly every branch of it
+	$(BIN)/python -m coverage run -m pytest -q $(CONTROL_TESTS)
+	$(BIN)/python -m coverage report
+
+mutate: $(TEST_STAMP) ## do a module's tests notice small bugs in it? make mutate MODULE=control/lanes
+	$(BIN)/python scripts/mutate.py $(MODULE)
 
 sim: $(TEST_STAMP) ## the seeded simulation: make sim SEEDS=100000 FIRST=0
 	$(BIN)/python -m tests.support.simulation.campaign --seeds $(SEEDS) --first $(FIRST)

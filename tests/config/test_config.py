@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,12 @@ def test_the_effective_configuration_as_toml_is_the_configuration(tmp_path: Path
     file.write_text(to_toml(to_tree(config)))
     assert load(file, env={}) == config
     assert from_tree(to_tree(Config())) == Config()
+
+
+@pytest.mark.parametrize("name", ["carriage\rreturn", "nul\0", "del\x7f", "tab\t", 'quote"', "new\nline", "模型"])
+def test_what_check_config_prints_can_be_read_back_whatever_a_value_holds(name: str) -> None:
+    tree = to_tree(load(overrides=[f"storage.model={name}"], env={}))
+    assert tomllib.loads(to_toml(tree))["storage"]["model"] == name
 
 
 def test_fastdeploys_directory_counts_where_nothing_else_says_it(tmp_path: Path) -> None:
