@@ -1,12 +1,15 @@
 """Does a task get dearer with more tasks queued, a block with more blocks, and does memory stay bounded?
 
     python benchmarks/growth.py [--format json]
+    python benchmarks/growth.py --tasks 100000 [--format json]
 
 Three questions, each row against its smallest case:
 
 * dispatch: the real dispatcher alone, no I/O; n tasks are queued behind a pause, then all run to their end;
 * swap: one task of n blocks to a daemon in a process of its own;
 * memory of such a daemon after it was flooded again and again with more tasks than its queue takes.
+
+With --tasks a fourth one instead: a daemon's memory after so many tasks of 4,000 keys each, against after 1,000.
 """
 
 from __future__ import annotations
@@ -22,17 +25,22 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from transferd.blocks.layout import build_layout
 from transferd.cli.bench.harness import RUNS, Row, machine, report, row
 from transferd.client.client import Client
 from transferd.client.launch import running
+from transferd.config import from_tree
 from transferd.control import events as ev
-from transferd.control.admission import Limits
 from transferd.control.dispatcher import Dispatcher
+from transferd.daemon.daemon import limits_of
 from transferd.daemon.process import quiet_collector
-from transferd.tasks import RankOutcome, Status, SwapOutTask
+from transferd.tasks import RankOutcome, Status, SwapOutTask, TokenIds, WriteStorageTask
 
 QUEUES = (100, 1_000, 10_000, 100_000)
 LEAST_TASKS = 20_000  # per measurement: a small queue is filled and emptied that often
+KEYS = 4_000  # of a large task
+FEW = 1_000  # large tasks, after which memory should have found its level
+AT_ONCE = 8
 SWAPS = (16, 64, 256, 1024)  # blocks of a task
 FLOOD = 20_000  # tasks pushed at once
 FLOODS = 10
@@ -47,8 +55,9 @@ def per_task_us(queued: int) -> float:
 
 
 def _queue_and_run(queued: int) -> float:
-    limits = Limits(ranks=1, device_blocks=1024, host_blocks=1024, block_bytes=1, max_queued=queued, max_results=1024)
-    dispatcher = Dispatcher(limits)
+    server = {"max_queued_tasks": queued, "max_queued_bytes": "1TiB", "max_results": 1024, "lane_depth": 4}
+    config = from_tree({"server": server, "cache": {"ranks": 1, "device_blocks": 1024, "host_blocks": 1024}})
+    dispatcher = Dispatcher(limits_of(config, build_layout(config.cache), storage=False))
     dispatcher.handle(ev.PauseRequested(0.0))
     tasks = [SwapOutTask(task_id=str(i), gpu_block_ids=[i % 1024], cpu_block_ids=[i % 1024]) for i in range(queued)]
     before = time.perf_counter()
@@ -142,6 +151,44 @@ async def _flood(endpoint: str, pid: int) -> list[float]:
     return sizes
 
 
+def task_rows(tasks: int) -> list[Row]:
+    """A daemon's resident memory after so many write tasks of KEYS stored keys; all bounds are the default ones."""
+    tree = {
+        "cache": {"ranks": 1, "layers": 1, "kv_heads": 1, "head_dim": 8, "block_size": 1, "device_blocks": KEYS},
+        "storage": {"backend": "memory"},
+    }
+    with tempfile.TemporaryDirectory(prefix="transferd-bench-") as directory, running(tree, Path(directory)) as daemon:
+        marks = asyncio.run(_many_tasks(daemon.endpoint, daemon.pid, tasks))
+    few, first = marks[0]
+    name = f"daemon memory, after {{:,}} tasks of {KEYS:,} keys"
+    return [row(name.format(count), [mib], "MiB", first, f"MiB after {few:,}") for count, mib in marks]
+
+
+async def _many_tasks(endpoint: str, pid: int, tasks: int) -> list[tuple[int, float]]:
+    """MiB after 1,000 tasks and after each tenth of them all, AT_ONCE under way at a time. Every one is ok."""
+    keys, ids = [f"block-{i:011}" for i in range(KEYS)], list(range(KEYS))
+    tokens = TokenIds(ids)
+    numbers = iter(range(tasks))
+    done, marks = 0, [min(FEW, tasks), *range(tasks // 10, tasks + 1, max(1, tasks // 10))]
+    sizes: list[tuple[int, float]] = []
+
+    async def work(client: Client) -> None:
+        nonlocal done
+        for number in numbers:
+            task = WriteStorageTask(task_id=f"t{number}", keys=keys, gpu_block_ids=ids, token_ids=tokens, timeout=120.0)
+            result = await client.submit(task)
+            if result.status is not Status.OK:
+                raise RuntimeError(f"a task was answered {result}")
+            done += 1
+            if done in marks and done > (sizes[-1][0] if sizes else 0):
+                sizes.append((done, _resident_mib(pid)))
+
+    async with Client(endpoint) as client:
+        await client.attach(rank=0)
+        await asyncio.gather(*(work(client) for _ in range(AT_ONCE)))
+    return sizes
+
+
 def _resident_mib(pid: int) -> float:
     """Private memory: shared pools are as large as they were configured."""
     for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines():
@@ -153,11 +200,16 @@ def _resident_mib(pid: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--format", choices=["text", "json"], default="text")
-    form = parser.parse_args().format
+    parser.add_argument("--tasks", type=int, help="measure memory after so many large tasks, and nothing else")
+    arguments = parser.parse_args()
+    form = arguments.format
     before = machine()
-    rows = swap_rows() + memory_rows()
-    quiet_collector()  # as in the daemon; here it is this process that dispatches
-    rows = grow(QUEUES, per_task_us, "dispatch, {:,} tasks queued", "us/task") + rows
+    if arguments.tasks is not None:
+        rows = task_rows(arguments.tasks)
+    else:
+        rows = swap_rows() + memory_rows()
+        quiet_collector()  # as in the daemon; here it is this process that dispatches
+        rows = grow(QUEUES, per_task_us, "dispatch, {:,} tasks queued", "us/task") + rows
     tree = report("growth", before, rows)
     if form == "json":
         print(json.dumps(tree))

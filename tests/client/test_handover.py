@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.dispatch import limits
 from transferd.blocks.keys import block_keys, partial_tokens
 from transferd.client.handover import Handover, plan_handover, whole
 from transferd.config import from_tree, pd_mode
-from transferd.control.admission import Limits, check_task, content_hash
+from transferd.control.admission import check_task, content_hash
 from transferd.errors import ConfigError, HandoverFailed, RequestError
 from transferd.tasks import ErrorInfo, ReadStorageTask, ReceiveTask, SendTask, Status, TaskResult, WriteStorageTask
 
 TOKENS = list(range(20))
-LIMITS = Limits(ranks=2, device_blocks=64, host_blocks=0, block_bytes=4096, direct=True)
+LIMITS = limits(host_blocks=0, direct=True)
 
 
 def planned(blocks: list[int] | None = None, **more: object) -> Handover:
@@ -95,7 +96,7 @@ def test_another_value_of_that_variable_is_named() -> None:
 
 
 def test_direct_tasks_are_refused_by_a_daemon_in_storage_mode() -> None:
-    storage_only = Limits(ranks=2, device_blocks=64, host_blocks=0, block_bytes=4096)
+    storage_only = limits(host_blocks=0)
     with pytest.raises(RequestError) as refusal:
         check_task(planned().out("direct"), storage_only)
     assert refusal.value.reason == "no_direct_mode"
@@ -108,7 +109,7 @@ def test_a_peer_is_host_and_port(peer: str) -> None:
 
 
 def test_direct_tasks_need_no_storage_tier_and_touch_no_stored_object() -> None:
-    no_storage = Limits(ranks=2, device_blocks=64, host_blocks=0, block_bytes=4096, storage=False, direct=True)
+    no_storage = limits(host_blocks=0, storage=False, direct=True)
     for task in (planned().out("direct"), planned().into("direct", "host:1")):
         check_task(task, no_storage)
         assert not task.footprint().storage_reads

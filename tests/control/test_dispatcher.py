@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.dispatch import check_dispatcher
+from tests.support.dispatch import check_dispatcher, limits
 from transferd.control import events as ev
 from transferd.control.admission import Limits
 from transferd.control.dispatcher import Dispatcher
@@ -25,7 +25,7 @@ from transferd.tasks import (
     WriteStorageTask,
 )
 
-LIMITS = Limits(
+LIMITS = limits(
     ranks=2, device_blocks=8, host_blocks=8, block_bytes=100, max_queued=3, max_bytes=2000, lane_depth=2, max_results=4
 )
 CLIENT = b"engine"
@@ -212,7 +212,7 @@ def test_past_the_queue_bound_the_answer_is_busy_with_a_hint_and_the_id_may_be_p
 
 
 def test_past_the_bytes_in_flight_the_answer_is_busy_but_one_task_alone_may_be_larger() -> None:
-    desk = Desk(Limits(ranks=2, device_blocks=64, host_blocks=0, block_bytes=100, max_bytes=2000))
+    desk = Desk(limits(host_blocks=0, block_bytes=100, max_bytes=2000))
     big = desk.submit(write("big", *range(20)))
     assert big not in desk.answers
     small = desk.submit(write("small", 30))
@@ -235,7 +235,7 @@ def test_pushing_a_finished_task_again_returns_its_result_until_the_ttl(desk: De
     first = desk.submit(write("w", 1))
     desk.finish("w")
     second = desk.submit(write("w", 1, timeout=5.0))
-    assert desk.answers[second] is desk.answers[first]
+    assert desk.answers[second] == desk.answers[first]
     desk.pass_time(61)
     third = desk.submit(write("w", 1))
     assert third not in desk.answers, "it runs anew"
@@ -593,6 +593,6 @@ def test_while_the_daemon_starts_the_answer_is_busy_until_it_is_ready() -> None:
 
 
 def test_without_a_tier_tasks_for_it_are_rejected() -> None:
-    desk = Desk(Limits(ranks=2, device_blocks=8, host_blocks=0, block_bytes=100, storage=False))
+    desk = Desk(limits(device_blocks=8, host_blocks=0, block_bytes=100, storage=False))
     codes = [desk.answers[desk.submit(task)].error for task in (write("w", 1), read("r", 1), swap_in("i", [1], [1]))]
     assert [error and error.code for error in codes] == ["no_storage_tier", "no_storage_tier", "no_host_tier"]

@@ -6,15 +6,18 @@ The model knows only what an engine could know: what it pushed, what was started
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 
+import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.support.dispatch import check_dispatcher
+from tests.support.dispatch import check_dispatcher, limits
 from transferd.control import events as ev
-from transferd.control.admission import Limits
+from transferd.control.admission import ID_BYTES, KEY_BYTES, TASK_BYTES, argument_bytes
 from transferd.control.dispatcher import Dispatcher
+from transferd.control.results import RESULT_BYTES
 from transferd.control.task_state import State
 from transferd.tasks import (
     ErrorInfo,
@@ -30,17 +33,19 @@ from transferd.tasks import (
 )
 
 RANKS = 2
-LIMITS = Limits(
+LIMITS = limits(
     ranks=RANKS,
     device_blocks=6,
     host_blocks=6,
     block_bytes=10,
     max_queued=6,
+    max_queued_bytes=3 * TASK_BYTES + 8 * (KEY_BYTES + ID_BYTES),  # three to five tasks
     max_bytes=400,
     lane_depth=2,
     deadline_slack=1.0,
     result_ttl=30.0,
-    max_results=20,
+    max_results=9,
+    max_result_bytes=6 * (RESULT_BYTES + 150),
 )
 blocks = st.lists(st.integers(0, 5), min_size=1, max_size=3, unique=True)
 clients = st.sampled_from([b"a", b"b", b"c"])
@@ -54,9 +59,32 @@ def touches(task: Task) -> tuple[set[object], set[object]]:
     return reads, writes
 
 
+@dataclass(eq=False)
+class Held:
+    """The memory of one admitted task's arguments: until it was answered, no rank holds its blocks, and whatever it
+    was ordered behind has gone (later tasks were ordered behind it in turn)."""
+
+    task: Task
+    nbytes: int
+    behind: list[Held]
+    answered: bool = False
+    gone: bool = False
+
+
+def ordered_behind(task: Task, other: Task) -> bool:
+    (reads, writes), (other_reads, other_writes) = touches(task), touches(other)
+    a, b = task.footprint(), other.footprint()
+    stored = {*a.storage_reads, *a.storage_writes} & {*b.storage_writes}
+    return bool(writes & (other_reads | other_writes) or reads & other_writes or stored)
+
+
 class DispatcherMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
+        self.held: dict[str, Held] = {}  # the latest of an id
+        self.all_held: list[Held] = []
+        self.kept: list[tuple[str, int, float]] = []  # results: id, bytes, until when
+        self.replies: dict[int, TaskResult] = {}
         self.dispatcher = Dispatcher(LIMITS, boot_id="boot", generation="0")
         self.now = 0.0
         self.number = 0
@@ -77,6 +105,10 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     def hear(self, event: ev.Event) -> list[ev.Instruction]:
         instructions = self.dispatcher.handle(event)
+        for instruction in instructions:  # before any of them is carried out, which may make the dispatcher hear more
+            if isinstance(instruction, ev.Publish):
+                self.held[instruction.task.task_id].answered = True
+                self.keep(instruction.result)
         for instruction in instructions:
             if isinstance(instruction, ev.Start):
                 self.check_start(instruction)
@@ -90,7 +122,32 @@ class DispatcherMachine(RuleBasedStateMachine):
                 self.check_reply(instruction)
             elif isinstance(instruction, ev.WakeAt):
                 self.wake_at = instruction.when
+        self.let_go()
         return instructions
+
+    def keep(self, result: TaskResult) -> None:
+        nbytes = RESULT_BYTES + len(msgspec.msgpack.encode(result))
+        self.kept.append((result.task_id, nbytes, self.now + LIMITS.result_ttl))
+        self.forget()
+
+    def forget(self) -> None:
+        while self.kept and (
+            self.kept[0][2] <= self.now
+            or len(self.kept) > LIMITS.max_results
+            or sum(nbytes for _, nbytes, _ in self.kept) > LIMITS.max_result_bytes
+        ):
+            self.kept.pop(0)
+
+    def let_go(self) -> None:
+        """Earlier ones first, so once through is enough."""
+        for held in self.all_held:
+            touched = self.held[held.task.task_id] is held and held.task.task_id in self.holding
+            held.gone = held.answered and not touched and all(other.gone for other in held.behind)
+        self.all_held = [held for held in self.all_held if not held.gone]
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(held.nbytes for held in self.all_held)
 
     def check_start(self, start: ev.Start) -> None:
         task_id = start.task.task_id
@@ -108,6 +165,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     def check_reply(self, reply: ev.Reply) -> None:
         assert self.answered[reply.seq] == 0, "one terminal result per push"
         self.answered[reply.seq] += 1
+        self.replies[reply.seq] = reply.result
         client, task_id = self.waiting.pop(reply.seq, (reply.client, reply.result.task_id))
         assert (client, task_id) == (reply.client, reply.result.task_id)
         assert reply.result.boot_id == "boot"
@@ -133,6 +191,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.number += 1
         seq = self.number
         self.dispatcher._results.forget(self.now)  # it forgets lazily: at the next push, which is this one
+        self.forget()
         known = self.dispatcher.state_of(task.task_id)
         self.waiting[seq] = (client, task.task_id)
         if known is None:
@@ -142,7 +201,28 @@ class DispatcherMachine(RuleBasedStateMachine):
             self.deadline[task.task_id] = self.now + task.timeout
             self.started.discard(task.task_id)
             self.told.pop(task.task_id, None)
+        before, nbytes = self.held_bytes, argument_bytes(task)
+        fresh = Held(task, nbytes, [held for held in self.all_held if ordered_behind(task, held.task)])
+        if known is None:
+            last = self.held.get(task.task_id)
+            self.held[task.task_id] = fresh
+            self.all_held.append(fresh)
         self.hear(ev.TaskSubmitted(client, seq, task, self.now))
+        if known is not None:
+            return
+        refused = self.replies.get(seq)
+        if refused is not None and not fresh.answered:
+            self.all_held.remove(fresh)
+            if last is None:
+                del self.held[task.task_id]
+            else:
+                self.held[task.task_id] = last
+            assert refused.error is not None
+            if "admitted tasks hold" in refused.error.message:
+                assert before
+                assert before + nbytes > LIMITS.max_queued_bytes
+        else:
+            assert not before or before + nbytes <= LIMITS.max_queued_bytes
 
     @initialize()
     def begin(self) -> None:
@@ -258,6 +338,13 @@ class DispatcherMachine(RuleBasedStateMachine):
         assert statistics.paused == any(event is ev.PauseRequested for _, event in self.holds)
         assert statistics.draining == any(event is ev.DrainRequested for _, event in self.holds)
         assert len(statistics.held) == len(self.holds)
+
+    @invariant()
+    def memory_is_accounted_for(self) -> None:
+        statistics = self.dispatcher.statistics()
+        assert statistics.argument_bytes == self.held_bytes
+        assert list(self.dispatcher._results._kept) == [task_id for task_id, _, _ in self.kept]
+        assert statistics.result_bytes == sum(nbytes for _, nbytes, _ in self.kept)
 
     @invariant()
     def nobody_waits_past_deadline_and_slack(self) -> None:

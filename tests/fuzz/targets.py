@@ -10,18 +10,19 @@ import tomllib
 from collections.abc import Callable
 
 from tests.fuzz.frames import corpus
+from tests.support.dispatch import limits
 from transferd.blocks.footer import FOOTER_BYTES, Inspection, NotSealed, stamp_of_name
 from transferd.blocks.layout import build_layout
 from transferd.config import Config, from_tree, load, to_tree
 from transferd.config.toml import to_toml
-from transferd.control.admission import Limits, check_task, content_hash
+from transferd.control.admission import check_task, content_hash
 from transferd.errors import ConfigError, ProtocolError, RequestError
 from transferd.storage.paths import name_of, path_of
 from transferd.storage.peer import messages as direct
 from transferd.tasks import ErrorInfo, Task
 from transferd.wire import protocol as wire
 
-_LIMITS = Limits(ranks=2, device_blocks=64, host_blocks=64, block_bytes=4096)
+_LIMITS = limits()
 _MAX = 64 * 1024
 
 

@@ -6,7 +6,7 @@ import ast
 import threading
 from pathlib import Path
 
-from transferd.control.admission import Limits
+from tests.support.dispatch import limits
 from transferd.control.dispatcher import ADMITTED, DONE, Dispatcher
 from transferd.observability.recorder import FIELDS, LONGEST_TEXT, STEPS, STEPS_PER_TASK, Recorder
 from transferd.runtime.clock import Clock
@@ -134,5 +134,4 @@ def test_steps_of_tasks_are_told_apart_also_when_the_ring_has_wrapped() -> None:
 def test_an_empty_recorder_is_still_the_one_to_use() -> None:
     """Were it false, as an empty container is, `recorder or Recorder()` would note where nobody reads."""
     recorder = Recorder()
-    limits = Limits(ranks=1, device_blocks=1, host_blocks=1, block_bytes=1)
-    assert Dispatcher(limits, recorder=recorder)._recorder is recorder
+    assert Dispatcher(limits(), recorder=recorder)._recorder is recorder

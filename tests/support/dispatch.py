@@ -2,9 +2,36 @@
 
 from __future__ import annotations
 
-from transferd.control.admission import footprint_of
+from typing import Any
+
+from transferd.config import ServerSection
+from transferd.control.admission import Limits, argument_bytes, footprint_of
 from transferd.control.dispatcher import Dispatcher
 from transferd.control.task_state import AT_WORK, State
+
+
+def limits(**more: Any) -> Limits:
+    """What the configuration's defaults give for two ranks of 64 blocks of 4 KiB, but for `more`."""
+    server = ServerSection()
+    usual: dict[str, Any] = {
+        "ranks": 2,
+        "device_blocks": 64,
+        "host_blocks": 64,
+        "block_bytes": 4096,
+        "storage": True,
+        "direct": False,
+        "token_block": 0,
+        "only_flush": False,
+        "max_queued": server.max_queued_tasks,
+        "max_queued_bytes": server.max_queued_bytes,
+        "max_bytes": server.max_inflight_bytes,
+        "lane_depth": server.lane_depth,
+        "deadline_slack": server.deadline_slack,
+        "result_ttl": server.result_ttl,
+        "max_results": server.max_results,
+        "max_result_bytes": server.max_result_bytes,
+    }
+    return Limits(**usual | more)
 
 
 def check_dispatcher(dispatcher: Dispatcher) -> None:
@@ -12,7 +39,7 @@ def check_dispatcher(dispatcher: Dispatcher) -> None:
     records, lanes, limits = dispatcher._records.values(), dispatcher._lanes, dispatcher.limits
     assert sum(record.state is State.QUEUED for record in records) == lanes.queued <= limits.max_queued
     for name, load in lanes.loads.items():
-        mine = [record for record in records if record.task.lane is name]
+        mine = [record for record in records if record.lane is name]
         assert load.tasks == len(mine)
         assert load.nbytes == sum(record.nbytes for record in mine)
         assert load.running == sum(record.state in AT_WORK for record in mine)
@@ -20,6 +47,12 @@ def check_dispatcher(dispatcher: Dispatcher) -> None:
         assert load.tasks <= 1 or load.nbytes <= limits.max_bytes  # one alone may be larger than the bound
         assert all(r.claim is not None and r.claim.ready for r in load.ready if r.state is State.QUEUED)
     assert len(dispatcher._results) <= limits.max_results
+    assert dispatcher._results.nbytes <= limits.max_result_bytes
+    held = [argument_bytes(record.task) for record in records if record.task is not None]
+    assert len(held) == len(records), "what is admitted has its arguments"
+    assert all(record.task is None for record in dispatcher._stragglers.values()), "what is answered lets them go"
+    assert sum(held) <= dispatcher._hazards.nbytes, "claims that have not left count, too"
+    assert dispatcher._hazards.nbytes <= limits.max_queued_bytes or len(dispatcher._hazards) == 1
     assert dispatcher.empty is (not records and not dispatcher._stragglers)
     assert not dispatcher.empty or dispatcher._hazards.idle
     _check_blocks(dispatcher)
@@ -28,7 +61,8 @@ def check_dispatcher(dispatcher: Dispatcher) -> None:
 def blocks_to_write(dispatcher: Dispatcher, tier: str) -> set[int]:
     """The blocks of a tier ("device" or "host") that tasks at work may change now."""
     working = (record.task for record in dispatcher._records.values() if record.state in AT_WORK)
-    return {block for task in working for block in getattr(footprint_of(task, dispatcher.limits), f"{tier}_writes")}
+    footprints = (footprint_of(task, dispatcher.limits) for task in working if task is not None)
+    return {block for footprint in footprints for block in getattr(footprint, f"{tier}_writes")}
 
 
 def _check_blocks(dispatcher: Dispatcher) -> None:
@@ -37,7 +71,9 @@ def _check_blocks(dispatcher: Dispatcher) -> None:
     users: dict[tuple[str, int], str] = {}
     for writes in (True, False):
         for record in (*working, *dispatcher._stragglers.values()):
-            footprint, task_id = footprint_of(record.task, dispatcher.limits), record.task.task_id
+            assert record.claim is not None
+            task_id, footprint = record.task_id, record.claim.footprint
+            assert record.task is None or footprint == footprint_of(record.task, dispatcher.limits)
             for tier in ("device", "host"):
                 for block in getattr(footprint, f"{tier}_{'writes' if writes else 'reads'}"):
                     use = tier, block

@@ -24,11 +24,18 @@ MAX_TASK_ID = 1024  # characters; task ids are kept for as long as results are
 MAX_TIMEOUT_S = 24 * 3600.0
 
 
-@dataclass(frozen=True, slots=True)
+# What an admitted task holds of memory besides its texts and token ids: a block named by a key, or by an id,
+# with its place in the hazard table; and all the rest. Measured; tests/control/test_bytes.py compares.
+KEY_BYTES, ID_BYTES, TASK_BYTES = 300, 250, 1600
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """The bounds that admission keeps, and the shape of the cache it checks ids against.
 
     max_queued: tasks admitted and not running. max_bytes: per lane, queued and running, all ranks.
+    max_queued_bytes: arguments of all admitted tasks. max_results, max_result_bytes: answers kept for result_ttl.
+    Defaults are the configuration's alone (config/sections.py).
     block_bytes: of one block on one rank. storage: False when no backend is configured. token_block:
     tokens of a block where storage is token-indexed, so that tasks must give the path; else 0.
     only_flush: write tasks move nothing and tell the token index. direct: True in pd.mode "direct".
@@ -38,16 +45,18 @@ class Limits:
     device_blocks: int
     host_blocks: int
     block_bytes: int
-    storage: bool = True
-    direct: bool = False
-    token_block: int = 0
-    only_flush: bool = False
-    max_queued: int = 4096
-    max_bytes: int = 16 * 1024**3
-    lane_depth: int = 4
-    deadline_slack: float = 1.0
-    result_ttl: float = 60.0
-    max_results: int = 16384
+    storage: bool
+    direct: bool
+    token_block: int
+    only_flush: bool
+    max_queued: int
+    max_queued_bytes: int
+    max_bytes: int
+    lane_depth: int
+    deadline_slack: float
+    result_ttl: float
+    max_results: int
+    max_result_bytes: int
 
 
 def check_task(task: Task, limits: Limits) -> None:
@@ -70,6 +79,15 @@ def check_task(task: Task, limits: Limits) -> None:
 def moved_bytes(task: Task, limits: Limits) -> int:
     """What a task counts against its lane's bytes in flight: of all ranks together."""
     return 0 if is_flush(task, limits) else task.blocks * limits.block_bytes * limits.ranks
+
+
+def argument_bytes(task: Task) -> int:
+    """About how much memory a task takes while it is admitted: keys, ids, token ids, its place in the order."""
+    if isinstance(task, SwapOutTask | SwapInTask):
+        return TASK_BYTES + ID_BYTES * (len(task.gpu_block_ids) + len(task.cpu_block_ids))
+    tokens = 0 if task.token_ids is None else task.token_ids.array.nbytes
+    named = KEY_BYTES * len(task.keys) + sum(map(len, task.keys)) + ID_BYTES * len(task.gpu_block_ids)
+    return TASK_BYTES + named + tokens
 
 
 def footprint_of(task: Task, limits: Limits) -> Footprint:

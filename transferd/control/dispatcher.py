@@ -41,7 +41,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from transferd.control import events as ev
-from transferd.control.admission import Limits, check_task, content_hash, footprint_of, moved_bytes
+from transferd.control.admission import Limits, argument_bytes, check_task, content_hash, footprint_of, moved_bytes
 from transferd.control.alarms import Alarms
 from transferd.control.gate import Door, Hold
 from transferd.control.hazards import HazardTable
@@ -66,7 +66,9 @@ class DispatchStatistics:
     queued: int
     running: int
     straggling: int
+    argument_bytes: int  # of tasks that are admitted, and of those whose blocks are still claimed
     results_kept: int
+    result_bytes: int
     tasks: dict[str, int]
     rejects: dict[str, int]
     lanes: dict[str, dict[str, int]]
@@ -94,7 +96,7 @@ class Dispatcher:
         self._recorder = recorder if recorder is not None else Recorder()
         self._records: dict[str, Record] = {}  # queued, running, cancelling
         self._stragglers: dict[str, Record] = {}  # done, but a rank has not let go
-        self._results = ResultMemory(limits.result_ttl, limits.max_results)
+        self._results = ResultMemory(limits.result_ttl, limits.max_results, limits.max_result_bytes)
         self._hazards = HazardTable()
         self._lanes = Lanes(limits)
         self._door = Door(memory=admitting)
@@ -171,7 +173,9 @@ class Dispatcher:
             queued=self._lanes.queued,
             running=self._lanes.running,
             straggling=len(self._stragglers),
+            argument_bytes=self._hazards.nbytes,
             results_kept=len(self._results),
+            result_bytes=self._results.nbytes,
             tasks=dict(self._statuses),
             rejects=dict(self._rejects),
             lanes=self._lanes.statistics(),
@@ -203,12 +207,12 @@ class Dispatcher:
         except RequestError as error:
             self._refuse(event, Status.REJECTED, ErrorInfo(error.reason, str(error)))
             return
-        nbytes = moved_bytes(task, self.limits)
-        busy = self._lanes.too_much(task, nbytes)
+        nbytes, arguments = moved_bytes(task, self.limits), argument_bytes(task)
+        busy = self._lanes.too_much(task, nbytes, arguments, self._hazards.nbytes)
         if busy is not None:
             self._refuse(event, Status.BUSY, *busy)
             return
-        self._admit(event, content, nbytes)
+        self._admit(event, content, nbytes, arguments)
 
     def _join(self, event: ev.TaskSubmitted, content: int) -> bool:
         """Treat a push of a task_id that is known. True: it was treated."""
@@ -234,10 +238,12 @@ class Dispatcher:
             self._refuse(event, Status.BUSY, ErrorInfo("task_id_busy", "this task_id is taken"), RETRY_AFTER_S[1])
         return True
 
-    def _admit(self, event: ev.TaskSubmitted, content: int, nbytes: int) -> None:
+    def _admit(self, event: ev.TaskSubmitted, content: int, nbytes: int, arguments: int) -> None:
         task, now = event.task, event.now
         record = Record(
             task=task,
+            task_id=task.task_id,
+            lane=task.lane,
             content=content,
             generation=self.generation,
             memory=self._memories,
@@ -246,7 +252,7 @@ class Dispatcher:
             nbytes=nbytes,
             waiters=[(event.client, event.seq)],
         )
-        record.claim = self._hazards.enter(record, footprint_of(task, self.limits))
+        record.claim = self._hazards.enter(record, footprint_of(task, self.limits), arguments)
         self._records[task.task_id] = record
         self._lanes.enter(record)
         self._recorder.admitted(task.task_id, ADMITTED[task.lane], task.blocks, event.client)
@@ -280,7 +286,8 @@ class Dispatcher:
             return
         for record in self._lanes.startable():
             self._move(record, State.RUNNING)
-            self._recorder.step(record.task.task_id, "started", -1, 0)
+            self._recorder.step(record.task_id, "started", -1, 0)
+            assert record.task is not None
             self._out.append(ev.Start(record.task, record.generation, record.admitted_at))
 
     def _merged(self, event: ev.RoundMerged) -> None:
@@ -325,7 +332,7 @@ class Dispatcher:
                 continue
             record.waiters = waiters
             if not waiters:
-                self._recorder.note(record.task.task_id, "nobody waits", event.client)
+                self._recorder.note(record.task_id, "nobody waits", event.client)
                 self._end(record, Stop.CANCELLED, event.now)
         for hold in self._door.client_gone(event.client):
             self._recorder.aside("", "hold ended", hold.what, hold.holder)
@@ -342,8 +349,8 @@ class Dispatcher:
             if record.state is State.CANCELLING:
                 if event.now >= record.forsaken_at:  # else this alarm is the deadline of a cancelled task
                     record.forsaken_at = math.inf
-                    self._recorder.note(record.task.task_id, "slack used up")
-                    self._out.append(ev.ExpireRound(record.task.task_id))
+                    self._recorder.note(record.task_id, "slack used up")
+                    self._out.append(ev.ExpireRound(record.task_id))
             else:
                 self._end(record, Stop.EXPIRED, event.now)
         self._ask_for_wake()
@@ -355,8 +362,8 @@ class Dispatcher:
         elif record.state is State.RUNNING:
             record.stop = reason
             self._move(record, State.CANCELLING)
-            self._recorder.note(record.task.task_id, "told to end", reason)
-            self._out.append(ev.StopTask(record.task.task_id, reason))
+            self._recorder.note(record.task_id, "told to end", reason)
+            self._out.append(ev.StopTask(record.task_id, reason))
             record.forsaken_at = now + self.limits.deadline_slack
             self._set_alarm(record.forsaken_at, record)
 
@@ -411,7 +418,8 @@ class Dispatcher:
         self._finish(record, status, Merged(status, [], [], error), now)
 
     def _finish(self, record: Record, status: Status, merged: Merged, now: float) -> None:
-        task_id = record.task.task_id
+        task_id, task = record.task_id, record.task
+        assert task is not None
         self._move(record, State.DONE)
         result = TaskResult(
             task_id=task_id,
@@ -430,7 +438,8 @@ class Dispatcher:
             self._recorder.note(task_id, "cause", merged.error.code, merged.error.message[:LONGEST_TEXT])
         for client, seq in record.waiters:
             self._out.append(ev.Reply(client, seq, result))
-        self._out.append(ev.Publish(record.task, result))
+        self._out.append(ev.Publish(task, result))
+        record.task, record.waiters = None, []
         del self._records[task_id]
         self._lanes.leave(record)
         self._results.keep(result, record.content, record.memory, now)
@@ -449,13 +458,13 @@ class Dispatcher:
             waiting = ready.owner
             assert isinstance(waiting, Record)
             if waiting.state is State.QUEUED:
-                self._recorder.note(waiting.task.task_id, "blocks free", record.task.task_id)
+                self._recorder.note(waiting.task_id, "blocks free", record.task_id)
                 self._lanes.ready(waiting)
         self._start_ready()
 
     def _move(self, record: Record, state: State) -> None:
         if state not in TRANSITIONS[record.state]:
-            task_id = record.task.task_id
+            task_id = record.task_id
             story = self._recorder.story(task_id)
             raise InvariantError(f"{task_id!r} cannot go from {record.state} to {state}\n{story}")
         old, record.state = record.state, state

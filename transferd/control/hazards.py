@@ -29,11 +29,12 @@ from transferd.tasks import Footprint
 class Claim:
     """One task's place in the order. `owner` is the caller's own; `ready` once nothing blocks it."""
 
-    __slots__ = ("abandoned", "blockers", "dependents", "footprint", "owner")
+    __slots__ = ("abandoned", "blockers", "dependents", "footprint", "nbytes", "owner")
 
-    def __init__(self, owner: object, footprint: Footprint) -> None:
+    def __init__(self, owner: object, footprint: Footprint, nbytes: int) -> None:
         self.owner = owner
         self.footprint = footprint
+        self.nbytes = nbytes
         self.blockers = 0  # claims before this one that have not left
         self.dependents: list[Claim] = []  # claims that count this one among their blockers
         self.abandoned = False
@@ -61,10 +62,11 @@ class HazardTable:
         self._host: dict[Hashable, _Use] = {}
         self._storage: dict[Hashable, _Use] = {}
         self._claims = 0
+        self.nbytes = 0  # of all claims, abandoned ones included
 
-    def enter(self, owner: object, footprint: Footprint) -> Claim:
-        """Add a claim behind all claims it conflicts with."""
-        claim = Claim(owner, footprint)
+    def enter(self, owner: object, footprint: Footprint, nbytes: int = 0) -> Claim:
+        """Add a claim behind all claims it conflicts with. nbytes: what it counts for until it has left."""
+        claim = Claim(owner, footprint, nbytes)
         blockers: dict[Claim, None] = {}
         for uses, ids, writes in self._touched(footprint):
             for block in ids:
@@ -85,6 +87,7 @@ class HazardTable:
         for blocker in blockers:
             blocker.dependents.append(claim)
         self._claims += 1
+        self.nbytes += nbytes
         return claim
 
     def leave(self, claim: Claim) -> list[Claim]:
@@ -110,7 +113,7 @@ class HazardTable:
     @property
     def idle(self) -> bool:
         """Nothing claimed and nothing left behind."""
-        return not (self._claims or self._device or self._host or self._storage)
+        return not (self._claims or self.nbytes or self._device or self._host or self._storage)
 
     def _touched(self, footprint: Footprint) -> Iterator[tuple[dict[Hashable, _Use], Sequence[Hashable], bool]]:
         # Reads before writes: a task that reads and writes one block does not wait for itself.
@@ -133,3 +136,4 @@ class HazardTable:
                 if use.writer is None and not use.readers:
                     del uses[block]
         self._claims -= 1
+        self.nbytes -= claim.nbytes

@@ -40,8 +40,11 @@ class Lanes:
     def running(self) -> int:
         return sum(load.running for load in self.loads.values())
 
-    def too_much(self, task: Task, nbytes: int) -> tuple[ErrorInfo, float] | None:
-        """Why one more task is not admitted now, and after how many seconds to ask again."""
+    def too_much(self, task: Task, nbytes: int, arguments: int, held: int) -> tuple[ErrorInfo, float] | None:
+        """Why one more task is not admitted now, and after how many seconds to ask again.
+
+        nbytes: that it moves. arguments: bytes of the task itself; held: of those that are admitted.
+        """
         load = self.loads[task.lane]
         if self.queued >= self._limits.max_queued:
             return ErrorInfo("queue_full", f"{self.queued} tasks are queued, the most allowed"), self._hint(load)
@@ -49,7 +52,10 @@ class Lanes:
         waiting = load.tasks - load.running
         if is_flush(task, self._limits) and waiting >= (self._limits.max_queued + 1) // 2:
             return ErrorInfo("queue_full", f"{waiting} flushes are queued, half of all that may be"), self._hint(load)
-        # One task alone may be larger than the bound: refusing it for ever would not be "retry later".
+        # One task alone may be larger than a bound: refusing it for ever would not be "retry later".
+        if held and held + arguments > self._limits.max_queued_bytes:
+            told = f"admitted tasks hold {held} bytes of keys, ids and token_ids, this one would add {arguments}"
+            return ErrorInfo("queue_full", told), self._hint(load)
         if load.tasks and load.nbytes + nbytes > self._limits.max_bytes:
             told = f"{load.nbytes} bytes are under way in this lane"
             return ErrorInfo("bytes_in_flight", told), self._hint(load)
@@ -63,14 +69,14 @@ class Lanes:
 
     def enter(self, record: Record) -> None:
         """A task was admitted."""
-        load = self.loads[record.task.lane]
+        load = self.loads[record.lane]
         load.tasks += 1
         load.nbytes += record.nbytes
         self.queued += 1
 
     def ready(self, record: Record) -> None:
         """Its blocks are free: it may run when there is a place."""
-        self.loads[record.task.lane].ready.append(record)
+        self.loads[record.lane].ready.append(record)
 
     def startable(self) -> Iterator[Record]:
         """Tasks that run now, one by one; each must have been moved to running before the next is asked for."""
@@ -82,19 +88,19 @@ class Lanes:
 
     def moved(self, record: Record, old: State) -> None:
         """A task has another state."""
-        load = self.loads[record.task.lane]
+        load = self.loads[record.lane]
         if old is State.QUEUED:
             self.queued -= 1
         load.running += (record.state in AT_WORK) - (old in AT_WORK)
 
     def spent(self, record: Record, now: float) -> None:
         """A round of a task has ended."""
-        load, spent = self.loads[record.task.lane], now - record.admitted_at
+        load, spent = self.loads[record.lane], now - record.admitted_at
         load.seconds = spent if not load.seconds else 0.9 * load.seconds + 0.1 * spent
 
     def leave(self, record: Record) -> None:
         """A task was answered."""
-        load = self.loads[record.task.lane]
+        load = self.loads[record.lane]
         load.tasks -= 1
         load.nbytes -= record.nbytes
 

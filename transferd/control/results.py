@@ -5,42 +5,66 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import NamedTuple
 
+import msgspec
+
 from transferd.tasks import TaskResult
+
+# What a kept result takes of memory besides its packed form. Measured; tests/control/test_bytes.py compares.
+RESULT_BYTES = 550
+
+_decoder = msgspec.msgpack.Decoder(TaskResult)
 
 
 class Kept(NamedTuple):
     """A result, the content hash of the task it answered, which memory it speaks of, and until when it is kept
-    (monotonic seconds)."""
+    (monotonic seconds). It is packed, as nearly none is ever asked for: objects would take ten times the memory."""
 
-    result: TaskResult
+    packed: bytes
     content: int
     memory: int
     expires: float
 
+    @property
+    def result(self) -> TaskResult:
+        return _decoder.decode(self.packed)
+
+    @property
+    def nbytes(self) -> int:
+        return RESULT_BYTES + len(self.packed)
+
 
 class ResultMemory:
-    """Bounded twice: by age (`ttl` seconds) and by number (`most`). All results live equally long, so
-    they leave in the order in which they came."""
+    """Bounded by age (`ttl` seconds), by number (`most`) and by memory (`most_bytes`). All results live
+    equally long, so they leave in the order in which they came."""
 
-    def __init__(self, ttl: float, most: int) -> None:
+    def __init__(self, ttl: float, most: int, most_bytes: int) -> None:
         self._ttl = ttl
         self._most = most
+        self._most_bytes = most_bytes
         self._kept: OrderedDict[str, Kept] = OrderedDict()
+        self.nbytes = 0
 
     def keep(self, result: TaskResult, content: int, memory: int, now: float) -> None:
-        self._kept[result.task_id] = Kept(result, content, memory, now + self._ttl)
+        """Of a task_id that is not kept. A result that passes the bound alone, or fits no message, is not kept."""
+        try:
+            packed = bytes(memoryview(msgspec.msgpack.encode(result)))  # a copy: what msgspec returns has room to grow
+        except UnicodeEncodeError:  # half a character, as in an error about a file's name
+            return
+        kept = self._kept[result.task_id] = Kept(packed, content, memory, now + self._ttl)
+        self.nbytes += kept.nbytes
         self.forget(now)
 
     def get(self, task_id: str) -> Kept | None:
         return self._kept.get(task_id)
 
     def forget(self, now: float) -> None:
-        """Drop what is too old or too many."""
+        """Drop what is too old or too much."""
         while self._kept:
             task_id, kept = next(iter(self._kept.items()))
-            if kept.expires > now and len(self._kept) <= self._most:
+            if kept.expires > now and len(self._kept) <= self._most and self.nbytes <= self._most_bytes:
                 return
             del self._kept[task_id]
+            self.nbytes -= kept.nbytes
 
     def __contains__(self, task_id: object) -> bool:
         return task_id in self._kept

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, field
 
 from transferd.control.hazards import Claim
-from transferd.tasks import Stop, Task
+from transferd.tasks import Lane, Stop, Task
 
 
 class State(enum.StrEnum):
@@ -33,7 +33,9 @@ AT_WORK = frozenset({State.RUNNING, State.CANCELLING})
 class Record:
     """Changed by the dispatcher only."""
 
-    task: Task
+    task: Task | None  # None once it is done: its keys and token ids may be many, and alarms keep the record
+    task_id: str
+    lane: Lane
     content: int  # hash of what is asked; a re-push of the same id must ask the same
     generation: str
     memory: int  # which of the cache's memories its blocks are in

@@ -297,11 +297,13 @@ def limits_of(
         token_block=token_block,
         only_flush=only_flush,
         max_queued=config.server.max_queued_tasks,
+        max_queued_bytes=config.server.max_queued_bytes,
         max_bytes=config.server.max_inflight_bytes,
         lane_depth=config.server.lane_depth,
         deadline_slack=config.server.deadline_slack,
         result_ttl=config.server.result_ttl,
         max_results=config.server.max_results,
+        max_result_bytes=config.server.max_result_bytes,
     )
 
 
