@@ -10,11 +10,12 @@ FIRST ?= 0
 MINUTES ?= 30
 RUNS ?= 200000
 MESSAGES ?= 1000000
+TIMES ?= 10
 MODULE ?= control/dispatcher
 CONTROL_TESTS := tests/control tests/test_barrier.py tests/test_barrier_stateful.py tests/test_tasks.py
 FAST_TESTS := $(wildcard tests/test_*.py) $(addprefix tests/,runtime config blocks control observability workers)
 
-.PHONY: help demo test quick fix lint types check coverage mutate sim faults fuzz soak bench gpu-check clean
+.PHONY: help demo test quick fix lint types check coverage mutate steady sim faults fuzz soak bench gpu-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -47,6 +48,9 @@ coverage: $(TEST_STAMP) ## the floor under the control plane: its own tests reac
 
 mutate: $(TEST_STAMP) ## do a module's tests notice small bugs in it? make mutate MODULE=control/lanes
 	$(BIN)/python scripts/mutate.py $(MODULE)
+
+steady: $(TEST_STAMP) ## all tests TIMES times (10), beside two busy neighbours and a running transferd; stops at the first red run
+	TIMES=$(TIMES) PYTHON=$(BIN)/python bash scripts/steady $(PYTEST_ARGS)
 
 sim: $(TEST_STAMP) ## the seeded simulation: make sim SEEDS=100000 FIRST=0
 	$(BIN)/python -m tests.support.simulation.campaign --seeds $(SEEDS) --first $(FIRST)

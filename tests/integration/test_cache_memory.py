@@ -550,7 +550,7 @@ async def test_an_engine_that_is_killed_takes_its_memory_and_the_next_one_may_of
         waiting = await client.push(write("queued", ["q"], [0]))
         handle = daemon.cache.handle(b"test", 1)
         first.send_signal(signal.SIGKILL)
-        await asyncio.wait_for(first.communicate(b""), 20)
+        await asyncio.wait_for(first.communicate(), 20)  # with input it would write to a pipe that the dead has closed
         result = await asyncio.wait_for(waiting, 20)
         assert (result.status, code(result)) == (Status.FAILED, "engine_gone")
         await until(lambda: daemon.cache.missing == [1], "the memory is unmapped")
@@ -564,7 +564,9 @@ async def test_an_engine_that_is_killed_takes_its_memory_and_the_next_one_may_of
         await client.wait_ready(5)
         await client.resume()
         assert (await client.submit(write("w3", ["k"], [0]))).status == Status.OK
-        await asyncio.wait_for(second.communicate(b""), 20)
+        assert second.stdin is not None
+        second.stdin.close()
+        await asyncio.wait_for(second.communicate(), 20)
         await until(lambda: daemon.cache.missing == [1], "one that says Bye is gone at once", 10)
 
 

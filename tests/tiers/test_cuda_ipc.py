@@ -6,7 +6,8 @@ import copy
 import gc
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,16 +17,22 @@ from tests.support.cuda.shim import compiler
 from tests.support.cuda.tier import as_numpy
 from transferd.blocks.copyplan import plan_copy
 from transferd.blocks.layout import build_layout
+from transferd.client.canary import laid
 from transferd.config import CacheSection
 from transferd.errors import DeviceLost, RequestError, TierError
 from transferd.runtime.threads import ThreadOffload
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.cuda import CudaDeviceTier, engine, fastdeploy
 from transferd.tiers.cuda.ipc import KIND
+from transferd.tiers.cuda.rows import rows
 from transferd.tiers.extents import overlap
 from transferd.tiers.fastdeploy import segment_name
 from transferd.tiers.owner import this_process
 from transferd.tiers.pinned import HostPool
+from transferd.tiers.staging import Staging
+from transferd.wire.canary import taken_from
+from transferd.workers.canary import check_canary
+from transferd.workers.context import RankContext
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="there is no C compiler to run kernels on the CPU with")
 
@@ -278,6 +285,39 @@ async def test_ranks_that_were_offered_the_same_memory_are_seen_to_overlap(
         await tier.close()
     assert gpu.wrong() == []
     assert gpu.leaks() == []
+
+
+def canary_context(tier: CudaDeviceTier) -> RankContext:
+    """As much of a rank as the daemon's half of a canary needs."""
+    context = SimpleNamespace(layout=LAYOUT, device=tier, staging=Staging(LAYOUT, 1024**2, LAYOUT.block_bytes))
+    return cast("RankContext", context)
+
+
+@pytest.mark.parametrize("per_array", [True, False], ids=["an allocation each", "all in one"])
+async def test_a_canary_tells_the_engines_arrays_from_others(
+    daemon: CudaDeviceTier, other: Elsewhere, per_array: bool
+) -> None:
+    mine, wrong = other.arrays(per_array=per_array), other.arrays(per_array=per_array)
+    for arrays in mine.values():
+        for array in arrays:
+            seen(array)[...] = 0x5A
+    context = canary_context(daemon)
+    for caches, found in ((mine, True), (wrong, False)):
+        await daemon.attach(DeviceHandle(KIND, engine.export(caches, device=0, driver=other.gpu)))
+        with laid(rows(mine, device=0, driver=other.gpu), 2) as said:
+            assert not all((seen(array) == 0x5A).all() for arrays in mine.values() for array in arrays)
+            _, canary = taken_from({"canary": said})
+            assert canary is not None
+            if found:
+                await check_canary(context, canary)
+            else:
+                with pytest.raises(RequestError, match="block 2 of key of layer 0") as caught:
+                    await check_canary(context, canary)
+                assert caught.value.reason == "canary_mismatch"
+        assert all((seen(array) == 0x5A).all() for arrays in mine.values() for array in arrays), "former bytes"
+        await daemon.close()
+    assert context.staging.statistics()["used"] == 0
+    context.staging.close()
 
 
 async def test_what_fastdeploy_publishes_is_understood(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,10 @@ import pytest
 paddle = pytest.importorskip("paddle", reason="the paddle extra is not installed")
 
 from tests.support.paddle_ops import PaddleOps  # noqa: E402
-from transferd.adapters.paddle import adopted, flat, named, tensors  # noqa: E402
+from transferd.adapters.paddle import adopted, flat, named, rows, tensors  # noqa: E402
 from transferd.blocks.copyplan import plan_copy  # noqa: E402
 from transferd.blocks.layout import build_layout  # noqa: E402
+from transferd.client.canary import laid  # noqa: E402
 from transferd.config import CacheSection  # noqa: E402
 from transferd.errors import EngineGone, RequestError, TierError  # noqa: E402
 from transferd.runtime.threads import ThreadOffload  # noqa: E402
@@ -23,6 +25,9 @@ from transferd.tiers.extents import overlap  # noqa: E402
 from transferd.tiers.paddle import PaddleDeviceTier  # noqa: E402
 from transferd.tiers.paddle_ops import KIND, FastDeployOperators  # noqa: E402
 from transferd.tiers.pinned import HostPool  # noqa: E402
+from transferd.tiers.staging import Staging  # noqa: E402
+from transferd.wire.canary import taken_from  # noqa: E402
+from transferd.workers.canary import check_canary  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 SIZES: dict[str, Any] = {"layers": 2, "device_blocks": 6, "host_blocks": 6, "block_size": 4, "kv_heads": 2}
@@ -126,6 +131,33 @@ async def test_ranks_that_were_offered_the_same_tensors_are_seen_to_overlap(
     assert not overlap(first, third)
     for one in (*daemons, *engines):
         await one.close()
+
+
+async def test_a_canary_tells_the_engines_tensors_from_others(
+    offload: ThreadOffload, operators: FastDeployOperators
+) -> None:
+    engine, other, daemon = tier(offload, operators, 1), tier(offload, operators, 2), tier(offload, operators, 1)
+    await engine.open()
+    await other.open()
+    planes = adopted({"kind": KIND, "data": engine.handle().data}, operators, float8=True)
+    before = [row.read_block(block) for layers in rows(planes).values() for row in layers for block in range(6)]
+    context: Any = SimpleNamespace(layout=LAYOUT, device=daemon, staging=Staging(LAYOUT, 1024**2, LAYOUT.block_bytes))
+    for offered, found in ((engine, True), (other, False)):
+        await daemon.attach(offered.handle())
+        with laid(rows(planes)) as said:
+            _, canary = taken_from({"canary": said})
+            assert canary is not None
+            if found:
+                await check_canary(context, canary)
+            else:
+                with pytest.raises(RequestError, match="block 1 of key of layer 0"):
+                    await check_canary(context, canary)
+        await daemon.close()
+    after = [row.read_block(block) for layers in rows(planes).values() for row in layers for block in range(6)]
+    assert before == after
+    context.staging.close()
+    await engine.close()
+    await other.close()
 
 
 async def test_names_that_no_system_call_takes_are_a_bad_request(

@@ -3,6 +3,7 @@
     planes = tensors(await client.attach(rank))              memory of the CPU place
     planes = adopted(await client.device_handle(rank), ops)  memory of a device, through FastDeploy's operators
     caches = flat(planes)                                    as FastDeploy's forward pass indexes it
+    await client.offer(rank, handle, caches=rows(planes))    memory that the engine made, checked first
     by_name = named(planes, rank, device)                    under the names that FastDeploy exchanges
 
 `Client.attach` returns numpy arrays, which Paddle takes over by DLPack. numpy has no bfloat16, so a uint16
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from transferd.errors import ConfigError, TierError
@@ -72,6 +74,33 @@ def adopted(handle: Mapping[str, Any], operators: Operators, *, float8: bool = F
             true = paddle.float8_e4m3fn
         planes.setdefault(plane, []).append(tensor if true is None else tensor.view(true))
     return planes
+
+
+class PaddleRows:
+    """One tensor of a cache, read and written block by block from the host. Borrows it; ends all work on its place."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.blocks = int(tensor.shape[0])
+        self._bytes = tensor.view("uint8")
+        if self._bytes.data_ptr() != tensor.data_ptr():
+            raise TierError(f"tensors of {tensor.place} cannot be written as bytes: a view of them is a copy")
+
+    def read_block(self, block: int) -> bytes:
+        data: bytes = self._bytes[block].cpu().numpy().tobytes()
+        return data
+
+    def write_block(self, block: int, data: bytes) -> None:
+        import paddle
+
+        row = np.frombuffer(data, dtype=np.uint8).reshape(self._bytes.shape[1:])
+        self._bytes[block] = paddle.to_tensor(row, place=self._bytes.place)
+        if not self._bytes.place.is_cpu_place():
+            paddle.device.synchronize()
+
+
+def rows(planes: Mapping[str, Sequence[Any]]) -> dict[str, list[PaddleRows]]:
+    """{plane: [one PaddleRows per layer]}: what `Client.offer` takes as `caches` for tensors of any device."""
+    return {plane: [PaddleRows(tensor) for tensor in layers] for plane, layers in planes.items()}
 
 
 def flat(planes: Mapping[str, Sequence[Any]]) -> list[Any]:

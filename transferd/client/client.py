@@ -16,17 +16,17 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from transferd.client import handover
 from transferd.client.busy_retry import BusyRetry
 from transferd.client.holds import QUIET_TIMEOUT_S, Holds
+from transferd.client.offers import DeviceHandle, Offers
 from transferd.client.pending import Pending, PendingTask
-from transferd.client.session import UNSAYABLE, Link
+from transferd.client.session import Link
 from transferd.config import DEFAULT_ENDPOINT
-from transferd.errors import Closed, ProtocolError, TierError
+from transferd.errors import Closed, TierError
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.tasks import DEFAULT_TIMEOUT_S, Task, TaskResult, TokenIds
 from transferd.wire import protocol as wire
@@ -40,15 +40,6 @@ RESTORE_TIMEOUT_S = 600.0  # for memory to be made: pinning hundreds of GiB take
 def default_endpoint() -> str:
     """TRANSFERD_ENDPOINT, else the packaged daemon's socket."""
     return os.environ.get("TRANSFERD_ENDPOINT") or DEFAULT_ENDPOINT
-
-
-class DeviceHandle(Protocol):
-    """A device tier's handle (tiers/base.py), or anything like it."""
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def data(self) -> dict[str, Any]: ...
 
 
 class Client:
@@ -87,7 +78,7 @@ class Client:
         renewed = weakref.WeakMethod(self._renewed)  # the loop holds the link; it must not hold us as well
         self._link.renewed = lambda another, before: (tell := renewed()) and tell(another, before)
         self._dropped = False
-        self._offers: dict[int, _Offer] = {}  # by rank
+        self._offers = Offers(self._link.request, CONTROL_TIMEOUT_S)
         self._mapped: set[int] = set()  # ranks
         self._holds = Holds(name, clock.fresh_id(), self._link.request)
         self._busy = BusyRetry(self._link)
@@ -371,17 +362,28 @@ class Client:
         await self._ask(wire.Detach(rank))
         self._mapped.discard(rank)
 
-    async def offer(self, rank: int, handle: DeviceHandle | Mapping[str, Any]) -> None:
+    async def offer(
+        self,
+        rank: int,
+        handle: DeviceHandle | Mapping[str, Any],
+        *,
+        caches: Mapping[str, Sequence[Any]] | None = None,
+        block: int | None = None,
+    ) -> None:
         """Hand a rank's memory to a daemon that does not create it; returns once it has been mapped.
 
         handle: a DeviceHandle, or {kind, data}. The memory stays yours: keep it until the daemon or this client
         has gone, or the cache was cleared. To a daemon that was restarted it is offered again by itself.
-        Raises RequestError (`layout_mismatch`, `already_attached`, `not_attachable`, `stale_offer`, …), TierError.
+
+        caches: your own view of that memory, {plane: [one array per layer]}; numpy arrays, or `rows(…)` of
+        tiers.cuda.rows or adapters.paddle. With it the daemon checks before it serves that the handle leads to the
+        same bytes: `block` (1 by default) of every array holds a random pattern until the daemon has looked, and its
+        former bytes again before the offer counts. Use that block for nothing until this returns.
+
+        Raises RequestError (`layout_mismatch`, `canary_mismatch`, `already_attached`, `not_attachable`,
+        `stale_offer`, …), TierError.
         """
-        kind, data = (handle["kind"], handle["data"]) if isinstance(handle, Mapping) else (handle.kind, handle.data)
-        offer = _Offer(kind, data, self._link.session.epoch)
-        await self._ask(self._said(rank, offer))
-        self._offers[rank] = offer
+        await self._offers.make(rank, handle, self._link.session.epoch, caches, block)
 
     async def clear_cache(self) -> None:
         """Free all device and host memory of the cache, once every admitted task is answered.
@@ -408,17 +410,12 @@ class Client:
 
     def _cache_changed(self, epoch: int) -> None:
         self._link.amend(epoch=epoch)
-        self._offers = {rank: offer for rank, offer in self._offers.items() if offer.epoch == epoch}
+        self._offers.keep(epoch)
 
     def _renewed(self, another: bool, before: int) -> None:
         """A session has begun: tell it what an earlier one knew."""
         current = before if another else self._link.session.epoch  # an offer that a clear has ended is not made again
-        self._offers = {
-            rank: _Offer(offer.kind, offer.data, self._link.session.epoch)
-            for rank, offer in self._offers.items()
-            if offer.epoch == current
-        }
-        again: list[wire.Control] = [self._said(rank, offer) for rank, offer in self._offers.items()]
+        again = self._offers.again(current, self._link.session.epoch)
         if another:
             self._mapped.clear()  # memory of a daemon that is no more
         again += [wire.Attach(rank) for rank in self._mapped]  # so that it still counts as mapped
@@ -427,21 +424,5 @@ class Client:
             limit = QUIET_TIMEOUT_S if isinstance(body, wire.Pause | wire.Drain) else CONTROL_TIMEOUT_S
             self._link.ask(Pending(body, self._link.new_future(), self._link.now + limit))
 
-    @staticmethod
-    def _said(rank: int, offer: _Offer) -> wire.Offer:
-        try:
-            return wire.offer(rank, offer.kind, offer.data, offer.epoch)
-        except UNSAYABLE as error:
-            raise ProtocolError(f"the handle cannot be put on the wire: {error}", code="bad_value") from error
-
     async def _ask(self, body: wire.Control, timeout: float = CONTROL_TIMEOUT_S) -> Any:
         return await self._link.request(body, timeout)
-
-
-@dataclass(frozen=True, slots=True)
-class _Offer:
-    """What was offered for a rank, and in which epoch of the cache."""
-
-    kind: str
-    data: dict[str, Any]
-    epoch: int

@@ -12,8 +12,9 @@ from collections.abc import Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from transferd.client.client import Client, DeviceHandle
+from transferd.client.client import Client
 from transferd.client.handover import ExtraKeys, Tokens
+from transferd.client.offers import DeviceHandle
 from transferd.errors import RequestError
 from transferd.tasks import DEFAULT_TIMEOUT_S, Task, TaskResult
 from transferd.wire.abandoned import keep
@@ -241,8 +242,15 @@ class SyncClient:
     def detach(self, rank: int) -> None:
         self._call(self._client.detach(rank))
 
-    def offer(self, rank: int, handle: DeviceHandle | Mapping[str, Any]) -> None:
-        self._call(self._client.offer(rank, handle))
+    def offer(
+        self,
+        rank: int,
+        handle: DeviceHandle | Mapping[str, Any],
+        *,
+        caches: Mapping[str, Sequence[Any]] | None = None,
+        block: int | None = None,
+    ) -> None:
+        self._call(self._client.offer(rank, handle, caches=caches, block=block))
 
     def clear_cache(self) -> None:
         self._call(self._client.clear_cache())

@@ -46,6 +46,8 @@ from transferd.tasks import ErrorInfo
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.extents import Extent, overlap
 from transferd.tiers.owner import Owner, check_owner
+from transferd.wire.canary import CHECKED, Canary, taken_from
+from transferd.workers.canary import check_canary
 from transferd.workers.rank import RankWorker
 
 log = structlog.get_logger(__name__)
@@ -200,11 +202,20 @@ class Cache:
         """This client has unmapped the rank's memory. Raises RequestError."""
         self._rank(rank).mapped_by.discard(client)
 
-    async def offer(self, client: bytes, rank: int, handle: DeviceHandle, epoch: int) -> None:
-        """Map an engine's memory as a rank's. Raises RequestError, TierError; then nothing is kept."""
-        await self._finished(self._offer(client, self._rank(rank), rank, handle, epoch))
+    async def offer(self, client: bytes, rank: int, handle: DeviceHandle, epoch: int) -> str | None:
+        """Map an engine's memory as a rank's. Raises RequestError, TierError; then nothing is kept.
 
-    async def _offer(self, client: bytes, rank: _Rank, number: int, handle: DeviceHandle, epoch: int) -> None:
+        With a canary in the handle, only look whether it is there, keep nothing, and return CHECKED: the engine
+        puts its block in order, and offers without one.
+        """
+        data, canary = taken_from(handle.data)
+        offered = DeviceHandle(handle.kind, data)
+        answer: str | None = await self._finished(self._offer(client, self._rank(rank), rank, offered, epoch, canary))
+        return answer
+
+    async def _offer(
+        self, client: bytes, rank: _Rank, number: int, handle: DeviceHandle, epoch: int, canary: Canary | None
+    ) -> str | None:
         if self.creator is Creator.DAEMON:
             what = "the daemon creates the cache here (cache.ownership); attach to it"
             raise RequestError(what, code="not_attachable")
@@ -221,14 +232,19 @@ class Cache:
                         what = f"rank {number} has its memory from process {rank.offer.owner.pid} already"
                         raise RequestError(what, code="already_attached")
                     rank.offer.client = client
-                    return
+                    return None
                 owner = check_owner(handle.data.get("owner"))
                 await rank.worker.open_device(handle)
                 try:
                     self._check_apart(rank, number)
-                except RequestError:
+                    if canary is not None:
+                        await check_canary(rank.worker.context, canary)
+                except TransferError:
                     await _given_up(number, rank.worker.close_device())
                     raise
+                if canary is not None:
+                    await rank.worker.close_device()
+                    return CHECKED
                 rank.offer, rank.present = _Offer(client, handle, owner), True
                 log.info("memory attached", rank=number, kind=handle.kind, pid=owner.pid)
                 try:
@@ -237,6 +253,7 @@ class Cache:
                     rank.offer, rank.present = None, False
                     await _given_up(number, rank.worker.close_device())
                     raise
+                return None
         finally:
             rank.attempts.remove(attempt)
             if attempt.gone:  # it left while its memory was being mapped

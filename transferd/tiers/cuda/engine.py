@@ -174,7 +174,7 @@ def export(
         with driver.current(context):
             for plane, layers in caches.items():
                 for layer, array in enumerate(layers):
-                    address, shape, dtype = _described(array, f"{plane} of layer {layer}")
+                    address, shape, dtype = described(array, f"{plane} of layer {layer}")
                     start, nbytes = driver.address_range(address)
                     if start not in regions:
                         regions[start] = ipc.ExportedRegion(handle=driver.export_memory(start).hex(), nbytes=nbytes)
@@ -192,7 +192,8 @@ def export(
     return ipc.as_data(handle)
 
 
-def _described(array: Any, what: str) -> tuple[int, list[int], str]:
+def described(array: Any, what: str) -> tuple[int, list[int], str]:
+    """Address, shape and numpy's type name of an array that is contiguous. Raises RequestError for others."""
     interface = array.__cuda_array_interface__
     shape = [int(size) for size in interface["shape"]]
     dtype = _ELEMENTS.get(str(interface["typestr"]).lstrip("<|="))

@@ -1,0 +1,195 @@
+"""A handle that leads elsewhere is refused before the daemon serves, and the engine's bytes are what they were."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from transferd import Client, Status, WriteStorageTask
+from transferd.adapters.shared_caches import SharedCaches
+from transferd.client.canary import laid
+from transferd.config import from_tree
+from transferd.daemon import cache_memory
+from transferd.daemon.daemon import Daemon
+from transferd.errors import RequestError, TransferError
+from transferd.tiers.base import DeviceHandle
+
+CACHE: dict[str, Any] = {
+    "ranks": 2, "layers": 2, "kv_heads": 2, "head_dim": 4, "block_size": 4, "device_blocks": 8, "host_blocks": 0,
+    "mtp_layers": 1, "mtp_blocks": 9, "dtype": "block_wise_fp8",
+}  # fmt: skip
+Handle = dict[str, Any]
+
+
+@pytest.fixture(params=["shm", "paddle"])
+async def daemon(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Daemon]:
+    if request.param == "paddle":
+        pytest.importorskip("paddle", reason="the paddle extra is not installed")
+    tree = {
+        "server": {"endpoint": f"ipc://{tmp_path}/t.sock"},
+        "cache": CACHE | {"device": request.param, "ownership": "attach"},
+        "host": {"staging": "64KiB"},
+        "storage": {"backend": "memory"},
+        "metrics": {"listen": ""},
+    }
+    made = Daemon(from_tree(tree))
+    await made.open()
+    yield made
+    await made.stop(lambda: 5.0)
+
+
+@pytest.fixture
+async def client(daemon: Daemon) -> AsyncIterator[Client]:
+    async with Client(daemon.transport.endpoints[0], await_ready=False) as connected:
+        yield connected
+
+
+def filled(seed: int) -> SharedCaches:
+    made = SharedCaches(CACHE)
+    chance = np.random.default_rng(seed)
+    for arrays in made.caches.values():
+        for array in arrays:
+            array.view(np.uint8)[...] = chance.integers(0, 256, array.view(np.uint8).shape, dtype=np.uint8)
+    return made
+
+
+def content(engine: SharedCaches) -> list[bytes]:
+    return [array.tobytes() for arrays in engine.caches.values() for array in arrays]
+
+
+async def test_a_handle_that_leads_to_the_engines_bytes_is_taken_and_no_byte_has_changed(
+    daemon: Daemon, client: Client
+) -> None:
+    with filled(0) as zero, filled(1) as one:
+        before = content(zero), content(one)
+        await client.offer(0, zero.handle, caches=zero.caches)
+        assert daemon.cache.missing == [1]
+        await client.offer(1, one.handle, caches=one.caches, block=7)
+        await client.wait_ready(5)
+        assert (content(zero), content(one)) == before
+        await client.offer(0, zero.handle, caches=zero.caches)  # again: nothing is written into blocks in use
+        result = await client.submit(WriteStorageTask(task_id="w", keys=["k"], gpu_block_ids=[1]))
+        assert result.status is Status.OK
+
+
+def place(handle: Handle, plane: str, layer: int) -> Handle:
+    found: Handle = next(item for item in handle["arrays"] if (item["plane"], item["layer"]) == (plane, layer))
+    return found
+
+
+def swap_offsets(handle: Handle, one: tuple[str, int], other: tuple[str, int]) -> None:
+    first, second = place(handle, *one), place(handle, *other)
+    first["offset"], second["offset"] = second["offset"], first["offset"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda handle: swap_offsets(handle, ("key", 0), ("value", 0)), r"block 1 of key of layer 0 .*\(2 of 12"),
+        (lambda handle: swap_offsets(handle, ("key", 0), ("key", 1)), r"block 1 of key of layer 0 .*\(2 of 12"),
+        (lambda handle: swap_offsets(handle, ("key_scale", 1), ("value_scale", 1)), r"key_scale of layer 1"),
+        (lambda handle: place(handle, "value", 1).update(offset=place(handle, "value", 1)["offset"] + 32),
+         "value of layer 1|overlap"),
+    ],
+    ids=["planes swapped", "layers swapped", "scales swapped", "one block off"],
+)  # fmt: skip
+async def test_a_handle_that_leads_elsewhere_is_refused_and_nothing_is_kept(
+    daemon: Daemon, client: Client, change: Callable[[Handle], None], said: str
+) -> None:
+    with filled(0) as zero, filled(1) as one:
+        before = content(zero)
+        data = {**zero.handle.data, "arrays": [dict(item) for item in zero.handle.data["arrays"]]}
+        change(data)
+        with pytest.raises(RequestError, match=said) as caught:
+            await client.offer(0, DeviceHandle("shm", data), caches=zero.caches)
+        assert caught.value.reason in ("canary_mismatch", "layout_mismatch")
+        assert daemon.cache.missing == [0, 1]
+        assert not daemon.coordinator.workers[0].context.device.statistics()["open"]
+        assert content(zero) == before
+        with pytest.raises(RequestError, match=r"whether it is this rank's") as caught:
+            await client.offer(1, zero.handle, caches=one.caches)  # the other rank's handle
+        assert caught.value.reason == "canary_mismatch"
+        await client.offer(0, zero.handle, caches=zero.caches)
+        await client.offer(1, one.handle, caches=one.caches)
+        await client.wait_ready(5)
+        staging = (await client.stats())["staging"]
+        assert staging["used"] == 0
+
+
+async def test_an_offer_counts_only_once_the_engine_has_its_bytes_back(daemon: Daemon, client: Client) -> None:
+    """Between the look and the offer nobody may be told that the memory is there."""
+    with filled(0) as zero:
+        with laid(zero.caches) as canary:
+            handle = DeviceHandle("shm", zero.handle.data | {"canary": canary})
+            assert await daemon.cache.offer(b"engine", 0, handle, daemon.cache.epoch) == "checked"
+            assert daemon.cache.missing == [0, 1]
+            assert not daemon.coordinator.workers[0].context.device.statistics()["open"]
+        await client.offer(0, zero.handle)
+        assert daemon.cache.missing == [1]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"block": 8}, "id_out_of_range"),
+        ({"block": -1}, "id_out_of_range"),
+        ({"block": "1"}, "bad_value"),
+        ({"sums": {}}, "bad_value"),
+        ({"sums": {"key": ["0" * 16] * 3}}, "bad_value"),
+        ({"sums": {"key": ["no digest"]}}, "bad_value"),
+        ({"sums": 7}, "bad_value"),
+    ],
+)
+@pytest.mark.parametrize("daemon", ["shm"], indirect=True)
+async def test_what_is_no_canary_is_a_typed_refusal(
+    daemon: Daemon, client: Client, change: dict[str, Any], reason: str
+) -> None:
+    with filled(0) as zero, laid(zero.caches) as canary:
+        handle = DeviceHandle("shm", zero.handle.data | {"canary": canary | change})
+        with pytest.raises(TransferError) as caught:
+            await client.offer(0, handle)
+        assert caught.value.reason == reason
+        assert daemon.cache.missing == [0, 1]
+
+
+@pytest.mark.parametrize("daemon", ["shm"], indirect=True)
+async def test_a_daemon_that_knows_no_canaries_takes_the_offer(
+    daemon: Daemon, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_memory, "taken_from", lambda data: (data, None))
+    with filled(0) as zero:
+        before = content(zero)
+        await client.offer(0, zero.handle, caches=zero.caches)
+        assert daemon.cache.missing == [1]
+        assert content(zero) == before
+
+
+def test_bytes_come_back_also_when_the_offer_fails_and_bad_blocks_are_refused() -> None:
+    with filled(0) as zero:
+        before = content(zero)
+
+        def refused() -> None:
+            with laid(zero.caches):
+                assert content(zero) != before
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            refused()
+        assert content(zero) == before
+        for block in (-1, 8):
+            with pytest.raises(RequestError, match="the caches have 8 blocks"), laid(zero.caches, block):
+                pass
+        with pytest.raises(RequestError, match="not to list"), laid({"key": [[1, 2]]}):
+            pass
+
+
+def test_the_example_runs(tmp_path: Path) -> None:
+    example = Path(__file__).parents[2] / "examples/engine_creates.py"
+    done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout) == (0, "ok ok [7] 42\n"), done.stderr

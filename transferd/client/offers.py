@@ -1,0 +1,85 @@
+"""What an engine has offered to the daemon: checked by a canary first, and told again to each new session."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from transferd.client.canary import laid
+from transferd.client.session import UNSAYABLE
+from transferd.errors import ProtocolError
+from transferd.wire import protocol as wire
+from transferd.wire.canary import CHECKED, KEY
+
+
+class DeviceHandle(Protocol):
+    """A device tier's handle (tiers/base.py), or anything like it."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def data(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """What was offered for a rank, and in which epoch of the cache."""
+
+    rank: int
+    kind: str
+    data: dict[str, Any]
+    epoch: int
+
+    def said(self) -> wire.Offer:
+        try:
+            return wire.offer(self.rank, self.kind, self.data, self.epoch)
+        except UNSAYABLE as error:
+            raise ProtocolError(f"the handle cannot be put on the wire: {error}", code="bad_value") from error
+
+
+class Offers:
+    """A client's offers by rank. ask: sends a request and returns its value in time, or raises TransferError."""
+
+    def __init__(self, ask: Callable[[wire.Control, float], Awaitable[Any]], timeout: float) -> None:
+        self._ask = ask
+        self._timeout = timeout
+        self._made: dict[int, _Offer] = {}
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    async def make(
+        self,
+        rank: int,
+        handle: DeviceHandle | Mapping[str, Any],
+        epoch: int,
+        caches: Mapping[str, Sequence[Any]] | None,
+        block: int | None,
+    ) -> None:
+        """See Client.offer."""
+        kind, data = (handle["kind"], handle["data"]) if isinstance(handle, Mapping) else (handle.kind, handle.data)
+        offer = _Offer(rank, kind, data, epoch)
+        known = self._made.get(rank) == offer  # its blocks may be in use
+        if caches is None or known or not await self._taken(offer, caches, block):
+            await self._ask(offer.said(), self._timeout)
+        self._made[rank] = offer
+
+    async def _taken(self, offer: _Offer, caches: Mapping[str, Sequence[Any]], block: int | None) -> bool:
+        """Let the daemon find a canary. True: it is an old one, knows of no canaries, and has taken the offer."""
+        with laid(caches, block) as canary:
+            answer = await self._ask(replace(offer, data=offer.data | {KEY: canary}).said(), self._timeout)
+        return bool(answer != CHECKED)
+
+    def keep(self, epoch: int) -> None:
+        """The cache was cleared or restored: offers of other epochs have ended."""
+        self._made = {rank: offer for rank, offer in self._made.items() if offer.epoch == epoch}
+
+    def again(self, current: int, epoch: int) -> list[wire.Control]:
+        """The offers of epoch `current`, as the new session has to hear them in its own epoch. Others have ended."""
+        self.keep(current)
+        self._made = {rank: replace(offer, epoch=epoch) for rank, offer in self._made.items()}
+        return [offer.said() for offer in self._made.values()]
+
+    def clear(self) -> None:
+        self._made.clear()

@@ -1,0 +1,59 @@
+"""An engine's arrays in GPU memory, read and written block by block from the host: for the canary of an offer."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transferd.tiers.cuda.bindings import open_driver
+from transferd.tiers.cuda.driver import Driver
+from transferd.tiers.cuda.engine import described
+
+_STREAM = 0
+
+
+class CudaRows:
+    """One contiguous array on GPU `device`. Borrows the memory. Orders nothing: end all work on the block before."""
+
+    def __init__(self, driver: Driver, device: int, address: int, shape: Sequence[int], itemsize: int) -> None:
+        self.blocks = shape[0]
+        self._driver = driver
+        self._device = device
+        self._address = address
+        self._nbytes = math.prod(shape[1:]) * itemsize  # of a block
+
+    def read_block(self, block: int) -> bytes:
+        buffer = ctypes.create_string_buffer(self._nbytes)
+        self._copy(ctypes.addressof(buffer), self._address + block * self._nbytes)
+        return buffer.raw
+
+    def write_block(self, block: int, data: bytes) -> None:
+        assert len(data) == self._nbytes
+        buffer = ctypes.create_string_buffer(data, self._nbytes)
+        self._copy(self._address + block * self._nbytes, ctypes.addressof(buffer))
+
+    def _copy(self, target: int, source: int) -> None:
+        driver = self._driver
+        context = driver.retain(self._device)
+        try:
+            with driver.current(context):
+                driver.copy(target, source, self._nbytes, _STREAM)
+                driver.synchronize_stream(_STREAM)
+        finally:
+            driver.release(self._device)
+
+
+def rows(
+    caches: Mapping[str, Sequence[Any]], *, device: int, driver: Driver | None = None
+) -> dict[str, list[CudaRows]]:
+    """{plane: [one CudaRows per layer]} of what `engine.export` takes. Raises RequestError as that does."""
+    driver = driver if driver is not None else open_driver()
+    made: dict[str, list[CudaRows]] = {}
+    for plane, layers in caches.items():
+        for layer, array in enumerate(layers):
+            address, shape, dtype = described(array, f"{plane} of layer {layer}")
+            itemsize = {"uint8": 1, "uint16": 2, "float16": 2, "float32": 4}[dtype]
+            made.setdefault(plane, []).append(CudaRows(driver, device, address, shape, itemsize))
+    return made
