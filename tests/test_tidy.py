@@ -70,6 +70,12 @@ def test_the_order_names_what_is_there() -> None:
     assert len(ORDER) <= 16
 
 
+def test_the_picture_of_the_tree_is_what_the_tree_says() -> None:
+    script = ROOT / "scripts" / "draw_architecture.py"
+    done = subprocess.run([sys.executable, script, "--check"], check=False, timeout=60)
+    assert done.returncode == 0, "run: python scripts/draw_architecture.py"
+
+
 def test_a_folder_imports_only_from_those_before_it() -> None:
     order = {name: position for position, name in enumerate(ORDER + ABOVE_ALL)}
     wrong = [

@@ -1,1 +1,1 @@
-"""Adapters: one file an engine or a framework."""
+"""An engine's or framework's own interface, over the client: one file or folder for each."""

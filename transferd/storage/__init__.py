@@ -1,1 +1,1 @@
-"""Storage backends: one file each, chosen by `storage.backend`."""
+"""Where blocks outlive the engine: one contract, one file or folder for each backend, chosen by `storage.backend`."""

@@ -1,1 +1,4 @@
-"""Memory tiers: device memory, pinned host memory, staging."""
+"""Memory that holds blocks: device memory, the pinned host pool, and staging.
+
+One contract (base.py), one file or folder for each kind of device.
+"""
