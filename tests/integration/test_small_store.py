@@ -83,3 +83,22 @@ def test_another_chain_eats_the_first_from_its_leaf_on_all_ranks(backend: str, t
             assert client.submit(task).status is Status.OK
         assert client.match(second) == len(second)
         assert client.match(first) == len(first) - len(second)
+
+
+def test_an_object_without_its_bytes_is_not_stored_after_a_restart_and_is_written_again(tmp_path: Path) -> None:
+    keys, blocks = [f"k{i}" for i in range(4)], list(range(4))
+    for start in range(2):
+        with running(tree("file"), tmp_path) as daemon, SyncClient(daemon.endpoint) as client:
+            for rank in range(RANKS):
+                client.attach(rank)
+            if start:
+                assert client.match(keys) < len(keys)
+            result = client.submit(WriteStorageTask(task_id="w", keys=keys, gpu_block_ids=blocks))
+            assert result.status is Status.OK
+            assert result.bytes == (OBJECT - 128 if start else 8 * (OBJECT - 128)), "what was damaged, and only that"
+            assert client.match(keys) == len(keys)
+            read = client.submit(ReadStorageTask(task_id="r", keys=keys, gpu_block_ids=blocks))
+            assert read.status is Status.OK
+        if not start:
+            [damaged, *_] = sorted((tmp_path / "blocks" / "objects").rglob("*@0"))
+            damaged.write_bytes(b"")

@@ -124,12 +124,14 @@ async def test_a_start_removes_temporary_files_and_empty_directories_and_nothing
     await fill(store, 1)
     await store.storage.close()
     mine = file_of(tmp_path, 1)
-    left = [mine.with_name(f"{mine.name}~17"), mine.parent / ("ab" * 20 + "@0~3")]
+    left = [mine.with_name(f"{mine.name}~17"), mine.parent.parent / "ab" / ("ab" * 20 + "@0~3")]
     foreign = [
         tmp_path / "README",
         tmp_path / "objects" / "notes.txt",
         tmp_path / "objects" / ".hidden" / "a@0~1",
         tmp_path / "objects" / "some dir" / "a@0~1",
+        tmp_path / "objects" / "mine@home~1",  # no name has its object there, so nobody was writing it
+        mine.parent / ("ab" * 20 + "@0~3"),
         mine.parent / "abc.txt",
         mine.parent / ".abc@0",
         mine.parent / "elsewhere@0",
@@ -147,6 +149,87 @@ async def test_a_start_removes_temporary_files_and_empty_directories_and_nothing
     assert again.storage.statistics()["objects"] == 1
     await again.storage.quarantine(name(1))
     assert all(path.exists() for path in foreign)
+
+
+async def test_a_link_in_an_objects_place_is_not_followed_when_the_order_is_recorded(
+    open_storage: Open, tmp_path: Path
+) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.write_bytes(b"x")
+    os.utime(theirs, (1000, 1000))
+    store = await open_storage(FileStorage(file_config(tmp_path / "blocks", GIB)))
+    await fill(store, 1, 2)
+    file_of(tmp_path / "blocks", 1).unlink()
+    os.symlink(theirs, file_of(tmp_path / "blocks", 1))
+    await store.storage.close()
+    assert theirs.stat().st_mtime == 1000
+
+
+async def test_files_of_impossible_length_are_set_aside_at_start_and_can_be_stored_anew(
+    open_storage: Open, tmp_path: Path
+) -> None:
+    store = await open_storage(FileStorage(file_config(tmp_path, GIB)))
+    await fill(store, *range(5))
+    await store.storage.close()
+    file_of(tmp_path, 1).write_bytes(b"")  # as after a power failure
+    file_of(tmp_path, 2).write_bytes(content(2)[:-1])
+    file_of(tmp_path, 3).write_bytes(content(3) + b"x")
+    storage = FileStorage(file_config(tmp_path, GIB))
+    storage.expect(lambda asked, nbytes: asked != name(4) and nbytes == 1000)
+    again = await open_storage(storage)
+    assert await storage.exists([name(i) for i in range(5)]) == [True, False, False, False, False]
+    statistics = storage.statistics()
+    assert (statistics["objects"], statistics["bytes"], statistics["corrupt"]) == (1, 1000, 4)
+    assert await again.put((name(1), content(1))) == [STORED], "it waits until the file is out of the way"
+    assert await again.get((name(1), 1000)) == [(FOUND, content(1))]
+    assert len(list((tmp_path / "quarantine").iterdir())) == 4
+
+
+# --- directories ----------------------------------------------------------------------------------
+
+
+def directories_below(root: Path) -> set[Path]:
+    return {path for path in root.rglob("*") if path.is_dir()}
+
+
+@pytest.mark.parametrize("fsync", [False, True])
+async def test_directories_of_generations_that_are_over_go_with_their_last_object(
+    open_storage: Open, tmp_path: Path, fsync: bool
+) -> None:
+    store = await open_storage(FileStorage(file_config(tmp_path, 40_000, fsync=fsync)))
+    foreign = tmp_path / "objects" / "demo" / "0123456789abcdef" / "RL-1" / "notes" / "mine.txt"
+    for generation in range(6):
+        names = [f"demo/0123456789abcdef/RL-{generation}/{i << 152 | generation:040x}/0" for i in range(40)]
+        outcomes = await store.put(*((each, content(i)) for i, each in enumerate(names)))
+        assert outcomes == [STORED] * 40
+        store.reuse_memory()
+        if generation == 1:
+            foreign.parent.mkdir(parents=True)
+            foreign.write_bytes(b"x")
+    objects = tmp_path / "objects"
+    needed = {path for file in files_below(objects) for path in file.parents if objects in path.parents}
+    assert directories_below(objects) == needed, "each holds something"
+    assert len(list(objects.rglob("*@0"))) == 40, "those of the last generation"
+    assert foreign.read_bytes() == b"x"
+    await store.storage.quarantine(names[0])
+    assert not (objects / path_of(names[0])).parent.exists()
+
+
+async def test_writes_beside_removals_of_the_last_object_in_their_directory_never_fail(
+    open_storage: Open, tmp_path: Path
+) -> None:
+    """Both ends of a directory's life at once, from many threads."""
+    store = await open_storage(FileStorage(file_config(tmp_path, 3_000)))
+
+    async def caller(seed: int) -> None:
+        rng = random.Random(seed)
+        for _ in range(60):
+            number = rng.randrange(8)
+            outcomes = await store.put((f"demo/f0/g{number % 3}/{number:040x}/0", content(number)))
+            assert outcomes[0] in (STORED, EXISTS), outcomes
+
+    await asyncio.gather(*(caller(seed) for seed in range(6)))
+    assert store.storage.statistics()["errors"] == 0
 
 
 KILLED_WRITER = """
@@ -200,10 +283,16 @@ async def test_after_kill_9_during_writes_every_object_is_right_or_missing(open_
         writer.send_signal(signal.SIGKILL)
         stored |= keys_told_stored(await writer.stdout.read())
         await writer.wait()
-        torn_writes += sum(is_temporary(path.name) for path in files_below(tmp_path))
+        torn_writes += sum(
+            is_temporary(str(path.relative_to(tmp_path / "objects"))) for path in files_below(tmp_path / "objects")
+        )
 
         store = await open_storage(FileStorage(file_config(tmp_path, GIB)))
-        assert not [path for path in files_below(tmp_path) if is_temporary(path.name)]
+        assert not [
+            path
+            for path in files_below(tmp_path / "objects")
+            if is_temporary(str(path.relative_to(tmp_path / "objects")))
+        ]
         for key in sorted({str(first + i) for i in range(len(stored) + 8)} | stored):
             digest = key_digest(key)
             [(outcome, data)] = await store.get((namer.names("g", [digest], 0)[0], payload + FOOTER_BYTES))

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from transferd.blocks.keys import ObjectNamer
-from transferd.storage.paths import is_directory_of_ours, is_temporary, name_of, path_of, temporary_of
+from transferd.storage.paths import is_directory_of_ours, is_set_aside, is_temporary, name_of, path_of, temporary_of
 
 any_text = st.text(st.characters(exclude_categories=()), max_size=40) | st.text("ab/.%@~", max_size=12)
 any_name = st.tuples(any_text, any_text).map("/".join) | any_text
@@ -48,9 +48,10 @@ def test_a_temporary_file_is_known_as_one_and_never_taken_for_an_object(text: st
     path = path_of(f"demo/f/{text}/ab/0")
     temporary = temporary_of(path, number)
     assert os.path.dirname(temporary) == os.path.dirname(path)
-    assert is_temporary(os.path.basename(temporary))
+    assert is_temporary(temporary)
+    assert is_set_aside(os.path.basename(temporary))
     assert name_of(temporary) is None
-    assert not is_temporary(os.path.basename(path))
+    assert not is_temporary(path)
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,10 @@ class ObjectFormat(abc.ABC):
     def id_of(self, generation: str, name: str) -> str | None:
         """The id in the name of a block of this generation, whatever its rank; None for any other name."""
 
+    def possible(self, name: str, nbytes: int) -> bool:  # noqa: ARG002 - names say nothing of lengths, usually
+        """Whether something of this length can be the object of this name, as far as name and length tell."""
+        return nbytes > 0
+
     @abc.abstractmethod
     def seal(self, slots: Sequence[memoryview], generation: str, ids: Sequence[str], rank: int) -> None:
         """Complete slots that hold packed blocks, so that `check` can tell whether they come back as they are."""
@@ -95,6 +99,9 @@ class SealedBlocks(ObjectFormat):
 
     def id_of(self, generation: str, name: str) -> str | None:
         return self._namer.digest_of(generation, name)
+
+    def possible(self, name: str, nbytes: int) -> bool:
+        return nbytes == self.slot_bytes if self._namer.owns(name) else nbytes > FOOTER_BYTES
 
     def seal(self, slots: Sequence[memoryview], generation: str, ids: Sequence[str], rank: int) -> None:
         namer = self._namer

@@ -98,6 +98,10 @@ class ObjectNamer:
         head = f"{self._space}{quote_part(generation)}/"
         return name[len(head) :].partition("/")[0] if name.startswith(head) else None
 
+    def owns(self, name: str) -> bool:
+        """Is it the name of an object of this model in this layout, of any generation?"""
+        return name.startswith(self._space)
+
     def __repr__(self) -> str:
         return f"ObjectNamer({self.model!r}, {self.fingerprint!r})"
 

@@ -79,6 +79,8 @@ class Daemon:
         self.offload = offload if offload is not None else ThreadOffload(COPY_THREADS)
         self.objects = object_format(config.storage, self.layout)
         self.blocks = None if self.storage is None else divided(self.storage, self.objects.parts)
+        if self.storage is not None:
+            self.storage.expect(self.objects.possible)
         self.dispatcher = Dispatcher(
             limits_of(
                 config,

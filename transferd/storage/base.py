@@ -95,6 +95,9 @@ class Storage(abc.ABC):
         unregistered memory would fail later, or silently be copied.
         """
 
+    def expect(self, possible: Callable[[str, int], bool]) -> None:
+        """Say what objects can be, by name and length; before `open`. For backends that find objects then."""
+
     def reconfigure(self, config: Config) -> None:
         """Take over what may change while running (a capacity); called on SIGHUP, on the event loop."""
 

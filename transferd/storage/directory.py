@@ -7,6 +7,7 @@
 An object is written to a temporary name beside its own and renamed when whole, so under its name
 there is never half an object, whatever is killed when. Temporary files found at start belong to
 dead writers (the lock says so) and are removed; files that are not ours are left alone everywhere.
+A directory goes with the last object in it, so generations that are over leave nothing behind.
 
 Without `fsync` nothing waits for the medium: a killed process loses nothing, because the page cache
 is the kernel's; after a power failure the footer's checksum tells whole objects from others. With it,
@@ -34,7 +35,7 @@ from typing import NamedTuple
 from transferd.errors import ConfigError, StorageError, StorageFull
 from transferd.runtime.clock import Clock
 from transferd.storage.indexed import Damaged
-from transferd.storage.paths import is_directory_of_ours, is_temporary, name_of, path_of, temporary_of
+from transferd.storage.paths import is_directory_of_ours, is_set_aside, is_temporary, name_of, path_of, temporary_of
 
 FILE_MODE = 0o640
 QUARANTINE_FILES = 16
@@ -42,6 +43,8 @@ QUARANTINE_BYTES = 64 * 1024**2
 # How stale the modification time of a file that is being read may get. It is what is left of the
 # order of use after a kill; an orderly close writes the exact order.
 TOUCH_INTERVAL_S = 60.0
+# How often a directory that another thread removes, empty, at the same moment is made again.
+DIRECTORY_TRIES = 100
 # At most this many modification times are written at close, about 4 µs each.
 TOUCH_AT_CLOSE = 500_000
 
@@ -172,7 +175,7 @@ class ObjectDirectory:
                             os.rmdir(entry.path)
                 elif not entry.is_file(follow_symlinks=False):
                     continue
-                elif is_temporary(entry.name):
+                elif is_temporary(path):
                     os.unlink(entry.path)
                 elif (name := name_of(path)) is not None:
                     status = entry.stat(follow_symlinks=False)
@@ -210,15 +213,26 @@ class ObjectDirectory:
 
     def _create(self, path: str) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        try:
-            return os.open(path, flags, FILE_MODE)
-        except FileNotFoundError:
-            directory = os.path.dirname(path)
-            os.makedirs(directory, exist_ok=True)
-            while self._fsync and len(directory) >= len(self._objects):
+        for _ in range(DIRECTORY_TRIES):
+            with contextlib.suppress(FileNotFoundError):
+                return os.open(path, flags, FILE_MODE)
+            with contextlib.suppress(FileNotFoundError):
+                self._make_directory(os.path.dirname(path))
+        return os.open(path, flags, FILE_MODE)
+
+    def _make_directory(self, directory: str) -> None:
+        os.makedirs(directory, exist_ok=True)
+        while self._fsync and len(directory) >= len(self._objects):
+            directory = os.path.dirname(directory)
+            _sync_directory(directory)
+
+    def _prune(self, path: str) -> None:
+        """An object has gone from here: remove the directories that are empty now, up to the objects directory."""
+        directory = os.path.dirname(path)
+        with contextlib.suppress(OSError):  # not empty, nearly always
+            while len(directory) > len(self._objects):
+                os.rmdir(directory)
                 directory = os.path.dirname(directory)
-                _sync_directory(directory)
-            return os.open(path, flags, FILE_MODE)
 
     def read(self, name: str, data: memoryview) -> bool:
         """Fill `data`. False: there is no such object. Raises Damaged for another length or an unreadable file."""
@@ -250,12 +264,14 @@ class ObjectDirectory:
 
     def remove(self, name: str) -> None:
         """No object of this name afterwards. Raises StorageError."""
+        path = self._objects + path_of(name)
         try:
-            os.unlink(self._objects + path_of(name))
+            os.unlink(path)
         except FileNotFoundError:
             pass
         except OSError as error:
             raise self._translated("remove", error, 0) from error
+        self._prune(path)
 
     def set_aside(self, name: str) -> None:
         """Move an object into the quarantine, which forgets its oldest; unlink it if that fails."""
@@ -265,6 +281,7 @@ class ObjectDirectory:
         try:
             os.rename(path, kept)
             os.utime(kept)
+            self._prune(path)
             self._trim_quarantine()
         except FileNotFoundError:
             return
@@ -273,7 +290,7 @@ class ObjectDirectory:
 
     def _trim_quarantine(self) -> None:
         with os.scandir(self._quarantine) as entries:
-            ours = [(e.stat(follow_symlinks=False), e.path) for e in entries if is_temporary(e.name)]
+            ours = [(e.stat(follow_symlinks=False), e.path) for e in entries if is_set_aside(e.name)]
         ours.sort(key=lambda file: file[0].st_mtime_ns, reverse=True)
         total = 0
         for count, (status, path) in enumerate(ours, start=1):
@@ -286,7 +303,7 @@ class ObjectDirectory:
         now = int(self._clock.wall() * 1e9)
         for age, name in enumerate(hottest_first[:TOUCH_AT_CLOSE]):
             with contextlib.suppress(OSError):
-                os.utime(self._objects + path_of(name), ns=(now - age, now - age))
+                os.utime(self._objects + path_of(name), ns=(now - age, now - age), follow_symlinks=False)
 
     def _translated(self, verb: str, error: OSError, nbytes: int) -> StorageError:
         """The one place where an errno becomes one of our errors."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,13 @@ class FileStorage(IndexedStorage):
         self._path = section.path
         self._clock = clock
         self._directory = ObjectDirectory(Path(section.path), fsync=section.fsync, clock=clock)
+        self._possible: Callable[[str, int], bool] = lambda _name, _nbytes: True
         self._scrub_rate = config.storage.scrub_rate
         self._scrub = Scrub(self._directory, self._offload, clock, self._traffic, self.quarantine)
+
+    def expect(self, possible: Callable[[str, int], bool]) -> None:
+        """Files that are impossible are set aside by `open`, and are not objects."""
+        self._possible = possible
 
     async def open(self) -> None:
         """Create and lock the directory and find its objects; evicts down to the capacity in the background.
@@ -60,7 +66,16 @@ class FileStorage(IndexedStorage):
         except BaseException:
             self._directory.close()
             raise
-        self._evict_in_background(self._index.adopt([(file.name, file.nbytes) for file in files]))
+        found, impossible = [], []
+        for file in files:
+            if self._possible(file.name, file.nbytes):
+                found.append((file.name, file.nbytes))
+            else:
+                impossible.append(file.name)
+        if impossible:  # a power failure leaves files without their bytes
+            log.warning("objects of impossible length were set aside", path=self._path, objects=len(impossible))
+            self._put_aside(impossible)
+        self._evict_in_background(self._index.adopt(found))
         log.info(
             "file storage is open",
             path=self._path,

@@ -25,7 +25,7 @@ FAN_DIGITS = 2  # 256 directories: some hundred files in each at a hundred thous
 
 _UNSAFE = re.compile(rb"\A\.|[^A-Za-z0-9_.-]")
 _PART = re.compile(r"(?!\.)[A-Za-z0-9_.%-]+")
-_TEMPORARY = re.compile(r"(?!\.)[A-Za-z0-9_.%-]*@[A-Za-z0-9_.%-]+~[0-9]+")
+_SET_ASIDE = re.compile(r"(?!\.)[A-Za-z0-9_.%-]*@[A-Za-z0-9_.%-]+~[0-9]+")
 
 
 def path_of(name: str) -> str:
@@ -63,9 +63,15 @@ def temporary_of(path: str, number: int) -> str:
     return f"{path}~{number}"
 
 
-def is_temporary(name: str) -> bool:
-    """Is a file of this name one that was being written?"""
-    return _TEMPORARY.fullmatch(name) is not None
+def is_temporary(path: str) -> bool:
+    """Is this where an object was being written? Relative to the objects directory, as for `name_of`."""
+    path, tilde, number = path.rpartition("~")
+    return bool(tilde) and number.isascii() and number.isdigit() and name_of(path) is not None
+
+
+def is_set_aside(name: str) -> bool:
+    """Is a file of this name in the quarantine one of ours?"""
+    return _SET_ASIDE.fullmatch(name) is not None
 
 
 def _fan_of(name: str) -> str:
