@@ -6,8 +6,8 @@ For one request after the other, as under FastDeploy's request_release_lock:
     … finish: GPU2STORAGE of the whole chain → the blocks fall idle
     eviction, when blocks are needed: SWAP2CPU; blocks that leave host and device are told of by a flush
 
-Answers arrive on a thread of their own. A read's are collected until there are as many as ranks, and the shortest
-counts; anything else is over with its first answer. Unlike FastDeploy, it looks at what an answer names, and it
+Answers arrive on a thread of their own. Those of a read or write are collected until there are as many as ranks, and
+the shortest counts; a swap is over with its first answer. Unlike FastDeploy, it looks at what an answer names, and it
 does not wait for ever: an answer that does not come within its timeout ends the test.
 
 Every byte is checked when it has come and again when another request finds it on the device. What an answer
@@ -256,7 +256,7 @@ class PrefixCacheManager:
     def _issue(self, name: str, item: tuple[Any, ...]) -> tuple[Any, ...]:
         """Put, and wait for the answer; of a read's answers the one that names the fewest blocks."""
         event = item[0]
-        waiting = Waiting(self._ranks if event is CacheStatus.STORAGE2GPU else 1)
+        waiting = Waiting(self._ranks if event.name in ("STORAGE2GPU", "GPU2STORAGE") else 1)
         self._waiting[event.name, name] = waiting
         self._queue.put_transfer_task(item)
         assert waiting.event.wait(self.timeout + LATE_S), f"{event.name} {name} was not answered in time"
@@ -273,11 +273,15 @@ class PrefixCacheManager:
         return answer
 
     def _receive(self) -> None:
+        told: set[str] = set()  # flushes, each answered once for each rank
         while (answer := self._queue.get_transfer_done_signal(timeout=FETCH_S)) or not self._closing.is_set():
             if answer is None:
                 continue
             waiting = self._waiting.get((answer[0].name, answer[1]))
             if waiting is None:  # a flush: nobody waits
+                if answer[1] in told:
+                    continue
+                told.add(answer[1])
                 result = self._queue.transfer_result(answer[1])
                 assert result is not None
                 self.flushed[result.status] += 1

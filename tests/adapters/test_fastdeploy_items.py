@@ -92,7 +92,7 @@ def test_a_read_carries_every_attribute_and_is_answered_once_for_each_rank() -> 
     assert answers[1][3] == [5]
 
 
-def test_a_write_of_any_version_is_understood_and_answered_once() -> None:
+def test_a_write_of_any_version_is_understood_and_answered_once_for_each_rank() -> None:
     plain = SimpleNamespace(task_id="r1", keys=["a"], token_ids=None, gpu_block_ids=[5], timeout=30.0)
     task = read_item((CacheStatus.GPU2STORAGE, plain)).task("id", 9.0)
     assert task == WriteStorageTask(task_id="id", keys=["a"], gpu_block_ids=[5])
@@ -101,7 +101,7 @@ def test_a_write_of_any_version_is_understood_and_answered_once() -> None:
     task = item.task("id", 9.0)
     assert isinstance(task, WriteStorageTask)
     assert (task.start_write_block_idx, task.flush_cache_exists) == (3, False)
-    assert item.answers(result(Status.OK, [5]), ranks=4) == [(CacheStatus.GPU2STORAGE, "r1", ["a"], [5])]
+    assert item.answers(result(Status.OK, [5]), ranks=4) == [(CacheStatus.GPU2STORAGE, "r1", ["a"], [5])] * 4
 
 
 @pytest.mark.parametrize(

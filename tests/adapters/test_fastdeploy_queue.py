@@ -91,8 +91,11 @@ def queue(make: Callable[..., EngineCacheQueue]) -> EngineCacheQueue:
 
 
 def done(queue: EngineCacheQueue) -> tuple[Any, ...]:
+    """The next answer; of a write, which is answered once for each rank, one of those that are all the same."""
     answer = queue.get_transfer_done_signal(timeout=WAIT_S)
     assert answer is not None, "no answer"
+    if answer[0] is CacheStatus.GPU2STORAGE:
+        assert [queue.get_transfer_done_signal(timeout=WAIT_S) for _ in range(RANKS - 1)] == [answer] * (RANKS - 1)
     return answer
 
 
@@ -286,8 +289,9 @@ def test_a_server_instance_tells_a_port_and_connects_when_it_is_used(
     client = make(address=("127.0.0.1", server.get_server_port()))
     with pytest.raises(RuntimeError, match="server instance"):
         client.get_server_port()
+    assert make(address="/dev/shm/fd_task_queue_1.sock", is_server=True).get_server_port() == 1
     with pytest.raises(RuntimeError, match="no port"):
-        make(address="/dev/shm/fd_task_queue_1.sock", is_server=True).get_server_port()
+        make(address="/dev/shm/another.sock", is_server=True).get_server_port()
     server.put_transfer_task(swap(CacheStatus.SWAP2CPU, "s", [1], [1]))
     assert done(server)[1] == "s"
     assert client.result_queue_empty()
@@ -304,6 +308,7 @@ def test_a_server_instance_tells_a_port_and_connects_when_it_is_used(
         ("ipc:///tmp/b.sock", ("10.0.0.1", 9923), "ipc:///tmp/b.sock"),
         ("ipc:///tmp/{port}-{dp}.sock", ("10.0.0.1", 9923), "ipc:///tmp/9923-3.sock"),
         ("ipc:///tmp/{dp}.sock", "/dev/shm/q.sock", "ipc:///tmp/3.sock"),
+        ("ipc:///tmp/{port}.sock", "/dev/shm/fd_task_queue_9923.sock", "ipc:///tmp/9923.sock"),
     ],
 )
 def test_where_the_daemon_is(
@@ -421,26 +426,40 @@ class Controls:
         return self._ended.empty()
 
 
-def test_a_pause_ends_when_no_task_is_at_work_and_a_resume_lets_them_go_on(
+def test_a_pause_ends_when_no_task_is_at_work_and_drops_what_comes_until_a_resume(
     queue: EngineCacheQueue, saboteur: Saboteur
 ) -> None:
+    """FastDeploy resets its tree while it is paused: an answer that came later would name nodes that are gone."""
     controls = Controls(queue)
     with saboteur.order("copy_out", 0, "stall"):
         queue.put_transfer_task(swap(CacheStatus.SWAP2CPU, "at work", [1], [1]))
         while not queue.client.stats()["running"]:
             pass
         controls.put("pause")
-        while not queue.client.stats()["paused"]:
-            pass
+        queue.put_transfer_task(swap(CacheStatus.SWAP2CPU, "too late", [2], [2]))
+        assert done(queue) == (CacheStatus.SWAP2CPU, "too late", [], [], [])
         assert controls.none_ended()
-    assert controls.ended("pause") is None
-    assert queue.client.stats()["running"] == 0
     assert done(queue)[1] == "at work"
-    queue.put_transfer_task(swap(CacheStatus.SWAP2CPU, "waits", [1], [1]))
-    assert queue.client.stats()["queued"] == 1
-    assert queue.result_queue_empty()
+    assert queue.get_transfer_done_signal() is None  # an engine asks again and again
+    assert controls.ended("pause") is None
+    assert queue.client.stats()["running"] == queue.client.stats()["queued"] == 0
+    assert queue.client.stats()["paused"]
     assert controls.ask("resume") is None
-    assert done(queue)[1] == "waits"
+    queue.put_transfer_task(swap(CacheStatus.SWAP2CPU, "goes on", [1], [1]))
+    assert done(queue)[1:] == ("goes on", ["node-1"], [1], [1])
+
+
+def test_a_pause_waits_until_the_engine_has_handled_every_answer(queue: EngineCacheQueue) -> None:
+    controls = Controls(queue)
+    queue.put_transfer_task(swap(CacheStatus.SWAP2CPU, "answered", [1], [1]))
+    assert done(queue)[1] == "answered"  # taken, and perhaps still being worked on
+    controls.put("pause")
+    while not queue._paused or not queue.empty():
+        pass
+    assert controls.none_ended()
+    assert queue.get_transfer_done_signal() is None
+    assert controls.ended("pause") is None
+    assert controls.ask("resume") is None
 
 
 def test_new_weights_are_a_new_generation(

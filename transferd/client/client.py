@@ -394,15 +394,16 @@ class Client:
         """
         self._cache_changed(await self._ask(wire.ClearCache(), QUIET_TIMEOUT_S))
 
-    async def restore_cache(self, generation: str | None = None) -> None:
+    async def restore_cache(self, generation: str | None = None, *, same_weights: bool = False) -> None:
         """Make the memory of a cleared cache anew, zeroed, and serve `generation`, which was never cleared before.
 
         generation: None for what the daemon's storage.version_file says now; without such a file, for the one that
-        `set_generation` has set since the clear.
+        `set_generation` has set since the clear. same_weights: the engine slept and serves the weights of before, so
+        the generation may be the one that the clear closed, and blocks stored under it are good.
         A daemon that does not create memory waits for new offers then. Raises RequestError (`not_cleared`,
         `closed_generation`), TierError when there is no room; the cache stays cleared then.
         """
-        self._cache_changed(await self._ask(wire.RestoreCache(generation), RESTORE_TIMEOUT_S))
+        self._cache_changed(await self._ask(wire.RestoreCache(generation, same_weights), RESTORE_TIMEOUT_S))
         if generation is None:
             await self.ping()  # the Welcome names it
         else:

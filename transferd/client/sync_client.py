@@ -255,8 +255,8 @@ class SyncClient:
     def clear_cache(self) -> None:
         self._call(self._client.clear_cache())
 
-    def restore_cache(self, generation: str | None = None) -> None:
-        self._call(self._client.restore_cache(generation))
+    def restore_cache(self, generation: str | None = None, *, same_weights: bool = False) -> None:
+        self._call(self._client.restore_cache(generation, same_weights=same_weights))
 
     def wait_ready(self, timeout: float | None = None) -> None:
         self._call(self._client.wait_ready(timeout))

@@ -18,8 +18,9 @@ offered again is not a second one: it is the same client after its connection br
 that connection's.
 
 *Clear and restore.* `clear` frees device and host memory; staging stays, it is a constant and holds no block.
-The generation that was served until then is closed for good: `restore` wants one that this daemon has never
-closed, and `set_generation` refuses to go back. So no object and no block of before can be read after. Each
+The generation that was served until then is closed: `restore` wants one that this daemon has never closed, and
+`set_generation` refuses to go back. So no object and no block of before can be read after. Only an engine that
+says it serves the same weights again (it slept) may open a closed one: what is stored under it is still good. Each
 clear begins a new *epoch*; an offer says for which epoch it was made, since one that was on its way
 meanwhile names memory that its engine has given up.
 
@@ -332,21 +333,25 @@ class Cache:
                 raise errors[0]
             return self.epoch
 
-    async def restore(self, generation: str | None) -> int:
+    async def restore(self, generation: str | None, *, same_weights: bool = False) -> int:
         """Make the memory anew (or wait for offers again), under a generation never closed here; the epoch.
 
-        generation: None for `next_generation`. Raises RequestError; ConfigError for a version file that says
-        nothing, TierError when there is no room, and then the cache stays cleared.
+        generation: None for `next_generation`. same_weights: one that was closed is opened again. Raises
+        RequestError; ConfigError for a version file that says nothing, TierError when there is no room, and then the
+        cache stays cleared.
         """
-        epoch: int = await self._finished(self._restore(generation))
+        epoch: int = await self._finished(self._restore(generation, same_weights=same_weights))
         return epoch
 
-    async def _restore(self, named: str | None) -> int:
+    async def _restore(self, named: str | None, *, same_weights: bool) -> int:
         async with self._change:
             self._check_change()
             if not self.cleared:
                 raise RequestError("the cache was not cleared", code="not_cleared")
             generation = self._unnamed() if named is None else named
+            reopened = same_weights and generation in self._closed_generations
+            if reopened:
+                self._closed_generations.discard(generation)
             self._core.check_generation(generation)
             try:
                 for rank in self._ranks:
@@ -356,6 +361,8 @@ class Cache:
                 if self._tokens is not None and self.creator is Creator.DAEMON:
                     await self._tokens.ready()
             except TransferError:
+                if reopened:
+                    self._closed_generations.add(generation)
                 for number, rank in enumerate(self._ranks):
                     await _given_up(number, rank.worker.free())
                 raise

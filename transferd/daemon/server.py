@@ -51,7 +51,7 @@ class Cache(Protocol):
     def detach(self, client: bytes, rank: int) -> object: ...
     async def offer(self, client: bytes, rank: int, handle: DeviceHandle, epoch: int) -> str | None: ...
     async def clear(self) -> int: ...
-    async def restore(self, generation: str | None) -> int: ...
+    async def restore(self, generation: str | None, *, same_weights: bool = False) -> int: ...
 
 
 class Coordinator(Protocol):
@@ -149,7 +149,7 @@ class Server:
             wire.Offer: self._offer,
             wire.ClearCache: lambda peer, seq, _: self._later(peer, seq, self._coordinator.cache.clear()),
             wire.RestoreCache: lambda peer, seq, m: self._later(
-                peer, seq, self._coordinator.cache.restore(m.generation)
+                peer, seq, self._coordinator.cache.restore(m.generation, same_weights=m.same_weights)
             ),
         }
 

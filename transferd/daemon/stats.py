@@ -6,6 +6,7 @@ import dataclasses
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from transferd.config.loading import to_tree
 from transferd.observability import logs
 from transferd.runtime.version import VERSION
 
@@ -49,6 +50,7 @@ def stats(daemon: Daemon) -> dict[str, Any]:
         "server": server,
         **logs.statistics(),
         "layout": _layout(daemon),
+        "configured": _configured(daemon),
     }
 
 
@@ -125,4 +127,23 @@ def _layout(daemon: Daemon) -> dict[str, Any]:
         "block_bytes": layout.block_bytes,
         "device_blocks": layout.device_blocks,
         "fingerprint": layout.fingerprint,
+    }
+
+
+def _configured(daemon: Daemon) -> dict[str, Any]:
+    """The settings that an engine has to agree with; addresses and paths, which may hold secrets, are not told."""
+    storage = daemon.config.storage
+    return {
+        "cache": to_tree(daemon.config)["cache"],
+        "storage": {
+            "backend": storage.backend,
+            "model": storage.model,
+            "key_schema": storage.key_schema,
+            "version_file": storage.version_file,
+            "attention_store": {
+                "only_flush": daemon.only_flush,
+                "splitwise_role": storage.attention_store.splitwise_role,
+                "dp_id": storage.attention_store.dp_id,
+            },
+        },
     }

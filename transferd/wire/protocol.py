@@ -170,9 +170,11 @@ class RestoreCache(_Message, frozen=True, tag="restore_cache"):
     """Value: the epoch, once the memory is there again, or waits to be offered.
 
     generation: nil leaves it to the daemon: what storage.version_file says now, else the one that was set meanwhile.
+    same_weights: it may be one that a clear has closed, because the engine serves the very weights of then.
     """
 
     generation: str | None = None
+    same_weights: bool = False
 
 
 Control = (

@@ -60,16 +60,16 @@ def _update_weights(client: SyncClient, args: Mapping[str, Any]) -> None:
 
 
 def _sleep(client: SyncClient, args: Mapping[str, Any]) -> None:
-    if _names_the_cache(args):
+    if is_about_the_cache(args):
         client.clear_cache()
 
 
 def _wakeup(client: SyncClient, args: Mapping[str, Any]) -> None:
-    if _names_the_cache(args):
+    if is_about_the_cache(args):
         client.restore_cache(_new_generation(args))
 
 
-def _names_the_cache(args: Mapping[str, Any]) -> bool:
+def is_about_the_cache(args: Mapping[str, Any]) -> bool:
     """tags: FastDeploy's "weight,kv_cache", or a list; without any, everything is meant."""
     tags = args.get("tags")
     if not tags:

@@ -108,9 +108,11 @@ class StorageItem:
         )
 
     def answers(self, result: TaskResult, ranks: int) -> list[Answer]:
-        """One for a write; for a read as many as there are ranks: FastDeploy counts them and takes the shortest."""
-        copies = ranks if self.lane is Lane.READ else 1
-        return [(self.event, self.transfer_id, self.keys, list(result.block_ids)) for _ in range(copies)]
+        """As many as there are ranks: FastDeploy counts them and takes the shortest.
+
+        It counts those of a write since #7839; before, the first one was enough and further ones were ignored.
+        """
+        return [(self.event, self.transfer_id, self.keys, list(result.block_ids)) for _ in range(ranks)]
 
 
 Item = SwapItem | StorageItem

@@ -8,8 +8,10 @@ The daemon replaces all of it, so what is left here is translation: an item beco
 becomes as many answers as the caller counts. Three promises hold whatever happens:
 
 * `put_transfer_task` never waits: not for a rank, not for the daemon, not while the daemon is busy.
-* Every item that was accepted is answered exactly once (a read: once for each rank), in time: its timeout,
+* Every item that was accepted is answered exactly once (a storage task: once for each rank), in time: its timeout,
   the daemon's `deadline_slack`, and at most 5 s more if the daemon itself is lost.
+* After a pause nothing moves and nothing is answered late: what was put before is answered when the pause ends,
+  what is put meanwhile is answered at once, as refused. FastDeploy resets its tree while paused.
 * An answer never names a block that some rank did not move. What failed is answered with empty lists,
   because that is the only way to say it in FastDeploy's shapes; `transfer_result` has the whole story.
 
@@ -27,12 +29,14 @@ import itertools
 import logging
 import os
 import queue
+import re
 import socket
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+from transferd.adapters.fastdeploy.companion import filled_in
 from transferd.adapters.fastdeploy.control import ControlItem, obey
 from transferd.adapters.fastdeploy.items import Answer, Item, read_item
 from transferd.adapters.fastdeploy.retired import BARRIERS, OpenBarrier
@@ -49,6 +53,8 @@ OnControl = Callable[[Any, Exception | None], None]
 
 CONNECT_TIMEOUT_S = 15.0  # as long as FastDeploy's client keeps trying
 RESULTS_KEPT = 1024
+TAKEN_TIMEOUT_S = 2.0  # for an engine to take an answer that waits for it; it looks every millisecond
+SOCKET_NAME = re.compile(r"fd_task_queue_(\d+)\.sock$")  # FastDeploy's own address where it uses a socket in /dev/shm
 _ID_CHARACTERS = 128  # of FastDeploy's id in ours, which is for people to read
 
 
@@ -113,7 +119,11 @@ class EngineCacheQueue:
         self._run = SYSTEM_CLOCK.fresh_id()[:12]
         self._numbers = itertools.count()
         self._done: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self._taken = threading.Event()  # the engine has come back for more: it is done with all it got
+        self._taken.set()
+        self._paused = False
         self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)  # told of every answer
         self._unanswered: dict[str, Item] = {}  # by task id
         self._results: OrderedDict[tuple[str, Any], TaskResult] = OrderedDict()  # the newest last
         self._connecting = threading.Lock()
@@ -137,12 +147,17 @@ class EngineCacheQueue:
         understood = read_item(item)
         client = self._connected()
         if isinstance(understood, ControlItem):
+            self._paused = self._paused or understood.method == "pause"
             self._control(understood, client)
             return
         number = next(self._numbers)
         task_id = f"fd/{self._run}/{number}/{understood.lane}/{str(understood.transfer_id)[:_ID_CHARACTERS]}"
         with self._lock:
             self._unanswered[task_id] = understood
+            paused = self._paused
+        if paused:
+            self._answer(task_id, understood, _not_pushed(task_id, RequestError("transfers are paused", code="paused")))
+            return
         try:
             future = client.start(understood.task(task_id, self.swap_timeout))
         except Exception as error:  # noqa: BLE001 - whatever the caller's lists raise, the caller waits for an answer
@@ -157,7 +172,11 @@ class EngineCacheQueue:
         a caller of ours need not poll.
         """
         try:
-            return self._done.get(timeout=timeout) if timeout > 0 else self._done.get_nowait()
+            return self._done.get_nowait()
+        except queue.Empty:
+            self._taken.set()
+        try:
+            return self._done.get(timeout=timeout) if timeout > 0 else None
         except queue.Empty:
             return None
 
@@ -186,9 +205,10 @@ class EngineCacheQueue:
         """The port in the address; for port 0 one that is kept free of others while this server instance lives."""
         if not self.is_server:
             raise RuntimeError("only the server instance has a port to tell")
-        if isinstance(self.address, str):
+        port = port_of(self.address)
+        if port is None:
             raise RuntimeError(f"the address {self.address!r} has no port")
-        return self.address[1]
+        return port
 
     def get_transfer_task(self) -> tuple[Any, bool]:
         """For FastDeploy's transfer processes, which must not run beside a daemon. Raises RequestError."""
@@ -228,6 +248,11 @@ class EngineCacheQueue:
                     return result
         return None
 
+    def take_result(self, transfer_task_id: Any, event_type: Any) -> TaskResult | None:
+        """As `transfer_result`, for whoever wants it once: it is forgotten."""
+        with self._lock:
+            return self._results.pop((_event_name(event_type), transfer_task_id), None)
+
     def close(self) -> None:
         """Disconnect. What is not answered yet is answered as failed. Idempotent."""
         with self._connecting:
@@ -235,7 +260,7 @@ class EngineCacheQueue:
             client, self._client = self._client, None
             keeper, self._port_keeper = self._port_keeper, None
         if client is not None and self._pid == os.getpid():
-            client.close()
+            self._disconnect(client)
             for task_id, item in list(self._unanswered.items()):  # put while the client was closing
                 self._answer(task_id, item, _not_pushed(task_id, Closed("the queue was closed")))
         self._controls.put(None)
@@ -259,6 +284,9 @@ class EngineCacheQueue:
             if self._client is None:
                 self._client = self._connect()
             return self._client
+
+    def _disconnect(self, client: SyncClient) -> None:
+        client.close()
 
     def _connect(self) -> SyncClient:
         client = SyncClient(self.endpoint, connect_timeout=self._connect_timeout)
@@ -293,6 +321,12 @@ class EngineCacheQueue:
                 result.error.message,
                 result.error.code,
             )
+        self._tell(item.transfer_id, answers)
+        with self._lock:
+            self._idle.notify_all()
+
+    def _tell(self, transfer_id: Any, answers: list[Answer]) -> None:  # noqa: ARG002 - for who hears of some only
+        self._taken.clear()
         for answer in answers:
             self._done.put(answer)
 
@@ -309,11 +343,31 @@ class EngineCacheQueue:
             item, client = next_one
             error: Exception | None = None
             try:
-                obey(item, client)
+                self._carry_out(item, client)
             except Exception as raised:  # noqa: BLE001 - whoever asked must hear of it, whatever it is
                 error = raised
                 log.warning("control request %s failed: %s", item.method, raised)
             self.on_control(item.request, error)
+
+    def _carry_out(self, item: ControlItem, client: SyncClient) -> None:
+        if item.method == "pause":
+            self.hold()
+        obey(item, client)
+        if item.method == "resume":
+            self.release()
+
+    def release(self) -> None:
+        """Take transfers again after `hold`."""
+        self._paused = False
+
+    def hold(self) -> None:
+        """Refuse new transfers, take back those under way, and wait until the engine has handled every answer."""
+        self._paused = True
+        self.clear_transfer_task()
+        with self._lock:
+            self._idle.wait_for(lambda: not self._unanswered)  # each is answered in time
+        if not self._taken.wait(TAKEN_TIMEOUT_S):
+            log.warning("nobody takes the answers that wait in the cache queue")
 
     def _with_port(self, address: Address) -> Address:
         """FastDeploy lets a server choose its port with 0 and tells it to others; they want one that is unique."""
@@ -331,18 +385,15 @@ def endpoint_of(address: Address, data_parallel_id: int = 0) -> str:
     """
     if isinstance(address, str) and "://" in address and not os.environ.get("TRANSFERD_ENDPOINT"):
         return address
-    endpoint = default_endpoint()
-    if "{" not in endpoint:
-        return endpoint
-    known: dict[str, Any] = {"dp": data_parallel_id}
+    return filled_in(default_endpoint(), port_of(address), data_parallel_id)
+
+
+def port_of(address: Address) -> int | None:
+    """The engine's port in an address of FastDeploy's: (host, port), or its socket in /dev/shm."""
     if not isinstance(address, str):
-        known["port"] = address[1]
-    try:
-        return endpoint.format(**known)
-    except (KeyError, IndexError, ValueError) as error:
-        raise ConfigError(
-            "TRANSFERD_ENDPOINT", f"only {{dp}} and {{port}} can be filled in: {error}", endpoint
-        ) from None
+        return address[1]
+    found = SOCKET_NAME.search(address)
+    return int(found[1]) if found else None
 
 
 def _remember(results: OrderedDict[tuple[str, Any], TaskResult], key: tuple[str, Any], result: TaskResult) -> None:

@@ -1,0 +1,210 @@
+"""What FastDeploy tells its cache transfer processes, read from the command that starts one.
+
+The PrefixCacheManager starts one process for each rank by a shell command:
+
+    NAME=value … python …/cache_transfer_manager.py --rank 0 --mp_num 2 --key_cache_shape 64,2,16,8 … >log 2>&1
+
+That command is the interface: it says everything about the cache, in every version that we know of. So the
+daemon's configuration is derived from it, and no part of FastDeploy's own configuration is looked into.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transferd.errors import ConfigError
+
+SCRIPT = "cache_transfer_manager.py"
+MTP_RATIO = "num_gpu_block_expand_ratio"
+REDIRECTION = ">"
+
+# Flags whose value the daemon has no use for, because it has no such part or finds out by itself.
+WITHOUT_MEANING = frozenset({"pod_ip", "protocol", "rdma_port", "max_model_len", "write_policy", "enable_splitwise"})
+
+
+@dataclass(frozen=True, slots=True)
+class TransferArguments:
+    """One rank's transfer process, as FastDeploy would have started it. Sizes are in blocks, tokens and elements."""
+
+    rank: int
+    ranks: int
+    device: int
+    cache_queue_port: int
+    engine_worker_queue_port: int
+    data_parallel_id: int
+    role: str
+    creates: bool
+    layers: int
+    mtp_layers: int
+    mtp_blocks: int
+    key_shape: tuple[int, ...]
+    value_shape: tuple[int, ...]
+    dtype: str
+    default_dtype: str
+    host_blocks: int
+    backend: str
+    model_path: str
+    only_flush: bool
+    clears_swap_space: bool
+    routing_replay: bool
+
+    @property
+    def version_file(self) -> Path:
+        """Where FastDeploy's training loop says which weights are served; often not there."""
+        return Path(self.model_path) / "version.yaml"
+
+
+def is_transfer_process(command: Any) -> bool:
+    """Would this command, as FastDeploy gives it to Popen, start a cache transfer process?"""
+    return isinstance(command, str) and SCRIPT in command
+
+
+def read_command(command: str) -> TransferArguments:
+    """Understand a command that starts a transfer process. Raises ConfigError naming the flag that is wrong."""
+    environment, flags = _split(command)
+    speculative = _json(flags, "speculative_config")
+    key_shape = _shape(flags, "key_cache_shape")
+    routing = _json(flags, "routing_replay_config")
+    return TransferArguments(
+        rank=_number(flags, "rank", 0),
+        ranks=_number(flags, "mp_num", 1),
+        device=_number(flags, "device_id", 0),
+        cache_queue_port=_number(flags, "cache_queue_port", 9923),
+        engine_worker_queue_port=_number(flags, "engine_worker_queue_port", 9923),
+        data_parallel_id=_number(flags, "local_data_parallel_id", 0),
+        role=flags.get("splitwise_role", "mixed"),
+        creates="create_cache_tensor" in flags,
+        layers=_number(flags, "num_layers", 1),
+        mtp_layers=int(speculative.get("num_extra_cache_layer", 1 if speculative.get("method") == "mtp" else 0)),
+        mtp_blocks=int(key_shape[0] * float(speculative.get(MTP_RATIO, 1.0))),
+        key_shape=key_shape,
+        value_shape=_shape(flags, "value_cache_shape") if flags.get("value_cache_shape") else (),
+        dtype=flags.get("cache_dtype", "bfloat16"),
+        default_dtype=flags.get("default_dtype", "bfloat16"),
+        host_blocks=_number(flags, "num_cpu_blocks", 4),
+        backend=flags.get("kvcache_storage_backend", "none"),
+        model_path=flags.get("model_path", ""),
+        only_flush=_is_on(environment.get("FD_AS_ONLY_FLUSH", "0")),
+        clears_swap_space=_is_on(environment.get("FD_ENABLE_SWAP_SPACE_CLEARING", "0")),
+        routing_replay=bool(routing.get("enable_routing_replay", False)),
+    )
+
+
+def configuration(group: Sequence[TransferArguments], *, device: str) -> dict[str, Any]:
+    """The daemon's configuration for one tensor-parallel group, as plain sections.
+
+    group: one for each rank, in their order. device: what `cache.device` is on this machine. What FastDeploy's
+    arguments do not say (the endpoint, directories, staging) is left to the caller and to the defaults.
+    Raises ConfigError for a cache that transferd cannot serve.
+    """
+    first = group[0]
+    cache: dict[str, Any] = {
+        "ranks": first.ranks,
+        "devices": [rank.device for rank in group],
+        "device": device,
+        "ownership": "create" if first.creates else "attach",
+        "role": first.role,
+        "layers": first.layers,
+        "dtype": first.dtype,
+        "device_blocks": first.key_shape[0],
+        "host_blocks": first.host_blocks,
+        "mtp_layers": first.mtp_layers,
+        **_block(first),
+    }
+    if first.dtype == "block_wise_fp8":
+        cache["scale_dtype"] = first.default_dtype
+    if first.mtp_layers:
+        cache["mtp_blocks"] = first.mtp_blocks
+    storage: dict[str, Any] = {"backend": first.backend, "model": Path(first.model_path).name or "model"}
+    if first.version_file.is_file():
+        storage["version_file"] = str(first.version_file)
+    if first.backend == "attention_store":
+        storage["attention_store"] = {
+            "only_flush": first.only_flush,
+            "splitwise_role": first.role,
+            "dp_id": first.data_parallel_id,
+        }
+    return {"cache": cache, "storage": storage}
+
+
+def _block(arguments: TransferArguments) -> dict[str, Any]:
+    """What one block is. FastDeploy says it as two shapes: [blocks, heads, block_size, dim]."""
+    if arguments.routing_replay and (arguments.host_blocks or arguments.backend != "none"):
+        what = "transferd does not move routing data with its blocks; turn routing replay off, or use no CPU cache"
+        raise ConfigError("routing_replay_config", f"{what} and no storage", "enable_routing_replay")
+    _, heads, tokens, dim = arguments.key_shape
+    if not arguments.value_shape:
+        return {
+            "attention": "mla",
+            "kv_heads": heads,
+            "block_size": tokens,
+            **_latent(dim),
+        }
+    if arguments.value_shape != arguments.key_shape:
+        what = f"differs from the keys' {list(arguments.key_shape)}; transferd moves keys and values of one shape"
+        raise ConfigError("value_cache_shape", what, list(arguments.value_shape))
+    return {"attention": "gqa", "kv_heads": heads, "block_size": tokens, "head_dim": dim}
+
+
+def _latent(dim: int) -> dict[str, int]:
+    """MLA's one dimension is a latent and its rope; only their sum is told, and only their sum matters."""
+    rope = 64 if dim > 64 else 1
+    return {"kv_lora_rank": dim - rope, "qk_rope_head_dim": rope}
+
+
+def _split(command: str) -> tuple[dict[str, str], dict[str, str]]:
+    """The variables set before the command, and its flags; a flag without a value has ''."""
+    words = shlex.split(command)
+    script = next((i for i, word in enumerate(words) if word.endswith(SCRIPT)), None)
+    if script is None:
+        raise ConfigError("command", f"does not start {SCRIPT}", command[:200])
+    environment = dict(word.split("=", 1) for word in words[:script] if "=" in word)
+    flags: dict[str, str] = {}
+    name = ""
+    for word in words[script + 1 :]:
+        if word.startswith(REDIRECTION):
+            break
+        if word.startswith("--"):
+            name = word.removeprefix("--")
+            flags[name] = ""
+        else:
+            flags[name] = word
+    return environment, flags
+
+
+def _number(flags: Mapping[str, str], name: str, default: int) -> int:
+    try:
+        return int(flags.get(name, default))
+    except ValueError:
+        raise ConfigError(f"--{name}", "is not a number", flags[name]) from None
+
+
+def _shape(flags: Mapping[str, str], name: str) -> tuple[int, ...]:
+    text = flags.get(name, "")
+    try:
+        sizes = tuple(int(size) for size in text.split(","))
+    except ValueError:
+        sizes = ()
+    if len(sizes) != 4 or min(sizes) < 1:
+        raise ConfigError(f"--{name}", "must be blocks,heads,block_size,dim", text)
+    return sizes
+
+
+def _json(flags: Mapping[str, str], name: str) -> dict[str, Any]:
+    text = flags.get(name) or "{}"
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ConfigError(f"--{name}", "is not a JSON object", text[:200])
+    return value
+
+
+def _is_on(value: str) -> bool:
+    return value.strip().lower() in ("1", "true")

@@ -1,0 +1,218 @@
+"""What FastDeploy's PrefixCacheManager does when a swap failed, which its own code has no place for.
+
+Its transfer processes reported swaps that worked and nothing else, so its tree believes whatever was answered.
+These methods go around its own: they call them first, and where a swap failed they put the tree right.
+
+    swap out failed   the blocks still are on the device, but room is needed: the nodes leave the tree with all
+                      that is below them, and their device and host blocks are free
+    swap in failed    the request lets go of what it matched, the nodes leave the tree, the blocks that were to
+                      receive them are free, and the request is matched again: what is lost is computed anew
+
+A node that another request holds meanwhile stays: after a failed swap out its bytes are where they were. So no node
+keeps a state in transit, no block is lost, and nothing is claimed whose bytes are wrong.
+
+Locks. The tree changes under `request_release_lock`, states under `cache_status_lock` as well. A swap in is waited
+for with the first one held; a swap out with none, on a thread of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from transferd.adapters.fastdeploy.engine_queue import EngineQueue
+from transferd.errors import TransferError
+from transferd.tasks import Status
+
+log = logging.getLogger(__name__)
+
+ATTEMPTS = 3  # to match a request; the first failure takes what failed out of the tree
+Blocks = Mapping[Any, tuple[int, int]]  # node id -> its device block and its host block in a swap
+
+_extra = threading.local()  # .blocks: device blocks that the running request has been given
+
+
+class SwapFailed(TransferError):
+    """Blocks could not be brought back from the host; the tree is right again."""
+
+    code = "swap_failed"
+
+
+def keep_right(manager: type[Any]) -> None:
+    """Put these methods around those of FastDeploy's PrefixCacheManager. Once for a class."""
+    if "transferd_keeps_right" in vars(manager):
+        return
+    manager.transferd_keeps_right = True
+    for name, around in _AROUND.items():
+        if hasattr(manager, name):
+            setattr(manager, name, _around(getattr(manager, name), around))
+
+
+def _around(original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(getattr(self, "cache_task_queue", None), EngineQueue):
+            return original(self, *args, **kwargs)
+        return around(functools.partial(original, self), self, *args, **kwargs)
+
+    return method
+
+
+# --- the methods ------------------------------------------------------------------------------------
+
+
+def _issue_swap_task(
+    original: Callable[..., None],
+    self: Any,
+    transfer_task_id: Any,
+    swap_node_ids: Sequence[Any],
+    gpu_block_ids: Sequence[int],
+    cpu_block_ids: Sequence[int],
+    event_type: Any,
+    is_sync: bool = True,
+) -> None:
+    before = {node_id: self.node_map.get(node_id) for node_id in swap_node_ids}
+    original(transfer_task_id, swap_node_ids, gpu_block_ids, cpu_block_ids, event_type, is_sync)
+    result = self.cache_task_queue.take_result(transfer_task_id, event_type)
+    if result is None or result.status is Status.OK:  # None: the tree is being cleared, and all of it goes
+        return
+    blocks: Blocks = dict(zip(swap_node_ids, zip(gpu_block_ids, cpu_block_ids, strict=True), strict=True))
+    if event_type.name == "SWAP2GPU":
+        raise SwapFailed(f"{len(blocks)} blocks could not be brought back: {result.error and result.error.message}")
+    with self.request_release_lock, self.cache_status_lock:
+        same = {node_id: pair for node_id, pair in blocks.items() if self.node_map.get(node_id) is before[node_id]}
+        _give_up_swap_out(self, same, event_type)
+
+
+def _give_up_swap_out(self: Any, blocks: Blocks, in_transit: Any) -> None:
+    for node_id, (_, host_block) in blocks.items():
+        node = self.node_map.get(node_id)
+        if node is None:  # gone with a node above it
+            continue
+        if node.cache_status.value == in_transit.value:
+            _drop(self, node, blocks)
+        else:  # a request has matched it meanwhile: it stays on the device
+            self.recycle_cpu_blocks(host_block)
+    log.warning("%d blocks could not be moved to the host; they leave the cache", len(blocks))
+
+
+def _prepare_cpu_cache(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    try:
+        original(*args, **kwargs)
+    except SwapFailed as error:
+        names = ("req_id", "swap_node_ids", "gpu_recv_block_ids")
+        given = dict(zip(names, args, strict=False)) | kwargs
+        with self.cache_status_lock:
+            held = _let_go(self, given["req_id"])
+            _give_up_swap_in(self, given["swap_node_ids"])
+            _rest(self, held)
+        blocks = set(getattr(_extra, "blocks", ())) | set(given["gpu_recv_block_ids"])
+        self.recycle_gpu_blocks(sorted(blocks), given["req_id"])
+        log.warning("request %s: %s; they are computed anew", given["req_id"], error)
+        raise
+
+
+def _give_up_swap_in(self: Any, node_ids: Iterable[Any]) -> None:
+    status = type(self.radix_tree_root.cache_status)
+    nodes = [self.node_map[node_id] for node_id in node_ids]
+    for node in nodes:
+        node.cache_status = status.CPU
+    for node in nodes:
+        if node.node_id in self.node_map and node.shared_count == 0:
+            _drop(self, node, {})
+    _rest(self, nodes)
+
+
+def _match_again(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    for attempt in range(ATTEMPTS):
+        _extra.blocks = []
+        try:
+            return original(*args, **kwargs)
+        except SwapFailed:
+            if attempt == ATTEMPTS - 1:
+                raise
+            self.metrics.req_count -= 1  # it is one request
+        finally:
+            del _extra.blocks
+    raise AssertionError("unreachable")
+
+
+def _allocate_gpu_blocks(original: Callable[..., list[int]], _: Any, *args: Any, **kwargs: Any) -> list[int]:
+    blocks = original(*args, **kwargs)
+    if hasattr(_extra, "blocks"):
+        _extra.blocks.extend(blocks)
+    return blocks
+
+
+def _issue_write_back(original: Callable[..., Any], self: Any, task: Any, is_sync: bool = True) -> Any:
+    """An eviction's flush is not waited for; FastDeploy would keep its answer for ever."""
+    if not is_sync:
+        self.cache_task_queue.answer_nobody(task.task_id)
+    return original(task, is_sync)
+
+
+_AROUND: dict[str, Callable[..., Any]] = {
+    "issue_swap_task": _issue_swap_task,
+    "_prepare_cpu_cache": _prepare_cpu_cache,
+    "allocate_gpu_blocks": _allocate_gpu_blocks,
+    "request_match_blocks": _match_again,
+    "request_block_ids": _match_again,
+    "issue_write_back_storage_task": _issue_write_back,
+}
+
+
+# --- the tree ---------------------------------------------------------------------------------------
+
+
+def _drop(self: Any, node: Any, swapping: Blocks) -> None:
+    """Take a node that nobody holds out of the tree, with all below it; their blocks are free."""
+    for child in list(node.children.values()):
+        _drop(self, child, swapping)
+    if node.parent is not None and node.parent.children.get(node.hash_value) is node:
+        del node.parent.children[node.hash_value]
+    for heap, members in (
+        (self.gpu_lru_leaf_heap, self.gpu_lru_leaf_set),
+        (self.cpu_lru_leaf_heap, self.cpu_lru_leaf_set),
+    ):
+        if node in members:
+            members.remove(node)
+            heap.remove(node)
+            heapq.heapify(heap)
+    del self.node_map[node.node_id]
+    self.node_id_pool.append(node.node_id)
+    if node.node_id in swapping:
+        device_block, host_block = swapping[node.node_id]
+        self.recycle_gpu_blocks(device_block)
+        self.recycle_cpu_blocks(host_block)
+    elif node.has_in_gpu:
+        self.recycle_gpu_blocks(node.block_id)
+    else:
+        self.recycle_cpu_blocks(node.block_id)
+    if node.parent is not None:
+        _rest(self, [node.parent])
+
+
+def _let_go(self: Any, request_id: Any) -> list[Any]:
+    """Undo what a match has counted for this request; the nodes that it held."""
+    held = [node for node in self.node_map.values() if request_id in node.req_id_set]
+    for node in held:
+        node.req_id_set.discard(request_id)
+        node.decrement_shared_count()
+    return held
+
+
+def _rest(self: Any, nodes: Iterable[Any]) -> None:
+    """Leaves that nobody holds may be evicted: the tree finds them in its two heaps."""
+    for node in nodes:
+        if node is self.radix_tree_root or node.shared_count or node.node_id not in self.node_map:
+            continue
+        if node.is_gpu_leaf_node and not node.is_persistent and node not in self.gpu_lru_leaf_set:
+            self.gpu_lru_leaf_set.add(node)
+            heapq.heappush(self.gpu_lru_leaf_heap, node)
+        elif node.is_cpu_leaf_node and node not in self.cpu_lru_leaf_set:
+            self.cpu_lru_leaf_set.add(node)
+            heapq.heappush(self.cpu_lru_leaf_heap, node)

@@ -1,0 +1,190 @@
+"""The daemon behind one FastDeploy group: one that runs already, or one that is started and ends with the engine.
+
+    where           TRANSFERD_ENDPOINT ({port}, {dp} filled in), else the packaged socket if a daemon answers there,
+                    else a socket in a directory of this user's, named after the engine's port
+    runs already    its configuration is compared with what FastDeploy's arguments ask for; a difference is an error
+    runs not        one is started with the configuration that those arguments ask for
+
+A daemon that was started here holds one end of a pipe and stops when the engine's end closes, so it goes with
+its engine however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transferd.blocks.layout import build_layout
+from transferd.client.sync_client import SyncClient
+from transferd.config import Config
+from transferd.config.loading import load, to_tree
+from transferd.config.sections import DEFAULT_ENDPOINT
+from transferd.config.toml import to_toml
+from transferd.errors import ConfigError, ConnectTimeout, TransferError
+
+ENDPOINT_VARIABLE = "TRANSFERD_ENDPOINT"
+ANSWER_TIMEOUT_S = 2.0  # a daemon that runs answers in milliseconds
+START_TIMEOUT_S = 120.0  # CUDA, pinned host memory, a pool's master
+STAGED_BLOCKS = 4  # what staging holds at least, so that storage I/O and copies overlap
+
+
+@dataclass(slots=True)
+class Companion:
+    """A daemon and the way to it. process: only of a daemon that was started here."""
+
+    endpoint: str
+    process: subprocess.Popen[bytes] | None
+    log_file: Path | None
+
+    def alive(self) -> bool:
+        return self.process is None or self.process.poll() is None
+
+    def log(self, characters: int = 3000) -> str:
+        """How its log ends, for whoever has to say why it did not start."""
+        if self.log_file is None:
+            return ""
+        return self.log_file.read_text(encoding="utf-8", errors="replace")[-characters:]
+
+
+def named_endpoint(port: int, data_parallel_id: int, groups: int) -> str | None:
+    """Where the operator says the group's daemon is, or None.
+
+    groups: data-parallel groups on this node. Raises ConfigError where several would share one daemon.
+    """
+    template = os.environ.get(ENDPOINT_VARIABLE)
+    if not template:
+        return None
+    if groups > 1 and "{port}" not in template and "{dp}" not in template:
+        what = f"names one daemon for {groups} data-parallel groups; each needs its own: put {{port}} or {{dp}} into it"
+        raise ConfigError(ENDPOINT_VARIABLE, what, template)
+    return filled_in(template, port, data_parallel_id)
+
+
+def filled_in(template: str, port: int | None, data_parallel_id: int) -> str:
+    """Raises ConfigError for other braces than {dp} and {port}, or {port} where no port is known."""
+    known: dict[str, Any] = {"dp": data_parallel_id} | ({} if port is None else {"port": port})
+    try:
+        return template.format(**known)
+    except (KeyError, IndexError, ValueError) as error:
+        what = f"only {{dp}} and {{port}} can be filled in: {error}"
+        raise ConfigError(ENDPOINT_VARIABLE, what, template) from None
+
+
+def find_or_start(wanted: Mapping[str, Any], *, port: int, data_parallel_id: int, groups: int) -> Companion:
+    """A daemon with this configuration for the group; it may not be ready yet where memory has to be offered.
+
+    wanted: sections as `arguments.configuration` gives them; TRANSFERD_SECTION__KEY variables count over them.
+    Raises ConfigError for a daemon that is configured differently, TransferError when one does not start.
+    """
+    named = named_endpoint(port, data_parallel_id, groups)
+    candidates = [named] if named else ([DEFAULT_ENDPOINT] if groups == 1 else [])
+    for endpoint in candidates:
+        running = _ask(endpoint)
+        if running is not None:
+            _check_same(endpoint, wanted, running)
+            return Companion(endpoint, None, None)
+    directory = runtime_directory(port)
+    return _start(wanted, named or f"ipc://{directory / 'transferd.sock'}", directory)
+
+
+def runtime_directory(port: int) -> Path:
+    """This user's directory for the group's socket, configuration and log; made if it is not there."""
+    base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+    directory = base / f"transferd-fastdeploy-{os.getuid()}" / str(port)
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if directory.stat().st_uid != os.getuid():
+        raise ConfigError("XDG_RUNTIME_DIR", "belongs to another user", str(directory))
+    return directory
+
+
+def differences(wanted: Config, asked: Mapping[str, Any], running: Mapping[str, Any]) -> list[str]:
+    """What a running daemon has otherwise than FastDeploy asks for, one `section.key: …` each.
+
+    wanted: the whole configuration; asked: the sections and keys that FastDeploy's arguments decide. running: a
+    daemon's `stats()["configured"]`.
+    """
+    effective = to_tree(wanted)
+    found: list[str] = []
+
+    def compare(path: str, keys: Mapping[str, Any], ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+        for key, value in keys.items():
+            if isinstance(value, Mapping):
+                compare(f"{path}{key}.", value, ours[key], theirs.get(key, {}))
+            elif theirs.get(key) != ours[key]:
+                found.append(f"{path}{key} is {theirs.get(key)!r}, FastDeploy needs {ours[key]!r}")
+
+    compare("", asked, effective, running)
+    return found
+
+
+def _ask(endpoint: str) -> dict[str, Any] | None:
+    """What the daemon at this endpoint says of itself, or None if nobody answers."""
+    client = SyncClient(endpoint, connect_timeout=ANSWER_TIMEOUT_S, await_ready=False)
+    try:
+        client.connect()
+        return client.stats()
+    except ConnectTimeout:
+        return None
+    finally:
+        client.close()
+
+
+def _check_same(endpoint: str, asked: Mapping[str, Any], running: Mapping[str, Any]) -> None:
+    if "configured" not in running:
+        what = f"is of version {running.get('version')}, which does not say how it is configured; update it"
+        raise ConfigError(ENDPOINT_VARIABLE, f"the daemon there {what}", endpoint)
+    found = differences(whole(asked), asked, running["configured"])
+    if found:
+        raise ConfigError(
+            ENDPOINT_VARIABLE, f"the daemon there is configured differently: {'; '.join(found)}", endpoint
+        )
+
+
+def whole(sections: Mapping[str, Any]) -> Config:
+    """The whole configuration: these sections, the environment over them, the defaults beneath."""
+    with tempfile.NamedTemporaryFile("w", suffix=".toml", encoding="utf-8") as file:
+        file.write(to_toml(sections))
+        file.flush()
+        return load(file.name)
+
+
+def _start(asked: Mapping[str, Any], endpoint: str, directory: Path) -> Companion:
+    block = build_layout(whole(asked).cache).block_bytes
+    sections: dict[str, Any] = {name: dict(values) for name, values in asked.items()}
+    sections["server"] = {"endpoint": endpoint}
+    sections["metrics"] = {"listen": ""}
+    sections["recorder"] = {"directory": str(directory / "flight")}
+    sections["host"] = {"staging": max(64 * 1024**2, STAGED_BLOCKS * block)}
+    if not os.environ.get("FILE_BACKEND_STORAGE_DIR"):
+        sections["storage"]["file"] = {"path": str(directory / "blocks")}
+    config_file, log_file = directory / "transferd.toml", directory / "transferd.log"
+    config_file.write_text(to_toml(sections), encoding="utf-8")
+    with log_file.open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "transferd.adapters.fastdeploy.embedded", str(config_file)],
+            stdin=subprocess.PIPE,  # never written to: its end tells the daemon that the engine is gone
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # FastDeploy ends its transfer processes by their group
+        )
+    companion = Companion(endpoint, process, log_file)
+    _await_answer(companion)
+    return companion
+
+
+def _await_answer(companion: Companion) -> None:
+    give_up = time.monotonic() + START_TIMEOUT_S
+    while companion.alive() and time.monotonic() < give_up:
+        with contextlib.suppress(TransferError):
+            if _ask(companion.endpoint) is not None:
+                return
+    code = None if companion.process is None else companion.process.poll()
+    raise TransferError(f"the transferd daemon did not start (exit code {code}); its log ends:\n{companion.log()}")

@@ -1,0 +1,85 @@
+"""The cache queue of an engine that FastDeploy's plugin has switched over: one object for both of its ends.
+
+FastDeploy makes a server end in its engine, for control requests, and a client end in its PrefixCacheManager. With a
+daemon there is nothing between them, so both are the same object, found by the port. It reaches no daemon until
+FastDeploy asks for transfer processes; an engine that needs none never does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transferd.adapters.fastdeploy.control import ControlItem
+from transferd.adapters.fastdeploy.group import Group
+from transferd.adapters.fastdeploy.queue import Address, EngineCacheQueue, port_of
+from transferd.client.sync_client import SyncClient
+from transferd.errors import ConfigError
+
+_queues: dict[int, EngineQueue] = {}  # by port; one for each engine of this process
+
+
+class EngineQueue(EngineCacheQueue):
+    """An EngineCacheQueue over a Group. Made by `queue_for`, closed by the engine."""
+
+    def __init__(self, address: Address, num_client: int, groups: int) -> None:
+        super().__init__(address, num_client=num_client, is_server=True, local_data_parallel_size=groups)
+        port = port_of(self.address)
+        if port is None:
+            raise ConfigError("EngineCacheQueue", "has an address without a port", str(address))
+        self.group = Group(port, groups)
+        self.group.hold, self.group.release = self.hold, self.release
+        self._unheard: set[Any] = set()  # ids of tasks whose answers nobody waits for
+
+    def answer_nobody(self, transfer_id: Any) -> None:
+        """The next task of this id is carried out like any other, and its end is not told."""
+        self._unheard.add(transfer_id)
+
+    def close(self) -> None:
+        """FastDeploy calls it `cleanup`, when its engine ends."""
+        super().close()
+        self.group.close()
+        if _queues.get(self.group.port) is self:
+            del _queues[self.group.port]
+
+    def _connect(self) -> SyncClient:
+        return self.group.client
+
+    def _disconnect(self, client: SyncClient) -> None:
+        """The group's client is the group's."""
+
+    def _carry_out(self, item: ControlItem, client: SyncClient) -> None:  # noqa: ARG002 - the group has it
+        self.group.control(item)
+
+    def _tell(self, transfer_id: Any, answers: list[Any]) -> None:
+        if transfer_id in self._unheard:
+            self._unheard.discard(transfer_id)
+        else:
+            super()._tell(transfer_id, answers)
+
+
+def queue_for(
+    address: Address = ("127.0.0.1", 56666),
+    authkey: bytes = b"",  # noqa: ARG001 - FastDeploy's signature
+    is_server: bool = False,
+    num_client: int = 1,
+    client_id: int = -1,
+    local_data_parallel_size: int = 1,
+    local_data_parallel_id: int = 0,  # noqa: ARG001 - every group has a port of its own
+) -> EngineQueue:
+    """What FastDeploy gets where it constructs an EngineCacheQueue. Raises ConfigError."""
+    from transferd.adapters.fastdeploy.plugin import switch_manager
+
+    switch_manager()
+    if not is_server and not 0 <= client_id < num_client:
+        raise ConfigError("client_id", f"must be 0 to {num_client - 1}", client_id)
+    known = None if is_server else _queues.get(port_of(address) or 0)
+    if known is not None and known.num_client == num_client:
+        return known
+    made = EngineQueue(address, num_client, local_data_parallel_size)
+    _queues[made.group.port] = made
+    return made
+
+
+def queue_at(port: int) -> EngineQueue | None:
+    """The queue of the engine that uses this port, in this process."""
+    return _queues.get(port)

@@ -1,0 +1,298 @@
+"""One tensor-parallel group of an engine: all that its cache transfer processes did, done with one daemon.
+
+    launch      FastDeploy would start a process for each rank; the last one finds or starts the daemon instead,
+                sees to the memory, and sets the signals that the engine and its workers wait for
+    control     pause, resume, update_weights, sleep, wakeup; each is answered on every rank's queue
+    weights     the older way to the same: kv_cache_status, served by a thread
+    close       the engine ends
+
+Who creates the device memory is FastDeploy's rule, told by `--create_cache_tensor`: with it the daemon creates and
+the workers map; without it a worker or the cache messager creates, says so by cache_ready_signal, and the daemon
+maps what was published under FastDeploy's names.
+
+Memory that the daemon created is gone with the daemon, and a worker keeps what it has mapped for its whole life. So
+a daemon that comes back is not told that workers are attached: it refuses their blocks, requests are computed anew,
+and nothing is claimed whose bytes are elsewhere. A sleep and a wakeup, or a new engine, join them again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from transferd.adapters.fastdeploy.arguments import TransferArguments, configuration, read_command
+from transferd.adapters.fastdeploy.companion import Companion, find_or_start, whole
+from transferd.adapters.fastdeploy.control import ControlItem, is_about_the_cache
+from transferd.adapters.fastdeploy.memory import offer_published
+from transferd.adapters.fastdeploy.replies import Replies
+from transferd.adapters.fastdeploy.signals import Signals
+from transferd.client.sync_client import SyncClient
+from transferd.config import Config
+from transferd.config.generation import generation_of
+from transferd.errors import RequestError, TransferError
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+WORKER_TIMEOUT_S = 50.0  # for workers to let go of memory before a sleep; FastDeploy waits 60 s for the whole of it
+READY_TIMEOUT_S = 300.0  # for a daemon to make its memory, or to map what was offered
+_KEEPER = (
+    sys.executable,
+    "-I",
+    "-S",
+    "-c",
+    "import sys; sys.stdin.read()",
+)  # a process that waits for the engine's end
+
+
+class Group:
+    """The state of one group, in the engine's process. Owns the client, the threads, and a daemon it started.
+
+    port: the cache queue's. groups: data-parallel groups on this node. Thread-safe where FastDeploy calls it from
+    several threads: `client`, `control`.
+    """
+
+    def __init__(self, port: int, groups: int = 1) -> None:
+        self.port = port
+        self.groups = groups
+        self._launched: dict[int, TransferArguments] = {}  # by rank
+        self._keeper: subprocess.Popen[bytes] | None = None
+        self._companion: Companion | None = None
+        self._client: SyncClient | None = None
+        self._config: Config | None = None
+        self._signals: Signals | None = None
+        self._replies: Replies | None = None
+        self._closing = threading.Event()
+        self._watcher: threading.Thread | None = None
+        self._paused = False
+        self._asleep = False
+        self.failed = False
+        self.hold: Callable[[], None] = _nothing  # end all transfers and refuse new ones; the queue sets it
+        self.release: Callable[[], None] = _nothing  # and take new ones again
+
+    @property
+    def client(self) -> SyncClient:
+        """Raises TransferError before FastDeploy has asked for transfer processes, and after `close`."""
+        if self._client is None:
+            raise TransferError(f"FastDeploy has asked for no cache transfer processes at port {self.port}")
+        return self._client
+
+    @property
+    def endpoint(self) -> str | None:
+        """Where the daemon is, once it answers."""
+        return None if self._companion is None else self._companion.endpoint
+
+    # --- start and end ------------------------------------------------------------------------------
+
+    def launch(self, command: str) -> subprocess.Popen[bytes]:
+        """What FastDeploy gets for the command that would start one rank's transfer process.
+
+        The process it gets ends with the engine, and FastDeploy may end it: the daemon itself where it was started
+        here, else one that only waits. Raises ConfigError, TransferError, which ends the engine's start with one line.
+        """
+        arguments = read_command(command)
+        self._launched[arguments.rank] = arguments
+        if self._keeper is None:
+            self._keeper = subprocess.Popen(_KEEPER, stdin=subprocess.PIPE, start_new_session=True)
+        if len(self._launched) < arguments.ranks:
+            return self._keeper
+        try:
+            self._start([self._launched[rank] for rank in range(arguments.ranks)])
+        except BaseException:
+            self.failed = True
+            self.close()
+            raise
+        companion = self._companion
+        return self._keeper if companion is None or companion.process is None else companion.process
+
+    def _start(self, ranks: list[TransferArguments]) -> None:
+        first = ranks[0]
+        asked = configuration(ranks, device=_device())
+        self._config = whole(asked)
+        signals = self._signals = Signals(first.ranks, first.engine_worker_queue_port)
+        self._replies = Replies(first)
+        signals.paused(False)
+        companion = self._companion = find_or_start(
+            asked, port=first.engine_worker_queue_port, data_parallel_id=first.data_parallel_id, groups=self.groups
+        )
+        client = self._client = SyncClient(companion.endpoint, await_ready=False)
+        client.connect()
+        self._join_memory()
+        if first.host_blocks:
+            signals.swap_space_ready(True)
+        signals.inited()
+        log.info("transferd at %s serves %d ranks of port %d", companion.endpoint, first.ranks, self.port)
+        self._watcher = threading.Thread(target=self._watch, name="transferd-signals", daemon=True)
+        self._watcher.start()
+
+    def _join_memory(self) -> None:
+        """Make the daemon and the workers see the same device memory, and tell whoever waits for it."""
+        client, signals, first = self.client, _there(self._signals), self._launched[0]
+        if first.creates:
+            client.wait_ready(READY_TIMEOUT_S)
+            for rank in range(first.ranks):
+                client.device_handle(rank)  # on behalf of the worker, which maps it when it sees the signal
+            signals.cache_ready(True)
+        else:
+            signals.await_cache(True, self._closing, None)
+            offer_published(client, _there(self._config), [self._launched[r].device for r in range(first.ranks)])
+            client.wait_ready(READY_TIMEOUT_S)
+
+    def close(self) -> None:
+        """The engine ends: disconnect, and stop a daemon that was started here. Idempotent."""
+        self._closing.set()
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+        if self._watcher is not None and self._watcher is not threading.current_thread():
+            self._watcher.join()
+        if self._replies is not None:
+            self._replies.close()
+            self._replies = None
+        started = None if self._companion is None else self._companion.process
+        for process in (started, self._keeper):
+            if process is not None:
+                _end(process)
+        self._companion = self._keeper = None
+
+    # --- what FastDeploy asks for -------------------------------------------------------------------
+
+    def control(self, item: ControlItem) -> None:
+        """Carry a control request out and answer it on every rank's queue. Called on one thread."""
+        try:
+            self._methods[item.method](item)
+        except KeyError:
+            _there(self._replies).send(item.request, 400, f"Unknown control method: {item.method}")
+        except TransferError as error:
+            log.warning("control request %s failed: %s", item.method, error)
+            _there(self._replies).send(item.request, 500, f"Failed to execute {item.method}: {error}")
+        else:
+            _there(self._replies).send(item.request, 200, "Success")
+
+    @property
+    def _methods(self) -> dict[str, Callable[[ControlItem], None]]:
+        return {
+            "pause": lambda _: self._pause(),
+            "resume": lambda _: self._resume(),
+            "update_weights": lambda _: self._take_generation(),
+            "sleep": self._sleep,
+            "wakeup": self._wakeup,
+        }
+
+    def _pause(self) -> None:
+        if not self._paused:
+            self.hold()
+            self.client.pause()
+            self._paused = True
+            _there(self._signals).paused(True)
+
+    def _resume(self) -> None:
+        if self._paused:
+            self.client.resume()
+            self._take_generation()
+            self._paused = False
+            self.release()
+            _there(self._signals).paused(False)
+
+    def _take_generation(self) -> None:
+        """The weights that are served now, where FastDeploy's training loop says so."""
+        version = self._generation()
+        if version is not None and version != self.client.generation:
+            self.client.set_generation(version)
+
+    def _generation(self) -> str | None:
+        file = self._launched[0].version_file
+        return generation_of(file) if file.is_file() else None
+
+    def _sleep(self, item: ControlItem) -> None:
+        if is_about_the_cache(item.args) and not self._asleep:
+            self._clear()
+            self._asleep = True
+
+    def _wakeup(self, item: ControlItem) -> None:
+        if is_about_the_cache(item.args) and self._asleep:
+            self._restore()
+            self._asleep = False
+
+    def _clear(self) -> None:
+        """Free device and host memory, in FastDeploy's order: who only mapped it lets go first."""
+        client, signals, first = self.client, _there(self._signals), self._launched[0]
+        if first.creates:
+            signals.await_cache(False, self._closing, WORKER_TIMEOUT_S)
+            for rank in range(first.ranks):
+                client.detach(rank)
+        client.clear_cache()
+        signals.swap_space_ready(False)
+        signals.cache_ready(False)
+
+    def _restore(self) -> None:
+        """Make the memory anew, for the weights that are served now: new ones, or those of before."""
+        self.client.restore_cache(self._generation() or self.client.generation, same_weights=True)
+        self._join_memory()
+        _there(self._signals).swap_space_ready(bool(self._launched[0].host_blocks))
+
+    # --- weights cleared and updated through kv_cache_status ----------------------------------------
+
+    def _watch(self) -> None:
+        _there(self._signals).watch_status(self._closing, self._clear_weights, self._update_weights)
+
+    def _clear_weights(self) -> None:
+        with _told("clearing the KV cache"):
+            self._only_mixed()
+            self._pause()
+            self._clear()
+
+    def _update_weights(self) -> None:
+        with _told("restoring the KV cache"):
+            self._only_mixed()
+            self._restore()
+            self._resume()
+
+    def _only_mixed(self) -> None:
+        if self._launched[0].role != "mixed":
+            raise RequestError(
+                f"the cache of a {self._launched[0].role} engine cannot be cleared; FastDeploy forbids it"
+            )
+
+
+def _nothing() -> None:
+    pass
+
+
+def _there(part: T | None) -> T:
+    if part is None:
+        raise TransferError("FastDeploy has asked for no cache transfer processes")
+    return part
+
+
+def _device() -> str:
+    """What `cache.device` is where this engine runs; TRANSFERD_CACHE__DEVICE counts over it."""
+    from fastdeploy.platforms import current_platform
+
+    return "cuda" if current_platform.is_cuda() else "paddle"
+
+
+@contextlib.contextmanager
+def _told(what: str) -> Any:
+    try:
+        yield
+    except TransferError as error:
+        log.error("%s failed: %s", what, error)
+        raise
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Its input ends, which is how it learns that the engine does; a daemon then has its shutdown_timeout."""
+    if process.stdin is not None:
+        process.stdin.close()
+    try:
+        process.wait(30.0)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,40 @@
+"""Device memory that a worker or the cache messager created, handed to the daemon under FastDeploy's names.
+
+FastDeploy's processes publish each tensor by `set_data_ipc` as key_caches_{layer}_rank{rank}.device{device} and the
+like (tiers/fastdeploy.py); its transfer processes mapped them by name. The engine's process does not hold the
+memory; it only tells the daemon where to find it, so workers need no code of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transferd.blocks.layout import build_layout
+from transferd.client.sync_client import SyncClient
+from transferd.config import Config
+from transferd.tiers.base import DeviceHandle
+from transferd.tiers.owner import this_process
+
+
+def offer_published(client: SyncClient, config: Config, devices: Sequence[int]) -> None:
+    """Offer every rank's published cache to the daemon; returns once all are mapped.
+
+    devices: the index by rank as FastDeploy names it. Where memory has no such names (shm), nothing is offered:
+    whoever made it does so itself. Raises EngineGone naming a tensor that is not published, RequestError, TierError.
+    """
+    if config.cache.device not in ("cuda", "paddle"):
+        return
+    for rank, device in enumerate(devices):
+        client.offer(rank, _published(config, rank, device))
+
+
+def _published(config: Config, rank: int, device: int) -> DeviceHandle:
+    layout = build_layout(config.cache)
+    if config.cache.device == "paddle":
+        from transferd.tiers.paddle_ops import handle_of as by_operators
+
+        return by_operators(layout, rank, device, f"gpu:{device}")
+    from transferd.tiers.cuda.bindings import open_driver
+    from transferd.tiers.cuda.fastdeploy import handle_of as by_ipc
+
+    return by_ipc(layout, rank, device, open_driver().describe(device).uuid, this_process())

@@ -1,0 +1,79 @@
+"""FastDeploy's plugin: with `FD_PLUGINS=transferd` a daemon does what its cache transfer processes did.
+
+FastDeploy loads `register` in every process, while `import fastdeploy` runs. It changes names in the modules of the
+engine's process, nothing on disk:
+
+    fastdeploy.inter_communicator.EngineCacheQueue     the queue to the daemon, for whoever imports it from there
+    prefix_cache_manager.subprocess                    the command of a transfer process reaches the group instead
+    prefix_cache_manager.PrefixCacheManager            hears of swaps that failed (books.py)
+
+Modules are only half imported at that time, in an order that differs between versions. So a name is changed where it
+is already, and in the package that the others will import it from; the manager's class, at the latest, when the
+queue is made. Everything else of FastDeploy goes on as it is: workers and the cache messager need nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from typing import Any
+
+from transferd.adapters.fastdeploy.arguments import is_transfer_process, read_command
+from transferd.adapters.fastdeploy.books import keep_right
+from transferd.adapters.fastdeploy.engine_queue import queue_at, queue_for
+
+log = logging.getLogger(__name__)
+
+PACKAGE = "fastdeploy.inter_communicator"
+MANAGER = "fastdeploy.cache_manager.prefix_cache_manager"
+USERS = (MANAGER, "fastdeploy.engine.common_engine")
+QUEUE = "EngineCacheQueue"
+
+
+def register() -> None:
+    """The entry point. Idempotent. What cannot be switched over is told in one line and left as it is."""
+    if os.environ.get("ENABLE_V1_KVCACHE_MANAGER", "0").strip().lower() in ("1", "true"):
+        log.error(
+            "ENABLE_V1_KVCACHE_MANAGER is set: that cache manager uses no transfer processes; transferd does nothing"
+        )
+        return
+    package = sys.modules.get(PACKAGE)
+    original = getattr(package, QUEUE, None)
+    if package is None or original is None:
+        log.error("%s has no %s: transferd does not know this version of FastDeploy, and does nothing", PACKAGE, QUEUE)
+        return
+    if original is queue_for:
+        return
+    setattr(package, QUEUE, queue_for)
+    for name in USERS:
+        user = sys.modules.get(name)
+        if getattr(user, QUEUE, None) is original:
+            setattr(user, QUEUE, queue_for)
+    switch_manager()
+
+
+def switch_manager() -> None:
+    """Switch the module of the PrefixCacheManager over, once it is imported. Idempotent."""
+    module = sys.modules.get(MANAGER)
+    manager = getattr(module, "PrefixCacheManager", None)
+    if module is None or manager is None:
+        return
+    keep_right(manager)
+    if getattr(module, "subprocess", None) is subprocess:
+        module.subprocess = _Subprocess()  # type: ignore[attr-defined]
+
+
+class _Subprocess:
+    """The module `subprocess`, but for the command of a cache transfer process."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(subprocess, name)
+
+    def Popen(self, command: Any, *args: Any, **kwargs: Any) -> subprocess.Popen[bytes]:  # noqa: N802
+        if is_transfer_process(command):
+            queue = queue_at(read_command(command).cache_queue_port)
+            if queue is not None:
+                return queue.group.launch(command)
+        return subprocess.Popen(command, *args, **kwargs)

@@ -1,0 +1,48 @@
+"""How FastDeploy's engine hears that a control request was carried out: one ControlResponse on every rank's queue."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from transferd.adapters.fastdeploy.arguments import TransferArguments
+
+log = logging.getLogger(__name__)
+
+SEND_TIMEOUT_S = 10.0  # a queue that its engine listens to takes an answer at once
+
+
+class Replies:
+    """The queues of one group that the engine listens to, one for each rank. Used from one thread at a time."""
+
+    def __init__(self, arguments: TransferArguments) -> None:
+        from fastdeploy.inter_communicator.fmq import FMQ
+
+        first = arguments.ranks * arguments.data_parallel_id
+        names = [f"ctrl_c2e_rank{first + rank}_{arguments.cache_queue_port}" for rank in range(arguments.ranks)]
+        self._queues = [FMQ().queue(name, "producer") for name in names]
+
+    def send(self, request: Any, code: int, message: str) -> None:
+        """code: FastDeploy's, 200 for done; the engine raises what any rank says that is not 200."""
+        from fastdeploy.engine.request import ControlResponse
+
+        response = ControlResponse(request.request_id, code, message)
+
+        async def put_all() -> None:
+            for queue in self._queues:
+                await asyncio.wait_for(queue.put(response), SEND_TIMEOUT_S)
+
+        try:
+            asyncio.run(put_all())
+        except TimeoutError:
+            log.error("nobody takes the answer to the control request %s", request.request_id)
+
+    def close(self) -> None:
+        """Leave the queues."""
+
+        async def close_all() -> None:
+            for queue in self._queues:
+                await queue.close()
+
+        asyncio.run(close_all())
