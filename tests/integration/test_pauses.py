@@ -126,11 +126,13 @@ async def test_a_pause_is_asked_for_again_after_a_restart_and_a_resumed_one_is_n
             await paused.pause()
             await resumed.pause()
             await resumed.resume()
+            boot = resumed.boot_id
             first.kill()
             first = start(TREE, tmp_path)
             async with Client(first.endpoint) as client:
                 await stats_until(client, lambda stats: bool(stats["held"]))
-                await resumed.wait_ready(60)
+                # What it says to a new session it says when it hears of it: an answer after that comes after that.
+                await stats_until(client, lambda _: resumed.connected and resumed.boot_id != boot)
                 await resumed.ping()
                 assert len((await client.stats())["held"]) == 1
                 future = await client.push(swap(1))
