@@ -213,8 +213,14 @@ MUTANTS = (
     Mutant(
         "a resume starts nothing",
         "control/dispatcher.py",
-        "        self._door.resume()\n        self._start_ready()",
-        "        self._door.resume()",
+        "        self._door.resume(event.holder)\n        self._start_ready()",
+        "        self._door.resume(event.holder)",
+    ),
+    Mutant(
+        "a pause outlives its client",
+        "control/gate.py",
+        "        ended = [hold for hold in self._held.values() if hold.client == client]",
+        "        ended: list[Hold] = []",
     ),
     Mutant(
         "what a broken connection lost is not asked again",
