@@ -235,6 +235,41 @@ MUTANTS = (
         "        if False:",
     ),
     Mutant(
+        "an effect that raises takes the others with it",
+        "daemon/coordinator.py",
+        "                except Exception as error:  # noqa: BLE001 - whatever it is, the others were decided, too\n"
+        "                    self._effect_raised(instruction, error)\n"
+        "        finally:\n",
+        "                except ArithmeticError as error:\n"
+        "                    self._effect_raised(instruction, error)\n"
+        "        finally:\n"
+        "            self._todo.clear()\n",
+    ),
+    Mutant(
+        "a rank whose start raised never arrives",
+        "daemon/coordinator.py",
+        "                self.rank_arrived(job, RankOutcome(worker.rank, error=self._effect_raised(start, error)))",
+        "                self._effect_raised(start, error)",
+    ),
+    Mutant(
+        "an alarm that could not be set is forgotten",
+        "daemon/coordinator.py",
+        "            self._hear(ev.DeadlineReached(self._clock.monotonic()))  # early",
+        "            pass  # early",
+    ),
+    Mutant(
+        "an answer whose sending raised is not asked for again",
+        "daemon/server.py",
+        "            self._answer_lost(client, seq)\n            raise\n",
+        "            raise\n",
+    ),
+    Mutant(
+        "a log that refuses raises into whoever logs",
+        "observability/logs.py",
+        "        except Exception:  # noqa: BLE001 - a value whose",
+        "        except ArithmeticError:  # a value whose",
+    ),
+    Mutant(
         "a silent client is looked for a hundred times as often",
         "daemon/server.py",
         "        delay = self._client_timeout / 2",

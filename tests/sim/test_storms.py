@@ -15,6 +15,7 @@ import pytest
 import structlog
 
 from tests.support.simulation.campaign import campaign
+from tests.support.simulation.effects import FAULTS as EFFECTS
 from tests.support.simulation.loop import SimLoop, simulate
 from tests.support.simulation.plan import DIE_PAUSED, EVENTS, WORK, draw_plan
 from tests.support.simulation.shrink import attempt, shrink
@@ -29,6 +30,7 @@ PROCESSES = min(os.cpu_count() or 1, 8)
 FAULTS = (
     *("fail", "lost", "stuck", "device_lost", "rank_died"),
     *("unavailable", "error", "full", "missing", "flip", "short"),
+    *("start", "stop_task", "expire_round", "reply", "publish", "wake_at", "refuse"),
     *("vanish", "cut", "lose", "duplicate", "again", "cancel", "garbage", "rejects"),
     *("pause", "drain", "set_generation", "jump_wall", "stand_still", "look", "die_paused"),
 )
@@ -66,6 +68,7 @@ def test_storms_pass_and_every_task_was_answered_once_in_time_and_honestly(capfd
 FINGERPRINT = """
 import structlog
 structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("critical"))
+from tests.support.simulation.effects import FAULTS as EFFECTS
 from tests.support.simulation.loop import simulate
 from tests.support.simulation.plan import draw_plan
 from tests.support.simulation.story import Story
@@ -97,7 +100,8 @@ def test_a_plan_is_a_function_of_its_seed_and_plans_differ() -> None:
     drawn = {deed.what for plan in plans for deed in plan.deeds}
     assert drawn == {*WORK, *EVENTS, DIE_PAUSED}
     kinds = {kind for plan in plans for kind in plan.weather.weights()}
-    assert kinds >= {"device.stuck", "device.lost", "storage.short", "network.lose", "offload.slow"}
+    assert kinds >= {"device.stuck", "device.lost", "storage.short", "network.lose", "offload.slow", "log.refuse"}
+    assert kinds >= {f"effects.{fault}" for fault in EFFECTS.values()}
     assert min(len(plan.weather.weights()) for plan in plans) <= 2
 
 

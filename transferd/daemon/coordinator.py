@@ -7,11 +7,18 @@
 Everything runs on the event loop and nothing here decides anything: an instruction is an effect, and
 what comes of the effect is an event. So the order of events is the order of callbacks on one loop,
 and a simulation that controls the loop controls everything.
+
+The dispatcher has moved on by the time its instructions get here, so each of them is carried out
+whatever another one raises. An effect that raises is a bug: it is counted, told with the story of its
+task, and made good in the way that `_effect_raised` says for each instruction. No task goes without
+its answer, and no deadline unnoticed, for it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,14 +31,15 @@ from transferd.control import events as ev
 from transferd.control.dispatcher import Dispatcher
 from transferd.control.task_state import State
 from transferd.daemon.cache_memory import Cache
-from transferd.errors import RequestError
+from transferd.errors import InvariantError, RequestError
+from transferd.observability.recorder import Recorder
 from transferd.runtime.aio import every
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.storage.attention_store.index import TokenIndex
 from transferd.storage.base import Storage
 from transferd.storage.lru import Use
 from transferd.storage.tokens import TokenStorage
-from transferd.tasks import ErrorInfo, RankOutcome, Stop, Task, TaskResult, TokenIds
+from transferd.tasks import ErrorInfo, Merged, RankOutcome, Status, Stop, Task, TaskResult, TokenIds
 from transferd.wire.kv_events import block_hash
 from transferd.workers.job import Job
 from transferd.workers.rank import RankWorker
@@ -40,6 +48,7 @@ log = structlog.get_logger(__name__)
 
 Deliver = Callable[[bytes, int, TaskResult], None]
 Observe = Callable[[Task, TaskResult], None]
+EFFECT_RETRY_S = 0.01
 MAX_MATCH_KEYS = 65536  # keeps one request from holding up the loop; longer than any sequence's blocks
 
 
@@ -48,7 +57,7 @@ class Coordinator:
 
     deliver: hands one terminal result to one waiting client. observe: hears of every task
     that was admitted and has ended (metrics, events). renamed: hears of another generation. All are
-    set before the first submit and must not raise.
+    set before the first submit. effects_failed: how often carrying out an instruction raised, by its kind.
     """
 
     def __init__(
@@ -60,8 +69,13 @@ class Coordinator:
         *,
         tokens: TokenStorage | None = None,
         clock: Clock = SYSTEM_CLOCK,
+        recorder: Recorder | None = None,
     ) -> None:
         """tokens: where storage is token-indexed; `storage` is then what it keeps its bytes in."""
+        self._recorder = recorder if recorder is not None else Recorder()
+        self.effects_failed: Counter[str] = Counter()
+        self._todo: deque[ev.Instruction] = deque()
+        self._carrying_out = False
         self._tokens = tokens
         self._dispatcher = dispatcher
         self._barrier = barrier
@@ -245,10 +259,49 @@ class Coordinator:
         self._carry_out(self._dispatcher.handle(event))
 
     def _carry_out(self, instructions: list[ev.Instruction]) -> None:
-        for instruction in instructions:
-            self._apply[type(instruction)](instruction)
+        """Every one, in the order of the decisions: what an effect leads to comes after what is due already."""
+        self._todo += instructions
+        if self._carrying_out:
+            return
+        self._carrying_out = True
+        try:
+            while self._todo:
+                instruction = self._todo.popleft()
+                try:
+                    self._apply[type(instruction)](instruction)
+                except Exception as error:  # noqa: BLE001 - whatever it is, the others were decided, too
+                    self._effect_raised(instruction, error)
+        finally:
+            self._carrying_out = False
         if self._waiting:
             self._wake_waiters()
+
+    def _effect_raised(self, instruction: ev.Instruction, error: Exception) -> ErrorInfo:
+        """Count it and tell it. What the dispatcher would never ask for again is done again; never raises.
+
+        Start      the rank arrives with this error; without a round, the task ends with it (`_start`)
+        Reply      the server begins a new session, in which the client asks again (`Server.deliver`)
+        Publish    is lost: the task is answered all the same
+        the rest   soon once more, until it works
+        """
+        kind, task_id = type(instruction).__name__, _task_id(instruction)
+        self.effects_failed[kind] += 1
+        problem = f"{kind} raised {type(error).__name__}: {error}"
+        with contextlib.suppress(Exception):
+            if not isinstance(instruction, ev.Start | ev.Reply | ev.Publish):
+                job = self._jobs.get(task_id)
+                asyncio.get_running_loop().call_later(EFFECT_RETRY_S, self._once_more, instruction, job)
+        with contextlib.suppress(Exception):
+            self._recorder.failure(task_id, problem)
+            bug = InvariantError(f"{problem}\n{self._recorder.story(task_id)}")
+            log.error("an effect raised", effect=kind, task_id=task_id or None, problem=str(bug), exc_info=error)
+        return ErrorInfo(InvariantError.code, problem)
+
+    def _once_more(self, instruction: ev.Instruction, job: Job | None) -> None:
+        if isinstance(instruction, ev.WakeAt):
+            self._hear(ev.DeadlineReached(self._clock.monotonic()))  # early is harmless, and asks for the next time
+        elif job is not None and self._jobs.get(job.task.task_id) is job:
+            self._carry_out([instruction])
 
     def _start(self, start: ev.Start) -> None:
         task = start.task
@@ -259,9 +312,18 @@ class Coordinator:
             started_at=self._clock.monotonic(),
         )
         self._jobs[task.task_id] = job
-        self._barrier.open(task.task_id, task.merge, self._round_complete)
+        try:
+            self._barrier.open(task.task_id, task.merge, self._round_complete)
+        except Exception as error:  # noqa: BLE001 - the task has no round that could answer it
+            del self._jobs[task.task_id]
+            merged = Merged(Status.FAILED, [], [], self._effect_raised(start, error))
+            self._hear(ev.RoundMerged(task.task_id, merged, (), self._clock.monotonic()))
+            return
         for worker in self.workers:
-            worker.start(job)
+            try:
+                worker.start(job)
+            except Exception as error:  # noqa: BLE001 - nobody else would arrive for this rank
+                self.rank_arrived(job, RankOutcome(worker.rank, error=self._effect_raised(start, error)))
 
     def _stop(self, stop: ev.StopTask) -> None:
         job = self._jobs.get(stop.task_id)
@@ -270,7 +332,8 @@ class Coordinator:
 
     def _expire(self, expire: ev.ExpireRound) -> None:
         missing = self._barrier.expire(expire.task_id)
-        log.warning("ranks left behind at the deadline", task_id=expire.task_id, ranks=list(missing))
+        if missing:
+            log.warning("ranks left behind at the deadline", task_id=expire.task_id, ranks=list(missing))
 
     def _reply(self, reply: ev.Reply) -> None:
         self.deliver(reply.client, reply.seq, reply.result)
@@ -344,6 +407,15 @@ class Coordinator:
 
 def _nobody_listens(client: bytes, seq: int, result: TaskResult) -> None:
     log.error("a result has no way to its client", task_id=result.task_id, client=client, seq=seq)
+
+
+def _task_id(instruction: ev.Instruction) -> str:
+    """Whose it is; "" for nobody's."""
+    if isinstance(instruction, ev.Start | ev.Publish):
+        return instruction.task.task_id
+    if isinstance(instruction, ev.Reply):
+        return instruction.result.task_id
+    return "" if isinstance(instruction, ev.WakeAt) else instruction.task_id
 
 
 def _nobody_remembers(task_id: str) -> dict[str, Any]:

@@ -97,9 +97,7 @@ class Daemon:
         )
         self.barrier = RankBarrier(config.cache.ranks)
         self.exchange = self._build_exchange()
-        self.coordinator = Coordinator(
-            self.dispatcher, self.barrier, self.objects, self.storage, tokens=self.tokens, clock=clock
-        )
+        self.coordinator = self._build_coordinator()
         self.coordinator.workers = [self._build_rank(rank) for rank in range(config.cache.ranks)]
         self.cache = self.coordinator.cache = self._build_cache()
         self.coordinator.stats = lambda: report.stats(self)
@@ -125,6 +123,17 @@ class Daemon:
         self.server = self._build_server()
         self.coordinator.deliver = self.server.deliver
         self.started_at = clock.monotonic()
+
+    def _build_coordinator(self) -> Coordinator:
+        return Coordinator(
+            self.dispatcher,
+            self.barrier,
+            self.objects,
+            self.storage,
+            tokens=self.tokens,
+            clock=self.clock,
+            recorder=self.recorder,
+        )
 
     def _build_server(self) -> Server:
         config = self.config

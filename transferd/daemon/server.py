@@ -160,8 +160,15 @@ class Server:
         self._transport.start(self._received)
 
     def deliver(self, client: bytes, seq: int, result: TaskResult) -> None:
-        """Send one terminal result to the client that waits for it; one that has gone costs nothing."""
-        self._send(client, seq, wire.Result(result))
+        """Send one terminal result to the client that waits for it; one that has gone costs nothing.
+
+        Raises what sending raises; the client then asks again, as for any answer that was lost.
+        """
+        try:
+            self._send(client, seq, wire.Result(result))
+        except Exception:
+            self._answer_lost(client, seq)
+            raise
 
     async def close(self) -> None:
         """Stop listening; what was sent is handed out within the transport's linger."""
@@ -288,8 +295,11 @@ class Server:
     # --- answering ----------------------------------------------------------------------------------
 
     def _send(self, peer: bytes, seq: int, body: wire.ReplyBody) -> None:
-        if self._transport.send(peer, wire.encode_reply(seq, body)):
-            return
+        if not self._transport.send(peer, wire.encode_reply(seq, body)):
+            self._answer_lost(peer, seq)
+
+    def _answer_lost(self, peer: bytes, seq: int) -> None:
+        """Begin a new session: the client finds its own to be over, and asks again for what it waits for."""
         self._undeliverable += 1
         client = self._clients.get(peer)
         if client is not None:

@@ -48,6 +48,7 @@ def stats(daemon: Daemon) -> dict[str, Any]:
         "pd": _pd(daemon),
         "events": {} if daemon.events is None else daemon.events.statistics(),
         "server": server,
+        "effects_failed": dict(daemon.coordinator.effects_failed),
         **logs.statistics(),
         "layout": _layout(daemon),
         "configured": _configured(daemon),

@@ -113,6 +113,12 @@ class _StatsCollector:
         yield _counter(
             "transferd_undeliverable", "Answers whose client had gone", [], {"": stats["server"]["undeliverable"]}
         )
+        yield _counter(
+            "transferd_effects_failed",
+            "Decisions whose carrying out raised: a bug",
+            ["effect"],
+            stats["effects_failed"],
+        )
         yield _counter("transferd_log_dropped", "Log lines that were lost", [], {"": stats["log_dropped"]})
         yield _counter("transferd_log_left_out", "Log lines that came too often", [], {"": stats["log_left_out"]})
 

@@ -33,6 +33,7 @@ from transferd.client.client import Client
 from transferd.errors import Closed
 from transferd.tasks import ReadStorageTask, SwapInTask, SwapOutTask, Task, TaskResult, WriteStorageTask
 
+HELLO_S = 1.0
 UNSETTLED_S = 1.0  # after a connection was mended: requests are refused, sessions begun, requests made again
 
 
@@ -112,6 +113,12 @@ class SimEngine:
         finally:
             self.cut_at = self.world.loop.time()
             self.world.network.mend(link)
+
+    def _cut(self) -> float:
+        """When answers were last lost on their way. One that the daemon lost is noticed with the next Hello."""
+        mine = f"{self.link}/".encode()
+        lost = [at for peer, at in self.world.effects.lost.items() if peer.startswith(mine)]
+        return max(self.cut_at, *(at + HELLO_S for at in lost), -1.0)
 
     async def leave(self) -> None:
         """For good. Lets go of the memory it looked into, so that the daemon can free it."""
@@ -267,7 +274,7 @@ class SimEngine:
         if result.error is not None:
             self.errors[result.error.code] += 1
         since = self.world.stood_still - stood_still
-        self.judge.result(task, result, pushed_at, since, cut=self.cut_at + UNSETTLED_S >= pushed_at)
+        self.judge.result(task, result, pushed_at, since, cut=self._cut() + UNSETTLED_S >= pushed_at)
         return result
 
     async def _one_of(

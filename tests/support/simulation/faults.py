@@ -98,6 +98,29 @@ class NetworkFaults:
     duplicate: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class EffectFaults:
+    """Of carrying out each instruction of that kind: that it raises. Nothing in a healthy daemon does."""
+
+    start: float = 0.0
+    stop_task: float = 0.0
+    expire_round: float = 0.0
+    reply: float = 0.0
+    publish: float = 0.0
+    wake_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LogFaults:
+    """refuse: of each line, that the log raises."""
+
+    refuse: float = 0.0
+
+
+SOUND = EffectFaults()
+READ = LogFaults()
+
+
 class Dice:
     """Decides which fault happens: first the scripted ones, in order, then by probability.
 

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from tests.support.dispatch import blocks_to_write, check_dispatcher
 from tests.support.simulation.blocks import Blocks
+from tests.support.simulation.effects import FAULTS
 from tests.support.simulation.world import SimWorld
 from transferd.blocks.copyplan import CopyPlan
 from transferd.blocks.layout.base import Geometry
@@ -56,6 +57,9 @@ class Oracle:
         assert world.daemon.barrier.statistics().open == 0, "a round is still open"
         owed = [f"push {seq} of {client!r}" for (client, seq), answers in self._owed.items() if answers]
         assert not owed, f"never answered: {owed}"
+        raised = {FAULTS[kind]: count for kind, count in world.daemon.coordinator.effects_failed.items()}
+        assert raised == world.effects.dice.drawn, f"effects raised: {raised}, drawn: {world.effects.dice.drawn}"
+        world.log.check()
         damaged = world.storage.counts["flipped"] + world.storage.counts["short"]
         noticed = sum(worker.corrupt for worker in world.daemon.coordinator.workers)
         assert noticed == damaged, f"{damaged} damaged objects were delivered, {noticed} noticed"

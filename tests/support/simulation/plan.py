@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tests.support.simulation.weather import Weather, draw_storm
+from tests.support.simulation.weather import Weather, draw_storm, with_bugs
 
 BAD_TIMES_S = 3.0  # virtual seconds over which the deeds begin
 BLOCKS_OF_AN_ENGINE = 16
@@ -83,7 +83,7 @@ class Plan:
 def draw_plan(seed: int) -> Plan:
     """The plan of a seed; a function of it alone."""
     chance = random.Random(f"{seed}/plan")
-    weather = draw_storm(chance)
+    weather = with_bugs(draw_storm(chance), random.Random(f"{seed}/bugs"))
     engines = chance.randint(1, MAX_ENGINES)
     deeds = [
         (chance.uniform(0, BAD_TIMES_S), engine, chance.choice(WORK))

@@ -10,6 +10,7 @@ end         engines leave, the daemon stops, and everything given out must have 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -61,10 +62,11 @@ class Story:
         }
 
     async def run(self) -> Counter[str]:
-        await self.begin()
-        await self.bad_times()
-        await self.good_times()
-        await self.end()
+        with self.world.log.installed() if self.plan.weather.log.refuse else contextlib.nullcontext():
+            await self.begin()
+            await self.bad_times()
+            await self.good_times()
+            await self.end()
         return self._all_seen()
 
     # --- the four parts -----------------------------------------------------------------------------
@@ -244,6 +246,8 @@ class Story:
         seen.update(self.world.storage.dice.drawn)
         for device in self.world.devices:
             seen.update(device.dice.drawn)
+        seen.update(self.world.effects.dice.drawn)
+        seen.update(self.world.log.dice.drawn)
         seen["lose"], seen["duplicate"] = self.world.network.lost, self.world.network.duplicated
         seen["late"] = self.world.daemon.barrier.statistics().late
         seen["rejects"] = sum(self.world.daemon.server.statistics()["rejects"].values())

@@ -12,7 +12,17 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
-from tests.support.simulation.faults import DeviceFaults, Latency, NetworkFaults, OffloadFaults, StorageFaults
+from tests.support.simulation.faults import (
+    READ,
+    SOUND,
+    DeviceFaults,
+    EffectFaults,
+    Latency,
+    LogFaults,
+    NetworkFaults,
+    OffloadFaults,
+    StorageFaults,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +33,8 @@ class Weather:
     storage: StorageFaults
     offload: OffloadFaults
     network: NetworkFaults
+    effects: EffectFaults = SOUND
+    log: LogFaults = READ
 
     def weights(self) -> dict[str, float]:
         """The probability of each kind of fault that can happen; `part.slow` stands for slow I/O of a part."""
@@ -42,9 +54,10 @@ class Weather:
     def _all(self) -> Iterator[tuple[str, float]]:
         for part in fields(self):
             plan = getattr(self, part.name)
-            yield f"{part.name}.slow", plan.latency.slow
             for field in fields(plan):
-                if field.name != "latency":
+                if field.name == "latency":
+                    yield f"{part.name}.slow", plan.latency.slow
+                else:
                     yield f"{part.name}.{field.name}", getattr(plan, field.name)
 
 
@@ -76,6 +89,28 @@ _MIDDLE = {
 }
 _DEATH = 0.005  # `device.lost`: rarer than the rest, because a dead rank ends most of what a story could tell
 _DEADLY = 0.15  # of all storms
+# Effects that raise are bugs of ours, so few storms have them; a log that refuses is any host's.
+_EFFECTS = {
+    "start": 0.05,
+    "stop_task": 0.3,
+    "expire_round": 0.5,
+    "reply": 0.05,
+    "publish": 0.1,
+    "wake_at": 0.05,
+}
+_BUGGY = 0.2  # of all storms
+_FULL_LOG = 0.2
+
+
+def with_bugs(weather: Weather, chance: random.Random) -> Weather:
+    """The same storm, and perhaps effects that raise and a log that refuses, of the dice's choice."""
+    buggy, full = chance.random() < _BUGGY, chance.random() < _FULL_LOG
+    drawn = {kind: middle * chance.uniform(0.3, 2.0) for kind, middle in _EFFECTS.items() if chance.random() < 0.5}
+    return replace(
+        weather,
+        effects=EffectFaults(**drawn) if buggy else SOUND,
+        log=LogFaults(refuse=chance.uniform(0.1, 1.0)) if full else READ,
+    )
 
 
 def draw_storm(chance: random.Random) -> Weather:

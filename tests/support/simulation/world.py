@@ -10,6 +10,7 @@ from typing import Any
 
 from tests.support.simulation.clock import SimClock
 from tests.support.simulation.device import SimDevice
+from tests.support.simulation.effects import SimEffects, SimLog
 from tests.support.simulation.faults import Dice
 from tests.support.simulation.loop import SimLoop
 from tests.support.simulation.memory import MemoryWatch
@@ -58,6 +59,7 @@ class SimWorld:
         self.network = SimNetwork(rng=loop.stream("network"))
         self.storage = SimStorage(capacity=capacity, rng=loop.stream("storage"), watch=self.watch)
         self.build(self.storage)
+        self.log = SimLog(self.clock, loop.stream("log"))
         self.weather = weather
 
     def build(self, storage: Storage) -> None:
@@ -74,6 +76,7 @@ class SimWorld:
         self.devices = [
             self._own(worker.context.device, rank) for rank, worker in enumerate(self.daemon.coordinator.workers)
         ]
+        self.effects = SimEffects(self.daemon, self.loop.stream("effects"))
 
     def _own(self, device: DeviceTier, rank: int) -> SimDevice:
         """The registry made the device; here it gets this world's chance and watch."""
@@ -84,7 +87,14 @@ class SimWorld:
 
     @property
     def weather(self) -> Weather:
-        return Weather(self.devices[0].faults, self.storage.faults, self.offload.faults, self.network.faults)
+        return Weather(
+            self.devices[0].faults,
+            self.storage.faults,
+            self.offload.faults,
+            self.network.faults,
+            self.effects.faults,
+            self.log.faults,
+        )
 
     @weather.setter
     def weather(self, weather: Weather) -> None:
@@ -95,6 +105,8 @@ class SimWorld:
         self.storage.faults = weather.storage
         self.offload.faults = weather.offload
         self.network.faults = weather.network
+        self.effects.faults = weather.effects
+        self.log.faults = weather.log
 
     def client(self, name: str) -> Client:
         """A real client on the simulated network, not yet connected."""
