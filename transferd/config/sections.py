@@ -36,7 +36,7 @@ class ServerSection(_Section, frozen=True, kw_only=True):
     max_message: Size = Size(64 * 1024**2)
     result_ttl: Seconds = 60.0  # a task_id pushed again within it gets the same result
     max_results: Positive = 16384  # results kept for that, at most
-    max_result_bytes: Size = Size(16 * 1024**2)  # and their memory
+    max_result_bytes: Size = Size(12 * 1024**2)  # and their memory
     lane_depth: Positive = 16  # tasks running at once per lane
     deadline_slack: Seconds = 1.0  # a result comes at most this long after its deadline
     client_timeout: Seconds = 5.0  # a client silent for this long has gone
