@@ -95,7 +95,7 @@ def _check(layout: BlockLayout, part: Segment, place: ArrayPlace, regions: Seque
     """One array against the layout and its region."""
     plane, blocks = part.plane, layout.device_blocks_of(part.layer)
     if place.dtype != plane.numpy_dtype.name:
-        raise _mismatch(place, f"has elements of type {place.dtype}, the layout {plane.numpy_dtype.name}")
+        raise _mismatch(place, f"has elements of type {place.dtype[:20]!r}, the layout {plane.numpy_dtype.name}")
     if tuple(place.shape[1:]) != plane.shape or not place.shape or place.shape[0] < blocks:
         raise _mismatch(place, f"has the shape {place.shape}, the layout {[blocks, *plane.shape]}")
     if not 0 <= place.region < len(regions):
@@ -117,4 +117,5 @@ def _check_apart(layout: BlockLayout, starts: list[int], ends: list[int]) -> Non
 
 
 def _mismatch(place: ArrayPlace, problem: str) -> RequestError:
-    return RequestError(f"{place.plane[:40]} of layer {place.layer} {problem}", code=MISMATCH)
+    plane = place.plane if place.plane.isprintable() else repr(place.plane)
+    return RequestError(f"{plane[:40]} of layer {place.layer} {problem}", code=MISMATCH)

@@ -82,12 +82,11 @@ class Segment:
 
 def check_name(name: object) -> str:
     """The name of a file in DIRECTORY, and nothing that a path could be. Raises RequestError."""
-    try:
-        fits = isinstance(name, str) and 0 < len(os.fsencode(name)) <= LONGEST_NAME
-    except UnicodeEncodeError:  # lone surrogates
-        fits = False
-    if not fits or not isinstance(name, str) or name in (".", "..") or "/" in name or "\0" in name:
+    # What is printable has no NUL, and can be encoded and logged.
+    if not isinstance(name, str) or not name.isprintable() or "/" in name or name in ("", ".", ".."):
         raise RequestError(f"{str(name)[:80]!r} is not the name of shared memory", code="bad_value")
+    if len(os.fsencode(name)) > LONGEST_NAME:
+        raise RequestError(f"{name[:80]!r}… is not the name of shared memory: it is too long", code="bad_value")
     return name
 
 

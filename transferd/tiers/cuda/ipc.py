@@ -142,7 +142,7 @@ class Mapping:
 
     def __init__(self, driver: Driver, info: DeviceInfo, handle: CudaHandle) -> None:
         if handle.device != info.uuid:
-            problem = f"the memory is on GPU {handle.device[:40]}, this rank's is {info.uuid} (device {info.index})"
+            problem = f"the memory is on GPU {handle.device[:40]!r}, this rank's is {info.uuid} (device {info.index})"
             raise RequestError(problem, code="wrong_device")
         self.regions: list[Region] = []
         self.event = 0
