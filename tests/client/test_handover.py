@@ -7,7 +7,7 @@ import pytest
 from tests.support.dispatch import limits
 from transferd.blocks.keys import block_keys, partial_tokens
 from transferd.client.handover import Handover, plan_handover, whole
-from transferd.config import from_tree, pd_mode
+from transferd.config import load
 from transferd.control.admission import check_task, content_hash
 from transferd.errors import ConfigError, HandoverFailed, RequestError
 from transferd.tasks import ErrorInfo, ReadStorageTask, ReceiveTask, SendTask, Status, TaskResult, WriteStorageTask
@@ -85,14 +85,14 @@ def test_rejected_input_is_the_callers_fault() -> None:
 @pytest.mark.parametrize(("value", "mode"), [("1", "storage"), ("0", "direct"), ("", "storage")])
 def test_fastdeploys_variable_counts_where_the_mode_is_not_set(value: str, mode: str) -> None:
     env = {"FD_PD_TRANSFER_VIA_STORAGE": value}
-    assert pd_mode(from_tree({}), env) == mode
-    assert pd_mode(from_tree({"pd": {"mode": "direct"}}), env) == "direct"
-    assert pd_mode(from_tree({"pd": {"mode": "storage"}}), env) == "storage"
+    assert load(env=env).pd.mode == mode
+    assert load(overrides=["pd.mode=direct"], env=env).pd.mode == "direct"
+    assert load(overrides=["pd.mode=storage"], env=env).pd.mode == "storage"
 
 
 def test_another_value_of_that_variable_is_named() -> None:
     with pytest.raises(ConfigError, match="FD_PD_TRANSFER_VIA_STORAGE: expected 0 or 1"):
-        pd_mode(from_tree({}), {"FD_PD_TRANSFER_VIA_STORAGE": "yes"})
+        load(env={"FD_PD_TRANSFER_VIA_STORAGE": "yes"})
 
 
 def test_direct_tasks_are_refused_by_a_daemon_in_storage_mode() -> None:

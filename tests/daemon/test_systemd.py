@@ -10,10 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from transferd.config import Config
-from transferd.daemon import process
 from transferd.daemon.systemd import Notifier, Watchdog
-from transferd.errors import ConfigError
 
 
 @pytest.fixture
@@ -51,16 +48,6 @@ def test_an_abstract_address_is_understood() -> None:
 def test_a_missing_or_absent_supervisor_is_never_fatal(tmp_path: Path) -> None:
     assert not Notifier.from_environment({}).notify("READY=1")
     assert not Notifier(str(tmp_path / "nobody")).notify("READY=1")
-
-
-def test_a_reload_is_told_when_it_begins_and_when_it_has_ended_also_if_it_is_refused(supervisor: socket.socket) -> None:
-    def refuse() -> Config:
-        raise ConfigError("log.level", "is not one", "loud")
-
-    process._reload(None, Notifier(supervisor.getsockname()), refuse)  # type: ignore[arg-type]
-    begun, ended = heard(supervisor)
-    assert begun.startswith("RELOADING=1\nMONOTONIC_USEC=")
-    assert ended == "READY=1"
 
 
 def test_reloading_carries_the_time_stamp_that_systemd_asks_for(supervisor: socket.socket) -> None:

@@ -46,7 +46,7 @@ CACHE = {"ranks": 2, "layers": 2, "kv_heads": 2, "head_dim": 4, "block_size": 4,
 def config(tmp_path: Path, device: str = "shm", **cache: Any) -> Config:
     return from_tree(
         {
-            "server": {"endpoint": f"ipc://{tmp_path}/t.sock", "client_timeout": 1.5},
+            "server": {"endpoint": f"ipc://{tmp_path}/t.sock", "client_timeout": 2.5},
             "cache": CACHE | {"device": device} | cache,
             "host": {"staging": "64KiB"},
             "storage": {"backend": "memory", "generation": "G1"},

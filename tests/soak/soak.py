@@ -35,7 +35,7 @@ from transferd.client.launch import DaemonProcess
 DOCS = ROOT / "docs" / "faults.md"
 PROCESSES, CLIENTS = 4, 8  # clients of each process
 HOMES = 2 * PROCESSES  # block ranges: a successor does not use the blocks of the one that was killed
-CLIENT_TIMEOUT_S = 2.0
+CLIENT_TIMEOUT_S = 2.5
 KILL_EVERY_S = (
     4.0  # so a range of blocks is used again after 16 s at the earliest: long after its tasks were taken back
 )

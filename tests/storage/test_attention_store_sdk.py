@@ -14,12 +14,13 @@ import pytest
 from tests.storage.token_harness import BLOCK, KINDS, TokenWorld, token_world, tree
 from tests.support.attention_store_sdk import AttentionStoreDouble, AttentionStoreSDKError, installed
 from transferd.config import from_tree
+from transferd.config.environment import fold
 from transferd.errors import ConfigError, RequestError, StorageError, StorageUnavailable
 from transferd.storage.attention_store import lines
 from transferd.storage.attention_store import sdk as adapter
 from transferd.storage.attention_store.library import PACKAGE, load_library
 from transferd.storage.attention_store.sdk import SdkTokenStorage
-from transferd.storage.attention_store.settings import settings
+from transferd.storage.attention_store.settings import Settings, settings
 from transferd.storage.registry import create_token_storage
 from transferd.tasks import Stop, TokenIds
 
@@ -300,12 +301,8 @@ async def test_a_start_that_fails_otherwise_fails_at_once(tmp_path: Path) -> Non
             pass
 
 
-async def test_sessions_are_named_and_shaped_as_fastdeploy_does_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AS_POD_NAME", "pod-7")
-    monkeypatch.setenv("AS_MODEL_VERSION", "v3")
-    async with token_world(SDK, tmp_path, dp_id=2) as world:
+async def test_sessions_are_named_and_shaped_as_fastdeploy_does_it(tmp_path: Path) -> None:
+    async with token_world(SDK, tmp_path, dp_id=2, pod_name="pod-7_mixed_2", model_version="v3") as world:
         assert world.double is not None
         layout = world.ranks[0].context.layout
         for rank, each in enumerate(world.double.sessions):
@@ -357,17 +354,23 @@ def test_keys_count_before_variables_and_variables_before_defaults(tmp_path: Pat
         "AS_WRITE_TOTAL_TIMEOUT": "60",
         "FD_AS_ONLY_FLUSH": "1",
     }
-    nothing = settings(from_tree(tree(tmp_path)), {})
+
+    def effective(env: dict[str, str], **section: Any) -> Settings:
+        whole = tree(tmp_path, **section)
+        fold(whole, env)
+        return settings(from_tree(whole))
+
+    nothing = effective({})
     assert (nothing.namespace, nothing.pod_name, nothing.model_version) == ("demo", "default_pod_mixed_0", "v0")
     assert (nothing.slice_blocks, nothing.slice_timeout, nothing.total_timeout) == (100, 10.0, None)
     assert nothing.only_flush is False
-    variables = settings(from_tree(tree(tmp_path)), env)
+    variables = effective(env)
     assert (variables.namespace, variables.pod_name, variables.model_version) == ("ns", "pod_mixed_0", "v9")
     assert (variables.slice_blocks, variables.slice_timeout, variables.total_timeout) == (7, 2.5, 60.0)
     assert variables.only_flush is True
-    keys = settings(from_tree(tree(tmp_path, pod_name="mine", slice_blocks=3, only_flush=False, namespace="n")), env)
+    keys = effective(env, pod_name="mine", slice_blocks=3, only_flush=False, namespace="n")
     assert (keys.pod_name, keys.slice_blocks, keys.only_flush, keys.namespace) == ("mine", 3, False, "n")
-    one_engine = settings(from_tree(tree(tmp_path)), {"AS_POD_NAME": "pod", "ENABLE_EP_DP_IN_FD": "0"})
+    one_engine = effective({"AS_POD_NAME": "pod", "ENABLE_EP_DP_IN_FD": "0"})
     assert one_engine.pod_name == "pod"
 
 
@@ -385,4 +388,4 @@ def test_keys_count_before_variables_and_variables_before_defaults(tmp_path: Pat
 )
 def test_a_variable_that_makes_no_sense_is_named(tmp_path: Path, variable: str, text: str) -> None:
     with pytest.raises(ConfigError, match=f"^{variable}: "):
-        settings(from_tree(tree(tmp_path)), {variable: text})
+        fold(tree(tmp_path), {variable: text})

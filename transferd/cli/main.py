@@ -68,22 +68,22 @@ def serve(config: ConfigOption = None, set_: SetOption = None) -> None:
 
 @app.command("check-config")
 def check_config(config: ConfigOption = None, set_: SetOption = None, format_: FormatOption = Format.TEXT) -> None:
-    """Print the effective configuration, or what is wrong with it."""
-    from transferd.blocks.formats import object_format
-    from transferd.blocks.layout import build_layout
+    """Print the effective configuration and what it takes, or what is wrong with it on this machine."""
     from transferd.config.toml import to_toml
-    from transferd.runtime.threads import ThreadOffload
-    from transferd.storage.registry import create_storages
-    from transferd.tiers.registry import create_device_tier
-    from transferd.tiers.staging import slots_in
+    from transferd.daemon.preflight import build, examine
 
     effective = configuration.load(config, overrides=set_ or ())
-    layout = build_layout(effective.cache)
-    create_device_tier(effective, layout, 0, ThreadOffload(1))
-    create_storages(effective)
-    slots_in(effective.host.staging, object_format(effective.storage, layout).slot_bytes)
+    plan = build(effective)
+    examine(effective, plan)
     tree = configuration.to_tree(effective)
-    print(json.dumps(tree) if format_ is Format.JSON else to_toml(tree).rstrip())
+    if format_ is Format.JSON:
+        print(json.dumps(tree))
+        return
+    print(to_toml(tree).rstrip())
+    sizes = plan.sizes
+    print(f"# A block of one rank has {sizes.block} bytes. Memory of all {effective.cache.ranks} ranks at the start:")
+    print(f"# device cache in shared memory {sizes.shared}, host tier {sizes.host}, staging {sizes.staging},")
+    print(f"# Mooncake client {sizes.pool}; {sizes.memory} bytes in all.")
 
 
 @app.command()

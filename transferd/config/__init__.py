@@ -7,18 +7,20 @@ one line that names the key and the value; nothing is guessed or clamped.
     size.py      numbers of bytes
     sections.py  every setting and its default
     rules.py     what several settings together must be, or mean
+    environment.py  what FastDeploy's, Mooncake's and AttentionStore's variables fill in
     loading.py   how the sources become one value
 """
 
-from transferd.config.loading import (
+from transferd.config.environment import (
     FASTDEPLOY_VARIABLES,
+)
+from transferd.config.loading import (
     from_tree,
     load,
     to_tree,
 )
 from transferd.config.rules import (
     check,
-    pd_mode,
 )
 from transferd.config.sections import (
     DEFAULT_ENDPOINT,
@@ -66,6 +68,5 @@ __all__ = [
     "check",
     "from_tree",
     "load",
-    "pd_mode",
     "to_tree",
 ]

@@ -6,11 +6,11 @@ import os
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from transferd.config.environment import fold, read_text
 from transferd.config.rules import check
 from transferd.config.sections import Config
 from transferd.config.size import Size
@@ -18,8 +18,9 @@ from transferd.errors import ConfigError
 
 ENV_PREFIX = "TRANSFERD_"
 
-# FastDeploy's names for settings of ours. Mooncake's and AttentionStore's are read where those are configured.
-FASTDEPLOY_VARIABLES = {"FILE_BACKEND_STORAGE_DIR": "storage.file.path"}
+LONGEST_FILE = 256 * 1024  # bytes
+MOST_DOTS = 64  # in a line: the parser's time for a key grows with the square of its dots
+MOST_BYTES = 2**60  # what is more fits no counter of the kernel or of libzmq
 
 
 def load(
@@ -30,7 +31,7 @@ def load(
 ) -> Config:
     """Read, merge, convert and check the configuration.
 
-    FastDeploy's variables in FASTDEPLOY_VARIABLES count before the defaults and after everything else.
+    Variables of FastDeploy, Mooncake and AttentionStore count before the defaults and after everything else.
 
     overrides: `section.key=value` texts, the value as TOML where it parses as TOML, else as text.
     env: the environment to read TRANSFERD_SECTION__KEY from; default os.environ.
@@ -40,15 +41,21 @@ def load(
     tree: dict[str, Any] = {}
     if path is not None:
         try:
-            tree = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+            text = read_text(path, LONGEST_FILE)
         except OSError as error:
             raise ConfigError(str(path), f"cannot be read: {error.strerror}") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except UnicodeDecodeError as error:
+            raise ConfigError(str(path), f"is not TOML: {error}") from error
+        except ValueError as error:
+            raise ConfigError(str(path), f"cannot be read: {error}") from error
+        for line in text.splitlines():
+            if line.count(".") > MOST_DOTS and not line.lstrip().startswith("#"):
+                raise ConfigError(str(path), f"has a line with more than {MOST_DOTS} dots", f"{line[:40]}…")
+        try:
+            tree = tomllib.loads(text)
+        except (ValueError, RecursionError) as error:
             raise ConfigError(str(path), f"is not TOML: {error}") from error
     environment = os.environ if env is None else env
-    for name, key in FASTDEPLOY_VARIABLES.items():
-        if environment.get(name):
-            _put_default(tree, key.split("."), environment[name])
     for name, text in sorted(environment.items()):
         if name.startswith(ENV_PREFIX) and "__" in name:
             _put(tree, name.removeprefix(ENV_PREFIX).lower().split("__"), _value(text))
@@ -57,6 +64,7 @@ def load(
         if not equals or "." not in key:
             raise ConfigError("--set", "expected section.key=value", item)
         _put(tree, key.strip().split("."), _value(text))
+    fold(tree, environment)
     return from_tree(tree)
 
 
@@ -78,7 +86,10 @@ def to_tree(config: Config) -> dict[str, Any]:
 
 def _decode_size(kind: type, value: Any) -> Any:
     if kind is Size:
-        return Size.parse(value)
+        size = Size.parse(value)
+        if size > MOST_BYTES:
+            raise ValueError("expected a size of at most 1EiB")
+        return size
     raise NotImplementedError(kind)
 
 
@@ -90,20 +101,11 @@ def _put(tree: dict[str, Any], keys: list[str], value: Any) -> None:
     tree[keys[-1]] = value
 
 
-def _put_default(tree: dict[str, Any], keys: list[str], value: Any) -> None:
-    """Set what is not there; a section that is none is told of when the tree is converted."""
-    for key in keys[:-1]:
-        tree = tree.setdefault(key, {})
-        if not isinstance(tree, dict):
-            return
-    tree.setdefault(keys[-1], value)
-
-
 def _value(text: str) -> Any:
     """TOML where it is TOML (numbers, booleans, lists, quoted text), else the text itself."""
     try:
         return tomllib.loads(f"v = {text.strip()}")["v"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, KeyError, RecursionError):
         return text
 
 

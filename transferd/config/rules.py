@@ -5,10 +5,14 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-from collections.abc import Mapping
 
 from transferd.config.sections import Config, EventsSection, PeerSection, ServerSection
 from transferd.errors import ConfigError
+
+# Clients say Hello once a second (client/heartbeat.py): one that is late, or was lost, must not look like an end.
+LEAST_CLIENT_TIMEOUT_S = 2.5
+MOST_MESSAGE = 1024**3  # the transport takes twice as much before it cuts a connection, and counts in 31 bits
+_PORT = re.compile(r".+:(\d{1,5})")
 
 
 def check(config: Config) -> None:
@@ -37,10 +41,15 @@ def check(config: Config) -> None:
         what = f"needs a backend that can list its objects, and {config.storage.backend} cannot"
         raise ConfigError("storage.scrub_rate", what, str(config.storage.scrub_rate))
     listen = config.metrics.listen
-    if listen and not re.fullmatch(r".+:\d{1,5}", listen):
+    if listen and not _has_port(listen):
         raise ConfigError("metrics.listen", "expected host:port or nothing", listen)
-    if not re.fullmatch(r".+:\d{1,5}", config.pd.listen):
+    if not _has_port(config.pd.listen):
         raise ConfigError("pd.listen", "expected host:port", config.pd.listen)
+
+
+def _has_port(address: str) -> bool:
+    match = _PORT.fullmatch(address)
+    return match is not None and int(match[1]) <= 65535
 
 
 def _check_events(events: EventsSection) -> None:
@@ -53,13 +62,22 @@ def _check_event_endpoints(key: str, section: EventsSection | PeerSection) -> No
     for name in ("endpoint", "replay_endpoint"):
         endpoint = getattr(section, name)
         # Routers speak plain ZeroMQ and sit on other machines: no CURVE, and not only loopback.
-        if endpoint and not re.fullmatch(r"ipc://.+|tcp://.+:(\d{1,5}|\*)", endpoint):
+        scheme, _, address = endpoint.partition("://")
+        fits = (scheme == "ipc" and address) or (
+            scheme == "tcp" and (_has_port(address) or re.fullmatch(r".+:\*", address))
+        )
+        if endpoint and not fits:
             raise ConfigError(f"{key}.{name}", "expected ipc://PATH or tcp://HOST:PORT", endpoint)
 
 
 def _check_server(server: ServerSection) -> None:
     if not server.endpoints:
         raise ConfigError("server.endpoint", "needs at least one endpoint", server.endpoint)
+    if server.client_timeout < LEAST_CLIENT_TIMEOUT_S:
+        what = f"must be at least {LEAST_CLIENT_TIMEOUT_S:g}: clients say once a second that they are there"
+        raise ConfigError("server.client_timeout", what, server.client_timeout)
+    if server.max_message > MOST_MESSAGE:
+        raise ConfigError("server.max_message", f"must be at most {MOST_MESSAGE} (1GiB)", str(server.max_message))
     observers = [server.observer_endpoint] if server.observer_endpoint else []
     for key, endpoints in (("endpoint", server.endpoints), ("observer_endpoint", observers)):
         for endpoint in endpoints:
@@ -80,7 +98,7 @@ def _check_endpoint(key: str, endpoint: str, curve: bool) -> None:
         if len(os.fsencode(address)) > 107:
             raise ConfigError(key, "is longer than a unix socket path may be (107 bytes)", endpoint)
         return
-    if scheme == "tcp" and re.fullmatch(r".+:(\d{1,5}|\*)", address):
+    if scheme == "tcp" and (_has_port(address) or re.fullmatch(r".+:\*", address)):
         host = address.rpartition(":")[0].strip("[]")
         if curve or _is_loopback(host):
             return
@@ -95,12 +113,12 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def pd_mode(config: Config, env: Mapping[str, str] | None = None) -> str:
-    """The mode of the handover from prefill to decode, "storage" or "direct". Raises ConfigError."""
-    if config.pd.mode is not None:
-        return config.pd.mode
-    via_storage = (os.environ if env is None else env).get("FD_PD_TRANSFER_VIA_STORAGE", "")
-    modes = {"": "storage", "1": "storage", "0": "direct"}
-    if via_storage not in modes:
-        raise ConfigError("FD_PD_TRANSFER_VIA_STORAGE", "expected 0 or 1", via_storage)
-    return modes[via_storage]
+def namespace_of(model: str) -> str:
+    """AttentionStore's namespace where none is configured: the last part of the model's name."""
+    return os.path.basename(model.rstrip("/")) or model
+
+
+def pod_name_of(name: str | None, role: str, dp_id: int, *, shared: bool = True) -> str:
+    """This node's name where none is configured. shared: several engines of one pod keep their names apart."""
+    name = name or "default_pod"
+    return f"{name}_{role}_{dp_id}" if shared else name

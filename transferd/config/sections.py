@@ -10,9 +10,13 @@ from transferd.config.size import Size
 
 DEFAULT_ENDPOINT = "ipc:///run/transferd/transferd.sock"
 
-Count = Annotated[int, msgspec.Meta(ge=0)]
-Positive = Annotated[int, msgspec.Meta(ge=1)]
-Seconds = Annotated[float, msgspec.Meta(gt=0)]
+# Bounds far beyond any use: what is larger is a slip, and would take minutes or terabytes to find out.
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=365 * 24 * 3600)]
+Ranks = Annotated[int, msgspec.Meta(ge=1, le=256)]
+Layers = Annotated[int, msgspec.Meta(ge=1, le=4096)]
+Extent = Annotated[int, msgspec.Meta(ge=1, le=2**20)]  # of a block in one direction
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -60,25 +64,25 @@ class ServerSection(_Section, frozen=True, kw_only=True):
 class CacheSection(_Section, frozen=True, kw_only=True):
     """The KV cache: who holds it, what a block is, how many there are. All counts are per rank."""
 
-    ranks: Positive = 2
+    ranks: Ranks = 2
     devices: list[Count] | None = None  # device index per rank; default 0 … ranks-1
     device: str = "shm"
     ownership: Literal["create", "attach", "auto"] = "create"  # who allocates device memory; see ownership.py
     role: Literal["mixed", "prefill", "decode"] = "mixed"  # of the engine; FastDeploy's splitwise_role
     attention: str = "gqa"
-    layers: Positive = 4
-    kv_heads: Positive = 2
-    head_dim: Positive = 64
-    block_size: Positive = 64
+    layers: Layers = 4
+    kv_heads: Extent = 2
+    head_dim: Extent = 64
+    block_size: Extent = 64
     dtype: Literal["bfloat16", "float16", "uint8", "block_wise_fp8"] = "bfloat16"
     scale_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"  # of block_wise_fp8
     device_blocks: Positive = 64
     host_blocks: Count = 128
-    mtp_layers: Count = 0
+    mtp_layers: Annotated[int, msgspec.Meta(ge=0, le=4096)] = 0
     mtp_blocks: Positive | None = None  # device blocks of an MTP layer; default device_blocks
-    kv_lora_rank: Positive = 512  # mla, dsa
-    qk_rope_head_dim: Positive = 64  # mla, dsa
-    index_head_dim: Positive = 128  # dsa
+    kv_lora_rank: Extent = 512  # mla, dsa
+    qk_rope_head_dim: Extent = 64  # mla, dsa
+    index_head_dim: Extent = 128  # dsa
 
     @property
     def device_of_rank(self) -> list[int]:
@@ -108,16 +112,16 @@ class MemoryStorageSection(_Section, frozen=True, kw_only=True):
 class MooncakeStorageSection(_Section, frozen=True, kw_only=True):
     """The Mooncake backend: how to join a pool, and what this node lends it.
 
-    The first seven are FastDeploy's: where one is not given, its MOONCAKE_* settings count before the default.
+    The first seven are FastDeploy's: where one is not given, its MOONCAKE_* settings count (environment.py).
     """
 
-    master_server_addr: str | None = None  # host:port, or etcd://…
-    metadata_server: str | None = None  # default P2PHANDSHAKE; or http://…/metadata, etcd://…, redis://…
-    local_hostname: str | None = None  # how other nodes reach this one; default 127.0.0.1
-    protocol: Literal["tcp", "rdma"] | None = None  # default tcp
-    rdma_devices: str | None = None  # comma separated; default all
-    global_segment_size: Size | None = None  # memory lent to the pool; default 1GiB; 0: use only what others lend
-    local_buffer_size: Size | None = None  # default 128MiB
+    master_server_addr: str = ""  # host:port, or etcd://…
+    metadata_server: str = "P2PHANDSHAKE"  # or http://…/metadata, etcd://…, redis://…
+    local_hostname: str = "127.0.0.1"  # how other nodes reach this one
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    rdma_devices: str = ""  # comma separated; "" = all
+    global_segment_size: Size = Size(1024**3)  # memory lent to the pool; 0: use only what others lend
+    local_buffer_size: Size = Size(128 * 1024**2)
     replica_num: Positive = 1
     soft_pin: bool = False
     hard_pin: bool = False
@@ -139,14 +143,14 @@ class AttentionStoreSection(_Section, frozen=True, kw_only=True):
 
     driver: Literal["open", "sdk"] = "open"  # our own index, or Baidu's attentionstore_sdk
     data: str = "file"  # open: the keyed backend that holds the bytes, any of storage.backend
-    only_flush: bool | None = None  # FD_AS_ONLY_FLUSH; write tasks move no bytes and tell the index
+    only_flush: bool = False  # FD_AS_ONLY_FLUSH; write tasks move no bytes and tell the index
     namespace: str | None = None  # AS_NAMESPACE; default the last part of storage.model
     pod_name: str | None = None  # AS_POD_NAME; this node's name; default default_pod, with role and dp_id
-    model_version: str | None = None  # AS_MODEL_VERSION; default v0
+    model_version: str = "v0"  # AS_MODEL_VERSION
     splitwise_role: str = "mixed"
     dp_id: Count = 0
-    slice_blocks: Positive | None = None  # AS_WRITE_SLICE_BLOCK_NUM; default 100; blocks of one call
-    slice_timeout: Seconds | None = None  # AS_WRITE_SLICE_TIMEOUT; default 10
+    slice_blocks: Positive = 100  # AS_WRITE_SLICE_BLOCK_NUM; blocks of one call
+    slice_timeout: Seconds = 10.0  # AS_WRITE_SLICE_TIMEOUT
     total_timeout: Seconds | None = None  # AS_WRITE_TOTAL_TIMEOUT; of a write; default what is left of the task's
     ready_timeout: Seconds = 300.0  # how long a start waits for the SDK
     peers: dict[str, PeerSection] = {}  # open: other nodes by name, and where they publish KV events
@@ -170,11 +174,11 @@ class StorageSection(_Section, frozen=True, kw_only=True):
 class PdSection(_Section, frozen=True, kw_only=True):
     """How sequences go from a prefill to a decode engine: through storage, or straight from daemon to daemon.
 
-    mode: where it is not given, FastDeploy's FD_PD_TRANSFER_VIA_STORAGE counts (1 storage, 0 direct), then "storage".
+    mode: where it is not given, FastDeploy's FD_PD_TRANSFER_VIA_STORAGE counts (1 storage, 0 direct).
     The rest is of direct mode only.
     """
 
-    mode: Literal["storage", "direct"] | None = None
+    mode: Literal["storage", "direct"] = "storage"
     listen: str = "127.0.0.1:0"  # where decode daemons reach this one; port 0: any, see stats
     protocol: Literal["tcp", "rdma"] = "tcp"
     rdma_devices: str = ""  # comma separated; "" = all
@@ -210,7 +214,9 @@ class LogSection(_Section, frozen=True, kw_only=True):
 class RecorderSection(_Section, frozen=True, kw_only=True):
     """The flight recorder: how much it remembers, and where its dumps go (see dump_file.py)."""
 
-    tasks: Positive = 8192  # about so many are remembered, eight steps of each; all that is kept is about 4 MiB
+    tasks: Annotated[int, msgspec.Meta(ge=1, le=2**20)] = (
+        8192  # about so many are remembered, eight steps of each; all that is kept is about 4 MiB
+    )
     directory: str = "/var/lib/transferd/flight"  # made when the first dump is written; "" = no dumps
     keep: Positive = 8  # dumps that stay in it, the newest
 

@@ -1,6 +1,6 @@
 """The daemon: the one place where the parts are put together, and the one function that takes them apart.
 
-build   configuration → layout, storage, barrier, dispatcher, ranks
+build   configuration → layout, storage, barrier, dispatcher, ranks (what needs no memory: preflight.py)
 open    listen → open storage and every rank → announce readiness
 stop    numbered, within one time budget (`Daemon.stop`)
 
@@ -17,10 +17,10 @@ from typing import Any
 import structlog
 
 from transferd.barrier import RankBarrier
-from transferd.blocks.formats import SealedBlocks, object_format
-from transferd.blocks.layout import BlockLayout, build_layout
-from transferd.config import Config, pd_mode
-from transferd.config.generation import configured_generation, generation_of
+from transferd.blocks.formats import SealedBlocks
+from transferd.blocks.layout import BlockLayout
+from transferd.config import Config
+from transferd.config.generation import generation_of
 from transferd.config.ownership import creator
 from transferd.control.admission import Limits
 from transferd.control.dispatcher import Dispatcher
@@ -28,6 +28,7 @@ from transferd.daemon import stats as report
 from transferd.daemon.cache_memory import Cache
 from transferd.daemon.coordinator import Coordinator
 from transferd.daemon.kv_events.feed import create_feed
+from transferd.daemon.preflight import build
 from transferd.daemon.server import Server
 from transferd.observability.metrics import Reports
 from transferd.observability.recorder import Recorder
@@ -39,7 +40,6 @@ from transferd.storage.base import Storage
 from transferd.storage.divided import divided
 from transferd.storage.peer.exchange import Exchange
 from transferd.storage.peer.transfer_engine import TransferEngineCarrier
-from transferd.storage.registry import create_storages
 from transferd.tasks import Task, TaskResult
 from transferd.tiers.pinned import HostPool
 from transferd.tiers.registry import create_device_tier, create_pinning
@@ -68,16 +68,16 @@ class Daemon:
         clock: Clock = SYSTEM_CLOCK,
         inline_check_bytes: int = INLINE_CHECK_BYTES,
     ) -> None:
-        """Build, touching nothing yet. The keyword parts replace the real ones (simulation). Raises ConfigError."""
+        """Build, and allocate host memory. The keyword parts replace the real ones (simulation). Raises ConfigError."""
         self.config = config
         self._inline_check_bytes = inline_check_bytes
         self.clock = clock
         self.recorder = Recorder(config.recorder.tasks, clock)
-        self.layout: BlockLayout = build_layout(config.cache)
-        self.tokens, self.storage = create_storages(config, clock, storage)
+        plan = build(config, clock, storage)
+        self.layout, self.tokens, self.storage = plan.layout, plan.tokens, plan.storage
         self.only_flush = self.tokens is not None and settings(config).only_flush
         self.offload = offload if offload is not None else ThreadOffload(COPY_THREADS)
-        self.objects = object_format(config.storage, self.layout)
+        self.objects = plan.objects
         self.blocks = None if self.storage is None else divided(self.storage, self.objects.parts)
         if self.storage is not None:
             self.storage.expect(self.objects.possible)
@@ -88,10 +88,10 @@ class Daemon:
                 storage=self.storage is not None or self.tokens is not None,
                 token_block=0 if self.tokens is None else config.cache.block_size,
                 only_flush=self.only_flush,
-                direct=pd_mode(config) == "direct",
+                direct=config.pd.mode == "direct",
             ),
             boot_id=clock.fresh_id(),
-            generation=configured_generation(config.storage),
+            generation=plan.generation,
             recorder=self.recorder,
             admitting=False,
         )
@@ -146,7 +146,7 @@ class Daemon:
             observer_rate=config.server.observer_rate,
             recorder=self.recorder,
             block_size=config.cache.block_size,
-            pd_mode=pd_mode(config),
+            pd_mode=config.pd.mode,
             pd_address=lambda: "" if self.exchange is None else self.exchange.address,
         )
 
@@ -162,7 +162,7 @@ class Daemon:
 
     def _build_exchange(self) -> Exchange | None:
         """In pd.mode "direct", what other daemons send to and receive from."""
-        if pd_mode(self.config) != "direct":
+        if self.config.pd.mode != "direct":
             return None
         return Exchange(TransferEngineCarrier(self.config), self.config.pd.listen, self.config.cache.ranks)
 

@@ -19,6 +19,8 @@ import structlog
 
 from transferd.config import Config
 from transferd.daemon.daemon import Daemon
+from transferd.daemon.preflight import build, examine
+from transferd.daemon.reload import Reloader
 from transferd.daemon.systemd import Notifier, Watchdog
 from transferd.errors import ConfigError, TransferError
 from transferd.observability import logs
@@ -35,7 +37,7 @@ GC_THRESHOLDS = (50_000, 50, 100)
 def serve(config: Config, *, reload: Callable[[], Config] | None = None) -> int:
     """Run a daemon until SIGTERM or SIGINT. Returns the exit code: 0 after a clean stop, else 1.
 
-    reload: reads the configuration again, for SIGHUP (log level, storage capacity and scrub rate take effect).
+    reload: reads the configuration again, for SIGHUP (reload.py says what takes effect).
 
     The caller has held the dumper's signals before any thread was made (signals.hold_dump_signals).
 
@@ -54,6 +56,7 @@ def serve(config: Config, *, reload: Callable[[], Config] | None = None) -> int:
 
 
 async def _serve(config: Config, reload: Callable[[], Config] | None) -> int:
+    examine(config, build(config))
     daemon = Daemon(config)  # a configuration that cannot be built is told before anything is logged or touched
     with Dumper(config.recorder, daemon.recorder, boot_id=daemon.dispatcher.boot_id):
         return await _live(daemon, reload)
@@ -66,10 +69,11 @@ async def _live(daemon: Daemon, reload: Callable[[], Config] | None) -> int:
     if removed:
         log.info("removed shared memory of dead owners", segments=removed)
     notifier = Notifier.from_environment()
-    with Signals(config.server.shutdown_timeout, lambda: _reload(daemon, notifier, reload)) as signals:
+    reloader = Reloader(daemon, notifier, reload)
+    with Signals(config.server.shutdown_timeout, reloader) as signals:
         try:
             if await _started(daemon, signals):
-                await _serving(daemon, notifier, signals)
+                await _serving(daemon, notifier, signals, reloader)
         except TransferError as error:
             with contextlib.suppress(TransferError):  # the error that kept it from starting is the one to tell
                 await daemon.stop(signals.budget)
@@ -97,7 +101,7 @@ async def _started(daemon: Daemon, signals: Signals) -> bool:
     return False
 
 
-async def _serving(daemon: Daemon, notifier: Notifier, signals: Signals) -> None:
+async def _serving(daemon: Daemon, notifier: Notifier, signals: Signals, reloader: Reloader) -> None:
     """From readiness to the first signal."""
     quiet_collector()
     log.info(
@@ -109,25 +113,14 @@ async def _serving(daemon: Daemon, notifier: Notifier, signals: Signals) -> None
         block_bytes=daemon.layout.block_bytes,
         fingerprint=daemon.layout.fingerprint,
     )
-    notifier.notify("READY=1", f"STATUS={_status(daemon)}")
-    watchdog = Watchdog.from_environment(notifier, lambda: daemon.alive, status=lambda: _status(daemon))
+    notifier.notify("READY=1", f"STATUS={reloader.status()}")
+    reloader.serving = True
+    watchdog = Watchdog.from_environment(notifier, lambda: daemon.alive, status=reloader.status)
     watchdog.start()
     try:
         await asyncio.wait({signals.stop})
     finally:
         watchdog.stop()
-
-
-def _status(daemon: Daemon) -> str:
-    """What `systemctl status` shows."""
-    if daemon.not_ready:
-        return f"not serving: {daemon.not_ready}"
-    serving = f"serving {daemon.config.cache.ranks} ranks on {daemon.transport.endpoints[0]}"
-    pauses = [hold for hold in daemon.dispatcher.statistics().held if hold.what == "pause"]
-    if not pauses:
-        return serving
-    longest = daemon.clock.monotonic() - pauses[0].since
-    return f"paused by {', '.join(hold.holder for hold in pauses[:3])} for {longest:.0f} s; {serving}"
 
 
 def quiet_collector() -> None:
@@ -138,22 +131,3 @@ def quiet_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
-
-
-def _reload(daemon: Daemon, notifier: Notifier, reload: Callable[[], Config] | None) -> None:
-    """SIGHUP: read the configuration again; log level and storage capacity take effect, a bad file changes nothing."""
-    if reload is None:
-        return
-    notifier.reloading()
-    try:
-        config = reload()
-    except ConfigError as error:
-        log.error("reload refused", problem=str(error))
-    else:
-        logs.set_level(config.log.level)
-        if daemon.tokens is not None:
-            daemon.tokens.reconfigure(config)
-        elif daemon.storage is not None:
-            daemon.storage.reconfigure(config)
-        log.info("reloaded", level=config.log.level)
-    notifier.notify("READY=1")

@@ -38,6 +38,7 @@ from transferd.storage.indexed import Damaged
 from transferd.storage.paths import is_directory_of_ours, is_set_aside, is_temporary, name_of, path_of, temporary_of
 
 FILE_MODE = 0o640
+DIRECTORY_MODE = 0o700  # who may use the daemon's socket may be in its group, and must not reach what is stored
 QUARANTINE_FILES = 16
 QUARANTINE_BYTES = 64 * 1024**2
 # How stale the modification time of a file that is being read may get. It is what is left of the
@@ -84,8 +85,10 @@ class ObjectDirectory:
     def open(self) -> None:
         """Create what is missing and take the lock. Raises ConfigError; then nothing is held."""
         try:
+            self._root.parent.mkdir(parents=True, exist_ok=True)
             for directory in (self._objects, self._quarantine):
-                os.makedirs(directory, exist_ok=True)
+                _make_directory(directory)
+            _keep_others_out(self._root)
             self._lock = os.open(self._lock_path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
         except (OSError, ValueError) as error:  # ValueError: a NUL in the path
             raise self._unusable(error) from error
@@ -221,7 +224,7 @@ class ObjectDirectory:
         return os.open(path, flags, FILE_MODE)
 
     def _make_directory(self, directory: str) -> None:
-        os.makedirs(directory, exist_ok=True)
+        _make_directory(directory)
         while self._fsync and len(directory) >= len(self._objects):
             directory = os.path.dirname(directory)
             _sync_directory(directory)
@@ -311,6 +314,25 @@ class ObjectDirectory:
         if error.errno in _FULL:
             return StorageFull(f"no room for an object of {nbytes} bytes in {self._root}: {error.strerror}")
         return StorageError(what, code=_CODES.get(error.errno or 0))
+
+
+def _make_directory(path: str) -> None:
+    """Make it and what is missing above it, for the daemon alone whatever the umask is. Raises OSError."""
+    try:
+        os.mkdir(path, DIRECTORY_MODE)
+    except FileExistsError:
+        return  # if it is no directory, its first use says so
+    except FileNotFoundError:
+        _make_directory(os.path.dirname(path.rstrip("/")))
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, DIRECTORY_MODE)
+
+
+def _keep_others_out(root: Path) -> None:
+    """Close a store that an earlier release, or whoever made the directory, has left open to its group or to all."""
+    status = root.stat()
+    if status.st_mode & 0o027 and status.st_uid == os.geteuid():
+        root.chmod(DIRECTORY_MODE)
 
 
 def _sync_directory(path: str) -> None:

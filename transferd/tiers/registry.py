@@ -25,11 +25,17 @@ _CLASSES = {
 
 def create_device_tier(config: Config, layout: BlockLayout, rank: int, offload: Offload) -> DeviceTier:
     """One rank's device tier, not yet open. Raises ConfigError."""
+    factory = check_device(config)
+    return cast("DeviceTier", factory(layout, rank, config.cache.device_of_rank[rank], offload))
+
+
+def check_device(config: Config) -> Any:
+    """The class of the configured device, importable here and able to do what is asked. Raises ConfigError."""
     factory = _class_of(config)
     if creator(config) is Creator.ENGINE and not getattr(factory, "attaches", False):
         name, ownership = config.cache.device, config.cache.ownership
         raise ConfigError("cache.ownership", f"the {name} device is always created by the daemon", ownership)
-    return cast("DeviceTier", factory(layout, rank, config.cache.device_of_rank[rank], offload))
+    return factory
 
 
 def create_pinning(config: Config, rank: int) -> Pinning:

@@ -1,0 +1,110 @@
+"""A reload: what takes effect, what is said to need a restart, and what a refusal leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import structlog
+
+from tests.observability.test_metrics import _NoTransport
+from transferd.config import Config, from_tree
+from transferd.daemon.daemon import Daemon
+from transferd.daemon.reload import TAKES_EFFECT, Reloader
+from transferd.daemon.systemd import Notifier
+from transferd.errors import ConfigError
+from transferd.observability import logs
+
+TREE: dict[str, Any] = {
+    "cache": {"device_blocks": 4, "host_blocks": 4},
+    "host": {"staging": "2MiB"},
+    "storage": {"backend": "memory"},
+    "metrics": {"listen": ""},
+}
+
+
+class Told(Notifier):
+    def __init__(self) -> None:
+        super().__init__("")
+        self.lines: list[tuple[str, ...]] = []
+
+    def notify(self, *states: str) -> bool:
+        self.lines.append(states)
+        return True
+
+
+class World:
+    """A daemon that was built and is not open, and a file that can be changed."""
+
+    def __init__(self) -> None:
+        self.tree = msgspec.to_builtins(TREE)
+        self.transport = _NoTransport()
+        self.daemon = Daemon(from_tree(TREE), transport=self.transport)  # type: ignore[arg-type]
+        self.told = Told()
+        self.reload = Reloader(self.daemon, self.told, self.read)
+        self.reload.serving = True
+
+    def read(self) -> Config:
+        return from_tree(self.tree)
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    yield World()
+    logs.set_level("info")
+
+
+def test_what_changed_and_what_needs_a_restart_are_said_and_stay_in_the_status(world: World) -> None:
+    world.tree |= {"log": {"level": "warning"}, "server": {"lane_depth": 3, "endpoint": "ipc:///elsewhere"}}
+    with structlog.testing.capture_logs() as lines:
+        world.reload()
+    line = next(line for line in lines if line["event"] == "reloaded")
+    assert line["changed"] == {"log.level": ["info", "warning"]}
+    assert line["needs_restart"] == ["server.endpoint", "server.lane_depth"]
+    assert world.reload.status().endswith("; needs a restart: server.endpoint, server.lane_depth")
+    assert world.told.lines[-1][0] == "READY=1"
+    del world.tree["server"]
+    with structlog.testing.capture_logs() as lines:
+        world.reload()
+    assert [(line["changed"], line["needs_restart"]) for line in lines] == [({}, [])]
+    assert "restart" not in world.reload.status()
+
+
+def test_a_refused_reload_stays_in_the_status_until_a_good_one(world: World) -> None:
+    world.tree["log"] = {"level": "loud"}
+    world.reload()
+    assert world.reload.status().startswith("reload refused: log.level: expected one of debug, error, info, warning")
+    begun, ended = world.told.lines
+    assert begun[0] == "RELOADING=1"
+    assert begun[1].startswith("MONOTONIC_USEC=")
+    assert ended == ("READY=1", f"STATUS={world.reload.status()}")
+    del world.tree["log"]
+    world.reload()
+    assert not world.reload.status().startswith("reload refused")
+
+
+def test_keys_that_cannot_be_read_refuse_the_whole_reload(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> tuple[int, int]:
+        raise ConfigError("server.curve.client_keys_dir", "cannot be read: No such file or directory")
+
+    monkeypatch.setattr(world.transport, "read_keys", broken)
+    world.tree["log"] = {"level": "error"}
+    with structlog.testing.capture_logs() as lines:
+        world.reload()
+    assert [line["event"] for line in lines] == ["reload refused"]
+    assert "client_keys_dir" in world.reload.status()
+
+
+def test_before_it_serves_the_supervisor_is_told_nothing(world: World) -> None:
+    world.reload.serving = False
+    world.reload()
+    assert world.told.lines == [], "READY=1 would be a lie"
+
+
+def test_only_settings_that_exist_take_effect(world: World) -> None:
+    for key in TAKES_EFFECT:
+        section: Any = world.daemon.config
+        for name in key.split("."):
+            section = getattr(section, name)

@@ -1,0 +1,48 @@
+"""Who can reach what is stored: the daemon's user alone, whatever the umask, also in a store made earlier."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from transferd.runtime.clock import SYSTEM_CLOCK
+from transferd.storage.directory import ObjectDirectory
+
+
+@pytest.fixture(params=[0o000, 0o007, 0o022, 0o077], ids=oct)
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+def modes(root: Path) -> set[int]:
+    return {stat.S_IMODE(path.stat().st_mode) for path in (root, *root.rglob("*")) if path.is_dir()}
+
+
+def store(root: Path) -> None:
+    """Open it, write an object into a directory that is not there yet, close it."""
+    directory = ObjectDirectory(root, fsync=True, clock=SYSTEM_CLOCK)
+    directory.open()
+    directory.write("model/generation/ab/0", memoryview(b"bytes"))
+    directory.close()
+
+
+def test_every_directory_of_a_store_is_the_daemons_alone(tmp_path: Path, umask: int) -> None:
+    store(tmp_path / "missing" / "store")
+    assert modes(tmp_path / "missing" / "store") == {0o700}
+
+
+@pytest.mark.parametrize(("before", "after"), [(0o770, 0o700), (0o755, 0o700), (0o750, 0o750), (0o700, 0o700)])
+def test_a_store_that_others_could_write_or_all_could_read_is_closed_at_its_top(
+    tmp_path: Path, before: int, after: int
+) -> None:
+    root = tmp_path / "store"
+    store(root)
+    root.chmod(before)
+    store(root)
+    assert stat.S_IMODE(root.stat().st_mode) == after

@@ -1,0 +1,209 @@
+"""What a configuration comes to, and whether this machine can run it: asked before anything is opened.
+
+`build` works out what follows from the configuration alone. `examine` looks at this machine. Neither allocates,
+listens, writes or waits. `transferd check-config` and the daemon's start call both, so what the one accepts the other
+starts with, as far as a look can tell: a directory or port that somebody else takes meanwhile only the start can see.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import ipaddress
+import os
+import re
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from transferd.blocks.formats import ObjectFormat, SealedBlocks, object_format
+from transferd.blocks.layout import BlockLayout, build_layout
+from transferd.config import Config, Size
+from transferd.config.generation import configured_generation
+from transferd.config.ownership import Creator, creator
+from transferd.errors import ConfigError
+from transferd.runtime.clock import SYSTEM_CLOCK, Clock
+from transferd.storage.base import Storage
+from transferd.storage.registry import create_storages
+from transferd.storage.tokens import TokenStorage
+from transferd.tiers.registry import check_device
+from transferd.tiers.staging import slots_in
+from transferd.wire.credentials import resolve_group, resolve_uids
+from transferd.wire.curve import ServerCurve
+
+MOST_BLOCK_BYTES = 2**36
+SHARED_MEMORY = "/dev/shm"
+MEMORY = Path("/proc/meminfo")
+MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes that a daemon allocates at its start, all ranks together."""
+
+    block: int  # one block of one rank
+    shared: int  # the device cache, where it is shared memory and the daemon makes it
+    host: int
+    staging: int
+    pool: int  # what a Mooncake client takes
+
+    @property
+    def memory(self) -> int:
+        return self.shared + self.host + self.staging + self.pool
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What follows from a configuration. Nothing in it is open."""
+
+    layout: BlockLayout
+    objects: ObjectFormat
+    tokens: TokenStorage | None
+    storage: Storage | None
+    generation: str
+    creator: Creator
+    sizes: Sizes
+
+
+def build(config: Config, clock: Clock = SYSTEM_CLOCK, storage: Storage | None = None) -> Plan:
+    """Work out everything that the configuration alone decides. storage: in place of the configured one.
+
+    Raises ConfigError. No side effects.
+    """
+    layout = build_layout(config.cache)
+    if layout.block_bytes > MOST_BLOCK_BYTES:
+        problem = f"one block of one rank would have {layout.block_bytes} bytes; at most {Size(MOST_BLOCK_BYTES)} work"
+        raise ConfigError("cache.layers", problem, config.cache.layers)
+    check_device(config)
+    objects = object_format(config.storage, layout)
+    staged = _staged(config.host.staging, objects.slot_bytes)
+    if config.pd.mode == "direct":
+        sealed = SealedBlocks(config.storage.model, layout)
+        staged += _staged(config.pd.staging, sealed.slot_bytes, "pd.staging")
+    tokens, keyed = create_storages(config, clock, storage)
+    owner = creator(config)
+    ranks, cache = config.cache.ranks, config.cache
+    shared = _device_bytes(layout) if cache.device == "shm" and owner is Creator.DAEMON else 0
+    backends = (config.storage.backend, config.storage.attention_store.data)
+    pooled = "mooncake" in backends[: 2 if tokens is not None else 1] and storage is None
+    mooncake = config.storage.mooncake
+    sizes = Sizes(
+        block=layout.block_bytes,
+        shared=shared * ranks,
+        host=layout.host_blocks * layout.block_bytes * ranks,
+        staging=staged * ranks,
+        pool=mooncake.global_segment_size + mooncake.local_buffer_size if pooled else 0,
+    )
+    generation = configured_generation(config.storage)
+    return Plan(layout, objects, tokens, keyed, generation, owner, sizes)
+
+
+def _staged(nbytes: int, slot_bytes: int, key: str = "host.staging") -> int:
+    slots_in(nbytes, slot_bytes, key=key)
+    return nbytes
+
+
+def _device_bytes(layout: BlockLayout) -> int:
+    per_layer = sum(plane.nbytes for plane in layout.planes)
+    return per_layer * (layout.layers * layout.device_blocks + layout.mtp_layers * layout.mtp_blocks)
+
+
+def examine(config: Config, plan: Plan) -> None:
+    """Raise ConfigError for what this machine cannot do: users, groups, keys, packages, addresses, memory."""
+    server = config.server
+    resolve_uids("server.allowed_uids", server.allowed_uids)
+    resolve_uids("server.observer_uids", server.observer_uids)
+    resolve_group("server.socket_group", server.socket_group)
+    resolve_group("server.observer_group", server.observer_group)
+    if server.curve is not None:
+        ServerCurve.load(server.curve)
+    _examine_packages(config, plan)
+    _examine_addresses(config)
+    _examine_memory(config, plan.sizes)
+
+
+def _examine_packages(config: Config, plan: Plan) -> None:
+    """Said here, because a start would wait for the pool's master before it finds that it cannot talk to it."""
+    needed = []
+    if plan.sizes.pool:
+        needed.append(("storage.backend", "mooncake", config.storage.backend))
+    if config.pd.mode == "direct":
+        needed.append(("pd.mode", "mooncake", config.pd.mode))
+    if plan.tokens is not None and config.storage.attention_store.driver == "sdk":
+        needed.append(("storage.attention_store.driver", "attentionstore_sdk", "sdk"))
+    for key, package, value in needed:
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(key, f"needs the Python package {package}, which is not installed", value)
+
+
+def _examine_addresses(config: Config) -> None:
+    """Whether what we listen on can be an address of this machine. Names are left to the start: they may take time."""
+    tcp = {"metrics.listen": config.metrics.listen}
+    if config.pd.mode == "direct":
+        tcp["pd.listen"] = config.pd.listen
+    listens = [("server.endpoint", endpoint) for endpoint in config.server.endpoints]
+    listens += [("server.observer_endpoint", config.server.observer_endpoint)]
+    listens += [("events.endpoint", config.events.endpoint), ("events.replay_endpoint", config.events.replay_endpoint)]
+    for key, endpoint in listens:
+        scheme, _, address = endpoint.partition("://")
+        if scheme == "tcp":
+            _examine_address(key, address, endpoint)
+        elif scheme == "ipc":
+            _examine_path(key, address, endpoint)
+    for key, address in tcp.items():
+        if address:
+            _examine_address(key, address, address)
+
+
+def _examine_address(key: str, address: str, value: str) -> None:
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        version = ipaddress.ip_address(host).version
+    except ValueError:
+        return
+    try:
+        with socket.socket(socket.AF_INET6 if version == 6 else socket.AF_INET) as probe:
+            probe.bind((host, 0))
+    except OSError as error:
+        raise ConfigError(key, f"cannot be bound: {error.strerror}", value) from error
+
+
+def _examine_path(key: str, path: str, value: str) -> None:
+    if path == "*" or path.startswith("@"):
+        return
+    above = Path(path).parent
+    while not above.exists() and above != above.parent:  # what is missing may be made at the start (RuntimeDirectory=)
+        above = above.parent
+    if not above.is_dir():
+        raise ConfigError(key, f"{above} is not a directory", value)
+
+
+def _examine_memory(config: Config, sizes: Sizes) -> None:
+    cache = config.cache
+    if sizes.shared:
+        there = os.statvfs(SHARED_MEMORY)
+        if sizes.shared > (room := there.f_blocks * there.f_frsize):
+            problem = f"the caches of {cache.ranks} ranks need {sizes.shared} bytes, and {SHARED_MEMORY} has {room}"
+            raise ConfigError("cache.device_blocks", problem, cache.device_blocks)
+    if sizes.memory > (memory := _memory()):
+        values = {
+            "cache.device_blocks": (sizes.shared, cache.device_blocks),
+            "cache.host_blocks": (sizes.host, cache.host_blocks),
+            "host.staging": (sizes.staging, str(config.host.staging)),
+            "storage.mooncake.global_segment_size": (sizes.pool, str(config.storage.mooncake.global_segment_size)),
+        }
+        key = max(values, key=lambda name: values[name][0])
+        problem = (
+            f"the daemon would take {sizes.memory} bytes, {values[key][0]} of them for this, and there are {memory}"
+        )
+        raise ConfigError(key, problem, values[key][1])
+
+
+def _memory() -> int:
+    """Bytes of this machine, or of the control group that this process may use up."""
+    match = re.search(r"^MemTotal:\s+(\d+) kB", MEMORY.read_text(), re.MULTILINE)
+    total = int(match[1]) * 1024 if match else 2**63
+    try:
+        limit = MEMORY_LIMIT.read_text().strip()
+    except OSError:
+        return total
+    return min(total, int(limit)) if limit.isdigit() else total

@@ -1,0 +1,102 @@
+"""A reload (SIGHUP): what takes effect at once, what needs a restart, and what is said of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import structlog
+
+from transferd.config import Config, to_tree
+from transferd.daemon.daemon import Daemon
+from transferd.daemon.systemd import Notifier
+from transferd.errors import ConfigError
+from transferd.observability import logs
+
+log = structlog.get_logger(__name__)
+
+TAKES_EFFECT = {"log.level", "storage.file.capacity", "storage.memory.capacity", "storage.scrub_rate"}
+
+
+class Reloader:
+    """Reads the configuration again, each time it is called, and applies what can change while the daemon runs.
+
+    A file with a mistake changes nothing. What came of the last reload stays visible: `status` adds it to the
+    supervisor's status line, where `systemctl status` shows it, until a later reload or a restart settles it.
+
+    read: makes the configuration anew; None: there is nothing to read. Raises nothing.
+    """
+
+    def __init__(self, daemon: Daemon, notifier: Notifier, read: Callable[[], Config] | None) -> None:
+        self._daemon = daemon
+        self._notifier = notifier
+        self._read = read
+        self._running = _flat(to_tree(daemon.config))  # what is in effect
+        self._refused = ""
+        self._needs_restart: list[str] = []
+        self.serving = False  # the supervisor was told READY=1: it may be told of reloads
+
+    def __call__(self) -> None:
+        if self._read is None:
+            return
+        if self.serving:
+            self._notifier.reloading()
+        try:
+            config = self._read()
+            added, revoked = self._daemon.transport.read_keys()
+        except ConfigError as error:
+            self._refused = str(error)
+            log.error("reload refused", problem=self._refused)
+        else:
+            self._refused = ""
+            self._apply(config, added, revoked)
+        if self.serving:
+            self._notifier.notify("READY=1", f"STATUS={self.status()}")
+
+    def _apply(self, config: Config, added: int, revoked: int) -> None:
+        logs.set_level(config.log.level)
+        storage = self._daemon.tokens or self._daemon.storage
+        if storage is not None:
+            storage.reconfigure(config)
+        new = _flat(to_tree(config))
+        different = sorted(key for key in self._running.keys() | new.keys() if self._running.get(key) != new.get(key))
+        changed = [key for key in different if key in TAKES_EFFECT]
+        self._needs_restart = [key for key in different if key not in TAKES_EFFECT]
+        keys = {"keys_added": added, "keys_revoked": revoked} if added or revoked else {}
+        before = {key: self._running.get(key) for key in changed}
+        self._running |= {key: new[key] for key in changed}
+        now = {key: [before[key], new[key]] for key in changed}
+        log.info("reloaded", changed=now, needs_restart=self._needs_restart, **keys)
+        if self._needs_restart:
+            log.warning("settings changed that need a restart", keys=self._needs_restart)
+
+    def status(self) -> str:
+        """The line for `systemctl status`."""
+        line = _state(self._daemon)
+        if self._refused:
+            return f"reload refused: {self._refused}; {line}"
+        return f"{line}; needs a restart: {', '.join(self._needs_restart)}" if self._needs_restart else line
+
+
+def _state(daemon: Daemon) -> str:
+    if daemon.not_ready:
+        return f"not serving: {daemon.not_ready}"
+    serving = f"serving {daemon.config.cache.ranks} ranks on {daemon.transport.endpoints[0]}"
+    pauses = [hold for hold in daemon.dispatcher.statistics().held if hold.what == "pause"]
+    if not pauses:
+        return serving
+    longest = daemon.clock.monotonic() - pauses[0].since
+    return f"paused by {', '.join(hold.holder for hold in pauses[:3])} for {longest:.0f} s; {serving}"
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested configuration as one level, by dotted keys."""
+    return dict(_leaves(tree, prefix))
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
