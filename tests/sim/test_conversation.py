@@ -16,7 +16,7 @@ from tests.support.simulation.faults import Latency, NetworkFaults
 from tests.support.simulation.loop import SimLoop, simulate
 from tests.support.simulation.network import SimNetwork
 from transferd.client.client import Client
-from transferd.daemon.server import MAX_WAITING_PER_CLIENT, Server
+from transferd.daemon.server import KEY_BYTES, MAX_WAITING_PER_CLIENT, Server
 from transferd.errors import Closed, ConnectTimeout, DaemonLost, InvariantError, RequestError, TierError, TransferError
 from transferd.tasks import Status, SwapOutTask, TaskResult
 from transferd.wire import protocol as wire
@@ -573,6 +573,30 @@ def test_one_client_cannot_take_all_places_for_waiting_requests() -> None:
         await other.resume()
         await asyncio.gather(*waiting)
         await other.close()
+
+    run(program, seeds=range(1))
+
+
+def test_requests_that_wait_are_bounded_in_bytes_and_one_alone_is_always_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = len("aa") + KEY_BYTES
+    monkeypatch.setattr("transferd.daemon.server.MAX_WAITING_BYTES", 2 * one)
+
+    async def program(world: World) -> None:
+        server, peer = world.server, b"brief"
+
+        def ask(seq: int, *keys: str) -> None:
+            server._received(peer, wire.encode_request(seq, wire.Match(list(keys))))
+
+        for seq, waiting in ((1, 1), (2, 2), (3, 2)):  # no turn of the loop between them
+            ask(seq, "aa")
+            assert server.statistics()["waiting"] == waiting
+        assert server.statistics()["waiting_bytes"] == 2 * one
+        await asyncio.sleep(1)
+        assert server.statistics()["waiting_bytes"] == 0
+        ask(4, "aa", "aa", "aa")
+        assert server.statistics()["waiting_bytes"] == 3 * one
+        await asyncio.sleep(1)
+        assert server.statistics()["waiting_bytes"] == 0
 
     run(program, seeds=range(1))
 

@@ -35,6 +35,8 @@ log = structlog.get_logger(__name__)
 
 MAX_WAITING_REQUESTS = 1024  # match, pause and other requests that wait for something, at once, of all clients
 MAX_WAITING_PER_CLIENT = 256  # so that one client cannot take all places
+MAX_WAITING_BYTES = 256 * 1024**2  # memory of what they ask with; one alone may be larger
+KEY_BYTES = 64  # of a key in memory, besides its text
 OBSERVERS_MAY = (wire.Hello, wire.Bye, wire.Stats, wire.Explain)  # what moves, changes and waits for nothing
 
 
@@ -127,6 +129,7 @@ class Server:
         self._reaper: asyncio.TimerHandle | None = None
         self._reap_due = 0.0
         self._waiting: set[asyncio.Task[None]] = set()
+        self._waiting_bytes = 0
         self._rejects: Counter[str] = Counter()
         self._messages = 0
         self._undeliverable = 0
@@ -185,6 +188,7 @@ class Server:
             "clients": len(self._clients),
             "clients_lost": self._lost,
             "waiting": len(self._waiting),
+            "waiting_bytes": self._waiting_bytes,
             "messages": self._messages,
             "undeliverable": self._undeliverable,
             "rejects": dict(self._rejects),
@@ -290,7 +294,8 @@ class Server:
         by_keys, path = match.keys, match.token_ids
         core = self._coordinator
         work = core.match(by_keys) if path is None else core.match_tokens(path, match.start)
-        self._later(peer, seq, work)
+        nbytes = sum(map(len, by_keys)) + KEY_BYTES * len(by_keys) if path is None else path.array.nbytes
+        self._later(peer, seq, work, nbytes)
 
     # --- answering ----------------------------------------------------------------------------------
 
@@ -319,8 +324,12 @@ class Server:
             self._recorder.failure("", str(error))
         self._send(peer, seq, wire.Refused(ErrorInfo(error.reason, str(error)), permanent=permanent))
 
-    def _later(self, peer: bytes, seq: int, work: Coroutine[Any, Any, Any]) -> None:
-        """Answer when `work` is done; bounded in number."""
+    def _later(self, peer: bytes, seq: int, work: Coroutine[Any, Any, Any], nbytes: int = 0) -> None:
+        """Answer when `work` is done; bounded in number and in bytes. nbytes: what `work` holds until then."""
+        if self._waiting_bytes and self._waiting_bytes + nbytes > MAX_WAITING_BYTES:
+            work.close()
+            told = f"requests that wait hold {self._waiting_bytes} bytes already; ask again later"
+            raise TransferError(told, code="too_many_requests")
         client = self._clients[peer]
         for waiting, limit in ((client.waiting, MAX_WAITING_PER_CLIENT), (self._waiting, MAX_WAITING_REQUESTS)):
             if len(waiting) >= limit:
@@ -329,7 +338,8 @@ class Server:
         task = asyncio.get_running_loop().create_task(self._answer(peer, seq, work))
         self._waiting.add(task)
         client.waiting.add(task)
-        task.add_done_callback(functools.partial(self._answered, peer, seq, client, work))
+        self._waiting_bytes += nbytes
+        task.add_done_callback(functools.partial(self._answered, peer, seq, client, work, nbytes))
 
     async def _answer(self, peer: bytes, seq: int, work: Coroutine[Any, Any, Any]) -> None:
         try:
@@ -338,8 +348,15 @@ class Server:
             self._refused(peer, seq, error)
 
     def _answered(
-        self, peer: bytes, seq: int, client: _Client, work: Coroutine[Any, Any, Any], task: asyncio.Task[None]
+        self,
+        peer: bytes,
+        seq: int,
+        client: _Client,
+        work: Coroutine[Any, Any, Any],
+        nbytes: int,
+        task: asyncio.Task[None],
     ) -> None:
+        self._waiting_bytes -= nbytes
         self._waiting.discard(task)
         client.waiting.discard(task)
         work.close()  # of a task that was cancelled before its first step, it was never begun
