@@ -126,11 +126,11 @@ class Installed:
     def ping(self, user: str = "engine", timeout: str = "10") -> bool:
         return self.run("transferd", "ping", "--timeout", timeout, user=user, check=False).returncode == 0
 
-    def log(self) -> str:
-        """What the daemon has said since it was started last, to the last line."""
+    def log(self, priority: str = "debug") -> str:
+        """What the daemon has said since it was started last, to the last line; only what is as urgent as that."""
         self.run("journalctl", "--sync")
         invocation = f"_SYSTEMD_INVOCATION_ID={self.show('InvocationID')}"
-        return self.run("journalctl", "--no-pager", "--output=cat", invocation).stdout
+        return self.run("journalctl", "--no-pager", "--output=cat", f"--priority={priority}", invocation).stdout
 
     def dumps(self, reason: str) -> list[Path]:
         directory = self.machine.root / "var/lib/transferd/flight"

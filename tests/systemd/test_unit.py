@@ -182,7 +182,8 @@ def test_reload_takes_over_what_may_change_and_refuses_a_bad_file(daemon: Instal
     daemon.run("sed", "-i", 's/level = "info"/level = "loud"/', CONFIG)
     daemon.run("systemctl", "reload", UNIT)
     wait_for(lambda: "reload refused" in daemon.log(), "the refusal")
-    assert "log.level" in daemon.log()
+    assert "log.level" in daemon.log("err")
+    assert '"event": "reloaded"' not in daemon.log("warning")
     assert daemon.show("StatusText").startswith("reload refused: log.level: ")
     assert (daemon.show("ActiveState"), daemon.main_pid) == ("active", pid)
     assert daemon.ping()
@@ -211,7 +212,7 @@ def test_a_bad_configuration_fails_the_start_with_its_one_line_in_the_journal(in
     try:
         assert installed.run("systemctl", "start", UNIT, check=False).returncode != 0
         assert installed.show("ExecMainStatus") == "2"
-        assert "cache.rank: unknown key (3)" in installed.log()
+        assert "cache.rank: unknown key (3)" in installed.log("err")
         assert (installed.show("ActiveState"), installed.show("NRestarts")) == ("failed", "0"), "it is not tried again"
     finally:
         installed.configure()

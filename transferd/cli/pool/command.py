@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from typing import Annotated
 
 import typer
@@ -12,6 +11,7 @@ import typer
 from transferd.cli.options import Format, FormatOption
 from transferd.cli.pool.master import DEFAULT_METRICS_PORT, DEFAULT_PORT, master_command
 from transferd.errors import ConfigError
+from transferd.observability import logs
 
 app = typer.Typer(name="pool", help="A small Mooncake pool, and a look into any pool.", no_args_is_help=True)
 
@@ -27,12 +27,12 @@ def master(
     if not host or not port.isdigit():
         raise ConfigError("--listen", "expected host:port", listen)
     command = master_command(host.strip("[]"), int(port), metrics_port, lease)
-    print(
+    logs.say(
         f'Mooncake master on {listen}: set storage.mooncake.master_server_addr = "{listen}".\n'
         f"Look into it with: transferd pool status --metrics {host}:{metrics_port}",
-        file=sys.stderr,
-        flush=True,
+        level="info",
     )
+    logs.flush()
     os.execv(command[0], command)  # signals and the exit code are the master's own
 
 
