@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
+from collections.abc import Iterator
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.wire_daemon import serving
-from transferd.client.client import Client
-from transferd.errors import Closed, ConnectTimeout
+from transferd.client.client import NO_ANSWER_S, Client
+from transferd.client.seconds import as_seconds
+from transferd.errors import Closed, ConfigError, ConnectTimeout
 from transferd.tasks import Status, SwapOutTask
 
 
@@ -62,3 +70,77 @@ async def test_connecting_twice_is_one_connection(address: str) -> None:
         await client.close()
     with pytest.raises(Closed):
         await client.submit(task("u"))
+
+
+async def test_an_endpoint_that_is_none_names_what_would_be_one_and_the_value_once() -> None:
+    for endpoint in ("http://foo", "nowhere", "tcp://foo"):
+        with pytest.raises(ConfigError) as caught:
+            await Client(endpoint).connect()
+        assert str(caught.value) == f"endpoint: expected ipc:///path or tcp://host:port ({endpoint!r})"
+
+
+async def test_a_timeout_says_what_keeps_the_client_out(address: str) -> None:
+    with pytest.raises(ConnectTimeout, match=r"nobody answers within 0\.05 s: there is no such socket; is the daemon"):
+        await Client(address, connect_timeout=0.05).connect()
+    with (
+        serving(address, ready=False),
+        pytest.raises(ConnectTimeout, match=r"not become ready .*no engine has offered"),
+    ):
+        await Client(address, connect_timeout=0.5).connect()
+
+
+# --- timeouts -------------------------------------------------------------------------------------
+
+NUMBERS = [120, 120.0, np.float32(120), np.float64(120), np.int16(120), np.float16(120), Fraction(240, 2), Decimal(120)]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    where = f"ipc://{tmp_path_factory.mktemp('client')}/d.sock"
+    with serving(where):
+        yield where
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=lambda number: type(number).__name__)
+async def test_any_real_number_is_a_timeout_here_and_at_the_daemon(served: str, number: Any) -> None:
+    async with Client(served, connect_timeout=number) as client:
+        name = f"held-{type(number).__name__}-{id(client)}"
+        before = client._link.now
+        future = await client.push(task(name, timeout=number))
+        [pending] = client._link._pending.values()
+        assert 0 <= pending.deadline - before - 120 - NO_ANSWER_S < 60
+        assert type(pending.body.timeout) in (int, float)  # type: ignore[union-attr]
+        assert await client.cancel(name)
+        assert (await future).status is Status.CANCELLED
+        await client.wait_ready(number)
+
+
+@pytest.mark.parametrize("value", ["30", None, True, 1j])
+async def test_what_is_no_number_is_rejected(served: str, value: Any) -> None:
+    async with Client(served) as client:
+        assert (await client.submit(task("t", timeout=value))).status is Status.REJECTED
+
+
+@pytest.mark.parametrize("value", [math.nan, -1.0, np.float32("nan"), Decimal("NaN"), Fraction(-1)], ids=repr)
+async def test_nan_and_negative_reach_the_daemon_as_they_are(served: str, value: Any) -> None:
+    async with Client(served) as client:
+        before = client._link.now
+        asking = asyncio.ensure_future(client.submit(task(f"held-{value!r}-{id(client)}", timeout=value)))
+        await asyncio.sleep(0)
+        [pending] = client._link._pending.values()
+        assert pending.deadline - before - NO_ANSWER_S < 60
+        assert not pending.body.timeout > 0, "so the daemon refuses it"  # type: ignore[union-attr]
+    await asking
+
+
+@pytest.mark.parametrize("value", [math.nan, Decimal("sNaN"), "30", True, 1j, 10**400], ids=str)
+def test_what_is_no_wait_is_told_at_once(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^connect_timeout: expected a number of seconds"):
+        Client(connect_timeout=value)
+
+
+def test_seconds_may_be_anything_real() -> None:
+    assert as_seconds(np.float32(0.5)) == 0.5
+    assert as_seconds(Fraction(1, 4)) == 0.25
+    assert as_seconds(math.inf) == math.inf
+    assert [as_seconds(value) for value in (True, "1", None, 1j, 10**400, Decimal("sNaN"), [1.0])] == [None] * 7

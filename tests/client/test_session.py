@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -12,7 +13,7 @@ from tests.support.simulation.clock import SimClock
 from tests.support.simulation.loop import SimLoop, simulate
 from transferd.client.heartbeat import Presence
 from transferd.client.pending import Pending, PendingTask
-from transferd.client.session import NO_SESSION, Link
+from transferd.client.session import HINT_AFTER_S, NO_SESSION, Link
 from transferd.errors import Closed, ConfigError, ConnectTimeout, DaemonLost, RequestError, TierError, TransferError
 from transferd.tasks import ErrorInfo, Status, SwapOutTask, TaskResult
 from transferd.wire import protocol as wire
@@ -26,6 +27,7 @@ class Recorder:
         self.takes = True
         self.closed = 0
         self.refuses: ConfigError | None = None
+        self.why = ""
         self._hear: Callable[[bytes], None] | None = None
 
     def start(self, on_message: Callable[[bytes], None]) -> None:
@@ -42,6 +44,9 @@ class Recorder:
     def close(self) -> None:
         self.closed += 1
         self._hear = None
+
+    async def obstacle(self) -> str:
+        return self.why
 
     def say(self, seq: int, body: wire.ReplyBody) -> None:
         assert self._hear is not None
@@ -214,6 +219,38 @@ def test_a_timeout_names_what_was_missing() -> None:
     run(program)
 
 
+def test_who_waits_is_told_soon_what_keeps_it_and_the_timeout_says_so_too(caplog: pytest.LogCaptureFixture) -> None:
+    async def program(world: World) -> None:
+        world.daemon.why = "there is no such socket"
+        began = world.link.now
+        waiting = asyncio.ensure_future(world.link.wait_answer(5.0))
+        await asyncio.sleep(HINT_AFTER_S - 0.1)
+        assert not caplog.records
+        await asyncio.sleep(0.2)
+        assert caplog.messages == [
+            "sim://daemon: nobody answers within 1 s: there is no such socket; still waiting",
+        ]
+        assert caplog.records[0].levelname == "WARNING"
+        with pytest.raises(ConnectTimeout, match=r"nobody answers within 5 s: there is no such socket$"):
+            await waiting
+        assert world.link.now - began == pytest.approx(5.0)
+        assert len(caplog.records) == 1
+        assert not world.link._waiters
+
+    run(program)
+
+
+def test_who_waits_for_ever_is_served_when_the_daemon_comes() -> None:
+    async def program(world: World) -> None:
+        waiting = asyncio.ensure_future(world.link.wait_ready(math.inf))
+        await asyncio.sleep(3600)
+        assert not waiting.done()
+        world.daemon.welcome()
+        await waiting
+
+    run(program)
+
+
 def test_a_lost_daemon_is_waited_for_again() -> None:
     async def program(world: World) -> None:
         world.daemon.welcome()
@@ -332,7 +369,7 @@ def test_what_cannot_be_said_or_is_too_long_ends_here() -> None:
 def test_a_request_past_its_limit_ends_and_its_task_is_taken_back() -> None:
     async def program(world: World) -> None:
         world.daemon.welcome()
-        world.push("slow").deadline = 2.0
+        world.push("slow").deadline = world.link.now + 2.0
         asked = world.ask(timeout=2.0)
         kept = world.ask(timeout=100.0)
         for _ in range(12):

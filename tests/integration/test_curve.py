@@ -222,3 +222,25 @@ async def test_a_missing_file_or_directory_is_named(section: CurveSection) -> No
     missing = CurveSection(secret_key_file=section.secret_key_file, client_keys_dir="/nonexistent")
     with pytest.raises(ConfigError, match=r"^server\.curve\.client_keys_dir: cannot be read: No such file"):
         await Daemon(missing).server.start()
+
+
+@pytest.mark.parametrize(
+    ("key", "found"),
+    [
+        (b"abc", "3 characters"),
+        ("é" * 40, "other characters"),
+        (b"~" * 40, "other characters"),
+        (None, "NoneType"),
+        (SERVER_PUBLIC + b"\n", "41 characters"),
+    ],
+)
+def test_a_clients_key_that_is_none_is_named_and_not_shown(key: Any, found: str) -> None:
+    for name in ("server_key", "public_key", "secret_key"):
+        keys = {"server_key": SERVER_PUBLIC, "public_key": KNOWN[0], "secret_key": KNOWN[1]} | {name: key}
+        with pytest.raises(ConfigError) as caught:
+            ClientCurve(**keys)
+        assert str(caught.value) == f"curve.{name}: expected a CURVE key of 40 characters in Z85, got {found}"
+
+
+def test_a_clients_keys_may_be_text() -> None:
+    assert ClientCurve(SERVER_PUBLIC.decode(), *KNOWN) == ClientCurve(SERVER_PUBLIC, *KNOWN)  # type: ignore[arg-type]

@@ -24,6 +24,7 @@ from transferd.client.busy_retry import BusyRetry
 from transferd.client.holds import QUIET_TIMEOUT_S, Holds
 from transferd.client.offers import DeviceHandle, Offers
 from transferd.client.pending import Pending, PendingTask
+from transferd.client.seconds import as_seconds, seconds_to_wait
 from transferd.client.session import Link
 from transferd.config import DEFAULT_ENDPOINT
 from transferd.errors import Closed, TierError
@@ -71,7 +72,7 @@ class Client:
         name: str = "",
     ) -> None:
         self.endpoint = endpoint or default_endpoint()
-        self._connect_timeout = connect_timeout
+        self._connect_timeout = seconds_to_wait("connect_timeout", connect_timeout)
         self._await_ready = await_ready
         self._clock = clock
         self._link = Link(self.endpoint, transport or ZmqClientTransport(self.endpoint), clock)
@@ -149,7 +150,7 @@ class Client:
 
         timeout: seconds; connect_timeout if None. Raises ConnectTimeout that names the ranks without memory.
         """
-        await self._link.wait_ready(self._connect_timeout if timeout is None else timeout)
+        await self._link.wait_ready(self._connect_timeout if timeout is None else seconds_to_wait("timeout", timeout))
 
     async def close(self) -> None:
         """Say Bye and disconnect. What is pending ends with code `closed`. Idempotent.
@@ -192,8 +193,8 @@ class Client:
         return pending.future
 
     def _limit(self, task: Task) -> float:
-        timeout = task.timeout if isinstance(task.timeout, int | float) and math.isfinite(task.timeout) else 0.0
-        return self._link.now + max(timeout, 0.0) + NO_ANSWER_S
+        timeout = as_seconds(task.timeout) or 0.0  # what is no finite number the daemon rejects
+        return self._link.now + (max(timeout, 0.0) if math.isfinite(timeout) else 0.0) + NO_ANSWER_S
 
     async def cancel(self, task_id: str) -> bool:
         """Take a task back. Its future ends as `cancelled`, or as it ended before.

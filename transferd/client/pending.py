@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from transferd.client.seconds import as_seconds
 from transferd.errors import RequestError, TransferError
 from transferd.tasks import ErrorInfo, Status, Task, TaskResult
 from transferd.wire import protocol as wire
@@ -47,6 +50,8 @@ class PendingTask(Pending):
     body: Task
 
     def __init__(self, link: Link, task: Task, deadline: float, *, ack: bool) -> None:
+        if type(task.timeout) not in (float, int) and (seconds := as_seconds(task.timeout)) is not None:
+            task = msgspec.structs.replace(task, timeout=seconds)
         super().__init__(task, link.new_future(), deadline, ack=ack)
         self.link = link
         self.admitted: asyncio.Future[None] | None = link.new_future() if ack else None

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import os
 import sys
@@ -55,6 +56,9 @@ from transferd.runtime.clock import Clock
 from transferd.wire import protocol as wire
 from transferd.wire.transport import ClientTransport
 
+log = logging.getLogger("transferd.client")  # the engine's own logging decides where that goes
+
+HINT_AFTER_S = 1.0  # who waits for longer is told what for
 OVERDUE_EVERY_S = 5.0  # how often pending requests are checked against their time limits
 
 # Errors keep their type across the wire where it says more than the code.
@@ -148,16 +152,24 @@ class Link:
     async def _wait(self, timeout: float, *, ready: bool) -> None:
         future: asyncio.Future[None] = self.new_future()
         self._waiters[future] = ready
+        give_up = self.now + timeout
         try:
-            await asyncio.wait_for(future, None if timeout == math.inf else timeout)
-        except TimeoutError:
-            raise ConnectTimeout(f"{self.endpoint}: {self._obstacle(f'within {timeout:g} s')}") from None
+            await asyncio.wait({future}, timeout=min(timeout, HINT_AFTER_S))
+            if not future.done() and timeout > HINT_AFTER_S:
+                log.warning("%s: %s; still waiting", self.endpoint, await self._obstacle(f"within {HINT_AFTER_S:g} s"))
+                left = max(give_up - self.now, 0.0)
+                await asyncio.wait({future}, timeout=None if left == math.inf else left)
+            if not future.done():
+                raise ConnectTimeout(f"{self.endpoint}: {await self._obstacle(f'within {timeout:g} s')}")
+            future.result()
         finally:
-            self._waiters.pop(future, None)
+            del self._waiters[future]
+            future.cancel()
 
-    def _obstacle(self, within: str) -> str:
+    async def _obstacle(self, within: str) -> str:
         if not self._answered:
-            return f"nobody answers {within}"
+            why = await self._transport.obstacle()
+            return f"nobody answers {within}" + (f": {why}" if why else "")
         missing = self.session.missing
         ranks = f"; without memory: rank {', '.join(map(str, missing))}" if missing else ""
         why = self.session.why or "it does not say why"

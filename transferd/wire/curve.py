@@ -49,16 +49,35 @@ class ServerCurve:
 
 @dataclass(frozen=True, slots=True)
 class ClientCurve:
-    """A client's side: the daemon's public key, and its own pair (`zmq.curve_keypair()`), all Z85."""
+    """A client's side: the daemon's public key, and its own pair (`zmq.curve_keypair()`), all Z85.
+
+    Keys may be given as text, too. Raises ConfigError that names the key, and does not show it.
+    """
 
     server_key: bytes
     public_key: bytes
     secret_key: bytes
 
+    def __post_init__(self) -> None:
+        for name in ("server_key", "public_key", "secret_key"):
+            object.__setattr__(self, name, _client_key(name, getattr(self, name)))
+
     def apply(self, socket: zmq.Socket[bytes]) -> None:
         socket.setsockopt(zmq.CURVE_SERVERKEY, self.server_key)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self.public_key)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret_key)
+
+
+def _client_key(name: str, key: object) -> bytes:
+    found = f"{len(key)} characters" if isinstance(key, str | bytes) else type(key).__name__
+    try:
+        plain = key.encode("ascii") if isinstance(key, str) else key
+        if isinstance(plain, bytes) and len(plain) == 40:
+            z85.decode(plain)
+            return plain
+    except (ValueError, KeyError):
+        found = "other characters"
+    raise ConfigError(f"curve.{name}", f"expected a CURVE key of 40 characters in Z85, got {found}")
 
 
 def client_keys(directory: str) -> frozenset[bytes]:

@@ -19,6 +19,7 @@ after sends from elsewhere one check is scheduled for all of them.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -32,6 +33,7 @@ from transferd.wire.credentials import resolve_group, resolve_uids
 from transferd.wire.curve import ClientCurve, ServerCurve, client_keys
 from transferd.wire.endpoint import Claim
 from transferd.wire.frames import number_of, one_frame
+from transferd.wire.obstacle import find_obstacle
 from transferd.wire.peers import LIBZMQ_NAMED, OBSERVER_BY_ENDPOINT, Peers
 from transferd.wire.zap import ConnectionGate
 
@@ -99,6 +101,10 @@ class ClientTransport(Protocol):
         ...
 
     def close(self) -> None: ...
+
+    async def obstacle(self) -> str:
+        """What keeps it from the daemon, in a few words; "" if that is not seen from here. Takes a second at most."""
+        ...
 
 
 class Channel:
@@ -379,7 +385,7 @@ class ZmqClientTransport:
 
     def __init__(self, endpoint: str, *, curve: ClientCurve | None = None) -> None:
         self._endpoint = endpoint
-        self._curve = curve
+        self._curve = curve if _is_tcp(endpoint) else None
         self._channel: Channel | None = None
 
     def start(self, on_message: ClientMessage) -> None:
@@ -387,13 +393,14 @@ class ZmqClientTransport:
         socket = context.socket(zmq.DEALER)
         try:
             self._set_options(socket)
-            if self._curve is not None and _is_tcp(self._endpoint):
-                self._curve.apply(socket)
             socket.connect(self._endpoint)
         except zmq.ZMQError as error:
             socket.close(0)
             context.term()
-            raise ConfigError("endpoint", f"cannot be connected to: {error}", self._endpoint) from error
+            problem = f"cannot be connected to: {os.strerror(error.errno or 0)}"
+            if error.errno in (zmq.EPROTONOSUPPORT, zmq.EINVAL):
+                problem = "expected ipc:///path or tcp://host:port"
+            raise ConfigError("endpoint", problem, self._endpoint) from error
         self._channel = Channel(context, socket, lambda socket: on_message(one_frame(socket)))
 
     def _set_options(self, socket: zmq.Socket[bytes]) -> None:
@@ -407,6 +414,11 @@ class ZmqClientTransport:
         socket.setsockopt(zmq.IMMEDIATE, 0)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+        if self._curve is not None:
+            self._curve.apply(socket)
+
+    async def obstacle(self) -> str:
+        return await find_obstacle(self._endpoint, self._set_options, keys=self._curve is not None)
 
     def send(self, payload: bytes) -> bool:
         channel = self._channel

@@ -263,6 +263,9 @@ class SimClientTransport:
         self._on_message = self._on_writable = None
         self._network.leave(self)
 
+    async def obstacle(self) -> str:
+        return ""
+
     # --- called by the network ----------------------------------------------------------------------
 
     def connected(self) -> None:
