@@ -93,6 +93,7 @@ def test_fastdeploys_variable_counts_where_the_mode_is_not_set(value: str, mode:
 def test_another_value_of_that_variable_is_named() -> None:
     with pytest.raises(ConfigError, match="FD_PD_TRANSFER_VIA_STORAGE: expected 0 or 1"):
         load(env={"FD_PD_TRANSFER_VIA_STORAGE": "yes"})
+    assert load(overrides=["pd.mode=direct"], env={"FD_PD_TRANSFER_VIA_STORAGE": "yes"}).pd.mode == "direct"
 
 
 def test_direct_tasks_are_refused_by_a_daemon_in_storage_mode() -> None:

@@ -115,7 +115,8 @@ class Installed:
 
     def start(self) -> None:
         self.run("systemctl", "reset-failed", UNIT, check=False)
-        self.run("systemctl", "start", UNIT)
+        done = self.run("systemctl", "start", UNIT, check=False)
+        assert done.returncode == 0, self.log()
 
     def stop(self) -> None:
         self.run("systemctl", "stop", UNIT)

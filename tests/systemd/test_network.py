@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+from importlib.util import find_spec
 
 import pytest
 import zmq
 
 from tests.systemd.installed import TCP, UNIT, UNIX, Installed
-from tests.systemd.machine import wait_for
+from tests.systemd.machine import SITE, wait_for
 
 OUTSIDE = "192.0.2.7"  # an address that is not loopback's
 CLIENTS = "/etc/transferd/clients"
@@ -96,6 +98,30 @@ def test_keys_are_added_and_revoked_by_a_reload(outside: Installed) -> None:
     finally:
         outside.remove_drop_in("once")
         outside.configure()
+
+
+needs_mooncake = pytest.mark.skipif(find_spec("mooncake") is None, reason="mooncake is not installed")
+
+
+@needs_mooncake
+def test_a_pool_and_direct_transfers_run_under_the_unit(outside: Installed) -> None:
+    """With everything on loopback the unit is enough; with the network's drop-in, other machines are reached."""
+    outside.machine.put("/usr/bin/mooncake_master", f'#!/bin/sh\nexec {SITE}/mooncake/mooncake_master "$@"\n', 0o755)
+    command = outside.machine.inside("transferd", "pool", "master", "--listen", "127.0.0.1:50051")
+    outside.configure(storage='backend = "mooncake"', pd='mode = "direct"\nlisten = "127.0.0.1:7801"')
+    outside.machine.put("/tmp/pool", '[storage.mooncake]\nmaster_server_addr = "127.0.0.1:50051"\n')
+    outside.run("sh", "-c", "cat /tmp/pool >> /etc/transferd/transferd.toml")
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as master:
+        try:
+            outside.start()
+            done = outside.engine("roundtrip")
+            assert json.loads(done.stdout) == {"ranks": 2, "ok": True, "same": True}
+            report = json.loads(outside.run("transferd", "stats", "--format", "json").stdout)
+            assert (report["storage"]["backend"], report["pd"]["mode"]) == ("mooncake", "direct")
+        finally:
+            outside.stop()
+            outside.configure()
+            master.terminate()
 
 
 def test_the_drop_in_for_gpus_starts_where_there_is_no_group_render(outside: Installed) -> None:

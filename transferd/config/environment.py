@@ -52,7 +52,9 @@ def fold(tree: dict[str, Any], env: Mapping[str, str]) -> None:
         if env.get(name):
             section, _, setting = key.rpartition(".")
             _fill(tree, section, {setting: env[name]})
-    _fill(tree, "pd", _from_variables(env, {"mode": ("FD_PD_TRANSFER_VIA_STORAGE", _pd_mode)}))
+    pd = tree.get("pd", {})
+    given = pd if isinstance(pd, dict) else {}
+    _fill(tree, "pd", _from_variables(env, {"mode": ("FD_PD_TRANSFER_VIA_STORAGE", _pd_mode)}, given))
     storage = tree.get("storage")
     if not isinstance(storage, dict):
         return
