@@ -153,6 +153,18 @@ class DaemonLost(TransferError):
     code = "daemon_lost"
 
 
+class NoThreads(TransferError):
+    """The system starts no more threads for this process. What was asked for was not done, and never will be."""
+
+    code = "no_threads"
+
+
+class StillRunning(TransferError):
+    """Something does not end: a call into storage, a copy. What it works on was not given back."""
+
+    code = "still_running"
+
+
 class Closed(TransferError):
     """You closed this object and used it afterwards."""
 

@@ -29,19 +29,22 @@ SUPPORT = PACKAGE.parent / "tests" / "support"
 
 @dataclass(frozen=True)
 class Mutant:
-    """One bug: in `file` below the package, `old` (there exactly once) becomes `new`."""
+    """One bug: in `file` below the package, `old` (there exactly once) becomes `new`; so does each pair of `more`."""
 
     name: str
     file: str
     old: str
     new: str
+    more: tuple[tuple[str, str], ...] = ()
 
     def apply(self, package: Path) -> None:
         """Raises AssertionError when the text is not there exactly once."""
         path = package / self.file
         text = path.read_text()
-        assert text.count(self.old) == 1, f"{self.name}: its text is {text.count(self.old)} times in {self.file}"
-        path.write_text(text.replace(self.old, self.new))
+        for old, new in ((self.old, self.new), *self.more):
+            assert text.count(old) == 1, f"{self.name}: its text is {text.count(old)} times in {self.file}"
+            text = text.replace(old, new)
+        path.write_text(text)
 
 
 MUTANTS = (
@@ -233,6 +236,20 @@ MUTANTS = (
         "daemon/server.py",
         "        if not oldest <= request.session <= client.session and request.session != wire.ANY_SESSION:",
         "        if False:",
+    ),
+    Mutant(  # what CPython's ThreadPoolExecutor does, which this package once used
+        "a function is queued before its thread is refused",
+        "runtime/threads.py",
+        "            while len(self._threads) < self._size:\n",
+        "            while False:\n",
+        (
+            (
+                "        return work\n\n    def under_way",
+                "        if len(self._threads) < self._size:\n"
+                '            self._threads.append(self._start(f"{self.name}-{len(self._threads)}"))\n'
+                "        return work\n\n    def under_way",
+            ),
+        ),
     ),
     Mutant(
         "an effect that raises takes the others with it",

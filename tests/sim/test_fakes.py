@@ -22,7 +22,15 @@ from tests.support.simulation.threads import SimOffload
 from transferd.blocks.copyplan import CopyPlan, plan_copy
 from transferd.blocks.layout import build_layout
 from transferd.config import CacheSection
-from transferd.errors import DeviceLost, InvariantError, StorageError, StorageFull, StorageUnavailable, TierError
+from transferd.errors import (
+    Closed,
+    DeviceLost,
+    InvariantError,
+    StorageError,
+    StorageFull,
+    StorageUnavailable,
+    TierError,
+)
 from transferd.runtime.threads import Direction
 from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found
 
@@ -76,10 +84,10 @@ def test_a_started_function_runs_to_its_end_and_a_waiting_one_can_be_taken_back(
         first = offload.run(Direction.OUT, lambda: ran.append("first"))
         second = offload.run(Direction.OUT, lambda: ran.append("second"))
         third = offload.run(Direction.OUT, lambda: ran.append("third"))
-        await asyncio.sleep(0)
-        first.cancel()
-        second.cancel()
+        await asyncio.sleep(0.999)  # the first has had its effect or has it now, and has not ended
+        assert (first.cancel(), second.cancel()) == (False, True)
         await third
+        assert first.done()
         return ran
 
     assert simulate(main, 0) == ["first", "third"]
@@ -94,13 +102,8 @@ async def test_an_offload_can_stall_one_direction_fail_and_close() -> None:
     assert not stalled.done()
     offload.gates[Direction.OUT].release()
     assert await stalled == 1
-    ran: list[int] = []
-    offload.dice.script("run", "fail")
-    with pytest.raises(OSError, match="thread"):
-        await offload.run(Direction.IN, lambda: ran.append(1))
-    assert ran == []
     offload.close()
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises(Closed):
         offload.run(Direction.IN, lambda: 1)
 
 
@@ -110,7 +113,8 @@ async def test_closing_an_offload_takes_back_what_waits() -> None:
     first, second = (offload.run(Direction.OUT, lambda: 1) for _ in range(2))
     await asyncio.sleep(0)
     offload.close()
-    assert second.cancelled()
+    with pytest.raises(Closed):
+        await second
     offload.gates[Direction.OUT].release()
     assert await first == 1
 

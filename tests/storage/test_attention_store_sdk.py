@@ -15,7 +15,7 @@ from tests.storage.token_harness import BLOCK, KINDS, TokenWorld, token_world, t
 from tests.support.attention_store_sdk import AttentionStoreDouble, AttentionStoreSDKError, installed
 from transferd.config import from_tree
 from transferd.config.environment import fold
-from transferd.errors import ConfigError, RequestError, StorageError, StorageUnavailable
+from transferd.errors import ConfigError, RequestError, StillRunning, StorageError, StorageUnavailable
 from transferd.storage.attention_store import lines
 from transferd.storage.attention_store import sdk as adapter
 from transferd.storage.attention_store.library import PACKAGE, load_library
@@ -184,23 +184,28 @@ async def test_an_index_that_cannot_be_told_after_a_read_fails_nothing(tmp_path:
         await until(lambda: world.storage.statistics()["flush_errors"] == 1)
 
 
-async def test_a_flush_that_hangs_delays_no_transfer_no_question_and_no_close(
+async def test_a_flush_that_hangs_delays_no_transfer_and_no_question_and_is_named_at_the_close(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(adapter, "CLOSE_WAIT_S", 0.01)
     double = AttentionStoreDouble()
     held = Held(double, "flush_token_index")
     try:
-        async with token_world(SDK, tmp_path, double=double) as world:
-            outcome = (await world.write(PATH[: 2 * BLOCK], 0, [0, 1]))[0]
-            assert list(outcome.moved) == [0, 1]
-            await until(held.begun.is_set)
-            outcome = (await world.read(PATH[: 2 * BLOCK], 0, [2, 3]))[0]
-            assert list(outcome.moved) == [0, 1]
-            async with asyncio.timeout(WAIT_S / 2):
-                assert await world.match(PATH) == 2
+        with pytest.raises(StillRunning, match=r"transferd-as-0-tell-0: flush, "):
+            await _use_beside(held, tmp_path, double)
     finally:
         held.go.set()
+
+
+async def _use_beside(held: Held, path: Path, double: AttentionStoreDouble) -> None:
+    async with token_world(SDK, path, double=double) as world:
+        outcome = (await world.write(PATH[: 2 * BLOCK], 0, [0, 1]))[0]
+        assert list(outcome.moved) == [0, 1]
+        await until(held.begun.is_set)
+        outcome = (await world.read(PATH[: 2 * BLOCK], 0, [2, 3]))[0]
+        assert list(outcome.moved) == [0, 1]
+        async with asyncio.timeout(WAIT_S / 2):
+            assert await world.match(PATH) == 2
 
 
 async def test_flushes_behind_one_that_hangs_are_bounded_and_those_beyond_are_told_of(
@@ -219,6 +224,7 @@ async def test_flushes_behind_one_that_hangs_are_bounded_and_those_beyond_are_to
             await until(lambda: world.storage.statistics()["flush_errors"] == 2)
             with pytest.raises(StorageUnavailable, match="3 calls are waiting already"):
                 await world.storage.flush_token_index(TokenIds(PATH), 0, resident=True)
+            held.go.set()
     finally:
         held.go.set()
 

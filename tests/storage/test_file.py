@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from transferd.blocks.footer import FOOTER_BYTES, check, stamps
 from transferd.blocks.keys import ObjectNamer, key_digest
 from transferd.errors import ConfigError, StorageError, StorageFull
 from transferd.runtime.clock import Clock
-from transferd.runtime.threads import Direction, ThreadOffload
+from transferd.runtime.threads import Crew, ThreadOffload
 from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Found
 from transferd.storage.directory import QUARANTINE_BYTES, QUARANTINE_FILES, TOUCH_INTERVAL_S
 from transferd.storage.file import FileStorage
@@ -343,7 +342,15 @@ class UnprivilegedOffload(ThreadOffload):
 
     def __init__(self) -> None:
         super().__init__(1)
-        self._pools = {direction: ThreadPoolExecutor(1, initializer=_become_nobody) for direction in Direction}
+
+    def _crew(self, name: str, size: int) -> Crew:
+        return UnprivilegedCrew(name, size)
+
+
+class UnprivilegedCrew(Crew):
+    def _serve(self, name: str) -> None:
+        _become_nobody()
+        super()._serve(name)
 
 
 def _become_nobody() -> None:

@@ -208,6 +208,7 @@ class Daemon:
         Listening first means that a second daemon on the socket is refused before it allocates anything,
         and that a client that comes early is told "not ready" instead of nothing.
         """
+        self.offload.open()
         await self.reports.start()
         await self.server.start()
         if self.events is not None:

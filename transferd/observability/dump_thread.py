@@ -39,16 +39,21 @@ from transferd.observability.recorder import LONGEST_TEXT, Note, Recorder
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.descriptors import never_waiting
 from transferd.runtime.signals import DUMP_SIGNALS, WAKE
+from transferd.runtime.threads import start_thread
 from transferd.runtime.version import VERSION
 
 log = structlog.get_logger(__name__)
 
+END_S = 2.0  # that the end waits for dumps under way
 MOST_FAILURES = 3  # dumps of failures in one life
 MOST_THREADS, MOST_FRAMES = 64, 50
 
 
 class Dumper:
-    """Context manager around a daemon's life on a running loop. Owns its thread and the loop's exception handler."""
+    """Context manager around a daemon's life on a running loop. Owns its thread and the loop's exception handler.
+
+    Entering raises NoThreads.
+    """
 
     def __init__(
         self, config: RecorderSection, recorder: Recorder, *, boot_id: str, clock: Clock = SYSTEM_CLOCK
@@ -60,12 +65,13 @@ class Dumper:
         self._failures = 0
         self._pending: deque[Callable[[], None]] = deque()  # what the thread was woken for
         self._ending = False
-        self._thread = threading.Thread(target=self._wait, name="flight-recorder", daemon=True)
+        self._thread: threading.Thread | None = None
+        self.hangs = False  # after the end: a dump never ended, its disk hangs
 
     def __enter__(self) -> Self:
         if not faulthandler.is_enabled():
             faulthandler.enable(never_waiting(STDERR))  # or a reader that sleeps could keep a crash from its end
-        self._thread.start()
+        self._thread = start_thread("flight-recorder", self._wait)
         self._recorder.on_failure = self._failed
         asyncio.get_running_loop().set_exception_handler(self._callback_raised)
         return self
@@ -75,11 +81,16 @@ class Dumper:
     ) -> None:
         asyncio.get_running_loop().set_exception_handler(None)
         self._recorder.on_failure = _nobody
+        if isinstance(error, Exception) and not isinstance(error, ConfigError):
+            problem, stacks = f"{type(error).__name__}: {error}", _stacks(error)
+            self._pending.append(lambda: self._dump("crash", problem, stacks))
         self._ending = True
         self._wake()
-        self._thread.join()
-        if isinstance(error, Exception) and not isinstance(error, ConfigError):
-            self._dump("crash", f"{type(error).__name__}: {error}", _stacks(error))
+        assert self._thread is not None
+        self._thread.join(END_S)
+        self.hangs = self._thread.is_alive()
+        if self.hangs:
+            log.error("a dump does not end: its disk hangs", directory=self._config.directory)
 
     # --- what calls for a dump ----------------------------------------------------------------------
 
@@ -115,6 +126,7 @@ class Dumper:
                 return
 
     def _wake(self) -> None:
+        assert self._thread is not None
         assert self._thread.ident is not None
         signal.pthread_kill(self._thread.ident, WAKE)
 

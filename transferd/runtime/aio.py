@@ -9,7 +9,17 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-async def uncancelled(work: Coroutine[Any, Any, T]) -> T:
+class Held(asyncio.Future[T]):
+    """A future that cannot be cancelled: a cancellation of who awaits it is held back until it is done.
+
+    For what moves bytes and cannot be taken back. Whoever makes one must see to it that it ends.
+    """
+
+    def cancel(self, msg: object = None) -> bool:  # noqa: ARG002 - as the base class has it
+        return False
+
+
+async def uncancelled(work: Coroutine[Any, Any, T] | asyncio.Future[T]) -> T:
     """Run `work` to its end and return what it returns.
 
     A cancellation of the caller is held back until then and raised afterwards; the work does not see
@@ -35,11 +45,21 @@ async def every(works: Iterable[Awaitable[T]]) -> list[T]:
 
     asyncio.gather alone raises at the first error, or at the first cancelled one, and leaves the others
     running behind its caller's back: on memory and in storage that the caller believes is free of them.
-    A cancellation of the caller reaches all of them and is raised when all have ended.
+    An error of the iterable itself, which may start one work after another, comes after those that it
+    had started. A cancellation of the caller reaches all of them and is raised when all have ended.
     """
+    begun: list[asyncio.Future[T]] = []
+    refused: Exception | None = None
+    try:
+        for work in works:
+            begun.append(asyncio.ensure_future(work))  # noqa: PERF401 - what has begun is kept when the next raises
+    except Exception as error:  # noqa: BLE001 - raised below
+        refused = error
     results: list[T] = []
-    for ended in await asyncio.gather(*works, return_exceptions=True):
+    for ended in await asyncio.gather(*begun, return_exceptions=True):
         if isinstance(ended, BaseException):
             raise ended
         results.append(ended)
+    if refused is not None:
+        raise refused
     return results

@@ -42,7 +42,7 @@ class FileStorage(IndexedStorage):
     def __init__(self, config: Config, *, clock: Clock = SYSTEM_CLOCK, offload: Offload | None = None) -> None:
         section = config.storage.file
         threads = max(MIN_THREADS, min(os.cpu_count() or 1, MAX_THREADS))
-        super().__init__(section.capacity, offload or ThreadOffload(threads), stripes=threads)
+        super().__init__(section.capacity, offload or ThreadOffload(threads, name="transferd-file"), stripes=threads)
         self._path = section.path
         self._clock = clock
         self._directory = ObjectDirectory(Path(section.path), fsync=section.fsync, clock=clock)
@@ -60,9 +60,10 @@ class FileStorage(IndexedStorage):
         Raises ConfigError naming the path: it cannot be used, or another daemon uses it.
         """
         began = self._clock.monotonic()
-        await self._offload.run(Direction.OUT, self._directory.open)
+        self._offload.open()
+        await self._offload.run(Direction.OUT, self._directory.open, "open of the store")
         try:
-            files = await self._offload.run(Direction.OUT, self._directory.scan)
+            files = await self._offload.run(Direction.OUT, self._directory.scan, "scan of the store")
         except BaseException:
             self._directory.close()
             raise
@@ -102,7 +103,9 @@ class FileStorage(IndexedStorage):
         used = itertools.takewhile(lambda item: item[1].touched, self._index.hottest_first())
         order = [name for name, _ in used]
         try:
-            await self._offload.run(Direction.OUT, lambda: self._directory.record_order(order))
+            await self._offload.run(
+                Direction.OUT, lambda: self._directory.record_order(order), "record of the order of use"
+            )
         finally:
             self._directory.close()
 

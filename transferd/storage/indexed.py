@@ -32,11 +32,10 @@ from __future__ import annotations
 
 import abc
 import asyncio
-import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 from transferd.errors import Closed, StorageError, StorageFull
 from transferd.runtime.aio import every, uncancelled
@@ -401,9 +400,8 @@ class IndexedStorage(Storage):
         if not items or (self._inline_bytes and nbytes <= self._inline_bytes):
             return [effect(item) for item in items]
         count = min(self._stripes, len(items))
-        parts = await every(
-            self._offload.run(direction, functools.partial(_each, effect, items[i::count])) for i in range(count)
-        )
+        stripes = [_Stripe(effect, items[i::count]) for i in range(count)]
+        parts = await every(self._offload.run(direction, stripe, stripe) for stripe in stripes)
         results: list[T | None] = [None] * len(items)
         for i, part in enumerate(parts):
             results[i::count] = part
@@ -427,8 +425,30 @@ def _depth(blob: Blob, position: int) -> int:
     return position if blob.use is None else blob.depth
 
 
-def _each(effect: Callable[[S], T], items: Sequence[S]) -> list[T]:
-    return [effect(item) for item in items]
+class _Stripe(Generic[S, T]):
+    """One thread's part of a batch. str() says what it does, and to which object just now."""
+
+    def __init__(self, effect: Callable[[S], T], items: Sequence[S]) -> None:
+        self._effect = effect
+        self._items = items
+        self._done: list[T] = []
+
+    def __call__(self) -> list[T]:
+        for item in self._items:
+            self._done.append(self._effect(item))
+        return self._done
+
+    def __str__(self) -> str:
+        item = self._items[min(len(self._done), len(self._items) - 1)]
+        verb = getattr(self._effect, "__name__", "effect").strip("_").partition("_")[0]
+        return f"{verb} of {_name_of(item)}"
+
+
+def _name_of(item: object) -> str:
+    """The object that an effect is given, whatever it is wrapped in."""
+    if isinstance(item, _Write):
+        return item.blob.name
+    return item[1].name if isinstance(item, tuple) else str(item)
 
 
 def _bare(error: StorageError) -> StorageError:

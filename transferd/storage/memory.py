@@ -30,14 +30,15 @@ class MemoryStorage(IndexedStorage):
     def __init__(self, config: Config, *, clock: Clock = SYSTEM_CLOCK, offload: Offload | None = None) -> None:  # noqa: ARG002 - every backend is given the clock
         super().__init__(
             config.storage.memory.capacity,
-            offload or ThreadOffload(COPY_THREADS),
+            offload or ThreadOffload(COPY_THREADS, name="transferd-memory"),
             stripes=COPY_THREADS,
             inline_bytes=INLINE_BYTES,
         )
         self._objects: dict[str, npt.NDArray[np.uint8]] = {}
 
     async def open(self) -> None:
-        """Nothing to make ready."""
+        """Nothing to make ready but the threads. Raises NoThreads."""
+        self._offload.open()
 
     def reconfigure(self, config: Config) -> None:
         """Take over `storage.memory.capacity`."""

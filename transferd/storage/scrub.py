@@ -118,12 +118,7 @@ class Scrub:
     async def _next(self, steps: Iterator[int | Examination]) -> int | Examination | None:
         """The next step, once traffic lets it. A cancellation comes through when the thread has let go."""
         await self._traffic.quiet(PATIENCE_S)
-        running = self._offload.run(Direction.OUT, lambda: next(steps, None))
-        try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:
-            await asyncio.wait({running})
-            raise
+        return await self._offload.run(Direction.OUT, lambda: next(steps, None), "scrub")
 
     def _steps(self, buffer: memoryview) -> Generator[int | Examination, None, None]:
         """In a thread, one step a call: the bytes of each piece, then the examination that they belonged to."""

@@ -163,7 +163,7 @@ class PaddleDeviceTier:
             raise InvariantError("the paddle tier moves blocks; a plan of byte runs alone was given")
         try:
             # Always in a thread: one operation costs little, but a plan may need two for each layer and plane.
-            await self._offload.run(direction, lambda: work(copier, moves))
+            await self._offload.run(direction, lambda: work(copier, moves), "copy between device and host")
         except ERRORS as error:
             raise TierError(f"rank {self.rank}: a copy on {self.place} failed: {_line(error)}") from error
 

@@ -78,7 +78,9 @@ class ShmDeviceTier:
         if plan.nbytes <= INLINE_BYTES:
             copy_runs(source, target, plan.runs)
         else:
-            await self._offload.run(direction, lambda: copy_runs(source, target, plan.runs))
+            await self._offload.run(
+                direction, lambda: copy_runs(source, target, plan.runs), "copy between device and host"
+            )
 
     def handle(self) -> DeviceHandle:
         return created_handle(self._layout, self._mapped)

@@ -19,11 +19,13 @@ import itertools
 import os
 import socket as sockets
 import struct
-import threading
 from collections import Counter
 
 import structlog
 import zmq
+
+from transferd.errors import NoThreads
+from transferd.runtime.threads import start_thread
 
 log = structlog.get_logger(__name__)
 
@@ -42,7 +44,7 @@ _numbers = itertools.count()
 
 
 class Doorman:
-    """Watches one socket that is going to listen. Owns a thread from `__init__` to `close`.
+    """Watches one socket that is going to listen. Owns a thread from `__init__` to `close`. Raises NoThreads.
 
     first_refused: the descriptor number from which on connections are refused.
     """
@@ -58,8 +60,12 @@ class Doorman:
         socket.monitor(address, _WATCHED)
         self._events: zmq.Socket[bytes] = context.socket(zmq.PAIR)
         self._events.connect(address)
-        self._thread = threading.Thread(target=self._watch, name="transferd-doorman", daemon=True)
-        self._thread.start()
+        try:
+            self._thread = start_thread("transferd-doorman", self._watch)
+        except NoThreads:
+            socket.disable_monitor()
+            self._events.close(0)
+            raise
 
     def close(self) -> None:
         """Stop watching. Call it before the socket is closed. Idempotent."""

@@ -124,7 +124,7 @@ class RankContext:
         """Run what goes over the bytes of so many blocks where it is cheapest."""
         if self.format.checked_bytes * blocks <= self.inline_check_bytes:
             return work()
-        return await self.offload.run(direction, work)
+        return await self.offload.run(direction, work, "checksums")
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,12 +24,37 @@ class StopSignal:
     def __init__(self) -> None:
         self.reason: Stop | None = None
         self._waiters: set[asyncio.Future[None]] = set()
+        self._copying: set[asyncio.Task[Any]] = set()
 
     def set(self, reason: Stop) -> None:
         if self.reason is None:
             self.reason = reason
             for waiter in self._waiters:
                 _wake(waiter)
+            for task in self._copying:
+                task.cancel()
+
+    async def copied(self, copying: Coroutine[Any, Any, None]) -> bool:
+        """Await a copy. False: the signal was set first, and whatever has not begun of the copy never will.
+
+        So a copy that waits for a thread behind a copy that hangs does not run after its task's result. The
+        tier holds the cancellation back for as long as bytes move (tiers/base.py).
+        """
+        if self.reason is not None:
+            copying.close()
+            return False
+        task = asyncio.current_task()
+        assert task is not None
+        self._copying.add(task)
+        try:
+            await copying
+        except asyncio.CancelledError:
+            if self.reason is None or task.uncancel():  # somebody else's cancellation, or also somebody else's
+                raise
+            return False
+        finally:
+            self._copying.discard(task)
+        return True
 
     async def race(self, future: asyncio.Future[Any]) -> bool:
         """Wait until `future` is done (True) or the signal is set first (False). Never cancels `future`."""

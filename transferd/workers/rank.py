@@ -107,21 +107,14 @@ class RankWorker:
             await self.close_device()
         if self.context.host is not None:
             with _kept(errors):
-                await self._in_thread(Direction.OUT, self.context.host.close)
+                await self.context.offload.run(Direction.OUT, self.context.host.close)
         if errors:
             raise errors[0]
 
     async def allocate_host(self) -> None:
         """Make the host pool again after `free`, zeroed. Raises TierError."""
         if self.context.host is not None:
-            await self._in_thread(Direction.IN, self.context.host.allocate)
-
-    async def _in_thread(self, direction: Direction, function: Callable[[], None]) -> None:
-        """A large pool takes seconds. Without a thread to be had it takes the loop's time rather than not happen."""
-        try:
-            await self.context.offload.run(direction, function)
-        except (OSError, RuntimeError):  # "can't start new thread"
-            function()
+            await self.context.offload.run(Direction.IN, self.context.host.allocate)
 
     def start(self, job: Job) -> None:
         """Begin this rank's share of a task. Returns at once; the outcome goes to `arrive`."""

@@ -134,10 +134,11 @@ class Reader:
         context.recorder.step(task.task_id, "copy", context.rank, len(good))
         before = context.clock.monotonic()
         try:
-            await context.device.copy_in(plan, context.staging.memory)
+            copied = await job.stop.copied(context.device.copy_in(plan, context.staging.memory))
         finally:
             account.copy_s += context.clock.monotonic() - before
-        account.done([positions[i] for i in good], plan.nbytes)
+        if copied:
+            account.done([positions[i] for i in good], plan.nbytes)
 
     async def _fetch(self, batch: Batch, job: Job, places: Sequence[tuple[str, int]]) -> list[Outcome]:
         """Storage → slots, verified. Belongs to the batch, not to the task that began it.

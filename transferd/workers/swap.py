@@ -43,7 +43,7 @@ class Swapper:
 
     async def _pieces(self, job: Job, account: Account) -> None:
         """Pieces in order, two at a time; after an error or a stop no more are begun, and those begun are awaited."""
-        under_way: deque[tuple[range, asyncio.Task[int]]] = deque()
+        under_way: deque[tuple[range, asyncio.Task[int | None]]] = deque()
         loop = asyncio.get_running_loop()
         for start in range(0, job.task.blocks, self._piece_blocks):
             if len(under_way) == UNDER_WAY:
@@ -57,21 +57,23 @@ class Swapper:
         while under_way:
             await self._take(account, *under_way.popleft())
 
-    async def _copy(self, job: Job, piece: range) -> int:
-        """Move a piece; how many bytes that was."""
+    async def _copy(self, job: Job, piece: range) -> int | None:
+        """Move a piece; how many bytes that was. None: told to stop before the copy began."""
         context = self._context
         host = require(context.host)
         plan = self._plan(job, piece, host.arena.geometry)
         if isinstance(job.task, SwapOutTask):
-            await context.device.copy_out(plan, host.memory)
+            copying = context.device.copy_out(plan, host.memory)
         else:
-            await context.device.copy_in(plan, host.memory)
-        return plan.nbytes
+            copying = context.device.copy_in(plan, host.memory)
+        return plan.nbytes if await job.stop.copied(copying) else None
 
-    async def _take(self, account: Account, piece: range, copying: Awaitable[int]) -> None:
+    async def _take(self, account: Account, piece: range, copying: Awaitable[int | None]) -> None:
         """Wait for a piece and put it to the account."""
         try:
-            account.done(piece, await copying)
+            nbytes = await copying
+            if nbytes is not None:
+                account.done(piece, nbytes)
         except TransferError as error:
             account.failed(error)
 

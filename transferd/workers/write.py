@@ -81,8 +81,7 @@ class Writer:
         if lease is None:
             return None
         try:
-            if job.stop.reason is None:
-                await self._gather(job, account, positions, lease)
+            if await self._gather(job, account, positions, lease):
                 blobs = self._blobs(job, positions, lease)
                 self._context.recorder.step(job.task.task_id, "put", self._context.rank, len(blobs))
                 put = self._context.background.spawn(self._put(blobs))
@@ -105,7 +104,8 @@ class Writer:
         acquiring.add_done_callback(lambda late: late.result().release())
         return None
 
-    async def _gather(self, job: Job, account: Account, positions: Sequence[int], lease: Lease) -> None:
+    async def _gather(self, job: Job, account: Account, positions: Sequence[int], lease: Lease) -> bool:
+        """Copy blocks to slots and seal them. False: told to stop before the copy began."""
         context, task = self._context, job.task
         assert isinstance(task, WriteStorageTask)
         staging, device = context.staging, context.device.arena.geometry
@@ -114,10 +114,12 @@ class Writer:
         context.recorder.step(task.task_id, "copy", context.rank, len(positions))
         before = context.clock.monotonic()
         try:
-            await context.device.copy_out(plan, staging.memory)
+            if not await job.stop.copied(context.device.copy_out(plan, staging.memory)):
+                return False
             await context.seal(lease.slots, job.generation, context.ids(job, positions))
         finally:
             account.copy_s += context.clock.monotonic() - before
+        return True
 
     def _blobs(self, job: Job, positions: Sequence[int], lease: Lease) -> list[Blob]:
         staging = self._context.staging

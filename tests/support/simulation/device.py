@@ -16,7 +16,8 @@ from tests.support.simulation.memory import MemoryWatch, SimMemory
 from transferd.blocks.copyplan import CopyPlan
 from transferd.blocks.layout.base import Arena, BlockLayout
 from transferd.errors import DeviceLost, InvariantError, TierError
-from transferd.runtime.threads import Offload
+from transferd.runtime.aio import uncancelled
+from transferd.runtime.threads import Direction, Offload
 from transferd.tiers.base import DeviceHandle, HostMemory
 
 
@@ -57,6 +58,7 @@ class SimDevice:
         self.lost = False
         self.counts: Counter[str] = Counter()
         self._layout = layout
+        self._offload = offload
         self._memory: SimMemory | None = None
         self._under_way: set[asyncio.Task[None]] = set()
 
@@ -123,12 +125,26 @@ class SimDevice:
         if self.lost:
             raise DeviceLost(f"the device of rank {self.rank} is lost")
         self._check_bounds(operation, plan, host)
+        if self._offload is None:
+            copying = self._begin(operation, plan, host)
+        else:  # as on a GPU, a thread hands the copy over, and the device has it from then on
+            direction = Direction.OUT if operation == "copy_out" else Direction.IN
+            handing = self._offload.run(direction, lambda: self._begin(operation, plan, host))
+            try:
+                copying = await handing
+            except asyncio.CancelledError:
+                if not handing.cancelled():
+                    await asyncio.gather(handing.result(), return_exceptions=True)
+                raise
+        await uncancelled(copying)
+
+    def _begin(self, operation: str, plan: CopyPlan, host: HostMemory) -> asyncio.Task[None]:
         copying = asyncio.get_running_loop().create_task(
             self._run(operation, plan, host), name=f"{operation} of rank {self.rank}"
         )
         self._under_way.add(copying)
         copying.add_done_callback(self._under_way.discard)
-        await asyncio.shield(copying)
+        return copying
 
     async def _run(self, operation: str, plan: CopyPlan, host: HostMemory) -> None:
         self.begins(operation, plan, host)

@@ -76,13 +76,13 @@ class StorageFaults:
 
 @dataclass(frozen=True, slots=True)
 class OffloadFaults:
-    """Of each function. fail: it does not run, and its caller gets an OSError (no thread to be had)."""
+    """refused: of each thread that is to be started, that the system refuses. latency: of each function."""
 
     latency: Latency = NOW
-    fail: float = 0.0
+    refused: float = 0.0
 
-    def of_run(self) -> dict[str, float]:
-        return {"fail": self.fail}
+    def of_start(self) -> dict[str, float]:
+        return {"refused": self.refused}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,27 +1,30 @@
-"""SimOffload: the offload seam without threads: functions run on the loop, at a virtual time."""
+"""SimOffload: the real crews of runtime/threads.py on simulated threads, which work at a virtual time.
+
+Only what a host provides is simulated here: starting a thread, which may be refused, and a queue that threads
+wait at. Who may start, queue, withdraw and run what is the real code's, so a bug in it shows in a simulation.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import queue
 import random
 from collections import deque
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
-from tests.support.simulation.faults import Dice, Gate, OffloadFaults, take
-from transferd.runtime.threads import Direction
+from tests.support.simulation.faults import Dice, Gate, OffloadFaults, note, take
+from transferd.errors import NoThreads
+from transferd.runtime.threads import CLOSE_S, Crew, Direction, ThreadOffload, Work
 
-T = TypeVar("T")
 
-
-class SimOffload:
+class SimOffload(ThreadOffload):
     """Offload with `threads` workers per direction that exist in name only.
 
     A function has its effect at one moment between its start and its end, as the seed chooses: whoever
-    takes memory back before the end is found out. As with threads, cancelling the future of a
-    function that waits for a worker takes it back, and of one that has started changes nothing.
+    takes memory back before the end is found out.
 
-    faults: the plan, may be replaced at any time. dice: for scripts, operation "run". gates: per
+    faults: the plan, may be replaced at any time. dice: for scripts, operation "start" of a thread. gates: per
     direction, hold what would start now.
     """
 
@@ -32,61 +35,87 @@ class SimOffload:
         self.dice = Dice(rng, "offload")
         self.gates = {direction: Gate() for direction in Direction}
         self.started = 0
-        self._idle = dict.fromkeys(Direction, threads)
-        self._queues: dict[Direction, deque[tuple[Callable[[], Any], asyncio.Future[Any]]]] = {
-            direction: deque() for direction in Direction
-        }
-        self._running: set[asyncio.Task[None]] = set()
-        self._closed = False
+        super().__init__(threads)
 
-    def run(self, direction: Direction, function: Callable[[], T]) -> asyncio.Future[T]:
-        if self._closed:
-            raise RuntimeError("this offload is closed")
-        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._queues[direction].append((function, future))
-        self._start(direction)
-        return future
+    def _crew(self, name: str, size: int) -> Crew:
+        return _SimCrew(name, size, self, self.gates[Direction(name.rpartition("-")[2])])
 
-    def close(self) -> None:
-        """Take back what has not started. What has started runs to its end by itself."""
-        self._closed = True
-        for queue in self._queues.values():
-            while queue:
-                queue.popleft()[1].cancel()
+    def close(self, within: float = CLOSE_S) -> list[str]:
+        """Withdraw what has not begun. What has begun runs to its end by itself."""
+        return super().close(0.0)
 
-    def _start(self, direction: Direction) -> None:
-        queue = self._queues[direction]
-        while queue and self._idle[direction]:
-            function, future = queue.popleft()
-            if future.cancelled():
+
+class _SimThread:
+    """Like a threading.Thread that was started, as far as a crew asks."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.ident = None
+
+    def join(self, timeout: float | None = None) -> None:
+        """A simulated thread cannot be waited for by a caller that keeps the loop."""
+
+
+class _SimCrew(Crew):
+    """A crew whose threads are tasks of the loop."""
+
+    def __init__(self, name: str, size: int, offload: SimOffload, gate: Gate) -> None:
+        super().__init__(name, size)
+        self._offload = offload
+        self._gate = gate
+        self._queue: Any = _SimQueue(self._serve_next)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._busy = 0
+
+    def _start(self, name: str) -> Any:
+        if self._offload.dice.draw("start", self._offload.faults.of_start()) is not None:
+            raise NoThreads(f"cannot start the thread {name} (simulated)")
+        note(f"thread {name} started")
+        asyncio.get_running_loop().call_soon(self._serve_next)  # it looks for what waits, as a thread does
+        return _SimThread(name)
+
+    def _serve_next(self) -> None:
+        """A thread that is idle takes what has waited longest."""
+        waiting = self._queue.waiting
+        while waiting and self._busy < len(self._threads):
+            work = waiting.popleft()
+            if work is None or work.done():
                 continue
-            self._idle[direction] -= 1
-            task = asyncio.get_running_loop().create_task(self._work(direction, function, future), name="offload")
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
+            self._busy += 1
+            task = asyncio.get_running_loop().create_task(self._work(work), name="offload")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
-    async def _work(self, direction: Direction, function: Callable[[], T], future: asyncio.Future[T]) -> None:
-        await self.gates[direction].passed()
-        self.started += 1
-        result: T | None = None
-        error: BaseException | None = None
-        seconds = self.faults.latency.draw(self.dice.rng)
-        effect = seconds * self.dice.rng.random()
-        failed = self.dice.draw("run", self.faults.of_run()) is not None
+    async def _work(self, work: Work[object]) -> None:
+        await self._gate.passed()
+        dice = self._offload.dice
+        self._offload.started += 1
+        seconds = self._offload.faults.latency.draw(dice.rng)
+        effect = seconds * dice.rng.random()
         await take(effect)
-        if failed:
-            error = OSError("can't start new thread (simulated)")
-        else:
-            try:
-                result = function()
-            except Exception as raised:  # noqa: BLE001 - it belongs to whoever asked for the function
-                error = raised
-        await take(seconds - effect)
-        self._idle[direction] += 1
-        if not future.done():
-            if error is not None:
-                future.set_exception(error)
-            else:
-                future.set_result(result)  # type: ignore[arg-type] # a T whenever there is no error
-        if not self._closed:
-            self._start(direction)
+        ended = work.execute()
+        if ended:
+            await take(seconds - effect)
+            work.deliver()
+        self._busy -= 1
+        self._serve_next()
+
+
+class _SimQueue:
+    """A SimpleQueue that calls somebody instead of waking a thread."""
+
+    def __init__(self, arrived: Callable[[], None]) -> None:
+        self.waiting: deque[Work[object] | None] = deque()
+        self._arrived = arrived
+
+    def put(self, work: Work[object] | None) -> None:
+        self.waiting.append(work)
+        self._arrived()
+
+    def get_nowait(self) -> Work[object] | None:
+        if not self.waiting:
+            raise queue.Empty
+        return self.waiting.popleft()
+
+    def qsize(self) -> int:
+        return len(self.waiting)

@@ -86,6 +86,7 @@ _MIDDLE = {
     "offload.slow": 0.05,
     "network.lose": 0.3,
     "network.duplicate": 0.3,
+    "offload.refused": 0.5,  # of threads that are started in a storm: a daemon that is up starts none
 }
 _DEATH = 0.005  # `device.lost`: rarer than the rest, because a dead rank ends most of what a story could tell
 _DEADLY = 0.15  # of all storms

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -29,9 +30,10 @@ from transferd.blocks.layout import build_layout
 from transferd.blocks.paths import PathKeys
 from transferd.config import Config
 from transferd.config.generation import configured_generation
-from transferd.errors import ConfigError, RequestError, StorageError, StorageUnavailable
+from transferd.errors import ConfigError, RequestError, StillRunning, StorageError, StorageUnavailable
 from transferd.runtime.aio import every
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
+from transferd.runtime.threads import CLOSE_S
 from transferd.storage.attention_store.library import Library, Session, Shard, load_library
 from transferd.storage.attention_store.lines import Line
 from transferd.storage.attention_store.settings import settings
@@ -59,9 +61,18 @@ class _Rank:
         self.loads, self.stores = Line(f"{name}-load"), Line(f"{name}-store")
         self.asking, self.telling = Line(f"{name}-ask"), Line(f"{name}-tell")
 
-    def close(self) -> None:
-        for line in (self.loads, self.stores, self.asking, self.telling):
-            line.close()
+    def open(self) -> None:
+        """Start the threads of all lines. Raises NoThreads."""
+        for line in self._lines:
+            line.open()
+
+    def close(self, within: float = 0.0) -> list[str]:
+        """Returns the calls that still run."""
+        return [call for line in self._lines for call in line.close(within)]
+
+    @property
+    def _lines(self) -> tuple[Line, ...]:
+        return self.loads, self.stores, self.asking, self.telling
 
 
 class SdkTokenStorage(TokenStorage):
@@ -85,6 +96,7 @@ class SdkTokenStorage(TokenStorage):
             raise ConfigError("storage.attention_store.driver", what, "sdk")
         self._library = library or load_library()
         self._ranks: dict[int, _Rank] = {}
+        self._detached: list[_Rank] = []  # whose calls had not all returned
         self._background: set[asyncio.Task[None]] = set()
         self._counts: Counter[str] = Counter()
 
@@ -110,10 +122,12 @@ class SdkTokenStorage(TokenStorage):
         )
         starting = Line(f"transferd-as-{port.rank}-start")
         try:
-            session = await starting.run(lambda: Session(self._library, shard))
+            session = await starting.run(lambda: Session(self._library, shard), "opening of a session")
         finally:
-            starting.close()
-        self._ranks[port.rank] = _Rank(port, session, functools.partial(self._tensors, port))
+            starting.close(0.0)
+        rank = _Rank(port, session, functools.partial(self._tensors, port))
+        rank.open()
+        self._ranks[port.rank] = rank
 
     async def ready(self) -> None:
         await every(self._rank_ready(rank) for rank in self._ranks.values())
@@ -138,13 +152,17 @@ class SdkTokenStorage(TokenStorage):
     def detach(self, rank: int) -> None:
         attached = self._ranks.pop(rank, None)
         if attached is not None:
-            attached.close()
+            self._detached = [left for left in [*self._detached, attached] if left.close()]
 
     async def close(self) -> None:
+        """Raises StillRunning for calls that have not returned; their threads are left behind."""
         if self._background:
             await asyncio.wait(self._background, timeout=CLOSE_WAIT_S)
         for rank in list(self._ranks):
             self.detach(rank)
+        end = time.monotonic() + CLOSE_S  # of the threads, whatever clock the tasks have
+        if hanging := [call for left in self._detached for call in left.close(max(0.0, end - time.monotonic()))]:
+            raise StillRunning(f"AttentionStore calls do not end: {', '.join(hanging)}")
 
     def check_generation(self, generation: str) -> None:
         if generation != self._generation:
@@ -200,7 +218,7 @@ class SdkTokenStorage(TokenStorage):
         tokens = path.array.tolist()
         self._counts["flushes"] += 1
         try:
-            await rank.telling.run(lambda: rank.session.flush_token_index(tokens, start, resident=resident))
+            await rank.telling.run(lambda: rank.session.flush_token_index(tokens, start, resident=resident), "flush")
         except StorageError:
             self._counts["flush_errors"] += 1
             raise
@@ -243,9 +261,8 @@ class SdkTokenStorage(TokenStorage):
 
     async def _call(self, transfer: Transfer, line: Line, call: Callable[[], int]) -> int:
         """Its answer; 0 when the task was told to stop before the call's turn came."""
-        submitted = line.submit(call)
-        answer = asyncio.wrap_future(submitted)
-        if not await transfer.race(answer) and submitted.cancel():
+        answer = line.run(call, "transfer")
+        if not await transfer.race(answer) and answer.cancel():
             return 0
         return await answer
 

@@ -1,8 +1,8 @@
 """Native calls off the loop: a bounded number of threads, a share of them for each kind of call.
 
-A native call cannot be taken back, and a process that exits while one runs crashes in the library's
-destructors. So the threads are ordinary ones, which the interpreter waits for; how long that may take is
-bounded by the library's own limits (client.py).
+A native call cannot be taken back, and an interpreter that is finalized while one runs crashes in the
+library's destructors. So whoever cannot wait for the calls any more ends the process without finalizing it
+(daemon/process.py does, with an exit code of its own).
 
 Stores never keep a load waiting for a thread, and the probe has one of its own: the others may all be stuck.
 """
@@ -12,10 +12,10 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from transferd.errors import StorageUnavailable
+from transferd.runtime.threads import Crew
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ class Lane(enum.Enum):
 
 
 class NativeCalls:
-    """Runs blocking functions in its own threads. Owns them until `close`.
+    """Runs blocking functions in its own threads. Owns them from `open` to `close`.
 
     wait: seconds a call waits for a thread of its lane at most.
     """
@@ -44,7 +44,7 @@ class NativeCalls:
         self._under_way = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._threads = ThreadPoolExecutor(sum(lane.threads for lane in Lane), thread_name_prefix="transferd-mooncake")
+        self._crew = Crew("transferd-mooncake", sum(lane.threads for lane in Lane))
 
     @property
     def under_way(self) -> int:
@@ -53,7 +53,6 @@ class NativeCalls:
     async def run(self, lane: Lane, function: Callable[[], T], begun: Callable[[], None] | None = None) -> T:
         """Run `function` in a thread and return its result; `begun` is called when a thread takes it.
 
-        Must not be cancelled once begun: the caller would not know when the thread has ended (see `uncancelled`).
         Raises StorageUnavailable when no thread came free in time; then nothing was called.
         """
         await self._a_thread(lane)
@@ -62,7 +61,7 @@ class NativeCalls:
         try:
             if begun is not None:
                 begun()
-            return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+            return await self._crew.run(function, f"{lane.name.lower()} call")
         finally:
             self._free[lane].release()
             self._under_way -= 1
@@ -91,6 +90,10 @@ class NativeCalls:
             return False
         return True
 
-    def close(self) -> None:
-        """Take no more calls. Those under way end by themselves."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+    def open(self) -> None:
+        """Start the threads. Raises NoThreads."""
+        self._crew.open()
+
+    def close(self) -> list[str]:
+        """Take no more calls. Returns those that are still under way."""
+        return self._crew.close(0.0)

@@ -39,7 +39,7 @@ import structlog
 
 from transferd.blocks.layout import build_layout
 from transferd.config import Config
-from transferd.errors import InvariantError, StorageError, StorageFull, StorageUnavailable
+from transferd.errors import InvariantError, StillRunning, StorageError, StorageFull, StorageUnavailable
 from transferd.runtime.aio import uncancelled
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found, Outcome, Storage
@@ -95,6 +95,7 @@ class MooncakeStorage(Storage):
     async def open(self) -> None:
         """Join the pool, trying until `connect_timeout`. Raises StorageUnavailable, ConfigError."""
         calls = NativeCalls(self._section.timeout)
+        calls.open()
         try:
             self._client = await join(self._section, calls, self._clock, self._set_up)
         except BaseException:
@@ -132,8 +133,8 @@ class MooncakeStorage(Storage):
                     client.unregister(self._layouts.address)
                 await uncancelled(calls.run(Lane.PROBE, client.close))
             else:
-                # Closing under a call crashes the process; the interpreter waits for its threads and then closes.
-                log.warning("Mooncake calls are still under way: their client is left open", calls=calls.under_way)
+                # Closing under a call crashes the process, and so does finalizing it: it must end without either.
+                raise StillRunning(f"Mooncake calls do not end: {', '.join(calls.close())}")
             calls.close()
 
     def _opened(self) -> tuple[PoolClient, NativeCalls]:

@@ -40,6 +40,7 @@ import structlog
 from transferd.blocks.copyplan import CopyPlan, Moves
 from transferd.blocks.layout.base import Arena, Geometry
 from transferd.errors import Closed, DeviceLost, TierError
+from transferd.runtime.threads import start_thread
 from transferd.tiers.base import HostMemory
 from transferd.tiers.cuda.chunks import Chunk, Cutter
 from transferd.tiers.cuda.driver import Driver
@@ -276,9 +277,7 @@ class Lane:
 
     def _start_waiter(self) -> threading.Thread:
         name = f"transferd-cuda-{'out' if self.outward else 'in'}"
-        waiter = threading.Thread(target=self._wait_for_copies, name=name, daemon=True)
-        waiter.start()
-        return waiter
+        return start_thread(name, self._wait_for_copies)
 
     def _wait_for_copies(self) -> None:
         """The lane's thread: the ends of copies are told in the order in which they were handed over."""

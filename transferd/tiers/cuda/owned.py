@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from transferd.errors import DeviceLost, TierError
+from transferd.errors import DeviceLost, StillRunning, TierError
 
 
-class Stuck(TierError):
+class Stuck(StillRunning, TierError):
     """Something is still at work and does not end: what it works on cannot be given back."""
 
     code = "device_stuck"

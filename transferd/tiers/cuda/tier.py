@@ -26,6 +26,7 @@ from typing import Any
 from transferd.blocks.copyplan import CopyPlan
 from transferd.blocks.layout.base import Arena, BlockLayout, align
 from transferd.errors import TierError
+from transferd.runtime.aio import Held
 from transferd.runtime.threads import Direction, Offload
 from transferd.tiers.base import DeviceHandle, HostMemory
 from transferd.tiers.cuda.bindings import open_driver
@@ -100,7 +101,7 @@ class CudaDeviceTier:
             driver = self._driver if self._driver is not None else open_driver()
             return OnDevice(driver, self.device, self._layout, self._slot_bytes, handle=handle, way=self._way)
 
-        self._resident = await self._offload.run(Direction.IN, make)
+        self._resident = await self._offload.run(Direction.IN, make, "making of device memory")
 
     async def copy_out(self, plan: CopyPlan, host: HostMemory) -> None:
         await self._copy(Direction.OUT, self.on_device.outward, plan, host)
@@ -112,13 +113,19 @@ class CudaDeviceTier:
         if not plan.nbytes:
             return
         loop = asyncio.get_running_loop()
-        ended: asyncio.Future[None] = loop.create_future()
+        ended: asyncio.Future[None] = Held(loop=loop)
 
         def completed(error: TierError | None) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(_settle, ended, error)
 
-        await self._offload.run(direction, lambda: lane.submit(plan, host, completed))
+        handing = self._offload.run(direction, lambda: lane.submit(plan, host, completed), "hand-over of a copy")
+        try:
+            await handing
+        except asyncio.CancelledError:
+            if not handing.cancelled() and handing.exception() is None:  # a thread had begun: the device has it now
+                await ended
+            raise
         await ended
 
     def handle(self) -> DeviceHandle:
@@ -131,7 +138,7 @@ class CudaDeviceTier:
     async def close(self) -> None:
         resident, self._resident = self._resident, None
         if resident is not None:
-            await self._offload.run(Direction.IN, resident.close)
+            await self._offload.run(Direction.IN, resident.close, "closing of device memory")
 
     def statistics(self) -> dict[str, Any]:
         """bytes of the cache; when open also of staging, the device's name, and copies by direction and way."""

@@ -1,0 +1,250 @@
+"""The contract of runtime/threads.py, over the real threads and the simulated ones.
+
+A refused thread is real where threads are: RLIMIT_NPROC would need another user, so a preloaded library refuses
+(tests/support/native).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from tests.support import native
+from tests.support.simulation.faults import Latency, OffloadFaults
+from tests.support.simulation.threads import SimOffload
+from transferd.errors import Closed, NoThreads
+from transferd.runtime import threads
+from transferd.runtime.aio import every
+from transferd.runtime.threads import Direction, Offload, ThreadOffload, require_threads
+
+OUT, IN = Direction
+
+
+class Kind:
+    """One implementation: how to make it, refuse its threads, and hold a function that has begun."""
+
+    def __init__(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.name = name
+        self._monkeypatch = monkeypatch
+        self._go = threading.Event()
+
+    def make(self, size: int = 1) -> Offload:
+        if self.name == "real":
+            return ThreadOffload(size)
+        return SimOffload(size, faults=OffloadFaults(Latency(0.001, 0.001)))
+
+    def refuse(self, offload: Offload, *fates: bool) -> None:
+        """The next threads to be started: refused (True) or not."""
+        if isinstance(offload, SimOffload):
+            offload.dice.script("start", *("refused" if fate else None for fate in fates))
+            return
+        start, left = threading.Thread.start, itertools.chain(fates, itertools.repeat(False))
+
+        def refusing(thread: threading.Thread) -> None:
+            if next(left):
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        self._monkeypatch.setattr(threading.Thread, "start", refusing)
+
+    async def begun(self, offload: Offload, direction: Direction, ran: list[str]) -> asyncio.Future[str]:
+        """A function that a thread has taken and that has not ended, until `go`."""
+        if isinstance(offload, SimOffload):
+            offload.faults = OffloadFaults(Latency(0.2, 0.2))
+            running = offload.run(direction, lambda: ran.append("first") or "done")
+            while not ran:  # noqa: ASYNC110 - the time is simulated
+                await asyncio.sleep(0.001)
+            offload.faults = OffloadFaults(Latency(0.001, 0.001))
+            return running
+        entered, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        def held() -> str:
+            ran.append("first")
+            loop.call_soon_threadsafe(entered.set)
+            assert self._go.wait(30)
+            return "done"
+
+        running = offload.run(direction, held)
+        await entered.wait()
+        return running
+
+    def go(self) -> None:
+        self._go.set()
+
+
+@pytest.fixture(params=["real", "simulated"])
+async def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Kind]:
+    made = Kind(request.param, monkeypatch)
+    yield made
+    made.go()
+
+
+async def test_results_and_errors_come_back_from_either_direction(kind: Kind) -> None:
+    offload = kind.make()
+    assert [await offload.run(direction, lambda: 7) for direction in Direction] == [7, 7]
+    with pytest.raises(ZeroDivisionError):
+        await offload.run(IN, lambda: 1 // 0)
+    assert offload.close() == []
+
+
+async def test_a_refused_function_never_runs(kind: Kind) -> None:
+    """CPython's pool queues it first: it would run with the next one, in memory that is somebody else's by then."""
+    offload, ran = kind.make(), list[str]()
+    kind.refuse(offload, True)
+    with pytest.raises(NoThreads, match="cannot start the thread transferd-out-0"):
+        offload.run(OUT, lambda: ran.append("refused"))
+    await offload.run(OUT, lambda: ran.append("later"))
+    await offload.run(OUT, lambda: ran.append("last"))
+    offload.close()
+    assert ran == ["later", "last"]
+
+
+async def test_opening_starts_all_threads_or_none_and_running_starts_no_more(kind: Kind) -> None:
+    offload, ran = kind.make(size=3), list[str]()
+    kind.refuse(offload, False, False, True)
+    with pytest.raises(NoThreads):
+        offload.open()
+    assert offload.under_way() == []
+    offload.open()
+    kind.refuse(offload, *[True] * 20)
+    await every(offload.run(d, functools.partial(ran.append, "ran")) for d in (OUT, IN) for _ in range(8))
+    assert ran == ["ran"] * 16
+    offload.close()
+
+
+async def test_a_function_that_waits_can_be_withdrawn_and_one_that_has_begun_ends_before_its_caller_hears(
+    kind: Kind,
+) -> None:
+    offload, ran = kind.make(), list[str]()
+    running = await kind.begun(offload, OUT, ran)
+    waiting = offload.run(OUT, lambda: ran.append("withdrawn"))
+    assert (running.cancel(), waiting.cancel()) == (False, True)
+    kind.go()
+    assert await running == "done"
+    assert waiting.cancelled()
+    await offload.run(OUT, lambda: None)
+    assert ran == ["first"]
+    offload.close()
+
+
+async def test_a_cancelled_caller_is_cancelled_when_the_function_has_ended(kind: Kind) -> None:
+    offload, ran = kind.make(), list[str]()
+    running = await kind.begun(offload, OUT, ran)
+
+    async def call() -> None:
+        await running
+
+    caller = asyncio.ensure_future(call())
+    await asyncio.sleep(0)
+    caller.cancel()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not caller.done()
+    kind.go()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    assert running.done()
+    offload.close()
+
+
+async def test_a_close_withdraws_what_waits_and_names_what_does_not_end(kind: Kind) -> None:
+    offload, ran = kind.make(), list[str]()
+    running = await kind.begun(offload, OUT, ran)
+    waiting = offload.run(OUT, lambda: ran.append("waited"))
+    still = offload.close(within=0.0)
+    if kind.name == "real":  # a simulation has no threads that a stop could leave behind
+        [told] = still
+        assert told.startswith("transferd-out-0: Kind.begun.<locals>.held, 0.")
+        assert " at threading.py:" in told
+    with pytest.raises(Closed):
+        await waiting
+    with pytest.raises(Closed):
+        offload.run(OUT, lambda: ran.append("too late"))
+    kind.go()
+    assert await running == "done"
+    assert offload.close() == []
+    assert ran == ["first"]
+
+
+async def test_nothing_is_held_of_a_function_and_its_memory_once_its_end_is_known(kind: Kind) -> None:
+    class Memory:
+        """Something that a weak reference can follow."""
+
+    memory, offload = Memory(), kind.make()
+    followed = weakref.ref(memory)
+    running = offload.run(IN, functools.partial(lambda _: 7, memory))
+    del memory
+    assert await running == 7
+    assert followed() is None
+    offload.close()
+
+
+async def test_of_several_works_those_that_had_begun_end_before_a_refusal_is_told() -> None:
+    """The stripes of a read: one is refused, and the buffers go back to the caller."""
+    ended: list[str] = []
+
+    async def stripe() -> None:
+        await asyncio.sleep(0)
+        ended.append("stripe")
+
+    def works() -> object:
+        yield stripe()
+        yield stripe()
+        raise NoThreads("cannot start a thread")
+
+    with pytest.raises(NoThreads):
+        await every(works())  # type: ignore[arg-type]
+    assert ended == ["stripe", "stripe"]
+
+
+def test_threads_that_cannot_be_had_are_noticed_before_a_library_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_threads(3)
+    start: Callable[[str, Callable[[], object]], threading.Thread] = threads.start_thread
+    left = iter([False, False, True])
+
+    def refusing(name: str, target: Callable[[], object]) -> threading.Thread:
+        if next(left):
+            raise NoThreads("no more")
+        return start(name, target)
+
+    monkeypatch.setattr(threads, "start_thread", refusing)
+    with pytest.raises(NoThreads, match="at least 3 threads are needed, 2 can be started"):
+        require_threads(3)
+    assert not [thread for thread in threading.enumerate() if "probe" in thread.name]
+
+
+REAL_REFUSAL = """
+import asyncio, errno
+from tests.support.native import Faults
+from transferd.errors import NoThreads
+from transferd.runtime.threads import Direction, ThreadOffload
+
+async def main():
+    faults, ran, offload = Faults(), [], ThreadOffload(2)
+    for skip in range(4):
+        with faults.armed("pthread_create", errno.EAGAIN, skip=skip % 2):
+            try:
+                offload.run(Direction.IN, lambda: ran.append("refused"))
+            except NoThreads:
+                assert faults.hits == 1
+            else:
+                raise SystemExit("a thread was started that the system refuses")
+    await offload.run(Direction.IN, lambda: ran.append("later"))
+    with faults.armed("pthread_create", errno.EAGAIN, count=-1):
+        for _ in range(20):
+            await offload.run(Direction.IN, lambda: ran.append("later"))
+    offload.close()
+    assert ran == ["later"] * 21, ran
+
+asyncio.run(main())
+"""
+
+
+def test_the_system_refuses_threads_and_nothing_refused_ever_runs() -> None:
+    native.run(REAL_REFUSAL)
