@@ -152,7 +152,7 @@ def test_a_pipe_that_somebody_else_made_non_blocking_loses_nothing() -> None:
     os.close(writing)
 
 
-def test_without_a_thread_lines_are_counted_and_the_next_one_tries_again(
+def test_without_a_thread_lines_wait_for_the_next_one_or_for_the_flush_at_the_end(
     page: Page, writer: LogWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(self: threading.Thread) -> None:
@@ -160,12 +160,15 @@ def test_without_a_thread_lines_are_counted_and_the_next_one_tries_again(
 
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
-        writer.put(b"lost\n")
+        writer.put(b"last words\n")
         with pytest.raises(RuntimeError):
             writer.start()
+        assert writer.flush(WAIT_S)
+        assert page.lines == ["last words"]
+        writer.put(b"later\n")
     writer.put(b"told\n")
     assert writer.flush(WAIT_S)
-    assert (page.lines, writer.dropped) == (["told"], 1)
+    assert (page.lines, writer.dropped) == (["last words", "later", "told"], 0)
 
 
 def test_many_threads_may_log_at_once(page: Page, writer: LogWriter) -> None:

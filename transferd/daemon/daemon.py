@@ -9,9 +9,8 @@ process.py runs one from its start to its end.
 
 from __future__ import annotations
 
-import asyncio
 import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import structlog
@@ -30,9 +29,11 @@ from transferd.daemon.coordinator import Coordinator
 from transferd.daemon.kv_events.feed import create_feed
 from transferd.daemon.preflight import build
 from transferd.daemon.server import Server
+from transferd.daemon.shutdown import Shutdown
 from transferd.observability.metrics import Reports
 from transferd.observability.recorder import Recorder
 from transferd.observability.story import explain
+from transferd.runtime.aio import every
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.threads import Offload, ThreadOffload
 from transferd.storage.attention_store.settings import settings
@@ -51,7 +52,7 @@ from transferd.workers.rank import RankWorker
 log = structlog.get_logger(__name__)
 
 COPY_THREADS = 2  # per direction: two ranks' copies overlap; more only share the same memory bandwidth
-RUNNING_SHARE = 0.5  # of the shutdown budget is for tasks that run; then they are told to end
+RUNNING_SHARE = 0.5  # of the shutdown budget is for tasks that run; of the rest, for those told to end
 STUCK_AFTER_S = 5.0  # a deadline unnoticed for this long: the watchdog is not fed
 
 
@@ -223,43 +224,61 @@ class Daemon:
             await worker.open()
         await self.cache.open()
 
-    async def stop(self, budget_s: Callable[[], float]) -> None:
-        """Shut down, in this order, within the budget; nothing is skipped, the first error is raised last.
+    async def stop(self, budget_s: Callable[[], float]) -> list[str]:
+        """Shut down, in this order, within the budget; nothing is skipped. Returns what does not end.
 
-        budget_s: seconds left, asked before each wait, so that a second signal can shorten it.
+        That is a copy, or a call into storage, that never returns. Its memory is kept; the caller has to end the
+        process. If nothing hangs, the first error of a step is raised last.
+
+        budget_s: seconds left, asked before and during each wait, so that a second signal can shorten it.
         """
-        errors: list[Exception] = []
-        coordinator = self.coordinator
+        shutdown = Shutdown(budget_s, self.clock)
+        step, coordinator = shutdown.step, self.coordinator
         # 1. Admit nothing more: new tasks are rejected, "draining"; readiness goes red.
         coordinator.ready = False
         coordinator.stop_admitting()
-        # 2. Wait for running tasks; when the budget is nearly gone, tell them to end with what they have.
-        if not await _within(budget_s() * RUNNING_SHARE, coordinator.running_done()):
+        # 2. Wait for running tasks; when half of the budget is gone, tell them to end with what they have.
+        if not await shutdown.within(budget_s() * RUNNING_SHARE, coordinator.running_done()):
             log.warning("ending running tasks", tasks=coordinator.cancel_running())
-            await _within(max(budget_s(), self.config.server.deadline_slack), coordinator.running_done())
+            ending_s = max(budget_s() * RUNNING_SHARE, self.config.server.deadline_slack)
+            await shutdown.within(ending_s, coordinator.running_done())
         # 3. Fail what is queued, each task with its result.
         coordinator.fail_queued()
         # 4. Close what faces outward: events and reports, then the server once its results have left.
         if self.events is not None:
             self.events.close()
-        await _attempt(errors, self.reports.close())
-        await _attempt(errors, self.server.close())
+        await step("reports", self.reports.close())
+        await step("server", self.server.close())
         coordinator.close()
         # 5. Close the cache (no more changes), workers (they wait for bytes in flight), the ways in and out, threads.
-        await _attempt(errors, self.cache.close())
+        await step("cache", self.cache.close())
         if self.exchange is not None:
-            await _attempt(errors, self.exchange.hang_up())  # or a peer that hangs could keep bytes in flight
-        for worker in coordinator.workers:
-            await _attempt(errors, worker.close())
+            await step("exchange", self.exchange.hang_up())  # or a peer that hangs could keep bytes in flight
+        await self._close_ranks(shutdown)
         if self.exchange is not None:
-            await _attempt(errors, self.exchange.close())
+            await step("exchange", self.exchange.close())
         if self.tokens is not None:
-            await _attempt(errors, self.tokens.close())
+            await step("storage", self.tokens.close())
         elif self.storage is not None:
-            await _attempt(errors, self.storage.close())
-        self.offload.close()
-        if errors:
-            raise errors[0]
+            await step("storage", self.storage.close())
+        if shutdown.hanging and self.storage is not None:
+            shutdown.hanging += self.storage.abandon()
+        shutdown.hanging += self.offload.close()
+        if shutdown.errors and not shutdown.hanging:
+            raise shutdown.errors[0]
+        return shutdown.hanging
+
+    async def _close_ranks(self, shutdown: Shutdown) -> None:
+        """All ranks wait for their bytes together; then each one's memory is freed, unless bytes still move in it."""
+        workers = self.coordinator.workers
+        names = [f"rank {worker.rank}" for worker in workers]
+        settled = await every(
+            shutdown.step(f"{name}: bytes in flight", worker.settled())
+            for name, worker in zip(names, workers, strict=True)
+        )
+        for name, worker, quiet in zip(names, workers, settled, strict=True):
+            if quiet:
+                await shutdown.step(name, worker.close())
 
     def _task_ended(self, task: Task, result: TaskResult) -> None:
         """Called by the coordinator once per admitted task, after its answer was sent."""
@@ -317,21 +336,3 @@ def limits_of(
         max_results=config.server.max_results,
         max_result_bytes=config.server.max_result_bytes,
     )
-
-
-async def _within(seconds: float, waiting: Awaitable[None]) -> bool:
-    """Wait at most so long. False: it was not over by then."""
-    try:
-        await asyncio.wait_for(waiting, max(0.0, seconds))
-    except TimeoutError:
-        return False
-    return True
-
-
-async def _attempt(errors: list[Exception], step: Awaitable[None]) -> None:
-    """One step of a shutdown: its error is kept, the next step comes all the same."""
-    try:
-        await step
-    except Exception as error:  # noqa: BLE001 - whatever it is, the steps after it still have to happen
-        log.warning("shutdown step failed", error=repr(error))
-        errors.append(error)

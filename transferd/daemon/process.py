@@ -3,7 +3,7 @@
 start     the limit of descriptors is raised, shared memory of dead owners goes, the parts are opened; a signal may
           come before that is done
 serve     tell the supervisor, feed its watchdog, wait for a signal
-end       stop within the budget, whatever happened before
+end       stop within the budget, whatever happened before and whatever does not end
 
 Signals are in signals.py, what the supervisor is told in systemd.py, dumps in dump_thread.py.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import os
 from collections.abc import Callable
 
 import structlog
@@ -27,15 +28,20 @@ from transferd.observability import logs
 from transferd.observability.dump_thread import Dumper
 from transferd.runtime.descriptors import raise_limit
 from transferd.runtime.signals import Signals
-from transferd.tiers.segment import remove_stale_segments
+from transferd.runtime.threads import require_threads
+from transferd.tiers.segment import remove_stale_segments, unlink_all
 
 log = structlog.get_logger(__name__)
 
+STILL_RUNNING = 3  # exit code: stopped, but something that never ends was left behind
 GC_THRESHOLDS = (50_000, 50, 100)
 
 
 def serve(config: Config, *, reload: Callable[[], Config] | None = None) -> int:
     """Run a daemon until SIGTERM or SIGINT. Returns the exit code: 0 after a clean stop, else 1.
+
+    If something never ends (a call into storage, a copy), this ends the process itself, with STILL_RUNNING:
+    the interpreter would wait for it, or free memory under it.
 
     reload: reads the configuration again, for SIGHUP (reload.py says what takes effect).
 
@@ -51,15 +57,22 @@ def serve(config: Config, *, reload: Callable[[], Config] | None = None) -> int:
     except RuntimeError as error:
         raise ConfigError("RLIMIT_NPROC", f"not one thread can be started: {error} (TasksMax in the unit)") from error
     raise_limit()
+    require_threads()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(config, reload))
+        code = runner.run(_serve(config, reload))
+        if code == STILL_RUNNING:
+            unlink_all()
+            logs.flush()
+            os._exit(code)
+        return code
 
 
 async def _serve(config: Config, reload: Callable[[], Config] | None) -> int:
     examine(config, build(config))
     daemon = Daemon(config)  # a configuration that cannot be built is told before anything is logged or touched
-    with Dumper(config.recorder, daemon.recorder, boot_id=daemon.dispatcher.boot_id):
-        return await _live(daemon, reload)
+    with Dumper(config.recorder, daemon.recorder, boot_id=daemon.dispatcher.boot_id) as dumper:
+        code = await _live(daemon, reload)
+    return STILL_RUNNING if dumper.hangs else code
 
 
 async def _live(daemon: Daemon, reload: Callable[[], Config] | None) -> int:
@@ -75,15 +88,19 @@ async def _live(daemon: Daemon, reload: Callable[[], Config] | None) -> int:
             if await _started(daemon, signals):
                 await _serving(daemon, notifier, signals, reloader)
         except TransferError as error:
+            hanging: list[str] = []
             with contextlib.suppress(TransferError):  # the error that kept it from starting is the one to tell
-                await daemon.stop(signals.budget)
-            if isinstance(error, ConfigError):
+                hanging = await daemon.stop(signals.budget)
+            if isinstance(error, ConfigError) and not hanging:
                 raise
-            log.error("cannot start", reason=error.reason, problem=str(error))
-            return 1
+            log.error("cannot start", reason=error.reason, problem=str(error), hanging=hanging or None)
+            return STILL_RUNNING if hanging else 1
         log.info("stopping", signal=signals.received, budget_s=round(signals.budget(), 3))
         notifier.notify("STOPPING=1", "STATUS=draining")
-        await daemon.stop(signals.budget)
+        hanging = await daemon.stop(signals.budget)
+    if hanging:
+        log.error("stopped, but something does not end: the process ends without it", hanging=hanging)
+        return STILL_RUNNING
     log.info("stopped", uptime_s=round(daemon.clock.monotonic() - daemon.started_at, 3))
     return 0
 
@@ -95,9 +112,10 @@ async def _started(daemon: Daemon, signals: Signals) -> bool:
     if opening.done():
         opening.result()
         return True
-    opening.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await opening
+    opening.cancel()  # held back while a thread works for it; if that hangs, `stop` finds and names it
+    await asyncio.wait({opening}, timeout=signals.budget() / 2)
+    if opening.done() and not opening.cancelled() and (error := opening.exception()) is not None:
+        log.warning("the start was called off, and failed", problem=str(error))
     return False
 
 

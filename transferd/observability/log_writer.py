@@ -6,6 +6,7 @@ counted. The thread may hang in write(2) for as long as it likes: it is a daemon
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import select
@@ -51,13 +52,10 @@ class LogWriter:
             if self._waiting + len(line) > self._limit:
                 self.dropped += 1
                 return
-            try:
-                self.start()
-            except RuntimeError:  # out of threads: there may be one for the next line
-                self.dropped += 1
-                return
             self._waiting += len(line)
-        self._lines.put(line)
+            self._lines.put(line)
+            with contextlib.suppress(RuntimeError):  # out of threads: there may be one for the next line
+                self.start()
 
     def drop(self) -> None:
         """Count a line that was lost before it got here."""
@@ -67,13 +65,25 @@ class LogWriter:
     def flush(self, seconds: float) -> bool:
         """Wait until all that was queued by now is written, at most so long. False: it is not."""
         if self._thread is None:
-            return True
+            return self._flush_here(seconds)
         if self._hung:
             return False
         reached = threading.Event()
         self._lines.put(reached)
         self._hung = not reached.wait(seconds)
         return not self._hung
+
+    def _flush_here(self, seconds: float) -> bool:
+        """Without a thread, because none could be had: write in the caller's, if somebody reads."""
+        with self._lock:
+            while self._lines.qsize():
+                if not select.select([], [self._fd], [], seconds)[1]:
+                    return False
+                line = self._lines.get()
+                if isinstance(line, bytes):
+                    self._waiting -= len(line)
+                    self.dropped += not self._written(line)
+        return True
 
     # --- the thread ---------------------------------------------------------------------------------
 

@@ -26,12 +26,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from transferd.errors import Closed, NoThreads
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 CLOSE_S = 1.0  # that a close waits for what runs; callers have waited for their own work before
@@ -222,6 +223,25 @@ class ThreadOffload:
     def close(self, within: float = CLOSE_S) -> list[str]:
         end = time.monotonic() + within
         return [told for crew in self._crews.values() for told in crew.close(max(0.0, end - time.monotonic()))]
+
+
+class Stripe(Generic[S, T]):
+    """One thread's part of a batch: `effect` of each item. str() says what it does, and to which item just now."""
+
+    def __init__(self, effect: Callable[[S], T], items: Sequence[S], name_of: Callable[[S], str] = str) -> None:
+        self._effect = effect
+        self._items = items
+        self._name_of = name_of
+        self._done: list[T] = []
+
+    def __call__(self) -> list[T]:
+        for item in self._items:
+            self._done.append(self._effect(item))
+        return self._done
+
+    def __str__(self) -> str:
+        item = self._items[min(len(self._done), len(self._items) - 1)]
+        return f"{getattr(self._effect, '__name__', 'effect').strip('_')} {self._name_of(item)}"
 
 
 def start_thread(name: str, target: Callable[[], object]) -> threading.Thread:

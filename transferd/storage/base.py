@@ -138,7 +138,14 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     async def close(self) -> None:
-        """Release everything. Idempotent."""
+        """Release everything. Idempotent. Raises StillRunning, naming them, for calls that do not end."""
+
+    def abandon(self) -> list[str]:
+        """The process is about to end with calls under way: give back locks, so that a successor can start.
+
+        Frees no memory. Returns what is under way, for the log.
+        """
+        return []
 
     @abc.abstractmethod
     def statistics(self) -> dict[str, Any]:

@@ -27,6 +27,7 @@ import errno
 import fcntl
 import itertools
 import os
+import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +35,7 @@ from typing import NamedTuple
 
 from transferd.errors import ConfigError, StorageError, StorageFull
 from transferd.runtime.clock import Clock
+from transferd.storage.examine import READ_FLAGS
 from transferd.storage.indexed import Damaged
 from transferd.storage.paths import is_directory_of_ours, is_set_aside, is_temporary, name_of, path_of, temporary_of
 
@@ -89,7 +91,7 @@ class ObjectDirectory:
             for directory in (self._objects, self._quarantine):
                 _make_directory(directory)
             _keep_others_out(self._root)
-            self._lock = os.open(self._lock_path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
+            self._lock = os.open(self._lock_path, READ_FLAGS | os.O_CREAT, FILE_MODE)
         except (OSError, ValueError) as error:  # ValueError: a NUL in the path
             raise self._unusable(error) from error
         try:
@@ -106,6 +108,9 @@ class ObjectDirectory:
             os.close(lock)
 
     def _take_lock(self) -> None:
+        if not stat.S_ISREG(os.fstat(self._lock).st_mode):
+            problem = "cannot be used: its lock is not a regular file"
+            raise ConfigError("storage.file.path", problem, str(self._lock_path))
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -121,7 +126,7 @@ class ObjectDirectory:
         """Can files be made where the objects go, and can their blocks be allocated first?"""
         path = f"{self._objects}probe@0~0"
         try:
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, FILE_MODE)
             try:
                 self._preallocate = _has_fallocate(fd)
             finally:
@@ -240,10 +245,10 @@ class ObjectDirectory:
     def read(self, name: str, data: memoryview) -> bool:
         """Fill `data`. False: there is no such object. Raises Damaged for another length or an unreadable file."""
         try:
-            fd = os.open(self._objects + path_of(name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = os.open(self._objects + path_of(name), READ_FLAGS)
             try:
                 status = os.fstat(fd)
-                if status.st_size != data.nbytes:
+                if not stat.S_ISREG(status.st_mode) or status.st_size != data.nbytes:
                     raise Damaged
                 done = 0
                 while done < data.nbytes:
@@ -260,7 +265,7 @@ class ObjectDirectory:
             return False
         except OSError as error:
             translated = self._translated("read", error, data.nbytes)
-            if error.errno in (errno.EIO, errno.ELOOP, errno.EISDIR):  # this file will not get better
+            if error.errno in (errno.EIO, errno.ELOOP, errno.EISDIR, errno.ENXIO):  # this file will not get better
                 raise Damaged(translated) from error
             raise translated from error
         return True

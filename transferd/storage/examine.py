@@ -7,11 +7,14 @@ whatever the object's size.
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from transferd.blocks.footer import FOOTER_BYTES, Damage, Inspection, NotSealed
 
+# What is in an object's place need not be a file: a FIFO or a device must neither hang the open nor be read.
+READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 PIECE_BYTES = 1024**2  # large enough for a disk, small enough to wait for
 
 
@@ -33,11 +36,14 @@ class Examination:
     def pieces(self, buffer: memoryview) -> Iterator[int]:
         """Read the object through `buffer`; yields the bytes of each piece. Raises OSError for what is no damage."""
         try:
-            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = os.open(self.path, READ_FLAGS)
         except FileNotFoundError:
             self.gone = True
             return
         try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                self.damage = Damage.UNREADABLE
+                return
             # What only a check has read need not stay in the page cache; a hint, from Linux 6.3 on.
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_NOREUSE)
             yield from self._inspect(fd, buffer)

@@ -95,6 +95,10 @@ class FileStorage(IndexedStorage):
         await self._scrub.close()
         await super().close()
 
+    def abandon(self) -> list[str]:
+        self._directory.close()
+        return super().abandon()
+
     def statistics(self) -> dict[str, Any]:
         return super().statistics() | {"scrub": self._scrub.statistics()}
 

@@ -35,11 +35,11 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, TypeVar, cast
 
-from transferd.errors import Closed, StorageError, StorageFull
+from transferd.errors import Closed, StillRunning, StorageError, StorageFull
 from transferd.runtime.aio import every, uncancelled
-from transferd.runtime.threads import Direction, Offload
+from transferd.runtime.threads import Direction, Offload, Stripe
 from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found, Outcome, Storage
 from transferd.storage.lru import Entry, LruIndex, NoRoom, Use, Victim
 from transferd.storage.traffic import Traffic
@@ -155,7 +155,12 @@ class IndexedStorage(Storage):
         try:
             await self._release()
         finally:
-            self._offload.close()
+            still = self._offload.close()
+        if still:
+            raise StillRunning(f"{self.backend} storage: {'; '.join(still)}")
+
+    def abandon(self) -> list[str]:
+        return self._offload.under_way()
 
     async def _release(self) -> None:
         """What an implementation gives back at close; nothing is under way any more."""
@@ -400,7 +405,7 @@ class IndexedStorage(Storage):
         if not items or (self._inline_bytes and nbytes <= self._inline_bytes):
             return [effect(item) for item in items]
         count = min(self._stripes, len(items))
-        stripes = [_Stripe(effect, items[i::count]) for i in range(count)]
+        stripes = [Stripe(effect, items[i::count], _name_of) for i in range(count)]
         parts = await every(self._offload.run(direction, stripe, stripe) for stripe in stripes)
         results: list[T | None] = [None] * len(items)
         for i, part in enumerate(parts):
@@ -423,25 +428,6 @@ class IndexedStorage(Storage):
 def _depth(blob: Blob, position: int) -> int:
     """A batch of blobs that name no use is one chain."""
     return position if blob.use is None else blob.depth
-
-
-class _Stripe(Generic[S, T]):
-    """One thread's part of a batch. str() says what it does, and to which object just now."""
-
-    def __init__(self, effect: Callable[[S], T], items: Sequence[S]) -> None:
-        self._effect = effect
-        self._items = items
-        self._done: list[T] = []
-
-    def __call__(self) -> list[T]:
-        for item in self._items:
-            self._done.append(self._effect(item))
-        return self._done
-
-    def __str__(self) -> str:
-        item = self._items[min(len(self._done), len(self._items) - 1)]
-        verb = getattr(self._effect, "__name__", "effect").strip("_").partition("_")[0]
-        return f"{verb} of {_name_of(item)}"
 
 
 def _name_of(item: object) -> str:

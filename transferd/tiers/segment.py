@@ -21,6 +21,7 @@ import math
 import mmap
 import os
 import stat
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ MODE = 0o660  # the daemon's group attaches, whatever the umask is
 LONGEST_NAME = 255  # bytes: NAME_MAX
 CREATIONS = 100  # tries: each is lost only to a janitor that comes within some microseconds
 
+_made_here: weakref.WeakSet[Segment] = weakref.WeakSet()
+
 Caches = dict[str, list[npt.NDArray[Any]]]
 
 
@@ -45,6 +48,8 @@ class Segment:
         self.name = name
         self.nbytes = nbytes
         self._owner = create
+        if create:
+            _made_here.add(self)
         self._fd = _create(name, nbytes) if create else _open(name, nbytes)
         try:
             self._map = mmap.mmap(self._fd, nbytes)
@@ -68,9 +73,7 @@ class Segment:
         """Unlink if this is the owner's, unmap, unlock. Idempotent. Raises TierError if arrays still use it."""
         if self._fd < 0:
             return
-        if self._owner:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(DIRECTORY / self.name)
+        self.unlink()
         fd, self._fd, self.address = self._fd, -1, 0
         os.close(fd)
         del self._anchor
@@ -78,6 +81,18 @@ class Segment:
             self._map.close()
         except BufferError as error:
             raise TierError(f"shared memory {self.name} is still in use at close: {error}") from error
+
+    def unlink(self) -> None:
+        """Take the name back, if this is the owner's; what is mapped stays mapped."""
+        if self._owner and self._fd >= 0:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(DIRECTORY / self.name)
+
+
+def unlink_all() -> None:
+    """Take back every name that this process gave: it is about to end, and something may still use the memory."""
+    for segment in list(_made_here):
+        segment.unlink()
 
 
 def check_name(name: object) -> str:

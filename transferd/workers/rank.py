@@ -15,7 +15,7 @@ from typing import Any
 
 import structlog
 
-from transferd.errors import DeviceLost, InvariantError, TransferError
+from transferd.errors import DeviceLost, InvariantError, StillRunning, TransferError
 from transferd.observability.recorder import LONGEST_TEXT
 from transferd.runtime.threads import Direction
 from transferd.storage.lru import Use
@@ -154,11 +154,15 @@ class RankWorker:
         self.context.recorder.note(job.task.task_id, "error", self.rank, code, message[:LONGEST_TEXT])
         return RankOutcome(rank=self.rank, error=ErrorInfo(code, message), queue_s=job.queue_s)
 
-    async def close(self) -> None:
-        """Wait for every copy and transfer, then free this rank's memory. Keeps the first error, finishes the rest."""
+    async def settled(self) -> None:
+        """Wait for every copy and transfer: until then this rank's memory must not be freed."""
         if self._jobs:
             await asyncio.wait(self._jobs)
         await self.context.background.settled()
+
+    async def close(self) -> None:
+        """Free this rank's memory, once `settled`. Finishes whatever fails; raises StillRunning, or the first error."""
+        await self.settled()
         errors: list[TransferError] = []
         staging, storage, host = self.context.staging, self.context.storage, self.context.host
         if storage is not None:
@@ -178,7 +182,7 @@ class RankWorker:
             with _kept(errors):
                 host.close()
         if errors:
-            raise errors[0]
+            raise next((error for error in errors if isinstance(error, StillRunning)), errors[0])
 
     @property
     def corrupt(self) -> int:

@@ -21,6 +21,12 @@ import pytest
 SOURCE = Path(__file__).with_name("faults.c")
 ROOT = Path(__file__).parent.parent.parent.parent
 SHORT = 0  # in place of an errno: half of the bytes
+NEVER = -1  # in place of an errno: the call does not return
+
+
+def under(fault: str, path: str = "") -> list[str]:
+    """A command's prefix that puts it under the library."""
+    return ["env", *(f"{key}={value}" for key, value in environment(fault, path).items() if value)]
 
 
 @functools.cache
@@ -38,10 +44,12 @@ def library() -> Path:
     return made
 
 
-def environment(fault: str = "") -> dict[str, str]:
-    """Of a process under the library. fault: "call:skip:count:errno", armed from its first instruction."""
+def environment(fault: str = "", path: str = "") -> dict[str, str]:
+    """Of a process under the library. fault: "call:skip:count:errno", armed from its first instruction, path as
+    in `Faults.armed`."""
     return {
         **os.environ,
+        "TRANSFERD_FAULT_PATH": path,
         "LD_PRELOAD": str(library()),
         "TRANSFERD_FAULT": fault,
         "PYTHONPATH": str(ROOT),

@@ -3,10 +3,12 @@
  * faults_arm(call, skip, count, error): of the calls of this name that come, let `skip` pass, then fail the
  * next `count` (-1: all) with errno = error. error 0 on write, pwrite and pread means a short one: half of
  * the bytes. faults_path narrows it to files whose path contains a text; faults_disarm ends all of it.
+ * error -1: the call never returns (it sleeps in the kernel until the process ends).
  * Every armed call is counted; faults_hits says how many failed. Names: pthread_create, open, write, pwrite,
  * pread, fsync, rename, mkdir, unlink, ftruncate, fallocate, mmap.
  *
- * TRANSFERD_FAULT="call:skip:count:error" arms one from the environment, for a whole process.
+ * TRANSFERD_FAULT="call:skip:count:error" arms one from the environment, for a whole process, and
+ * TRANSFERD_FAULT_PATH narrows it.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -23,6 +25,8 @@
 #include <sys/stat.h>
 #include <sys/uio.h>
 #include <unistd.h>
+
+enum { NEVER = -1 };
 
 static struct {
     char call[32];
@@ -49,9 +53,10 @@ void faults_disarm(void) { plan.armed = 0; plan.path[0] = 0; }
 int faults_hits(void) { return hits; }
 
 __attribute__((constructor)) static void from_environment(void) {
-    const char *text = getenv("TRANSFERD_FAULT");
+    const char *text = getenv("TRANSFERD_FAULT"), *path = getenv("TRANSFERD_FAULT_PATH");
     char call[32];
     int skip, count, error;
+    if (path) faults_path(path);
     if (text && sscanf(text, "%31[^:]:%d:%d:%d", call, &skip, &count, &error) == 4)
         faults_arm(call, skip, count, error);
 }
@@ -65,6 +70,7 @@ static int hit(const char *call, const char *path) {
     if (skip_left > 0) skip_left--;
     else if (fail_left > 0) { fail_left--; hits++; fails = 1; }
     pthread_mutex_unlock(&lock);
+    while (fails && plan.error == NEVER) pause();
     return fails;
 }
 

@@ -123,4 +123,5 @@ class SimWorld:
     async def close(self, budget: float = 20.0) -> None:
         """The daemon's own shutdown; raises what it raises, leases and copies left over included."""
         end = self.loop.time() + budget
-        await self.daemon.stop(lambda: max(0.0, end - self.loop.time()))
+        hanging = await self.daemon.stop(lambda: max(0.0, end - self.loop.time()))
+        assert not hanging, f"the shutdown left behind: {hanging}"

@@ -1,0 +1,81 @@
+"""The steps of a shutdown under one time budget: none is skipped, none can take longer than is left.
+
+A step that does not end within its time is left behind, and so is all that it works on: `hanging` names it, and
+the process must end without waiting for it (process.py). Its memory is not freed under it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import structlog
+
+from transferd.errors import StillRunning
+from transferd.runtime.clock import Clock
+
+log = structlog.get_logger(__name__)
+
+LEAST_S = 1.0  # for a step when the budget is used up: what does not hang ends well within it
+LOOK_S = 0.25  # how soon a budget that a second signal has shortened is noticed
+
+
+class Shutdown:
+    """Runs the steps. hanging: what did not end; errors: what the others raised.
+
+    budget_s: seconds left in all, asked before and during each wait, so that a second signal can shorten it.
+    """
+
+    def __init__(self, budget_s: Callable[[], float], clock: Clock) -> None:
+        self.hanging: list[str] = []
+        self.errors: list[Exception] = []
+        self._budget_s = budget_s
+        self._now = clock.monotonic
+        self._left_behind: list[asyncio.Future[Any]] = []  # referenced, or the collector would take them
+
+    async def within(self, seconds: float, waiting: Coroutine[Any, Any, None]) -> bool:
+        """Wait for something at most so long. False: it was not over by then."""
+        task = asyncio.ensure_future(waiting)
+        if await self._ended(task, seconds, least=0.0):
+            task.result()
+            return True
+        task.cancel()
+        return False
+
+    async def step(self, name: str, work: Awaitable[None]) -> bool:
+        """Do one step. True: it has ended, well or badly. False: it hangs, and goes on by itself."""
+        task = asyncio.ensure_future(work)
+        if not await self._ended(task, self._budget_s(), least=LEAST_S):
+            self._left_behind.append(task)
+            task.add_done_callback(_seen)
+            self._hangs(name)
+            return False
+        try:
+            task.result()
+        except StillRunning as error:
+            self._hangs(f"{name}: {error}")
+            return False
+        except Exception as error:  # noqa: BLE001 - whatever it is, the steps after it still have to happen
+            log.warning("shutdown step failed", step=name, error=repr(error))
+            self.errors.append(error)
+        return True
+
+    def _hangs(self, what: str) -> None:
+        log.error("shutdown step does not end; what it works on stays as it is", step=what)
+        self.hanging.append(what)
+
+    async def _ended(self, task: asyncio.Future[Any], seconds: float, *, least: float) -> bool:
+        began = self._now()
+        while not task.done():
+            left = max(min(seconds, self._budget_s()), least) - (self._now() - began)
+            if left <= 0:
+                return False
+            await asyncio.wait({task}, timeout=min(left, LOOK_S))
+        return True
+
+
+def _seen(task: asyncio.Future[Any]) -> None:
+    """What it ended with, after all, is nobody's any more."""
+    if not task.cancelled():
+        task.exception()
