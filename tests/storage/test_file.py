@@ -649,35 +649,3 @@ async def test_sighup_takes_over_the_capacity(open_storage: Open, tmp_path: Path
     assert await present(store, 8) == [5, 6, 7]
     await store.storage.close()
     assert len(files_below(tmp_path / "objects")) == 3
-
-
-@pytest.mark.parametrize("stranger", ["fifo", "directory", "link", "socket", "device"])
-async def test_what_is_no_file_in_an_objects_place_neither_hangs_a_read_nor_is_followed(
-    open_storage: Open, tmp_path: Path, stranger: str
-) -> None:
-    store = await open_storage(FileStorage(file_config(tmp_path / "s", GIB)))
-    await fill(store, 1)
-    path = file_of(tmp_path / "s", 1)
-    kept = tmp_path / "kept"
-    path.rename(kept)
-    if stranger == "fifo":
-        os.mkfifo(path)
-    elif stranger == "directory":
-        path.mkdir()
-    elif stranger == "link":
-        path.symlink_to(kept)
-    elif stranger == "socket":
-        with socket.socket(socket.AF_UNIX) as bound, contextlib.chdir(path.parent):
-            bound.bind(path.name)
-    else:
-        try:
-            os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # /dev/zero: a read of any length is good
-        except PermissionError:
-            pytest.skip("only root makes devices")
-    before = kept.read_bytes()
-    async with asyncio.timeout(30):
-        outcomes = await store.get_into(1)
-    assert outcomes is not Found.FOUND
-    assert kept.read_bytes() == before
-    await fill(store, 1)  # and the next write heals it
-    assert await present(store, 1) == [1]

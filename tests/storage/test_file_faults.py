@@ -1,0 +1,64 @@
+"""The file system under the file store, going wrong: every system call of a put and a get, in the real process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+
+from tests.storage.harness import Open, file_config
+from tests.storage.test_file import GIB, file_of, fill, name, present
+from tests.support import native
+from transferd.storage.base import Found
+from transferd.storage.file import FileStorage
+
+CALLS = {"open", "pwrite", "fallocate", "rename", "mkdir", "fsync", "unlink", "pread"}
+
+
+@pytest.mark.parametrize("fsync", [False, True])
+def test_whatever_call_fails_no_half_object_is_read_and_every_status_is_honest(tmp_path: Path, fsync: bool) -> None:
+    """file_faults.py fails each call in its turn, with each error, and checks. Here: that it came to all of them."""
+    program = "from tests.storage.file_faults import main; main()"
+    report = json.loads(native.run(program, str(tmp_path), str(int(fsync))).splitlines()[-1])  # before it: the log
+    assert report["broken"] == []
+    assert {call for call, hits in report["hits"].items() if hits} == CALLS - (set() if fsync else {"fsync"})
+    assert report["stored"] > 0
+    assert report["failed"] > 0
+
+
+@pytest.mark.parametrize("stranger", ["fifo", "directory", "link", "socket", "device"])
+async def test_what_is_no_file_in_an_objects_place_neither_hangs_a_read_nor_is_followed(
+    open_storage: Open, tmp_path: Path, stranger: str
+) -> None:
+    store = await open_storage(FileStorage(file_config(tmp_path / "s", GIB)))
+    await fill(store, 1)
+    path = file_of(tmp_path / "s", 1)
+    kept = tmp_path / "kept"
+    path.rename(kept)
+    if stranger == "fifo":
+        os.mkfifo(path)
+    elif stranger == "directory":
+        path.mkdir()
+    elif stranger == "link":
+        path.symlink_to(kept)
+    elif stranger == "socket":
+        with socket.socket(socket.AF_UNIX) as bound, contextlib.chdir(path.parent):
+            bound.bind(path.name)
+    else:
+        try:
+            os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # /dev/zero: a read of any length is good
+        except PermissionError:
+            pytest.skip("only root makes devices")
+    before = kept.read_bytes()
+    async with asyncio.timeout(30):
+        [(outcome, _)] = await store.get((name(1), 1000))
+    assert outcome.found in (Found.MISSING, Found.FAILED)
+    assert kept.read_bytes() == before
+    await fill(store, 1)  # and the next write heals it
+    assert await present(store, 2) == [1]
