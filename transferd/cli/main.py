@@ -57,7 +57,8 @@ def serve(config: ConfigOption = None, set_: SetOption = None) -> None:
     """Run the daemon until SIGTERM or SIGINT."""
     from transferd.runtime.signals import hold_dump_signals
 
-    hold_dump_signals()  # before the next line: numpy's own threads are made as it is imported
+    hold_dump_signals()  # before the next import: numpy's own threads are made as it is imported
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # nothing here multiplies; one for each core would be for naught
     from transferd.daemon.process import serve as run
 
     def read() -> configuration.Config:
