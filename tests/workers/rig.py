@@ -78,7 +78,7 @@ class Rig:
     ) -> None:
         watch = MemoryWatch()
         self.offload = offload or SimOffload()
-        self.device = device or SimDevice(LAYOUT, rank, watch=watch)
+        self.device = device or SimDevice(LAYOUT, rank, offload=self.offload, watch=watch)
         self.storage = storage or SimStorage(watch=watch)
         self.format = SealedBlocks(MODEL, LAYOUT)
         self.background = Background()

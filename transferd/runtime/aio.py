@@ -9,17 +9,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class Held(asyncio.Future[T]):
-    """A future that cannot be cancelled: a cancellation of who awaits it is held back until it is done.
-
-    For what moves bytes and cannot be taken back. Whoever makes one must see to it that it ends.
-    """
-
-    def cancel(self, msg: object = None) -> bool:  # noqa: ARG002 - as the base class has it
-        return False
-
-
-async def uncancelled(work: Coroutine[Any, Any, T] | asyncio.Future[T]) -> T:
+async def uncancelled(work: Coroutine[Any, Any, T]) -> T:
     """Run `work` to its end and return what it returns.
 
     A cancellation of the caller is held back until then and raised afterwards; the work does not see

@@ -27,8 +27,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from transferd.errors import Closed, NoThreads
 
@@ -39,6 +40,10 @@ CLOSE_S = 1.0  # that a close waits for what runs; callers have waited for their
 # What a daemon needs at the least: its copies, its storage, its log and dumps, and those of libzmq and libuv,
 # which end the process when they cannot start a thread.
 LEAST = 32
+
+
+# Where the functions given to threads from this context are noted, for whoever may want to withdraw them.
+noted: ContextVar[list[asyncio.Future[Any]] | None] = ContextVar("noted", default=None)
 
 
 class Direction(enum.Enum):
@@ -152,6 +157,8 @@ class Crew:
         if self._most_waiting is not None and self._queue.qsize() >= self._most_waiting:
             raise queue.Full
         work = Work(function, what)
+        if (notes := noted.get()) is not None:
+            notes.append(work)
         self._queue.put(work)  # type: ignore[arg-type] # works of different types wait in one queue
         return work
 

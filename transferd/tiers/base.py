@@ -15,9 +15,8 @@ Duties of an implementation:
 1. `copy_out` / `copy_in` return after the last byte has arrived, and not before; they copy any byte
    count exactly and touch nothing outside the runs.
 2. They never block the event loop for longer than a copy of INLINE_BYTES takes.
-3. Cancelling the awaiting task withdraws a copy of which nothing has begun. Once bytes may move the cancellation
-   is held back until the copy has ended (Offload.run does so by itself, aio.Held for what a device does).
-   Workers cancel copies of tasks that are told to end.
+3. Once started, a copy runs to its end: cancelling the awaiting task must not leave a copy running
+   that the caller does not know of. (Callers shield; a tier need not handle cancellation.)
 4. A failed copy raises `TierError`; a device that will never work again raises `DeviceLost`.
 5. `close` frees everything that `open` made, or unmaps what `attach` mapped, exactly once, and keeps the
    first error.

@@ -10,6 +10,7 @@ from typing import Any
 
 from transferd.blocks.copyplan import CopyPlan
 from transferd.blocks.formats import ObjectFormat
+from transferd.runtime.threads import noted
 from transferd.storage.lru import Use
 from transferd.tasks import Stop, Task
 
@@ -24,36 +25,39 @@ class StopSignal:
     def __init__(self) -> None:
         self.reason: Stop | None = None
         self._waiters: set[asyncio.Future[None]] = set()
-        self._copying: set[asyncio.Task[Any]] = set()
+        self._copies: dict[int, list[asyncio.Future[Any]]] = {}  # what threads were given for each, by its id()
 
     def set(self, reason: Stop) -> None:
         if self.reason is None:
             self.reason = reason
             for waiter in self._waiters:
                 _wake(waiter)
-            for task in self._copying:
-                task.cancel()
+            for works in self._copies.values():
+                for work in works:
+                    work.cancel()  # nothing happens if a thread has taken it (runtime/threads.py)
 
     async def copied(self, copying: Coroutine[Any, Any, None]) -> bool:
         """Await a copy. False: the signal was set first, and whatever has not begun of the copy never will.
 
-        So a copy that waits for a thread behind a copy that hangs does not run after its task's result. The
-        tier holds the cancellation back for as long as bytes move (tiers/base.py).
+        So a copy that waits for a thread behind a copy that hangs does not run after its task's result. One that
+        has begun goes on to its end.
         """
         if self.reason is not None:
             copying.close()
             return False
-        task = asyncio.current_task()
-        assert task is not None
-        self._copying.add(task)
+        works: list[asyncio.Future[Any]] = []
+        before = noted.set(works)
+        self._copies[id(works)] = works
         try:
             await copying
         except asyncio.CancelledError:
-            if self.reason is None or task.uncancel():  # somebody else's cancellation, or also somebody else's
+            task = asyncio.current_task()
+            if self.reason is None or task is None or task.cancelling():  # somebody else's cancellation
                 raise
             return False
         finally:
-            self._copying.discard(task)
+            noted.reset(before)
+            del self._copies[id(works)]
         return True
 
     async def race(self, future: asyncio.Future[Any]) -> bool:

@@ -16,7 +16,6 @@ from tests.support.simulation.memory import MemoryWatch, SimMemory
 from transferd.blocks.copyplan import CopyPlan
 from transferd.blocks.layout.base import Arena, BlockLayout
 from transferd.errors import DeviceLost, InvariantError, TierError
-from transferd.runtime.aio import uncancelled
 from transferd.runtime.threads import Direction, Offload
 from transferd.tiers.base import DeviceHandle, HostMemory
 
@@ -125,26 +124,21 @@ class SimDevice:
         if self.lost:
             raise DeviceLost(f"the device of rank {self.rank} is lost")
         self._check_bounds(operation, plan, host)
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+
+        def begin() -> None:
+            copying = loop.create_task(self._run(operation, plan, host), name=f"{operation} of rank {self.rank}")
+            self._under_way.add(copying)
+            copying.add_done_callback(self._under_way.discard)
+            copying.add_done_callback(lambda copied: _settle(ended, copied))
+
         if self._offload is None:
-            copying = self._begin(operation, plan, host)
+            begin()
         else:  # as on a GPU, a thread hands the copy over, and the device has it from then on
             direction = Direction.OUT if operation == "copy_out" else Direction.IN
-            handing = self._offload.run(direction, lambda: self._begin(operation, plan, host))
-            try:
-                copying = await handing
-            except asyncio.CancelledError:
-                if not handing.cancelled():
-                    await asyncio.gather(handing.result(), return_exceptions=True)
-                raise
-        await uncancelled(copying)
-
-    def _begin(self, operation: str, plan: CopyPlan, host: HostMemory) -> asyncio.Task[None]:
-        copying = asyncio.get_running_loop().create_task(
-            self._run(operation, plan, host), name=f"{operation} of rank {self.rank}"
-        )
-        self._under_way.add(copying)
-        copying.add_done_callback(self._under_way.discard)
-        return copying
+            await self._offload.run(direction, lambda: loop.call_soon_threadsafe(begin))
+        await ended
 
     async def _run(self, operation: str, plan: CopyPlan, host: HostMemory) -> None:
         self.begins(operation, plan, host)
@@ -199,3 +193,13 @@ class SimDevice:
 
 def _nobody_asks(operation: str, plan: CopyPlan, host: HostMemory) -> None:
     """Copies are watched by nobody but MemoryWatch."""
+
+
+def _settle(ended: asyncio.Future[None], copied: asyncio.Task[None]) -> None:
+    error = None if copied.cancelled() else copied.exception()
+    if ended.done():  # its waiter was cancelled
+        return
+    if error is None:
+        ended.set_result(None)
+    else:
+        ended.set_exception(error)

@@ -30,7 +30,7 @@ from transferd.blocks.layout import build_layout
 from transferd.blocks.paths import PathKeys
 from transferd.config import Config
 from transferd.config.generation import configured_generation
-from transferd.errors import ConfigError, RequestError, StillRunning, StorageError, StorageUnavailable
+from transferd.errors import Closed, ConfigError, RequestError, StillRunning, StorageError, StorageUnavailable
 from transferd.runtime.aio import every
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.threads import CLOSE_S
@@ -300,7 +300,7 @@ class SdkTokenStorage(TokenStorage):
     async def _tell(self, path: TokenIds, start: int, task_id: str, *, resident: bool) -> None:
         try:
             await self.flush_token_index(path, start, resident=resident)
-        except StorageError as error:
+        except (StorageError, Closed) as error:
             log.warning("the token index was not told", task_id=task_id, resident=resident, problem=str(error))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

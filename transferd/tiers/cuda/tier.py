@@ -26,7 +26,6 @@ from typing import Any
 from transferd.blocks.copyplan import CopyPlan
 from transferd.blocks.layout.base import Arena, BlockLayout, align
 from transferd.errors import TierError
-from transferd.runtime.aio import Held
 from transferd.runtime.threads import Direction, Offload
 from transferd.tiers.base import DeviceHandle, HostMemory
 from transferd.tiers.cuda.bindings import open_driver
@@ -113,19 +112,13 @@ class CudaDeviceTier:
         if not plan.nbytes:
             return
         loop = asyncio.get_running_loop()
-        ended: asyncio.Future[None] = Held(loop=loop)
+        ended: asyncio.Future[None] = loop.create_future()
 
         def completed(error: TierError | None) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(_settle, ended, error)
 
-        handing = self._offload.run(direction, lambda: lane.submit(plan, host, completed), "hand-over of a copy")
-        try:
-            await handing
-        except asyncio.CancelledError:
-            if not handing.cancelled() and handing.exception() is None:  # a thread had begun: the device has it now
-                await ended
-            raise
+        await self._offload.run(direction, lambda: lane.submit(plan, host, completed), "hand-over of a copy")
         await ended
 
     def handle(self) -> DeviceHandle:
