@@ -19,6 +19,7 @@ from transferd.adapters.fastdeploy import EngineCacheQueue
 from transferd.blocks.keys import block_keys
 from transferd.client.launch import running
 from transferd.config import load
+from transferd.daemon.process import STILL_RUNNING
 from transferd.wire.kv_events import block_hash
 
 BLOCK = 8  # tokens, as in config()
@@ -199,7 +200,8 @@ async def test_flushes_that_nobody_waits_for_hold_up_nothing(tmp_path: Path, mon
             missing = await client.submit(read("m", path_of(2, 2), [0, 1]))
             assert missing.status is Status.MISS
             assert {(await flush).status for flush in flushes} == {Status.EXPIRED}
-        assert daemon.stop() == 0
+        assert daemon.stop() == STILL_RUNNING
+        assert "transferd-as-0-tell-0: flush" in daemon.log
 
 
 async def test_two_nodes_that_share_a_store_find_each_others_blocks(tmp_path: Path) -> None:
