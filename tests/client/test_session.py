@@ -228,7 +228,7 @@ def test_who_waits_is_told_soon_what_keeps_it_and_the_timeout_says_so_too(caplog
         assert not caplog.records
         await asyncio.sleep(0.2)
         assert caplog.messages == [
-            "sim://daemon: nobody answers within 1 s: there is no such socket; still waiting",
+            "sim://daemon: nobody answers within 1 s: there is no such socket (still waiting)",
         ]
         assert caplog.records[0].levelname == "WARNING"
         with pytest.raises(ConnectTimeout, match=r"nobody answers within 5 s: there is no such socket$"):

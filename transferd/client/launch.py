@@ -118,7 +118,7 @@ def _await_ready(daemon: DaemonProcess) -> None:
 
     give_up = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < give_up and daemon.process.poll() is None:
-        with contextlib.suppress(ConnectTimeout), SyncClient(daemon.endpoint, connect_timeout=2.0):
+        with contextlib.suppress(ConnectTimeout), SyncClient(daemon.endpoint, connect_timeout=1.0):
             return
     code = daemon.process.poll()
     if code is None:

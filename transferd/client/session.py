@@ -156,7 +156,7 @@ class Link:
         try:
             await asyncio.wait({future}, timeout=min(timeout, HINT_AFTER_S))
             if not future.done() and timeout > HINT_AFTER_S:
-                log.warning("%s: %s; still waiting", self.endpoint, await self._obstacle(f"within {HINT_AFTER_S:g} s"))
+                log.warning("%s: %s (still waiting)", self.endpoint, await self._obstacle(f"within {HINT_AFTER_S:g} s"))
                 left = max(give_up - self.now, 0.0)
                 await asyncio.wait({future}, timeout=None if left == math.inf else left)
             if not future.done():
