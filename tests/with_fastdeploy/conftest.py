@@ -22,7 +22,13 @@ if MISSING is None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Paddle and FastDeploy themselves
         import fastdeploy.cache_manager.prefix_cache_manager
-        import fastdeploy.engine.common_engine  # noqa: F401
+        import fastdeploy.engine.common_engine
+
+    from transferd.adapters.fastdeploy.engine_queue import queue_for
+
+    # FastDeploy logs a plugin that cannot be loaded, and goes on without it.
+    for module in (fastdeploy.cache_manager.prefix_cache_manager, fastdeploy.engine.common_engine):
+        assert module.EngineCacheQueue is queue_for, f"the plugin did not reach {module.__name__}; see the log above"
 else:
     collect_ignore_glob = ["test_*.py"]
 

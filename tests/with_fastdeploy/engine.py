@@ -165,6 +165,22 @@ class Engine:
         client = self.client()
         self.workers = [Worker(rank, client.attach(rank)) for rank in range(self.shape.tp)]
 
+    def unmap(self) -> None:
+        """The workers let go of what the daemon created, and say so."""
+        self.workers = []
+        self.signals["cache_ready_signal"].value[:] = 0
+
+    def make_anew(self) -> None:
+        """The workers create their cache again, in the time that a wakeup gives them."""
+        self.workers = []
+        for tier in self._tiers:
+            asyncio.run(tier.close())
+        self._tiers = []
+        threading.Thread(target=self._make_memory).start()
+
+    def inflight(self) -> list[int]:
+        return [int(value) for value in self.manager.cache_task_inflight_signal.value]
+
     def _make_memory(self) -> None:
         """The workers, or the cache messager, create; then they say so."""
         wanted = {

@@ -135,7 +135,7 @@ def _configured(daemon: Daemon) -> dict[str, Any]:
     """The settings that an engine has to agree with; addresses and paths, which may hold secrets, are not told."""
     storage = daemon.config.storage
     return {
-        "cache": to_tree(daemon.config)["cache"],
+        "cache": to_tree(daemon.config)["cache"] | {"devices": daemon.config.cache.device_of_rank},
         "storage": {
             "backend": storage.backend,
             "model": storage.model,

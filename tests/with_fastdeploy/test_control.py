@@ -1,0 +1,202 @@
+"""FastDeploy's own control functions, with the daemon at the other end: pause, sleep, new weights, both protocols."""
+
+from __future__ import annotations
+
+import collections
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+from fastdeploy.engine.common_engine import EngineService
+from fastdeploy.engine.request import ControlRequest
+from fastdeploy.inter_communicator import KVCacheStatus, PrefixTreeStatus
+from fastdeploy.inter_communicator.fmq import FMQ
+
+from tests.with_fastdeploy.engine import Engine, engine, wait_for
+from tests.with_fastdeploy.test_tiers import prompts
+
+
+class Service:
+    """An EngineService whose control functions, and their way of waiting for answers, are FastDeploy's own."""
+
+    def __init__(self, made: Engine) -> None:
+        service = self.service = object.__new__(EngineService)
+        service.llm_logger = MagicMock()
+        service.cfg = SimpleNamespace(
+            cache_config=made.config.cache_config, scheduler_config=SimpleNamespace(name="local"), model_config=None
+        )
+        service._pause_cond = threading.Condition()
+        service.is_paused = service._rejecting_new_requests = False
+        service.resource_manager = SimpleNamespace(
+            cache_manager=made.manager, requests={}, log_status=lambda: None, add_abort_req_ids=lambda _: None
+        )
+        service.scheduler = SimpleNamespace(requests={})
+        service.cache_task_queue = made.queue
+        first = made.shape.tp * made.shape.dp
+        names = [f"ctrl_c2e_rank{first + rank}_{made.cache_port}" for rank in range(made.shape.tp)]
+        service._ctrl_output_queues = {name: FMQ().queue(name, "consumer") for name in names}
+        service._ctrl_response_mailboxes = collections.defaultdict(collections.OrderedDict)
+        service._call_worker = lambda *_: []
+        service.engine_worker_queue = SimpleNamespace(put_tasks=lambda _: None)
+        self._made = made
+
+    def ask(self, method: str, **args: Any) -> Any:
+        request = ControlRequest(request_id=f"{method}-1", method=method, args=args)
+        return getattr(self.service, f"_control_{method}")(request)
+
+    def transfer(self, method: str, **args: Any) -> Any:
+        """What `_control_sleep` and `_control_wakeup` send to the transfer processes, awaited as they do."""
+        import asyncio
+
+        request = ControlRequest(request_id=f"{method}-2", method=method, args=args)
+        self.service._dispatch_control_request(request, {"cache_transfer"})
+        return asyncio.run(self.service._wait_for_control_responses(request.request_id, 30, ["cache_transfer"]))
+
+    def close(self) -> None:
+        for queue in self.service._ctrl_output_queues.values():
+            queue.socket.close()
+
+
+@pytest.fixture(params=[1, 2], ids=["tp1", "tp2"])
+def tp(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture
+def made(place: Path, tp: int) -> Iterator[Engine]:
+    with engine(tp=tp, gpu_blocks=16, cpu_blocks=32, backend="file", model=str(weights(place, 1))) as one:
+        yield one
+
+
+@pytest.fixture
+def service(made: Engine) -> Iterator[Service]:
+    one = Service(made)
+    yield one
+    one.close()
+
+
+def weights(place: Path, step: int) -> Path:
+    """A model's directory as the training loop leaves it."""
+    model = place / "model"
+    model.mkdir(exist_ok=True)
+    (model / "version.yaml").write_text(f"version: RL-STEP{step:02}-20261121-x\n")
+    return model
+
+
+def test_a_pause_drops_what_is_queued_and_a_resume_goes_on(made: Engine, service: Service, tp: int) -> None:
+    asked = prompts(3)
+    for tokens in asked:
+        made.run(tokens)
+    assert made.inflight() == [1] * tp
+    service.ask("pause")
+    assert made.inflight() == [0] * tp
+    assert not made.manager.node_map, "FastDeploy resets its tree"
+    service.ask("pause")  # FastDeploy: already paused, nothing to do
+    service.ask("resume")
+    assert made.inflight() == [1] * tp
+    assert made.run(asked[0])["storage_match_token_num"] == 40
+    made.settle()
+
+
+def test_new_weights_find_nothing_of_the_old_ones(made: Engine, service: Service, place: Path) -> None:
+    (tokens,) = prompts(1)
+    made.run(tokens)
+    service.ask("pause")
+    weights(place, 2)
+    service.ask("update_weights")
+    service.ask("resume")
+    assert made.queue.client.generation == "RL-STEP02"
+    assert made.run(tokens)["storage_match_token_num"] == 0
+    service.ask("pause")
+    weights(place, 1)
+    service.ask("update_weights")
+    service.ask("resume")
+    assert made.run(tokens)["storage_match_token_num"] == 40, "those of before are still under their name"
+
+
+def test_sleep_and_wakeup_with_the_same_weights(made: Engine, service: Service, tp: int) -> None:
+    (tokens,) = prompts(1)
+    made.run(tokens)
+    for _ in range(2):
+        service.ask("pause")
+        made.unmap()
+        service.transfer("sleep", tags="weight,kv_cache")
+        service.transfer("sleep", tags="kv_cache")  # already asleep
+        assert made.queue.client.stats()["cache"]["cleared"]
+        assert made.signals["cache_ready_signal"].value.tolist() == [0] * tp
+        assert made.signals["swap_space_ready_signal"].value.tolist() == [0] * tp
+        service.transfer("wakeup", tags="weight,kv_cache")
+        assert made.signals["swap_space_ready_signal"].value.tolist() == [1] * tp
+        made.attach()
+        service.ask("resume")
+        assert made.run(tokens)["storage_match_token_num"] == 40
+        made.settle()
+
+
+def test_a_worker_that_does_not_let_go_fails_the_sleep_on_every_rank(
+    made: Engine, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transferd.adapters.fastdeploy.group.WORKER_TIMEOUT_S", 0.2)
+    service.ask("pause")
+    with pytest.raises(Exception, match="let go of its KV cache"):
+        service.transfer("sleep", tags="kv_cache")
+    service.ask("resume")
+    assert made.run(prompts(1)[0])["gpu_match_token_num"] == 0
+
+
+def test_an_unknown_request_is_answered_so(service: Service) -> None:
+    with pytest.raises(Exception, match="Unknown control method: explode"):
+        service.transfer("explode")
+
+
+def test_weights_cleared_and_updated_by_signals(made: Engine, place: Path, tp: int) -> None:
+    """FD_ENABLE_V1_UPDATE_WEIGHTS=0, the default: workers set kv_cache_status, the API server waits for its end."""
+    (tokens,) = prompts(1)
+    made.run(tokens)
+    status, tree = made.signals["kv_cache_status"].value, made.signals["prefix_tree_status"].value
+    for step in (2, 3):
+        status[0] = KVCacheStatus.CLEARING
+        made.unmap()
+        wait_for(lambda: status[0] == KVCacheStatus.CLEARED)
+        assert made.inflight() == [0] * tp
+        tree[0] = PrefixTreeStatus.CLEARING
+        wait_for(lambda: tree[0] == PrefixTreeStatus.CLEARED)
+        assert made.queue.client.stats()["cache"]["cleared"]
+        weights(place, step)
+        status[0] = KVCacheStatus.UPDATING
+        wait_for(lambda: made.signals["cache_ready_signal"].value.tolist() == [1] * tp)
+        made.attach()
+        wait_for(lambda: status[0] == KVCacheStatus.NORMAL)
+        assert made.inflight() == [1] * tp
+        tree[0] = PrefixTreeStatus.UPDATING
+        wait_for(lambda: tree[0] == PrefixTreeStatus.NORMAL)
+        assert made.queue.client.generation == f"RL-STEP0{step}"
+        assert made.run(tokens)["storage_match_token_num"] == 0
+        made.settle()
+        metrics = made.run(tokens)
+        assert metrics["gpu_match_token_num"] + metrics["cpu_match_token_num"] == 40
+
+
+def test_memory_that_workers_create_sleeps_and_wakes_up(place: Path, tp: int) -> None:
+    """No storage: workers create, the daemon lets go first, and maps again what they make anew."""
+    with engine(tp=tp, gpu_blocks=24, cpu_blocks=32) as made:
+        service = Service(made)
+        try:
+            asked = prompts(4)
+            for tokens in asked:
+                made.run(tokens)
+            service.ask("pause")
+            service.transfer("sleep", tags="kv_cache")
+            assert made.signals["cache_ready_signal"].value.tolist() == [0] * tp
+            made.make_anew()
+            service.transfer("wakeup", tags="kv_cache")
+            service.ask("resume")
+            for tokens in asked * 2:
+                made.run(tokens)
+            made.settle()
+        finally:
+            service.close()

@@ -1,0 +1,135 @@
+"""How an engine comes to its daemon: started with it, found and compared, refused in one line; and how it ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.with_fastdeploy.engine import Engine, Shape, engine, wait_for
+from tests.with_fastdeploy.test_tiers import prompts
+from transferd.client.launch import running
+from transferd.errors import ConfigError
+
+
+def test_a_daemon_that_was_started_ends_with_the_engine(place: Path) -> None:
+    with engine(tp=2) as made:
+        daemon, keeper = made.processes[-1], made.processes[0]
+        assert daemon.poll() is None
+        assert os.getpgid(daemon.pid) == daemon.pid, "FastDeploy ends its transfer processes by their group"
+        assert os.getpgid(keeper.pid) != os.getpgid(0)
+    assert daemon.poll() == 0
+    assert keeper.poll() == 0
+
+
+def test_an_engine_that_is_killed_takes_its_daemon_along(place: Path) -> None:
+    code = (
+        "import os, sys\n"
+        "from tests.with_fastdeploy.engine import Engine, Shape\n"
+        "made = Engine(Shape(backend='file', cpu_blocks=0))\n"
+        "made.start()\n"
+        "print(made.processes[-1].pid, flush=True)\n"
+        "for one in made.signals.values(): one.clear()\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    assert run.returncode == -9, run.stderr[-2000:]
+    pid = int(run.stdout.split()[-1])
+    wait_for(lambda: not Path(f"/proc/{pid}").exists())
+
+
+def test_a_daemon_that_runs_is_used_and_stays(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = Shape(tp=2, backend="file", gpu_blocks=16, cpu_blocks=0)
+    with running(configuration_of(shape), place, name="systemd") as daemon:
+        monkeypatch.setenv("TRANSFERD_ENDPOINT", daemon.endpoint)
+        for _ in range(2):
+            with engine(**vars(shape)) as made:
+                assert made.endpoint == daemon.endpoint
+                for tokens in prompts(3):
+                    made.run(tokens)
+                assert made.run(prompts(1)[0])["storage_match_token_num"] == 40
+                made.settle()
+            assert daemon.process.poll() is None
+
+
+def test_a_daemon_that_is_configured_otherwise_is_one_clear_error(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(configuration_of(Shape(tp=2, backend="file")), place, name="systemd") as daemon:
+        monkeypatch.setenv("TRANSFERD_ENDPOINT", daemon.endpoint)
+        with (
+            pytest.raises(ConfigError, match=r"cache.host_blocks is 24, FastDeploy needs 7") as caught,
+            engine(tp=2, backend="file", cpu_blocks=7),
+        ):
+            pass
+        assert "\n" not in str(caught.value)
+
+
+def test_what_cannot_be_served_ends_the_start_with_one_line(place: Path) -> None:
+    replay = SimpleNamespace(enable_routing_replay=True, to_json_string=lambda: '{"enable_routing_replay": true}')
+    with pytest.raises(ConfigError, match="routing"), engine(routing=replay):
+        pass
+
+
+def test_two_groups_of_a_node_reach_their_own_ranks(place: Path) -> None:
+    """Data parallelism: each group has its port, its daemon and its memory."""
+    common = {"tp": 2, "groups": 2, "gpu_blocks": 24, "cpu_blocks": 48}
+    with engine(dp=0, devices=[0, 1], **common) as one, engine(dp=1, devices=[2, 3], **common) as other:
+        assert one.endpoint != other.endpoint
+        mine, theirs = prompts(4), [[token + 500 for token in tokens] for tokens in prompts(4)]
+        for _ in range(2):
+            for first, second in zip(mine, theirs, strict=True):
+                one.run(first)
+                other.run(second)
+        one.settle()
+        other.settle()
+        assert one.queue.client.stats()["configured"]["cache"]["devices"] == [0, 1]
+        assert other.queue.client.stats()["configured"]["cache"]["devices"] == [2, 3]
+
+
+def test_groups_that_would_share_a_daemon_are_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRANSFERD_ENDPOINT", f"ipc://{place}/one.sock")
+    with pytest.raises(ConfigError, match="2 data-parallel groups"), engine(groups=2):
+        pass
+
+
+def test_an_engine_without_cpu_cache_and_storage_needs_no_daemon(place: Path) -> None:
+    made = Engine(Shape(cpu_blocks=0))
+    made.signals["cache_ready_signal"].value[:] = 1
+    try:
+        made.manager.launch_cache_manager(
+            cache_config=made.config.cache_config, tensor_parallel_size=1, device_ids=["0"], pod_ip="127.0.0.1",
+            engine_worker_queue_port=made.port, ipc_suffix=made.port, create_cache_tensor=False,
+        )  # fmt: skip
+        assert made.queue.group.endpoint is None
+        made.queue.clear_transfer_task()
+        made.run(prompts(1)[0])
+        assert not list(place.glob("transferd-fastdeploy-*/*"))
+    finally:
+        made.close()
+
+
+def test_prefill_and_decode_share_what_the_messager_created(place: Path) -> None:
+    """Splitwise: the cache messager creates and publishes, whether before the daemon or after."""
+    for role in ("prefill", "decode"):
+        with engine(tp=2, role=role, backend="file", gpu_blocks=16, cpu_blocks=16) as made:
+            assert made.queue.client.stats()["configured"]["cache"]["ownership"] == "attach"
+            for tokens in prompts(3):
+                made.run(tokens)
+            made.settle()
+
+
+def configuration_of(shape: Shape) -> dict[str, object]:
+    """What an operator writes down for this engine (docs/fastdeploy.md)."""
+    from tests.with_fastdeploy.engine import BLOCK_SIZE, DIM, HEADS, LAYERS
+
+    return {
+        "cache": {
+            "ranks": shape.tp, "device": "shm", "ownership": "create" if shape.creates else "attach",
+            "layers": LAYERS, "kv_heads": HEADS, "head_dim": DIM, "block_size": BLOCK_SIZE,
+            "device_blocks": shape.gpu_blocks, "host_blocks": shape.cpu_blocks,
+        },
+        "storage": {"backend": shape.backend, "model": shape.model},
+    }  # fmt: skip
