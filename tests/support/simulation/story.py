@@ -63,10 +63,15 @@ class Story:
 
     async def run(self) -> Counter[str]:
         with self.world.log.installed() if self.plan.weather.log.refuse else contextlib.nullcontext():
-            await self.begin()
-            await self.bad_times()
-            await self.good_times()
-            await self.end()
+            try:
+                await self.begin()
+                await self.bad_times()
+                await self.good_times()
+                await self.end()
+            except BaseException:  # the story is dropped as it stands; its clients would warn of that one by one
+                for engine in self.engines:
+                    await engine.client.close()
+                raise
         return self._all_seen()
 
     # --- the four parts -----------------------------------------------------------------------------
