@@ -16,7 +16,7 @@ from tests.support.dispatch import limits
 from transferd.control import events as ev
 from transferd.control.admission import ID_BYTES, KEY_BYTES, TASK_BYTES, argument_bytes
 from transferd.control.dispatcher import Dispatcher
-from transferd.control.results import ResultMemory
+from transferd.control.results import RESULT_BYTES, ResultMemory
 from transferd.observability.recorder import Recorder
 from transferd.tasks import (
     ErrorInfo,
@@ -212,6 +212,17 @@ def test_results_kept_are_bounded_in_bytes() -> None:
     assert desk.started.count("w19") == 1
     desk.submit(write("w0", 1))
     assert desk.started.count("w0") == 2, "the oldest are forgotten"
+
+
+def test_results_that_fill_the_bound_exactly_are_kept() -> None:
+    def kept(most_bytes: int) -> int:
+        memory = ResultMemory(60.0, 10, most_bytes)
+        for i in range(3):
+            memory.keep(TaskResult(task_id=f"t{i}", status=Status.OK), i, 0, 0.0)
+        return len(memory)
+
+    one = RESULT_BYTES + len(msgspec.msgpack.encode(TaskResult(task_id="t0", status=Status.OK)))
+    assert [kept(3 * one), kept(3 * one - 1), kept(one), kept(one - 1)] == [3, 2, 1, 0]
 
 
 def test_a_result_larger_than_the_bound_is_answered_and_not_kept() -> None:

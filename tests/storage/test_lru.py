@@ -197,6 +197,16 @@ class IndexMachine(RuleBasedStateMachine):
     def set_capacity(self, capacity: int) -> None:
         self.expect_gone(self.index.set_capacity(capacity), self.next_to_go(), self.used - capacity)
 
+    @rule(name=names, size=st.integers(1, 40), use=uses, depth=depths)
+    def store(self, name: str, size: int, use: Use, depth: int) -> None:
+        """Both steps at once, so that there is more to order."""
+        self.reserve(name, size, use, depth)
+        if name in self.reserved and self.reserved[name][1] is use:
+            size, use, depth = self.ended(name)
+            victims = self.index.commit(name, depth)
+            self.place(name, size, use, depth)
+            self.expect_gone(victims, self.next_to_go(), self.used - self.index.capacity)
+
     @precondition(lambda self: self.removed)
     @rule()
     def restore(self) -> None:
@@ -234,6 +244,49 @@ def test_adopted_objects_keep_their_order_and_what_is_too_much_goes() -> None:
     assert [entry.touched for _, entry in index.hottest_first()] == [False, False]
     index.touch(["b"])
     assert [(name, entry.touched) for name, entry in index.hottest_first()] == [("b", True), ("c", False)]
+
+
+def stored(index: LruIndex, use: Use, *depths: int) -> None:
+    """An object of ten bytes at each depth, called after it and the order of the use."""
+    for depth in depths:
+        name = f"{depth}@{id(use)}"
+        assert isinstance(index.reserve(name, 10, use, depth), list)
+        index.commit(name, depth)
+
+
+def test_a_write_takes_no_room_from_later_uses_nor_from_its_own_root() -> None:
+    index, first, second = LruIndex(60), Use(), Use()
+    stored(index, first, 0, 1, 4)
+    stored(index, second, 0, 1, 4)
+    assert index.reserve("x", 20, first, 3) is NoRoom.FULL, "only its own depth 4 may go"
+    assert index.reserve("x", 10, first, 4) is NoRoom.FULL, "and not for its equal"
+    assert index.reserve("x", 10, first, 3) == [(f"4@{id(first)}", 10)]
+    index.release("x")
+    assert index.reserve("y", 30, second, 5) == [(f"1@{id(first)}", 10), (f"0@{id(first)}", 10)]
+
+
+def test_a_write_waits_for_deeper_ones_of_its_own_use_and_for_no_others() -> None:
+    index, use = LruIndex(30), Use()
+    stored(index, use, 0)
+    for depth in (2, 3):
+        assert index.reserve(f"r{depth}", 10, use, depth) == []
+    assert index.reserve("x", 10, use, 3) is NoRoom.FULL
+    assert index.reserve("x", 10, use, 2) is NoRoom.LATER
+    index.commit("r3", 3)
+    assert index.reserve("x", 10, use, 2) == [("r3", 10)]
+
+
+def test_an_object_that_one_use_names_twice_counts_where_it_is_nearest_the_root() -> None:
+    index, use = LruIndex(100), Use()
+    stored(index, Use(), 7, 8)
+    names = [name for name, _ in index.hottest_first()]
+    index.touch([names[0]], use, [2])
+    index.touch([names[1]], use, [3])
+    index.touch([names[1]], use, [1])
+    index.touch([names[0]], use, [5])
+    assert [name for name, _ in index.hottest_first()] == [names[1], names[0]]
+    index.touch([names[1]], use, [4])
+    assert [name for name, _ in index.hottest_first()] == [names[1], names[0]], "deeper does not count"
 
 
 def test_what_could_not_be_removed_is_not_news() -> None:
