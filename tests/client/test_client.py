@@ -72,6 +72,15 @@ async def test_connecting_twice_is_one_connection(address: str) -> None:
         await client.submit(task("u"))
 
 
+async def test_a_second_connect_that_fails_leaves_the_connection(address: str) -> None:
+    with serving(address, ready=False):
+        async with Client(address, await_ready=False) as client:
+            client._await_ready, client._connect_timeout = True, 0.05
+            with pytest.raises(ConnectTimeout):
+                await client.connect()
+            assert (await client.ping())[0] == "boot-1"
+
+
 async def test_an_endpoint_that_is_none_names_what_would_be_one_and_the_value_once() -> None:
     for endpoint in ("http://foo", "nowhere", "tcp://foo"):
         with pytest.raises(ConfigError) as caught:

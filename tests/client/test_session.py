@@ -240,6 +240,15 @@ def test_who_waits_is_told_soon_what_keeps_it_and_the_timeout_says_so_too(caplog
     run(program)
 
 
+def test_who_waits_for_a_moment_is_told_by_the_timeout_alone(caplog: pytest.LogCaptureFixture) -> None:
+    async def program(world: World) -> None:
+        with pytest.raises(ConnectTimeout):
+            await world.link.wait_answer(0.5)
+        assert not caplog.records
+
+    run(program)
+
+
 def test_who_waits_for_ever_is_served_when_the_daemon_comes() -> None:
     async def program(world: World) -> None:
         waiting = asyncio.ensure_future(world.link.wait_ready(math.inf))
@@ -262,6 +271,9 @@ def test_a_lost_daemon_is_waited_for_again() -> None:
         world.daemon.welcome()
         await waiting
         assert world.link.ready
+        hellos = len(world.daemon.hellos)
+        await asyncio.sleep(0.01)
+        assert len(world.daemon.hellos) == hellos + 1, "the beat of a lost daemon would come seconds later"
 
     run(program)
 
