@@ -169,7 +169,8 @@ async def _many_tasks(endpoint: str, pid: int, tasks: int) -> list[tuple[int, fl
     keys, ids = [f"block-{i:011}" for i in range(KEYS)], list(range(KEYS))
     tokens = TokenIds(ids)
     numbers = iter(range(tasks))
-    done, marks = 0, [min(FEW, tasks), *range(tasks // 10, tasks + 1, max(1, tasks // 10))]
+    few = min(FEW, tasks)
+    done, marks = 0, {few, *(mark for mark in range(0, tasks + 1, max(1, tasks // 10)) if mark > few)}
     sizes: list[tuple[int, float]] = []
 
     async def work(client: Client) -> None:
@@ -180,7 +181,7 @@ async def _many_tasks(endpoint: str, pid: int, tasks: int) -> list[tuple[int, fl
             if result.status is not Status.OK:
                 raise RuntimeError(f"a task was answered {result}")
             done += 1
-            if done in marks and done > (sizes[-1][0] if sizes else 0):
+            if done in marks:
                 sizes.append((done, _resident_mib(pid)))
 
     async with Client(endpoint) as client:
