@@ -287,6 +287,12 @@ MUTANTS = (
         "        except ArithmeticError:  # a value whose",
     ),
     Mutant(
+        "a copy that waits for a thread begins after its task was told to end",
+        "workers/job.py",
+        "                    work.cancel()",
+        "                    pass",
+    ),
+    Mutant(
         "a silent client is looked for a hundred times as often",
         "daemon/server.py",
         "        delay = self._client_timeout / 2",
