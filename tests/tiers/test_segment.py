@@ -113,8 +113,10 @@ def test_a_segment_that_is_not_there_is_said_so_in_printable_words() -> None:
 @contextmanager
 def in_the_directory(suffix: str) -> Iterator[Path]:
     path = DIRECTORY / name(suffix)
-    yield path
-    path.rmdir() if path.is_dir() else path.unlink()
+    try:
+        yield path
+    finally:
+        path.rmdir() if path.is_dir() else path.unlink()
 
 
 def test_a_link_is_not_followed_however_fitting_its_target(tmp_path: Path) -> None:
