@@ -219,7 +219,7 @@ def test_sizes_are_held_against_the_memory_of_this_machine(tmp_path: Path, monke
     assert refusal(tree).startswith("cache.host_blocks: the daemon would take ")
     shm = os.statvfs("/dev/shm")
     blocks = shm.f_blocks * shm.f_frsize // 131072 + 1
-    assert refusal({"cache": {"device_blocks": blocks}}).startswith("cache.device_blocks: the caches of 2 ranks need ")
+    assert refusal({"cache": {"device_blocks": blocks}}).startswith("cache.device_blocks: all ranks need ")
 
 
 def test_a_package_that_is_missing_is_said_before_a_master_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

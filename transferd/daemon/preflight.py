@@ -182,7 +182,7 @@ def _examine_memory(config: Config, sizes: Sizes) -> None:
     if sizes.shared:
         there = os.statvfs(SHARED_MEMORY)
         if sizes.shared > (room := there.f_blocks * there.f_frsize):
-            problem = f"the caches of {cache.ranks} ranks need {sizes.shared} bytes, and {SHARED_MEMORY} has {room}"
+            problem = f"all ranks need {sizes.shared} bytes of shared memory, and {SHARED_MEMORY} has {room}"
             raise ConfigError("cache.device_blocks", problem, cache.device_blocks)
     if sizes.memory > (memory := _memory()):
         values = {
