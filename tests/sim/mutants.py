@@ -111,10 +111,11 @@ MUTANTS = (
     Mutant(
         "a block is sealed before it is copied",
         "workers/write.py",
-        "            await context.device.copy_out(plan, staging.memory)\n"
+        "            if not await job.stop.copied(context.device.copy_out(plan, staging.memory)):\n"
+        "                return False\n"
         "            await context.seal(lease.slots, job.generation, context.ids(job, positions))",
         "            await context.seal(lease.slots, job.generation, context.ids(job, positions))\n"
-        "            await context.device.copy_out(plan, staging.memory)",
+        "            await job.stop.copied(context.device.copy_out(plan, staging.memory))",
     ),
     Mutant(
         "a write arrives before its puts",
