@@ -192,7 +192,7 @@ def measure(ranks: int) -> list[Row]:
             tempfile.TemporaryDirectory(prefix="transferd-bench-") as directory,
             running(control.config(ranks), Path(directory)) as daemon,
         ):
-            ours.append(asyncio.run(_transferd_us(daemon.endpoint)))
+            ours.append(asyncio.run(_transferd_us(daemon.endpoint, ranks)))
         if number == 0:
             continue  # warm-up of the machine
         with _pattern(ranks) as (queue, processes):
@@ -206,9 +206,10 @@ def measure(ranks: int) -> list[Row]:
     ]
 
 
-async def _transferd_us(endpoint: str) -> float:
+async def _transferd_us(endpoint: str, ranks: int) -> float:
     tasks = control.Tasks()
     async with Client(endpoint) as client:
+        await control.prepare(client, tasks, ranks)
         await control.p50_us(client.submit, tasks.swap, TASKS)
         return await control.p50_us(client.submit, tasks.swap, 5 * TASKS)
 

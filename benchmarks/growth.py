@@ -43,6 +43,7 @@ FEW = 1_000  # large tasks, after which memory should have found its level
 AT_ONCE = 8
 SWAPS = (16, 64, 256, 1024)  # blocks of a task
 FLOOD = 20_000  # tasks pushed at once
+FLOOD_RANKS = 2
 FLOODS = 10
 QUEUE_BOUND = 1024
 
@@ -101,6 +102,7 @@ def swap_rows() -> list[Row]:
     ):
         client = Client(daemon.endpoint)
         runner.run(client.connect())
+        runner.run(client.attach(0))
 
         async def swap(count: int) -> float:
             ids = list(range(0, 2 * count, 2))  # none beside another
@@ -121,7 +123,7 @@ def swap_rows() -> list[Row]:
 def memory_rows() -> list[Row]:
     """A daemon's resident memory after floods of tasks, most of which it has to refuse."""
     tree = {
-        "cache": {"ranks": 2, "layers": 1, "kv_heads": 1, "head_dim": 16, "block_size": 16},
+        "cache": {"ranks": FLOOD_RANKS, "layers": 1, "kv_heads": 1, "head_dim": 16, "block_size": 16},
         "server": {"max_queued_tasks": QUEUE_BOUND, "max_results": QUEUE_BOUND},
         "storage": {"backend": "none"},
     }
@@ -139,6 +141,8 @@ async def _flood(endpoint: str, pid: int) -> list[float]:
     """MiB after each flood. Every task is answered, once, and none but with ok or busy."""
     sizes: list[float] = []
     async with Client(endpoint) as client:
+        for rank in range(FLOOD_RANKS):
+            await client.attach(rank)
         for flood in range(FLOODS):
             tasks = [
                 SwapOutTask(task_id=f"f{flood}-{i}", gpu_block_ids=[i % 64], cpu_block_ids=[i % 64])

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
@@ -17,11 +18,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.integration.caches import attached_sync
 from tests.support.sabotage import FILE_VARIABLE, Saboteur
 from transferd.adapters.fastdeploy import EngineCacheQueue
 from transferd.adapters.fastdeploy.queue import NotConnected, endpoint_of
 from transferd.adapters.fastdeploy.retired import BARRIERS
-from transferd.client.launch import DaemonProcess, running
+from transferd.client.launch import DaemonProcess, running, start
 from transferd.errors import Closed, ConfigError, RequestError
 from transferd.tasks import Status, TaskResult
 
@@ -61,7 +63,8 @@ def daemon(tmp_path_factory: pytest.TempPathFactory, saboteur: Saboteur) -> Iter
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(FILE_VARIABLE, str(saboteur.file))
-        with running(tree, tmp_path_factory.mktemp("daemon")) as process:
+        with running(tree, tmp_path_factory.mktemp("daemon")) as process, attached_sync(process.endpoint) as worker:
+            worker.on_new_boot = worker.reattach  # the model runner's process maps the cache, the scheduler pushes
             yield process
 
 
@@ -97,6 +100,12 @@ def done(queue: EngineCacheQueue) -> tuple[Any, ...]:
     if answer[0] is CacheStatus.GPU2STORAGE:
         assert [queue.get_transfer_done_signal(timeout=WAIT_S) for _ in range(RANKS - 1)] == [answer] * (RANKS - 1)
     return answer
+
+
+def mapped_again(queue: EngineCacheQueue) -> None:
+    give_up = time.monotonic() + WAIT_S
+    while queue.client.stats()["cache"]["unmapped"]:
+        assert time.monotonic() < give_up, "nobody attached the new memory"
 
 
 def swap(event: CacheStatus, name: str, gpu: list[int], cpu: list[int]) -> tuple[Any, ...]:
@@ -347,6 +356,8 @@ def test_a_lost_daemon_answers_everything(
     monkeypatch.setenv(FILE_VARIABLE, str(saboteur.file))
     with running({"cache": CACHE, "storage": {"backend": "none"}}, tmp_path, name="lost") as doomed:
         queue = make(address=doomed.endpoint)
+        for rank in range(RANKS):
+            queue.client.attach(rank)
         with saboteur.order("copy_out", 0, "stall"):
             queue.put_transfer_task(swap(CacheStatus.SWAP2CPU, "lost", [1], [1]))
             doomed.kill()
@@ -499,6 +510,7 @@ def test_a_sleep_frees_the_cache_and_a_wakeup_makes_it_anew_for_new_weights(
         assert done(queue)[1:] == ("awake", ["node-1"], [1], [1])
     assert controls.ask("sleep") is None
     assert controls.ask("wakeup", version="last-one-of-these") is None
+    mapped_again(queue)
     queue.client.wait_ready(WAIT_S)
     assert queue.client.generation == "last-one"
 
@@ -525,3 +537,30 @@ os._exit(0)
         pass
     queue.close()
     assert not queue.connected
+
+
+def test_after_a_restart_of_the_daemon_the_queue_attaches_again_and_hands_the_new_caches_over(tmp_path: Path) -> None:
+    tree = {"cache": CACHE | {"device": "shm"}, "host": {"staging": "256KiB"}, "storage": {"backend": "memory"}}
+    doomed = start(tree, tmp_path)
+    handed: SimpleQueue[dict[int, Any]] = SimpleQueue()
+    queue = EngineCacheQueue(doomed.endpoint, num_client=RANKS, client_id=0)
+    try:
+        for rank in range(RANKS):
+            queue.client.attach(rank)
+        doomed.kill()
+        with running(tree, tmp_path):
+            queue.client.wait_ready(WAIT_S)
+            queue.put_transfer_task(swap(CacheStatus.SWAP2CPU, "old", [1], [1]))
+            assert done(queue) == (CacheStatus.SWAP2CPU, "old", [], [], [])
+            told = queue.transfer_result("old")
+            assert told is not None
+            assert told.error is not None
+            assert told.error.code == "not_attached"
+            queue.on_new_caches = handed.put
+            queue._attach_again(queue.client)
+            assert sorted(handed.get(timeout=WAIT_S)) == list(range(RANKS))
+            queue.put_transfer_task(swap(CacheStatus.SWAP2CPU, "new", [1], [1]))
+            assert done(queue)[2:] == (["node-1"], [1], [1])
+    finally:
+        doomed.kill()
+        queue.close()

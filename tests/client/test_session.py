@@ -75,8 +75,12 @@ class World:
         self.loop = loop
         self.daemon = Recorder()
         self.link = Link("sim://daemon", self.daemon, SimClock(loop))
-        self.renewed: list[tuple[bool, int]] = []
-        self.link.renewed = lambda another, epoch: self.renewed.append((another, epoch))
+        self.renewed: list[tuple[str, int, int]] = []  # boot_id, session, epoch
+        self.link.renewed = self.note_renewed
+
+    def note_renewed(self) -> None:
+        now = self.link.session
+        self.renewed.append((now.boot_id, now.session, now.epoch))
 
     def ask(self, body: wire.Body | None = None, timeout: float = 1000.0) -> asyncio.Future[Any]:
         pending = Pending(body or wire.Stats(), self.link.new_future(), self.link.now + timeout)
@@ -181,7 +185,7 @@ def test_a_second_life_knows_nothing_of_the_first() -> None:
         assert not early.done(), "another daemon than in the first life, and nothing was lost"
         world.daemon.say(world.daemon.said[-1].seq, wire.Value(1))
         assert await early == 1
-        assert world.renewed == [(True, 0), (True, 0)]
+        assert [boot for boot, _, _ in world.renewed] == ["b1", "b2"]
 
     run(program)
 
@@ -409,11 +413,32 @@ def test_another_session_of_the_same_boot_is_asked_everything_again_in_order() -
         again = world.daemon.others[3:]
         assert [(r.seq, r.session) for r in again] == [(r.seq, 6) for r in world.daemon.others[:3:2]]
         assert [future.done() for future in asked] == [False, True, False]
-        assert world.renewed == [(True, 0), (False, 2)]
+        assert world.renewed == [("b1", 5, 2), ("b1", 6, 3)]
         world.link._greet()
         world.daemon.welcome(session=6, epoch=3)
         assert len(world.daemon.others) == 5, "the same session"
         assert len(world.renewed) == 2
+        world.link._greet()
+        world.daemon.welcome(session=6, epoch=4)
+        assert len(world.daemon.others) == 5, "another epoch is no reason to ask again"
+        assert len(world.renewed) == 3
+
+    run(program)
+
+
+def test_what_a_new_session_is_told_goes_out_before_what_is_asked_again() -> None:
+    async def program(world: World) -> None:
+        world.daemon.welcome(session=5)
+        world.ask(wire.Cancel("1"))
+        world.ask(wire.Cancel("2"))
+
+        def tell() -> None:
+            world.ask(wire.Attach(0))
+
+        world.link.renewed = tell
+        world.link._greet()
+        world.daemon.welcome(session=6)
+        assert [r.body for r in world.daemon.others[2:]] == [wire.Attach(0), wire.Cancel("1"), wire.Cancel("2")]
 
     run(program)
 
@@ -441,7 +466,7 @@ def test_another_boot_ends_everything_as_lost_under_the_name_of_the_old_one() ->
         result = await pushed.future
         assert (result.boot_id, result.error.code) == ("b1", "daemon_lost")
         assert (await greeting).boot_id == world.link.session.boot_id == "b2"
-        assert world.renewed == [(True, 0), (True, 2)]
+        assert world.renewed == [("b1", 5, 2), ("b2", 1, 0)]
 
     run(program)
 

@@ -83,6 +83,13 @@ class Desk:
         ]
         self.hear(ev.RoundMerged(task_id, task.merge(outcomes), missing, self.now))
 
+    def fill_host(self, *blocks: int) -> None:
+        """A swap-out fills host blocks, and leaves no trace in `started`."""
+        for block in blocks:
+            self.submit(swap_out(f"fill {block}", [block], [block]))
+            self.finish(f"fill {block}")
+        self.started.clear()
+
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
         if self.wake_at is not None and self.wake_at <= self.now:
@@ -294,6 +301,7 @@ def test_a_rank_that_does_not_let_go_is_left_behind_and_its_blocks_stay_claimed(
 
 
 def test_cancel_answers_a_queued_task_at_once_and_keeps_its_place_for_those_behind(desk: Desk) -> None:
+    desk.fill_host(2)
     desk.submit(swap_out("reader", [1], [1]))
     cancelled = desk.submit(read("r", 1))
     desk.submit(swap_in("i", [1], [2]))
@@ -588,6 +596,7 @@ def test_while_the_daemon_starts_the_answer_is_busy_until_it_is_ready() -> None:
     desk.hear(ev.ResumeRequested(desk.now))
     assert not desk.dispatcher.admitting, "a resume brings no memory"
     desk.hear(ev.CacheReady(desk.now))
+    desk.hear(ev.MappingsChanged((), {}, desk.now))
     desk.submit(write("w", 1))
     assert desk.started == ["w"]
 

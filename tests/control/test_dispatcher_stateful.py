@@ -100,6 +100,9 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.wake_at: float | None = None
         self.dead = False
         self.holds: set[tuple[bytes, type]] = set()
+        self.unmapped: tuple[int, ...] = ()
+        self.outdated: dict[bytes, tuple[int, ...]] = {}
+        self.filled: set[int] = set()  # host blocks
 
     # --- carrying out instructions, checking each --------------------------------------------------
 
@@ -159,6 +162,8 @@ class DispatcherMachine(RuleBasedStateMachine):
             assert not writes & (other_reads | other_writes), (task_id, other)
             assert not reads & other_writes, (task_id, other)
         assert start.generation == self.generation_of[task_id]
+        if isinstance(start.task, SwapInTask):
+            assert set(start.task.cpu_block_ids) <= self.filled, "it would claim host blocks that hold nothing"
         self.started.add(task_id)
         self.holding[task_id] = set(range(RANKS))
 
@@ -183,7 +188,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         missing = tuple(sorted(self.holding[task_id]))
         late = ErrorInfo("expired", "late")
         outcomes = [RankOutcome(r, error=late, stop=Stop.EXPIRED) for r in range(RANKS)]
-        self.hear(ev.RoundMerged(task_id, task.merge(outcomes), missing, self.now))
+        self.round_merged(task, outcomes, missing)
 
     # --- what engines do ---------------------------------------------------------------------------
 
@@ -208,6 +213,8 @@ class DispatcherMachine(RuleBasedStateMachine):
             self.held[task.task_id] = fresh
             self.all_held.append(fresh)
         self.hear(ev.TaskSubmitted(client, seq, task, self.now))
+        if known is None and (self.unmapped or client in self.outdated):
+            assert self.dispatcher.state_of(task.task_id) is None, "it names memory that its engine does not see"
         if known is not None:
             return
         refused = self.replies.get(seq)
@@ -277,7 +284,15 @@ class DispatcherMachine(RuleBasedStateMachine):
         error = ErrorInfo("tier_error", "boom") if short and (broken or unexplained) else None
         outcomes = [RankOutcome(r, moved, len(moved), error=error, stop=stop) for r in range(RANKS)]
         del self.holding[task_id]
-        self.hear(ev.RoundMerged(task_id, task.merge(outcomes), (), self.now))
+        self.round_merged(task, outcomes, ())
+
+    def round_merged(self, task: Task, outcomes: list[RankOutcome], missing: tuple[int, ...]) -> None:
+        merged = task.merge(outcomes)
+        if isinstance(task, SwapOutTask):
+            self.filled.difference_update(task.cpu_block_ids)
+            if len(merged.block_ids) == task.blocks:
+                self.filled.update(task.cpu_block_ids)
+        self.hear(ev.RoundMerged(task.task_id, merged, missing, self.now))
 
     @precondition(lambda self: self.stragglers())
     @rule(data=st.data())
@@ -316,6 +331,22 @@ class DispatcherMachine(RuleBasedStateMachine):
     def memory_goes(self, end: bool) -> None:
         self.hear(ev.CacheWithdrawn(ErrorInfo("cleared", "no memory"), end, self.now))
         assert not self.dispatcher.admitting
+
+    @rule(unmapped=st.sets(st.integers(0, RANKS - 1)), outdated=st.sets(clients))
+    def mappings_change(self, unmapped: set[int], outdated: set[bytes]) -> None:
+        self.unmapped, self.outdated = tuple(sorted(unmapped)), dict.fromkeys(outdated, (0,))
+        self.hear(ev.MappingsChanged(self.unmapped, self.outdated, self.now))
+
+    @rule()
+    def engines_attach(self) -> None:
+        self.unmapped, self.outdated = (), {}
+        self.hear(ev.MappingsChanged((), {}, self.now))
+
+    @precondition(lambda self: self.dispatcher.empty)
+    @rule()
+    def host_is_emptied(self) -> None:
+        self.filled.clear()
+        self.hear(ev.HostEmptied(self.now))
 
     @precondition(lambda self: self.dispatcher.empty)
     @rule()
@@ -359,8 +390,7 @@ class DispatcherMachine(RuleBasedStateMachine):
                 task_id = self.running()[0]
                 task = self.tasks[task_id]
                 del self.holding[task_id]
-                outcomes = [RankOutcome(r, range(task.blocks)) for r in range(RANKS)]
-                self.hear(ev.RoundMerged(task_id, task.merge(outcomes), (), self.now))
+                self.round_merged(task, [RankOutcome(r, range(task.blocks)) for r in range(RANKS)], ())
             elif self.stragglers():
                 task_id = self.stragglers()[0]
                 for rank in sorted(self.holding.pop(task_id)):

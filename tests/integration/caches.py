@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import numpy as np
 
-from transferd import Client
+from transferd import Client, SyncClient
 
 Caches = list[dict[str, list[np.ndarray[Any, Any]]]]
 
 
 async def attach(client: Client, ranks: int = 2) -> Caches:
     return [await client.attach(rank=rank) for rank in range(ranks)]
+
+
+@contextlib.asynccontextmanager
+async def attached(endpoint: str) -> AsyncIterator[Client]:
+    """A client that has every rank's memory attached, as an engine has; for tests that look at no bytes."""
+    async with Client(endpoint) as client:
+        await attach(client, len((await client.stats())["ranks"]))
+        yield client
+
+
+@contextlib.contextmanager
+def attached_sync(endpoint: str) -> Iterator[SyncClient]:
+    """The same, blocking."""
+    with SyncClient(endpoint) as client:
+        for rank in client.stats()["ranks"]:
+            client.attach(rank["rank"])
+        yield client
 
 
 def arrays(caches: Caches) -> Iterator[np.ndarray[Any, Any]]:

@@ -18,6 +18,7 @@ from typing import Any, Self
 import numpy as np
 import pytest
 
+from tests.integration.caches import attach
 from transferd import (
     Client,
     ReadStorageTask,
@@ -168,8 +169,8 @@ async def test_clearing_frees_the_memory_and_restoring_makes_it_anew_and_empty(s
         await client.wait_ready(5)
         caches = [await client.attach(rank) for rank in range(2)]
         assert [colours(cache) for cache in caches] == [{0}, {0}], "new memory is zeroed"
-        assert (await client.submit(SwapInTask(task_id="i", gpu_block_ids=[4], cpu_block_ids=[2]))).status == Status.OK
-        assert colours(caches[0]) == {0}, "nothing of the old host block is left"
+        back = await client.submit(SwapInTask(task_id="i", gpu_block_ids=[4], cpu_block_ids=[2]))
+        assert (back.status, code(back)) == (Status.REJECTED, "empty_block"), "nothing of the old host block is left"
         report = await client.stats()
         assert report["host"]["bytes"] > 0
         assert (report["ready"], report["generation"], report["cache"]["missing"]) == (True, "G2", [])
@@ -178,6 +179,7 @@ async def test_clearing_frees_the_memory_and_restoring_makes_it_anew_and_empty(s
 async def test_blocks_of_the_generation_that_was_cleared_can_never_be_read(start: Start, endpoint: str) -> None:
     await start()
     async with Client(endpoint) as client:
+        await attach(client)
         assert (await client.submit(write("w", ["k1", "k2"], [0, 1]))).status == Status.OK
         assert await client.match(["k1", "k2"]) == 2
         await client.clear_cache()
@@ -186,6 +188,7 @@ async def test_blocks_of_the_generation_that_was_cleared_can_never_be_read(start
             await client.restore_cache("G1")
         assert caught.value.reason == "closed_generation"
         await client.restore_cache("G2")
+        await client.reattach()
         assert await client.match(["k1"]) == 0
         assert (await client.submit(read("r", ["k1"], [3]))).status == Status.MISS
         with pytest.raises(RequestError, match="'G1' ended"):
@@ -211,12 +214,14 @@ async def test_while_the_cache_is_cleared_tasks_are_rejected_and_resume_does_not
         await client.restore_cache("G2")
         assert code(await client.submit(write("w", ["k"], [0]))) == "draining", "a drain lasts until resume"
         await client.resume()
+        await attach(client)
         assert (await client.submit(write("w", ["k"], [0]))).status == Status.OK
 
 
 async def test_results_of_before_are_not_repeated_on_other_memory(start: Start, endpoint: str) -> None:
     await start()
     async with Client(endpoint) as client:
+        await attach(client)
         task = SwapOutTask(task_id="o", gpu_block_ids=[1], cpu_block_ids=[2])
         assert (await client.submit(task)).status == Status.OK
         assert (await client.submit(task)).status == Status.OK, "known, and repeated"
@@ -231,12 +236,15 @@ async def test_arrays_that_are_still_mapped_after_a_clear_show_old_bytes_and_rea
 ) -> None:
     await start()
     async with Client(endpoint) as client:
+        await attach(client)
         old = await client.attach(0)
         paint(old, 0x33)
         await client.clear_cache()
         assert colours(old) == {0x33}, "safe to look at"
         await client.restore_cache("G2")
         paint(old, 0x44)
+        assert code(await client.submit(write("w", ["k"], [0]))) == "not_attached"
+        await client.attach(1)
         assert colours(await client.attach(0)) == {0}
         assert (await client.submit(write("w", ["k"], [0]))).status == Status.OK
         await client.submit(read("r", ["k"], [5]))
@@ -246,6 +254,7 @@ async def test_arrays_that_are_still_mapped_after_a_clear_show_old_bytes_and_rea
 async def test_a_clear_waits_for_what_was_admitted_and_refuses_what_comes_later(start: Start, endpoint: str) -> None:
     daemon = await start()
     async with Client(endpoint) as client:
+        await attach(client)
         await client.pause()
         waiting = await client.push(write("early", ["k"], [0]))
         clearing = asyncio.ensure_future(client.clear_cache())
@@ -294,12 +303,14 @@ async def test_a_restore_without_room_leaves_the_cache_cleared_and_may_be_tried_
         assert set(DIRECTORY.glob(f"{PREFIX}{os.getpid()}.*")) == before, "rank 0's memory was given back"
         assert code(await client.submit(write("w", ["k"], [0]))) == "cleared"
         await client.restore_cache("G2")
+        await attach(client)
         assert (await client.submit(write("w", ["k"], [0]))).status == Status.OK
 
 
 async def test_whoever_asked_for_a_clear_may_leave_and_it_is_done_all_the_same(start: Start, endpoint: str) -> None:
     daemon = await start()
     async with Client(endpoint) as other:
+        await attach(other)
         await other.pause()
         waiting = await other.push(write("early", ["k"], [0]))
         async with Client(endpoint) as client:
@@ -357,13 +368,17 @@ async def test_memory_that_does_not_outlive_its_creator_is_not_cleared_under_tho
     monkeypatch.setattr(type(daemon.coordinator.workers[0].context.device), "outlives_close", False)
     async with Client(endpoint) as client:
         caches = await client.attach(1)
+        await client.attach(0)
         paint(caches, 0x12)
         async with Client(endpoint) as other:
             await other.attach(1)
+            with pytest.raises(RequestError, match="rank 0 is mapped by 1 clients; detach first"):
+                await client.clear_cache()
+            assert (await client.submit(write("w", ["k"], [0]))).status == Status.OK, "nothing has changed"
+            await client.detach(0)
             with pytest.raises(RequestError, match="rank 1 is mapped by 2 clients; detach first") as caught:
                 await client.clear_cache()
             assert caught.value.reason == "still_mapped"
-            assert (await client.submit(write("w", ["k"], [0]))).status == Status.OK, "nothing has changed"
             assert colours(await client.attach(1)) == {0x12}
         await until(lambda: daemon.cache.statistics()["mapped"] == [0, 1], "a client that has gone maps nothing")
         await client.detach(1)
@@ -634,7 +649,7 @@ async def test_after_a_clear_the_engine_offers_anew_and_an_old_offer_is_refused(
         with pytest.raises(RequestError, match="before the cache was cleared") as caught:
             await daemon.cache.offer(b"late", 0, engine.handle(0), 1)
         assert caught.value.reason == "stale_offer"
-        client._renewed(False, 0)  # its connection breaks: what the clear has ended is not offered again
+        client._renewed()  # its connection breaks: what the clear has ended is not offered again
         assert not client._offers
         await renewed.offer(client)
         await client.wait_ready(5)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.caches import Caches, attach, fill, snapshot, wipe
+from tests.integration.caches import Caches, attach, attached, fill, snapshot, wipe
 from transferd import (
     Client,
     ReadStorageTask,
@@ -46,6 +46,7 @@ def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
 @pytest.fixture
 async def client(daemon: DaemonProcess) -> AsyncIterator[Client]:
     async with Client(daemon.endpoint) as connected:
+        await attach(connected)
         yield connected
 
 
@@ -258,7 +259,7 @@ async def whole_way(client: Client, ranks: int) -> None:
 
 async def test_sigterm_drains_answers_everything_and_exits_0(tmp_path: Path) -> None:
     process = start(config(), tmp_path)
-    async with Client(process.endpoint) as client:
+    async with attached(process.endpoint) as client:
         await client.pause()
         queued = [await client.push(write(f"w{i}", [i], prefix=f"p{i}")) for i in range(5)]
         process.signal(signal.SIGTERM)
@@ -287,7 +288,7 @@ async def test_a_restarted_daemon_finds_what_the_killed_one_had_stored(tmp_path:
 
 async def test_pending_futures_of_a_killed_daemon_end_as_daemon_lost(tmp_path: Path) -> None:
     process = start(config(), tmp_path)
-    async with Client(process.endpoint) as client:
+    async with attached(process.endpoint) as client:
         await client.pause()
         pending = await client.push(write("w", [0]))
         process.kill()
@@ -334,7 +335,7 @@ async def verify_or_missing(client: Client, caches: Caches, expected: dict[str, 
 async def test_sighup_changes_level_and_capacity_without_a_restart(tmp_path: Path) -> None:
     tree = config()
     with running(tree, tmp_path) as process:
-        async with Client(process.endpoint) as client:
+        async with attached(process.endpoint) as client:
             await client.submit(write("w", list(range(16))))
             objects = (await client.stats())["storage"]["objects"]
             assert objects == 32

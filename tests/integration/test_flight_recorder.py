@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from transferd import ReadStorageTask, Status, SwapOutTask, SyncClient, TaskResult, WriteStorageTask
+from tests.integration.caches import attached_sync
+from transferd import ReadStorageTask, Status, SwapOutTask, TaskResult, WriteStorageTask
 from transferd.client.launch import DaemonProcess, running, start
 from transferd.observability.dump_file import Dump, read_dump
 
@@ -64,7 +65,7 @@ def last_of_each_rank(story: dict[str, Any]) -> list[str]:
 
 
 def test_a_running_daemon_explains_each_kind_of_task_rank_by_rank(daemon: DaemonProcess) -> None:
-    with SyncClient(daemon.endpoint) as client:
+    with attached_sync(daemon.endpoint) as client:
         assert client.submit(WRITE).status is Status.OK
         read = ReadStorageTask(task_id="r", keys=[*KEYS, "not there"], gpu_block_ids=[4, 5, 6, 7])
         assert client.submit(read).status is Status.PARTIAL
@@ -87,7 +88,7 @@ def test_a_running_daemon_explains_each_kind_of_task_rank_by_rank(daemon: Daemon
 
 
 def test_the_command_tells_the_same_from_the_daemon_and_from_a_dump(daemon: DaemonProcess, tmp_path: Path) -> None:
-    with SyncClient(daemon.endpoint) as client:
+    with attached_sync(daemon.endpoint) as client:
         client.submit(WRITE)
         from_client = client.explain("w")
     live = explain("w", "--endpoint", daemon.endpoint, "--format", "json")
@@ -131,7 +132,7 @@ def test_sigusr1_dumps_again_and_again_and_keeps_only_the_newest(daemon: DaemonP
     assert len(seen) == 3
     left = sorted(path.name for path in (tmp_path / "flight").iterdir())
     assert left == sorted(path.name for path in seen)[-2:]
-    with SyncClient(daemon.endpoint) as client:
+    with attached_sync(daemon.endpoint) as client:
         assert client.submit(WRITE).status is Status.OK, "the daemon goes on"
 
 
@@ -148,7 +149,7 @@ def test_no_thread_of_the_daemon_can_be_killed_by_a_signal_that_asks_for_a_dump(
 def test_a_daemon_whose_loop_is_stuck_still_dumps_and_says_where_it_is_stuck(tmp_path: Path) -> None:
     daemon = start(tree("stuck"), tmp_path)
     try:
-        with SyncClient(daemon.endpoint) as client:
+        with attached_sync(daemon.endpoint) as client:
             client.push(WRITE)
             give_up = time.monotonic() + 30
             while True:  # the push returns before the ranks get so far
@@ -172,7 +173,7 @@ def test_a_daemon_whose_loop_is_stuck_still_dumps_and_says_where_it_is_stuck(tmp
 
 
 def test_a_bug_in_a_handler_is_dumped_a_few_times_and_the_daemon_lives(tmp_path: Path) -> None:
-    with running(tree("bug", keep=8), tmp_path) as daemon, SyncClient(daemon.endpoint) as client:
+    with running(tree("bug", keep=8), tmp_path) as daemon, attached_sync(daemon.endpoint) as client:
         for i in range(5):
             task = WriteStorageTask(task_id=f"w{i}", keys=[f"{i}"], gpu_block_ids=[0])
             assert _code(client.submit(task)) == "internal"
@@ -195,7 +196,10 @@ def test_a_daemon_that_ends_by_an_exception_leaves_a_dump(tmp_path: Path) -> Non
 def test_without_a_directory_or_with_one_that_cannot_be_made_the_daemon_says_so_and_lives(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     for name, directory, told in (("a", "", "recorder.directory is empty"), ("b", f"{tmp_path}/file/x", "no dump")):
-        with running(tree(directory=directory), tmp_path, name=name) as daemon, SyncClient(daemon.endpoint) as client:
+        with (
+            running(tree(directory=directory), tmp_path, name=name) as daemon,
+            attached_sync(daemon.endpoint) as client,
+        ):
             daemon.signal(signal.SIGUSR1)
             give_up = time.monotonic() + 30
             while told not in daemon.log:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.integration.caches import attached
 from tests.integration.subscriber import WAIT_MS, AllBlocksCleared, Subscriber
 from tests.integration.test_daemon import config
 from transferd import Client, ReadStorageTask, Status, SwapInTask, SwapOutTask, WriteStorageTask
@@ -34,7 +35,7 @@ def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
 
 @pytest.fixture
 async def client(daemon: DaemonProcess) -> AsyncIterator[Client]:
-    async with Client(daemon.endpoint) as connected:
+    async with attached(daemon.endpoint) as connected:
         yield connected
 
 
@@ -97,6 +98,7 @@ async def test_a_clear_of_the_cache_is_told_when_it_happens(client: Client, subs
     await client.clear_cache()
     await told(subscriber, client, lambda: not subscriber.index)
     await client.restore_cache("RL-STEP04")
+    await client.reattach()
     await client.submit(WriteStorageTask(task_id="again", keys=["a"], gpu_block_ids=[0]))
     await told(subscriber, client, lambda: subscriber.index == {"STORAGE": hashes(["a"])})
 
@@ -108,7 +110,7 @@ async def test_eviction_is_told_and_what_a_router_believes_can_be_loaded(
     tree = with_events(tmp_path, capacity="160KiB")
     tree["storage"]["key_schema"] = schema  # in FastDeploy's, a block is gone with the first of its objects
     with running(tree, tmp_path) as daemon:
-        async with Client(daemon.endpoint) as client:
+        async with attached(daemon.endpoint) as client:
             everything = []
             for n in range(12):
                 keys = [f"sequence-{n}-{i}" for i in range(8)]

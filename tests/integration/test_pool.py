@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from transferd import SyncClient, WriteStorageTask
+from tests.integration.caches import attached_sync
+from transferd import WriteStorageTask
 from transferd.cli.pool.local import free_port, master_executable
 from transferd.cli.pool.status import read_status
 from transferd.client.launch import running
@@ -70,7 +71,7 @@ def test_a_master_serves_a_daemon_and_its_status_shows_what_that_lends_and_store
         "host": {"staging": "1MiB"},
         "storage": {"backend": "mooncake", "mooncake": mooncake},
     }
-    with running(tree, tmp_path) as daemon, SyncClient(daemon.endpoint) as client:
+    with running(tree, tmp_path) as daemon, attached_sync(daemon.endpoint) as client:
         client.submit(WriteStorageTask(task_id="w", keys=["a", "b"], gpu_block_ids=[0, 1]))
         answer = transferd("pool", "status", "--metrics", f"127.0.0.1:{metrics}", "--keys", "1", "--format", "json")
         report = json.loads(answer.stdout)

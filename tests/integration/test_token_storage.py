@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.integration.caches import attached
 from tests.integration.subscriber import Subscriber
 from tests.integration.test_daemon import attach, config, fill, snapshot, wipe
 from tests.integration.test_kv_events import told
@@ -74,7 +75,7 @@ async def test_blocks_are_found_again_by_their_tokens_whatever_their_keys(
 ) -> None:
     install_sdk(tmp_path, monkeypatch)
     with running(tree(tmp_path, driver=driver), tmp_path) as daemon:
-        async with Client(daemon.endpoint) as client:
+        async with attached(daemon.endpoint) as client:
             caches = await attach(client)
             source, target = [3, 9, 1, 20], [30, 2, 11, 25]
             fill(caches, source, seed=1)
@@ -100,7 +101,7 @@ async def test_blocks_are_found_again_by_their_tokens_whatever_their_keys(
 
 async def test_the_open_index_knows_where_the_blocks_of_a_path_are(tmp_path: Path) -> None:
     with running(tree(tmp_path), tmp_path) as daemon:
-        async with Client(daemon.endpoint) as client:
+        async with attached(daemon.endpoint) as client:
             path = path_of(1, 4)
             assert await client.locate(path) == {}
             await client.submit(write("w", path, [0, 1, 2, 3]))
@@ -124,7 +125,7 @@ async def test_requests_that_do_not_fit_token_indexed_storage_are_typed(
 ) -> None:
     install_sdk(tmp_path, monkeypatch)
     with running(tree(tmp_path, driver=driver), tmp_path) as daemon:
-        async with Client(daemon.endpoint) as client:
+        async with attached(daemon.endpoint) as client:
             short = await client.submit(write("w", path_of(1, 2)[:-1], [0]))
             assert short.status is Status.OK  # one full block
             none = await client.submit(WriteStorageTask(task_id="n", keys=["a"], gpu_block_ids=[0]))
@@ -157,7 +158,7 @@ async def test_flush_only_moves_no_bytes_and_tells_index_and_routers(
     subscriber = Subscriber(f"ipc://{tmp_path}/pub", f"ipc://{tmp_path}/replay")
     try:
         with running(tree(tmp_path, driver=driver), tmp_path) as daemon:
-            async with Client(daemon.endpoint) as client:
+            async with attached(daemon.endpoint) as client:
                 finished = await client.submit(write("request-1", path, [0, 1, 2, 3]))
                 assert (finished.status, finished.block_ids, finished.bytes) == (Status.OK, [0, 1, 2, 3], 0)
                 await told(subscriber, client, lambda: bool(subscriber.index.get("GPU")))
@@ -190,7 +191,7 @@ async def test_flushes_that_nobody_waits_for_hold_up_nothing(tmp_path: Path, mon
     hang = "import threading\nAttentionStoreSDK.flush_token_index = lambda *_: threading.Event().wait()\n"
     (tmp_path / "attentionstore_sdk" / "__init__.py").write_text(PACKAGE + hang)
     with running(tree(tmp_path, driver="sdk", only_flush=True), tmp_path) as daemon:
-        async with Client(daemon.endpoint) as client:
+        async with attached(daemon.endpoint) as client:
             flushes = [
                 await client.push(write(f"f{i}", path_of(i, 2), [], flush_cache_exists=False, timeout=0.5))
                 for i in range(40)
@@ -208,13 +209,13 @@ async def test_two_nodes_that_share_a_store_find_each_others_blocks(tmp_path: Pa
     """Content keys mean the same everywhere: what one engine wrote another reads, knowing the tokens alone."""
     shared = tree(tmp_path) | {"events": {}}
     with running(shared, tmp_path, name="first") as daemon:
-        async with Client(daemon.endpoint) as client:
+        async with attached(daemon.endpoint) as client:
             caches = await attach(client)
             fill(caches, [0, 1, 2], seed=5)
             before = snapshot(caches, [0, 1, 2])
             await client.submit(write("w", path_of(1, 3), [0, 1, 2]))
     with running(shared, tmp_path, name="second") as daemon:
-        async with Client(daemon.endpoint) as client:
+        async with attached(daemon.endpoint) as client:
             caches = await attach(client)
             result = await client.submit(read("r", path_of(1, 3), [20, 21, 22]))
             assert result.status is Status.OK
@@ -236,9 +237,9 @@ async def test_a_node_that_follows_others_knows_where_their_blocks_are(tmp_path:
                 await asyncio.sleep(0.005)
 
     with running(tree(first, pod_name="first", peers=peers), first) as follower:
-        async with Client(follower.endpoint) as client:
+        async with attached(follower.endpoint) as client:
             with running(followed, second) as daemon:
-                async with Client(daemon.endpoint) as other:
+                async with attached(daemon.endpoint) as other:
                     await other.submit(write("w", path, [0, 1, 2]))
                     await known(client, {"second": {"STORAGE": 3, "any": 3}})
                     await other.submit(read("r", path[: 2 * BLOCK], [10, 11]))
@@ -250,7 +251,7 @@ async def test_a_node_that_follows_others_knows_where_their_blocks_are(tmp_path:
                     daemon.kill()
                     await known(client, {"first": {"STORAGE": 3, "any": 3}})
             with running(followed, second, name="again") as daemon:
-                async with Client(daemon.endpoint) as other:
+                async with attached(daemon.endpoint) as other:
                     await other.submit(read("r", path[:BLOCK], [10]))
                     await known(
                         client,
@@ -315,7 +316,7 @@ def test_check_config_says_what_token_indexed_storage_comes_to(tmp_path: Path) -
 
 async def test_a_cleared_cache_is_attached_to_token_storage_again_under_another_generation(tmp_path: Path) -> None:
     with running(tree(tmp_path, driver="open"), tmp_path) as daemon:
-        async with Client(daemon.endpoint) as client:
+        async with attached(daemon.endpoint) as client:
             caches = await attach(client)
             fill(caches, [3, 9], seed=1)
             path = path_of(1, 2)
@@ -339,7 +340,7 @@ async def test_a_store_that_cannot_change_its_generation_is_not_cleared(
 ) -> None:
     install_sdk(tmp_path, monkeypatch)
     with running(tree(tmp_path, driver="sdk"), tmp_path) as daemon:
-        async with Client(daemon.endpoint) as client:
+        async with attached(daemon.endpoint) as client:
             with pytest.raises(TransferError, match="restart with another AS_MODEL_VERSION") as caught:
                 await client.clear_cache()
             assert caught.value.reason == "fixed_generation"

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from transferd import Client, Status, WriteStorageTask
+from tests.integration.caches import attached
+from transferd import Status, WriteStorageTask
 from transferd.blocks.footer import FOOTER_BYTES, seal, stamp_of_name
 from transferd.blocks.keys import ObjectNamer, key_digest
 from transferd.cli.verify import TOLD, verify
@@ -187,7 +188,7 @@ async def test_a_scrubbing_daemon_finds_damage_before_a_read_does(tmp_path: Path
     }
     keys, blocks = ["a", "b", "c"], [0, 1, 2]
     with running(tree, tmp_path) as daemon:
-        async with Client(daemon.endpoint) as client:
+        async with attached(daemon.endpoint) as client:
             write = WriteStorageTask(task_id="w", keys=keys, gpu_block_ids=blocks)
             assert (await client.submit(write)).status is Status.OK
     victim = min((tmp_path / "blocks" / "objects").rglob("*@0"))
@@ -195,7 +196,7 @@ async def test_a_scrubbing_daemon_finds_damage_before_a_read_does(tmp_path: Path
     data[7] ^= 1
     victim.write_bytes(data)
     with running(tree, tmp_path) as daemon:
-        async with Client(daemon.endpoint) as client:
+        async with attached(daemon.endpoint) as client:
             async with asyncio.timeout(20):
                 while not (scrub := (await client.stats())["storage"]["scrub"])["passes"]:  # noqa: ASYNC110
                     await asyncio.sleep(0.02)

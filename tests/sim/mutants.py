@@ -229,8 +229,38 @@ MUTANTS = (
     Mutant(
         "what a broken connection lost is not asked again",
         "client/session.py",
-        "            self._unsent = deque(self._pending)\n",
+        "            self._unsent.extend(waiting)\n",
         "            pass\n",
+    ),
+    Mutant(
+        "tasks may name device memory that nobody has mapped",
+        "control/contents.py",
+        "        if self._unmapped:\n",
+        "        if False:\n",
+    ),
+    Mutant(
+        "a swap-in may name host blocks that hold nothing",
+        "control/contents.py",
+        "        return all(map(self._filled.__getitem__, task.cpu_block_ids))",
+        "        return True",
+    ),
+    Mutant(
+        "host blocks count as filled after a clear",
+        "control/contents.py",
+        "        self._filled = bytearray(len(self._filled))",
+        "        pass",
+    ),
+    Mutant(
+        "a client may go on with memory that was cleared",
+        "control/contents.py",
+        "        if ranks:\n",
+        "        if False:\n",
+    ),
+    Mutant(
+        "a client goes on with memory that is gone",
+        "client/client.py",
+        "        if self._attached.orphaned and len(task.gpu_block_ids):",
+        "        if False:",
     ),
     Mutant(
         "an echo of an earlier session is done",

@@ -23,7 +23,7 @@ from tests.support.simulation.loop import SimLoop, simulate
 from tests.support.simulation.weather import CALM, STORM
 from tests.support.simulation.world import SimWorld, small_config
 from transferd.client.client import Client
-from transferd.errors import TransferError
+from transferd.errors import Closed, TransferError
 from transferd.tasks import ReadStorageTask, Status, SwapInTask, SwapOutTask, Task, TaskResult, WriteStorageTask
 
 SEEDS = min(int(os.environ.get("SEEDS", "60")), 5000)
@@ -106,6 +106,20 @@ class Story:
     async def engine(self, name: str, blocks: range) -> None:
         chance = self.loop.stream(name)
         async with self.world.client(name) as client:
+
+            async def attach() -> None:
+                while True:
+                    try:
+                        await client.wait_ready(60)
+                        await self.world.attach(client)
+                    except Closed:
+                        return
+                    except TransferError:  # it was cleared once more
+                        continue
+                    return
+
+            client.on_new_boot = attach
+            await attach()
             results: list[asyncio.Future[TaskResult]] = []
             tasks: list[Task] = []
             for number in range(PUSHES):
@@ -143,6 +157,7 @@ class Story:
 
     async def new_work_goes_well(self) -> None:
         async with self.world.client("late") as client:
+            await self.world.attach(client)
             keys, blocks = ["late-1", "late-2"], [0, 1]
             write = WriteStorageTask(task_id="late-w", keys=keys, gpu_block_ids=blocks)
             assert (await client.submit(write)).status is Status.OK
@@ -165,5 +180,5 @@ def test_a_cache_is_cleared_and_restored_in_a_storm() -> None:
 
         simulate(main, seed)
         seen += story[0].seen
-    for what in ("ok", "miss", "rejected", "cleared", "no room", "expired", "failed"):
+    for what in ("ok", "miss", "rejected", "cleared", "no room", "expired", "failed", "not_attached", "empty_block"):
         assert seen[what] >= 5, f"{what} hardly ever happened: {seen}"

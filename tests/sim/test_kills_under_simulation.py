@@ -119,6 +119,7 @@ class Story:
         await self.born()
         for client in self.clients:
             await client.connect()
+            await world.attach(client)
         first, devices = world.daemon, world.devices
         world.weather = STORM
         pushing = [self.loop.create_task(self.push(c, number)) for c in self.clients for number in range(PUSHES)]
@@ -195,6 +196,8 @@ class Story:
         daemon, client = self.world.daemon, self.clients[1]
         await client.wait_ready(SETTLED_S)
         await asyncio.sleep(daemon.config.server.client_timeout * 1.5 + SETTLED_S)
+        assert client.outdated == (list(range(daemon.config.cache.ranks)) if "daemon" in self.victims else [])
+        await self.world.attach(client)
         assert daemon.dispatcher.empty
         assert daemon.barrier.statistics().open == 0
         assert daemon.server.statistics()["clients"] == len(self.clients) - ("engine" in self.victims)

@@ -33,6 +33,7 @@ FAULTS = (
     *("start", "stop_task", "expire_round", "reply", "publish", "wake_at", "refuse"),
     *("vanish", "cut", "lose", "duplicate", "again", "cancel", "garbage", "rejects"),
     *("pause", "drain", "set_generation", "jump_wall", "stand_still", "look", "die_paused"),
+    *("restart", "clear", "not_attached", "empty_block"),
 )
 ANSWERS = ("ok", "partial", "miss", "failed", "expired", "cancelled", "busy", "rejected", "daemon_lost", "late")
 

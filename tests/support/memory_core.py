@@ -138,8 +138,8 @@ class MemoryCache:
         if self.refuse is not None:
             raise self.refuse
 
-    def handle(self, client: bytes, rank: int) -> DeviceHandle:
-        self._note("attach", client, rank)
+    def handle(self, client: bytes, rank: int, epoch: int) -> DeviceHandle:
+        self._note("attach", client, (rank, epoch) if epoch else rank)
         if rank:
             raise TierError(f"rank {rank} cannot be shared")
         return DeviceHandle("none", {})

@@ -58,6 +58,8 @@ async def roundtrip() -> None:
 
 async def flood(tasks: int) -> None:
     async with Client() as client:
+        for rank in range(len((await client.stats())["ranks"])):
+            await client.attach(rank)
         futures = [
             await client.push(
                 WriteStorageTask(task_id=f"t{i}", keys=[f"{i}-{k}" for k in KEYS], gpu_block_ids=list(range(BLOCKS)))

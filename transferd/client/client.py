@@ -6,6 +6,9 @@ it does all that is in session.py.
 
 `daemon_lost` means *unknown*: the daemon may have been stopped rather than killed. The blocks of such
 a task are surely yours again once `boot_id` has changed.
+
+*After a restart or a clear*, arrays from `attach` show memory that the daemon does not move. `on_new_boot` is called, and
+tasks that name device blocks are `rejected`, code `not_attached`, until `reattach` (docs/adr/0022).
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from transferd.client import handover
+from transferd.client.attachments import Attachments, arrays
 from transferd.client.busy_retry import BusyRetry
 from transferd.client.holds import QUIET_TIMEOUT_S, Holds
 from transferd.client.offers import DeviceHandle, Offers
@@ -27,7 +31,7 @@ from transferd.client.pending import Pending, PendingTask
 from transferd.client.seconds import as_seconds, seconds_to_wait
 from transferd.client.session import Link
 from transferd.config import DEFAULT_ENDPOINT
-from transferd.errors import Closed, TierError
+from transferd.errors import Closed
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.tasks import DEFAULT_TIMEOUT_S, Task, TaskResult, TokenIds
 from transferd.wire import protocol as wire
@@ -77,12 +81,28 @@ class Client:
         self._clock = clock
         self._link = Link(self.endpoint, transport or ZmqClientTransport(self.endpoint), clock)
         renewed = weakref.WeakMethod(self._renewed)  # the loop holds the link; it must not hold us as well
-        self._link.renewed = lambda another, before: (tell := renewed()) and tell(another, before)
+        self._link.renewed = lambda: (tell := renewed()) and tell()
+        self._known = "", 0, 0  # boot_id, session and epoch of the last Welcome that said anything new
         self._dropped = False
         self._offers = Offers(self._link.request, CONTROL_TIMEOUT_S)
-        self._mapped: set[int] = set()  # ranks
+        self._attached = Attachments(self._link)
         self._holds = Holds(name, clock.fresh_id(), self._link.request)
         self._busy = BusyRetry(self._link)
+
+    @property
+    def on_new_boot(self) -> Callable[[], object] | None:
+        """Called without arguments, on the client's loop, when another daemon answers or somebody else has cleared
+        the cache: forget all blocks, and `reattach`. May be a coroutine function. None: a warning is logged."""
+        return self._attached.on_new_boot
+
+    @on_new_boot.setter
+    def on_new_boot(self, hear: Callable[[], object] | None) -> None:
+        self._attached.on_new_boot = hear
+
+    @property
+    def outdated(self) -> list[int]:
+        """Ranks that were attached here and whose memory is gone: `reattach`, or `attach` them one by one."""
+        return list(self._attached.outdated)
 
     @property
     def boot_id(self) -> str:
@@ -131,8 +151,9 @@ class Client:
     async def connect(self) -> None:
         """Connect and wait until the daemon is ready (or, without await_ready, answers).
 
-        A client that failed here, or was closed, may connect again; it begins anew, with nothing attached or
-        offered. On a connected client this only waits. Raises ConnectTimeout, ConfigError.
+        A client that failed here, or was closed, may connect again; it begins anew, with nothing offered. What
+        it had attached counts as attached again if it is still there; if not, `on_new_boot` hears of it. On a connected
+        client this only waits. Raises ConnectTimeout, ConfigError.
         """
         opened = self._link.open()
         try:
@@ -155,13 +176,13 @@ class Client:
     async def close(self) -> None:
         """Say Bye and disconnect. What is pending ends with code `closed`. Idempotent.
 
-        What was offered and mapped is let go of. In a forked child this does nothing: the connection is the parent's.
+        What was offered is let go of, and nothing counts as attached until the client connects again. In a forked
+        child this does nothing: the connection is the parent's.
         """
         if not self._link.is_open:
             return
         self._busy.close()
         self._offers.clear()
-        self._mapped.clear()
         self._holds.clear()
         self._link.close()
 
@@ -169,9 +190,7 @@ class Client:
 
     async def submit(self, task: Task) -> TaskResult:
         """Push a task and wait for its result. Cancelling the wait does not cancel the task (see `cancel`)."""
-        pending = PendingTask(self._link, task, self._limit(task), ack=False)
-        self._link.ask(pending)
-        result: TaskResult = await pending.future
+        result: TaskResult = await self._pushed(task, ack=False).future
         return result
 
     async def insist(self, task: Task) -> TaskResult:
@@ -186,11 +205,18 @@ class Client:
 
         The future is done already if the task was rejected, or not admitted because the daemon is busy.
         """
-        pending = PendingTask(self._link, task, self._limit(task), ack=True)
-        self._link.ask(pending)
+        pending = self._pushed(task, ack=True)
         assert pending.admitted is not None
         await pending.admitted
         return pending.future
+
+    def _pushed(self, task: Task, *, ack: bool) -> PendingTask:
+        pending = PendingTask(self._link, task, self._limit(task), ack=ack)
+        if self._attached.orphaned and len(task.gpu_block_ids):
+            pending.fail(self._attached.refusal())
+        else:
+            self._link.ask(pending)
+        return pending
 
     def _limit(self, task: Task) -> float:
         timeout = as_seconds(task.timeout) or 0.0  # what is no finite number the daemon rejects
@@ -336,32 +362,34 @@ class Client:
     async def attach(self, rank: int) -> dict[str, list[Any]]:
         """Map a rank's device cache: {plane: [one array per layer]}, zero-copy; whoever made the memory owns it.
 
-        numpy arrays of shared memory. After a clear of the cache these still show the bytes of before, and
-        nobody else sees what is written to them; attach again for the new ones. On a GPU, arrays with
+        numpy arrays of shared memory. Stay connected for as long as you use them: tasks are taken only while every
+        rank is attached. After a clear of the cache, or a restart of a daemon that made the memory, they still show
+        the bytes of before, and nobody else sees what is written to them: `reattach`. On a GPU, arrays with
         `__cuda_array_interface__` and DLPack (tiers/cuda/engine.py); drop them and `detach` before a clear.
         Raises RequestError for a rank that is not there, TierError where the memory cannot be shared.
         """
-        handle = await self.device_handle(rank)
-        if handle["kind"] == "cuda_ipc":
-            from transferd.tiers.cuda.engine import attach  # loads CUDA when it is called
+        return arrays(await self.device_handle(rank))
 
-            return dict(attach(handle["data"]).caches)
-        from transferd.tiers.segment import attach_arrays
+    async def reattach(self, timeout: float | None = None) -> dict[int, dict[str, list[Any]]]:
+        """After a restart or a clear: {rank: what `attach` returns} for every rank that this client had attached.
 
-        if handle["kind"] != "shm":
-            raise TierError(f"device memory of kind {handle['kind']!r} is attached through its adapter")
-        return attach_arrays(handle["data"])
+        Waits until the daemon is ready. All device and host blocks are empty; drop the old arrays.
+        timeout: seconds for that; connect_timeout if None. Raises ConnectTimeout, and what `attach` raises; then call
+        it again.
+        """
+        await self.wait_ready(timeout)
+        return {rank: await self.attach(rank) for rank in self._attached.attached}
 
     async def device_handle(self, rank: int) -> dict[str, Any]:
-        """What `attach` maps, {kind, data}; the daemon counts it as mapped until `detach`."""
+        """What `attach` maps, {kind, data, …}; the daemon counts it as mapped until `detach`."""
         handle: dict[str, Any] = await self._ask(wire.Attach(rank))
-        self._mapped.add(rank)
+        self._attached.attach(rank, handle)
         return handle
 
     async def detach(self, rank: int) -> None:
         """Say that a rank's memory is not mapped here any more; unmap it first. A clear may have to wait for it."""
         await self._ask(wire.Detach(rank))
-        self._mapped.discard(rank)
+        self._attached.detach(rank)
 
     async def offer(
         self,
@@ -393,7 +421,7 @@ class Client:
         has offered is let go of. Raises RequestError with code `still_mapped`, and then nothing has changed,
         where clients must detach first (memory of a GPU).
         """
-        self._cache_changed(await self._ask(wire.ClearCache(), QUIET_TIMEOUT_S))
+        await self._change_cache(wire.ClearCache(), QUIET_TIMEOUT_S)
 
     async def restore_cache(self, generation: str | None = None, *, same_weights: bool = False) -> None:
         """Make the memory of a cleared cache anew, zeroed, and serve `generation`, which was never cleared before.
@@ -404,27 +432,35 @@ class Client:
         A daemon that does not create memory waits for new offers then. Raises RequestError (`not_cleared`,
         `closed_generation`), TierError when there is no room; the cache stays cleared then.
         """
-        self._cache_changed(await self._ask(wire.RestoreCache(generation, same_weights), RESTORE_TIMEOUT_S))
+        await self._change_cache(wire.RestoreCache(generation, same_weights), RESTORE_TIMEOUT_S)
         if generation is None:
             await self.ping()  # the Welcome names it
         else:
             self._link.amend(generation=generation)
 
-    def _cache_changed(self, epoch: int) -> None:
+    async def _change_cache(self, body: wire.ClearCache | wire.RestoreCache, timeout: float) -> None:
+        self._attached.changing += 1
+        try:
+            epoch = int(await self._ask(body, timeout))
+        finally:
+            self._attached.changing -= 1
         self._link.amend(epoch=epoch)
         self._offers.keep(epoch)
+        self._attached.epoch_began(epoch)
 
-    def _renewed(self, another: bool, before: int) -> None:
-        """A session has begun: tell it what an earlier one knew."""
-        current = before if another else self._link.session.epoch  # an offer that a clear has ended is not made again
-        again = self._offers.again(current, self._link.session.epoch)
-        if another:
-            self._mapped.clear()  # memory of a daemon that is no more
-        again += [wire.Attach(rank) for rank in self._mapped]  # so that it still counts as mapped
-        again += self._holds.again()
+    def _renewed(self) -> None:
+        """A session or an epoch has begun: tell the daemon what it must know of before, and the engine what is new."""
+        now, (boot_id, number, epoch) = self._link.session, self._known
+        self._known = now.boot_id, now.session, now.epoch
+        again = self._attached.again()
+        if (boot_id, number) != (now.boot_id, now.session):
+            # An offer that a clear has ended is not made again.
+            again += self._offers.again(now.epoch if boot_id == now.boot_id else epoch, now.epoch)
+            again += self._holds.again()
         for body in again:
             limit = QUIET_TIMEOUT_S if isinstance(body, wire.Pause | wire.Drain) else CONTROL_TIMEOUT_S
             self._link.ask(Pending(body, self._link.new_future(), self._link.now + limit))
+        self._attached.renewed()
 
     async def _ask(self, body: wire.Control, timeout: float = CONTROL_TIMEOUT_S) -> Any:
         return await self._link.request(body, timeout)

@@ -83,14 +83,14 @@ NO_SESSION = wire.Welcome(boot_id="", ready=False, version="", generation="", ma
 class Link:
     """Changed by its own callbacks and by `ask`, all on one loop. Owns the transport from `open` to `close`.
 
-    session: what the daemon said last. renewed: called when a session has begun, with whether it is another
-    daemon's and the cache's epoch before it.
+    session: what the daemon said last. renewed: called when a session or an epoch of the cache has begun, with
+    `session` that of the daemon that answers now.
     """
 
     def __init__(self, endpoint: str, transport: ClientTransport, clock: Clock) -> None:
         self.endpoint = endpoint
         self.session = NO_SESSION
-        self.renewed: Callable[[bool, int], None] = _nothing_to_renew
+        self.renewed: Callable[[], None] = _nothing_to_renew
         self._heart = Heartbeat()
         self._transport = transport
         self._now = clock.monotonic
@@ -339,11 +339,14 @@ class Link:
             what = f"{self.endpoint}: the daemon was restarted (boot {welcome.boot_id}, was {before.boot_id})"
             self._fail_all(DaemonLost(what), but=seq)
         self.session = welcome
-        if not another and welcome.session != before.session:
-            self._unsent = deque(self._pending)
+        waiting, again = list(self._pending), not another and welcome.session != before.session
+        if again:
+            self._unsent.clear()
+        if another or again or welcome.epoch != before.epoch:
+            self.renewed()  # what it asks goes out first: the daemon must know it before it hears of tasks
+        if again:
+            self._unsent.extend(waiting)
             self._send_waiting()
-        if another or welcome.session != before.session:
-            self.renewed(another, before.epoch)
         for future, ready in self._waiters.items():
             if (welcome.ready or not ready) and not future.done():
                 future.set_result(None)
@@ -400,5 +403,5 @@ class Link:
             pending.fail(TransferError("the daemon lives and did not answer", code="no_answer"))
 
 
-def _nothing_to_renew(another: bool, epoch: int) -> None:
+def _nothing_to_renew() -> None:
     """Until a client has something that a new session must be told."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
+import logging
 import os
 import threading
 import weakref
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -20,6 +22,7 @@ from transferd.tasks import DEFAULT_TIMEOUT_S, Task, TaskResult
 from transferd.wire.abandoned import keep
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 ENDING_S = 1.0  # for calls to end that the close has ended; they have nothing left to wait for
 
 
@@ -41,6 +44,7 @@ class SyncClient:
         name: str = "",
     ) -> None:
         self._client = Client(endpoint, connect_timeout=connect_timeout, await_ready=await_ready, name=name)
+        self._on_new_boot: Callable[[], object] | None = None
         self._thread: threading.Thread | None = None
         self._pid = 0  # of the process whose thread that is
         self.new_locks()
@@ -132,6 +136,20 @@ class SyncClient:
     @property
     def boot_id(self) -> str:
         return self._client.boot_id
+
+    @property
+    def on_new_boot(self) -> Callable[[], object] | None:
+        """As Client.on_new_boot, but called in a thread of its own, so that it may call this client."""
+        return self._on_new_boot
+
+    @on_new_boot.setter
+    def on_new_boot(self, hear: Callable[[], object] | None) -> None:
+        self._on_new_boot = hear
+        self._client.on_new_boot = None if hear is None else functools.partial(_in_a_thread, hear)
+
+    @property
+    def outdated(self) -> list[int]:
+        return self._client.outdated
 
     @property
     def connected(self) -> bool:
@@ -236,6 +254,9 @@ class SyncClient:
     def attach(self, rank: int) -> dict[str, list[Any]]:
         return self._call(self._client.attach(rank))
 
+    def reattach(self, timeout: float | None = None) -> dict[int, dict[str, list[Any]]]:
+        return self._call(self._client.reattach(timeout))
+
     def device_handle(self, rank: int) -> dict[str, Any]:
         return self._call(self._client.device_handle(rank))
 
@@ -312,3 +333,13 @@ async def _end(calls: set[asyncio.Task[Any]]) -> None:
     for call in stuck:
         call.cancel()
     await asyncio.gather(*stuck, return_exceptions=True)
+
+
+def _in_a_thread(hear: Callable[[], object]) -> None:
+    def call() -> None:
+        try:
+            hear()
+        except Exception:
+            log.exception("on_new_boot failed")
+
+    threading.Thread(target=call, name="transferd-new-boot", daemon=True).start()

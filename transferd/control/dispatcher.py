@@ -28,8 +28,9 @@ and its blocks stay claimed until that rank has let go (`straggling`), so nobody
 Generations: a task is bound to the generation at its admission. A bump makes all older objects
 unreachable for later tasks and lets running ones finish under their own name.
 
-Memory: nothing is admitted while a rank has no memory (gate.py). Results from before it was taken away are
-not repeated; they speak of memory that is no more.
+Memory: nothing is admitted while a rank has no memory (gate.py), nor what names memory that no engine has mapped,
+or host blocks that hold nothing (contents.py). Results from before memory was taken away are not repeated; they
+speak of memory that is no more.
 """
 
 from __future__ import annotations
@@ -41,8 +42,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from transferd.control import events as ev
-from transferd.control.admission import Limits, argument_bytes, check_task, content_hash, footprint_of, moved_bytes
+from transferd.control.admission import (
+    Limits,
+    argument_bytes,
+    check_task,
+    content_hash,
+    footprint_of,
+    is_flush,
+    moved_bytes,
+)
 from transferd.control.alarms import Alarms
+from transferd.control.contents import Contents
 from transferd.control.gate import Door, Hold
 from transferd.control.hazards import HazardTable
 from transferd.control.lanes import RETRY_AFTER_S, Lanes
@@ -50,7 +60,7 @@ from transferd.control.results import ResultMemory
 from transferd.control.task_state import AT_WORK, TRANSITIONS, Record, State
 from transferd.errors import InvariantError, RequestError
 from transferd.observability.recorder import LONGEST_TEXT, Recorder
-from transferd.tasks import ErrorInfo, Lane, Merged, Status, Stop, TaskResult
+from transferd.tasks import ErrorInfo, Lane, Merged, Status, Stop, SwapOutTask, TaskResult
 
 MAX_WAITERS = 256  # pushes of one task_id that may wait for its result
 
@@ -100,6 +110,9 @@ class Dispatcher:
         self._hazards = HazardTable()
         self._lanes = Lanes(limits)
         self._door = Door(memory=admitting)
+        self._contents = Contents(limits.ranks, limits.host_blocks, mapped=admitting)
+        self._starting = False  # inside _start_ready
+        self._now = 0.0  # of the event that is being heard
         self._memories = 0  # how often the cache's memory was taken away
         self._alarms: Alarms[Record] = Alarms(lambda record: record.state is State.DONE)
         self._wake_at = math.inf  # what was last asked for and has not come
@@ -116,6 +129,8 @@ class Dispatcher:
             ev.DeadlineReached: self._deadline_reached,
             ev.CacheWithdrawn: self._cache_withdrawn,
             ev.CacheReady: self._cache_ready,
+            ev.MappingsChanged: self._mappings_changed,
+            ev.HostEmptied: self._host_emptied,
             ev.PauseRequested: self._pause_requested,
             ev.ResumeRequested: self._resume_requested,
             ev.DrainRequested: self._drain_requested,
@@ -126,6 +141,7 @@ class Dispatcher:
 
     def handle(self, event: ev.Event) -> list[ev.Instruction]:
         """Hear one event; return what must be done, in order."""
+        self._now = event.now
         self._handlers[type(event)](event)
         out, self._out = self._out, []
         return out
@@ -207,6 +223,10 @@ class Dispatcher:
         except RequestError as error:
             self._refuse(event, Status.REJECTED, ErrorInfo(error.reason, str(error)))
             return
+        absent = None if is_flush(task, self.limits) else self._contents.refusal(event.client, task, self._hazards)
+        if absent is not None:
+            self._refuse(event, Status.REJECTED, absent)
+            return
         nbytes, arguments = moved_bytes(task, self.limits), argument_bytes(task)
         busy = self._lanes.too_much(task, nbytes, arguments, self._hazards.nbytes)
         if busy is not None:
@@ -282,13 +302,26 @@ class Dispatcher:
     # --- running ------------------------------------------------------------------------------------
 
     def _start_ready(self) -> None:
-        if not self._door.starts:
+        if self._starting or not self._door.starts:
             return
-        for record in self._lanes.startable():
-            self._move(record, State.RUNNING)
-            self._recorder.step(record.task_id, "started", -1, 0)
-            assert record.task is not None
-            self._out.append(ev.Start(record.task, record.generation, record.admitted_at))
+        self._starting = True  # a task that ends here lets others have their turn: in this loop, not in a deeper one
+        try:
+            while any(self._start(record) for record in self._lanes.startable()):
+                pass
+        finally:
+            self._starting = False
+
+    def _start(self, record: Record) -> bool:
+        """Its turn has come. True: it has ended instead, and others may have their turn now."""
+        assert record.task is not None
+        hollow = self._contents.hollow(record.task)
+        if hollow is not None:
+            self._finish_early(record, Status.FAILED, hollow, self._now)
+            return True
+        self._move(record, State.RUNNING)
+        self._recorder.step(record.task_id, "started", -1, 0)
+        self._out.append(ev.Start(record.task, record.generation, record.admitted_at))
+        return False
 
     def _merged(self, event: ev.RoundMerged) -> None:
         record = self._records.get(event.task_id)
@@ -300,6 +333,8 @@ class Dispatcher:
         record.straggling.update(event.missing)
         merged = event.merged
         status = merged.status
+        if isinstance(record.task, SwapOutTask):
+            self._contents.swapped_out(record.task, merged)
         if record.stop is Stop.CANCELLED and status is Status.EXPIRED:
             status = Status.CANCELLED  # the slack of a cancel ran out: the caller hears of the cancel
         self._finish(record, status, merged, event.now)
@@ -402,6 +437,12 @@ class Dispatcher:
     def _cache_ready(self, _: ev.CacheReady) -> None:
         self._recorder.aside("", "cache ready")
         self._door.memory_there()
+
+    def _mappings_changed(self, event: ev.MappingsChanged) -> None:
+        self._contents.mappings(event.unmapped, event.outdated)
+
+    def _host_emptied(self, _: ev.HostEmptied) -> None:
+        self._contents.host_emptied()
 
     def _shutdown_requested(self, _: ev.ShutdownRequested) -> None:
         self._recorder.aside("", "shutdown")

@@ -89,6 +89,24 @@ class CacheReady(msgspec.Struct, frozen=True):
     now: float
 
 
+class MappingsChanged(msgspec.Struct, frozen=True):
+    """Which memory engines have mapped now.
+
+    unmapped: ranks whose memory no client has attached or offered since it was made. outdated: clients that
+    still have earlier memory mapped, and of which ranks.
+    """
+
+    unmapped: tuple[int, ...]
+    outdated: dict[bytes, tuple[int, ...]]
+    now: float
+
+
+class HostEmptied(msgspec.Struct, frozen=True):
+    """The host pool was given up. No task is admitted or under way."""
+
+    now: float
+
+
 class PauseRequested(msgspec.Struct, frozen=True):
     """Start nothing more; tasks are still admitted and wait.
 
@@ -144,6 +162,8 @@ Event = (
     | DeadlineReached
     | CacheWithdrawn
     | CacheReady
+    | MappingsChanged
+    | HostEmptied
     | PauseRequested
     | ResumeRequested
     | DrainRequested

@@ -107,6 +107,11 @@ class HazardTable:
             gone.dependents = []
         return became_ready
 
+    def host_writer(self, block: int) -> Claim | None:
+        """The last claim that writes this host block, if it has not left."""
+        use = self._host.get(block)
+        return None if use is None else use.writer
+
     def __len__(self) -> int:
         return self._claims
 

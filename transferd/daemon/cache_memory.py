@@ -24,10 +24,13 @@ says it serves the same weights again (it slept) may open a closed one: what is 
 clear begins a new *epoch*; an offer says for which epoch it was made, since one that was on its way
 meanwhile names memory that its engine has given up.
 
-*What others have mapped.* A client that attached may still look at its arrays after a clear. Memory that
-outlives its creator's close (POSIX shared memory) lets it: it sees the old bytes, which nobody else does.
-Memory that does not (CUDA IPC) must be let go first: `clear` is refused until every such client has
-detached, and touches nothing.
+*What others have mapped* (mappings.py). A task is refused while nobody has a rank's memory mapped: after a restart
+or a clear that memory is new, and an engine that goes on with what it mapped before would be told of bytes that
+it does not see.
+
+A client that attached may still look at its arrays after a clear. Memory that outlives its creator's close (POSIX
+shared memory) lets it: it sees the old bytes, which nobody else does. Memory that does not (CUDA IPC) must be let
+go first: `clear` is refused until every such client has detached, and touches nothing.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ from typing import Any, Protocol
 import structlog
 
 from transferd.config.ownership import Creator
+from transferd.daemon.mappings import Mappings
 from transferd.errors import EngineGone, RequestError, TransferError
 from transferd.storage.tokens import TokenStorage
 from transferd.tasks import ErrorInfo
@@ -66,6 +70,8 @@ class Core(Protocol):
     def withdraw(self, error: ErrorInfo, *, end: bool) -> None: ...
     async def settled(self) -> None: ...
     def memory_gone(self, *, stored: bool) -> None: ...
+    def mappings(self, unmapped: tuple[int, ...], outdated: dict[bytes, tuple[int, ...]]) -> None: ...
+    def epoch_began(self) -> None: ...
     def check_generation(self, generation: str) -> None: ...
     def set_generation(self, generation: str) -> None: ...
 
@@ -95,7 +101,6 @@ class _Rank:
     present: bool = False
     offer: _Offer | None = None
     attempts: list[_Attempt] = field(default_factory=list)
-    mapped_by: set[bytes] = field(default_factory=set)
 
 
 class Cache:
@@ -123,6 +128,7 @@ class Cache:
         self._ranks = [_Rank(worker) for worker in workers]
         self._change = asyncio.Lock()
         self._changes: set[asyncio.Task[Any]] = set()
+        self._mappings = Mappings(len(workers), core.mappings)
         self._started = False
         self._closed = False
         self._closed_generations: set[str] = set()  # one for each clear: some bytes per weight update
@@ -153,8 +159,7 @@ class Cache:
             "cleared": self.cleared,
             "missing": self.missing,
             "owners": [None if rank.offer is None else rank.offer.owner.pid for rank in self._ranks],
-            "mapped": [len(rank.mapped_by) for rank in self._ranks],
-        }
+        } | self._mappings.statistics()
 
     # --- life ---------------------------------------------------------------------------------------
 
@@ -187,21 +192,27 @@ class Cache:
 
     # --- sharing ------------------------------------------------------------------------------------
 
-    def handle(self, client: bytes, rank: int) -> DeviceHandle:
+    def handle(self, client: bytes, rank: int, epoch: int = 0) -> DeviceHandle:
         """How to map a rank's memory; this client counts as having it mapped from now on.
 
+        epoch: of the memory that the client has mapped already, on an earlier connection; 0 for none.
         Raises RequestError, TierError.
         """
         held = self._rank(rank)
+        if epoch not in (0, self.epoch):
+            self._mappings.outdate(client, rank)
+            what = f"the memory of rank {rank} that is mapped is of epoch {epoch}, now it is {self.epoch}: attach again"
+            raise RequestError(what, code="stale_epoch")
         if not held.present:
             raise TransferError(f"rank {rank} has no memory now: {self.why}", code="not_ready")
         handle = held.worker.context.device.handle() if held.offer is None else held.offer.handle
-        held.mapped_by.add(client)
+        self._mappings.attach(client, rank)
         return handle
 
     def detach(self, client: bytes, rank: int) -> None:
         """This client has unmapped the rank's memory. Raises RequestError."""
-        self._rank(rank).mapped_by.discard(client)
+        self._rank(rank)
+        self._mappings.detach(client, rank)
 
     async def offer(self, client: bytes, rank: int, handle: DeviceHandle, epoch: int) -> str | None:
         """Map an engine's memory as a rank's. Raises RequestError, TierError; then nothing is kept.
@@ -247,11 +258,13 @@ class Cache:
                     await rank.worker.close_device()
                     return CHECKED
                 rank.offer, rank.present = _Offer(client, handle, owner), True
+                self._mappings.offer(number, handle)
                 log.info("memory attached", rank=number, kind=handle.kind, pid=owner.pid)
                 try:
                     await self._announce()
                 except TransferError:
                     rank.offer, rank.present = None, False
+                    self._mappings.withdraw(number)
                     await _given_up(number, rank.worker.close_device())
                     raise
                 return None
@@ -272,11 +285,11 @@ class Cache:
         """What it had mapped it has no more; what it offered is unmapped as soon as no rank touches a block."""
         lost: list[int] = []
         for number, rank in enumerate(self._ranks):
-            rank.mapped_by.discard(client)
             for attempt in rank.attempts:
                 attempt.gone = attempt.gone or attempt.client == client
             if rank.offer is not None and rank.offer.client == client:
                 lost.append(number)
+        self._mappings.leave(client)
         if lost and not self._closed:
             what = f"the engine that owned the memory of {_ranks(lost)} has gone"
             log.warning("engine gone", ranks=lost)
@@ -290,6 +303,7 @@ class Cache:
             for number, rank in enumerate(self._ranks):
                 if rank.offer is not None and rank.offer.client == client:
                     rank.offer, rank.present = None, False
+                    self._mappings.withdraw(number)
                     await _given_up(number, rank.worker.close_device())
             with contextlib.suppress(TransferError):  # of token-indexed storage; the next offer asks it again
                 await self._announce()  # the same engine may have offered the same memory on another connection
@@ -320,10 +334,12 @@ class Cache:
             self._closed_generations.add(self._core.generation)
             self._core.memory_gone(stored=True)
             self.epoch += 1
-            errors: list[TransferError] = []
             for rank in self._ranks:
                 rank.offer, rank.present = None, False
-                rank.mapped_by.clear()
+            self._mappings.clear()
+            self._core.epoch_began()
+            errors: list[TransferError] = []
+            for rank in self._ranks:
                 try:
                     await rank.worker.free()
                 except TransferError as error:
@@ -391,8 +407,9 @@ class Cache:
 
     def _check_unmapped(self) -> None:
         for number, rank in enumerate(self._ranks):
-            if rank.mapped_by and not getattr(rank.worker.context.device, "outlives_close", False):
-                what = f"the memory of rank {number} is mapped by {len(rank.mapped_by)} clients; detach first"
+            count = self._mappings.mapped_by(number)
+            if count and not getattr(rank.worker.context.device, "outlives_close", False):
+                what = f"the memory of rank {number} is mapped by {count} clients; detach first"
                 raise RequestError(what, code="still_mapped")
 
     # --- inside -------------------------------------------------------------------------------------

@@ -49,6 +49,7 @@ log = structlog.get_logger(__name__)
 Deliver = Callable[[bytes, int, TaskResult], None]
 Observe = Callable[[Task, TaskResult], None]
 EFFECT_RETRY_S = 0.01
+MISTAKEN = frozenset({"not_attached", "empty_block"})  # refusals that say that an engine missed a restart or a clear
 MAX_MATCH_KEYS = 65536  # keeps one request from holding up the loop; longer than any sequence's blocks
 
 
@@ -88,6 +89,7 @@ class Coordinator:
         self.index: Callable[[], TokenIndex | None] = lambda: None  # where blocks are, for `locate`
         self.forget: Callable[[bool], None] = lambda _: None  # hears of memory that has gone, see `memory_gone`
         self.renamed: Callable[[str], None] = lambda _: None
+        self.announce_epoch: Callable[[], None] = lambda: None  # tells clients that the cache was cleared
         self.stats: Callable[[], dict[str, Any]] = dict  # the daemon's report
         self.explain: Callable[[str], dict[str, Any]] = _nobody_remembers  # the life of a task
         self.cache: Cache  # set by the daemon once the workers are there
@@ -225,6 +227,15 @@ class Coordinator:
         """No block is in device or host memory any more; with `stored`, none can be read from storage either."""
         self.forget(stored)
 
+    def mappings(self, unmapped: tuple[int, ...], outdated: dict[bytes, tuple[int, ...]]) -> None:
+        """Which ranks' memory no client has mapped, and which clients have earlier memory mapped."""
+        self._hear(ev.MappingsChanged(unmapped, outdated, self._clock.monotonic()))
+
+    def epoch_began(self) -> None:
+        """The cache was cleared: host blocks hold nothing, and what clients have mapped is not served any more."""
+        self._hear(ev.HostEmptied(self._clock.monotonic()))
+        self.announce_epoch()
+
     async def settled(self) -> None:
         """Wait until everything admitted is answered and no rank touches any block."""
         await self._until(lambda: self._dispatcher.empty)
@@ -336,7 +347,11 @@ class Coordinator:
             log.warning("ranks left behind at the deadline", task_id=expire.task_id, ranks=list(missing))
 
     def _reply(self, reply: ev.Reply) -> None:
-        self.deliver(reply.client, reply.seq, reply.result)
+        result = reply.result
+        if result.status is Status.REJECTED and result.error is not None and result.error.code in MISTAKEN:
+            code, problem = result.error.code, result.error.message
+            log.warning("task refused", task_id=result.task_id, code=code, problem=problem, client=reply.client.hex())
+        self.deliver(reply.client, reply.seq, result)
 
     def _publish(self, publish: ev.Publish) -> None:
         task, result = publish.task, publish.result

@@ -123,6 +123,7 @@ class Daemon:
         self.transport = transport if transport is not None else ZmqServerTransport(config.server)
         self.server = self._build_server()
         self.coordinator.deliver = self.server.deliver
+        self.coordinator.announce_epoch = self.server.announce_epoch
         self.started_at = clock.monotonic()
 
     def _build_coordinator(self) -> Coordinator:

@@ -49,7 +49,7 @@ class Cache(Protocol):
     def why(self) -> str: ...
     @property
     def epoch(self) -> int: ...
-    def handle(self, client: bytes, rank: int) -> DeviceHandle: ...
+    def handle(self, client: bytes, rank: int, epoch: int) -> DeviceHandle: ...
     def detach(self, client: bytes, rank: int) -> object: ...
     async def offer(self, client: bytes, rank: int, handle: DeviceHandle, epoch: int) -> str | None: ...
     async def clear(self) -> int: ...
@@ -173,6 +173,12 @@ class Server:
             self._answer_lost(client, seq)
             raise
 
+    def announce_epoch(self) -> None:
+        """Make every client say Hello, so that it learns from the Welcome at once that the cache was cleared."""
+        again = wire.Refused(ErrorInfo(wire.STALE_SESSION, "the cache was cleared; say Hello"))
+        for peer in list(self._clients):
+            self._send(peer, 0, again)
+
     async def close(self) -> None:
         """Stop listening; what was sent is handed out within the transport's linger."""
         if self._reaper is not None:
@@ -279,8 +285,10 @@ class Server:
         self._send(peer, seq, welcome)
 
     def _attach(self, peer: bytes, seq: int, attach: wire.Attach) -> None:
-        handle = self._coordinator.cache.handle(peer, attach.rank)
-        self._value(peer, seq, {"kind": handle.kind, "data": handle.data})
+        cache = self._coordinator.cache
+        handle = cache.handle(peer, attach.rank, attach.epoch)
+        epoch = {"boot_id": self._coordinator.boot_id, "epoch": cache.epoch}
+        self._value(peer, seq, {"kind": handle.kind, "data": handle.data} | epoch)
 
     def _offer(self, peer: bytes, seq: int, offer: wire.Offer) -> None:
         handle = DeviceHandle(offer.kind, wire.handle_data(offer))

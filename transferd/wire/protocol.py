@@ -139,9 +139,14 @@ class Explain(_Message, frozen=True, tag="explain"):
 
 
 class Attach(_Message, frozen=True, tag="attach"):
-    """Value: the device handle of a rank, {kind, data}. The client counts as having it mapped until it says Detach."""
+    """Value: the device handle of a rank, {kind, data}, and which memory it names, {boot_id, epoch}.
+
+    The client counts as having it mapped until it says Detach. epoch: of the memory that it has mapped already and
+    says so again in a new session; refused with `stale_epoch` if that is no more. 0: it maps what is there now.
+    """
 
     rank: int
+    epoch: int = 0
 
 
 class Detach(_Message, frozen=True, tag="detach"):

@@ -34,6 +34,7 @@ from transferd.errors import Closed
 from transferd.tasks import ReadStorageTask, SwapInTask, SwapOutTask, Task, TaskResult, WriteStorageTask
 
 HELLO_S = 1.0
+MEMORY_GONE = ("cache_gone", "not_attached")
 UNSETTLED_S = 1.0  # after a connection was mended: requests are refused, sessions begun, requests made again
 
 
@@ -55,27 +56,33 @@ class Act:
 class SimEngine:
     """One engine with a client of its own and blocks of its own.
 
+    It maps the device memory once and keeps the mapping, whatever becomes of the daemon, until `attach`; with `apart`
+    by a client of its own, as another process of the engine would.
+
     outcomes, errors: results by status, and by error code. outcomes also counts what the engine did
     besides: tasks pushed `again`, and `cancel`s that had something to take back.
     """
 
-    def __init__(self, world: SimWorld, name: str, blocks: Sequence[int], judge: Judge | None = None) -> None:
+    def __init__(
+        self, world: SimWorld, name: str, blocks: Sequence[int], judge: Judge | None = None, *, apart: bool = False
+    ) -> None:
         layout = world.daemon.layout
         self.world = world
         self.name = name
         self.judge = judge or Judge(world)
         self.outcomes: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
-        self.device = Blocks.of(layout.device, [device.memory for device in world.devices], blocks)
-        pools = [worker.context.host for worker in world.daemon.coordinator.workers]
-        host = [np.frombuffer(pool.memory.view, dtype=np.uint8) for pool in pools if pool is not None]
-        self.host = Blocks.of(layout.host, host, blocks)
+        self.device = Blocks.of(layout.device, [], blocks)
+        self.host = Blocks.of(layout.host, [], blocks)
         self.stored: list[str] = []  # keys that were written, or may have been
         self.swapped: dict[int, str] = {}  # host block -> label
         self.left_behind: list[int] = []  # device blocks that a rank may still be at work on
         self.cut_at = -1.0  # when this engine's connection last broke or was mended
+        self._blocks = list(blocks)
         self.link = name  # what the network knows our client by
-        self._client: Client = world.client(name)
+        self.heard: set[Client] = set()  # clients that were told of another daemon, or of a clear
+        self._client: Client = self._new_client(name)
+        self._mapper = self._new_client(f"{name}-mapper") if apart else None
         self._tasks: dict[str, Callable[[Act], Coroutine[Any, Any, None]]] = {
             "write": self.write,
             "read": self.read,
@@ -90,16 +97,40 @@ class SimEngine:
     def client(self) -> Client:
         return self._client
 
+    @property
+    def clients(self) -> list[Client]:
+        return [self._client] if self._mapper is None else [self._client, self._mapper]
+
+    def _new_client(self, name: str) -> Client:
+        client = self.world.client(name)
+        client.on_new_boot = lambda: self.heard.add(client)
+        return client
+
     async def connect(self) -> None:
-        await self._client.connect()
+        for client in self.clients:
+            await client.connect()
+        await self.attach()
+
+    async def attach(self) -> None:
+        """Map the memory that the daemon has now. The host pool is nobody's to map: the judge looks at it."""
+        self.device.memories = await self.world.attach(self._mapper or self._client)
+        pools = [worker.context.host for worker in self.world.daemon.coordinator.workers]
+        self.host.memories = [np.frombuffer(pool.memory.view, dtype=np.uint8) for pool in pools if pool is not None]
+
+    def begin_anew(self) -> None:
+        """The memory is another one: no block of it holds anything, and none is touched for a task of before."""
+        self.device.free, self.host.free = list(self._blocks), list(self._blocks)
+        self.swapped.clear()
+        self.left_behind.clear()
 
     async def vanish(self, name: str) -> None:
         """Leave, with whatever is pending, and come back as somebody else. What is pushed meanwhile has to wait."""
         await self._client.close()
         self.link = f"{self.name}-{name}"
-        self._client = self.world.client(self.link)
+        self._client = self._new_client(self.link)
         try:
             await self._client.connect()
+            await self.attach()
         finally:
             self.cut_at = self.world.loop.time()
 
@@ -122,7 +153,8 @@ class SimEngine:
 
     async def leave(self) -> None:
         """For good. Lets go of the memory it looked into, so that the daemon can free it."""
-        await self._client.close()
+        for client in self.clients:
+            await client.close()
         self.device.memories.clear()
         self.host.memories.clear()
 
@@ -290,9 +322,10 @@ class SimEngine:
         return (ran or unknown or results)[0]
 
     async def _ask_once_more(self, task: Task, result: TaskResult, client: Client) -> None:
-        """A task that has run is not run again: its result is repeated."""
+        """A task that has run is not run again: its result is repeated, unless its memory has gone meanwhile."""
         repeated = await client.submit(task)
-        if from_the_daemon(repeated):
+        gone = repeated.error is not None and repeated.error.code in MEMORY_GONE
+        if from_the_daemon(repeated) and not gone:
             self.judge.same(task, result, repeated)
 
     def _cancel_later(self, client: Client, task_id: str) -> None:

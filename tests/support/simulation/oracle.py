@@ -34,6 +34,7 @@ class Oracle:
 
     def __init__(self, world: SimWorld) -> None:
         self.world = world
+        self._damaged_before = self._damaged
         self._owed: Counter[tuple[bytes, int]] = Counter()  # answers, by client and seq
         self._broken = ""
         self._moved = False
@@ -60,9 +61,14 @@ class Oracle:
         raised = {FAULTS[kind]: count for kind, count in world.daemon.coordinator.effects_failed.items()}
         assert raised == world.effects.dice.drawn, f"effects raised: {raised}, drawn: {world.effects.dice.drawn}"
         world.log.check()
-        damaged = world.storage.counts["flipped"] + world.storage.counts["short"]
+        damaged = self._damaged - self._damaged_before
         noticed = sum(worker.corrupt for worker in world.daemon.coordinator.workers)
         assert noticed == damaged, f"{damaged} damaged objects were delivered, {noticed} noticed"
+
+    @property
+    def _damaged(self) -> int:
+        """Objects that storage has delivered damaged."""
+        return self.world.storage.counts["flipped"] + self.world.storage.counts["short"]
 
     # --- instruments --------------------------------------------------------------------------------
 

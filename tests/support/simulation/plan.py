@@ -19,6 +19,7 @@ BLOCKS_OF_AN_ENGINE = 16
 DEEDS_OF_AN_ENGINE = 9
 MAX_ENGINES = 3
 FASTDEPLOY_SHARE = 0.2  # of the stories, whose blocks are several objects each
+APART_SHARE = 0.4  # of the stories
 
 # What engines do, each as often as it stands here.
 WORK = ("write", "write", "read", "read", "read", "swap_out", "swap_in", "chain")
@@ -43,7 +44,11 @@ class Deed:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One story. capacity: bytes of the storage, None for no bound."""
+    """One story.
+
+    capacity: bytes of the storage, None for no bound. apart: engines map memory with another client than pushes.
+    after: how the memory goes at the end, while engines go on with what they have mapped (succession.py); "": not.
+    """
 
     seed: int
     weather: Weather
@@ -54,12 +59,15 @@ class Plan:
     staging: str
     capacity: int | None
     key_schema: str
+    apart: bool
+    after: str
     deeds: tuple[Deed, ...]
 
     def __str__(self) -> str:
         world = f"{self.ranks} ranks, {self.engines} engines, lanes {self.lane_depth} deep"
         bounds = f"queue {self.max_queued_tasks}, staging {self.staging}, storage {self.capacity or 'without bound'}"
         bounds += f", objects of {self.key_schema}"
+        world += ", which map memory apart" * self.apart + f", at the end a {self.after}" * bool(self.after)
         deeds = "\n".join(f"  {deed}" for deed in sorted(self.deeds, key=lambda deed: deed.at))
         return f"seed {self.seed}: {world}, {bounds}\nweather: {self.weather}\ndeeds:\n{deeds}"
 
@@ -76,6 +84,10 @@ class Plan:
             yield replace(self, weather=self.weather.without(kind))
         if self.capacity is not None:
             yield replace(self, capacity=None)
+        if self.after:
+            yield replace(self, after="")
+        if self.apart:
+            yield replace(self, apart=False)
         if self.key_schema != "transferd":
             yield replace(self, key_schema="transferd")
 
@@ -99,6 +111,7 @@ def draw_plan(seed: int) -> Plan:
     apart = random.Random(f"{seed}/plan/{DIE_PAUSED}")
     if apart.random() < DIE_PAUSED_SHARE:
         deeds += [(apart.uniform(0, BAD_TIMES_S), 0, DIE_PAUSED)]
+    memory = random.Random(f"{seed}/memory")
     plan = Plan(
         seed=seed,
         weather=weather,
@@ -109,6 +122,8 @@ def draw_plan(seed: int) -> Plan:
         staging=chance.choice(("8KiB", "16KiB", "32KiB")),
         capacity=chance.choice((None, 40 * 256)),
         key_schema="fastdeploy" if chance.random() < FASTDEPLOY_SHARE else "transferd",
+        apart=memory.random() < APART_SHARE,
+        after=memory.choice(("", "restart", "clear")),
         deeds=tuple(Deed(number, *deed) for number, deed in enumerate(deeds)),
     )
     if plan.key_schema == "transferd":

@@ -4,6 +4,7 @@ begin       a daemon opens, engines connect
 bad times   every deed of the plan at its moment, in the plan's weather
 good times  liveness: the weather is calm, everything that was begun must end, the daemon must be idle
             without using the processor, and new work must go well
+afterwards  in some plans the daemon is restarted or its cache cleared under engines that go on (succession.py)
 end         engines leave, the daemon stops, and everything given out must have come back
 """
 
@@ -20,6 +21,7 @@ from tests.support.simulation.judge import Judge
 from tests.support.simulation.loop import SimLoop, simulate
 from tests.support.simulation.oracle import Oracle
 from tests.support.simulation.plan import BLOCKS_OF_AN_ENGINE, DIE_PAUSED, Deed, Plan
+from tests.support.simulation.succession import succeed
 from tests.support.simulation.weather import CALM
 from tests.support.simulation.world import SimWorld, small_config
 from transferd.errors import ConnectTimeout, TransferError
@@ -67,10 +69,14 @@ class Story:
                 await self.begin()
                 await self.bad_times()
                 await self.good_times()
+                if self.plan.after and not self.dead:
+                    self.seen[self.plan.after] += 1
+                    await succeed(self, self.plan.after)
                 await self.end()
             except BaseException:  # the story is dropped as it stands; its clients would warn of that one by one
                 for engine in self.engines:
-                    await engine.client.close()
+                    for client in engine.clients:
+                        await client.close()
                 raise
         return self._all_seen()
 
@@ -81,7 +87,7 @@ class Story:
         for number in range(self.plan.engines):
             first = number * BLOCKS_OF_AN_ENGINE
             blocks = range(first, first + BLOCKS_OF_AN_ENGINE)
-            engine = SimEngine(self.world, f"engine-{number}", blocks, self.judge)
+            engine = SimEngine(self.world, f"engine-{number}", blocks, self.judge, apart=self.plan.apart)
             await engine.connect()
             self.engines.append(engine)
 
@@ -107,13 +113,18 @@ class Story:
             return
         await client.resume()
         await client.set_generation("next")
-        for number, engine in enumerate(self.engines):
+        for engine in self.engines:
             await engine.client.ping()
-            before = engine.errors.copy()
-            for what in ("write", "read", "swap_out", "swap_in", "chain"):
-                await engine.act(what, Act(f"calm-{number}-{what}", self.loop.stream(f"calm {number} {what}"), True))
-            assert engine.errors == before, f"in good times: {engine.errors - before}"
+            await engine.attach()
+            await self.all_goes_well(engine, "calm")
         await self._pause_and_resume(self.engines[0])
+
+    async def all_goes_well(self, engine: SimEngine, when: str) -> None:
+        before = engine.errors.copy()
+        for what in ("write", "read", "swap_out", "swap_in", "chain"):
+            name = f"{when}-{engine.name}-{what}"
+            await engine.act(what, Act(name, self.loop.stream(name), patient=True))
+        assert engine.errors == before, f"{when}: {engine.errors - before}"
 
     async def _pause_and_resume(self, engine: SimEngine) -> None:
         """What is pushed during a pause starts with the resume, also when nothing else happens."""
@@ -128,12 +139,24 @@ class Story:
     async def end(self) -> None:
         for engine in self.engines:
             await engine.leave()
+        await self.daemon_ends()
+
+    async def daemon_ends(self) -> None:
+        """It stops, and everything given out has come back."""
         rejects = Counter(self.world.daemon.server.statistics()["rejects"])
         del rejects[STALE_SESSION]  # these are echoes of good messages
         assert rejects.total() == self.garbage, f"{self.garbage} messages were none, refused: {rejects}"
+        self.garbage = 0
         await self.world.close()
         self.oracle.stop()
         self.oracle.at_end()
+
+    async def daemon_begins(self) -> None:
+        """Another one, on what storage holds."""
+        self.world.build(self.world.storage)
+        self.world.weather = CALM
+        self.oracle = Oracle(self.world)
+        await self.world.open()
 
     # --- deeds --------------------------------------------------------------------------------------
 
@@ -227,7 +250,7 @@ class Story:
 
     async def _everybody_is_connected(self) -> None:
         for engine in self.engines:
-            while not engine.client.connected:  # noqa: ASYNC110 - a client has no event to wait for
+            while not all(client.connected for client in engine.clients):  # noqa: ASYNC110 - a client has no event to wait for
                 await asyncio.sleep(0.1)
 
     async def _the_dead_are_given_up(self) -> None:
@@ -241,7 +264,8 @@ class Story:
         before = self.loop.steps
         await asyncio.sleep(IDLE_S)
         per_client = IDLE_STEPS * (10 if self.dead else 1)  # a client asks more often whether a daemon became ready
-        steps, allowed = self.loop.steps - before, IDLE_S * per_client * (len(self.engines) + 1)
+        clients = sum(len(engine.clients) for engine in self.engines)
+        steps, allowed = self.loop.steps - before, IDLE_S * per_client * (clients + 1)
         assert steps <= allowed, f"{steps} steps in {IDLE_S} idle seconds"
 
     def _all_seen(self) -> Counter[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.support.simulation.blocks import Bytes
 from tests.support.simulation.clock import SimClock
 from tests.support.simulation.device import SimDevice
 from tests.support.simulation.effects import SimEffects, SimLog
@@ -21,6 +22,7 @@ from tests.support.simulation.weather import CALM, Weather
 from transferd.client.client import Client
 from transferd.config import Config, from_tree
 from transferd.daemon.daemon import Daemon
+from transferd.errors import TierError
 from transferd.storage.base import Storage
 from transferd.tiers.base import DeviceTier
 
@@ -111,6 +113,20 @@ class SimWorld:
     def client(self, name: str) -> Client:
         """A real client on the simulated network, not yet connected."""
         return Client(ENDPOINT, clock=self.clock, transport=self.network.client(name), name=name)
+
+    async def attach(self, client: Client) -> list[Bytes]:
+        """Map every rank's memory, as an engine does: it stays as it is when the daemon makes other memory.
+
+        Raises TransferError when the memory went before it was mapped.
+        """
+        mapped: list[Bytes] = []
+        for rank in range(self.config.cache.ranks):
+            handle = await client.device_handle(rank)
+            memory = self.devices[rank].memory
+            if handle["data"]["address"] != int(memory.ctypes.data):
+                raise TierError(f"the memory of rank {rank} has gone")
+            mapped.append(memory)
+        return mapped
 
     def stand_still(self, seconds: float) -> None:
         """Everybody is stopped for a while, and goes on."""

@@ -25,6 +25,7 @@ preempted request comes back. The daemon joins pushes of one id, so each put get
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import itertools
 import logging
 import os
@@ -50,6 +51,7 @@ log = logging.getLogger(__name__)
 
 Address = str | tuple[str, int]
 OnControl = Callable[[Any, Exception | None], None]
+OnNewCaches = Callable[[dict[int, dict[str, list[Any]]]], None]
 
 CONNECT_TIMEOUT_S = 15.0  # as long as FastDeploy's client keeps trying
 RESULTS_KEPT = 1024
@@ -79,6 +81,11 @@ class EngineCacheQueue:
 
     on_control, an attribute: called on another thread with each control request that has ended, and with the error
     it ended with or None.
+
+    on_new_caches, an attribute: called on another thread with {rank: caches} after a restart of the daemon, or a clear
+        by somebody else, when the queue has attached again what was attached through `client`. The engine must use
+        these and forget what its blocks held. Without it nothing is attached again: an engine that went on with its
+        old arrays would store wrong bytes, so transfers are refused until `client.reattach()`.
 
     Raises NotConnected; ConfigError for a client_id or num_client that does not fit.
     """
@@ -133,6 +140,7 @@ class EngineCacheQueue:
         self._controls: queue.SimpleQueue[tuple[ControlItem, SyncClient] | None] = queue.SimpleQueue()
         self._controller: threading.Thread | None = None
         self.on_control: OnControl = _nobody_asked
+        self.on_new_caches: OnNewCaches | None = None
         if not is_server:
             self._connected()
 
@@ -290,6 +298,7 @@ class EngineCacheQueue:
 
     def _connect(self) -> SyncClient:
         client = SyncClient(self.endpoint, connect_timeout=self._connect_timeout)
+        client.on_new_boot = functools.partial(self._attach_again, client)
         try:
             client.connect()
         except ConnectTimeout as error:
@@ -303,6 +312,19 @@ class EngineCacheQueue:
             client.close()
             raise
         return client
+
+    def _attach_again(self, client: SyncClient) -> None:
+        """All blocks are empty. Called on a thread of its own for each restart or clear."""
+        log.warning("the daemon at %s was restarted or its cache cleared: all blocks are empty", self.endpoint)
+        while self.on_new_caches is not None and client.outdated:
+            try:
+                caches = client.reattach()
+            except ConnectTimeout:  # it is cleared still, or does not start
+                continue
+            except TransferError as error:
+                log.warning("the memory of the daemon at %s cannot be attached again: %s", self.endpoint, error)
+                return
+            self.on_new_caches(caches)
 
     def _answer(self, task_id: str, item: Item, result: TaskResult) -> None:
         """Called once for each item: on the client's thread, or on the caller's if it could not be pushed."""

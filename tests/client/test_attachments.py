@@ -1,0 +1,176 @@
+"""What a client knows of the memory it shares with the daemon, after a restart and after a clear of the cache."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from tests.client.test_session import World
+from tests.support.simulation.loop import SimLoop, simulate
+from transferd.client.attachments import Attachments
+from transferd.wire import protocol as wire
+
+HANDLE = {"kind": "shm", "data": {}}
+
+
+class Shared:
+    """A link to a daemon that is said by hand, and what is shared through it. heard: calls of on_new_boot."""
+
+    def __init__(self, loop: SimLoop) -> None:
+        self.world = World(loop)
+        self.memory = Attachments(self.world.link)
+        self.world.link.renewed = self.renew
+        self.heard: list[tuple[str, int]] = []
+        self.memory.on_new_boot = self.hear
+
+    def renew(self) -> None:
+        for body in self.memory.again():
+            self.world.ask(body)
+        self.memory.renewed()
+
+    def hear(self) -> None:
+        now = self.world.link.session
+        self.heard.append((now.boot_id, now.epoch))
+
+    def welcome(self, **more: Any) -> None:
+        self.world.link._greet()
+        self.world.daemon.welcome(**more)
+
+    def attach(self, rank: int, boot_id: str, epoch: int) -> None:
+        self.memory.attach(rank, HANDLE | {"boot_id": boot_id, "epoch": epoch})
+
+    @property
+    def told(self) -> list[wire.Body]:
+        return [request.body for request in self.world.daemon.others]
+
+
+def run(program: Callable[[Shared], Awaitable[None]]) -> None:
+    async def main(loop: SimLoop) -> None:
+        shared = Shared(loop)
+        shared.world.link.open()
+        await program(shared)
+        shared.world.link.close()
+
+    simulate(main, 0)
+
+
+def test_the_first_daemon_is_no_news_and_another_is() -> None:
+    async def program(shared: Shared) -> None:
+        shared.welcome(boot_id="b1", epoch=1)
+        shared.attach(0, "b1", 1)
+        shared.attach(2, "b1", 1)
+        assert (shared.heard, shared.memory.outdated) == ([], [])
+        shared.welcome(boot_id="b2", session=1, epoch=1)
+        assert shared.heard == [("b2", 1)]
+        assert (shared.memory.outdated, shared.memory.attached) == ([0, 2], [0, 2])
+        assert shared.memory.orphaned == [0, 2]
+        assert not [body for body in shared.told if isinstance(body, wire.Attach)], "the memory of a dead daemon"
+        shared.attach(0, "b2", 1)
+        assert shared.memory.outdated == [2]
+        shared.memory.detach(2)
+        assert (shared.memory.outdated, shared.memory.attached) == ([], [0])
+
+    run(program)
+
+
+def test_another_epoch_is_news_and_the_daemon_hears_what_is_still_mapped() -> None:
+    async def program(shared: Shared) -> None:
+        shared.welcome(session=5, epoch=1)
+        shared.attach(0, "b1", 1)
+        shared.welcome(session=5, epoch=2)
+        assert (shared.heard, shared.memory.outdated) == ([("b1", 2)], [0])
+        assert shared.memory.orphaned == [], "the daemon knows"
+        assert shared.told == [wire.Attach(0, 1)]
+
+    run(program)
+
+
+def test_what_is_mapped_counts_in_the_next_session_of_the_same_daemon() -> None:
+    async def program(shared: Shared) -> None:
+        shared.welcome(session=5, epoch=1)
+        shared.attach(1, "b1", 1)
+        shared.welcome(session=6, epoch=1)
+        assert shared.told == [wire.Attach(1, 1)]
+        assert (shared.heard, shared.memory.outdated) == ([], [])
+
+    run(program)
+
+
+def test_a_handle_may_be_newer_than_the_last_welcome() -> None:
+    async def program(shared: Shared) -> None:
+        shared.welcome(epoch=1)
+        shared.attach(0, "b1", 2)
+        assert shared.memory.outdated == []
+        shared.welcome(epoch=2)
+        assert shared.memory.outdated == []
+        shared.attach(0, "b0", 9)
+        assert shared.memory.outdated == [0], "of a daemon that had gone before its answer was looked at"
+
+    run(program)
+
+
+def test_a_daemon_that_does_not_say_which_memory_it_is_means_the_present() -> None:
+    async def program(shared: Shared) -> None:
+        shared.welcome()
+        shared.memory.attach(0, HANDLE)
+        assert shared.memory.outdated == []
+        shared.welcome(boot_id="b2")
+        assert shared.memory.outdated == [0]
+
+    run(program)
+
+
+def test_a_clear_of_our_own_is_no_news_but_its_memory_is_gone() -> None:
+    async def program(shared: Shared) -> None:
+        shared.welcome(epoch=1)
+        shared.attach(0, "b1", 1)
+        shared.memory.changing = 1
+        shared.welcome(epoch=2)
+        shared.memory.changing = 0
+        shared.memory.epoch_began(2)
+        shared.welcome(epoch=2)
+        assert (shared.heard, shared.memory.outdated) == ([], [0])
+
+    run(program)
+
+
+def test_without_a_listener_the_log_warns(caplog: pytest.LogCaptureFixture) -> None:
+    async def program(shared: Shared) -> None:
+        shared.memory.on_new_boot = None
+        shared.welcome()
+        shared.attach(1, "b1", 0)
+        shared.welcome(boot_id="b2")
+
+    with caplog.at_level(logging.WARNING):
+        run(program)
+    [record] = [record for record in caplog.records if record.name == "transferd.client.attachments"]
+    assert "attach rank 1 again" in record.getMessage()
+
+
+def test_a_listener_may_be_a_coroutine_function_and_may_fail(caplog: pytest.LogCaptureFixture) -> None:
+    heard: list[str] = []
+
+    async def program(shared: Shared) -> None:
+        async def later() -> None:
+            heard.append(shared.world.link.session.boot_id)
+            raise RuntimeError("in the engine")
+
+        def at_once() -> None:
+            raise RuntimeError("at once")
+
+        shared.memory.on_new_boot = later
+        shared.welcome()
+        shared.welcome(boot_id="b2")
+        await asyncio.sleep(0.01)
+        shared.memory.on_new_boot = at_once
+        shared.welcome(boot_id="b3")
+        assert shared.world.link.session.boot_id == "b3"
+
+    run(program)
+    assert heard == ["b2"]
+    told = [record.getMessage() for record in caplog.records if record.name == "transferd.client.attachments"]
+    assert told == ["on_new_boot failed: RuntimeError('in the engine')", "on_new_boot failed"]

@@ -1,0 +1,87 @@
+"""What is known of the memory that tasks name: which ranks engines have mapped, which host blocks hold something.
+
+A daemon that was restarted, or whose cache was cleared, has new and empty memory, while an engine may still
+look at the old. So a task is refused as long as nobody has said, in this epoch of this daemon, that they have a
+rank's memory mapped; and a swap-in is refused for a host block that no swap-out has filled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from transferd.control.hazards import HazardTable
+from transferd.control.task_state import Record, State
+from transferd.tasks import ErrorInfo, Merged, SwapInTask, SwapOutTask, Task
+
+
+class Contents:
+    """Changed by the dispatcher only, as events say. Costs one look for most tasks, and one a block for swaps."""
+
+    def __init__(self, ranks: int, host_blocks: int, *, mapped: bool) -> None:
+        """mapped: False while the daemon starts: nobody has any rank's memory mapped."""
+        self._unmapped: Sequence[int] = () if mapped else range(ranks)
+        self._outdated: Mapping[bytes, Sequence[int]] = {}  # clients that still have earlier memory mapped: ranks
+        self._filled = bytearray(host_blocks)  # 1: holds what a swap-out has brought
+
+    def mappings(self, unmapped: Sequence[int], outdated: Mapping[bytes, Sequence[int]]) -> None:
+        self._unmapped, self._outdated = unmapped, outdated
+
+    def host_emptied(self) -> None:
+        """The host pool was given up; the next one is empty."""
+        self._filled = bytearray(len(self._filled))
+
+    def swapped_out(self, task: SwapOutTask, merged: Merged) -> None:
+        """A swap-out has run. One that did not end well may have left a part of each block on some ranks."""
+        whole = len(merged.block_ids) == task.blocks
+        for block in task.cpu_block_ids:
+            self._filled[block] = whole
+
+    def refusal(self, client: bytes, task: Task, hazards: HazardTable) -> ErrorInfo | None:
+        """Why a task that is well-formed otherwise names memory that it must not; None when it may.
+
+        A block that a swap-out submitted earlier is still to fill counts as filled: `hollow` looks again before
+        the start.
+        """
+        if task.gpu_block_ids and (self._unmapped or self._outdated):
+            info = self._not_attached(client)
+            if info is not None:
+                return info
+        if isinstance(task, SwapInTask) and not self._all_filled(task):
+            for block in task.cpu_block_ids:
+                if not self._filled[block] and not _will_be_filled(block, hazards):
+                    return _empty(block)
+        return None
+
+    def hollow(self, task: Task) -> ErrorInfo | None:
+        """Why a swap-in whose turn has come must not run: a swap-out before it did not fill its blocks."""
+        if not isinstance(task, SwapInTask) or self._all_filled(task):
+            return None
+        return _empty(next(block for block in task.cpu_block_ids if not self._filled[block]))
+
+    def _all_filled(self, task: SwapInTask) -> bool:
+        return all(map(self._filled.__getitem__, task.cpu_block_ids))
+
+    def _not_attached(self, client: bytes) -> ErrorInfo | None:
+        if self._unmapped:
+            what = f"rank {self._unmapped[0]}: no client has attached or offered its device memory since "
+            return ErrorInfo("not_attached", what + "the daemon started or the cache was cleared; attach first")
+        ranks = self._outdated.get(client)
+        if ranks:
+            what = f"rank {ranks[0]}: this client still has device memory mapped that is gone; attach again first"
+            return ErrorInfo("not_attached", what)
+        return None
+
+
+def _will_be_filled(block: int, hazards: HazardTable) -> bool:
+    """A swap-out that was submitted earlier and has not ended writes this block."""
+    claim = hazards.host_writer(block)
+    if claim is None:
+        return False
+    assert isinstance(claim.owner, Record)
+    # The claim of a task that was taken back stays while tasks before it are at work, which may be swap-outs.
+    return claim.abandoned or claim.owner.state is not State.DONE
+
+
+def _empty(block: int) -> ErrorInfo:
+    what = f"host block {block} holds nothing: no swap-out has filled it since the host pool was made"
+    return ErrorInfo("empty_block", f"{what}, or the last one failed")

@@ -1,0 +1,110 @@
+"""Who has which rank's memory mapped, in this epoch of the cache and from before it.
+
+A rank is mapped while a client that lives has attached its memory, or has offered it. A client that attached
+memory which was cleared, or whose owner was replaced, is *outdated* for that rank: its engine reads and writes
+bytes that the daemon does not move. It stays so until it attaches again, detaches or leaves.
+
+The dispatcher hears of each change (`tell`) and refuses tasks accordingly; see control/contents.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from transferd.tiers.base import DeviceHandle
+
+Tell = Callable[[tuple[int, ...], dict[bytes, tuple[int, ...]]], None]
+
+
+@dataclass(slots=True, eq=False)
+class _Rank:
+    """One rank. offered: a client owns the memory. handle: what attached clients have mapped, if it was offered."""
+
+    current: set[bytes] = field(default_factory=set)
+    outdated: set[bytes] = field(default_factory=set)
+    offered: bool = False
+    handle: DeviceHandle | None = None
+
+    def replaced(self) -> None:
+        self.outdated |= self.current
+        self.current.clear()
+
+
+class Mappings:
+    """Changed by the cache only; see cache_memory.py."""
+
+    def __init__(self, ranks: int, tell: Tell) -> None:
+        self._ranks = [_Rank() for _ in range(ranks)]
+        self._tell = tell
+        self._told: tuple[tuple[int, ...], dict[bytes, tuple[int, ...]]] | None = None
+
+    @property
+    def unmapped(self) -> list[int]:
+        """Ranks whose memory no client that lives has attached or offered in this epoch."""
+        return [number for number, rank in enumerate(self._ranks) if not (rank.offered or rank.current)]
+
+    def mapped_by(self, rank: int) -> int:
+        """How many clients have attached the rank's memory."""
+        return len(self._ranks[rank].current)
+
+    def attach(self, client: bytes, rank: int) -> None:
+        """The client maps what is there now."""
+        self._ranks[rank].outdated.discard(client)
+        self._ranks[rank].current.add(client)
+        self._changed()
+
+    def outdate(self, client: bytes, rank: int) -> None:
+        """The client says that it has memory of an earlier epoch mapped."""
+        self._ranks[rank].outdated.add(client)
+        self._changed()
+
+    def detach(self, client: bytes, rank: int) -> None:
+        self._ranks[rank].current.discard(client)
+        self._ranks[rank].outdated.discard(client)
+        self._changed()
+
+    def leave(self, client: bytes) -> None:
+        """The client has gone, and what it had mapped with it."""
+        for rank in self._ranks:
+            rank.current.discard(client)
+            rank.outdated.discard(client)
+        self._changed()
+
+    def offer(self, rank: int, handle: DeviceHandle) -> None:
+        """A client's memory serves the rank from now on."""
+        held = self._ranks[rank]
+        if held.handle not in (None, handle):
+            held.replaced()
+        held.handle, held.offered = handle, True
+        self._changed()
+
+    def withdraw(self, rank: int) -> None:
+        """Offered memory serves no more. The same may be offered again, so who attached it is not outdated yet."""
+        self._ranks[rank].offered = False
+        self._changed()
+
+    def clear(self) -> None:
+        """A new epoch begins: all memory is given up."""
+        for rank in self._ranks:
+            rank.replaced()
+            rank.handle, rank.offered = None, False
+        self._changed()
+
+    def statistics(self) -> dict[str, Any]:
+        return {
+            "unmapped": self.unmapped,
+            "mapped": [len(rank.current) for rank in self._ranks],
+            "outdated": [len(rank.outdated) for rank in self._ranks],
+        }
+
+    def _changed(self) -> None:
+        outdated: dict[bytes, tuple[int, ...]] = {}
+        for number, rank in enumerate(self._ranks):
+            for client in rank.outdated:
+                outdated[client] = (*outdated.get(client, ()), number)
+        told = tuple(self.unmapped), outdated
+        if told != self._told:
+            self._told = told
+            self._tell(*told)
