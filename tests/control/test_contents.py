@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.control.test_dispatcher import LIMITS, Desk, read, swap_in, swap_out, write
@@ -41,7 +43,7 @@ def every_kind() -> list[Task]:
 
 @pytest.mark.parametrize("task", every_kind(), ids=lambda task: task.kind)
 def test_no_task_names_device_memory_that_nobody_has_mapped(task: Task) -> None:
-    desk = started_desk(Limits(ranks=2, device_blocks=8, host_blocks=8, block_bytes=100, direct=True))
+    desk = started_desk(replace(LIMITS, direct=True))
     seq = desk.submit(task)
     result = desk.answers[seq]
     assert (result.status, code(desk, seq)) == (Status.REJECTED, "not_attached")
@@ -74,7 +76,7 @@ def test_what_names_no_device_memory_is_admitted_without_an_engine() -> None:
     desk = started_desk()
     desk.submit(write("w"))
     assert desk.started == ["w"]
-    only_flush = Limits(ranks=2, device_blocks=8, host_blocks=0, block_bytes=100, only_flush=True)
+    only_flush = replace(LIMITS, host_blocks=0, only_flush=True)
     desk = started_desk(only_flush)
     desk.submit(WriteStorageTask(task_id="f", keys=["k"], gpu_block_ids=[1]))
     assert desk.started == ["f"]
@@ -151,7 +153,7 @@ def test_a_swap_out_that_was_taken_back_before_its_start_spoils_nothing(desk: De
 
 
 def test_a_long_chain_of_swap_ins_fails_without_deep_recursion() -> None:
-    limits = Limits(ranks=2, device_blocks=8, host_blocks=8, block_bytes=1, max_queued=4000)
+    limits = replace(LIMITS, block_bytes=1, max_queued=4000, max_bytes=2**40, max_results=4000, max_queued_bytes=2**30)
     desk = Desk(limits)
     desk.submit(swap_out("o", [1], [3]))
     pushes = 3000

@@ -186,8 +186,8 @@ MUTANTS = (
     Mutant(
         "a task runs in the generation of its start",
         "control/dispatcher.py",
-        "            self._out.append(ev.Start(record.task, record.generation, record.admitted_at))",
-        "            self._out.append(ev.Start(record.task, self.generation, record.admitted_at))",
+        "        self._out.append(ev.Start(record.task, record.generation, record.admitted_at))",
+        "        self._out.append(ev.Start(record.task, self.generation, record.admitted_at))",
     ),
     Mutant(
         "a result is sent twice",

@@ -7,8 +7,8 @@ it does all that is in session.py.
 `daemon_lost` means *unknown*: the daemon may have been stopped rather than killed. The blocks of such
 a task are surely yours again once `boot_id` has changed.
 
-*After a restart or a clear*, arrays from `attach` show memory that the daemon does not move. `on_new_boot` is called, and
-tasks that name device blocks are `rejected`, code `not_attached`, until `reattach` (docs/adr/0022).
+After a restart or a clear, arrays from `attach` show memory that the daemon does not move, and tasks that name
+device blocks are `rejected`, code `not_attached`, until `reattach` (docs/adr/0022).
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Client:
         self._link = Link(self.endpoint, transport or ZmqClientTransport(self.endpoint), clock)
         renewed = weakref.WeakMethod(self._renewed)  # the loop holds the link; it must not hold us as well
         self._link.renewed = lambda: (tell := renewed()) and tell()
-        self._known = "", 0, 0  # boot_id, session and epoch of the last Welcome that said anything new
+        self._known = "", 0, 0  # boot_id, session and epoch that were renewed last
         self._dropped = False
         self._offers = Offers(self._link.request, CONTROL_TIMEOUT_S)
         self._attached = Attachments(self._link)
@@ -176,8 +176,7 @@ class Client:
     async def close(self) -> None:
         """Say Bye and disconnect. What is pending ends with code `closed`. Idempotent.
 
-        What was offered is let go of, and nothing counts as attached until the client connects again. In a forked
-        child this does nothing: the connection is the parent's.
+        What was offered is let go of, and nothing counts as attached. In a forked child this does nothing.
         """
         if not self._link.is_open:
             return
@@ -362,10 +361,9 @@ class Client:
     async def attach(self, rank: int) -> dict[str, list[Any]]:
         """Map a rank's device cache: {plane: [one array per layer]}, zero-copy; whoever made the memory owns it.
 
-        numpy arrays of shared memory. Stay connected for as long as you use them: tasks are taken only while every
-        rank is attached. After a clear of the cache, or a restart of a daemon that made the memory, they still show
-        the bytes of before, and nobody else sees what is written to them: `reattach`. On a GPU, arrays with
-        `__cuda_array_interface__` and DLPack (tiers/cuda/engine.py); drop them and `detach` before a clear.
+        numpy arrays of shared memory. Stay connected while you use them: tasks are taken only while every rank is
+        attached. After a clear or a restart they still show the bytes of before, which nobody else sees: `reattach`.
+        On a GPU, arrays with `__cuda_array_interface__` and DLPack; drop them and `detach` before a clear.
         Raises RequestError for a rank that is not there, TierError where the memory cannot be shared.
         """
         return arrays(await self.device_handle(rank))
@@ -373,9 +371,7 @@ class Client:
     async def reattach(self, timeout: float | None = None) -> dict[int, dict[str, list[Any]]]:
         """After a restart or a clear: {rank: what `attach` returns} for every rank that this client had attached.
 
-        Waits until the daemon is ready. All device and host blocks are empty; drop the old arrays.
-        timeout: seconds for that; connect_timeout if None. Raises ConnectTimeout, and what `attach` raises; then call
-        it again.
+        Waits until the daemon is ready. All blocks are empty. Raises ConnectTimeout, and what `attach` raises.
         """
         await self.wait_ready(timeout)
         return {rank: await self.attach(rank) for rank in self._attached.attached}
@@ -453,8 +449,7 @@ class Client:
         now, (boot_id, number, epoch) = self._link.session, self._known
         self._known = now.boot_id, now.session, now.epoch
         again = self._attached.again()
-        if (boot_id, number) != (now.boot_id, now.session):
-            # An offer that a clear has ended is not made again.
+        if (boot_id, number) != (now.boot_id, now.session):  # an offer that a clear has ended is not made again
             again += self._offers.again(now.epoch if boot_id == now.boot_id else epoch, now.epoch)
             again += self._holds.again()
         for body in again:

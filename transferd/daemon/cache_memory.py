@@ -24,13 +24,10 @@ says it serves the same weights again (it slept) may open a closed one: what is 
 clear begins a new *epoch*; an offer says for which epoch it was made, since one that was on its way
 meanwhile names memory that its engine has given up.
 
-*What others have mapped* (mappings.py). A task is refused while nobody has a rank's memory mapped: after a restart
-or a clear that memory is new, and an engine that goes on with what it mapped before would be told of bytes that
-it does not see.
-
-A client that attached may still look at its arrays after a clear. Memory that outlives its creator's close (POSIX
-shared memory) lets it: it sees the old bytes, which nobody else does. Memory that does not (CUDA IPC) must be let
-go first: `clear` is refused until every such client has detached, and touches nothing.
+*What others have mapped* (mappings.py). A task is refused while nobody has a rank's memory mapped. A client that
+attached may still look at its arrays after a clear. Memory that outlives its creator's close (POSIX shared memory)
+lets it: it sees the old bytes, which nobody else does. Memory that does not (CUDA IPC) must be let go first:
+`clear` is refused until every such client has detached, and touches nothing.
 """
 
 from __future__ import annotations

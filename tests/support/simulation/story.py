@@ -114,7 +114,7 @@ class Story:
         await client.resume()
         await client.set_generation("next")
         for engine in self.engines:
-            await engine.client.ping()
+            await engine.client.resume()  # one that was asked for in bad times may have failed
             await engine.attach()
             await self.all_goes_well(engine, "calm")
         await self._pause_and_resume(self.engines[0])
