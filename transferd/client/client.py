@@ -364,13 +364,12 @@ class Client:
         numpy arrays of shared memory. Stay connected while you use them: tasks are taken only while every rank is
         attached. After a clear or a restart they still show the bytes of before, which nobody else sees: `reattach`.
         On a GPU, arrays with `__cuda_array_interface__` and DLPack; drop them and `detach` before a clear.
-        Raises RequestError for a rank that is not there, TierError where the memory cannot be shared.
+        Raises RequestError, and TierError where the memory cannot be shared.
         """
         return arrays(await self.device_handle(rank))
 
     async def reattach(self, timeout: float | None = None) -> dict[int, dict[str, list[Any]]]:
         """After a restart or a clear: {rank: what `attach` returns} for every rank that this client had attached.
-
         Waits until the daemon is ready. All blocks are empty. Raises ConnectTimeout, and what `attach` raises.
         """
         await self.wait_ready(timeout)
