@@ -282,10 +282,10 @@ async def test_fastdeploys_queue_flushes_evicted_blocks(tmp_path: Path, monkeypa
             event = SimpleNamespace(name="GPU2STORAGE", value=5)
             for task in (finished, evicted):
                 queue.put_transfer_task((event, task))
-            answers = [await asyncio.to_thread(queue.get_transfer_done_signal, timeout=20) for _ in range(2)]
-            assert sorted(answer[1:] for answer in answers) == [
-                ("evicted", ["k"], []),
-                ("finished", list("abcd"), [0, 1, 2, 3]),
+            answers = [await asyncio.to_thread(queue.get_transfer_done_signal, timeout=20) for _ in range(4)]
+            assert sorted(answer[1:] for answer in answers) == [  # each write is answered once a rank
+                *[("evicted", ["k"], [])] * 2,
+                *[("finished", list("abcd"), [0, 1, 2, 3])] * 2,
             ]
             assert queue.client.locate(path) == {NODE: {"GPU": 3, "any": 3}}
         finally:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import logging
 import os
 import shlex
 import sys
@@ -268,6 +269,7 @@ def main() -> NoReturn:
     fill_standard()
     # stdout is for reports alone; `serve` sets up its own logging from the configuration.
     logs.configure(configuration.LogSection(level="warning", format="console"))
+    logging.getLogger("transferd.client").setLevel(logging.ERROR)  # the error at the end says what it waited for
     try:
         code = app(standalone_mode=False)
     except _UsageError as error:
