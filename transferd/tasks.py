@@ -123,7 +123,10 @@ class TokenIds(Sequence[int]):
 
 
 class Footprint(msgspec.Struct, frozen=True):
-    """The blocks a task touches, by tier. Storage blocks are named by key, the others by id."""
+    """The blocks a task touches, by tier. Storage blocks are named by key, the others by id.
+
+    paths_*: what a flush says of the token index, by the first block of its path: all of the path's blocks, or some.
+    """
 
     device_reads: Sequence[int] = ()
     device_writes: Sequence[int] = ()
@@ -131,6 +134,8 @@ class Footprint(msgspec.Struct, frozen=True):
     host_writes: Sequence[int] = ()
     storage_reads: Sequence[str] = ()
     storage_writes: Sequence[str] = ()
+    paths_read: Sequence[str] = ()
+    paths_written: Sequence[str] = ()
 
 
 class _Task(msgspec.Struct, frozen=True, kw_only=True):
@@ -347,7 +352,8 @@ class WriteStorageTask(_StorageTask, frozen=True, kw_only=True, tag="write"):
 
     start_write_block_idx: index of the first key's block in its sequence (token-indexed storage only).
     flush_cache_exists: flush-only mode: are the blocks still on this node? None = request finished, so they
-    are. gpu_block_ids may then be empty: evicted blocks have none.
+    are. gpu_block_ids may then be empty: evicted blocks have none. If they are gone and none are named, all blocks
+    from start_write_block_idx to the end of token_ids are gone, however many keys there are.
     """
 
     start_write_block_idx: int = 0

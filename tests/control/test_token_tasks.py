@@ -84,6 +84,21 @@ def test_flushes_wait_for_nobody_but_earlier_flushes_of_the_same_keys() -> None:
     assert desk.started[-1] == "back"
 
 
+def test_an_eviction_of_the_rest_keeps_its_order_with_all_flushes_of_its_tree() -> None:
+    """Its one key is not theirs, so the first block of the path says which flushes it may meet."""
+    desk = Desk(FLUSH)
+    desk.submit(write("a", task_id="finished", ids=[0]))
+    desk.submit(write("whole", task_id="evicted", ids=[], flush_cache_exists=False))
+    desk.submit(write("b", task_id="finished again", ids=[0]))
+    other = [-token for token in PATH]
+    desk.submit(write("whole of another", task_id="elsewhere", ids=[], flush_cache_exists=False, token_ids=other))
+    assert desk.started == ["finished", "elsewhere"]
+    desk.finish("finished")
+    assert desk.started[-1] == "evicted"
+    desk.finish("evicted")
+    assert desk.started[-1] == "finished again"
+
+
 def test_flushes_count_no_bytes() -> None:
     desk = Desk(FLUSH)
     for i in range(8):  # 8 blocks of 100 bytes on 2 ranks each: far beyond max_bytes, were they moved

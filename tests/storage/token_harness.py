@@ -120,8 +120,12 @@ class TokenWorld:
         self.double = double
         self._count = 0
 
-    def write_job(self, path: Sequence[int], start: int, blocks: Sequence[int], **more: Any) -> Job:
-        keys = [f"engine-{i}" for i in range(len(blocks))]  # what the caller calls them matters to nobody here
+    def write_job(
+        self, path: Sequence[int], start: int, blocks: Sequence[int], *, keys: Sequence[str] = (), **more: Any
+    ) -> Job:
+        keys = list(keys) or [
+            f"engine-{i}" for i in range(len(blocks))
+        ]  # what the caller calls them matters to nobody here
         task = WriteStorageTask(
             task_id=self._id(),
             keys=keys,

@@ -93,11 +93,17 @@ def argument_bytes(task: Task) -> int:
 def footprint_of(task: Task, limits: Limits) -> Footprint:
     """What a task must have to itself.
 
-    A flush touches no block. It is kept in order with other flushes of the same keys, and with nothing else.
+    A flush touches no block. It is kept in order with other flushes of the same keys, and with nothing else; one that
+    withdraws the rest of a path, whose keys it does not know, with all flushes of paths with the same first block.
     """
     if is_flush(task, limits):
         assert isinstance(task, WriteStorageTask)
-        return Footprint(storage_writes=[f"{_INDEX_ENTRY}{key}" for key in task.keys])
+        entries = [f"{_INDEX_ENTRY}{key}" for key in task.keys]
+        first = () if task.token_ids is None else task.token_ids.array[: limits.token_block].tolist()
+        tree = str(first)
+        if withdraws_the_rest(task):
+            return Footprint(storage_writes=entries, paths_written=[tree])
+        return Footprint(storage_writes=entries, paths_read=[tree])
     return task.footprint()
 
 
@@ -107,6 +113,11 @@ _INDEX_ENTRY = "index entry of "  # set before a key: another thing than the obj
 def is_flush(task: Task, limits: Limits) -> bool:
     """A write task that moves nothing and tells the token index."""
     return limits.only_flush and task.lane is Lane.WRITE
+
+
+def withdraws_the_rest(flush: WriteStorageTask) -> bool:
+    """Nothing of its token_ids from start_write_block_idx on is on this node any more."""
+    return flush.flush_cache_exists is False and not flush.gpu_block_ids
 
 
 def _check_swap(task: SwapOutTask | SwapInTask, limits: Limits) -> None:

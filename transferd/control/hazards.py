@@ -61,6 +61,7 @@ class HazardTable:
         self._device: dict[Hashable, _Use] = {}
         self._host: dict[Hashable, _Use] = {}
         self._storage: dict[Hashable, _Use] = {}
+        self._paths: dict[Hashable, _Use] = {}
         self._claims = 0
         self.nbytes = 0  # of all claims, abandoned ones included
 
@@ -118,16 +119,18 @@ class HazardTable:
     @property
     def idle(self) -> bool:
         """Nothing claimed and nothing left behind."""
-        return not (self._claims or self.nbytes or self._device or self._host or self._storage)
+        return not (self._claims or self.nbytes or self._device or self._host or self._storage or self._paths)
 
     def _touched(self, footprint: Footprint) -> Iterator[tuple[dict[Hashable, _Use], Sequence[Hashable], bool]]:
         # Reads before writes: a task that reads and writes one block does not wait for itself.
         yield self._device, footprint.device_reads, False
         yield self._host, footprint.host_reads, False
         yield self._storage, footprint.storage_reads, False
+        yield self._paths, footprint.paths_read, False
         yield self._device, footprint.device_writes, True
         yield self._host, footprint.host_writes, True
         yield self._storage, footprint.storage_writes, True
+        yield self._paths, footprint.paths_written, True
 
     def _forget(self, claim: Claim) -> None:
         for uses, ids, _ in self._touched(claim.footprint):

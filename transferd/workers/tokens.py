@@ -10,8 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-import structlog
-
+from transferd.control.admission import withdraws_the_rest
 from transferd.errors import TransferError
 from transferd.storage.lru import Use
 from transferd.storage.tokens import TokenStorage
@@ -21,8 +20,6 @@ from transferd.workers.context import Account, RankContext
 from transferd.workers.job import Job
 from transferd.workers.read import Reader
 from transferd.workers.write import Writer
-
-log = structlog.get_logger(__name__)
 
 MANAGER = 0  # the rank that speaks for the node
 
@@ -104,16 +101,12 @@ class TokenHandler:
         return account.outcome()
 
     async def _told(self, job: Job, task: WriteStorageTask, account: Account) -> bool:
-        if task.flush_cache_exists is None:
-            log.warning(
-                "a flush does not say whether its blocks are still on this node; taken as a finished request: they are",
-                task_id=task.task_id,
-            )
         assert task.token_ids is not None
         start = task.start_write_block_idx
-        # Callers give the whole sequence, which may go on behind the last block that is meant.
-        path = TokenIds(task.token_ids.array[: (start + task.blocks) * self._context.block_size])
-        resident = task.flush_cache_exists is not False
+        path = task.token_ids
+        if not withdraws_the_rest(task):  # the whole sequence may go on behind the last block that is meant
+            path = TokenIds(path.array[: (start + task.blocks) * self._context.block_size])
+        resident = task.flush_cache_exists is not False  # a finished request does not say; its blocks are there
         telling = asyncio.ensure_future(self._tokens.flush_token_index(path, start, resident=resident))
         before = self._context.clock.monotonic()
         answered = await job.stop.race(telling)

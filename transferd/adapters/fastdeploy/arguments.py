@@ -11,6 +11,7 @@ daemon's configuration is derived from it, and no part of FastDeploy's own confi
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -52,6 +53,7 @@ class TransferArguments:
     only_flush: bool
     clears_swap_space: bool
     routing_replay: bool
+    hands_over_by_storage: bool
 
     @property
     def version_file(self) -> Path:
@@ -92,6 +94,7 @@ def read_command(command: str) -> TransferArguments:
         only_flush=_is_on(environment.get("FD_AS_ONLY_FLUSH", "0")),
         clears_swap_space=_is_on(environment.get("FD_ENABLE_SWAP_SPACE_CLEARING", "0")),
         routing_replay=bool(routing.get("enable_routing_replay", False)),
+        hands_over_by_storage=_is_on(os.environ.get("FD_PD_TRANSFER_VIA_STORAGE", "0")),
     )
 
 
@@ -103,6 +106,7 @@ def configuration(group: Sequence[TransferArguments], *, device: str) -> dict[st
     Raises ConfigError for a cache that transferd cannot serve.
     """
     first = group[0]
+    _check_served(first)
     cache: dict[str, Any] = {
         "ranks": first.ranks,
         "devices": [rank.device for rank in group],
@@ -132,11 +136,19 @@ def configuration(group: Sequence[TransferArguments], *, device: str) -> dict[st
     return {"cache": cache, "storage": storage}
 
 
+def _check_served(arguments: TransferArguments) -> None:
+    """What transferd does not do for this engine is said now, not at the first request."""
+    moves = arguments.host_blocks > 0 or arguments.backend != "none"
+    if arguments.routing_replay and moves:
+        what = "transferd does not move routing data with its blocks: turn routing replay off, or CPU cache and storage"
+        raise ConfigError("routing_replay_config", what, "enable_routing_replay")
+    if arguments.backend == "attention_store" and arguments.hands_over_by_storage:
+        what = "the last block of a prompt is incomplete, and AttentionStore holds whole blocks: use mooncake"
+        raise ConfigError("FD_PD_TRANSFER_VIA_STORAGE", what, "1")
+
+
 def _block(arguments: TransferArguments) -> dict[str, Any]:
     """What one block is. FastDeploy says it as two shapes: [blocks, heads, block_size, dim]."""
-    if arguments.routing_replay and (arguments.host_blocks or arguments.backend != "none"):
-        what = "transferd does not move routing data with its blocks; turn routing replay off, or use no CPU cache"
-        raise ConfigError("routing_replay_config", f"{what} and no storage", "enable_routing_replay")
     _, heads, tokens, dim = arguments.key_shape
     if not arguments.value_shape:
         return {

@@ -14,6 +14,7 @@ import structlog
 
 from transferd.blocks.formats import ObjectFormat
 from transferd.config import Config
+from transferd.control.admission import withdraws_the_rest
 from transferd.daemon.kv_events.announcements import Residency
 from transferd.daemon.kv_events.sockets import EventSockets
 from transferd.daemon.kv_events.subscriber import Peer
@@ -156,7 +157,8 @@ class EventFeed:
         if self._tokens is None or task.token_ids is None:
             return task.keys
         start = task.start_read_block_idx if isinstance(task, ReadStorageTask) else task.start_write_block_idx
-        return self._tokens.paths.keys(task.token_ids, start, len(task.keys))
+        rest = isinstance(task, WriteStorageTask) and withdraws_the_rest(task)
+        return self._tokens.paths.keys(task.token_ids, start, None if rest else len(task.keys))
 
     def _object_left(self, name: str) -> None:
         block = self._objects.id_of(self._generation, name)

@@ -1,0 +1,125 @@
+"""Storage as FastDeploy uses it: hand-over, flush-only, both key schemas, Paddle's device, a device too small."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from fastdeploy import envs
+
+from tests.with_fastdeploy.engine import BLOCK_SIZE, chain, engine
+from tests.with_fastdeploy.test_tiers import prompts
+from transferd.errors import ConfigError
+
+SEED = 11
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_prefill_hands_over_through_storage_and_decode_has_every_byte(
+    place: Path, monkeypatch: pytest.MonkeyPatch, tp: int
+) -> None:
+    """#7839: P writes all blocks, the incomplete last one as `:partial:N`; D reads them all or gives the request up."""
+    monkeypatch.setenv("FILE_BACKEND_STORAGE_DIR", str(place / "pool"))
+    tokens = list(range(7 * BLOCK_SIZE + 3))
+    contents = [*chain(tokens), "the incomplete last block"]
+    if not hasattr(engine_manager(), "write_all_cache_to_storage"):
+        pytest.skip("this FastDeploy hands nothing over through storage (#7839)")
+    # A file pool serves one daemon at a time, so decode starts when prefill has ended.
+    with engine(tp=tp, role="prefill", backend="file", gpu_blocks=16, cpu_blocks=0) as prefill:
+        request = SimpleNamespace(
+            request_id="r", prompt_token_ids=tokens, output_token_ids=[], multimodal_inputs=None, user="",
+            block_tables=prefill.manager.allocate_gpu_blocks(len(contents)),
+        )  # fmt: skip
+        for block, content in zip(request.block_tables, contents, strict=True):
+            for worker in prefill.workers:
+                worker.fill(block, content)
+        assert prefill.manager.write_all_cache_to_storage(request, include_output=False) is True
+    with engine(tp=tp, role="decode", backend="file", gpu_blocks=16, cpu_blocks=0) as decode:
+        decode.manager.allocate_gpu_blocks(3)
+        request.block_tables = decode.manager.allocate_gpu_blocks(len(contents))
+        assert decode.manager.read_cache_from_storage_for_pd(request) == request.block_tables
+        for block, content in zip(request.block_tables, contents, strict=True):
+            for worker in decode.workers:
+                worker.check(block, content)
+        request.prompt_token_ids = [7, *tokens]
+        assert decode.manager.read_cache_from_storage_for_pd(request) == [], "nobody wrote that one"
+
+
+def engine_manager() -> type:
+    from fastdeploy.cache_manager.prefix_cache_manager import PrefixCacheManager
+
+    return PrefixCacheManager
+
+
+def test_prefill_through_attention_store_is_refused_at_start(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FD_PD_TRANSFER_VIA_STORAGE", "1")
+    with (
+        pytest.raises(ConfigError, match="AttentionStore holds whole blocks"),
+        engine(role="prefill", backend="attention_store"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_an_eviction_withdraws_the_rest_of_the_path(place: Path, monkeypatch: pytest.MonkeyPatch, tp: int) -> None:
+    """FD_AS_ONLY_FLUSH: the index knows what is on this node; a finish tells it, an eviction takes it back."""
+    if not hasattr(envs, "FD_AS_ONLY_FLUSH"):
+        pytest.skip("this FastDeploy has no flush-only mode (#7609)")
+    monkeypatch.setenv("FD_AS_ONLY_FLUSH", "1")
+    monkeypatch.setenv("TRANSFERD_STORAGE__ATTENTION_STORE__DATA", "none")
+    with engine(tp=tp, backend="attention_store", gpu_blocks=24, cpu_blocks=0) as made:
+        asked = prompts(3)
+        for tokens in asked:
+            made.run(tokens)  # the third needs room: the first's blocks go, leaf first
+        made.settle()
+        client = made.client()
+        for tokens in asked:
+            here = 0
+            node = made.manager.radix_tree_root
+            for key in chain(tokens):
+                node = node.children.get(key)
+                if node is None:
+                    break
+                here += 1
+            told = client.locate(tokens)
+            assert {counts["GPU"] for counts in told.values()} == ({here} if here else set())
+        assert not made.manager.storage_write_back_result, "answers that nobody waits for are not kept"
+
+
+@pytest.mark.parametrize("schema", ["transferd", "fastdeploy"])
+def test_both_key_schemas(place: Path, monkeypatch: pytest.MonkeyPatch, schema: str) -> None:
+    monkeypatch.setenv("TRANSFERD_STORAGE__KEY_SCHEMA", schema)
+    with engine(tp=2, backend="file", gpu_blocks=16, cpu_blocks=0) as made:
+        for tokens in prompts(3):
+            made.run(tokens)
+        assert made.run(prompts(1)[0])["storage_match_token_num"] == 40
+        made.settle()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_blocks_in_paddles_tensors(place: Path, monkeypatch: pytest.MonkeyPatch, tp: int) -> None:
+    monkeypatch.setenv("TRANSFERD_CACHE__DEVICE", "paddle")
+    with engine(tp=tp, backend="file", gpu_blocks=24, cpu_blocks=48) as made:
+        found = {"cpu_match_token_num": 0, "storage_match_token_num": 0}
+        for tokens in prompts(4) + prompts(4):
+            metrics = made.run(tokens)
+            found = {name: count + metrics[name] for name, count in found.items()}
+        assert found["cpu_match_token_num"] > 0
+        made.settle()
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_more_prompts_than_the_device_holds(place: Path, tp: int) -> None:
+    """Shared prefixes, swaps both ways and storage at once, over a device that holds three prompts."""
+    chance = random.Random(SEED)
+    with engine(tp=tp, backend="file", gpu_blocks=40, cpu_blocks=24) as made:
+        hit = dict.fromkeys(("gpu_match_token_num", "cpu_match_token_num", "storage_match_token_num"), 0)
+        for _ in range(60):
+            family, length = chance.randrange(6), chance.randrange(9, 50)
+            tokens = [family * 1000 + i if i < 24 else chance.randrange(4) for i in range(length)]
+            metrics = made.run(tokens)
+            hit = {name: count + metrics[name] for name, count in hit.items()}
+        assert min(hit.values()) > 0, f"{hit} (seed {SEED})"
+        made.settle()
