@@ -15,7 +15,7 @@ paddle = pytest.importorskip("paddle", reason="the paddle extra is not installed
 from transferd.adapters.paddle import tensors  # noqa: E402
 from transferd.blocks.layout import build_layout  # noqa: E402
 from transferd.config import CacheSection  # noqa: E402
-from transferd.runtime.threads import ThreadOffload  # noqa: E402
+from transferd.runtime.threads import ThreadPools  # noqa: E402
 from transferd.tiers.segment import attach_arrays  # noqa: E402
 from transferd.tiers.shm import ShmDeviceTier  # noqa: E402
 
@@ -23,8 +23,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
 @pytest.fixture
-def offload() -> Iterator[ThreadOffload]:
-    threads = ThreadOffload(1)
+def threads() -> Iterator[ThreadPools]:
+    threads = ThreadPools(1)
     yield threads
     threads.close()
 
@@ -33,11 +33,9 @@ def offload() -> Iterator[ThreadOffload]:
     ("dtype", "expected"),
     [("bfloat16", "bfloat16"), ("float16", "float16"), ("uint8", "uint8"), ("block_wise_fp8", "float8_e4m3fn")],
 )
-async def test_tensors_have_the_true_type_and_share_the_memory(
-    offload: ThreadOffload, dtype: str, expected: str
-) -> None:
+async def test_tensors_have_the_true_type_and_share_the_memory(threads: ThreadPools, dtype: str, expected: str) -> None:
     layout = build_layout(CacheSection(dtype=dtype, layers=2, device_blocks=4, block_size=4, head_dim=8))  # type: ignore[arg-type]
-    tier = ShmDeviceTier(layout, 0, 0, offload)
+    tier = ShmDeviceTier(layout, 0, 0, threads)
     await tier.open()
     data = tier.handle().data
     caches = attach_arrays(data)
@@ -64,9 +62,9 @@ print(set(caches["value"][0][1].ravel().tolist()))
 """
 
 
-async def test_another_process_sees_what_a_tensor_wrote(offload: ThreadOffload) -> None:
+async def test_another_process_sees_what_a_tensor_wrote(threads: ThreadPools) -> None:
     layout = build_layout(CacheSection(layers=1, device_blocks=4, block_size=4, head_dim=8))
-    tier = ShmDeviceTier(layout, 0, 0, offload)
+    tier = ShmDeviceTier(layout, 0, 0, threads)
     await tier.open()
     data = tier.handle().data
     caches = attach_arrays(data)

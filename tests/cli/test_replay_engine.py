@@ -19,7 +19,7 @@ import structlog
 from tests.support.simulation.device import SimDevice
 from tests.support.simulation.faults import Latency
 from tests.support.simulation.loop import SimLoop, simulate
-from tests.support.simulation.threads import SimOffload
+from tests.support.simulation.threads import SimThreads
 from tests.support.simulation.weather import CALM, STORM, Weather
 from tests.support.simulation.world import SimWorld
 from transferd.blocks.copyplan import CopyPlan
@@ -71,7 +71,7 @@ class Stage:
         self.client = self.world.client("engine")
         self.report = Report()
         self._tiers = Tiers(device_blocks, host_blocks, storage)
-        self._offload = SimOffload(rng=loop.stream("engine's offload"))
+        self._threads = SimThreads(rng=loop.stream("engine's threads"))
 
     async def open(self) -> None:
         await self.world.open()
@@ -81,7 +81,7 @@ class Stage:
         shares = [(slice(offset, offset + size * geometry.blocks), size) for offset, size in places]
         caches = [{"raw": [d.memory[where].reshape(-1, size) for where, size in shares]} for d in self.world.devices]
         self.data = KvData(caches)
-        self.engine = Engine(self.client, self.data, self._tiers, self.report, self._offload, clock=self.world.clock)
+        self.engine = Engine(self.client, self.data, self._tiers, self.report, self._threads, clock=self.world.clock)
 
     async def close(self) -> None:
         await self.client.close()

@@ -25,7 +25,7 @@ from tests.gpu.machine import (
 from transferd.blocks.layout import build_layout
 from transferd.config import CacheSection
 from transferd.errors import TierError
-from transferd.runtime.threads import ThreadOffload
+from transferd.runtime.threads import ThreadPools
 from transferd.tiers.cuda import CudaDeviceTier
 from transferd.tiers.cuda.compiler import compile_kernel
 from transferd.tiers.cuda.kernel import source
@@ -172,17 +172,17 @@ async def device_memory_comes_back(machine: Machine) -> str:
 async def what_cannot_be_is_one_line(machine: Machine) -> str:
     """An absent device, more memory than there is: a TierError in one line, and nothing left."""
     before = machine.free()
-    offload = ThreadOffload(1)
+    threads = ThreadPools(1)
 
     async def opened(index: int, **cache: Any) -> None:
         layout = build_layout(CacheSection(**(SMALL | cache)))
-        await CudaDeviceTier(layout, 0, index, offload).open()
+        await CudaDeviceTier(layout, 0, index, threads).open()
 
     with raising(TierError, saying="device 99 is not there", what="an absent device"):
         await opened(99)
     with raising(TierError, saying="has no room: the cache needs", what="too large a cache"):
         await opened(machine.index, layers=1000, kv_heads=64, head_dim=256, block_size=128, device_blocks=4096)
-    offload.close()
+    threads.close()
     if before - machine.free() > 4 << 20:
         raise Failed("a cache that had no room left memory behind")
     return "said and gone"

@@ -17,7 +17,7 @@ from tests.support.cuda.abi import SERVED
 from transferd.blocks.copyplan import CopyPlan, plan_copy
 from transferd.blocks.layout import BlockLayout, build_layout
 from transferd.config import CacheSection
-from transferd.runtime.threads import ThreadOffload
+from transferd.runtime.threads import ThreadPools
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.cuda import CudaDeviceTier
 from transferd.tiers.cuda.driver import DeviceInfo, Driver
@@ -138,8 +138,8 @@ async def open_rig(
 ) -> AsyncIterator[Rig]:
     """A tier and a pool, closed at the end. handle: map the engine's memory instead of allocating."""
     layout = build_layout(CacheSection(**cache))
-    offload = ThreadOffload(2)
-    tier = CudaDeviceTier(layout, 0, machine.index, offload, **options)
+    threads = ThreadPools(2)
+    tier = CudaDeviceTier(layout, 0, machine.index, threads, **options)
     try:
         await (tier.open() if handle is None else tier.attach(handle))
         pool = HostPool(layout, 0, CudaPinning(machine.index) if pinned else MEMORY_LOCK)
@@ -151,7 +151,7 @@ async def open_rig(
             await tier.close()
             pool.close()
     finally:
-        offload.close()
+        threads.close()
 
 
 def expected_after(plan: CopyPlan, source: Bytes, target: Bytes) -> Bytes:

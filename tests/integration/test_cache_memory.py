@@ -35,7 +35,7 @@ from transferd.client.launch import start as launch
 from transferd.config import Config, from_tree, to_tree
 from transferd.daemon.daemon import Daemon
 from transferd.errors import ConnectTimeout, EngineGone, RequestError, TierError
-from transferd.runtime.threads import ThreadOffload
+from transferd.runtime.threads import ThreadPools
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.segment import DIRECTORY, PREFIX
 from transferd.tiers.shm import ShmDeviceTier
@@ -122,8 +122,8 @@ class Engine:
 
     def __init__(self, ranks: int = 2, **cache: Any) -> None:
         self.layout = build_layout(from_tree({"cache": CACHE | cache}).cache)
-        self._offload = ThreadOffload(1)
-        self._tiers = [ShmDeviceTier(self.layout, rank, 0, self._offload) for rank in range(ranks)]
+        self._threads = ThreadPools(1)
+        self._tiers = [ShmDeviceTier(self.layout, rank, 0, self._threads) for rank in range(ranks)]
 
     async def __aenter__(self) -> Self:
         for tier in self._tiers:
@@ -133,7 +133,7 @@ class Engine:
     async def __aexit__(self, *_: object) -> None:
         for tier in self._tiers:
             await tier.close()
-        self._offload.close()
+        self._threads.close()
 
     def handle(self, rank: int) -> DeviceHandle:
         return self._tiers[rank].handle()
@@ -524,14 +524,14 @@ from transferd import Client
 from transferd.config import from_tree
 from transferd.client.launch import start as launch
 from transferd.blocks.layout import build_layout
-from transferd.runtime.threads import ThreadOffload
+from transferd.runtime.threads import ThreadPools
 from transferd.tiers.shm import ShmDeviceTier
 
 async def main(endpoint, cache, ranks):
-    offload = ThreadOffload(1)
+    threads = ThreadPools(1)
     async with Client(endpoint, await_ready=False) as client:
         for rank in ranks:
-            tier = ShmDeviceTier(build_layout(from_tree({"cache": cache}).cache), rank, 0, offload)
+            tier = ShmDeviceTier(build_layout(from_tree({"cache": cache}).cache), rank, 0, threads)
             await tier.open()
             await client.offer(rank, tier.handle())
         print("offered", flush=True)

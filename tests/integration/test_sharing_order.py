@@ -18,7 +18,7 @@ from transferd import Client, Status, SwapInTask, SwapOutTask, WriteStorageTask
 from transferd.blocks.layout import build_layout
 from transferd.config import Config, from_tree
 from transferd.daemon.daemon import Daemon
-from transferd.runtime.threads import Direction, ThreadOffload
+from transferd.runtime.threads import Direction, ThreadPools
 from transferd.tiers.segment import attach_arrays
 from transferd.tiers.shm import ShmDeviceTier
 
@@ -28,11 +28,11 @@ RANKS = 2
 CACHE = {"ranks": RANKS, "layers": 2, "kv_heads": 8, "head_dim": 64, "block_size": 128, "device_blocks": 8}
 
 
-class HeldOffload:
+class HeldThreads:
     """Threads that begin a piece of work when the test lets them, in the order in which it was given."""
 
     def __init__(self) -> None:
-        self._threads = ThreadOffload(2)
+        self._threads = ThreadPools(2)
         self.held: list[asyncio.Event] = []
         self.holding = False
 
@@ -70,8 +70,8 @@ class World:
                 "metrics": {"listen": ""},
             }
         )
-        self.offload = HeldOffload()
-        self.daemon = Daemon(self.config, offload=self.offload)
+        self.threads = HeldThreads()
+        self.daemon = Daemon(self.config, threads=self.threads)
         self.client = Client(f"ipc://{tmp_path}/t.sock", await_ready=False)
         self._engine: list[ShmDeviceTier] = []
         self.caches: list[dict[str, list[np.ndarray[Any, Any]]]] = []
@@ -82,7 +82,7 @@ class World:
         if self.config.cache.ownership == "attach":
             layout = build_layout(self.config.cache)
             for rank in range(RANKS):
-                self._engine.append(ShmDeviceTier(layout, rank, 0, self.offload))
+                self._engine.append(ShmDeviceTier(layout, rank, 0, self.threads))
                 await self._engine[rank].open()
                 early = await self.client.submit(swap_out("early", 0, 0))
                 assert early.error is not None
@@ -93,7 +93,7 @@ class World:
             self.caches.append(attach_arrays(self.daemon.cache.handle(b"test", rank).data))
 
     async def close(self) -> None:
-        self.offload.release()
+        self.threads.release()
         await self.client.close()
         await self.daemon.stop(lambda: 5.0)
         for tier in self._engine:
@@ -113,7 +113,7 @@ class World:
     async def held(self, count: int) -> None:
         """Wait until so many copies are held."""
         async with asyncio.timeout(20):
-            while len(self.offload.held) < count:  # noqa: ASYNC110 - the daemon tells nobody
+            while len(self.threads.held) < count:  # noqa: ASYNC110 - the daemon tells nobody
                 await asyncio.sleep(0.002)
 
     async def everything_heard(self) -> None:
@@ -143,13 +143,13 @@ async def test_a_result_comes_after_the_last_copy_of_the_last_rank_so_a_block_ca
     world: World,
 ) -> None:
     world.paint(3, 0x11)
-    world.offload.holding = True
+    world.threads.holding = True
     result = asyncio.ensure_future(world.client.submit(swap_out("o", 3, 5)))
     await world.held(RANKS)
-    world.offload.held[0].set()
+    world.threads.held[0].set()
     await world.everything_heard()
     assert not result.done(), "rank 0 is done, rank 1 is not"
-    world.offload.release()
+    world.threads.release()
     assert (await result).status is Status.OK
     world.paint(3, 0x22)
     assert (await world.client.submit(swap_in("i", 4, 5))).status is Status.OK
@@ -160,17 +160,17 @@ async def test_the_next_task_on_a_block_starts_when_every_rank_has_let_go_of_it(
     world.paint(6, 0x66)
     assert (await world.client.submit(swap_out("fill", 6, 6))).status is Status.OK
     world.paint(3, 0x11)
-    world.offload.holding = True
+    world.threads.holding = True
     out = await world.client.push(swap_out("o", 3, 5))
     await world.held(RANKS)
     back = await world.client.push(swap_in("i", 3, 6))
     stored = await world.client.push(WriteStorageTask(task_id="w", keys=["k"], gpu_block_ids=[2]))
     await world.held(RANKS + RANKS)
-    world.offload.held[0].set()
+    world.threads.held[0].set()
     await world.everything_heard()
-    assert len(world.offload.held) == 2 * RANKS, "only the task on other blocks has started"
+    assert len(world.threads.held) == 2 * RANKS, "only the task on other blocks has started"
     assert not out.done()
-    world.offload.release()
+    world.threads.release()
     assert [(await future).status for future in (out, back, stored)] == [Status.OK] * 3
     assert world.colour(3) == {0x66}
     assert (await world.client.submit(swap_in("check", 4, 5))).status is Status.OK
@@ -179,14 +179,14 @@ async def test_the_next_task_on_a_block_starts_when_every_rank_has_let_go_of_it(
 
 async def test_memory_is_not_cleared_under_a_copy(world: World) -> None:
     world.paint(3, 0x11)
-    world.offload.holding = True
+    world.threads.holding = True
     result = asyncio.ensure_future(world.client.submit(swap_out("o", 3, 5)))
     await world.held(RANKS)
     clearing = asyncio.ensure_future(world.client.clear_cache())
     await world.everything_heard()
     assert not clearing.done()
     assert all(worker.context.device.statistics()["open"] for worker in world.daemon.coordinator.workers)
-    world.offload.release()
+    world.threads.release()
     assert (await result).status is Status.OK
     await clearing
     assert not any(worker.context.device.statistics()["open"] for worker in world.daemon.coordinator.workers)
@@ -197,7 +197,7 @@ async def test_memory_is_not_unmapped_under_a_copy_when_its_engine_leaves(tmp_pa
     await world.open()
     world.paint(3, 0x11)
     async with Client(world.client.endpoint) as other:
-        world.offload.holding = True
+        world.threads.holding = True
         result = await other.push(swap_out("o", 3, 5))
         await world.held(RANKS)
         await world.client.close()
@@ -205,7 +205,7 @@ async def test_memory_is_not_unmapped_under_a_copy_when_its_engine_leaves(tmp_pa
             await other.ping()
         assert world.daemon.cache.missing == []
         assert all(worker.context.device.statistics()["open"] for worker in world.daemon.coordinator.workers)
-        world.offload.release()
+        world.threads.release()
         answer = await asyncio.wait_for(result, 20)
         assert answer.status in (Status.OK, Status.CANCELLED)
         async with asyncio.timeout(20):

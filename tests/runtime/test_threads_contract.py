@@ -17,12 +17,12 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from tests.support import native
-from tests.support.simulation.faults import Latency, OffloadFaults
-from tests.support.simulation.threads import SimOffload
+from tests.support.simulation.faults import Latency, ThreadFaults
+from tests.support.simulation.threads import SimThreads
 from transferd.errors import Closed, NoThreads
 from transferd.runtime import threads
 from transferd.runtime.aio import every
-from transferd.runtime.threads import Direction, Offload, ThreadOffload, require_threads
+from transferd.runtime.threads import Direction, ThreadPools, Threads, require_threads
 
 OUT, IN = Direction
 
@@ -35,15 +35,15 @@ class Kind:
         self._monkeypatch = monkeypatch
         self._go = threading.Event()
 
-    def make(self, size: int = 1) -> Offload:
+    def make(self, size: int = 1) -> Threads:
         if self.name == "real":
-            return ThreadOffload(size)
-        return SimOffload(size, faults=OffloadFaults(Latency(0.001, 0.001)))
+            return ThreadPools(size)
+        return SimThreads(size, faults=ThreadFaults(Latency(0.001, 0.001)))
 
-    def refuse(self, offload: Offload, *fates: bool) -> None:
+    def refuse(self, pools: Threads, *fates: bool) -> None:
         """The next threads to be started: refused (True) or not."""
-        if isinstance(offload, SimOffload):
-            offload.dice.script("start", *("refused" if fate else None for fate in fates))
+        if isinstance(pools, SimThreads):
+            pools.dice.script("start", *("refused" if fate else None for fate in fates))
             return
         start, left = threading.Thread.start, itertools.chain(fates, itertools.repeat(False))
 
@@ -54,14 +54,14 @@ class Kind:
 
         self._monkeypatch.setattr(threading.Thread, "start", refusing)
 
-    async def begun(self, offload: Offload, direction: Direction, ran: list[str]) -> asyncio.Future[str]:
+    async def begun(self, pools: Threads, direction: Direction, ran: list[str]) -> asyncio.Future[str]:
         """A function that a thread has taken and that has not ended, until `go`."""
-        if isinstance(offload, SimOffload):
-            offload.faults = OffloadFaults(Latency(0.2, 0.2))
-            running = offload.run(direction, lambda: ran.append("first") or "done")
+        if isinstance(pools, SimThreads):
+            pools.faults = ThreadFaults(Latency(0.2, 0.2))
+            running = pools.run(direction, lambda: ran.append("first") or "done")
             while not ran:  # noqa: ASYNC110 - the time is simulated
                 await asyncio.sleep(0.001)
-            offload.faults = OffloadFaults(Latency(0.001, 0.001))
+            pools.faults = ThreadFaults(Latency(0.001, 0.001))
             return running
         entered, loop = asyncio.Event(), asyncio.get_running_loop()
 
@@ -71,7 +71,7 @@ class Kind:
             assert self._go.wait(30)
             return "done"
 
-        running = offload.run(direction, held)
+        running = pools.run(direction, held)
         await entered.wait()
         return running
 
@@ -87,56 +87,56 @@ async def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_results_and_errors_come_back_from_either_direction(kind: Kind) -> None:
-    offload = kind.make()
-    assert [await offload.run(direction, lambda: 7) for direction in Direction] == [7, 7]
+    pools = kind.make()
+    assert [await pools.run(direction, lambda: 7) for direction in Direction] == [7, 7]
     with pytest.raises(ZeroDivisionError):
-        await offload.run(IN, lambda: 1 // 0)
-    assert offload.close() == []
+        await pools.run(IN, lambda: 1 // 0)
+    assert pools.close() == []
 
 
 async def test_a_refused_function_never_runs(kind: Kind) -> None:
     """CPython's pool queues it first: it would run with the next one, in memory that is somebody else's by then."""
-    offload, ran = kind.make(), list[str]()
-    kind.refuse(offload, True)
+    pools, ran = kind.make(), list[str]()
+    kind.refuse(pools, True)
     with pytest.raises(NoThreads, match="cannot start the thread transferd-out-0"):
-        offload.run(OUT, lambda: ran.append("refused"))
-    await offload.run(OUT, lambda: ran.append("later"))
-    await offload.run(OUT, lambda: ran.append("last"))
-    offload.close()
+        pools.run(OUT, lambda: ran.append("refused"))
+    await pools.run(OUT, lambda: ran.append("later"))
+    await pools.run(OUT, lambda: ran.append("last"))
+    pools.close()
     assert ran == ["later", "last"]
 
 
 async def test_opening_starts_all_threads_or_none_and_running_starts_no_more(kind: Kind) -> None:
-    offload, ran = kind.make(size=3), list[str]()
-    kind.refuse(offload, False, False, True)
+    pools, ran = kind.make(size=3), list[str]()
+    kind.refuse(pools, False, False, True)
     with pytest.raises(NoThreads):
-        offload.open()
-    assert offload.under_way() == []
-    offload.open()
-    kind.refuse(offload, *[True] * 20)
-    await every(offload.run(d, functools.partial(ran.append, "ran")) for d in (OUT, IN) for _ in range(8))
+        pools.open()
+    assert pools.under_way() == []
+    pools.open()
+    kind.refuse(pools, *[True] * 20)
+    await every(pools.run(d, functools.partial(ran.append, "ran")) for d in (OUT, IN) for _ in range(8))
     assert ran == ["ran"] * 16
-    offload.close()
+    pools.close()
 
 
 async def test_a_function_that_waits_can_be_withdrawn_and_one_that_has_begun_ends_before_its_caller_hears(
     kind: Kind,
 ) -> None:
-    offload, ran = kind.make(), list[str]()
-    running = await kind.begun(offload, OUT, ran)
-    waiting = offload.run(OUT, lambda: ran.append("withdrawn"))
+    pools, ran = kind.make(), list[str]()
+    running = await kind.begun(pools, OUT, ran)
+    waiting = pools.run(OUT, lambda: ran.append("withdrawn"))
     assert (running.cancel(), waiting.cancel()) == (False, True)
     kind.go()
     assert await running == "done"
     assert waiting.cancelled()
-    await offload.run(OUT, lambda: None)
+    await pools.run(OUT, lambda: None)
     assert ran == ["first"]
-    offload.close()
+    pools.close()
 
 
 async def test_a_cancelled_caller_is_cancelled_when_the_function_has_ended(kind: Kind) -> None:
-    offload, ran = kind.make(), list[str]()
-    running = await kind.begun(offload, OUT, ran)
+    pools, ran = kind.make(), list[str]()
+    running = await kind.begun(pools, OUT, ran)
 
     async def call() -> None:
         await running
@@ -151,14 +151,14 @@ async def test_a_cancelled_caller_is_cancelled_when_the_function_has_ended(kind:
     with pytest.raises(asyncio.CancelledError):
         await caller
     assert running.done()
-    offload.close()
+    pools.close()
 
 
 async def test_a_close_withdraws_what_waits_and_names_what_does_not_end(kind: Kind) -> None:
-    offload, ran = kind.make(), list[str]()
-    running = await kind.begun(offload, OUT, ran)
-    waiting = offload.run(OUT, lambda: ran.append("waited"))
-    still = offload.close(within=0.0)
+    pools, ran = kind.make(), list[str]()
+    running = await kind.begun(pools, OUT, ran)
+    waiting = pools.run(OUT, lambda: ran.append("waited"))
+    still = pools.close(within=0.0)
     if kind.name == "real":  # a simulation has no threads that a stop could leave behind
         [told] = still
         assert told.startswith("transferd-out-0: Kind.begun.<locals>.held, 0.")
@@ -166,10 +166,10 @@ async def test_a_close_withdraws_what_waits_and_names_what_does_not_end(kind: Ki
     with pytest.raises(Closed):
         await waiting
     with pytest.raises(Closed):
-        offload.run(OUT, lambda: ran.append("too late"))
+        pools.run(OUT, lambda: ran.append("too late"))
     kind.go()
     assert await running == "done"
-    assert offload.close() == []
+    assert pools.close() == []
     assert ran == ["first"]
 
 
@@ -177,13 +177,13 @@ async def test_nothing_is_held_of_a_function_and_its_memory_once_its_end_is_know
     class Memory:
         """Something that a weak reference can follow."""
 
-    memory, offload = Memory(), kind.make()
+    memory, pools = Memory(), kind.make()
     followed = weakref.ref(memory)
-    running = offload.run(IN, functools.partial(lambda _: 7, memory))
+    running = pools.run(IN, functools.partial(lambda _: 7, memory))
     del memory
     assert await running == 7
     assert followed() is None
-    offload.close()
+    pools.close()
 
 
 async def test_of_several_works_those_that_had_begun_end_before_a_refusal_is_told() -> None:
@@ -224,23 +224,23 @@ REAL_REFUSAL = """
 import asyncio, errno
 from tests.support.native import Faults
 from transferd.errors import NoThreads
-from transferd.runtime.threads import Direction, ThreadOffload
+from transferd.runtime.threads import Direction, ThreadPools
 
 async def main():
-    faults, ran, offload = Faults(), [], ThreadOffload(2)
+    faults, ran, pools = Faults(), [], ThreadPools(2)
     for skip in range(4):
         with faults.armed("pthread_create", errno.EAGAIN, skip=skip % 2):
             try:
-                offload.run(Direction.IN, lambda: ran.append("refused"))
+                pools.run(Direction.IN, lambda: ran.append("refused"))
             except NoThreads:
                 assert faults.hits == 1
             else:
                 raise SystemExit("a thread was started that the system refuses")
-    await offload.run(Direction.IN, lambda: ran.append("later"))
+    await pools.run(Direction.IN, lambda: ran.append("later"))
     with faults.armed("pthread_create", errno.EAGAIN, count=-1):
         for _ in range(20):
-            await offload.run(Direction.IN, lambda: ran.append("later"))
-    offload.close()
+            await pools.run(Direction.IN, lambda: ran.append("later"))
+    pools.close()
     assert ran == ["later"] * 21, ran
 
 asyncio.run(main())

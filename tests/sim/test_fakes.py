@@ -1,4 +1,4 @@
-"""The simulated offload, device and storage: their contracts, their faults, and what they find out about callers.
+"""The simulated threads, device and storage: their contracts, their faults, and what they find out about callers.
 
 On the two real loops as well (without delays), because a fake that works in a simulation only would
 be a second contract.
@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from tests.support.simulation.device import SimDevice
-from tests.support.simulation.faults import DeviceFaults, Dice, Gate, Latency, OffloadFaults, StorageFaults
+from tests.support.simulation.faults import DeviceFaults, Dice, Gate, Latency, StorageFaults, ThreadFaults
 from tests.support.simulation.loop import START, SimLoop, simulate
 from tests.support.simulation.memory import MemoryWatch, SimMemory
 from tests.support.simulation.storage import SimStorage
-from tests.support.simulation.threads import SimOffload
+from tests.support.simulation.threads import SimThreads
 from transferd.blocks.copyplan import CopyPlan, plan_copy
 from transferd.blocks.layout import build_layout
 from transferd.config import CacheSection
@@ -43,20 +43,20 @@ def test_the_test_layout_is_small_but_has_several_segments() -> None:
     assert LAYOUT.block_bytes == 128
 
 
-# --- offload --------------------------------------------------------------------------------------
+# --- threads --------------------------------------------------------------------------------------
 
 
-async def test_an_offload_returns_what_the_function_returns_or_raises() -> None:
-    offload = SimOffload()
-    assert await offload.run(Direction.OUT, lambda: 5) == 5
+async def test_threads_return_what_the_function_returns_or_raises() -> None:
+    threads = SimThreads()
+    assert await threads.run(Direction.OUT, lambda: 5) == 5
     with pytest.raises(ZeroDivisionError):
-        await offload.run(Direction.IN, lambda: 1 // 0)
+        await threads.run(Direction.IN, lambda: 1 // 0)
 
 
-def test_an_offload_has_its_effect_between_start_and_end_and_answers_at_the_end() -> None:
+def test_a_function_has_its_effect_between_start_and_end_and_answers_at_the_end() -> None:
     async def main(loop: SimLoop) -> tuple[float, float]:
-        offload = SimOffload(faults=OffloadFaults(SECOND), rng=loop.stream("offload"))
-        effect = await offload.run(Direction.OUT, loop.time)
+        threads = SimThreads(faults=ThreadFaults(SECOND), rng=loop.stream("threads"))
+        effect = await threads.run(Direction.OUT, loop.time)
         return effect - START, loop.time() - START
 
     effects = {simulate(main, seed) for seed in range(5)}
@@ -64,12 +64,12 @@ def test_an_offload_has_its_effect_between_start_and_end_and_answers_at_the_end(
     assert len(effects) == 5
 
 
-def test_an_offload_has_as_many_workers_per_direction_as_it_says() -> None:
+def test_there_are_as_many_threads_per_direction_as_were_asked_for() -> None:
     async def main(loop: SimLoop) -> list[float]:
-        offload = SimOffload(threads=2, faults=OffloadFaults(SECOND))
+        threads = SimThreads(size=2, faults=ThreadFaults(SECOND))
 
         async def done(direction: Direction) -> float:
-            await offload.run(direction, int)
+            await threads.run(direction, int)
             return loop.time() - START
 
         return sorted(await asyncio.gather(*(done(Direction.OUT) for _ in range(3)), done(Direction.IN)))
@@ -79,11 +79,11 @@ def test_an_offload_has_as_many_workers_per_direction_as_it_says() -> None:
 
 def test_a_started_function_runs_to_its_end_and_a_waiting_one_can_be_taken_back() -> None:
     async def main(_: SimLoop) -> list[str]:
-        offload = SimOffload(threads=1, faults=OffloadFaults(SECOND))
+        threads = SimThreads(size=1, faults=ThreadFaults(SECOND))
         ran: list[str] = []
-        first = offload.run(Direction.OUT, lambda: ran.append("first"))
-        second = offload.run(Direction.OUT, lambda: ran.append("second"))
-        third = offload.run(Direction.OUT, lambda: ran.append("third"))
+        first = threads.run(Direction.OUT, lambda: ran.append("first"))
+        second = threads.run(Direction.OUT, lambda: ran.append("second"))
+        third = threads.run(Direction.OUT, lambda: ran.append("third"))
         await asyncio.sleep(0.999)  # the first has had its effect or has it now, and has not ended
         assert (first.cancel(), second.cancel()) == (False, True)
         await third
@@ -93,29 +93,29 @@ def test_a_started_function_runs_to_its_end_and_a_waiting_one_can_be_taken_back(
     assert simulate(main, 0) == ["first", "third"]
 
 
-async def test_an_offload_can_stall_one_direction_fail_and_close() -> None:
-    offload = SimOffload()
-    offload.gates[Direction.OUT].hold()
-    stalled = offload.run(Direction.OUT, lambda: 1)
-    assert await offload.run(Direction.IN, lambda: 2) == 2
+async def test_threads_can_stall_in_one_direction_fail_and_close() -> None:
+    threads = SimThreads()
+    threads.gates[Direction.OUT].hold()
+    stalled = threads.run(Direction.OUT, lambda: 1)
+    assert await threads.run(Direction.IN, lambda: 2) == 2
     await asyncio.sleep(0)
     assert not stalled.done()
-    offload.gates[Direction.OUT].release()
+    threads.gates[Direction.OUT].release()
     assert await stalled == 1
-    offload.close()
+    threads.close()
     with pytest.raises(Closed):
-        offload.run(Direction.IN, lambda: 1)
+        threads.run(Direction.IN, lambda: 1)
 
 
-async def test_closing_an_offload_takes_back_what_waits() -> None:
-    offload = SimOffload(threads=1)
-    offload.gates[Direction.OUT].hold()
-    first, second = (offload.run(Direction.OUT, lambda: 1) for _ in range(2))
+async def test_closing_the_threads_takes_back_what_waits() -> None:
+    threads = SimThreads(size=1)
+    threads.gates[Direction.OUT].hold()
+    first, second = (threads.run(Direction.OUT, lambda: 1) for _ in range(2))
     await asyncio.sleep(0)
-    offload.close()
+    threads.close()
     with pytest.raises(Closed):
         await second
-    offload.gates[Direction.OUT].release()
+    threads.gates[Direction.OUT].release()
     assert await first == 1
 
 

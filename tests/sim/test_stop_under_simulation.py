@@ -78,9 +78,9 @@ def test_a_stop_ends_in_its_budget_names_the_rank_and_frees_nothing_under_what_h
 def test_without_threads_a_daemon_does_not_open_and_says_so() -> None:
     async def main(loop: SimLoop) -> None:
         world = SimWorld(loop, small_config())
-        world.offload.dice.script("start", None, None, "refused")
+        world.threads.dice.script("start", None, None, "refused")
         with pytest.raises(NoThreads):
             await world.open()
-        assert world.offload.started == 0
+        assert world.threads.started == 0
 
     simulate(main, 0)

@@ -101,7 +101,7 @@ def test_a_plan_is_a_function_of_its_seed_and_plans_differ() -> None:
     drawn = {deed.what for plan in plans for deed in plan.deeds}
     assert drawn == {*WORK, *EVENTS, DIE_PAUSED}
     kinds = {kind for plan in plans for kind in plan.weather.weights()}
-    assert kinds >= {"device.stuck", "device.lost", "storage.short", "network.lose", "offload.slow", "log.refuse"}
+    assert kinds >= {"device.stuck", "device.lost", "storage.short", "network.lose", "threads.slow", "log.refuse"}
     assert kinds >= {f"effects.{fault}" for fault in EFFECTS.values()}
     assert min(len(plan.weather.weights()) for plan in plans) <= 2
 

@@ -23,7 +23,7 @@ from transferd.blocks.footer import FOOTER_BYTES, check, stamps
 from transferd.blocks.keys import ObjectNamer, key_digest
 from transferd.errors import ConfigError, StorageError, StorageFull
 from transferd.runtime.clock import Clock
-from transferd.runtime.threads import Crew, ThreadOffload
+from transferd.runtime.threads import Crew, ThreadPools
 from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Found
 from transferd.storage.directory import QUARANTINE_BYTES, QUARANTINE_FILES, TOUCH_INTERVAL_S
 from transferd.storage.file import FileStorage
@@ -337,7 +337,7 @@ async def test_a_path_that_cannot_be_a_directory_is_one_clear_line(tmp_path: Pat
     await storage.close()
 
 
-class UnprivilegedOffload(ThreadOffload):
+class UnprivilegedThreads(ThreadPools):
     """Its threads have the file permissions of nobody, even in tests that run as root."""
 
     def __init__(self) -> None:
@@ -377,7 +377,7 @@ async def test_a_directory_without_permission_to_write_is_one_clear_line(shared_
     path = shared_tmp_path / "locked"
     path.mkdir(0o555)
     path.chmod(0o555)
-    storage = FileStorage(file_config(path, GIB), offload=UnprivilegedOffload())
+    storage = FileStorage(file_config(path, GIB), threads=UnprivilegedThreads())
     with pytest.raises(ConfigError, match=r"storage\.file\.path: cannot be used at \S+: Permission denied") as refusal:
         await storage.open()
     assert str(path) in str(refusal.value)
@@ -387,7 +387,7 @@ async def test_a_directory_without_permission_to_write_is_one_clear_line(shared_
 async def test_losing_permission_while_running_fails_objects_by_type_and_serves_the_rest(
     open_storage: Open, shared_tmp_path: Path
 ) -> None:
-    store = await open_storage(FileStorage(file_config(shared_tmp_path / "blocks", GIB), offload=UnprivilegedOffload()))
+    store = await open_storage(FileStorage(file_config(shared_tmp_path / "blocks", GIB), threads=UnprivilegedThreads()))
     await fill(store, 1)
     fan = file_of(shared_tmp_path / "blocks", 1).parent
     fan.chmod(0o555)

@@ -12,7 +12,7 @@ import pytest
 from tests.storage.harness import Harness, Open
 from transferd.errors import Closed, StorageError, StorageFull
 from transferd.runtime.aio import every, uncancelled
-from transferd.runtime.threads import ThreadOffload
+from transferd.runtime.threads import ThreadPools
 from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found
 from transferd.storage.indexed import Damaged, IndexedStorage
 
@@ -30,7 +30,7 @@ class ScriptedStorage(IndexedStorage):
     backend = "scripted"
 
     def __init__(self, capacity: int, *, medium: int = 10**9) -> None:
-        super().__init__(capacity, ThreadOffload(4), stripes=2)
+        super().__init__(capacity, ThreadPools(4), stripes=2)
         self.objects: dict[str, bytes] = {}
         self.medium = medium  # bytes the medium really holds
         self.effects: list[str] = []

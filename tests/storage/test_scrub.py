@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.simulation.clock import SimClock
 from tests.support.simulation.loop import SimLoop, simulate
-from tests.support.simulation.threads import SimOffload
+from tests.support.simulation.threads import SimThreads
 from transferd.blocks.footer import FOOTER_BYTES, Damage, seal, stamp_of_name
 from transferd.blocks.keys import ObjectNamer, key_digest
 from transferd.config import Config, from_tree
@@ -49,8 +49,8 @@ class Store:
     def __init__(self, loop: SimLoop, path: Path, rate: int = RATE) -> None:
         self.loop = loop
         self.root = path
-        self.offload = SimOffload(rng=loop.stream("offload"))
-        self.storage = FileStorage(config(path, rate), clock=SimClock(loop), offload=self.offload)
+        self.threads = SimThreads(rng=loop.stream("threads"))
+        self.storage = FileStorage(config(path, rate), clock=SimClock(loop), threads=self.threads)
 
     async def fill(self, *numbers: int, payload_bytes: int = 1000) -> None:
         blobs = [Blob(name(i), memoryview(bytearray(sealed(i, payload_bytes)))) for i in numbers]
@@ -192,12 +192,12 @@ def test_a_close_waits_for_the_piece_that_is_being_read(tmp_path: Path) -> None:
         store = Store(loop, tmp_path)
         await store.storage.open()
         await store.fill(1)
-        store.offload.gates[Direction.OUT].hold()
+        store.threads.gates[Direction.OUT].hold()
         await asyncio.sleep(2 * REST_S)
         closing = loop.create_task(store.storage.close())
         await asyncio.sleep(5)
         assert not closing.done()
-        store.offload.gates[Direction.OUT].release()
+        store.threads.gates[Direction.OUT].release()
         await closing
 
     simulate(main, 0)

@@ -17,7 +17,7 @@ from transferd.blocks.layout import build_layout
 from transferd.config import Config, from_tree
 from transferd.observability.recorder import Recorder
 from transferd.runtime.clock import SYSTEM_CLOCK
-from transferd.runtime.threads import ThreadOffload
+from transferd.runtime.threads import ThreadPools
 from transferd.storage.attention_store.open import OpenTokenStorage
 from transferd.storage.attention_store.sdk import SdkTokenStorage
 from transferd.storage.registry import create_token_storage
@@ -84,7 +84,7 @@ class Rank:
             staging=Staging(layout, config.host.staging, objects.slot_bytes, objects.offsets),
             storage=storage.keyed,
             format=objects,
-            offload=ThreadOffload(1),
+            threads=ThreadPools(1),
             clock=SYSTEM_CLOCK,
             recorder=Recorder(),
             background=Background(),
@@ -216,7 +216,7 @@ async def token_world(
                     storage.keyed.unregister(rank.context.staging.memory)
                 rank.context.staging.close()
                 await rank.device.close()
-                rank.context.offload.close()
+                rank.context.threads.close()
             await storage.close()
 
 

@@ -14,7 +14,7 @@ from transferd.blocks.layout import build_layout
 from transferd.blocks.layout.base import Segment as BlockSegment
 from transferd.config import CacheSection
 from transferd.errors import RequestError, TierError
-from transferd.runtime.threads import ThreadOffload
+from transferd.runtime.threads import ThreadPools
 from transferd.tiers.arrays import describe
 from transferd.tiers.base import DeviceHandle, DeviceTier
 from transferd.tiers.owner import as_data, this_process
@@ -31,23 +31,23 @@ KINDS = {"shm": ShmDeviceTier, "paddle": PaddleDeviceTier}
 
 
 @pytest.fixture
-def offload() -> Iterator[ThreadOffload]:
-    threads = ThreadOffload(1)
+def threads() -> Iterator[ThreadPools]:
+    threads = ThreadPools(1)
     yield threads
     threads.close()
 
 
 @pytest.fixture(params=KINDS)
-def tier(request: pytest.FixtureRequest, offload: ThreadOffload) -> DeviceTier:
+def tier(request: pytest.FixtureRequest, threads: ThreadPools) -> DeviceTier:
     if request.param == "paddle":
         pytest.importorskip("paddle", reason="the paddle extra is not installed")
-    made: DeviceTier = KINDS[request.param](LAYOUT, 0, 0, offload)
+    made: DeviceTier = KINDS[request.param](LAYOUT, 0, 0, threads)
     return made
 
 
 @pytest.fixture
-async def engine(offload: ThreadOffload) -> AsyncIterator[ShmDeviceTier]:
-    made = ShmDeviceTier(LAYOUT, 0, 0, offload)
+async def engine(threads: ThreadPools) -> AsyncIterator[ShmDeviceTier]:
+    made = ShmDeviceTier(LAYOUT, 0, 0, threads)
     await made.open()
     yield made
     await made.close()

@@ -17,7 +17,7 @@ from transferd.blocks.copyplan import plan_copy
 from transferd.blocks.layout import BlockLayout, build_layout
 from transferd.config import CacheSection
 from transferd.errors import TierError
-from transferd.runtime.threads import Offload, ThreadOffload
+from transferd.runtime.threads import ThreadPools, Threads
 from transferd.tiers.base import DeviceTier
 from transferd.tiers.cuda.pinning import CudaPinning
 from transferd.tiers.paddle import PaddleDeviceTier
@@ -25,21 +25,21 @@ from transferd.tiers.pinned import HostPool, HostRegion
 from transferd.tiers.pinning import MEMORY_LOCK
 from transferd.tiers.shm import ShmDeviceTier
 
-TIERS: dict[str, Callable[[BlockLayout, Offload], DeviceTier]] = {
-    "shm": lambda layout, offload: ShmDeviceTier(layout, 0, 0, offload),
-    "paddle": lambda layout, offload: PaddleDeviceTier(layout, 0, 0, offload),
-    "paddle as on a device": lambda layout, offload: PaddleDeviceTier(layout, 0, 0, offload, shared=False),
-    "cuda": lambda layout, offload: FakeCudaTier(layout, 0, 0, offload, gpu=FakeGpu(seed=1), slot_bytes=1 << 18),
-    "cuda, small slots": lambda layout, offload: FakeCudaTier(
-        layout, 0, 0, offload, gpu=FakeGpu(seed=2, batches=False), slot_bytes=1
+TIERS: dict[str, Callable[[BlockLayout, Threads], DeviceTier]] = {
+    "shm": lambda layout, threads: ShmDeviceTier(layout, 0, 0, threads),
+    "paddle": lambda layout, threads: PaddleDeviceTier(layout, 0, 0, threads),
+    "paddle as on a device": lambda layout, threads: PaddleDeviceTier(layout, 0, 0, threads, shared=False),
+    "cuda": lambda layout, threads: FakeCudaTier(layout, 0, 0, threads, gpu=FakeGpu(seed=1), slot_bytes=1 << 18),
+    "cuda, small slots": lambda layout, threads: FakeCudaTier(
+        layout, 0, 0, threads, gpu=FakeGpu(seed=2, batches=False), slot_bytes=1
     ),
-    "cuda, straight": lambda layout, offload: FakeCudaTier(
-        layout, 0, 0, offload, gpu=FakeGpu(seed=3), way="straight", slot_bytes=1
+    "cuda, straight": lambda layout, threads: FakeCudaTier(
+        layout, 0, 0, threads, gpu=FakeGpu(seed=3), way="straight", slot_bytes=1
     ),
-    "cuda, nothing pinned": lambda layout, offload: FakeCudaTier(
-        layout, 0, 0, offload, gpu=FakeGpu(seed=4, pins=False, shares=False), slot_bytes=1 << 18
+    "cuda, nothing pinned": lambda layout, threads: FakeCudaTier(
+        layout, 0, 0, threads, gpu=FakeGpu(seed=4, pins=False, shares=False), slot_bytes=1 << 18
     ),
-    "simulated": lambda layout, offload: SimDevice(layout, 0, 0, offload),
+    "simulated": lambda layout, threads: SimDevice(layout, 0, 0, threads),
 }
 SIZES = {"layers": 3, "device_blocks": 24, "host_blocks": 40}
 LAYOUTS = {
@@ -69,12 +69,12 @@ def layout(request: pytest.FixtureRequest) -> BlockLayout:
 
 @pytest.fixture
 async def tier(kind: str, layout: BlockLayout) -> AsyncIterator[DeviceTier]:
-    offload = ThreadOffload(2)
-    made = TIERS[kind](layout, offload)
+    threads = ThreadPools(2)
+    made = TIERS[kind](layout, threads)
     await made.open()
     yield made
     await made.close()
-    offload.close()
+    threads.close()
     if isinstance(made, FakeCudaTier):
         assert not made.gpu.leaks()
 
@@ -160,19 +160,19 @@ async def test_an_empty_plan_is_nothing(tier: DeviceTier, layout: BlockLayout, p
 
 
 async def test_opening_twice_is_refused_and_closing_twice_is_nothing(kind: str) -> None:
-    offload = ThreadOffload(1)
-    made = TIERS[kind](build_layout(LAYOUTS["gqa odd"]), offload)
+    threads = ThreadPools(1)
+    made = TIERS[kind](build_layout(LAYOUTS["gqa odd"]), threads)
     await made.open()
     with pytest.raises(TierError):
         await made.open()
     await made.close()
     await made.close()
-    offload.close()
+    threads.close()
 
 
 async def test_a_tier_that_is_not_open_says_so(kind: str) -> None:
-    offload = ThreadOffload(1)
-    made = TIERS[kind](build_layout(LAYOUTS["gqa odd"]), offload)
+    threads = ThreadPools(1)
+    made = TIERS[kind](build_layout(LAYOUTS["gqa odd"]), threads)
     with pytest.raises(TierError):
         _ = made.arena
-    offload.close()
+    threads.close()

@@ -17,7 +17,7 @@ from transferd.blocks.copyplan import CopyPlan, plan_copy
 from transferd.blocks.layout import build_layout
 from transferd.config import CacheSection
 from transferd.errors import DeviceLost, TierError
-from transferd.runtime.threads import ThreadOffload
+from transferd.runtime.threads import ThreadPools
 from transferd.tiers.cuda import CudaDeviceTier, lane
 from transferd.tiers.cuda.driver import OUT_OF_MEMORY
 from transferd.tiers.cuda.pinning import CudaPinning, is_registered
@@ -32,8 +32,8 @@ BLOCKS = list(range(8))
 
 
 @pytest.fixture
-def offload() -> Iterator[ThreadOffload]:
-    threads = ThreadOffload(2)
+def threads() -> Iterator[ThreadPools]:
+    threads = ThreadPools(2)
     yield threads
     threads.close()
 
@@ -67,9 +67,9 @@ class Rig:
 
 
 @asynccontextmanager
-async def rig(gpu: FakeGpu, offload: ThreadOffload, *, clean: bool = True, **options: object) -> AsyncIterator[Rig]:
+async def rig(gpu: FakeGpu, threads: ThreadPools, *, clean: bool = True, **options: object) -> AsyncIterator[Rig]:
     """clean: what is wrong on the GPU, or left on it at the end, fails the test."""
-    tier = CudaDeviceTier(LAYOUT, 0, 0, offload, driver=gpu, **({"slot_bytes": ONE_BLOCK} | options))  # type: ignore[arg-type]
+    tier = CudaDeviceTier(LAYOUT, 0, 0, threads, driver=gpu, **({"slot_bytes": ONE_BLOCK} | options))  # type: ignore[arg-type]
     await tier.open()
     pool = HostPool(LAYOUT, 0, CudaPinning(0, gpu))
     made = Rig(gpu, tier, pool)
@@ -88,8 +88,8 @@ async def rig(gpu: FakeGpu, offload: ThreadOffload, *, clean: bool = True, **opt
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_streams_may_run_in_any_order_that_the_events_allow(offload: ThreadOffload, seed: int) -> None:
-    async with rig(FakeGpu(seed=seed, batches=seed % 2 == 0), offload) as made:
+async def test_streams_may_run_in_any_order_that_the_events_allow(threads: ThreadPools, seed: int) -> None:
+    async with rig(FakeGpu(seed=seed, batches=seed % 2 == 0), threads) as made:
         assert await made.there_and_back()
 
 
@@ -122,16 +122,16 @@ class Deaf(FakeGpu):
 @pytest.mark.parametrize(
     ("forget", "number"), [*(("wait", n) for n in range(28)), ("synchronize", 0), ("synchronize", 1)]
 )
-async def test_a_wait_that_is_missing_is_seen(offload: ThreadOffload, forget: str, number: int) -> None:
+async def test_a_wait_that_is_missing_is_seen(threads: ThreadPools, forget: str, number: int) -> None:
     gpu = Deaf(forget, number)
-    async with rig(gpu, offload, clean=False) as made:
+    async with rig(gpu, threads, clean=False) as made:
         same = await made.there_and_back()
     assert gpu.forgotten
     assert not same or gpu.wrong(), "each wait is needed, and the fake would notice"
 
 
-async def test_a_copy_has_ended_when_it_returns(offload: ThreadOffload) -> None:
-    async with rig(FakeGpu(), offload) as made:
+async def test_a_copy_has_ended_when_it_returns(threads: ThreadPools) -> None:
+    async with rig(FakeGpu(), threads) as made:
         await made.tier.copy_in(made.inward(BLOCKS, BLOCKS), made.pool.memory)
         made.memory[:] = 0  # the engine may do so
         await made.tier.copy_out(made.outward(BLOCKS, BLOCKS), made.pool.memory)
@@ -139,10 +139,10 @@ async def test_a_copy_has_ended_when_it_returns(offload: ThreadOffload) -> None:
         assert made.gpu.count("synchronize") == 2
 
 
-async def test_copies_wait_for_what_the_engine_has_recorded(offload: ThreadOffload) -> None:
+async def test_copies_wait_for_what_the_engine_has_recorded(threads: ThreadPools) -> None:
     """The engine pushes a task while its kernels still write the blocks (docs/adr/0012; FastDeploy #6144)."""
     daemon, engine = FakeGpu(seed=1), FakeGpu(seed=2)
-    async with rig(daemon, offload) as made:
+    async with rig(daemon, threads) as made:
         handle = made.tier.handle().data
         context = engine.retain(0)
         with engine.current(context):
@@ -174,9 +174,9 @@ async def test_copies_wait_for_what_the_engine_has_recorded(offload: ThreadOfflo
     assert engine.leaks() == []
 
 
-async def test_a_copy_that_nobody_waits_for_any_more_runs_to_its_end(offload: ThreadOffload) -> None:
+async def test_a_copy_that_nobody_waits_for_any_more_runs_to_its_end(threads: ThreadPools) -> None:
     gpu = FakeGpu()
-    async with rig(gpu, offload) as made:
+    async with rig(gpu, threads) as made:
         await made.tier.copy_in(made.inward([0], [0]), made.pool.memory)
         counts = made.tier.on_device.outward.counts
         with gpu._changed:  # nothing runs while we hold this
@@ -191,9 +191,9 @@ async def test_a_copy_that_nobody_waits_for_any_more_runs_to_its_end(offload: Th
         assert made.block(9) == made.block(10) == made.block(0)
 
 
-async def test_an_idle_tier_calls_nothing_and_its_threads_sleep(offload: ThreadOffload) -> None:
+async def test_an_idle_tier_calls_nothing_and_its_threads_sleep(threads: ThreadPools) -> None:
     gpu = FakeGpu()
-    async with rig(gpu, offload) as made:
+    async with rig(gpu, threads) as made:
         await made.there_and_back()
         calls = len(gpu.calls)
         await asyncio.sleep(0.05)
@@ -205,13 +205,13 @@ async def test_an_idle_tier_calls_nothing_and_its_threads_sleep(offload: ThreadO
 # --- which way ------------------------------------------------------------------------------------------
 
 
-async def test_short_segments_are_gathered_and_long_ones_go_straight(offload: ThreadOffload) -> None:
+async def test_short_segments_are_gathered_and_long_ones_go_straight(threads: ThreadPools) -> None:
     long = build_layout(
         CacheSection(layers=1, kv_heads=16, head_dim=128, block_size=64, device_blocks=2, host_blocks=2)
     )
     for layout, way in ((LAYOUT, "gather"), (long, "straight")):
         gpu = FakeGpu()
-        tier = CudaDeviceTier(layout, 0, 0, offload, driver=gpu)
+        tier = CudaDeviceTier(layout, 0, 0, threads, driver=gpu)
         await tier.open()
         pool = HostPool(layout, 0, CudaPinning(0, gpu))
         await tier.copy_in(plan_copy(layout.host, [0, 1], layout.device, [1, 0]), pool.memory)
@@ -223,11 +223,9 @@ async def test_short_segments_are_gathered_and_long_ones_go_straight(offload: Th
 
 
 @pytest.mark.parametrize("registered", [True, False])
-async def test_memory_that_is_not_registered_is_never_given_to_a_batch(
-    offload: ThreadOffload, registered: bool
-) -> None:
+async def test_memory_that_is_not_registered_is_never_given_to_a_batch(threads: ThreadPools, registered: bool) -> None:
     gpu = FakeGpu()
-    async with rig(gpu, offload, slot_bytes=1 << 16) as made:
+    async with rig(gpu, threads, slot_bytes=1 << 16) as made:
         pool = made.pool if registered else HostPool(LAYOUT, 0)
         await made.tier.copy_in(made.inward(BLOCKS, BLOCKS), pool.memory)
         assert (gpu.count("copy_batch"), gpu.count("copy") > 1) == ((1, False) if registered else (0, True))
@@ -236,9 +234,9 @@ async def test_memory_that_is_not_registered_is_never_given_to_a_batch(
 
 
 @pytest.mark.parametrize("registered", [True, False])
-async def test_a_plan_of_runs_alone_goes_run_by_run(offload: ThreadOffload, registered: bool) -> None:
+async def test_a_plan_of_runs_alone_goes_run_by_run(threads: ThreadPools, registered: bool) -> None:
     gpu = FakeGpu()
-    async with rig(gpu, offload) as made:
+    async with rig(gpu, threads) as made:
         region = HostRegion(4096, CudaPinning(0, gpu)) if registered else HostRegion(4096)
         region.view[:4096] = bytes(range(256)) * 16
         inward = CopyPlan(300, runs=np.array([[10, 0, 100], [200, 1000, 200]], dtype=np.int64))
@@ -252,11 +250,11 @@ async def test_a_plan_of_runs_alone_goes_run_by_run(offload: ThreadOffload, regi
 
 
 async def test_batches_are_short_and_given_up_when_the_driver_refuses_one(
-    offload: ThreadOffload, monkeypatch: pytest.MonkeyPatch
+    threads: ThreadPools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lane, "BATCH_MOST", 3)
     gpu = FakeGpu()
-    async with rig(gpu, offload, way="straight") as made:
+    async with rig(gpu, threads, way="straight") as made:
         assert await made.there_and_back()
         each = -(-8 * len(LAYOUT.segments) // 3)
         assert gpu.count("copy_batch") == 2 * each
@@ -268,9 +266,9 @@ async def test_batches_are_short_and_given_up_when_the_driver_refuses_one(
         assert gpu.count("copy_batch") == 2 * each + 3 + 2 * each, "the other direction has had no refusal"
 
 
-async def test_work_on_the_device_is_bounded_and_reused(offload: ThreadOffload) -> None:
+async def test_work_on_the_device_is_bounded_and_reused(threads: ThreadPools) -> None:
     gpu = FakeGpu()
-    async with rig(gpu, offload) as made:
+    async with rig(gpu, threads) as made:
         await made.there_and_back()
         made_once = {call: gpu.count(call) for call in ("allocate", "create_stream", "create_event")}
         for _ in range(5):
@@ -283,9 +281,9 @@ async def test_work_on_the_device_is_bounded_and_reused(offload: ThreadOffload) 
 # --- failures -----------------------------------------------------------------------------------------
 
 
-async def test_no_room_for_the_cache_is_said_with_figures_and_leaves_nothing(offload: ThreadOffload) -> None:
+async def test_no_room_for_the_cache_is_said_with_figures_and_leaves_nothing(threads: ThreadPools) -> None:
     gpu = FakeGpu(capacity=LAYOUT.device.extent + 1000)
-    tier = CudaDeviceTier(LAYOUT, 0, 0, offload, driver=gpu)
+    tier = CudaDeviceTier(LAYOUT, 0, 0, threads, driver=gpu)
     with pytest.raises(
         TierError, match=rf"device 0 \(Fake GPU\) has no room: the cache needs {LAYOUT.device.extent}"
     ) as e:
@@ -298,17 +296,17 @@ async def test_no_room_for_the_cache_is_said_with_figures_and_leaves_nothing(off
 @pytest.mark.parametrize(
     ("devices", "said"), [(0, "no GPU that this process may use"), (1, "device 3 is not there: this")]
 )
-async def test_an_absent_device_is_named(offload: ThreadOffload, devices: int, said: str) -> None:
+async def test_an_absent_device_is_named(threads: ThreadPools, devices: int, said: str) -> None:
     gpu = FakeGpu(devices=devices)
     with pytest.raises(TierError, match=said):
-        await CudaDeviceTier(LAYOUT, 0, 3, offload, driver=gpu).open()
+        await CudaDeviceTier(LAYOUT, 0, 3, threads, driver=gpu).open()
     with pytest.raises(TierError, match=said):
         CudaPinning(3, gpu)
 
 
 def calls_of_opening() -> list[tuple[str, int]]:
     """(name, number) of every call that an opening makes."""
-    gpu, threads = FakeGpu(), ThreadOffload(1)
+    gpu, threads = FakeGpu(), ThreadPools(1)
 
     async def go() -> None:
         tier = CudaDeviceTier(LAYOUT, 0, 0, threads, driver=gpu, slot_bytes=ONE_BLOCK)
@@ -323,13 +321,13 @@ def calls_of_opening() -> list[tuple[str, int]]:
     return [(call, number) for call, number in found if call not in ("compile", "device_count", "describe")]
 
 
-async def test_whichever_call_fails_while_it_opens_nothing_is_left(offload: ThreadOffload) -> None:
+async def test_whichever_call_fails_while_it_opens_nothing_is_left(threads: ThreadPools) -> None:
     calls = await asyncio.to_thread(calls_of_opening)
     assert len(calls) > 20
     for call, number in calls:
         gpu = FakeGpu()
         gpu.refuse(call, "CUDA_ERROR_INVALID_VALUE", after=number)
-        tier = CudaDeviceTier(LAYOUT, 0, 0, offload, driver=gpu, slot_bytes=ONE_BLOCK)
+        tier = CudaDeviceTier(LAYOUT, 0, 0, threads, driver=gpu, slot_bytes=ONE_BLOCK)
         if (call, number) in (("create_event", 0), ("export_event", 0)):  # the shared event, which is optional
             await tier.open()
             assert tier.handle().data["event"] == ""
@@ -345,10 +343,10 @@ async def test_whichever_call_fails_while_it_opens_nothing_is_left(offload: Thre
 @pytest.mark.parametrize("call", ["launch", "copy", "record", "wait"])
 @pytest.mark.parametrize("after", [0, 3, 7])
 async def test_a_copy_that_cannot_be_submitted_fails_when_all_of_it_has_ended(
-    offload: ThreadOffload, call: str, after: int
+    threads: ThreadPools, call: str, after: int
 ) -> None:
     gpu = FakeGpu(batches=False)
-    async with rig(gpu, offload) as made:
+    async with rig(gpu, threads) as made:
         gpu.refuse(call, "CUDA_ERROR_INVALID_VALUE", after=after)
         with pytest.raises(TierError, match=call) as caught:
             await made.tier.copy_in(made.inward(BLOCKS, BLOCKS), made.pool.memory)
@@ -360,30 +358,30 @@ async def test_a_copy_that_cannot_be_submitted_fails_when_all_of_it_has_ended(
 @pytest.mark.parametrize("call", ["synchronize", "copy_batch", "launch"])
 @pytest.mark.parametrize("answer", ["CUDA_ERROR_ECC_UNCORRECTABLE", "CUDA_ERROR_LAUNCH_FAILED"])
 async def test_a_lost_device_is_told_for_every_copy_and_closes_quietly(
-    offload: ThreadOffload, answer: str, call: str
+    threads: ThreadPools, answer: str, call: str
 ) -> None:
     gpu = FakeGpu()
-    async with rig(gpu, offload, clean=False, slot_bytes=1 << 16) as made:
+    async with rig(gpu, threads, clean=False, slot_bytes=1 << 16) as made:
         gpu.refuse(call, answer)
         with pytest.raises(DeviceLost, match=answer):
             await made.tier.copy_in(made.inward(BLOCKS, BLOCKS), made.pool.memory)
         with pytest.raises(DeviceLost):
             await made.tier.copy_out(made.outward([0], [0]), made.pool.memory)
-        threads = [lane._waiter for lane in (made.tier.on_device.outward, made.tier.on_device.inward)]
-    assert not any(thread.is_alive() for thread in threads), "and nothing waits any more"
+        waiters = [lane._waiter for lane in (made.tier.on_device.outward, made.tier.on_device.inward)]
+    assert not any(thread.is_alive() for thread in waiters), "and nothing waits any more"
 
 
-async def test_a_kernel_that_leaves_its_memory_loses_the_device(offload: ThreadOffload) -> None:
+async def test_a_kernel_that_leaves_its_memory_loses_the_device(threads: ThreadPools) -> None:
     gpu = FakeGpu()
-    async with rig(gpu, offload, clean=False, slot_bytes=1 << 16) as made:
+    async with rig(gpu, threads, clean=False, slot_bytes=1 << 16) as made:
         made.tier.on_device.program.cutter.stride = 1 << 30  # a bug in the arithmetic
         with pytest.raises(DeviceLost, match="ILLEGAL_ADDRESS"):
             await made.tier.copy_out(made.outward([0, 1], [0, 1]), made.pool.memory)
 
 
-async def test_an_error_while_it_closes_is_told_after_everything_else_was_freed(offload: ThreadOffload) -> None:
+async def test_an_error_while_it_closes_is_told_after_everything_else_was_freed(threads: ThreadPools) -> None:
     gpu = FakeGpu()
-    tier = CudaDeviceTier(LAYOUT, 0, 0, offload, driver=gpu)
+    tier = CudaDeviceTier(LAYOUT, 0, 0, threads, driver=gpu)
     await tier.open()
     gpu.refuse("destroy_stream", "CUDA_ERROR_INVALID_HANDLE")
     with pytest.raises(TierError, match="destroy_stream"):
@@ -394,11 +392,11 @@ async def test_an_error_while_it_closes_is_told_after_everything_else_was_freed(
 
 @pytest.mark.parametrize("registered", [True, False])
 async def test_a_copy_that_never_ends_keeps_its_memory_and_a_close_does_not_wait_for_ever(
-    offload: ThreadOffload, monkeypatch: pytest.MonkeyPatch, registered: bool
+    threads: ThreadPools, monkeypatch: pytest.MonkeyPatch, registered: bool
 ) -> None:
     monkeypatch.setattr(lane, "CLOSE_S", 0.05)
     gpu, engine = FakeGpu(), FakeGpu()
-    tier = CudaDeviceTier(LAYOUT, 0, 0, offload, driver=gpu)
+    tier = CudaDeviceTier(LAYOUT, 0, 0, threads, driver=gpu)
     await tier.open()
     with engine.current(engine.retain(0)):
         event = engine.open_event(bytes.fromhex(tier.handle().data["event"]))
@@ -426,9 +424,9 @@ async def test_a_copy_that_never_ends_keeps_its_memory_and_a_close_does_not_wait
     pool.close()
 
 
-async def test_it_can_be_closed_and_opened_again_and_holds_nothing_of_before(offload: ThreadOffload) -> None:
+async def test_it_can_be_closed_and_opened_again_and_holds_nothing_of_before(threads: ThreadPools) -> None:
     gpu = FakeGpu()
-    async with rig(gpu, offload) as made:
+    async with rig(gpu, threads) as made:
         await made.tier.copy_in(made.inward(BLOCKS, BLOCKS), made.pool.memory)
         await made.tier.close()
         await made.tier.open()

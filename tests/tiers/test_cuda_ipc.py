@@ -20,7 +20,7 @@ from transferd.blocks.layout import build_layout
 from transferd.client.canary import laid
 from transferd.config import CacheSection
 from transferd.errors import DeviceLost, RequestError, TierError
-from transferd.runtime.threads import ThreadOffload
+from transferd.runtime.threads import ThreadPools
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.cuda import CudaDeviceTier, engine, fastdeploy
 from transferd.tiers.cuda.ipc import KIND
@@ -43,17 +43,17 @@ LAYOUT = build_layout(
 
 
 @pytest.fixture
-def offload() -> Iterator[ThreadOffload]:
-    threads = ThreadOffload(2)
+def threads() -> Iterator[ThreadPools]:
+    threads = ThreadPools(2)
     yield threads
     threads.close()
 
 
 @pytest.fixture
-async def daemon(offload: ThreadOffload) -> AsyncIterator[CudaDeviceTier]:
+async def daemon(threads: ThreadPools) -> AsyncIterator[CudaDeviceTier]:
     """A tier that is not open; what is wrong on its GPU, or left there, fails the test."""
     gpu = FakeGpu(seed=1)
-    tier = CudaDeviceTier(LAYOUT, 0, 0, offload, driver=gpu, slot_bytes=1)
+    tier = CudaDeviceTier(LAYOUT, 0, 0, threads, driver=gpu, slot_bytes=1)
     yield tier
     await tier.close()
     assert gpu.wrong() == []
@@ -173,11 +173,11 @@ async def test_a_mapping_lives_as_long_as_an_array_of_it(daemon: CudaDeviceTier,
 
 
 async def test_a_mapping_may_be_collected_while_its_thread_makes_another(
-    daemon: CudaDeviceTier, other: Elsewhere, offload: ThreadOffload, monkeypatch: pytest.MonkeyPatch
+    daemon: CudaDeviceTier, other: Elsewhere, threads: ThreadPools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await daemon.open()
     held = [engine.attach(daemon.handle().data, other.gpu)]
-    second = CudaDeviceTier(LAYOUT, 0, 0, offload, driver=FakeGpu(seed=3), slot_bytes=1)
+    second = CudaDeviceTier(LAYOUT, 0, 0, threads, driver=FakeGpu(seed=3), slot_bytes=1)
     await second.open()
     open_memory = other.gpu.open_memory
 
@@ -271,10 +271,10 @@ async def test_the_daemon_maps_the_engines_memory(
 
 @pytest.mark.parametrize("per_array", [True, False], ids=["an allocation each", "all in one"])
 async def test_ranks_that_were_offered_the_same_memory_are_seen_to_overlap(
-    offload: ThreadOffload, other: Elsewhere, per_array: bool
+    threads: ThreadPools, other: Elsewhere, per_array: bool
 ) -> None:
     gpu = FakeGpu(seed=1)
-    first, second, third = (CudaDeviceTier(LAYOUT, rank, 0, offload, driver=gpu, slot_bytes=1) for rank in range(3))
+    first, second, third = (CudaDeviceTier(LAYOUT, rank, 0, threads, driver=gpu, slot_bytes=1) for rank in range(3))
     data = engine.export(other.arrays(per_array=per_array), device=0, driver=other.gpu)
     await first.attach(DeviceHandle(KIND, data))
     await second.attach(DeviceHandle(KIND, data))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from transferd.blocks.layout import build_layout
 from transferd.config import CacheSection
-from transferd.runtime.threads import ThreadOffload
+from transferd.runtime.threads import ThreadPools
 from transferd.tiers.arrays import describe
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.extents import Extent, overlap
@@ -61,9 +61,9 @@ async def test_mappings_of_one_segment_overlap_where_their_arrays_do(kind: str, 
         pytest.importorskip("paddle", reason="the paddle extra is not installed")
     alias = DIRECTORY / f"{segment.name}.alias"
     os.link(DIRECTORY / segment.name, alias)
-    offload = ThreadOffload(1)
+    threads = ThreadPools(1)
     starts = [(0, ""), (0, alias.name), (EXTENT // 2 // 256 * 256, ""), (EXTENT, ""), (EXTENT, alias.name)]
-    tiers = [KINDS[kind](LAYOUT, rank, 0, offload) for rank in range(len(starts))]
+    tiers = [KINDS[kind](LAYOUT, rank, 0, threads) for rank in range(len(starts))]
     try:
         for tier, (start, name) in zip(tiers, starts, strict=True):
             await tier.attach(handle(segment, start, name))
@@ -76,4 +76,4 @@ async def test_mappings_of_one_segment_overlap_where_their_arrays_do(kind: str, 
         for tier in tiers:
             await tier.close()
         alias.unlink()
-        offload.close()
+        threads.close()

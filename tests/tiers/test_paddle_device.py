@@ -19,7 +19,7 @@ from transferd.blocks.layout import build_layout  # noqa: E402
 from transferd.client.canary import laid  # noqa: E402
 from transferd.config import CacheSection  # noqa: E402
 from transferd.errors import EngineGone, RequestError, TierError  # noqa: E402
-from transferd.runtime.threads import ThreadOffload  # noqa: E402
+from transferd.runtime.threads import ThreadPools  # noqa: E402
 from transferd.tiers.base import DeviceHandle  # noqa: E402
 from transferd.tiers.extents import overlap  # noqa: E402
 from transferd.tiers.paddle import PaddleDeviceTier  # noqa: E402
@@ -36,8 +36,8 @@ MANY = len(LAYOUT.segments)
 
 
 @pytest.fixture
-def offload() -> Iterator[ThreadOffload]:
-    threads = ThreadOffload(1)
+def threads() -> Iterator[ThreadPools]:
+    threads = ThreadPools(1)
     yield threads
     threads.close()
 
@@ -52,8 +52,8 @@ def operators(ops: PaddleOps, tmp_path: Path) -> FastDeployOperators:
     return FastDeployOperators("gpu:0", paddle, module=ops, directory=tmp_path)
 
 
-def tier(offload: ThreadOffload, operators: FastDeployOperators | None, rank: int = 1) -> PaddleDeviceTier:
-    return PaddleDeviceTier(LAYOUT, rank, 3, offload, shared=False, operators=operators)
+def tier(threads: ThreadPools, operators: FastDeployOperators | None, rank: int = 1) -> PaddleDeviceTier:
+    return PaddleDeviceTier(LAYOUT, rank, 3, threads, shared=False, operators=operators)
 
 
 async def check_moves(moved: PaddleDeviceTier, planes: dict[str, list[Any]]) -> None:
@@ -79,9 +79,9 @@ async def check_moves(moved: PaddleDeviceTier, planes: dict[str, list[Any]]) -> 
 
 
 async def test_what_the_daemon_creates_an_engine_adopts_by_name(
-    offload: ThreadOffload, ops: PaddleOps, operators: FastDeployOperators
+    threads: ThreadPools, ops: PaddleOps, operators: FastDeployOperators
 ) -> None:
-    daemon = tier(offload, operators)
+    daemon = tier(threads, operators)
     await daemon.open()
     assert not daemon.outlives_close, "clients must let go first"
     assert len(ops.published) == MANY
@@ -98,9 +98,9 @@ async def test_what_the_daemon_creates_an_engine_adopts_by_name(
 
 
 async def test_what_an_engine_publishes_the_daemon_adopts_and_lets_go(
-    offload: ThreadOffload, ops: PaddleOps, operators: FastDeployOperators
+    threads: ThreadPools, ops: PaddleOps, operators: FastDeployOperators
 ) -> None:
-    engine, daemon = tier(offload, operators), tier(offload, operators)
+    engine, daemon = tier(threads, operators), tier(threads, operators)
     await engine.open()
     planes = adopted({"kind": KIND, "data": engine.handle().data}, operators)
     await daemon.attach(engine.handle())
@@ -118,10 +118,10 @@ async def test_what_an_engine_publishes_the_daemon_adopts_and_lets_go(
 
 
 async def test_ranks_that_were_offered_the_same_tensors_are_seen_to_overlap(
-    offload: ThreadOffload, operators: FastDeployOperators
+    threads: ThreadPools, operators: FastDeployOperators
 ) -> None:
-    engines = [tier(offload, operators, rank) for rank in (1, 2)]
-    daemons = [tier(offload, operators, rank) for rank in (1, 2, 3)]
+    engines = [tier(threads, operators, rank) for rank in (1, 2)]
+    daemons = [tier(threads, operators, rank) for rank in (1, 2, 3)]
     for engine in engines:
         await engine.open()
     for daemon, engine in zip(daemons, (engines[0], engines[0], engines[1]), strict=True):
@@ -134,9 +134,9 @@ async def test_ranks_that_were_offered_the_same_tensors_are_seen_to_overlap(
 
 
 async def test_a_canary_tells_the_engines_tensors_from_others(
-    offload: ThreadOffload, operators: FastDeployOperators
+    threads: ThreadPools, operators: FastDeployOperators
 ) -> None:
-    engine, other, daemon = tier(offload, operators, 1), tier(offload, operators, 2), tier(offload, operators, 1)
+    engine, other, daemon = tier(threads, operators, 1), tier(threads, operators, 2), tier(threads, operators, 1)
     await engine.open()
     await other.open()
     planes = adopted({"kind": KIND, "data": engine.handle().data}, operators, float8=True)
@@ -161,9 +161,9 @@ async def test_a_canary_tells_the_engines_tensors_from_others(
 
 
 async def test_names_that_no_system_call_takes_are_a_bad_request(
-    offload: ThreadOffload, operators: FastDeployOperators
+    threads: ThreadPools, operators: FastDeployOperators
 ) -> None:
-    engine, daemon = tier(offload, operators), tier(offload, operators)
+    engine, daemon = tier(threads, operators), tier(threads, operators)
     await engine.open()
     data = engine.handle().data
     for wrong in ("a\0b", "..", "a/b", "", 7):
@@ -175,9 +175,9 @@ async def test_names_that_no_system_call_takes_are_a_bad_request(
 
 @pytest.mark.parametrize("creates", [True, False])
 async def test_a_failure_half_way_leaves_nothing_published_or_mapped(
-    offload: ThreadOffload, ops: PaddleOps, operators: FastDeployOperators, creates: bool
+    threads: ThreadPools, ops: PaddleOps, operators: FastDeployOperators, creates: bool
 ) -> None:
-    engine, other = tier(offload, operators), tier(offload, operators, rank=2)
+    engine, other = tier(threads, operators), tier(threads, operators, rank=2)
     await engine.open()
     published = set(ops.published)
     name = "value_caches_1_rank2.device3" if creates else "value_caches_1_rank1.device3"
@@ -206,9 +206,9 @@ def changed(data: dict[str, Any], **change: Any) -> dict[str, Any]:
     ],
 )
 async def test_handles_that_cannot_be_adopted_are_refused(
-    offload: ThreadOffload, operators: FastDeployOperators, change: dict[str, Any], error: type[Exception], said: str
+    threads: ThreadPools, operators: FastDeployOperators, change: dict[str, Any], error: type[Exception], said: str
 ) -> None:
-    engine, daemon = tier(offload, operators), tier(offload, operators)
+    engine, daemon = tier(threads, operators), tier(threads, operators)
     await engine.open()
     with pytest.raises(error, match=said):
         await daemon.attach(DeviceHandle(KIND, changed(engine.handle().data, **change)))
@@ -218,9 +218,9 @@ async def test_handles_that_cannot_be_adopted_are_refused(
 
 
 async def test_memory_shorter_than_its_shape_is_refused(
-    offload: ThreadOffload, ops: PaddleOps, operators: FastDeployOperators
+    threads: ThreadPools, ops: PaddleOps, operators: FastDeployOperators
 ) -> None:
-    engine, daemon = tier(offload, operators), tier(offload, operators)
+    engine, daemon = tier(threads, operators), tier(threads, operators)
     await engine.open()
     small = paddle.zeros([5, 64], dtype="uint8")
     ops.set_data_ipc(small, "key_caches_0_rank1.device3")
@@ -229,8 +229,8 @@ async def test_memory_shorter_than_its_shape_is_refused(
     await engine.close()
 
 
-async def test_without_operators_memory_of_a_device_is_not_shared_and_says_so(offload: ThreadOffload) -> None:
-    alone = tier(offload, None)
+async def test_without_operators_memory_of_a_device_is_not_shared_and_says_so(threads: ThreadPools) -> None:
+    alone = tier(threads, None)
     with pytest.raises(TierError, match="FastDeploy's operators"):
         await alone.attach(DeviceHandle(KIND, {}))
     await alone.open()
@@ -242,7 +242,7 @@ async def test_without_operators_memory_of_a_device_is_not_shared_and_says_so(of
 
 
 async def test_an_xpu_s_operators_are_told_to_use_ipc_and_names_are_removed_without_one_to_do_it(
-    offload: ThreadOffload, tmp_path: Path
+    threads: ThreadPools, tmp_path: Path
 ) -> None:
     class XpuOps:
         """XPU's share_external_data has one argument more, and there is no unset_data_ipc."""
@@ -256,7 +256,7 @@ async def test_an_xpu_s_operators_are_told_to_use_ipc_and_names_are_removed_with
             return self.real.share_external_data(empty, name, shape)
 
     xpu = FastDeployOperators("xpu:0", paddle, module=XpuOps(), directory=tmp_path)
-    engine, daemon = tier(offload, xpu), tier(offload, xpu)
+    engine, daemon = tier(threads, xpu), tier(threads, xpu)
     await engine.open()
     await daemon.attach(engine.handle())
     await daemon.close()
@@ -265,8 +265,8 @@ async def test_an_xpu_s_operators_are_told_to_use_ipc_and_names_are_removed_with
     assert not list(tmp_path.iterdir())
 
 
-async def test_tensors_in_fastdeploys_order_and_under_its_names(offload: ThreadOffload) -> None:
-    shared = PaddleDeviceTier(LAYOUT, 0, 0, offload)
+async def test_tensors_in_fastdeploys_order_and_under_its_names(threads: ThreadPools) -> None:
+    shared = PaddleDeviceTier(LAYOUT, 0, 0, threads)
     await shared.open()
     from transferd.tiers.segment import attach_arrays
 

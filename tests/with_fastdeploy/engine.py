@@ -31,7 +31,7 @@ from fastdeploy.utils import get_hash_str
 from transferd import SyncClient
 from transferd.blocks.layout import build_layout
 from transferd.config.loading import from_tree
-from transferd.runtime.threads import ThreadOffload
+from transferd.runtime.threads import ThreadPools
 from transferd.tiers.segment import attach_arrays
 from transferd.tiers.shm import ShmDeviceTier
 
@@ -189,7 +189,7 @@ class Engine:
         }  # fmt: skip
         layout = build_layout(from_tree({"cache": wanted}).cache)
         for rank in range(self.shape.tp):
-            tier = ShmDeviceTier(layout, rank, rank, ThreadOffload(1))
+            tier = ShmDeviceTier(layout, rank, rank, ThreadPools(1))
             asyncio.run(tier.open())
             self._tiers.append(tier)
         self.workers = [Worker(tier.rank, attach_arrays(tier.handle().data)) for tier in self._tiers]

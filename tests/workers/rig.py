@@ -12,7 +12,7 @@ import numpy.typing as npt
 from tests.support.simulation.device import SimDevice
 from tests.support.simulation.memory import MemoryWatch
 from tests.support.simulation.storage import SimStorage
-from tests.support.simulation.threads import SimOffload
+from tests.support.simulation.threads import SimThreads
 from transferd.blocks.footer import FOOTER_BYTES, check, stamps
 from transferd.blocks.formats import SealedBlocks
 from transferd.blocks.layout import build_layout
@@ -20,7 +20,7 @@ from transferd.blocks.layout.base import Geometry
 from transferd.config import CacheSection
 from transferd.observability.recorder import Recorder
 from transferd.runtime.clock import SYSTEM_CLOCK
-from transferd.runtime.threads import Offload
+from transferd.runtime.threads import Threads
 from transferd.storage.base import Storage
 from transferd.tasks import RankOutcome, ReadStorageTask, SwapInTask, SwapOutTask, Task, WriteStorageTask
 from transferd.tiers.base import DeviceTier
@@ -74,11 +74,11 @@ class Rig:
         rank: int = 0,
         device: DeviceTier | None = None,
         storage: Storage | None = None,
-        offload: Offload | None = None,
+        threads: Threads | None = None,
     ) -> None:
         watch = MemoryWatch()
-        self.offload = offload or SimOffload()
-        self.device = device or SimDevice(LAYOUT, rank, offload=self.offload, watch=watch)
+        self.threads = threads or SimThreads()
+        self.device = device or SimDevice(LAYOUT, rank, threads=self.threads, watch=watch)
         self.storage = storage or SimStorage(watch=watch)
         self.format = SealedBlocks(MODEL, LAYOUT)
         self.background = Background()
@@ -93,7 +93,7 @@ class Rig:
             staging=self.staging,
             storage=self.storage,
             format=self.format,
-            offload=self.offload,
+            threads=self.threads,
             clock=SYSTEM_CLOCK,
             recorder=self.recorder,
             background=self.background,
@@ -126,7 +126,7 @@ class Rig:
         assert self.staging.statistics()["used"] == 0 or self.background or self.worker._jobs
         await self.worker.close()
         await self.storage.close()
-        self.offload.close()
+        self.threads.close()
         if isinstance(self.storage, SimStorage):
             assert self.storage.watch.conflicts == []
 

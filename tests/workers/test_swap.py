@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.support.simulation.faults import DeviceFaults
-from tests.support.simulation.threads import SimOffload
+from tests.support.simulation.threads import SimThreads
 from tests.workers.rig import Rig, swap_in, swap_out, turns, until
 from transferd.runtime.threads import Direction
 from transferd.tasks import Lane, Stop
@@ -83,14 +83,14 @@ async def test_after_an_error_no_piece_is_begun_and_the_one_under_way_is_waited_
 
 
 async def test_a_swap_whose_copy_waits_for_a_thread_when_it_is_stopped_never_copies(rig: Rig) -> None:
-    offload = rig.offload
-    assert isinstance(offload, SimOffload)
-    offload.gates[Direction.OUT].hold()
+    threads = rig.threads
+    assert isinstance(threads, SimThreads)
+    threads.gates[Direction.OUT].hold()
     job = rig.start(swap_out(GPU[:2], CPU[:2]))
     await turns()
     job.stop.set(Stop.EXPIRED)
     outcome = await rig.ended(job)
     assert (list(outcome.moved), outcome.stop, outcome.error) == ([], Stop.EXPIRED, None)
-    offload.gates[Direction.OUT].release()
+    threads.gates[Direction.OUT].release()
     await turns()
     assert not rig.sim_device.counts

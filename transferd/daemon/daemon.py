@@ -35,7 +35,7 @@ from transferd.observability.recorder import Recorder
 from transferd.observability.story import explain
 from transferd.runtime.aio import every
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
-from transferd.runtime.threads import Offload, ThreadOffload
+from transferd.runtime.threads import ThreadPools, Threads
 from transferd.storage.attention_store.settings import settings
 from transferd.storage.base import Storage
 from transferd.storage.divided import divided
@@ -64,7 +64,7 @@ class Daemon:
         config: Config,
         *,
         transport: ServerTransport | None = None,
-        offload: Offload | None = None,
+        threads: Threads | None = None,
         storage: Storage | None = None,
         clock: Clock = SYSTEM_CLOCK,
         inline_check_bytes: int = INLINE_CHECK_BYTES,
@@ -77,7 +77,7 @@ class Daemon:
         plan = build(config, clock, storage)
         self.layout, self.tokens, self.storage = plan.layout, plan.tokens, plan.storage
         self.only_flush = self.tokens is not None and settings(config).only_flush
-        self.offload = offload if offload is not None else ThreadOffload(COPY_THREADS)
+        self.threads = threads if threads is not None else ThreadPools(COPY_THREADS)
         self.objects = plan.objects
         self.blocks = None if self.storage is None else divided(self.storage, self.objects.parts)
         if self.storage is not None:
@@ -170,7 +170,7 @@ class Daemon:
 
     def _build_rank(self, rank: int) -> RankWorker:
         config, layout = self.config, self.layout
-        device = create_device_tier(config, layout, rank, self.offload)
+        device = create_device_tier(config, layout, rank, self.threads)
         pinning = create_pinning(config, rank)
         context = RankContext(
             rank=rank,
@@ -182,7 +182,7 @@ class Daemon:
             ),
             storage=self.blocks,
             format=self.objects,
-            offload=self.offload,
+            threads=self.threads,
             clock=self.clock,
             recorder=self.recorder,
             background=Background(),
@@ -210,7 +210,7 @@ class Daemon:
         Listening first means that a second daemon on the socket is refused before it allocates anything,
         and that a client that comes early is told "not ready" instead of nothing.
         """
-        self.offload.open()
+        self.threads.open()
         await self.reports.start()
         await self.server.start()
         if self.events is not None:
@@ -264,7 +264,7 @@ class Daemon:
             await step("storage", self.storage.close())
         if shutdown.hanging and self.storage is not None:
             shutdown.hanging += self.storage.abandon()
-        shutdown.hanging += self.offload.close()
+        shutdown.hanging += self.threads.close()
         if shutdown.errors and not shutdown.hanging:
             raise shutdown.errors[0]
         return shutdown.hanging

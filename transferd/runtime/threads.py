@@ -53,7 +53,7 @@ class Direction(enum.Enum):
     IN = "in"
 
 
-class Offload(Protocol):
+class Threads(Protocol):
     """Runs plain functions away from the loop, under the module's contract.
 
     what: names the function in reports of what hangs; str() of it is taken only then.
@@ -206,8 +206,8 @@ class Crew:
             del work  # nothing of it is kept alive while the thread waits
 
 
-class ThreadOffload:
-    """Offload on two crews, so that a burst of stores never keeps a load waiting for a thread."""
+class ThreadPools:
+    """Threads as two crews, one per direction, so that a burst of stores never keeps a load waiting for a thread."""
 
     def __init__(self, threads_per_direction: int, *, name: str = "transferd") -> None:
         self._crews = {

@@ -20,7 +20,7 @@ import structlog
 
 from transferd.config import Config
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
-from transferd.runtime.threads import Direction, Offload, ThreadOffload
+from transferd.runtime.threads import Direction, ThreadPools, Threads
 from transferd.storage.directory import ObjectDirectory
 from transferd.storage.indexed import IndexedStorage
 from transferd.storage.scrub import Scrub
@@ -34,21 +34,21 @@ MIN_THREADS, MAX_THREADS = 2, 8
 class FileStorage(IndexedStorage):
     """Objects as files under `storage.file.path`.
 
-    offload: where system calls run; default own threads, as many as cores within MIN and MAX_THREADS.
+    threads: where system calls run; default own threads, as many as cores within MIN and MAX_THREADS.
     """
 
     backend = "file"
 
-    def __init__(self, config: Config, *, clock: Clock = SYSTEM_CLOCK, offload: Offload | None = None) -> None:
+    def __init__(self, config: Config, *, clock: Clock = SYSTEM_CLOCK, threads: Threads | None = None) -> None:
         section = config.storage.file
-        threads = max(MIN_THREADS, min(os.cpu_count() or 1, MAX_THREADS))
-        super().__init__(section.capacity, offload or ThreadOffload(threads, name="transferd-file"), stripes=threads)
+        size = max(MIN_THREADS, min(os.cpu_count() or 1, MAX_THREADS))
+        super().__init__(section.capacity, threads or ThreadPools(size, name="transferd-file"), stripes=size)
         self._path = section.path
         self._clock = clock
         self._directory = ObjectDirectory(Path(section.path), fsync=section.fsync, clock=clock)
         self._possible: Callable[[str, int], bool] = lambda _name, _nbytes: True
         self._scrub_rate = config.storage.scrub_rate
-        self._scrub = Scrub(self._directory, self._offload, clock, self._traffic, self.quarantine)
+        self._scrub = Scrub(self._directory, self._threads, clock, self._traffic, self.quarantine)
 
     def expect(self, possible: Callable[[str, int], bool]) -> None:
         """Files that are impossible are set aside by `open`, and are not objects."""
@@ -60,10 +60,10 @@ class FileStorage(IndexedStorage):
         Raises ConfigError naming the path: it cannot be used, or another daemon uses it.
         """
         began = self._clock.monotonic()
-        self._offload.open()
-        await self._offload.run(Direction.OUT, self._directory.open, "open of the store")
+        self._threads.open()
+        await self._threads.run(Direction.OUT, self._directory.open, "open of the store")
         try:
-            files = await self._offload.run(Direction.OUT, self._directory.scan, "scan of the store")
+            files = await self._threads.run(Direction.OUT, self._directory.scan, "scan of the store")
         except BaseException:
             self._directory.close()
             raise
@@ -107,7 +107,7 @@ class FileStorage(IndexedStorage):
         used = itertools.takewhile(lambda item: item[1].touched, self._index.hottest_first())
         order = [name for name, _ in used]
         try:
-            await self._offload.run(
+            await self._threads.run(
                 Direction.OUT, lambda: self._directory.record_order(order), "record of the order of use"
             )
         finally:

@@ -39,7 +39,7 @@ from typing import Any, TypeVar, cast
 
 from transferd.errors import Closed, StillRunning, StorageError, StorageFull
 from transferd.runtime.aio import every, uncancelled
-from transferd.runtime.threads import Direction, Offload, Stripe
+from transferd.runtime.threads import Direction, Stripe, Threads
 from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found, Outcome, Storage
 from transferd.storage.lru import Entry, LruIndex, NoRoom, Use, Victim
 from transferd.storage.traffic import Traffic
@@ -73,13 +73,13 @@ class _Write:
 class IndexedStorage(Storage):
     """See the module's docstring. All state is mutated on the event loop only.
 
-    offload: runs the effects; owned, closed by `close`. stripes: into how many parts a batch is cut
+    threads: runs the effects; owned, closed by `close`. stripes: into how many parts a batch is cut
     at most. inline_bytes: batches up to this many bytes run on the loop itself.
     """
 
-    def __init__(self, capacity: int, offload: Offload, *, stripes: int, inline_bytes: int = 0) -> None:
+    def __init__(self, capacity: int, threads: Threads, *, stripes: int, inline_bytes: int = 0) -> None:
         self._index = LruIndex(capacity)
-        self._offload = offload
+        self._threads = threads
         self._stripes = stripes
         self._inline_bytes = inline_bytes
         # Names with an effect under way that changes what is stored, and when it will have ended.
@@ -155,12 +155,12 @@ class IndexedStorage(Storage):
         try:
             await self._release()
         finally:
-            still = self._offload.close()
+            still = self._threads.close()
         if still:
             raise StillRunning(f"{self.backend} storage: {'; '.join(still)}")
 
     def abandon(self) -> list[str]:
-        return self._offload.under_way()
+        return self._threads.under_way()
 
     async def _release(self) -> None:
         """What an implementation gives back at close; nothing is under way any more."""
@@ -406,7 +406,7 @@ class IndexedStorage(Storage):
             return [effect(item) for item in items]
         count = min(self._stripes, len(items))
         stripes = [Stripe(effect, items[i::count], _name_of) for i in range(count)]
-        parts = await every(self._offload.run(direction, stripe, stripe) for stripe in stripes)
+        parts = await every(self._threads.run(direction, stripe, stripe) for stripe in stripes)
         results: list[T | None] = [None] * len(items)
         for i, part in enumerate(parts):
             results[i::count] = part

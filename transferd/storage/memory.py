@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from transferd.config import Config
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
-from transferd.runtime.threads import Offload, ThreadOffload
+from transferd.runtime.threads import ThreadPools, Threads
 from transferd.storage.indexed import Damaged, IndexedStorage
 from transferd.tiers.base import INLINE_BYTES
 
@@ -22,15 +22,15 @@ COPY_THREADS = 2  # two saturate the memory bus of most machines
 class MemoryStorage(IndexedStorage):
     """A dict of arrays with an LRU bound. Owns the copies it makes; its objects end with it.
 
-    offload: where large copies run; default two threads for each direction.
+    threads: where large copies run; default two threads for each direction.
     """
 
     backend = "memory"
 
-    def __init__(self, config: Config, *, clock: Clock = SYSTEM_CLOCK, offload: Offload | None = None) -> None:  # noqa: ARG002 - every backend is given the clock
+    def __init__(self, config: Config, *, clock: Clock = SYSTEM_CLOCK, threads: Threads | None = None) -> None:  # noqa: ARG002 - every backend is given the clock
         super().__init__(
             config.storage.memory.capacity,
-            offload or ThreadOffload(COPY_THREADS, name="transferd-memory"),
+            threads or ThreadPools(COPY_THREADS, name="transferd-memory"),
             stripes=COPY_THREADS,
             inline_bytes=INLINE_BYTES,
         )
@@ -38,7 +38,7 @@ class MemoryStorage(IndexedStorage):
 
     async def open(self) -> None:
         """Nothing to make ready but the threads. Raises NoThreads."""
-        self._offload.open()
+        self._threads.open()
 
     def reconfigure(self, config: Config) -> None:
         """Take over `storage.memory.capacity`."""

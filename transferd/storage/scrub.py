@@ -24,7 +24,7 @@ from typing import Any
 import structlog
 
 from transferd.runtime.clock import Clock
-from transferd.runtime.threads import Direction, Offload
+from transferd.runtime.threads import Direction, Threads
 from transferd.storage.directory import ObjectDirectory
 from transferd.storage.examine import PIECE_BYTES, Examination
 from transferd.storage.traffic import Traffic
@@ -44,13 +44,13 @@ class Scrub:
     def __init__(
         self,
         directory: ObjectDirectory,
-        offload: Offload,
+        threads: Threads,
         clock: Clock,
         traffic: Traffic,
         bad: Callable[[str], Awaitable[None]],
     ) -> None:
         self._directory = directory
-        self._offload = offload
+        self._threads = threads
         self._now = clock.monotonic
         self._traffic = traffic
         self._bad = bad
@@ -118,7 +118,7 @@ class Scrub:
     async def _next(self, steps: Iterator[int | Examination]) -> int | Examination | None:
         """The next step, once traffic lets it. A cancellation comes through when the thread has let go."""
         await self._traffic.quiet(PATIENCE_S)
-        return await self._offload.run(Direction.OUT, lambda: next(steps, None), "scrub")
+        return await self._threads.run(Direction.OUT, lambda: next(steps, None), "scrub")
 
     def _steps(self, buffer: memoryview) -> Generator[int | Examination, None, None]:
         """In a thread, one step a call: the bytes of each piece, then the examination that they belonged to."""

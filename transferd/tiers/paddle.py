@@ -29,7 +29,7 @@ import numpy.typing as npt
 from transferd.blocks.copyplan import CopyPlan, Moves, plan_copy
 from transferd.blocks.layout.base import Arena, BlockLayout
 from transferd.errors import InvariantError, TierError
-from transferd.runtime.threads import Direction, Offload
+from transferd.runtime.threads import Direction, Threads
 from transferd.tiers.base import DeviceHandle, HostMemory
 from transferd.tiers.extents import Extent
 from transferd.tiers.hostcopy import copy_runs
@@ -58,7 +58,7 @@ class PaddleDeviceTier:
         layout: BlockLayout,
         rank: int,
         device: int,
-        offload: Offload,
+        threads: Threads,
         *,
         place: str | None = None,
         shared: bool = True,
@@ -67,7 +67,7 @@ class PaddleDeviceTier:
         self.rank = rank
         self.device = device
         self._layout = layout
-        self._offload = offload
+        self._threads = threads
         self._paddle = import_paddle()
         self.place = place or default_place(self._paddle, device)
         self._shared = shared and self.place == "cpu"
@@ -146,7 +146,7 @@ class PaddleDeviceTier:
             raise TierError(f"the device memory of rank {self.rank} is open already")
         try:
             # Shared memory is made here and now: a start that is called off must not leave a thread making it.
-            self._memory = make() if self._shared else await self._offload.run(Direction.IN, make)
+            self._memory = make() if self._shared else await self._threads.run(Direction.IN, make)
         except ERRORS as error:
             raise TierError(f"rank {self.rank}: memory of {self.place} cannot be had: {_line(error)}") from error
         device = "" if self._shared else self.place
@@ -163,7 +163,7 @@ class PaddleDeviceTier:
             raise InvariantError("the paddle tier moves blocks; a plan of byte runs alone was given")
         try:
             # Always in a thread: one operation costs little, but a plan may need two for each layer and plane.
-            await self._offload.run(direction, lambda: work(copier, moves), "copy between device and host")
+            await self._threads.run(direction, lambda: work(copier, moves), "copy between device and host")
         except ERRORS as error:
             raise TierError(f"rank {self.rank}: a copy on {self.place} failed: {_line(error)}") from error
 

@@ -12,7 +12,7 @@ from transferd.blocks.layout.base import BlockLayout
 from transferd.config import Config
 from transferd.config.ownership import Creator, creator
 from transferd.errors import ConfigError
-from transferd.runtime.threads import Offload
+from transferd.runtime.threads import Threads
 from transferd.tiers.base import DeviceTier
 from transferd.tiers.pinning import MEMORY_LOCK, Pinning
 
@@ -23,10 +23,10 @@ _CLASSES = {
 }
 
 
-def create_device_tier(config: Config, layout: BlockLayout, rank: int, offload: Offload) -> DeviceTier:
+def create_device_tier(config: Config, layout: BlockLayout, rank: int, threads: Threads) -> DeviceTier:
     """One rank's device tier, not yet open. Raises ConfigError."""
     factory = check_device(config)
-    return cast("DeviceTier", factory(layout, rank, config.cache.device_of_rank[rank], offload))
+    return cast("DeviceTier", factory(layout, rank, config.cache.device_of_rank[rank], threads))
 
 
 def check_device(config: Config) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 from transferd.blocks.copyplan import CopyPlan
 from transferd.blocks.layout.base import Arena, BlockLayout
 from transferd.errors import RequestError, TierError
-from transferd.runtime.threads import Direction, Offload
+from transferd.runtime.threads import Direction, Threads
 from transferd.tiers.arrays import Region, describe, locate
 from transferd.tiers.base import INLINE_BYTES, DeviceHandle, HostMemory
 from transferd.tiers.extents import Extent, extents_of
@@ -34,11 +34,11 @@ class ShmDeviceTier:
     attaches = True
     outlives_close = True  # a mapping of shared memory stays good when its name and its maker are gone
 
-    def __init__(self, layout: BlockLayout, rank: int, device: int, offload: Offload) -> None:
+    def __init__(self, layout: BlockLayout, rank: int, device: int, threads: Threads) -> None:
         self.rank = rank
         self.device = device
         self._layout = layout
-        self._offload = offload
+        self._threads = threads
         self._segment: Segment | None = None
         self._arena: Arena | None = None
 
@@ -78,7 +78,7 @@ class ShmDeviceTier:
         if plan.nbytes <= INLINE_BYTES:
             copy_runs(source, target, plan.runs)
         else:
-            await self._offload.run(
+            await self._threads.run(
                 direction, lambda: copy_runs(source, target, plan.runs), "copy between device and host"
             )
 

@@ -14,7 +14,7 @@ from transferd.blocks.layout.base import BlockLayout
 from transferd.errors import DeviceLost, InvariantError, TransferError
 from transferd.observability.recorder import LONGEST_TEXT, Recorder
 from transferd.runtime.clock import Clock
-from transferd.runtime.threads import Direction, Offload
+from transferd.runtime.threads import Direction, Threads
 from transferd.storage.base import Storage
 from transferd.storage.peer.exchange import Exchange
 from transferd.storage.tokens import TokenStorage
@@ -89,7 +89,7 @@ class RankContext:
     staging: Staging
     storage: Storage | None
     format: ObjectFormat
-    offload: Offload
+    threads: Threads
     clock: Clock
     recorder: Recorder
     background: Background
@@ -124,7 +124,7 @@ class RankContext:
         """Run what goes over the bytes of so many blocks where it is cheapest."""
         if self.format.checked_bytes * blocks <= self.inline_check_bytes:
             return work()
-        return await self.offload.run(direction, work, "checksums")
+        return await self.threads.run(direction, work, "checksums")
 
 
 @dataclass(slots=True)

@@ -107,14 +107,14 @@ class RankWorker:
             await self.close_device()
         if self.context.host is not None:
             with _kept(errors):
-                await self.context.offload.run(Direction.OUT, self.context.host.close)
+                await self.context.threads.run(Direction.OUT, self.context.host.close)
         if errors:
             raise errors[0]
 
     async def allocate_host(self) -> None:
         """Make the host pool again after `free`, zeroed. Raises TierError."""
         if self.context.host is not None:
-            await self.context.offload.run(Direction.IN, self.context.host.allocate)
+            await self.context.threads.run(Direction.IN, self.context.host.allocate)
 
     def start(self, job: Job) -> None:
         """Begin this rank's share of a task. Returns at once; the outcome goes to `arrive`."""

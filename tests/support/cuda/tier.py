@@ -11,7 +11,7 @@ import numpy.typing as npt
 from tests.support.cuda.gpu import FakeGpu
 from transferd.blocks.layout.base import BlockLayout
 from transferd.errors import InvariantError
-from transferd.runtime.threads import Offload
+from transferd.runtime.threads import Threads
 from transferd.tiers.cuda import CudaDeviceTier
 from transferd.tiers.cuda.engine import DeviceArray, attach
 from transferd.tiers.cuda.pinning import CudaPinning
@@ -36,14 +36,14 @@ class FakeCudaTier(CudaDeviceTier):
         layout: BlockLayout,
         rank: int,
         device: int,
-        offload: Offload,
+        threads: Threads,
         *,
         gpu: FakeGpu | None = None,
         way: str = "",
         slot_bytes: int = SLOT_BYTES,
     ) -> None:
         self.gpu = gpu if gpu is not None else gpu_of_process()
-        super().__init__(layout, rank, device, offload, driver=self.gpu, way=way, slot_bytes=slot_bytes)
+        super().__init__(layout, rank, device, threads, driver=self.gpu, way=way, slot_bytes=slot_bytes)
 
     @staticmethod
     def pinning(device: int) -> Pinning:

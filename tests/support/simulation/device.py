@@ -16,7 +16,7 @@ from tests.support.simulation.memory import MemoryWatch, SimMemory
 from transferd.blocks.copyplan import CopyPlan
 from transferd.blocks.layout.base import Arena, BlockLayout
 from transferd.errors import DeviceLost, InvariantError, TierError
-from transferd.runtime.threads import Direction, Offload
+from transferd.runtime.threads import Direction, Threads
 from transferd.tiers.base import DeviceHandle, HostMemory
 
 
@@ -41,7 +41,7 @@ class SimDevice:
         layout: BlockLayout,
         rank: int = 0,
         device: int = 0,
-        offload: Offload | None = None,
+        threads: Threads | None = None,
         *,
         faults: DeviceFaults | None = None,
         rng: random.Random | None = None,
@@ -59,7 +59,7 @@ class SimDevice:
         self.lost = False
         self.counts: Counter[str] = Counter()
         self._layout = layout
-        self._offload = offload
+        self._threads = threads
         self._memory: SimMemory | None = None
         self._under_way: set[asyncio.Task[None]] = set()
 
@@ -135,11 +135,11 @@ class SimDevice:
             copying.add_done_callback(self._under_way.discard)
             copying.add_done_callback(lambda copied: _settle(ended, copied))
 
-        if self._offload is None:
+        if self._threads is None:
             begin()
         else:  # as on a GPU, a thread hands the copy over, and the device has it from then on
             direction = Direction.OUT if operation == "copy_out" else Direction.IN
-            await self._offload.run(direction, lambda: loop.call_soon_threadsafe(begin))
+            await self._threads.run(direction, lambda: loop.call_soon_threadsafe(begin))
         await ended
 
     async def _run(self, operation: str, plan: CopyPlan, host: HostMemory) -> None:

@@ -75,7 +75,7 @@ class StorageFaults:
 
 
 @dataclass(frozen=True, slots=True)
-class OffloadFaults:
+class ThreadFaults:
     """refused: of each thread that is to be started, that the system refuses. latency: of each function."""
 
     latency: Latency = NOW

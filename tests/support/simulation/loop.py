@@ -375,7 +375,7 @@ class SimLoop(asyncio.AbstractEventLoop):
     # --- what a simulated program must not reach ----------------------------------------------------
 
     def run_in_executor(self, executor: Any, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
-        raise SimError(f"a simulation has no threads: give {_qualname(func)} to a SimOffload")
+        raise SimError(f"a simulation has no threads: give {_qualname(func)} to a SimThreads")
 
     def add_reader(self, fd: Any, callback: Callable[[*Ts], Any], *args: *Ts) -> NoReturn:
         raise SimError(f"a simulation has no sockets: {_qualname(callback)} cannot wait for {fd!r}")

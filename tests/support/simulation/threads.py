@@ -1,4 +1,4 @@
-"""SimOffload: the real crews of runtime/threads.py on simulated threads, which work at a virtual time.
+"""SimThreads: the real crews of runtime/threads.py on simulated threads, which work at a virtual time.
 
 Only what a host provides is simulated here: starting a thread, which may be refused, and a queue that threads
 wait at. Who may start, queue, withdraw and run what is the real code's, so a bug in it shows in a simulation.
@@ -13,13 +13,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from tests.support.simulation.faults import Dice, Gate, OffloadFaults, note, take
+from tests.support.simulation.faults import Dice, Gate, ThreadFaults, note, take
 from transferd.errors import NoThreads
-from transferd.runtime.threads import CLOSE_S, Crew, Direction, ThreadOffload, Work
+from transferd.runtime.threads import CLOSE_S, Crew, Direction, ThreadPools, Work
 
 
-class SimOffload(ThreadOffload):
-    """Offload with `threads` workers per direction that exist in name only.
+class SimThreads(ThreadPools):
+    """ThreadPools with `size` threads per direction, which exist in name only.
 
     A function has its effect at one moment between its start and its end, as the seed chooses: whoever
     takes memory back before the end is found out.
@@ -28,14 +28,12 @@ class SimOffload(ThreadOffload):
     direction, hold what would start now.
     """
 
-    def __init__(
-        self, threads: int = 4, *, faults: OffloadFaults | None = None, rng: random.Random | None = None
-    ) -> None:
-        self.faults = faults or OffloadFaults()
-        self.dice = Dice(rng, "offload")
+    def __init__(self, size: int = 4, *, faults: ThreadFaults | None = None, rng: random.Random | None = None) -> None:
+        self.faults = faults or ThreadFaults()
+        self.dice = Dice(rng, "threads")
         self.gates = {direction: Gate() for direction in Direction}
         self.started = 0
-        super().__init__(threads)
+        super().__init__(size)
 
     def _crew(self, name: str, size: int) -> Crew:
         return _SimCrew(name, size, self, self.gates[Direction(name.rpartition("-")[2])])
@@ -59,16 +57,16 @@ class _SimThread:
 class _SimCrew(Crew):
     """A crew whose threads are tasks of the loop."""
 
-    def __init__(self, name: str, size: int, offload: SimOffload, gate: Gate) -> None:
+    def __init__(self, name: str, size: int, owner: SimThreads, gate: Gate) -> None:
         super().__init__(name, size)
-        self._offload = offload
+        self._owner = owner
         self._gate = gate
         self._queue: Any = _SimQueue(self._serve_next)
         self._tasks: set[asyncio.Task[None]] = set()
         self._busy = 0
 
     def _start(self, name: str) -> Any:
-        if self._offload.dice.draw("start", self._offload.faults.of_start()) is not None:
+        if self._owner.dice.draw("start", self._owner.faults.of_start()) is not None:
             raise NoThreads(f"cannot start the thread {name} (simulated)")
         note(f"thread {name} started")
         asyncio.get_running_loop().call_soon(self._serve_next)  # it looks for what waits, as a thread does
@@ -82,15 +80,15 @@ class _SimCrew(Crew):
             if work is None or work.done():
                 continue
             self._busy += 1
-            task = asyncio.get_running_loop().create_task(self._work(work), name="offload")
+            task = asyncio.get_running_loop().create_task(self._work(work), name="work")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
     async def _work(self, work: Work[object]) -> None:
         await self._gate.passed()
-        dice = self._offload.dice
-        self._offload.started += 1
-        seconds = self._offload.faults.latency.draw(dice.rng)
+        dice = self._owner.dice
+        self._owner.started += 1
+        seconds = self._owner.faults.latency.draw(dice.rng)
         effect = seconds * dice.rng.random()
         await take(effect)
         ended = work.execute()

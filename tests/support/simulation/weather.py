@@ -20,8 +20,8 @@ from tests.support.simulation.faults import (
     Latency,
     LogFaults,
     NetworkFaults,
-    OffloadFaults,
     StorageFaults,
+    ThreadFaults,
 )
 
 
@@ -31,7 +31,7 @@ class Weather:
 
     device: DeviceFaults
     storage: StorageFaults
-    offload: OffloadFaults
+    threads: ThreadFaults
     network: NetworkFaults
     effects: EffectFaults = SOUND
     log: LogFaults = READ
@@ -62,12 +62,12 @@ class Weather:
 
 
 _PACE = Latency(0.001, 0.01)
-CALM = Weather(DeviceFaults(_PACE), StorageFaults(_PACE), OffloadFaults(_PACE), NetworkFaults(Latency(0.0001, 0.001)))
+CALM = Weather(DeviceFaults(_PACE), StorageFaults(_PACE), ThreadFaults(_PACE), NetworkFaults(Latency(0.0001, 0.001)))
 _GUSTS = Latency(0.001, 0.05, slow=0.05, factor=60.0)  # a slow copy outlives a deadline and its slack
 STORM = Weather(
     DeviceFaults(_GUSTS, fail=0.03),
     StorageFaults(_GUSTS, unavailable=0.02, error=0.03, full=0.03, missing=0.03, flip=0.03),
-    OffloadFaults(_GUSTS),
+    ThreadFaults(_GUSTS),
     NetworkFaults(Latency(0.0001, 0.01)),
 )
 
@@ -83,10 +83,10 @@ _MIDDLE = {
     "storage.missing": 0.03,
     "storage.flip": 0.03,
     "storage.short": 0.03,
-    "offload.slow": 0.05,
+    "threads.slow": 0.05,
     "network.lose": 0.3,
     "network.duplicate": 0.3,
-    "offload.refused": 0.5,  # of threads that are started in a storm: a daemon that is up starts none
+    "threads.refused": 0.5,  # of threads that are started in a storm: a daemon that is up starts none
 }
 _DEATH = 0.005  # `device.lost`: rarer than the rest, because a dead rank ends most of what a story could tell
 _DEADLY = 0.15  # of all storms
@@ -128,7 +128,7 @@ def draw_storm(chance: random.Random) -> Weather:
     latencies = {
         "device": latency("device", 0.001, 0.05),
         "storage": latency("storage", 0.001, 0.05),
-        "offload": latency("offload", 0.001, 0.05),
+        "threads": latency("threads", 0.001, 0.05),
         "network": latency("network", 0.0001, 0.01),
     }
     plans: dict[str, dict[str, float]] = {part: {} for part in latencies}
@@ -138,6 +138,6 @@ def draw_storm(chance: random.Random) -> Weather:
     return Weather(
         DeviceFaults(latencies["device"], **plans["device"]),
         StorageFaults(latencies["storage"], **plans["storage"]),
-        OffloadFaults(latencies["offload"], **plans["offload"]),
+        ThreadFaults(latencies["threads"], **plans["threads"]),
         NetworkFaults(latencies["network"], **plans["network"]),
     )

@@ -1,7 +1,7 @@
 """SimWorld: a whole daemon, with everything it stands on simulated, on one seeded loop.
 
 The dispatcher, barrier, coordinator, workers, staging, protocol, server and client in it are the real
-ones; time, chance, network, storage, device and offload are fakes that go wrong by plan.
+ones; time, chance, network, storage, device and threads are fakes that go wrong by plan.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.support.simulation.loop import SimLoop
 from tests.support.simulation.memory import MemoryWatch
 from tests.support.simulation.network import ENDPOINT, SimNetwork
 from tests.support.simulation.storage import SimStorage
-from tests.support.simulation.threads import SimOffload
+from tests.support.simulation.threads import SimThreads
 from tests.support.simulation.weather import CALM, Weather
 from transferd.client.client import Client
 from transferd.config import Config, from_tree
@@ -66,14 +66,15 @@ class SimWorld:
 
     def build(self, storage: Storage) -> None:
         """A daemon on this storage. Called again: a successor, in calm weather."""
-        self.offload = SimOffload(rng=self.loop.stream("offload"))
+        # The stream keeps the name it was first given, so that a seed still means the same story.
+        self.threads = SimThreads(rng=self.loop.stream("offload"))
         self.daemon = Daemon(
             self.config,
             transport=self.network.server(),
-            offload=self.offload,
+            threads=self.threads,
             storage=storage,
             clock=self.clock,
-            inline_check_bytes=0,  # as with large blocks: every checksum goes to the offload
+            inline_check_bytes=0,  # as with large blocks: every checksum goes to a thread
         )
         self.devices = [
             self._own(worker.context.device, rank) for rank, worker in enumerate(self.daemon.coordinator.workers)
@@ -92,7 +93,7 @@ class SimWorld:
         return Weather(
             self.devices[0].faults,
             self.storage.faults,
-            self.offload.faults,
+            self.threads.faults,
             self.network.faults,
             self.effects.faults,
             self.log.faults,
@@ -105,7 +106,7 @@ class SimWorld:
             if not weather.device.stuck:
                 device.unstick()
         self.storage.faults = weather.storage
-        self.offload.faults = weather.offload
+        self.threads.faults = weather.threads
         self.network.faults = weather.network
         self.effects.faults = weather.effects
         self.log.faults = weather.log

@@ -25,7 +25,7 @@ from transferd.client.client import Client
 from transferd.client.launch import running
 from transferd.config import from_tree
 from transferd.errors import InvariantError
-from transferd.runtime.threads import ThreadOffload
+from transferd.runtime.threads import ThreadPools
 from transferd.tasks import Status, SwapInTask, SwapOutTask
 from transferd.tiers.base import DeviceTier
 from transferd.tiers.hostcopy import NATIVE
@@ -106,8 +106,8 @@ def _rows(name: str, nbytes: int, memcpy: list[float], outs: list[float], ins: l
 async def _layout(name: str, cache: dict[str, object], device: str) -> list[Row]:
     config = from_tree({"cache": cache | _pool(device)})
     layout = build_layout(config.cache)
-    offload = ThreadOffload(1)
-    tier = create_device_tier(config, layout, 0, offload)
+    threads = ThreadPools(1)
+    tier = create_device_tier(config, layout, 0, threads)
     await tier.open()
     host = HostPool(layout, 0, create_pinning(config, 0))
     try:
@@ -115,7 +115,7 @@ async def _layout(name: str, cache: dict[str, object], device: str) -> list[Row]
     finally:
         await tier.close()
         host.close()
-        offload.close()
+        threads.close()
 
 
 async def _measure(name: str, layout: BlockLayout, tier: DeviceTier, host: HostPool) -> list[Row]:

@@ -23,7 +23,7 @@ from transferd.blocks.layout import BlockLayout, build_layout
 from transferd.cli.bench.harness import RUNS, Row, row
 from transferd.config import CacheSection
 from transferd.errors import InvariantError, TierError
-from transferd.runtime.threads import ThreadOffload
+from transferd.runtime.threads import ThreadPools
 from transferd.tiers.cuda.bindings import open_driver
 from transferd.tiers.cuda.device import find_device
 from transferd.tiers.cuda.driver import Driver
@@ -63,11 +63,11 @@ def run(
     rows: list[Row] = []
     for batches in (False, True) if driver.batches else (False,):
         for name, cache in layouts.items():
-            offload = ThreadOffload(2)  # as many as a daemon has
+            threads = ThreadPools(2)  # as many as a daemon has
             try:
-                rows += asyncio.run(_layout(name, cache, device, driver, counts, runs, offload, told, batches=batches))
+                rows += asyncio.run(_layout(name, cache, device, driver, counts, runs, threads, told, batches=batches))
             finally:
-                offload.close()
+                threads.close()
     return rows
 
 
@@ -85,14 +85,14 @@ async def _layout(
     driver: Driver,
     counts: Sequence[int],
     runs: int,
-    offload: ThreadOffload,
+    threads: ThreadPools,
     told: Callable[[list[Row]], None] | None,
     *,
     batches: bool,
 ) -> list[Row]:
     blocks = 2 * max(counts)  # half of them for each direction when both run at once
     layout = build_layout(CacheSection(**cache, device_blocks=blocks, host_blocks=blocks))  # type: ignore[arg-type]
-    tier = CudaDeviceTier(layout, 0, device, offload, driver=driver)
+    tier = CudaDeviceTier(layout, 0, device, threads, driver=driver)
     await tier.open()
     host = HostPool(layout, 0, CudaPinning(device, driver))
     try:

@@ -21,7 +21,7 @@ from transferd.cli.replay.report import Report
 from transferd.cli.replay.trace import TraceRequest
 from transferd.client.client import Client
 from transferd.errors import TransferError
-from transferd.runtime.threads import ThreadOffload
+from transferd.runtime.threads import ThreadPools
 
 
 async def replay(endpoint: str, requests: Sequence[TraceRequest], concurrency: int, console: Console) -> Report:
@@ -31,12 +31,12 @@ async def replay(endpoint: str, requests: Sequence[TraceRequest], concurrency: i
     daemon's device memory cannot be attached as arrays.
     """
     report = Report()
-    offload = ThreadOffload(1)
+    threads = ThreadPools(1)
     try:
         async with Client(endpoint) as client:
             stats = await client.stats()
             data = KvData([await client.attach(rank["rank"]) for rank in stats["ranks"]])
-            engine = Engine(client, data, Tiers.of(stats), report, offload)
+            engine = Engine(client, data, Tiers.of(stats), report, threads)
             with _progress(console) as progress:
                 bar = progress.add_task("replaying", total=len(requests))
                 before = time.monotonic()
@@ -46,7 +46,7 @@ async def replay(endpoint: str, requests: Sequence[TraceRequest], concurrency: i
                     report.aborted = str(error)
                 report.seconds = time.monotonic() - before
     finally:
-        offload.close()
+        threads.close()
     return report
 
 

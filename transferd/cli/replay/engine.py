@@ -35,7 +35,7 @@ from transferd.cli.replay.trace import TraceRequest
 from transferd.client.client import Client
 from transferd.errors import DaemonLost, TransferError
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
-from transferd.runtime.threads import Direction, Offload
+from transferd.runtime.threads import Direction, Threads
 from transferd.tasks import (
     ReadStorageTask,
     Status,
@@ -70,7 +70,7 @@ class Tiers:
 
 
 class Engine:
-    """Plays requests against one daemon. Borrows client, offload, and the attached memory behind `data`."""
+    """Plays requests against one daemon. Borrows client, threads, and the attached memory behind `data`."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Engine:
         data: KvData,
         tiers: Tiers,
         report: Report,
-        offload: Offload,
+        threads: Threads,
         *,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
@@ -86,7 +86,7 @@ class Engine:
         self._data = data
         self._tiers = tiers
         self._report = report
-        self._offload = offload
+        self._threads = threads
         self._clock = clock
         self._device = BlockPool(tiers.device_blocks)
         self._host = BlockPool(tiers.host_blocks)
@@ -332,7 +332,7 @@ class Engine:
 
     def _off_loop(self, work: Callable[[], T]) -> asyncio.Future[T]:
         """Heavy work on bytes away from the loop, so that latencies are the daemon's and not ours."""
-        return self._offload.run(Direction.IN, work)
+        return self._threads.run(Direction.IN, work)
 
     def _id(self, kind: str) -> str:
         return f"replay-{self._run}-{kind}-{next(self._number)}"

@@ -22,7 +22,7 @@ of a batch that was refused are submitted again one by one, which copies the sam
 A caller's event is waited for before device memory is touched in either direction: a kernel of the engine
 that was begun before may still read the blocks that a load overwrites.
 
-Submission happens in a thread of the offload, one copy at a time; completion is found by a thread of the
+Submission happens in one of the daemon's copy threads, one copy at a time; completion is found by a thread of the
 lane's own, asleep in cuEventSynchronize (docs/adr/0014).
 """
 

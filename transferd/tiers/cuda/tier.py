@@ -26,7 +26,7 @@ from typing import Any
 from transferd.blocks.copyplan import CopyPlan
 from transferd.blocks.layout.base import Arena, BlockLayout, align
 from transferd.errors import TierError
-from transferd.runtime.threads import Direction, Offload
+from transferd.runtime.threads import Direction, Threads
 from transferd.tiers.base import DeviceHandle, HostMemory
 from transferd.tiers.cuda.bindings import open_driver
 from transferd.tiers.cuda.driver import Driver
@@ -52,7 +52,7 @@ class CudaDeviceTier:
         layout: BlockLayout,
         rank: int,
         device: int,
-        offload: Offload,
+        threads: Threads,
         *,
         driver: Driver | None = None,
         way: str = "",
@@ -61,7 +61,7 @@ class CudaDeviceTier:
         self.rank = rank
         self.device = device
         self._layout = layout
-        self._offload = offload
+        self._threads = threads
         self._driver = driver
         self._way = way
         longest = max(segment.nbytes for segment in layout.segments)
@@ -100,7 +100,7 @@ class CudaDeviceTier:
             driver = self._driver if self._driver is not None else open_driver()
             return OnDevice(driver, self.device, self._layout, self._slot_bytes, handle=handle, way=self._way)
 
-        self._resident = await self._offload.run(Direction.IN, make, "making of device memory")
+        self._resident = await self._threads.run(Direction.IN, make, "making of device memory")
 
     async def copy_out(self, plan: CopyPlan, host: HostMemory) -> None:
         await self._copy(Direction.OUT, self.on_device.outward, plan, host)
@@ -118,7 +118,7 @@ class CudaDeviceTier:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(_settle, ended, error)
 
-        await self._offload.run(direction, lambda: lane.submit(plan, host, completed), "hand-over of a copy")
+        await self._threads.run(direction, lambda: lane.submit(plan, host, completed), "hand-over of a copy")
         await ended
 
     def handle(self) -> DeviceHandle:
@@ -131,7 +131,7 @@ class CudaDeviceTier:
     async def close(self) -> None:
         resident, self._resident = self._resident, None
         if resident is not None:
-            await self._offload.run(Direction.IN, resident.close, "closing of device memory")
+            await self._threads.run(Direction.IN, resident.close, "closing of device memory")
 
     def statistics(self) -> dict[str, Any]:
         """bytes of the cache; when open also of staging, the device's name, and copies by direction and way."""
