@@ -182,7 +182,7 @@ async def test_a_copy_that_nobody_waits_for_any_more_runs_to_its_end(threads: Th
         with gpu._changed:  # nothing runs while we hold this
             copying = asyncio.ensure_future(made.tier.copy_out(made.outward([0], [9]), made.pool.memory))
             # A copy that no thread has taken would be withdrawn.
-            while not offload.under_way() and not sum(counts.values()):  # noqa: ASYNC110 - a few turns of the loop
+            while not threads.under_way() and not sum(counts.values()):  # noqa: ASYNC110 - a few turns of the loop
                 await asyncio.sleep(0)
             copying.cancel()
         with pytest.raises(asyncio.CancelledError):
