@@ -1,16 +1,16 @@
 """Run the fault matrix and print its table.
 
-    python -m tests.faults.matrix [--only WORD …] [--write]
+    python -m tests.faults.matrix [--only WORD …] [--scenarios WORD …] [--write]
 
---only: cells whose name has every word, such as `--only file 'kill -9'`. --write: the table goes to
-docs/faults.md and docs/faults.json. Exit code 1 when a cell is red.
+--only: cells whose name has every word, such as `--only file 'kill -9'`, and nothing else. --scenarios: of what runs
+out or goes wrong, what has one of the words in its name, and nothing else. --write: the tables go to docs/faults.md
+and docs/faults.json; with --scenarios only the rows that ran. Exit code 1 when something is red.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import sys
 import tempfile
 import time
@@ -19,7 +19,8 @@ from pathlib import Path
 
 from tests.faults import table
 from tests.faults.cell import CELLS, Cell, Row
-from tests.faults.resources import SCENARIOS, Finding, Scenario
+from tests.faults.host import ALL_SCENARIOS
+from tests.faults.resources import Finding, Scenario
 from tests.faults.resources import run as run_scenario
 from tests.faults.runner import Runner
 from tests.faults.world import ROOT, World
@@ -27,12 +28,12 @@ from tests.faults.world import ROOT, World
 DOCS = ROOT / "docs"
 
 
-async def run_scenarios(directory: Path) -> list[tuple[Scenario, Finding]]:
-    """Run what this machine allows of the resource faults."""
+async def run_scenarios(scenarios: Sequence[Scenario], directory: Path) -> list[tuple[Scenario, Finding]]:
+    """Run what this machine allows of them."""
     findings = []
-    for number, scenario in enumerate(SCENARIOS):
-        if scenario.root and os.geteuid() != 0:
-            print(f"{scenario.name}: skipped, needs root")
+    for number, scenario in enumerate(scenarios):
+        if scenario.missing:
+            print(f"{scenario.name}: skipped, {scenario.missing}")
             continue
         home = directory / f"resources-{number}"
         home.mkdir()
@@ -67,22 +68,30 @@ async def run_cells(cells: Sequence[Cell], directory: Path, say: bool = False) -
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--scenarios", nargs="*", default=[])
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     cells = [cell for cell in CELLS if all(word in cell.name for word in options.only)]
+    chosen = [one for one in ALL_SCENARIOS if any(word in one.name for word in options.scenarios or [""])]
+    rows: list[Row] = []
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="transferd-faults-") as directory:
-        rows = asyncio.run(run_cells(cells, Path(directory), say=True))
+        if not options.scenarios:
+            rows = asyncio.run(run_cells(cells, Path(directory), say=True))
         seconds = time.monotonic() - began
-        findings = [] if options.only else asyncio.run(run_scenarios(Path(directory)))
+        findings = [] if options.only else asyncio.run(run_scenarios(chosen, Path(directory)))
     summary = table.summary(rows, seconds)
-    print(summary)
-    if options.write:
+    if rows:
+        print(summary)
+    if options.write and options.scenarios:
+        findings_now = table.merge_json(DOCS / "faults.json", findings, ALL_SCENARIOS)
+        table.replace_section(DOCS / "faults.md", "resources", f"\n{table.resources(findings_now)}\n")
+    elif options.write:
         table.write_json(DOCS / "faults.json", rows, findings)
         table.replace_section(DOCS / "faults.md", "matrix", f"\n{summary}\n\n{table.markdown(rows)}\n")
         table.replace_section(DOCS / "faults.md", "resources", f"\n{table.resources(findings)}\n")
     red = any(row.problems for row in rows) or any(finding.problems for _, finding in findings)
-    return 1 if red or not rows else 0
+    return 1 if red or not (rows or findings) else 0
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ class Operator:
         self._boot = ""
         self._caches: Any = None
         self._numbers = itertools.count()
+        self.submitted = 0
 
     async def open(self) -> None:
         await self.client.connect()
@@ -51,25 +52,37 @@ class Operator:
 
     # --- tasks --------------------------------------------------------------------------------------
 
-    async def write(self, keys: list[str], blocks: list[int]) -> TaskResult:
+    async def write(self, keys: list[str], blocks: list[int], timeout: float = TASK_TIMEOUT_S) -> TaskResult:
         """Fill blocks with what belongs under the keys, and store them."""
         caches = await self._attached()
         for key, block in zip(keys, blocks, strict=True):
             write_content(caches, block, key)
         self.expect(keys)
-        task_id = f"operator-{next(self._numbers)}"
-        task = WriteStorageTask(task_id=task_id, keys=keys, gpu_block_ids=blocks, timeout=TASK_TIMEOUT_S)
-        result = await self.client.submit(task)
+        result = await self._submit(WriteStorageTask, keys, blocks, timeout)
         self.stored([key for key, block in zip(keys, blocks, strict=True) if block in result.block_ids])
         return result
 
-    async def read(self, keys: list[str], blocks: list[int]) -> TaskResult:
+    async def read(self, keys: list[str], blocks: list[int], timeout: float = TASK_TIMEOUT_S) -> TaskResult:
         """Load keys into blocks that hold nothing before."""
         wipe(await self._attached(), blocks)
+        return await self._submit(ReadStorageTask, keys, blocks, timeout)
+
+    async def _submit(
+        self,
+        kind: type[ReadStorageTask | WriteStorageTask],
+        keys: list[str],
+        blocks: list[int],
+        timeout: float,
+    ) -> TaskResult:
+        self.submitted += 1
         task_id = f"operator-{next(self._numbers)}"
-        return await self.client.submit(
-            ReadStorageTask(task_id=task_id, keys=keys, gpu_block_ids=blocks, timeout=TASK_TIMEOUT_S)
-        )
+        return await self.client.submit(kind(task_id=task_id, keys=keys, gpu_block_ids=blocks, timeout=timeout))
+
+    def wrong_blocks(self, result: TaskResult, keys: list[str], blocks: list[int]) -> list[int]:
+        """Those that the result of a read claims and that do not hold what belongs under their keys."""
+        claimed = set(result.block_ids)
+        pairs = zip(keys, blocks, strict=True)
+        return [b for key, b in pairs if b in claimed and not holds_content(self._caches, b, key)]
 
     async def _attached(self) -> Any:
         if self.client.boot_id != self._boot:
@@ -148,6 +161,11 @@ class Operator:
                     failed.append(key)
                     last = result
         return failed, last
+
+    async def results_missing(self) -> list[str]:
+        """Each task that this operator, the only client, submitted has ended once, as the daemon counts."""
+        ended = sum((await self.client.stats())["tasks"].values())
+        return [] if ended == self.submitted else [f"{self.submitted} tasks were submitted, {ended} have ended"]
 
     async def left_over(self, damaged: int = 0) -> list[str]:
         """What should be nothing, once everything has been answered, and is something.

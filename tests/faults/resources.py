@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import socket
 import subprocess
 import time
@@ -23,7 +24,7 @@ from tests.faults.contents import CACHE, DEVICE_BLOCKS, RANKS
 from tests.faults.eio import FLAG
 from tests.faults.operator import Operator
 from tests.faults.world import ROOT
-from transferd import Status, TaskResult
+from transferd import Status, TaskResult, TransferError
 from transferd.client import launch
 from transferd.client.launch import DaemonProcess
 
@@ -34,6 +35,7 @@ SMALL_SHM = 4 * 1024**2  # less than one rank's device memory
 FEW_FILES = 1024
 TOO_FEW_FILES = 64
 CROWD = 1200
+REFUSED = "exits, nothing left behind"
 
 
 @dataclass
@@ -61,17 +63,24 @@ class Finding:
 
 @dataclass(frozen=True)
 class Scenario:
-    """name, when: for the table. root: it needs to mount, or to drop privileges."""
+    """name, when, fate: for the table. root: it needs to mount, or to drop privileges. compiler: it needs one, for
+    the library that it preloads. often: `make test` runs it, too.
+    """
 
     name: str
     when: str
     run: Callable[[Path, Finding], Awaitable[None]]
     root: bool = True
+    compiler: bool = False
+    often: bool = True
+    fate: str = "lives, serves again"
 
     @property
-    def survives(self) -> bool:
-        """False: a start that must be refused."""
-        return self.run not in (too_few_files, shared_memory_full)
+    def missing(self) -> str:
+        """What this machine lacks for it; "" when it can run."""
+        if self.root and (os.geteuid() != 0 or shutil.which("unshare") is None):
+            return "mounting and dropping privileges need root and util-linux"
+        return "there is no C compiler" if self.compiler and shutil.which("gcc") is None else ""
 
 
 def config(**storage: Any) -> dict[str, dict[str, Any]]:
@@ -102,6 +111,7 @@ async def serving(
         yield daemon, operator
         await operator.served(SERVE_S)
         finding.problems += await operator.left_over(damaged)
+        finding.problems += await operator.results_missing()
         row = Row(None)  # type: ignore[arg-type]  # only its counts are wanted
         await operator.read_everything_back(row, SERVE_S)
         finding.problems += row.problems
@@ -151,7 +161,7 @@ async def disk_full(directory: Path, finding: Finding) -> None:
     mounts = in_own_mounts(f"mount -t tmpfs -o size={SMALL_DISK} tmpfs {blocks}")
     async with serving(directory, config(), mounts, finding) as (daemon, operator):
         ballast = Path(f"/proc/{daemon.pid}/root{blocks}/ballast")
-        _fill(ballast)
+        fill(ballast)
         began = time.monotonic()
         refused = await operator.write(*_keys("refused", 4))
         finding.seconds = time.monotonic() - began
@@ -164,7 +174,7 @@ async def disk_full(directory: Path, finding: Finding) -> None:
         finding.expect(too_much.block_ids and codes <= {"storage_full"}, f"more than fits, by eviction: {too_much}")
 
 
-def _fill(ballast: Path) -> None:
+def fill(ballast: Path) -> None:
     with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
         while file.write(bytes(4096)):
             pass
@@ -254,7 +264,7 @@ def _crowd_in(path: str, crowd: contextlib.ExitStack) -> None:
 
 async def shared_memory_full(directory: Path, finding: Finding) -> None:
     mounts = in_own_mounts(f"mount -t tmpfs -o size={SMALL_SHM} tmpfs /dev/shm")
-    await refuses_to_start(directory, config(), mounts, finding, "shared memory")
+    await refuses_to_start(directory, config(), mounts, finding, "/dev/shm")
 
 
 SCENARIOS = [
@@ -263,8 +273,8 @@ SCENARIOS = [
     Scenario("medium fails (EIO)", "running", medium_fails, root=False),
     Scenario("locked memory limit (RLIMIT_MEMLOCK)", "at start", memory_lock),
     Scenario("more connections than descriptors (RLIMIT_NOFILE)", "running", crowd_of_connections, root=False),
-    Scenario("too few descriptors (RLIMIT_NOFILE)", "at start", too_few_files, root=False),
-    Scenario("shared memory full", "at start", shared_memory_full),
+    Scenario("too few descriptors (RLIMIT_NOFILE)", "at start", too_few_files, root=False, fate=REFUSED),
+    Scenario("shared memory full", "at start", shared_memory_full, fate=REFUSED),
 ]
 
 
@@ -273,6 +283,6 @@ async def run(scenario: Scenario, directory: Path) -> Finding:
     finding = Finding()
     try:
         await scenario.run(directory, finding)
-    except (TimeoutError, RuntimeError, OSError) as error:
+    except (TimeoutError, RuntimeError, OSError, TransferError, subprocess.TimeoutExpired) as error:
         finding.problems.append(f"{type(error).__name__}: {error}")
     return finding

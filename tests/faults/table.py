@@ -45,8 +45,26 @@ def machine() -> dict[str, Any]:
 
 def write_json(path: Path, rows: Sequence[Row], findings: Sequence[tuple[Scenario, Finding]]) -> None:
     """Everything that was found, for programs."""
-    resources = [{"name": scenario.name, "when": scenario.when} | asdict(finding) for scenario, finding in findings]
-    body = {"machine": machine(), "cells": [asdict(row) for row in rows], "resources": resources}
+    _write(path, {"machine": machine(), "cells": [asdict(row) for row in rows], "resources": _plain(findings)})
+
+
+def merge_json(
+    path: Path, findings: Sequence[tuple[Scenario, Finding]], scenarios: Sequence[Scenario]
+) -> list[tuple[Scenario, Finding]]:
+    """Put these in the place of the same scenarios' earlier findings; all that the file has now, in their order."""
+    body = json.loads(path.read_text(encoding="utf-8"))
+    known = {(row["name"], row["when"]): row for row in [*body["resources"], *_plain(findings)]}
+    kept = [(one, dict(known[one.name, one.when])) for one in scenarios if (one.name, one.when) in known]
+    body["resources"] = [row for _, row in kept]
+    _write(path, body)
+    return [(one, Finding(**{k: v for k, v in row.items() if k not in ("name", "when")})) for one, row in kept]
+
+
+def _plain(findings: Sequence[tuple[Scenario, Finding]]) -> list[dict[str, Any]]:
+    return [{"name": scenario.name, "when": scenario.when} | asdict(finding) for scenario, finding in findings]
+
+
+def _write(path: Path, body: dict[str, Any]) -> None:
     path.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
 
 
@@ -78,13 +96,12 @@ def _answer(row: Row) -> str:
 
 
 def resources(findings: Sequence[tuple[Scenario, Finding]]) -> str:
-    """One line for each thing that ran out."""
-    lines = ["| what ran out | when | told | after | daemon | gone | wrong |", "|---|---|---|---|---|---|---|"]
+    """One line for each thing that ran out or went wrong."""
+    lines = ["| what | when | told | after | daemon | gone | wrong |", "|---|---|---|---|---|---|---|"]
     for scenario, finding in findings:
         after = "" if finding.seconds is None else f"{finding.seconds * 1000:.0f} ms"
         gone, wrong = ("" if count is None else str(count) for count in (finding.gone, finding.wrong))
-        fate = "lives, serves again" if scenario.survives else "exits, nothing left behind"
-        verdict = fate if not finding.problems else f"**RED** {finding.problems[0]}"
+        verdict = scenario.fate if not finding.problems else f"**RED** {finding.problems[0]}"
         cells = (scenario.name, scenario.when, "; ".join(finding.told), after, verdict, gone, wrong)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

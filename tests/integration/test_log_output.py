@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -23,6 +21,7 @@ from typing import Any
 import pytest
 
 from tests.integration.caches import attach, fill, snapshot
+from tests.support.fifo import Fifo
 from tests.support.sabotage import FILE_VARIABLE, Saboteur
 from transferd import Client, ReadStorageTask, Status, SwapOutTask, TaskResult, WriteStorageTask
 from transferd.client.launch import DaemonProcess, running
@@ -31,7 +30,6 @@ pytestmark = pytest.mark.one_loop
 
 PAIRS = 16
 ANSWERED_S = 20.0  # far more than any timeout here, and far less than for ever
-F_SETPIPE_SZ = 1031
 
 
 def config(**log: Any) -> dict[str, dict[str, Any]]:
@@ -43,27 +41,6 @@ def config(**log: Any) -> dict[str, dict[str, Any]]:
         "storage": {"backend": "memory"},
         "log": log,
     }
-
-
-class Fifo:
-    """A named pipe for stderr. Its reader is this process: asleep, or dead after `die`."""
-
-    def __init__(self, path: Path) -> None:
-        os.mkfifo(path)
-        self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        fcntl.fcntl(self._fd, F_SETPIPE_SZ, 4096)  # the least: a dozen lines
-        self._probe = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
-
-    @property
-    def full(self) -> bool:
-        """Nothing more fits: whoever writes there hangs in it."""
-        return not select.select([], [self._probe], [], 0)[1]
-
-    def die(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            os.close(self._probe)
-            self._fd = -1
 
 
 @dataclass
@@ -162,8 +139,7 @@ def test_an_abort_ends_the_process_though_the_reader_of_its_stacks_sleeps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with writing_to("2>fifo", tmp_path, monkeypatch) as case:
-        while not case.fifo.full:
-            os.write(case.fifo._probe, b"x" * 512)
+        case.fifo.fill()
         case.daemon.signal(signal.SIGABRT)
         assert case.daemon.process.wait(10) == -signal.SIGABRT
     assert list((tmp_path / "flight").iterdir())
@@ -175,8 +151,7 @@ def test_an_abort_ends_the_process_though_the_reader_of_its_stacks_sleeps(
 def test_a_mistake_in_the_configuration_is_exit_code_2_though_nobody_can_be_told(stderr: str, tmp_path: Path) -> None:
     fifo = Fifo(tmp_path / "fifo")
     command = f'cd {tmp_path} && exec "$0" -m transferd serve --set cache.ranks=0 {stderr}'
-    while not fifo.full:
-        os.write(fifo._probe, b"x" * 512)
+    fifo.fill()
     done = subprocess.run(["sh", "-c", command, sys.executable], stdout=subprocess.PIPE, env=_here(), timeout=60)
     assert (done.returncode, done.stdout) == (2, b"")
     fifo.die()

@@ -1,14 +1,19 @@
 /* A library for LD_PRELOAD that makes calls of the C library fail, on request, in the real process.
  *
- * faults_arm(call, skip, count, error): of the calls of this name that come, let `skip` pass, then fail the
- * next `count` (-1: all) with errno = error. error 0 on write, pwrite and pread means a short one: half of
- * the bytes. faults_path narrows it to files whose path contains a text; faults_disarm ends all of it.
- * error -1: the call never returns (it sleeps in the kernel until the process ends).
- * Every armed call is counted; faults_hits says how many failed. Names: pthread_create, open, write, pwrite,
- * pread, fsync, rename, mkdir, unlink, ftruncate, fallocate, mmap.
+ * faults_arm(calls, skip, count, error): of the calls of these names (one, or several with commas) that come, let
+ * `skip` pass, then fail the next `count` (-1: all) with errno = error. faults_path narrows it to files whose path
+ * contains a text; faults_disarm ends all of it. faults_hits says how many failed. In place of an errno:
  *
- * TRANSFERD_FAULT="call:skip:count:error" arms one from the environment, for a whole process, and
- * TRANSFERD_FAULT_PATH narrows it.
+ *    0  on write, pwrite and pread a short one: half of the bytes
+ *   -1  the call never returns (it sleeps in the kernel until the process ends)
+ *   -2  the call hangs until the fault is disarmed, then it is made
+ *   -3  the call takes `delay_ms` longer
+ *
+ * Names: pthread_create, open, write, pwrite, pread, fsync, rename, mkdir, unlink, ftruncate, fallocate, mmap.
+ *
+ * TRANSFERD_FAULT="calls:skip:count:error" arms one from the environment, for a whole process, and
+ * TRANSFERD_FAULT_PATH narrows it. TRANSFERD_FAULT_PAGE names a file of sizeof(struct plan) bytes that is the plan:
+ * whoever maps it, too, arms and disarms a process from outside, and steps its wall clock by wall_s seconds.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -23,61 +28,85 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/time.h>
 #include <sys/uio.h>
+#include <time.h>
 #include <unistd.h>
 
-enum { NEVER = -1 };
+enum { NEVER = -1, HANGS = -2, SLOW = -3 };
 
-static struct {
-    char call[32];
-    char path[PATH_MAX];
+/* tests/support/native/page.py has the same fields in the same order. */
+struct plan {
+    char calls[64];
+    char path[1024];
     int error;
-    int armed;
-} plan;
-static atomic_int skip_left, fail_left, hits;
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+    int delay_ms;
+    atomic_int armed, skip_left, fail_left, hits;
+    atomic_int wall_s, wall_reads;
+};
+static struct plan of_process, *plan = &of_process;
 
-void faults_arm(const char *call, int skip, int count, int error) {
-    pthread_mutex_lock(&lock);
-    snprintf(plan.call, sizeof plan.call, "%s", call);
-    plan.error = error;
-    plan.armed = 1;
-    skip_left = skip;
-    fail_left = count < 0 ? INT_MAX : count;
-    hits = 0;
-    pthread_mutex_unlock(&lock);
+void faults_disarm(void) { plan->armed = 0; plan->path[0] = 0; }
+void faults_path(const char *part) { snprintf(plan->path, sizeof plan->path, "%s", part); }
+int faults_hits(void) { return plan->hits; }
+
+void faults_arm(const char *calls, int skip, int count, int error) {
+    plan->armed = 0;
+    snprintf(plan->calls, sizeof plan->calls, "%s", calls);
+    plan->error = error;
+    plan->skip_left = skip;
+    plan->fail_left = count < 0 ? INT_MAX : count;
+    plan->hits = 0;
+    plan->armed = 1;
 }
-
-void faults_path(const char *part) { snprintf(plan.path, sizeof plan.path, "%s", part); }
-void faults_disarm(void) { plan.armed = 0; plan.path[0] = 0; }
-int faults_hits(void) { return hits; }
 
 __attribute__((constructor)) static void from_environment(void) {
     const char *text = getenv("TRANSFERD_FAULT"), *path = getenv("TRANSFERD_FAULT_PATH");
-    char call[32];
-    int skip, count, error;
-    if (path) faults_path(path);
-    if (text && sscanf(text, "%31[^:]:%d:%d:%d", call, &skip, &count, &error) == 4)
-        faults_arm(call, skip, count, error);
+    const char *page = getenv("TRANSFERD_FAULT_PAGE");
+    char calls[64];
+    int skip, count, error, fd = page ? open(page, O_RDWR | O_CLOEXEC) : -1;
+    if (fd >= 0) {
+        void *shared = mmap(NULL, sizeof *plan, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+        if (shared != MAP_FAILED) plan = shared;
+        close(fd);
+    }
+    if (path && *path) faults_path(path);
+    if (text && sscanf(text, "%63[^:]:%d:%d:%d", calls, &skip, &count, &error) == 4)
+        faults_arm(calls, skip, count, error);
+}
+
+static int names(const char *call) {
+    size_t length = strlen(call);
+    for (const char *at = plan->calls; (at = strstr(at, call)); at += length)
+        if ((at == plan->calls || at[-1] == ',') && (at[length] == 0 || at[length] == ',')) return 1;
+    return 0;
+}
+
+static int takes(atomic_int *left) {
+    int seen = *left;
+    while (seen > 0)
+        if (atomic_compare_exchange_weak(left, &seen, seen - 1)) return 1;
+    return 0;
 }
 
 /* Does this call fail? path: of the file it is about, NULL for any. */
 static int hit(const char *call, const char *path) {
-    int fails = 0;
-    if (!plan.armed || strcmp(plan.call, call) != 0) return 0;
-    if (plan.path[0] && (path == NULL || strstr(path, plan.path) == NULL)) return 0;
-    pthread_mutex_lock(&lock);
-    if (skip_left > 0) skip_left--;
-    else if (fail_left > 0) { fail_left--; hits++; fails = 1; }
-    pthread_mutex_unlock(&lock);
-    while (fails && plan.error == NEVER) pause();
-    return fails;
+    if (!plan->armed || !names(call)) return 0;
+    if (plan->path[0] && (path == NULL || strstr(path, plan->path) == NULL)) return 0;
+    if (takes(&plan->skip_left) || !takes(&plan->fail_left)) return 0;
+    plan->hits++;
+    struct timespec moment = {0, 2000000};
+    struct timespec delay = {plan->delay_ms / 1000, plan->delay_ms % 1000 * 1000000};
+    while (plan->error == NEVER) pause();
+    while (plan->error == HANGS && plan->armed) nanosleep(&moment, NULL);
+    if (plan->error == SLOW) nanosleep(&delay, NULL);
+    return plan->error >= 0;
 }
 
 static int hit_file(const char *call, int fd) {
     char link[64], path[PATH_MAX];
-    if (!plan.armed || strcmp(plan.call, call) != 0) return 0;
-    if (!plan.path[0]) return hit(call, NULL);
+    if (!plan->armed || !names(call)) return 0;
+    if (!plan->path[0]) return hit(call, NULL);
     snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
     ssize_t n = readlink(link, path, sizeof path - 1);
     if (n < 0) return 0;
@@ -86,10 +115,10 @@ static int hit_file(const char *call, int fd) {
 }
 
 #define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
-#define FAIL(result) do { errno = plan.error; return (result); } while (0)
+#define FAIL(result) do { errno = plan->error; return (result); } while (0)
 
 int pthread_create(pthread_t *t, const pthread_attr_t *a, void *(*f)(void *), void *x) {
-    if (hit("pthread_create", NULL)) return plan.error;
+    if (hit("pthread_create", NULL)) return plan->error;
     return REAL(pthread_create)(t, a, f, x);
 }
 
@@ -110,7 +139,7 @@ OPEN(open64)
 
 ssize_t write(int fd, const void *data, size_t n) {
     if (hit_file("write", fd)) {
-        if (plan.error) FAIL(-1);
+        if (plan->error) FAIL(-1);
         n = (n + 1) / 2;
     }
     return REAL(write)(fd, data, n);
@@ -119,7 +148,7 @@ ssize_t write(int fd, const void *data, size_t n) {
 #define PWRITE(name, offset_t) \
     ssize_t name(int fd, const void *data, size_t n, offset_t at) { \
         if (hit_file("pwrite", fd)) { \
-            if (plan.error) FAIL(-1); \
+            if (plan->error) FAIL(-1); \
             n = (n + 1) / 2; \
         } \
         return REAL(name)(fd, data, n, at); \
@@ -132,7 +161,7 @@ PWRITE(pwrite64, off64_t)
     ssize_t name(int fd, const struct iovec *parts, int count, offset_t at) { \
         struct iovec first; \
         if (count > 0 && hit_file("pread", fd)) { \
-            if (plan.error) FAIL(-1); \
+            if (plan->error) FAIL(-1); \
             first = parts[0]; \
             first.iov_len = (first.iov_len + 1) / 2; \
             return REAL(name)(fd, &first, 1, at); \
@@ -146,7 +175,7 @@ PREADV(preadv64, off64_t)
     ssize_t name(int fd, const struct iovec *parts, int count, offset_t at, int flags) { \
         struct iovec first; \
         if (count > 0 && hit_file("pread", fd)) { \
-            if (plan.error) FAIL(-1); \
+            if (plan->error) FAIL(-1); \
             first = parts[0]; \
             first.iov_len = (first.iov_len + 1) / 2; \
             return REAL(name)(fd, &first, 1, at, flags); \
@@ -169,7 +198,7 @@ SIZED(ftruncate64, off64_t)
 /* posix_fallocate returns its error. */
 #define ALLOCATED(name, offset_t) \
     int name(int fd, offset_t at, offset_t n) { \
-        if (hit_file("fallocate", fd)) return plan.error; \
+        if (hit_file("fallocate", fd)) return plan->error; \
         return REAL(name)(fd, at, n); \
     }
 ALLOCATED(posix_fallocate, off_t)
@@ -182,3 +211,24 @@ ALLOCATED(posix_fallocate64, off64_t)
     }
 MAPPED(mmap, off_t)
 MAPPED(mmap64, off64_t)
+
+static time_t stepped(void) { plan->wall_reads++; return plan->wall_s; }
+
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    int done = REAL(clock_gettime)(clock, now);
+    if (done == 0 && plan->wall_s && (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE)) now->tv_sec += stepped();
+    return done;
+}
+
+int gettimeofday(struct timeval *restrict now, void *restrict zone) {
+    int done = REAL(gettimeofday)(now, zone);
+    if (done == 0 && plan->wall_s) now->tv_sec += stepped();
+    return done;
+}
+
+time_t time(time_t *at) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    if (at) *at = now.tv_sec;
+    return now.tv_sec;
+}
