@@ -29,6 +29,19 @@ def transferd(*arguments: str, env: dict[str, str] | None = None) -> subprocess.
 def test_version_in_both_formats() -> None:
     assert transferd("version").stdout.startswith("transferd ")
     assert set(json.loads(transferd("version", "--format", "json").stdout)) == {"version"}
+    assert transferd("--version").stdout == transferd("version").stdout
+
+
+def test_config_init_prints_a_file_that_is_accepted(tmp_path: Path) -> None:
+    store = tmp_path / "not there yet" / "blocks"
+    done = transferd("config", "init", "--store", str(store))
+    assert (done.returncode, done.stderr) == (0, "")
+    file = tmp_path / "t.toml"
+    file.write_text(done.stdout)
+    checked = transferd("check-config", "--config", str(file), "--set", "cache.device=shm", "--format", "json")
+    tree = json.loads(checked.stdout)
+    assert tree["storage"]["file"]["path"] == str(store)
+    assert tree["storage"]["file"]["capacity"].endswith("iB")
 
 
 def test_check_config_prints_the_effective_configuration(tmp_path: Path) -> None:
@@ -104,7 +117,10 @@ def test_ping_and_stats_against_a_daemon_and_against_nobody(tmp_path: Path) -> N
         assert set(pong) == {"boot_id", "round_trip_ms"}
         done = transferd("stats", "--format", "json", "--endpoint", daemon.endpoint)
         assert json.loads(done.stdout)["boot_id"] == pong["boot_id"]
-        assert "boot_id: " in transferd("stats", env=env).stdout
+        text = transferd("stats", env=env).stdout
+        assert f"boot {pong['boot_id'][:12]}" in text
+        assert text.splitlines()[-1] == "all is well"
+        assert transferd("ping", "--ready", env=env).returncode == 0
         second = transferd("serve", "--config", str(daemon.config_file))
         assert second.returncode == 2
         assert second.stderr.splitlines()[-1].startswith("server.endpoint: ")
@@ -120,9 +136,10 @@ def test_ping_prints_an_answer_of_a_daemon_that_is_not_ready_and_says_why(tmp_pa
         done = transferd("ping", "--timeout", "2", "--format", "json", "--endpoint", daemon.endpoint)
         while "nobody answers" in done.stderr:  # the process has not begun to listen
             done = transferd("ping", "--timeout", "2", "--format", "json", "--endpoint", daemon.endpoint)
+        insisting = transferd("ping", "--ready", "--timeout", "0.5", "--endpoint", daemon.endpoint)
     finally:
         daemon.stop()
-    assert done.returncode == 0
+    assert (done.returncode, insisting.returncode) == (0, 1)
     assert set(json.loads(done.stdout)) == {"boot_id", "round_trip_ms"}
     (only,) = done.stderr.splitlines()
     assert "did not become ready within 2 s" in only

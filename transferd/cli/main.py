@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from transferd import config as configuration
+from transferd.cli.asking import EndpointOption, KeyFileOption, ServerKeyFileOption, TimeoutOption, ask, client_for
 from transferd.cli.bench.command import app as bench_app
+from transferd.cli.init import app as config_app
 from transferd.cli.options import Format, FormatOption
 from transferd.cli.pool.command import app as pool_app
 from transferd.errors import ConfigError, ConnectTimeout, TransferError, one_line
@@ -43,14 +45,26 @@ _UsageError: Any = typer.BadParameter.__base__
 
 app.add_typer(bench_app)
 app.add_typer(pool_app)
+app.add_typer(config_app)
 
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="TOML configuration file.", dir_okay=False)]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="section.key=value, over file and environment.")]
-EndpointOption = Annotated[
-    str | None, typer.Option("--endpoint", envvar="TRANSFERD_ENDPOINT", help="Where the daemon listens.")
-]
-TimeoutOption = Annotated[float, typer.Option("--timeout", min=0.0, help="Seconds to wait for an answer.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def transferd(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Moves an LLM engine's KV cache between device memory, pinned host memory and storage."""
 
 
 @app.command()
@@ -123,44 +137,69 @@ def version(format_: FormatOption = Format.TEXT) -> None:
 
 
 @app.command()
-def ping(endpoint: EndpointOption = None, timeout: TimeoutOption = 2.0, format_: FormatOption = Format.TEXT) -> None:
+def ping(
+    endpoint: EndpointOption = None,
+    ready: Annotated[bool, typer.Option("--ready", help="Exit 1 also when the daemon is not ready.")] = False,
+    timeout: TimeoutOption = 2.0,
+    key_file: KeyFileOption = None,
+    server_key_file: ServerKeyFileOption = None,
+    format_: FormatOption = Format.TEXT,
+) -> None:
     """Print the daemon's boot_id and the round trip; exit 1 when nobody answers.
 
     Waits for a daemon that is not ready; one that still is not when the time is over says why on stderr.
     """
-    from transferd.client.client import Client
 
-    async def ask() -> tuple[str, float]:
-        connecting = Client(endpoint, connect_timeout=timeout, await_ready=False)
-        async with asyncio.timeout(2 * timeout + 1), connecting as client:
+    async def question() -> tuple[str, float, bool]:
+        client = client_for(endpoint, timeout, key_file, server_key_file)
+        async with asyncio.timeout(2 * timeout + 1), client:
+            is_ready = True
             try:
                 await client.wait_ready()
             except ConnectTimeout as not_ready:
+                is_ready = False
                 logs.say(str(not_ready))
-            return await client.ping()
+            return *await client.ping(), is_ready
 
-    boot_id, seconds = asyncio.run(ask())
+    boot_id, seconds, is_ready = asyncio.run(question())
     if format_ is Format.JSON:
         print(json.dumps({"boot_id": boot_id, "round_trip_ms": seconds * 1000}))
     else:
         print(f"boot {one_line(boot_id)} answered in {seconds * 1000:.3f} ms")
+    raise typer.Exit(1 if ready and not is_ready else 0)
 
 
 @app.command()
-def stats(endpoint: EndpointOption = None, timeout: TimeoutOption = 2.0, format_: FormatOption = Format.TEXT) -> None:
-    """Print the daemon's report."""
-    from transferd.client.client import Client
+def stats(
+    endpoint: EndpointOption = None,
+    timeout: TimeoutOption = 2.0,
+    key_file: KeyFileOption = None,
+    server_key_file: ServerKeyFileOption = None,
+    format_: FormatOption = Format.TEXT,
+) -> None:
+    """Print the daemon's report: one screen of text, or everything as JSON."""
+    from rich.console import Console
 
-    async def ask() -> dict[str, Any]:
-        connecting = Client(endpoint, connect_timeout=timeout, await_ready=False)
-        async with asyncio.timeout(timeout + 1), connecting as client:
-            return await client.stats()
+    from transferd.cli.stats_view import view
 
-    report = asyncio.run(ask())
+    report = ask(lambda client: client.stats(), endpoint, timeout, key_file, server_key_file)
     if format_ is Format.JSON:
         print(json.dumps(report))
     else:
-        _print_tree(report)
+        Console(highlight=False).print(view(report))
+
+
+@app.command()
+def keygen(
+    directory: Annotated[Path, typer.Argument(help="Where the files go; made if it is not there.", file_okay=False)],
+    client: Annotated[str, typer.Option("--client", help="Name of the client that the second pair is for.")] = "client",
+    format_: FormatOption = Format.TEXT,
+) -> None:
+    """Make CURVE keys for a tcp:// endpoint: the daemon's pair, unless it is there already, and one client's."""
+    from transferd.cli.keygen import make_keys
+
+    keys = make_keys(directory, client)
+    print(json.dumps(keys.tree()) if format_ is Format.JSON else keys.text())
 
 
 @app.command()
@@ -169,19 +208,18 @@ def explain(
     endpoint: EndpointOption = None,
     dump: Annotated[Path | None, typer.Option("--dump", help="A dump, or a directory: the newest in it.")] = None,
     timeout: TimeoutOption = 2.0,
+    key_file: KeyFileOption = None,
+    server_key_file: ServerKeyFileOption = None,
     format_: FormatOption = Format.TEXT,
 ) -> None:
     """Tell the life of one task, rank by rank: from a running daemon, or from a dump of its flight recorder."""
-    from transferd.client.client import Client
     from transferd.observability import story as explanation
     from transferd.observability.dump_file import read_dump
 
-    async def ask() -> dict[str, Any]:
-        connecting = Client(endpoint, connect_timeout=timeout, await_ready=False)
-        async with asyncio.timeout(timeout + 1), connecting as client:
-            return await client.explain(task_id)
-
-    story = asyncio.run(ask()) if dump is None else read_dump(dump).explain(task_id)
+    if dump is None:
+        story = ask(lambda client: client.explain(task_id), endpoint, timeout, key_file, server_key_file)
+    else:
+        story = read_dump(dump).explain(task_id)
     print(json.dumps(story) if format_ is Format.JSON else explanation.as_text(story))
 
 
@@ -246,19 +284,6 @@ def _demo_pd(console: Console, format_: Format) -> NoReturn:
     if format_ is Format.JSON:
         print(json.dumps({report.mode: report.tree() for report in reports}))
     raise typer.Exit(0 if all(report.good for report in reports) else 1)
-
-
-def _print_tree(report: dict[str, Any], indent: int = 0) -> None:
-    for key, value in report.items():
-        if isinstance(value, dict):
-            print(one_line(f"{' ' * indent}{key}:"))
-            _print_tree(value, indent + 2)
-        elif isinstance(value, list) and value and isinstance(value[0], dict):
-            for item in value:
-                print(one_line(f"{' ' * indent}{key}:"))
-                _print_tree(item, indent + 2)
-        else:
-            print(one_line(f"{' ' * indent}{key}: {value}"))
 
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # what print() meets; it names no file

@@ -62,6 +62,15 @@ class ClientCurve:
         for name in ("server_key", "public_key", "secret_key"):
             object.__setattr__(self, name, _client_key(name, getattr(self, name)))
 
+    @classmethod
+    def load(cls, key_file: Path | None, server_key_file: Path | None) -> ClientCurve:
+        """Read a client's secret key and the daemon's public key, each from its file. Raises ConfigError."""
+        if key_file is None or server_key_file is None:
+            missing = "--key-file" if key_file is None else "--server-key-file"
+            raise ConfigError(missing, "is needed, too: keys are the client's secret one and the daemon's public one")
+        secret = _read_key("--key-file", key_file)
+        return cls(_read_key("--server-key-file", server_key_file), zmq.curve_public(secret), secret)
+
     def apply(self, socket: zmq.Socket[bytes]) -> None:
         socket.setsockopt(zmq.CURVE_SERVERKEY, self.server_key)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self.public_key)

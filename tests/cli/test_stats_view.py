@@ -1,0 +1,76 @@
+"""The report for people: one screen, the right figures, and every trouble with what to do."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from transferd.cli.concerns import concerns
+from transferd.cli.stats_view import lane_totals, view
+
+
+def shown(report: dict[str, Any]) -> str:
+    out = io.StringIO()
+    Console(file=out, width=80, highlight=False).print(view(report))
+    return out.getvalue()
+
+
+def test_it_fits_a_screen_and_has_the_figures(report: dict[str, Any]) -> None:
+    text = shown(report)
+    assert len(text.splitlines()) <= 25
+    assert max(map(len, text.splitlines())) <= 80
+    rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.strip()}
+    assert rows["write"][:4] == ["0", "0", "1", "0"]  # queued, running, done, failed: a task counts once for all ranks
+    assert rows["read"][:4] == ["0", "0", "2", "0"]
+    assert "ok 2  miss 1  rejected 1  queued 0, running 0" in text
+    assert "attached to each rank: 1, 1" in text
+    storage = report["storage"]
+    assert storage["hits"]
+    assert f"({storage['hits']} of {storage['hits'] + storage['misses']})" in text
+
+
+def test_lanes_count_a_task_once_and_the_bytes_of_all_ranks(report: dict[str, Any]) -> None:
+    report["ranks"][0]["lanes"]["read"] |= {"done": 3, "bytes": 10}
+    report["ranks"][1]["lanes"]["read"] |= {"done": 2, "bytes": 5}
+    assert lane_totals(report)["read"] | {"failed": 0} == {
+        "queued": 0, "running": 0, "done": 3, "failed": 0, "bytes": 15,
+    }  # fmt: skip
+    assert list(lane_totals(report))[:4] == ["write", "read", "swap_out", "swap_in"]
+
+
+def test_all_is_well_is_said_only_then(report: dict[str, Any]) -> None:
+    assert concerns(report) == []
+    assert "all is well" in shown(report)
+    report["degraded"] = ["rank 0: staging memory is not pinned: no room"]
+    assert "all is well" not in shown(report)
+    assert "! rank 0: staging memory is not pinned: no room" in shown(report)
+
+
+@pytest.mark.parametrize(
+    ("section", "value", "told"),
+    [
+        ("barrier", {"dead": [1]}, "rank 1 has died"),
+        ("cache", {"cleared": True}, "the cache is cleared"),
+        ("cache", {"missing": [0, 1]}, "ranks 0, 1 have no memory"),
+        ("cache", {"unmapped": [1]}, "no engine has ranks 1 attached"),
+        ("storage", {"breaker": "open"}, "storage file does not answer"),
+        ("storage", {"corrupt": 2}, "2 damaged objects"),
+        ("storage", {"errors": 1}, "1 storage calls failed"),
+        ("tasks", {"expired": 3}, "3 tasks missed their deadline"),
+        ("refused", {"unknown_key": 4}, "refused connections: unknown_key 4"),
+        ("effects_failed", {"Start": 1}, "internal errors"),
+        ("", {"ready": False}, "not ready"),
+        ("", {"draining": True}, "the daemon is stopping"),
+        ("", {"straggling": 1}, "1 answered tasks still occupy blocks"),
+        ("", {"log_dropped": 9}, "9 log lines were lost"),
+        ("", {"held": [{"what": "pause", "holder": "\x1b[2Jme", "for_s": 61.0}]}, r"pause for 1 min 1 s, held by \x1b"),
+    ],
+)
+def test_each_trouble_is_told(report: dict[str, Any], section: str, value: dict[str, Any], told: str) -> None:
+    (report[section] if section else report).update(value)
+    (only,) = concerns(report)
+    assert told in only
+    assert "\x1b" not in shown(report)

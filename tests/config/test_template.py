@@ -1,0 +1,44 @@
+"""The commented configuration: all of it, and nothing but what the sections say."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+
+import msgspec
+import pytest
+
+from transferd.config import Config, from_tree
+from transferd.config.template import template
+
+
+def test_as_printed_it_is_the_default_configuration() -> None:
+    text = template()
+    assert "# ranks = 2" in text
+    assert from_tree(tomllib.loads(text)) == Config()
+
+
+def test_every_setting_is_there_with_its_default() -> None:
+    """Remove the mark of every setting that has a value, and the result is still the default."""
+    sections = [part for part in template().split("\n\n") if "\n# [" not in part]  # without those that may be absent
+    tree = tomllib.loads(re.sub(r"^# (\w+ = (?! ))", r"\1", "\n\n".join(sections), flags=re.MULTILINE))
+    assert msgspec.to_builtins(from_tree(tree), enc_hook=str) == msgspec.to_builtins(Config(), enc_hook=str)
+    assert set(tree) == {field.name for field in msgspec.structs.fields(Config)}
+    assert len(tree["server"]) == len(msgspec.structs.fields(type(Config().server))) - 1  # without curve
+
+
+def test_comments_stand_beside_their_settings() -> None:
+    assert "# lane_depth = 16  # tasks running at once per lane" in template()
+    assert "# tasks = 8192  # about so many are remembered" in template()
+    assert "# [storage.attention_store.peers.NAME]\n# endpoint =" in template()
+    assert "# [server.curve]\n# secret_key_file =" in template()
+
+
+def test_what_is_chosen_counts() -> None:
+    config = from_tree(tomllib.loads(template({"cache.ranks": 4, "storage.file.capacity": "7GiB"})))
+    assert (config.cache.ranks, config.storage.file.capacity) == (4, 7 * 1024**3)
+
+
+def test_a_setting_that_does_not_exist_is_no_choice() -> None:
+    with pytest.raises(ValueError, match=r"cache\.rank"):
+        template({"cache.rank": 4})

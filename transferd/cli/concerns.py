@@ -1,0 +1,67 @@
+"""What a daemon's report says is wrong or slower than it should be, in sentences that say what to do.
+
+`transferd stats` and `transferd top` show the same list.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transferd.cli.units import span
+from transferd.errors import one_line
+
+
+def concerns(report: dict[str, Any]) -> list[str]:
+    """Everything in stats() that an operator should know of, the most urgent first; empty when all is well."""
+    return [one_line(text) for text in (*_service(report), *_storage(report["storage"]), *_quality(report))]
+
+
+def _service(report: dict[str, Any]) -> list[str]:
+    """Why tasks are not served, or not all of them."""
+    cache, found = report["cache"], []
+    found += [f"rank {rank} has died: restart the daemon" for rank in report["barrier"]["dead"]]
+    if cache["cleared"]:
+        found.append("the cache is cleared: tasks are rejected until restore_cache")
+    elif cache["missing"]:
+        found.append(f"ranks {_listed(cache['missing'])} have no memory: no engine has offered it")
+    elif not report["ready"]:
+        found.append("not ready: see /readyz and the log")
+    elif cache["unmapped"] and report["server"]["clients"] and sum(report["tasks"].values()):
+        found.append(f"no engine has ranks {_listed(cache['unmapped'])} attached: tasks are rejected, not_attached")
+    for hold in report["held"]:
+        found.append(f"{hold['what']} for {span(hold['for_s'])}, held by {hold['holder']}: `resume` ends it")
+    if report["draining"] and not report["held"]:
+        found.append("the daemon is stopping: it admits no new tasks")
+    if report["straggling"]:
+        found.append(f"{report['straggling']} answered tasks still occupy blocks: a copy or a call hangs")
+    return found
+
+
+def _storage(storage: dict[str, Any]) -> list[str]:
+    found = []
+    if storage.get("breaker", "closed") != "closed":
+        found.append(f"storage {storage['backend']} does not answer: tasks fail at once until it does")
+    if storage.get("corrupt"):
+        found.append(f"{storage['corrupt']} damaged objects were set aside: check the medium, run `transferd verify`")
+    if storage.get("errors"):
+        found.append(f"{storage['errors']} storage calls failed since the start: see the log")
+    return found
+
+
+def _quality(report: dict[str, Any]) -> list[str]:
+    found = [str(reason) for reason in report["degraded"]]
+    expired = report["tasks"].get("expired", 0)
+    if expired:
+        found.append(f"{expired} tasks missed their deadline: see `transferd tasks --failed`")
+    if report["effects_failed"]:
+        found.append(f"internal errors: {report['effects_failed']}: please report them with the log")
+    if report["log_dropped"]:
+        found.append(f"{report['log_dropped']} log lines were lost: whoever reads stderr is too slow")
+    refused = {reason: n for reason, n in report["refused"].items() if n}
+    if refused:
+        found.append("refused connections: " + ", ".join(f"{reason} {n}" for reason, n in refused.items()))
+    return found
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))

@@ -1,0 +1,60 @@
+"""`transferd config`: what a configuration file can say, written for this machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import typer
+
+from transferd.config.size import Size
+from transferd.config.template import template
+
+app = typer.Typer(name="config", help="Make a configuration file.", no_args_is_help=True)
+
+STORE = "/var/lib/transferd/blocks"
+STORE_SHARE = 0.5  # of the free space, to begin with: others write to the same disk
+GIB = 1024**3
+
+
+@app.callback()
+def config() -> None:
+    """Make a configuration file."""
+
+
+@app.command()
+def init(
+    path: str = typer.Option(STORE, "--store", help="Where blocks will be stored; its free space sets the capacity."),
+) -> None:
+    """Print a commented configuration for this machine to stdout: every setting, what it means, its default."""
+    print(template(for_this_machine(path)), end="")
+
+
+def for_this_machine(store: str, proc: Path = Path("/proc")) -> dict[str, object]:
+    """The settings that a machine decides: one rank a GPU, and the room that its disk has."""
+    gpus = _gpus(proc)
+    free = shutil.disk_usage(_existing(store)).free
+    chosen: dict[str, object] = {
+        "server.endpoint": "ipc:///run/transferd/transferd.sock",
+        "cache.ranks": gpus or 2,
+        "cache.device": "cuda" if gpus else "shm",
+        "storage.backend": "file",
+        "storage.file.path": store,
+        "storage.file.capacity": Size(max(GIB, int(free * STORE_SHARE) // GIB * GIB)),
+    }
+    return chosen
+
+
+def _gpus(proc: Path) -> int:
+    try:
+        return len(os.listdir(proc / "driver/nvidia/gpus"))
+    except OSError:
+        return 0
+
+
+def _existing(path: str) -> Path:
+    there = Path(path).absolute()
+    while not there.exists():
+        there = there.parent
+    return there

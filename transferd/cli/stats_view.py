@@ -1,0 +1,141 @@
+"""`transferd stats` as people read it: one screen, the same parts always in the same place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from transferd.cli.concerns import concerns
+from transferd.cli.units import bar, count, share, size, span
+from transferd.errors import one_line
+
+MAIN_LANES = ("write", "read", "swap_out", "swap_in")  # always shown; the others once they have worked
+MOST_CONCERNS = 6
+
+
+def view(report: dict[str, Any]) -> RenderableType:
+    """The report of stats() as something rich can print, in about 25 lines of 80 columns."""
+    return Group(_identity(report), _engine(report), _tasks(report), lanes(report), _tiers(report), _outlook(report))
+
+
+def lanes(report: dict[str, Any]) -> Table:
+    """What each lane has to do and has done. A task runs on every rank and counts once; bytes are all ranks'."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("lane", style="bold")
+    for name in ("queued", "running", "done", "failed", "moved", "per second"):
+        table.add_column(name, justify="right")
+    for name, lane in lane_totals(report).items():
+        if name in MAIN_LANES or any(lane.values()):
+            rate = lane["bytes"] / max(report["uptime_s"], 1e-3)
+            failed = Text(count(lane["failed"]), style="red" if lane["failed"] else "")
+            table.add_row(
+                name,
+                count(lane["queued"]),
+                count(lane["running"]),
+                count(lane["done"]),
+                failed,
+                size(lane["bytes"]),
+                size(rate),
+            )
+    return table
+
+
+def lane_totals(report: dict[str, Any]) -> dict[str, dict[str, int]]:
+    """{lane: {queued, running, done, failed, bytes}} over all ranks: the most of any rank, and the sum of bytes."""
+    totals: dict[str, dict[str, int]] = {}
+    for rank in report["ranks"]:
+        for name, lane in rank["lanes"].items():
+            total = totals.setdefault(name, dict.fromkeys(("queued", "running", "done", "failed", "bytes"), 0))
+            for key in total:
+                total[key] = total[key] + lane[key] if key == "bytes" else max(total[key], lane[key])
+    order = {name: place for place, name in enumerate(MAIN_LANES)}
+    return dict(sorted(totals.items(), key=lambda item: order.get(item[0], len(order))))
+
+
+def identity(report: dict[str, Any]) -> Text:
+    """Who this is, for how long, and whether it serves: one line."""
+    serving = report["ready"] and not report["draining"] and not report["paused"]
+    state = "ready" if serving else "draining" if report["draining"] else "paused" if report["paused"] else "not ready"
+    line = Text.assemble(
+        (f"transferd {one_line(report['version'])}", "bold"),
+        f"  boot {one_line(report['boot_id'])[:12]}  up {span(report['uptime_s'])}  ",
+    )
+    return line.append(state, style="green" if serving else "bold red")
+
+
+def _identity(report: dict[str, Any]) -> Text:
+    line = identity(report).append("\n")
+    line.append(one_line("  ".join(report["endpoint"])))
+    if report["generation"]:
+        line.append(f"  generation {one_line(report['generation'])}")
+    return line
+
+
+def _engine(report: dict[str, Any]) -> Text:
+    layout, cache = report["layout"], report["cache"]
+    devices = ", ".join(str(rank["device"]) for rank in report["ranks"])
+    clients, lost = report["server"]["clients"], report["server"]["clients_lost"]
+    text = f"engine   {one_line(layout['attention'])}, {layout['layers']} layers, {len(report['ranks'])} ranks on "
+    text += f"devices {devices}; a block is {size(layout['block_bytes'])} a rank\n"
+    attached = ", ".join(map(str, cache["mapped"]))
+    text += f"clients  {clients} connected, {lost} lost; attached to each rank: {attached}; "
+    text += f"memory made by the {cache['creator']}"
+    return Text(text)
+
+
+def _tasks(report: dict[str, Any]) -> Text:
+    line = Text("tasks    ")
+    parts = [(status, number) for status, number in report["tasks"].items() if number]
+    for status, number in parts:
+        style = "" if status in ("ok", "partial", "miss") else "red" if status == "failed" else "yellow"
+        line.append(f"{one_line(status)} {count(number)}  ", style=style)
+    line.append(f"{'' if parts else 'none yet; '}queued {report['queued']}, running {report['running']}\n")
+    return line
+
+
+def _tiers(report: dict[str, Any]) -> RenderableType:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    host, staging, storage = report["host"], report["staging"], report["storage"]
+    ranks, block = len(report["ranks"]), report["layout"]["block_bytes"]
+    device_blocks = report["layout"]["device_blocks"]
+    table.add_row("\ndevice", "", f"\n{device_blocks} blocks a rank, {size(device_blocks * ranks * block)} in all")
+    pinned = "pinned" if host["pinned"] else "not pinned"
+    in_host = f"{host['blocks']} blocks a rank, {size(host['bytes'])} in all, {pinned}" if host["blocks"] else "none"
+    table.add_row("host", "", in_host)
+    table.add_row(
+        "staging",
+        bar(staging["used"], staging["capacity"]),
+        f"{size(staging['used'])} of {size(staging['capacity'])}, {size(staging['peak'])} at most",
+    )
+    backend, stored, capacity = one_line(storage["backend"]), storage.get("bytes") or 0, storage.get("capacity") or 0
+    of = f" of {size(capacity)}, {share(stored, capacity)}" if capacity else ""
+    objects = "" if storage.get("objects") is None else f"{count(storage['objects'])} objects, "
+    filled = bar(stored, capacity) if capacity else ""
+    table.add_row("storage", filled, Text(f"{backend}: {objects}{size(stored)}{of}"))
+    table.add_row("", "", hits(storage))
+    return table
+
+
+def hits(storage: dict[str, Any]) -> Text:
+    """How often storage had what was asked for, and what it did besides."""
+    found, missed = storage.get("hits") or 0, storage.get("misses") or 0
+    line = f"hits {share(found, found + missed)} ({count(found)} of {count(found + missed)})"
+    for key in ("evictions", "corrupt", "errors"):
+        if storage.get(key) is not None:
+            line += f", {key} {count(storage[key])}"
+    return Text(line + (f", breaker {one_line(storage['breaker'])}" if "breaker" in storage else ""))
+
+
+def _outlook(report: dict[str, Any]) -> Text:
+    found = concerns(report)
+    if not found:
+        return Text("\nall is well", style="green")
+    text = Text("\n")
+    for problem in found[:MOST_CONCERNS]:
+        text.append(f"! {problem}\n", style="yellow")
+    text.append(f"  and {len(found) - MOST_CONCERNS} more" if len(found) > MOST_CONCERNS else "")
+    text.rstrip()
+    return text

@@ -1,0 +1,92 @@
+"""A commented configuration file, made from sections.py itself: each comment and default is written once, there."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import io
+import tokenize
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+import tomli_w
+
+from transferd.config import sections
+from transferd.config.sections import Config
+from transferd.config.size import Size
+
+
+def template(chosen: Mapping[str, Any] | None = None) -> str:
+    """Every section and key with its default, commented out, and what it means beside it.
+
+    chosen: {"section.key": value} to be written as settings that count; everything else stays a comment.
+    """
+    chosen = dict(chosen or {})
+    lines = ["# transferd: every setting with its default. Remove the # of what you want to change."]
+    for section in msgspec.structs.fields(Config):
+        lines += _section(section.name, section.type, chosen)
+    if chosen:
+        raise ValueError(f"there are no such settings: {', '.join(chosen)}")
+    return "\n".join(lines) + "\n"
+
+
+def _section(name: str, kind: type[msgspec.Struct], chosen: dict[str, Any], *, optional: bool = False) -> Iterator[str]:
+    comments = _comments(kind)
+    mark = "# " if optional else ""
+    yield ""
+    yield from (f"# {line}".rstrip() for line in inspect.getdoc(kind).splitlines())  # type: ignore[union-attr]
+    yield f"{mark}[{name}]"
+    nested = []
+    for field in msgspec.structs.fields(kind):
+        key = f"{name}.{field.name}"
+        if inner := _struct_in(field.type):
+            named = typing.get_origin(field.type) is dict
+            nested.append((f"{key}.NAME" if named else key, inner, named or field.default is None))
+        else:
+            yield _setting(key, field, comments.get(field.name, ""), chosen)
+    for key, inner, may_be_absent in nested:
+        yield from _section(key, inner, chosen, optional=may_be_absent)
+
+
+def _setting(key: str, field: msgspec.structs.FieldInfo, comment: str, chosen: dict[str, Any]) -> str:
+    mark = "" if key in chosen else "# "
+    value = chosen.pop(key) if key in chosen else _default(field)
+    beside = f"  # {comment}" if comment else ""
+    return f"{mark}{field.name} = {_toml(value)}{beside}" if value is not None else f"# {field.name} ={beside}"
+
+
+def _default(field: msgspec.structs.FieldInfo) -> Any:
+    if field.default_factory is not msgspec.NODEFAULT:
+        return field.default_factory()
+    return "" if field.default is msgspec.NODEFAULT else field.default
+
+
+def _toml(value: Any) -> str:
+    plain = str(value) if isinstance(value, Size) else value
+    text: str = tomli_w.dumps({"v": plain}).strip().removeprefix("v = ")
+    return text
+
+
+def _struct_in(kind: Any) -> type[msgspec.Struct] | None:
+    """The section that a field holds, also where it may be absent."""
+    options = typing.get_args(kind) or (kind,)
+    return next((one for one in options if isinstance(one, type) and issubclass(one, msgspec.Struct)), None)
+
+
+def _comments(kind: type[msgspec.Struct]) -> dict[str, str]:
+    """{field: the comment beside it} as the source of sections.py has them."""
+    tree = ast.parse(inspect.getsource(sections))
+    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == kind.__name__)
+    lines: dict[int, str] = {}
+    for token in tokenize.generate_tokens(io.StringIO(inspect.getsource(sections)).readline):
+        if token.type == tokenize.COMMENT:
+            lines[token.start[0]] = token.string.removeprefix("#").strip()
+    return {
+        node.target.id: " ".join(
+            lines[n] for n in range(node.lineno, (node.end_lineno or node.lineno) + 1) if n in lines
+        )
+        for node in body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
