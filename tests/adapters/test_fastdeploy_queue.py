@@ -102,6 +102,11 @@ def done(queue: EngineCacheQueue) -> tuple[Any, ...]:
     return answer
 
 
+def fill_host(queue: EngineCacheQueue, block: int) -> None:
+    queue.put_transfer_task(swap(CacheStatus.SWAP2CPU, f"fill {block}", [block], [block]))
+    assert done(queue)[3] == [block]
+
+
 def mapped_again(queue: EngineCacheQueue) -> None:
     give_up = time.monotonic() + WAIT_S
     while queue.client.stats()["cache"]["unmapped"]:
@@ -189,6 +194,8 @@ def test_a_rank_that_fails_is_answered_with_nothing_and_named(
 ) -> None:
     queue.put_transfer_task(write("before", ["there"], [3]))
     assert done(queue)[3] == [3]
+    for block in item[4] if item[0] is CacheStatus.SWAP2GPU else ():
+        fill_host(queue, block)
     with saboteur.order(operation, 1):
         queue.put_transfer_task(item)
         assert [done(queue) for _ in answers] == answers
@@ -206,6 +213,7 @@ def test_a_task_past_its_timeout_is_answered_with_what_it_did(queue: EngineCache
         queue.put_transfer_task(read("late", ["late"], [2], timeout=0.1))
         assert [done(queue) for _ in range(RANKS)] == [(CacheStatus.STORAGE2GPU, "late", ["late"], [])] * RANKS
         assert story(queue, "late").status is Status.EXPIRED
+    fill_host(queue, 4)
     with saboteur.order("copy_in", 0, "stall"):
         queue.put_transfer_task(swap(CacheStatus.SWAP2GPU, "stuck", [4], [4]))
         queue.clear_transfer_task()
@@ -506,6 +514,7 @@ def test_a_sleep_frees_the_cache_and_a_wakeup_makes_it_anew_for_new_weights(
         assert controls.ask("update_weights", version=f"{served}x-STEP-1") is None
         assert controls.ask("wakeup", tags=tags) is None
         queue.client.wait_ready(WAIT_S)
+        mapped_again(queue)
         queue.put_transfer_task(swap(CacheStatus.SWAP2CPU, "awake", [1], [1]))
         assert done(queue)[1:] == ("awake", ["node-1"], [1], [1])
     assert controls.ask("sleep") is None
@@ -549,6 +558,9 @@ def test_after_a_restart_of_the_daemon_the_queue_attaches_again_and_hands_the_ne
             queue.client.attach(rank)
         doomed.kill()
         with running(tree, tmp_path):
+            give_up = time.monotonic() + WAIT_S
+            while not queue.client.outdated:
+                assert time.monotonic() < give_up, "the queue has not noticed"
             queue.client.wait_ready(WAIT_S)
             queue.put_transfer_task(swap(CacheStatus.SWAP2CPU, "old", [1], [1]))
             assert done(queue) == (CacheStatus.SWAP2CPU, "old", [], [], [])
