@@ -18,7 +18,7 @@ from transferd import Client, Status, SwapInTask, SwapOutTask, WriteStorageTask
 from transferd.blocks.layout import build_layout
 from transferd.config import Config, from_tree
 from transferd.daemon.daemon import Daemon
-from transferd.runtime.threads import Direction, ThreadPools
+from transferd.runtime.threads import CLOSE_S, Direction, ThreadPools
 from transferd.tiers.segment import attach_arrays
 from transferd.tiers.shm import ShmDeviceTier
 
@@ -36,15 +36,18 @@ class HeldThreads:
         self.held: list[asyncio.Event] = []
         self.holding = False
 
-    def run(self, direction: Direction, function: Callable[[], T]) -> asyncio.Future[T]:
+    def open(self) -> None:
+        self._threads.open()
+
+    def run(self, direction: Direction, function: Callable[[], T], what: object = None) -> asyncio.Future[T]:
         if not self.holding:
-            return self._threads.run(direction, function)
+            return self._threads.run(direction, function, what)
         gate = asyncio.Event()
         self.held.append(gate)
 
         async def later() -> T:
             await gate.wait()
-            return await self._threads.run(direction, function)
+            return await self._threads.run(direction, function, what)
 
         return asyncio.get_running_loop().create_task(later())
 
@@ -53,8 +56,11 @@ class HeldThreads:
         for gate in self.held:
             gate.set()
 
-    def close(self) -> None:
-        self._threads.close()
+    def under_way(self) -> list[str]:
+        return self._threads.under_way()
+
+    def close(self, within: float = CLOSE_S) -> list[str]:
+        return self._threads.close(within)
 
 
 class World:

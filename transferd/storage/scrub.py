@@ -84,7 +84,7 @@ class Scrub:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._task = None
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("the scrub ended in a way it must not", exc_info=error)
+            log.error("the scrub stopped on an unexpected error (bug)", exc_info=error)
         elif self._rate:  # switched off and on again while it was reading a piece
             self.set_rate(self._rate)
 

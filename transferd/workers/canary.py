@@ -1,4 +1,4 @@
-"""The daemon's half of a canary (wire/canary.py): is the engine's block where the handle says?"""
+"""The daemon's half of a canary check (wire/canary.py): does the handle point at the engine's blocks?"""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from transferd.workers.context import RankContext
 
 
 async def check_canary(context: RankContext, canary: Canary) -> None:
-    """Read the canary's block from the mapped device by the way that all blocks go, and compare every array of it.
+    """Read the canary's block from the mapped device, the way every block is read, and compare each of its arrays.
 
-    Reads the device and writes staging only. Raises RequestError with code `canary_mismatch` that names the first
-    array that differs; `bad_value`, `id_out_of_range`; TierError when the block cannot be read.
+    Reads the device and writes to staging only. Raises RequestError with code `canary_mismatch` (the message names
+    the first array that differs), `bad_value` or `id_out_of_range`; TierError if the block cannot be read.
     """
     staging, segments = context.staging, context.layout.segments
     expected = {(plane, layer): said for plane, layers in canary.sums.items() for layer, said in enumerate(layers)}
     if expected.keys() != {(part.plane.name, part.layer) for part in segments}:
-        what = f"the canary has {len(expected)} arrays; a checksum for each of the layout's {len(segments)} is needed"
+        what = f"the canary has {len(expected)} checksums; send one for each of the layout's {len(segments)} arrays"
         raise RequestError(what, code="bad_value")
     lease = await staging.acquire("read", 1, "canary")
     try:
@@ -35,6 +35,6 @@ async def check_canary(context: RankContext, canary: Canary) -> None:
     if wrong:
         raise RequestError(
             f"block {canary.block} of {wrong[0]} does not hold what the engine wrote there ({len(wrong)} of "
-            f"{len(segments)} arrays): check offsets and shapes of the handle, and whether it is this rank's",
+            f"{len(segments)} arrays differ): check the handle's offsets and shapes, and that it belongs to this rank",
             code="canary_mismatch",
         )

@@ -1,4 +1,4 @@
-"""What a rank's handlers work with, and the account they keep while they do."""
+"""What a rank's handlers work with, and the account they keep of one task."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from transferd.workers.job import Job
 T = TypeVar("T")
 
 
-# Checksums of up to this many bytes cost less on the loop than the way to a thread and back.
+# Checksums of up to this many bytes cost less on the loop than a trip to a thread and back.
 INLINE_CHECK_BYTES = 256 * 1024
 
 
 class Background:
-    """Work that outlives the task it was begun for: I/O on staging that nobody waits for any more.
+    """Work that may outlive its task: I/O on staging that is still running after the task was answered.
 
-    The task was answered; the bytes still move. Each piece is kept here until it has really ended,
-    and `settled` waits for all of it before the memory under it is freed.
+    Each piece stays here until it has really ended. `settled` waits for all of them, so that the memory
+    under them can be freed.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Background:
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._running.discard(task)
         if not task.cancelled():
-            task.exception()  # its waiter heard of it, or nobody was left to; either way it is not lost noise
+            task.exception()  # mark it as retrieved: its waiter has seen it, or there is no waiter left
 
     async def settled(self) -> None:
         while self._running:
@@ -62,9 +62,9 @@ class Background:
 
 @dataclass(frozen=True, slots=True)
 class DirectPath:
-    """The way to other daemons: their exchange, shared by all ranks; the only memory that peers write to.
+    """How a rank reaches other daemons.
 
-    format: of what goes this way.
+    exchange: shared by all ranks. staging: the only memory that peers write to. format: of the objects sent.
     """
 
     exchange: Exchange
@@ -74,12 +74,12 @@ class DirectPath:
 
 @dataclass(frozen=True, slots=True)
 class RankContext:
-    """One rank's parts, put together by the daemon and borrowed by the handlers.
+    """One rank's parts. The daemon builds them; the handlers borrow them.
 
-    host is None without a host tier, storage without a storage backend (admission refuses tasks for
-    them). tokens, where storage is token-indexed, comes before storage, which is then what it keeps its
-    bytes in. block_size: tokens. only_flush: write tasks tell the token index and move nothing. staging is
-    always there: it is the only memory that storage I/O ever touches. direct is there in pd.mode "direct" only.
+    host: None without a host tier. storage: None without a storage backend. Admission rejects tasks that need a
+    missing one. tokens: set if storage is token-indexed; it then handles reads and writes, and keeps its bytes in
+    `storage` if that is set. block_size: in tokens. only_flush: write tasks update the token index and move no
+    bytes. staging: always set; storage I/O touches no other memory. direct: set only with pd.mode "direct".
     """
 
     rank: int
@@ -104,24 +104,24 @@ class RankContext:
         return self.format.names(job.generation, self.ids(job, positions), self.rank)
 
     def ids(self, job: Job, positions: Sequence[int] | None = None) -> list[str]:
-        """What of those keys goes into names."""
+        """The part of each key that goes into its object name."""
         ids = job.key_ids(self.format)
         return ids if positions is None else [ids[i] for i in positions]
 
     async def seal(self, slots: Sequence[int], generation: str, ids: Sequence[str]) -> None:
-        """Complete staging slots that hold packed blocks: from here they are objects to be stored."""
+        """Turn staging slots that hold packed blocks into complete objects, ready to be stored."""
         views = [self.staging.slot_view(slot, self.staging.object_bytes) for slot in slots]
         work = functools.partial(self.format.seal, views, generation, ids, self.rank)
         await self._over(Direction.OUT, len(slots), work)
 
     async def check(self, slots: Sequence[int], generation: str, ids: Sequence[str]) -> list[Damage | None]:
-        """Which of these staging slots hold what they should."""
+        """Verify the objects in these staging slots: None for a good one, otherwise the damage."""
         views = [self.staging.slot_view(slot, self.staging.object_bytes) for slot in slots]
         work = functools.partial(self.format.check, views, generation, ids, self.rank)
         return await self._over(Direction.IN, len(slots), work)
 
     async def _over(self, direction: Direction, blocks: int, work: Callable[[], T]) -> T:
-        """Run what goes over the bytes of so many blocks where it is cheapest."""
+        """Run work that reads every byte of `blocks` blocks: on the loop if that is cheap, otherwise in a thread."""
         if self.format.checked_bytes * blocks <= self.inline_check_bytes:
             return work()
         return await self.threads.run(direction, work, "checksums")
@@ -129,7 +129,7 @@ class RankContext:
 
 @dataclass(slots=True)
 class Account:
-    """What one rank has done for one task so far; turns into its RankOutcome."""
+    """What one rank has done for one task so far. `outcome` makes its RankOutcome."""
 
     job: Job
     context: RankContext
@@ -140,7 +140,7 @@ class Account:
     storage_s: float = 0.0
 
     def failed(self, error: TransferError) -> None:
-        """Keep the first error; but a lost device is what the others came from, and ends the rank."""
+        """Keep the first error, unless the device is lost: that caused the others, and it ends the rank."""
         recorder, task_id, rank = self.context.recorder, self.job.task.task_id, self.context.rank
         recorder.note(task_id, "error", rank, error.reason, str(error)[:LONGEST_TEXT])
         if isinstance(error, InvariantError):
@@ -173,7 +173,7 @@ class Account:
 
 
 def require(part: T | None) -> T:
-    """A part that admission has made sure of."""
+    """`part`, which admission has checked to be there. Raises InvariantError if it is not."""
     if part is None:
-        raise InvariantError("a task was admitted for a tier that this daemon does not have")
+        raise InvariantError("admission let a task through that needs a tier this daemon does not have")
     return part

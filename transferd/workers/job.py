@@ -1,4 +1,4 @@
-"""One task on its way through the ranks: what they share, and how they are told to stop."""
+"""A task while ranks run it: what the ranks share, and the signal that stops them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from transferd.tasks import Stop, Task
 
 
 class StopSignal:
-    """Says "end early" to every rank of one task, and wakes those that wait for something.
+    """Tells every rank of one task to end early, and wakes those that are waiting.
 
-    Set at most once; it cannot be taken back. Bytes in flight are never aborted by it: whoever waits
-    for them stops waiting, and whoever lent memory to them keeps it lent until they have ended.
+    Set once and never cleared. It does not abort bytes in flight: a waiter stops waiting for them, and the
+    memory they use stays leased until they have ended.
     """
 
     def __init__(self) -> None:
         self.reason: Stop | None = None
         self._waiters: set[asyncio.Future[None]] = set()
-        self._copies: dict[int, list[asyncio.Future[Any]]] = {}  # what threads were given for each, by its id()
+        self._copies: dict[int, list[asyncio.Future[Any]]] = {}  # each copy's work in threads, by the list's id()
 
     def set(self, reason: Stop) -> None:
         if self.reason is None:
@@ -34,13 +34,13 @@ class StopSignal:
                 _wake(waiter)
             for works in self._copies.values():
                 for work in works:
-                    work.cancel()  # nothing happens if a thread has taken it (runtime/threads.py)
+                    work.cancel()  # does nothing once a thread has taken it (runtime/threads.py)
 
     async def copied(self, copying: Coroutine[Any, Any, None]) -> bool:
-        """Await a copy. False: the signal was set first, and whatever has not begun of the copy never will.
+        """Await a copy. False: the signal was set first; what had not begun by then never runs.
 
-        So a copy that waits for a thread behind a copy that hangs does not run after its task's result. One that
-        has begun goes on to its end.
+        So a copy that queues behind a hung one never runs after its task was answered. A copy that has begun
+        runs to its end.
         """
         if self.reason is not None:
             copying.close()
@@ -52,7 +52,7 @@ class StopSignal:
             await copying
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if self.reason is None or task is None or task.cancelling():  # somebody else's cancellation
+            if self.reason is None or task is None or task.cancelling():  # not our cancellation
                 raise
             return False
         finally:
@@ -86,9 +86,9 @@ def _wake(waiter: asyncio.Future[None]) -> None:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A started task. Shared by all ranks, which read it and remember in it what is the same for all of them.
+    """A started task, shared by all its ranks. It caches what is the same for each of them.
 
-    started_at, admitted_at: monotonic seconds. use: as whose use storage counts what any rank does for it.
+    started_at, admitted_at: monotonic seconds. use: groups every rank's storage accesses as one use (storage/lru.py).
     """
 
     task: Task
@@ -101,14 +101,14 @@ class Job:
     _plans: dict[Hashable, CopyPlan] = field(default_factory=dict)
 
     def key_ids(self, objects: ObjectFormat) -> list[str]:
-        """ObjectFormat.ids of the task's keys, in order; computed on first use. Empty for swaps."""
+        """ObjectFormat.ids of the task's keys, in order. Computed on first use; empty for swaps."""
         ids = self._ids.get(objects)
         if ids is None:
             ids = self._ids[objects] = objects.ids(getattr(self.task, "keys", ()))
         return ids
 
     def under(self, objects: ObjectFormat, keys: Sequence[str]) -> Job:
-        """The same job, its blocks named by these keys in place of the task's."""
+        """The same job with its blocks named by these keys instead of the task's."""
         return dataclasses.replace(self, _ids={objects: objects.ids(keys)})
 
     @property
@@ -116,7 +116,7 @@ class Job:
         return self.started_at - self.admitted_at
 
     def plan(self, key: Hashable, make: Callable[[], CopyPlan]) -> CopyPlan:
-        """The plan remembered under `key`, made on first use. Ranks of equal geometry share it."""
+        """The plan cached under `key`, made on first use. Ranks with the same geometry share it."""
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = make()

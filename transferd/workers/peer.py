@@ -1,10 +1,10 @@
 """Send and receive: blocks from this rank's device to the same rank of another daemon, without storage.
 
-A Sender is a Writer whose objects go to a peer, a Receiver is a Reader whose objects come from one. What
-differs is who sets the pace. The receiver does: a sender gathers what memory has been posted for, so it
-never holds staging that waits for a peer (direct/__init__.py tells why that matters).
+A Sender is a Writer whose objects go to a peer; a Receiver is a Reader whose objects come from one. The
+difference is that the receiver sets the pace: a sender gathers only blocks for which the receiver has posted
+memory, so it never holds staging while it waits for a peer (storage/peer/__init__.py says why that matters).
 
-A sequence is of use only when it is whole, on both sides. So a sender's blocks count once the receiver has
+A sequence is useful only if it is complete, on both sides. So a sender's blocks count once the receiver has
 confirmed all of them, and a receiver confirms only after its last block is on the device.
 """
 
@@ -27,11 +27,11 @@ from transferd.workers.job import Job
 from transferd.workers.read import Reader
 from transferd.workers.write import Writer, _Chunk
 
-_GIVEN_UP = ErrorInfo("internal", "the task ended in a way it must not")
+_ABORTED = ErrorInfo("internal", "the task's handler ended without a result (bug)")
 
 
 class Sender(Writer):
-    """One SendTask on one rank; made for it and thrown away after it."""
+    """One SendTask on one rank. Used once."""
 
     def __init__(self, context: RankContext, outbound: Outbound) -> None:
         super().__init__(context)
@@ -57,7 +57,7 @@ class Sender(Writer):
         return await self._confirmed(job, account)
 
     async def _posted(self, job: Job, account: Account) -> list[str]:
-        """Objects that the receiver has memory for; [] at the end, or when told to stop."""
+        """Names of objects that the receiver has posted memory for; [] at the end, or if the task is stopped."""
         before = self._context.clock.monotonic()
         asked = self._context.background.spawn(self._outbound.posted(self._chunk_blocks))
         answered = await job.stop.race(asked)
@@ -65,7 +65,7 @@ class Sender(Writer):
         return asked.result() if answered else []
 
     async def _confirmed(self, job: Job, account: Account) -> RankOutcome:
-        """The outcome, once the receiver has said whether it took everything."""
+        """The outcome, once the receiver has confirmed every object or failed."""
         if len(account.moved) == job.task.blocks:
             confirming = self._context.background.spawn(self._outbound.taken())
             try:
@@ -84,7 +84,7 @@ class Sender(Writer):
 
 
 class Receiver(Reader):
-    """One ReceiveTask on one rank; made for it and thrown away after it."""
+    """One ReceiveTask on one rank. Used once."""
 
     def __init__(self, context: RankContext, inbound: Inbound) -> None:
         super().__init__(context)
@@ -97,7 +97,7 @@ class Receiver(Reader):
     async def run(self, job: Job) -> RankOutcome:
         outcome = await super().run(job)
         complete = len(outcome.moved) == job.task.blocks
-        damaged = ErrorInfo("damaged", f"{self.corrupt} objects were damaged on the way")
+        damaged = ErrorInfo("damaged", f"{self.corrupt} objects arrived damaged")
         self._inbound.end(None if complete else outcome.error or _stopped(job) or damaged)
         if complete:
             return outcome
@@ -108,10 +108,10 @@ class Receiver(Reader):
         return self._inbound.get(blobs)
 
     async def _quarantine(self, name: str) -> None:
-        """There is no object to set aside: the bytes are in our own staging."""
+        """Nothing to quarantine: the bytes are in our own staging."""
 
 
-class Handover:
+class PeerHandler:
     """Runs SendTask and ReceiveTask on one rank."""
 
     def __init__(self, context: RankContext) -> None:
@@ -126,7 +126,7 @@ class Handover:
         try:
             return await Sender(context, outbound).run(job)
         finally:
-            outbound.end(_GIVEN_UP)  # nothing, if it has ended
+            outbound.end(_ABORTED)  # does nothing if it has already ended
 
     async def receive(self, job: Job) -> RankOutcome:
         task, direct = job.task, require(self._context.direct)
@@ -137,7 +137,7 @@ class Handover:
         try:
             return await receiver.run(job)
         finally:
-            inbound.end(_GIVEN_UP)  # nothing, if it has ended
+            inbound.end(_ABORTED)  # does nothing if it has already ended
             self.corrupt += receiver.corrupt
 
 

@@ -1,8 +1,7 @@
 """One tensor-parallel rank: its memory, its device, and the handlers that run its share of each task.
 
-A RankWorker starts a job the moment it is told to and arrives at the barrier exactly once for it,
-through `arrive`, well or badly: an error becomes an outcome that carries it. Only a lost device ends
-the rank itself.
+A RankWorker starts each job at once and arrives at the barrier exactly once for it, through `arrive`.
+An error becomes an outcome that carries it. Only a lost device ends the rank itself.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from transferd.tasks import ErrorInfo, Lane, RankOutcome
 from transferd.tiers.base import DeviceHandle
 from transferd.workers.context import RankContext
 from transferd.workers.job import Job
-from transferd.workers.peer import Handover
+from transferd.workers.peer import PeerHandler
 from transferd.workers.read import Reader
 from transferd.workers.swap import Swapper
 from transferd.workers.tokens import TokenHandler
@@ -37,7 +36,7 @@ Died = Callable[[int, str], None]
 
 @dataclass(slots=True)
 class LaneCounters:
-    """What one lane of one rank has done since the start."""
+    """Counts for one lane of one rank, since the daemon started."""
 
     running: int = 0
     done: int = 0
@@ -58,15 +57,15 @@ class RankWorker:
         self._arrive = arrive
         self._died = died
         self._reader = Reader(context)
-        self._handover = handover = Handover(context)
+        self._peer = peer = PeerHandler(context)
         swap, write = Swapper(context), Writer(context)
         self._handlers: dict[Lane, Callable[[Job], Awaitable[RankOutcome]]] = {
             Lane.SWAP_OUT: swap.run,
             Lane.SWAP_IN: swap.run,
             Lane.READ: self._reader.run,
             Lane.WRITE: write.run,
-            Lane.SEND: handover.send,
-            Lane.RECEIVE: handover.receive,
+            Lane.SEND: peer.send,
+            Lane.RECEIVE: peer.receive,
         }
         self._tokens: TokenHandler | None = None
         if context.tokens is not None:
@@ -75,7 +74,10 @@ class RankWorker:
         self._jobs: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
-        """Announce the staging to storage and to other daemons. The device comes later. Raises TransferError."""
+        """Register staging with storage and with the carrier to other daemons. Raises TransferError.
+
+        The device comes later (`open_device`).
+        """
         if self.context.storage is not None:
             self.context.storage.register(self.context.staging.memory)
         direct = self.context.direct
@@ -83,7 +85,7 @@ class RankWorker:
             direct.exchange.carrier.register(direct.staging.memory)
 
     async def open_device(self, handle: DeviceHandle | None = None) -> None:
-        """Make the device memory, or map what `handle` names. Raises TransferError; then there is none."""
+        """Allocate the device memory, or map what `handle` names. Raises TransferError; then nothing is mapped."""
         device, tokens = self.context.device, self.context.tokens
         await (device.open() if handle is None else device.attach(handle))
         if tokens is None or self._tokens is None:
@@ -95,13 +97,16 @@ class RankWorker:
             raise
 
     async def close_device(self) -> None:
-        """Free the device memory, or unmap it; nothing if there is none. No job runs. Raises TierError."""
+        """Free or unmap the device memory, if there is any. Call it only while no job runs. Raises TierError."""
         if self.context.tokens is not None:
             self.context.tokens.detach(self.rank)
         await self.context.device.close()
 
     async def free(self) -> None:
-        """Give device and host memory back; no job runs. Staging stays. Keeps the first error, finishes the rest."""
+        """Free device and host memory; staging stays. Call it only while no job runs.
+
+        An error does not stop it: it frees the rest, then raises the first error.
+        """
         errors: list[TransferError] = []
         with _kept(errors):
             await self.close_device()
@@ -112,7 +117,7 @@ class RankWorker:
             raise errors[0]
 
     async def allocate_host(self) -> None:
-        """Make the host pool again after `free`, zeroed. Raises TierError."""
+        """Allocate the host pool again after `free`, zeroed. Raises TierError."""
         if self.context.host is not None:
             await self.context.threads.run(Direction.IN, self.context.host.allocate)
 
@@ -123,7 +128,7 @@ class RankWorker:
         task.add_done_callback(self._jobs.discard)
 
     async def match(self, names: Sequence[str], use: Use) -> int:
-        """How many leading objects of `names` this rank could load now, as part of `use`. Raises StorageError."""
+        """How many leading objects this rank could load now; counts as part of `use`. Raises StorageError."""
         return await self._reader.match(names, use)
 
     async def _run(self, job: Job) -> None:
@@ -155,13 +160,16 @@ class RankWorker:
         return RankOutcome(rank=self.rank, error=ErrorInfo(code, message), queue_s=job.queue_s)
 
     async def settled(self) -> None:
-        """Wait for every copy and transfer: until then this rank's memory must not be freed."""
+        """Wait for every copy and transfer. This rank's memory must not be freed before."""
         if self._jobs:
             await asyncio.wait(self._jobs)
         await self.context.background.settled()
 
     async def close(self) -> None:
-        """Free this rank's memory, once `settled`. Finishes whatever fails; raises StillRunning, or the first error."""
+        """Wait until `settled`, then free this rank's memory.
+
+        An error does not stop it: it finishes, then raises StillRunning if that occurred, otherwise the first error.
+        """
         await self.settled()
         errors: list[TransferError] = []
         staging, storage, host = self.context.staging, self.context.storage, self.context.host
@@ -187,7 +195,7 @@ class RankWorker:
     @property
     def corrupt(self) -> int:
         """Objects that were found and failed their check."""
-        return self._reader.corrupt + self._handover.corrupt
+        return self._reader.corrupt + self._peer.corrupt
 
     @property
     def missed(self) -> int:
@@ -195,7 +203,7 @@ class RankWorker:
         return self._reader.missed
 
     def statistics(self) -> dict[str, Any]:
-        """rank, device, and per lane: running, done, failed, bytes (queued is the dispatcher's to know)."""
+        """rank, device, and per lane: running, done, failed, bytes. The dispatcher counts what is queued."""
         return {
             "rank": self.rank,
             "device": self.context.device.device,
@@ -215,7 +223,7 @@ class RankWorker:
 
 @contextlib.contextmanager
 def _kept(errors: list[TransferError]) -> Iterator[None]:
-    """One step of a close: its error is kept, the next step comes all the same."""
+    """One step of a close: keeps its error, so that the next step runs too."""
     try:
         yield
     except TransferError as error:

@@ -1,14 +1,14 @@
 """Read: storage → staging → device, for the leading keys that storage has.
 
-    match ─ how many leading keys are there?
+    match ─ how many leading keys does storage have?
     for each chunk:  fetch (lease slots, get, verify)  →  copy slots → device
 
-A few chunks are under way at a time: while chunk k is copied to the device, chunk k+1 is being
-fetched. Fetches are shared between tasks (flights.py). A bad object is a miss: it is quarantined,
-counted, and ends the prefix; its bytes never reach the device.
+A few chunks are in flight at a time: while chunk k is copied to the device, chunk k+1 is being
+fetched. Tasks share fetches (flights.py). A bad object is a miss: it is quarantined and counted, and
+it ends the prefix. Its bytes never reach the device.
 
-When the task is told to stop it ends after the copy that is running; fetches that were begun run to
-their end on staging alone.
+When the task is stopped, it ends after the copy that is running. Fetches that have begun run to their
+end and touch only staging.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transferd.storage.base import MISSING, Blob, Found, Outcome
 from transferd.storage.lru import Use
 from transferd.tasks import RankOutcome, ReadStorageTask
 from transferd.workers.context import Account, RankContext, require
-from transferd.workers.flights import Batch, Flights
+from transferd.workers.flights import Flights, SharedFetch
 from transferd.workers.job import Job
 
 CHUNKS_UNDER_WAY = 3  # one being copied, one being verified, one being fetched; slots bound them, too
@@ -44,7 +44,7 @@ class Reader:
         self.missed = 0  # keys beyond the prefix that storage had when a task asked
 
     async def match(self, names: Sequence[str], use: Use) -> int:
-        """How many leading names storage has. Counts as part of `use`. Raises StorageError."""
+        """How many leading objects of `names` storage has. Counts as part of `use`. Raises StorageError."""
         stored = await require(self._context.storage).look_up(names, use)
         return next((i for i, there in enumerate(stored) if not there), len(stored))
 
@@ -81,7 +81,7 @@ class Reader:
         return available
 
     async def _load(self, job: Job, account: Account, positions: range) -> bool:
-        """One chunk, from wherever its objects are on their way. True: every block arrived."""
+        """Load one chunk, joining fetches that are already in flight. True: every block arrived."""
         names = self._context.names(job, positions)
         parts, lead = self.flights.board(names)
         shared = len(names) - (0 if lead is None else len(lead.names))
@@ -98,7 +98,7 @@ class Reader:
         return all(await every(arrivals))
 
     async def _consume(
-        self, job: Job, account: Account, batch: Batch, names: Sequence[str], positions: range, mine: list[int]
+        self, job: Job, account: Account, batch: SharedFetch, names: Sequence[str], positions: range, mine: list[int]
     ) -> bool:
         """Copy this task's share of a batch to the device as soon as it is fetched."""
         assert batch.fetch is not None
@@ -121,10 +121,10 @@ class Reader:
             account.failed(error)
             return False
         finally:
-            self.flights.let_go(batch)
+            self.flights.leave(batch)
 
     async def _scatter(
-        self, job: Job, account: Account, batch: Batch, names: Sequence[str], positions: range, good: list[int]
+        self, job: Job, account: Account, batch: SharedFetch, names: Sequence[str], positions: range, good: list[int]
     ) -> None:
         context, task = self._context, job.task
         assert isinstance(task, ReadStorageTask)
@@ -140,17 +140,17 @@ class Reader:
         if copied:
             account.done([positions[i] for i in good], plan.nbytes)
 
-    async def _fetch(self, batch: Batch, job: Job, places: Sequence[tuple[str, int]]) -> list[Outcome]:
-        """Storage → slots, verified. Belongs to the batch, not to the task that began it.
+    async def _fetch(self, batch: SharedFetch, job: Job, places: Sequence[tuple[str, int]]) -> list[Outcome]:
+        """Storage → slots, verified. Belongs to the batch, not to the task that started it.
 
-        places: id and position in the task of each of the batch's objects.
+        places: for each object of the batch, its id and its position in the task.
         """
         context, generation, holder = self._context, job.generation, job.task.task_id
         ids = [place[0] for place in places]
         staging = context.staging
         context.recorder.step(holder, "fetch", context.rank, len(batch.names))
         batch.lease = await staging.acquire(self.consumer, len(batch.names), holder)
-        if not batch.consumers:  # everybody was stopped while this waited for slots
+        if not batch.consumers:  # all consumers were stopped while this waited for slots
             return [MISSING] * len(batch.names)
         slots = batch.lease.slots
         views = (staging.slot_view(slot, staging.object_bytes) for slot in slots)

@@ -1,9 +1,9 @@
 """Swap: device blocks to host blocks and back, without staging.
 
-The copy is cut into pieces of a bounded number of bytes. Before each piece the handler looks whether it
-was told to stop, so a cancel or a deadline is answered within the pieces under way, and no byte moves
-after. Two pieces are under way at a time: while one is copied the next is planned and handed over, so
-that a device with queues of its own has something to do when a piece ends.
+The handler cuts the copy into pieces of bounded size and checks for a stop before each piece. So a cancel
+or a deadline takes effect once the pieces in flight have ended, and no byte moves after that. Two pieces
+are in flight at a time: while one is being copied, the handler plans and submits the next, so that a device
+with queues of its own never runs dry between pieces.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Swapper:
 
     def __init__(self, context: RankContext) -> None:
         self._context = context
-        # As much as a rank's staging holds bounds how long running copies keep a stop waiting.
+        # The size of a rank's staging bounds how long a stop has to wait for running copies.
         self._piece_blocks = max(1, context.staging.nbytes // UNDER_WAY // context.layout.block_bytes)
 
     async def run(self, job: Job) -> RankOutcome:
@@ -58,7 +58,7 @@ class Swapper:
             await self._take(account, *under_way.popleft())
 
     async def _copy(self, job: Job, piece: range) -> int | None:
-        """Move a piece; how many bytes that was. None: told to stop before the copy began."""
+        """Move a piece and return its bytes, or None if the task was stopped before the copy began."""
         context = self._context
         host = require(context.host)
         plan = self._plan(job, piece, host.arena.geometry)
@@ -69,7 +69,7 @@ class Swapper:
         return plan.nbytes if await job.stop.copied(copying) else None
 
     async def _take(self, account: Account, piece: range, copying: Awaitable[int | None]) -> None:
-        """Wait for a piece and put it to the account."""
+        """Wait for a piece and add it to the account."""
         try:
             nbytes = await copying
             if nbytes is not None:

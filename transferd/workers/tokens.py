@@ -1,7 +1,7 @@
-"""Read and write tasks where storage is token-indexed: what a rank lends to it, and the index alone (flush-only).
+"""Read and write tasks with token-indexed storage, and updates of its index alone (flush-only mode).
 
-A write task in flush-only mode moves no bytes. Rank 0 tells the index for the whole node; the other
-ranks arrive at once, so the task is answered when rank 0 is done, or by its deadline.
+A write task in flush-only mode moves no bytes. Rank 0 updates the index for the whole node and the other
+ranks arrive at once, so the task is answered when rank 0 is done, or at its deadline.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from transferd.workers.job import Job
 from transferd.workers.read import Reader
 from transferd.workers.write import Writer
 
-MANAGER = 0  # the rank that speaks for the node
+MANAGER = 0  # the rank that updates the index for the whole node
 
 
 class TokenTransfer:
-    """A job's share on one rank, in the form that storage/tokens.py asks for (`Transfer`)."""
+    """A job's share on one rank: implements `Transfer` of storage/tokens.py."""
 
     def __init__(self, context: RankContext, job: Job, start: int, through: Callable[[Job], Awaitable[RankOutcome]]):
-        """through: moves a job's blocks through keyed storage."""
+        """through: runs a job through keyed storage."""
         task = job.task
         assert isinstance(task, ReadStorageTask | WriteStorageTask)
-        assert task.token_ids is not None  # admission has made sure
+        assert task.token_ids is not None  # admission has checked
         self._context = context
         self._job = job
         self._through = through
@@ -64,7 +64,7 @@ class TokenTransfer:
 
 
 class TokenHandler:
-    """Runs ReadStorageTask and WriteStorageTask on one rank; its `RankPort`, too."""
+    """Runs ReadStorageTask and WriteStorageTask on one rank. Also the rank's `RankPort`."""
 
     def __init__(self, context: RankContext, tokens: TokenStorage, reader: Reader, writer: Writer) -> None:
         self.rank = context.rank
@@ -95,27 +95,27 @@ class TokenHandler:
 
     async def _flush(self, job: Job, task: WriteStorageTask) -> RankOutcome:
         account = Account(job, self._context)
-        if self.rank == MANAGER and not await self._told(job, task, account):
+        if self.rank == MANAGER and not await self._index_updated(job, task, account):
             return account.outcome()
         account.done(range(task.blocks), 0)
         return account.outcome()
 
-    async def _told(self, job: Job, task: WriteStorageTask, account: Account) -> bool:
+    async def _index_updated(self, job: Job, task: WriteStorageTask, account: Account) -> bool:
         assert task.token_ids is not None
         start = task.start_write_block_idx
         path = task.token_ids
-        if not withdraws_the_rest(task):  # the whole sequence may go on behind the last block that is meant
+        if not withdraws_the_rest(task):  # the whole sequence may extend past the task's last block
             path = TokenIds(path.array[: (start + task.blocks) * self._context.block_size])
-        resident = task.flush_cache_exists is not False  # a finished request does not say; its blocks are there
-        telling = asyncio.ensure_future(self._tokens.flush_token_index(path, start, resident=resident))
+        resident = task.flush_cache_exists is not False  # a finished request leaves it out; its blocks are still there
+        updating = asyncio.ensure_future(self._tokens.flush_token_index(path, start, resident=resident))
         before = self._context.clock.monotonic()
-        answered = await job.stop.race(telling)
+        answered = await job.stop.race(updating)
         account.storage_s += self._context.clock.monotonic() - before
-        if not answered:  # no memory depends on it, so nobody waits: a call that has begun is left to itself
-            telling.cancel()
+        if not answered:  # no memory depends on it, so a call that has begun may run on unattended
+            updating.cancel()
             return False
         try:
-            telling.result()
+            updating.result()
         except TransferError as error:
             account.failed(error)
             return False

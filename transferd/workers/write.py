@@ -1,11 +1,11 @@
 """Write: device → staging → storage, for the keys that storage does not have yet.
 
-    exists? ─ skip what is stored
+    look up ─ skip what is stored
     for each chunk:  lease slots → copy device → slots → seal (formats.py) → put, in background
 
-While chunk k is being put, chunk k+1 is gathered: the lease of k+1 is granted as soon as slots are
-free, and staging has room for two chunks. A put that was begun is never aborted; when the task is
-told to stop, it stops waiting, and the slots come back when the put has ended.
+While chunk k is being put, chunk k+1 is gathered: staging has room for two chunks, and k+1 gets its lease
+as soon as slots are free. A put that has begun is never aborted. When the task is stopped, it stops waiting,
+and its slots are released when the put has ended.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from transferd.workers.job import Job
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Consecutive positions of the task that travel together; in flight once `put` is set."""
+    """Positions of the task that are put together."""
 
     positions: Sequence[int]
     put: asyncio.Task[list[Outcome]]
@@ -61,7 +61,7 @@ class Writer:
         return account.outcome()
 
     async def _missing(self, job: Job, account: Account) -> list[int]:
-        """Positions of the keys that storage does not have. The others count as written at once."""
+        """Positions of the keys that storage does not have. Counts the others as written."""
         storage = require(self._context.storage)
         before = self._context.clock.monotonic()
         asked = self._context.background.spawn(storage.look_up(self._context.names(job), job.use))
@@ -76,7 +76,7 @@ class Writer:
         return missing
 
     async def _send(self, job: Job, account: Account, positions: Sequence[int]) -> _Chunk | None:
-        """Bring one chunk to the point where its put is under way. None: told to stop, or the copy failed."""
+        """Copy and seal one chunk and start its put. None: the task was stopped before."""
         lease = await self._lease(job, len(positions))
         if lease is None:
             return None
@@ -85,7 +85,7 @@ class Writer:
                 blobs = self._blobs(job, positions, lease)
                 self._context.recorder.step(job.task.task_id, "put", self._context.rank, len(blobs))
                 put = self._context.background.spawn(self._put(blobs))
-                # From here the lease is the put's: it comes back when the bytes have left the slots.
+                # From here the put owns the lease: it is released when the bytes have left the slots.
                 put.add_done_callback(lambda _: lease.release())
                 return _Chunk(positions, put)
         except BaseException:
@@ -95,7 +95,7 @@ class Writer:
         return None
 
     async def _lease(self, job: Job, slots: int) -> Lease | None:
-        """Slots for one chunk, unless told to stop first; then slots that still come are given back."""
+        """Slots for one chunk, or None if the task is stopped first; a lease granted later is released at once."""
         acquiring = self._context.background.spawn(
             self._context.staging.acquire(self.consumer, slots, job.task.task_id)
         )
@@ -105,7 +105,7 @@ class Writer:
         return None
 
     async def _gather(self, job: Job, account: Account, positions: Sequence[int], lease: Lease) -> bool:
-        """Copy blocks to slots and seal them. False: told to stop before the copy began."""
+        """Copy blocks to slots and seal them. False: the task was stopped before the copy began."""
         context, task = self._context, job.task
         assert isinstance(task, WriteStorageTask)
         staging, device = context.staging, context.device.arena.geometry
@@ -130,11 +130,11 @@ class Writer:
         ]
 
     def _put(self, blobs: Sequence[Blob]) -> Coroutine[Any, Any, list[Outcome]]:
-        """Where sealed objects go."""
+        """Store sealed objects."""
         return require(self._context.storage).put(blobs)
 
     def _collect(self, account: Account, in_flight: list[_Chunk]) -> None:
-        """Take over what has been answered so far."""
+        """Account for the puts that have ended so far."""
         for chunk in [chunk for chunk in in_flight if chunk.put.done()]:
             in_flight.remove(chunk)
             self._take(account, chunk)
