@@ -13,9 +13,13 @@ from collections.abc import Callable, Mapping
 
 import pytest
 import uvloop
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 settings.register_profile("transferd", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+# For `make mutate`, which runs the same tests hundreds of times: few examples, and a failing one as it was found.
+settings.register_profile(
+    "mutate", settings.get_profile("transferd"), max_examples=25, phases=[Phase.explicit, Phase.generate]
+)
 settings.load_profile("transferd")
 
 
