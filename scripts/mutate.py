@@ -66,7 +66,7 @@ class DropStatement(Operator):
             if drops:
                 yield statement.start_pos, statement.end_pos
 
-    def mutate(self, node: Any, index: int) -> Any:
+    def mutate(self, node: Any, _: int) -> Any:
         dropped = parso.parse("pass").children[0]
         dropped.prefix = node.children[0].get_first_leaf().prefix
         node.children[0] = dropped
@@ -84,7 +84,7 @@ class SwapIn(Operator):
         if node.type == "comparison" and node.children[1].get_code().split() in (["in"], ["not", "in"]):
             yield node.children[1].start_pos, node.children[1].end_pos
 
-    def mutate(self, node: Any, index: int) -> Any:
+    def mutate(self, node: Any, _: int) -> Any:
         swapped = " in" if node.children[1].type == "comp_op" else " not in"
         node.children[1] = parso.parse(swapped).children[0]
         return node

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -66,6 +67,106 @@ def test_a_claim_taken_back_while_queued_still_holds_its_place_for_those_behind_
     assert table.leave(running_reader) == [behind]
     table.leave(behind)
     assert table.idle
+
+
+def test_readers_of_one_host_block_overlap() -> None:
+    table = HazardTable()
+    assert enter(table, "a", host_reads=[1]).ready
+    assert enter(table, "b", host_reads=[1]).ready
+
+
+def test_a_write_still_waits_for_the_readers_that_remain_when_others_have_left() -> None:
+    table = HazardTable()
+    first = enter(table, "first reader", device_reads=[1])
+    second = enter(table, "second reader", device_reads=[1])
+    table.leave(first)
+    writer = enter(table, "writer", device_writes=[1])
+    assert not writer.ready
+    assert table.leave(second) == [writer]
+
+
+def test_what_waits_for_a_writer_does_not_count_the_readers_before_it_once_more() -> None:
+    table = HazardTable()
+    enter(table, "reader", device_reads=[1])
+    assert enter(table, "writer", device_writes=[1]).blockers == 1
+    assert enter(table, "next writer", device_writes=[1]).blockers == 1
+
+
+def test_a_claim_that_has_left_keeps_no_later_claim_alive() -> None:
+    table = HazardTable()
+    writer = enter(table, "writer", device_writes=[1])
+    enter(table, "reader", device_reads=[1])
+    table.leave(writer)
+    assert writer.dependents == []
+
+
+def test_a_claim_knows_whose_it_is() -> None:
+    assert enter(HazardTable(), "mine", device_reads=[1]).owner == "mine"
+
+
+def test_bytes_count_from_entry_until_the_claim_has_really_left() -> None:
+    table = HazardTable()
+    running = table.enter("running", Footprint(device_writes=[1]), 300)
+    queued = table.enter("queued", Footprint(device_writes=[1]), 20)
+    table.enter("weightless", Footprint(device_writes=[2]))
+    assert table.nbytes == 320
+    table.leave(queued)
+    assert table.nbytes == 320, "an abandoned claim still has its place"
+    table.leave(running)
+    assert table.nbytes == 0
+
+
+def test_the_last_writer_of_a_host_block_is_known_until_it_has_left() -> None:
+    table = HazardTable()
+    enter(table, "reader", host_reads=[2])
+    writer = enter(table, "writer", host_writes=[1])
+    assert table.host_writer(1) is writer
+    assert table.host_writer(2) is None, "it is only read"
+    table.leave(writer)
+    assert table.host_writer(1) is None
+
+
+@pytest.mark.parametrize("uses", Footprint.__struct_fields__)
+def test_a_table_is_idle_only_while_nothing_is_claimed_in_any_tier(uses: str) -> None:
+    table = HazardTable()
+    assert table.idle
+    claim = enter(table, "a", **{uses: ["x"]})
+    assert not table.idle
+    assert len(table) == 1
+    table.leave(claim)
+    assert table.idle
+    assert len(table) == 0
+
+
+@pytest.mark.parametrize("left", ["_device", "_host", "_storage", "_paths"])
+def test_a_table_in_which_a_block_was_forgotten_is_not_idle(left: str) -> None:
+    table = HazardTable()
+    getattr(table, left)["x"] = object()
+    assert not table.idle
+
+
+def test_a_table_whose_bytes_do_not_add_up_is_not_idle() -> None:
+    table = HazardTable()
+    table.nbytes = 1
+    assert not table.idle
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_a_write_waits_for_a_write_of_the_same_block(tier: str) -> None:
+    table = HazardTable()
+    enter(table, "first", **{f"{tier}_writes": [1]})
+    assert not enter(table, "second", **{f"{tier}_writes": [1]}).ready
+
+
+def test_a_flush_of_some_blocks_of_a_path_waits_for_one_of_all_of_them_and_the_other_way_round() -> None:
+    table = HazardTable()
+    some = enter(table, "some", paths_read=["p"])
+    assert enter(table, "some more", paths_read=["p"]).ready
+    whole = enter(table, "all", paths_written=["p"])
+    assert not whole.ready
+    assert not enter(table, "later", paths_read=["p"]).ready
+    assert enter(table, "another path", paths_written=["q"]).ready
+    assert some.ready
 
 
 ids = st.lists(st.integers(0, 4), max_size=3)

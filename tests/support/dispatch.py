@@ -7,7 +7,8 @@ from typing import Any
 from transferd.config import ServerSection
 from transferd.control.admission import Limits, argument_bytes, footprint_of
 from transferd.control.dispatcher import Dispatcher
-from transferd.control.task_state import AT_WORK, State
+from transferd.control.task_state import AT_WORK, Record, State
+from transferd.tasks import Task
 
 
 def limits(**more: Any) -> Limits:
@@ -32,6 +33,23 @@ def limits(**more: Any) -> Limits:
         "max_result_bytes": server.max_result_bytes,
     }
     return Limits(**usual | more)
+
+
+def record_of(task: Task, **more: Any) -> Record:
+    """A task that was just admitted at time 0 for one client, but for `more`."""
+    usual: dict[str, Any] = {
+        "task": task,
+        "task_id": task.task_id,
+        "lane": task.lane,
+        "content": 0,
+        "generation": "g1",
+        "memory": 0,
+        "admitted_at": 0.0,
+        "deadline": task.timeout,
+        "nbytes": 0,
+        "waiters": [(b"engine", 1)],
+    }
+    return Record(**usual | more)
 
 
 def check_dispatcher(dispatcher: Dispatcher) -> None:

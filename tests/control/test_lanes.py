@@ -1,0 +1,246 @@
+"""Lanes: how many tasks run at once in each, in which order, and when one more is too much."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.dispatch import limits, record_of
+from transferd.control.lanes import RETRY_AFTER_S, Lanes
+from transferd.control.task_state import Record, State
+from transferd.tasks import ErrorInfo, Lane, ReadStorageTask, Task, WriteStorageTask
+
+LIMITS = limits(max_queued=4, max_queued_bytes=1000, max_bytes=2000, lane_depth=2)
+
+
+def read(task_id: str) -> ReadStorageTask:
+    return ReadStorageTask(task_id=task_id, keys=["k"], gpu_block_ids=[1])
+
+
+def write(task_id: str) -> WriteStorageTask:
+    return WriteStorageTask(task_id=task_id, keys=["k"], gpu_block_ids=[1])
+
+
+def admit(lanes: Lanes, task: Task, nbytes: int = 0, *, ready: bool = True) -> Record:
+    record = record_of(task, nbytes=nbytes)
+    lanes.enter(record)
+    if ready:
+        lanes.ready(record)
+    return record
+
+
+def move(lanes: Lanes, record: Record, state: State) -> None:
+    old, record.state = record.state, state
+    lanes.moved(record, old)
+
+
+def start(lanes: Lanes) -> list[str]:
+    """Move to running whatever may run, and say what that was."""
+    started = []
+    for record in lanes.startable():
+        started.append(record.task_id)
+        move(lanes, record, State.RUNNING)
+    return started
+
+
+def answer(lanes: Lanes, record: Record) -> None:
+    move(lanes, record, State.DONE)
+    lanes.leave(record)
+
+
+def refusal(lanes: Lanes, task: Task, nbytes: int = 0, arguments: int = 0, held: int = 0) -> ErrorInfo | None:
+    busy = lanes.too_much(task, nbytes, arguments, held)
+    return None if busy is None else busy[0]
+
+
+def hint(lanes: Lanes, task: Task, nbytes: int) -> float:
+    busy = lanes.too_much(task, nbytes, 0, 0)
+    assert busy is not None
+    return busy[1]
+
+
+# --- places ---------------------------------------------------------------------------------------
+
+
+def test_as_many_tasks_run_in_a_lane_as_it_has_places_in_the_order_in_which_they_became_ready() -> None:
+    lanes = Lanes(LIMITS)
+    records = {name: admit(lanes, read(name), ready=False) for name in "abc"}
+    for name in "cab":
+        lanes.ready(records[name])
+    assert start(lanes) == ["c", "a"]
+    assert lanes.running == 2
+    answer(lanes, records["c"])
+    assert start(lanes) == ["b"]
+    assert start(lanes) == []
+
+
+def test_one_lane_does_not_take_the_places_of_another() -> None:
+    lanes = Lanes(LIMITS)
+    for name in ("w1", "w2", "w3"):
+        admit(lanes, write(name))
+    admit(lanes, read("r"))
+    assert sorted(start(lanes)) == ["r", "w1", "w2"]
+
+
+def test_a_task_that_is_not_ready_does_not_run() -> None:
+    lanes = Lanes(LIMITS)
+    admit(lanes, read("blocked"), ready=False)
+    assert start(lanes) == []
+
+
+def test_a_task_that_was_taken_back_while_it_waited_for_a_place_does_not_run_and_leaves_its_place_free() -> None:
+    lanes = Lanes(LIMITS)
+    gone = admit(lanes, read("gone"))
+    admit(lanes, read("next"))
+    answer(lanes, gone)
+    assert start(lanes) == ["next"]
+
+
+def test_a_task_that_was_told_to_end_keeps_its_place_until_it_is_done() -> None:
+    lanes = Lanes(limits(lane_depth=1))
+    record = admit(lanes, read("a"))
+    admit(lanes, read("b"))
+    start(lanes)
+    move(lanes, record, State.CANCELLING)
+    assert start(lanes) == []
+    assert lanes.running == 1
+    answer(lanes, record)
+    assert start(lanes) == ["b"]
+
+
+# --- load -----------------------------------------------------------------------------------------
+
+
+def test_the_load_of_a_lane_is_what_is_queued_and_running_and_its_bytes() -> None:
+    lanes = Lanes(LIMITS)
+    records = [admit(lanes, read(f"r{i}"), nbytes=100 + i) for i in range(3)]
+    start(lanes)
+    assert lanes.queued == 1
+    assert lanes.statistics()["read"] == {"queued": 1, "running": 2, "bytes": 303}
+    assert lanes.statistics()["write"] == {"queued": 0, "running": 0, "bytes": 0}
+    assert set(lanes.statistics()) == {str(lane) for lane in Lane}
+    for record in records:
+        answer(lanes, record)
+    assert lanes.statistics()["read"] == {"queued": 0, "running": 0, "bytes": 0}
+    assert (lanes.queued, lanes.running) == (0, 0)
+
+
+# --- too much -------------------------------------------------------------------------------------
+
+
+def test_a_task_is_refused_once_as_many_are_queued_in_all_lanes_as_may_be() -> None:
+    lanes = Lanes(LIMITS)
+    for i in range(3):
+        admit(lanes, write(f"w{i}"), ready=False)
+    assert refusal(lanes, read("r")) is None
+    admit(lanes, read("r"), ready=False)
+    assert refusal(lanes, read("s")) == ErrorInfo("queue_full", "4 tasks are queued, the most allowed")
+
+
+def test_running_tasks_do_not_count_as_queued() -> None:
+    lanes = Lanes(limits(max_queued=1, lane_depth=2))
+    admit(lanes, read("a"))
+    start(lanes)
+    assert refusal(lanes, read("b")) is None
+
+
+@pytest.mark.parametrize(("bound", "allowed"), [(4, 2), (5, 3)])
+def test_flushes_take_half_of_the_queue_at_most_rounded_up(bound: int, allowed: int) -> None:
+    lanes = Lanes(limits(only_flush=True, max_queued=bound, lane_depth=1))
+    admit(lanes, write("running"))
+    start(lanes)
+    for i in range(allowed):
+        assert refusal(lanes, write("w")) is None
+        admit(lanes, write(f"w{i}"))
+    told = f"{allowed} flushes are queued, half of all that may be"
+    assert refusal(lanes, write("w")) == ErrorInfo("queue_full", told)
+    assert refusal(lanes, read("r")) is None, "the other half is for the rest"
+
+
+def test_writes_that_move_blocks_may_take_the_whole_queue() -> None:
+    lanes = Lanes(LIMITS)
+    for i in range(3):
+        admit(lanes, write(f"w{i}"), ready=False)
+    assert refusal(lanes, write("w")) is None
+
+
+def test_arguments_are_bounded_but_one_task_alone_may_be_larger() -> None:
+    lanes = Lanes(LIMITS)
+    assert refusal(lanes, read("a"), arguments=5000, held=0) is None
+    assert refusal(lanes, read("a"), arguments=400, held=600) is None
+    told = "admitted tasks hold 600 bytes of keys, ids and token_ids, this one would add 401"
+    assert refusal(lanes, read("a"), arguments=401, held=600) == ErrorInfo("queue_full", told)
+    assert refusal(lanes, read("a"), arguments=1000, held=1) is not None
+
+
+def test_bytes_under_way_are_bounded_for_each_lane_but_one_task_alone_may_be_larger() -> None:
+    lanes = Lanes(LIMITS)
+    assert refusal(lanes, read("a"), nbytes=9999) is None
+    record = admit(lanes, read("a"), nbytes=1500)
+    assert refusal(lanes, read("b"), nbytes=500) is None
+    told = ErrorInfo("bytes_in_flight", "1500 bytes are under way in this lane")
+    assert refusal(lanes, read("b"), nbytes=501) == told
+    assert refusal(lanes, write("w"), nbytes=9999) is None
+    start(lanes)
+    assert refusal(lanes, read("b"), nbytes=501) == told, "a running task counts"
+    answer(lanes, record)
+    assert refusal(lanes, read("b"), nbytes=9999) is None
+
+
+# --- when to ask again ----------------------------------------------------------------------------
+
+
+def loaded(waiting: int, *, seconds: float | None) -> Lanes:
+    """Two reads at work, others that wait, and a read that took so many seconds before."""
+    lanes = Lanes(limits(max_queued=99, max_bytes=1, lane_depth=2))
+    if seconds is not None:
+        lanes.spent(record_of(read("before"), admitted_at=100.0), 100.0 + seconds)
+    for i in range(2 + waiting):
+        admit(lanes, read(f"r{i}"))
+    start(lanes)
+    return lanes
+
+
+def test_a_lane_says_when_a_quarter_of_what_waits_will_be_worked_off() -> None:
+    assert hint(loaded(8, seconds=0.6), read("r"), 2) == pytest.approx(0.6 * 8 / 2 / 4)
+    assert hint(loaded(3, seconds=0.6), read("r"), 2) == pytest.approx(0.6 * 3 / 2 / 4)
+
+
+def test_a_lane_in_which_nothing_waits_is_asked_again_as_if_one_task_did() -> None:
+    assert hint(loaded(0, seconds=0.8), read("r"), 2) == pytest.approx(0.8 / 2 / 4)
+    assert hint(loaded(1, seconds=0.8), read("r"), 2) == pytest.approx(0.8 / 2 / 4)
+
+
+def test_a_hint_is_never_shorter_or_longer_than_its_bounds() -> None:
+    assert RETRY_AFTER_S == (0.005, 5.0)
+    assert hint(loaded(8, seconds=None), read("r"), 2) == 0.005
+    assert hint(loaded(8, seconds=1e-6), read("r"), 2) == 0.005
+    assert hint(loaded(8, seconds=1e6), read("r"), 2) == 5.0
+
+
+def test_a_task_moves_the_average_by_a_tenth_and_the_first_one_sets_it() -> None:
+    lanes = loaded(8, seconds=0.5)
+    lanes.spent(record_of(read("r"), admitted_at=3.0), 4.5)
+    assert hint(lanes, read("r"), 2) == pytest.approx(0.9 * 0.5 + 0.1 * 1.5)
+
+
+def test_each_lane_has_an_average_of_its_own() -> None:
+    lanes = loaded(8, seconds=0.5)
+    lanes.spent(record_of(write("w"), admitted_at=0.0), 100.0)
+    assert hint(lanes, read("r"), 2) == pytest.approx(0.5)
+
+
+def test_every_refusal_says_when_to_ask_again() -> None:
+    lanes = Lanes(limits(only_flush=True, max_queued=4, max_queued_bytes=10, max_bytes=1, lane_depth=1))
+    for lane_task in (read("x"), write("x")):
+        lanes.spent(record_of(lane_task), 0.4)
+    for i in range(2):
+        admit(lanes, write(f"w{i}"), ready=False)
+    flush = lanes.too_much(write("w"), 0, 0, 0)
+    arguments = lanes.too_much(read("r"), 0, 10, 1)
+    for i in range(2):
+        admit(lanes, read(f"r{i}"), ready=False)
+    full = lanes.too_much(read("r"), 0, 0, 0)
+    assert flush is not None
+    assert arguments is not None
+    assert full is not None
+    assert [flush[1], arguments[1], full[1]] == [pytest.approx(seconds) for seconds in (0.2, 0.1, 0.2)]
