@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transferd.blocks.copyplan import check_ids, plan_copy
+from transferd.blocks.copyplan import CopyPlan, check_ids, plan_copy
 from transferd.blocks.layout import BlockLayout, Geometry, build_layout
 from transferd.config import CacheSection
 from transferd.errors import ConfigError, InvariantError, RequestError
@@ -86,6 +86,35 @@ def test_neighbours_on_both_sides_become_one_run() -> None:
     assert len(scattered.runs) == 2 * len(layout.segments), "2, 3 → 6, 7 go together, 4 → 5 alone"
 
 
+@pytest.mark.parametrize("cache", sorted(CACHES))
+def test_neighbours_are_joined_in_every_plane_whatever_the_size_of_its_blocks(cache: str) -> None:
+    layout = build_layout(CACHES[cache])
+    device = layout.device
+    runs = plan_copy(device, [2, 3, 4], device, [3, 4, 5]).runs
+    start, target = device.offsets + 2 * device.strides, device.offsets + 3 * device.strides
+    assert np.array_equal(runs, np.stack((start, target, 3 * device.nbytes), axis=1))
+
+
+def test_two_runs_that_continue_each_other_are_one() -> None:
+    device = build_layout(CacheSection(**SMALL | {"layers": 1}, attention="mla", kv_lora_rank=7)).device
+    assert len(device.offsets) == 1
+    [run] = plan_copy(device, [1, 2], device, [4, 5]).runs.tolist()
+    stride, nbytes = int(device.strides[0]), int(device.nbytes[0])
+    assert run == [stride, 4 * stride, 2 * nbytes]
+
+
+def test_a_plan_may_be_made_of_runs_alone() -> None:
+    runs = np.array([[0, 8, 4]], dtype=np.int64)
+    plan = CopyPlan(4, runs=runs)
+    assert plan.runs is runs
+    assert (plan.moves, plan.nbytes) == (None, 4)
+
+
+def test_a_plan_of_nothing_at_all_cannot_be_made() -> None:
+    with pytest.raises(AssertionError):
+        CopyPlan(4)
+
+
 def test_a_block_of_the_host_pool_is_one_range() -> None:
     layout = build_layout(CACHES["fp8"])
     runs = plan_copy(layout.device, [3], layout.host, [2]).runs
@@ -120,6 +149,8 @@ def test_memories_of_different_layouts_never_meet() -> None:
 def test_the_first_wrong_id_is_named() -> None:
     with pytest.raises(RequestError, match=r"gpu_block_ids: block 12 is not in 0 … 7"):
         check_ids([1, 12, 99], 8, "gpu_block_ids", target=True)
+    with pytest.raises(RequestError, match=r"gpu_block_ids: block 8 is not in 0 … 7"):
+        check_ids([0, 8], 8, "gpu_block_ids", target=False)
     with pytest.raises(RequestError, match=r"gpu_block_ids: block 3 is named twice"):
         check_ids([1, 3, 2, 3], 8, "gpu_block_ids", target=True)
     check_ids([3, 3], 8, "sources", target=False)
