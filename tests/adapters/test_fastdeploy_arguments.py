@@ -55,6 +55,7 @@ def test_every_flag_is_where_the_daemon_looks_for_it() -> None:
     arguments = read_command(command())
     assert (arguments.cache_queue_port, arguments.engine_worker_queue_port) == (9100, 9200)
     assert arguments.data_parallel_id == 1
+    assert arguments.visible_devices == {"CUDA_VISIBLE_DEVICES": "0,1"}
 
 
 def test_without_a_creating_transfer_process_workers_create() -> None:

@@ -159,8 +159,12 @@ class Engine:
         self._clients.append(made)
         return made
 
-    def attach(self) -> None:
-        """The workers map what the daemon created, when they see cache_ready_signal."""
+    def attach(self, *, again: bool = False) -> None:
+        """The workers map what the daemon created, when they see cache_ready_signal. again: after a restart."""
+        if again:
+            for client in self._clients:
+                client.close()
+            self._clients.clear()
         assert self.signals["cache_ready_signal"].value.tolist() == [1] * self.shape.tp
         client = self.client()
         self.workers = [Worker(rank, client.attach(rank)) for rank in range(self.shape.tp)]

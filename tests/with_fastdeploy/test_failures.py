@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
 
 from tests.support.sabotage import FILE_VARIABLE, Saboteur
-from tests.with_fastdeploy.engine import Engine, engine
+from tests.with_fastdeploy.engine import Engine, engine, wait_for
+from tests.with_fastdeploy.test_control import Service
 from tests.with_fastdeploy.test_tiers import prompts
 
 
@@ -76,6 +78,47 @@ def test_a_failed_write_says_so_at_once(saboteur: Saboteur, monkeypatch: pytest.
         made.run(asked[1])
         made.run(asked[2])
         assert made.run(asked[0])["storage_match_token_num"] == 0
+        made.settle()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_daemon_that_was_killed_comes_back_and_serves_the_workers_memory(place: Path, tp: int) -> None:
+    with engine(tp=tp, gpu_blocks=24, cpu_blocks=48) as made:
+        asked = prompts(4)
+        fill(made, asked)
+        before = made.queue.client.boot_id
+        made.kill_daemon()
+        made.run(asked[0])  # nothing is on the host any more, and nothing is claimed to be
+        wait_for(lambda: made.queue.connected and made.queue.client.boot_id != before)
+        made.offer()  # a GPU's memory has names, under which the group offers it again by itself
+        made.queue.client.wait_ready(30.0)
+        made.settle()
+        fill(made, asked)
+        assert sum(made.run(tokens)["cpu_match_token_num"] for tokens in asked) > 0
+        made.settle()
+
+
+def test_a_daemon_that_created_the_memory_comes_back_and_moves_nothing_of_workers_that_map_another(
+    place: Path,
+) -> None:
+    with engine(tp=2, backend="file", gpu_blocks=16, cpu_blocks=0) as made:
+        asked = prompts(3)
+        fill(made, asked)
+        assert made.run(asked[0])["storage_match_token_num"] == 40
+        before = made.queue.client.boot_id
+        made.kill_daemon()
+        wait_for(lambda: made.queue.connected and made.queue.client.boot_id != before)
+        for tokens in asked:
+            assert made.run(tokens)["storage_match_token_num"] == 0, "its bytes would not be where the workers look"
+        made.settle()
+        with contextlib.closing(Service(made)) as service:  # until the workers map anew, as after a sleep
+            service.ask("pause")
+            made.unmap()
+            service.transfer("sleep", tags="kv_cache")
+            service.transfer("wakeup", tags="kv_cache")
+            made.attach(again=True)
+            service.ask("resume")
+        assert made.run(asked[0])["storage_match_token_num"] == 40
         made.settle()
 
 

@@ -54,6 +54,7 @@ class TransferArguments:
     clears_swap_space: bool
     routing_replay: bool
     hands_over_by_storage: bool
+    visible_devices: dict[str, str]  # such as CUDA_VISIBLE_DEVICES: `device` counts among these
 
     @property
     def version_file(self) -> Path:
@@ -94,6 +95,7 @@ def read_command(command: str) -> TransferArguments:
         only_flush=_is_on(environment.get("FD_AS_ONLY_FLUSH", "0")),
         clears_swap_space=_is_on(environment.get("FD_ENABLE_SWAP_SPACE_CLEARING", "0")),
         routing_replay=bool(routing.get("enable_routing_replay", False)),
+        visible_devices={name: value for name, value in environment.items() if name.endswith("_VISIBLE_DEVICES")},
         hands_over_by_storage=_is_on(os.environ.get("FD_PD_TRANSFER_VIA_STORAGE", "0")),
     )
 

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,26 @@ class Companion:
     """A daemon and the way to it. process: only of a daemon that was started here."""
 
     endpoint: str
-    process: subprocess.Popen[bytes] | None
-    log_file: Path | None
+    process: subprocess.Popen[bytes] | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)  # what it has beyond the engine's
+    config_file: Path | None = None
+    log_file: Path | None = None
+
+    def start(self) -> None:
+        """Start it, again if it was; what it logs is added to what it logged. It does not answer yet."""
+        assert self.config_file is not None
+        assert self.log_file is not None
+        if self.process is not None and self.process.stdin is not None:
+            self.process.stdin.close()
+        with self.log_file.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "transferd.adapters.fastdeploy.embedded", str(self.config_file)],
+                stdin=subprocess.PIPE,  # never written to: its end tells the daemon that the engine is gone
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **self.environment},
+                start_new_session=True,  # FastDeploy ends its transfer processes by their group
+            )
 
     def alive(self) -> bool:
         return self.process is None or self.process.poll() is None
@@ -78,10 +96,18 @@ def filled_in(template: str, port: int | None, data_parallel_id: int) -> str:
         raise ConfigError(ENDPOINT_VARIABLE, what, template) from None
 
 
-def find_or_start(wanted: Mapping[str, Any], *, port: int, data_parallel_id: int, groups: int) -> Companion:
+def find_or_start(
+    wanted: Mapping[str, Any],
+    *,
+    port: int,
+    data_parallel_id: int,
+    groups: int,
+    environment: Mapping[str, str] | None = None,
+) -> Companion:
     """A daemon with this configuration for the group; it may not be ready yet where memory has to be offered.
 
     wanted: sections as `arguments.configuration` gives them; TRANSFERD_SECTION__KEY variables count over them.
+    environment: what a daemon that is started gets beyond this process's.
     Raises ConfigError for a daemon that is configured differently, TransferError when one does not start.
     """
     named = named_endpoint(port, data_parallel_id, groups)
@@ -90,9 +116,9 @@ def find_or_start(wanted: Mapping[str, Any], *, port: int, data_parallel_id: int
         running = _ask(endpoint)
         if running is not None:
             _check_same(endpoint, wanted, running)
-            return Companion(endpoint, None, None)
+            return Companion(endpoint)
     directory = runtime_directory(port)
-    return _start(wanted, named or f"ipc://{directory / 'transferd.sock'}", directory)
+    return _start(wanted, named or f"ipc://{directory / 'transferd.sock'}", directory, environment or {})
 
 
 def runtime_directory(port: int) -> Path:
@@ -156,7 +182,7 @@ def whole(sections: Mapping[str, Any]) -> Config:
         return load(file.name)
 
 
-def _start(asked: Mapping[str, Any], endpoint: str, directory: Path) -> Companion:
+def _start(asked: Mapping[str, Any], endpoint: str, directory: Path, environment: Mapping[str, str]) -> Companion:
     block = build_layout(whole(asked).cache).block_bytes
     sections: dict[str, Any] = {name: dict(values) for name, values in asked.items()}
     sections["server"] = {"endpoint": endpoint}
@@ -167,15 +193,9 @@ def _start(asked: Mapping[str, Any], endpoint: str, directory: Path) -> Companio
         sections["storage"]["file"] = {"path": str(directory / "blocks")}
     config_file, log_file = directory / "transferd.toml", directory / "transferd.log"
     config_file.write_text(to_toml(sections), encoding="utf-8")
-    with log_file.open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "transferd.adapters.fastdeploy.embedded", str(config_file)],
-            stdin=subprocess.PIPE,  # never written to: its end tells the daemon that the engine is gone
-            stdout=log,
-            stderr=log,
-            start_new_session=True,  # FastDeploy ends its transfer processes by their group
-        )
-    companion = Companion(endpoint, process, log_file)
+    log_file.write_bytes(b"")
+    companion = Companion(endpoint, environment=environment, config_file=config_file, log_file=log_file)
+    companion.start()
     _await_answer(companion)
     return companion
 

@@ -22,6 +22,7 @@ import logging
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -42,6 +43,7 @@ T = TypeVar("T")
 
 WORKER_TIMEOUT_S = 50.0  # for workers to let go of memory before a sleep; FastDeploy waits 60 s for the whole of it
 READY_TIMEOUT_S = 300.0  # for a daemon to make its memory, or to map what was offered
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # between two starts of a daemon that dies
 _KEEPER = (
     sys.executable,
     "-I",
@@ -72,6 +74,8 @@ class Group:
         self._watcher: threading.Thread | None = None
         self._paused = False
         self._asleep = False
+        self._start_again_at = 0.0
+        self._pause_before_start = FIRST_PAUSE_S / 2
         self.failed = False
         self.hold: Callable[[], None] = _nothing  # end all transfers and refuse new ones; the queue sets it
         self.release: Callable[[], None] = _nothing  # and take new ones again
@@ -113,13 +117,17 @@ class Group:
 
     def _start(self, ranks: list[TransferArguments]) -> None:
         first = ranks[0]
-        asked = configuration(ranks, device=_device())
+        asked = configuration(ranks, device=_device(first.creates))
         self._config = whole(asked)
         signals = self._signals = Signals(first.ranks, first.engine_worker_queue_port)
         self._replies = Replies(first)
         signals.paused(False)
         companion = self._companion = find_or_start(
-            asked, port=first.engine_worker_queue_port, data_parallel_id=first.data_parallel_id, groups=self.groups
+            asked,
+            port=first.engine_worker_queue_port,
+            data_parallel_id=first.data_parallel_id,
+            groups=self.groups,
+            environment=first.visible_devices,
         )
         client = self._client = SyncClient(companion.endpoint, await_ready=False)
         client.connect()
@@ -240,7 +248,21 @@ class Group:
     # --- weights cleared and updated through kv_cache_status ----------------------------------------
 
     def _watch(self) -> None:
-        _there(self._signals).watch_status(self._closing, self._clear_weights, self._update_weights)
+        _there(self._signals).watch_status(self._closing, self._clear_weights, self._update_weights, self._look)
+
+    def _look(self) -> None:
+        """A daemon of ours that died is started again, at growing intervals: whatever killed it may do so again.
+
+        The client finds it by itself and offers memory again; see the module about memory that the daemon created.
+        """
+        companion = _there(self._companion)
+        now = time.monotonic()
+        if companion.alive() or now < self._start_again_at:
+            return
+        self._pause_before_start = min(2 * self._pause_before_start, LONGEST_PAUSE_S)
+        self._start_again_at = now + self._pause_before_start
+        log.error("the transferd daemon died and is started again; its log ends:\n%s", companion.log(500))
+        companion.start()
 
     def _clear_weights(self) -> None:
         with _told("clearing the KV cache"):
@@ -271,11 +293,14 @@ def _there(part: T | None) -> T:
     return part
 
 
-def _device() -> str:
-    """What `cache.device` is where this engine runs; TRANSFERD_CACHE__DEVICE counts over it."""
+def _device(creates: bool) -> str:
+    """What `cache.device` is where this engine runs; TRANSFERD_CACHE__DEVICE counts over it.
+
+    creates: the daemon creates; then the workers map by FastDeploy's operators what it publishes by them.
+    """
     from fastdeploy.platforms import current_platform
 
-    return "cuda" if current_platform.is_cuda() else "paddle"
+    return "cuda" if current_platform.is_cuda() and not creates else "paddle"
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ memory; it only tells the daemon where to find it, so workers need no code of ou
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from transferd.blocks.layout import build_layout
@@ -37,4 +38,10 @@ def _published(config: Config, rank: int, device: int) -> DeviceHandle:
     from transferd.tiers.cuda.bindings import open_driver
     from transferd.tiers.cuda.fastdeploy import handle_of as by_ipc
 
-    return by_ipc(layout, rank, device, open_driver().describe(device).uuid, this_process())
+    return by_ipc(layout, rank, device, open_driver().describe(_seen_as(device)).uuid, this_process())
+
+
+def _seen_as(device: int) -> int:
+    """The index in this process of a GPU that FastDeploy names by its index on the machine."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return visible.index(str(device)) if str(device) in visible else device

@@ -73,14 +73,22 @@ class Signals:
                     what = "create its KV cache" if there else "let go of its KV cache"
                     raise TransferError(f"not every worker has come to {what} within {timeout:g} s")
 
-    def watch_status(self, closing: threading.Event, clear: Callable[[], None], update: Callable[[], None]) -> None:
-        """Serve kv_cache_status until closing: each is called when it is asked for, and its end is told.
+    def watch_status(
+        self,
+        closing: threading.Event,
+        clear: Callable[[], None],
+        update: Callable[[], None],
+        look: Callable[[], None],
+    ) -> None:
+        """Serve kv_cache_status until closing: clear and update are called when they are asked for, and their end is
+        told; look is called at each look.
 
         An exception leaves the status as it is, and whoever asked times out: FastDeploy has no way to be told.
         """
         served = {CLEARING: (clear, CLEARED), UPDATING: (update, NORMAL)}
         failed: int | None = None
         while not closing.wait(POLL_S):
+            look()
             status = int(self._status.value[0])
             if status not in served or status == failed:
                 failed = failed if status == failed else None

@@ -1,0 +1,168 @@
+"""`make fastdeploy-check`: the adapter under FastDeploy's own, unmodified source, and FastDeploy's tests with it.
+
+    python -m tests.with_fastdeploy.check [--short]
+
+The source is not ours to carry. It is looked for as *.tar.xz in $TRANSFERD_FASTDEPLOY, else in ../shared/fastdeploy
+beside this checkout; each archive holds fastdeploy/ and tests/. An environment with Paddle for the CPU is made under
+build/fastdeploy. Where source or Paddle is not to be had, that is said, and nothing fails.
+
+For each version: all tests in this directory; then FastDeploy's own tests of its cache manager and its queues, with
+the plugin and without. A test of theirs that ends otherwise with the plugin is run three times each way, since some
+of them are a matter of luck; what then still differs fails the check. --short: only this directory, the newest version.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = ROOT / "build" / "fastdeploy"
+VENV = BUILD / "venv"
+PYTHON = VENV / "bin" / "python"
+REQUIREMENTS = Path(__file__).parent / "requirements.txt"
+SOURCE_VARIABLE = "TRANSFERD_FASTDEPLOY"
+THEIR_TESTS = ("tests/cache_manager", "tests/inter_communicator")
+WITHOUT_DEPENDENCIES = "paddleformers==1.2.0"  # asks for another transformers than FastDeploy does
+INSTALL_TIMEOUT_S = 1800
+RUN_TIMEOUT_S = 3600
+LUCK = 3
+
+
+def archives() -> list[Path]:
+    """The versions of FastDeploy's source that are here."""
+    directory = os.environ.get(SOURCE_VARIABLE)
+    return sorted((Path(directory) if directory else ROOT.parent / "shared" / "fastdeploy").glob("*.tar.xz"))
+
+
+def unpacked(archive: Path) -> Path:
+    """The archive's content; made once for each content."""
+    digest = hashlib.sha256(archive.read_bytes()).hexdigest()[:12]
+    tree = BUILD / f"{archive.name.removesuffix('.tar.xz')}-{digest}"
+    if not tree.exists():
+        partial = tree.with_suffix(".partial")
+        with tarfile.open(archive) as file:
+            file.extractall(partial, filter="data")
+        partial.rename(tree)
+    return tree
+
+
+def environment() -> str:
+    """Make the environment. Why it cannot be had, or ""."""
+    stamp = VENV / f".ready-{hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()[:12]}"
+    if not stamp.exists():
+        steps = (
+            [sys.executable, "-m", "venv", str(VENV)],
+            [*_pip(), "-r", str(REQUIREMENTS)],
+            [*_pip(), "--no-deps", WITHOUT_DEPENDENCIES],
+        )
+        for step in steps:
+            done = subprocess.run(step, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False)
+            if done.returncode:
+                return f"{' '.join(step[:6])} … failed: {done.stderr.strip().splitlines()[-1:]}"
+        stamp.touch()
+    # As a user installs it, so that FastDeploy finds the entry point.
+    subprocess.run([*_pip(), "-e", str(ROOT)], check=True, timeout=INSTALL_TIMEOUT_S)
+    return ""
+
+
+def our_tests(tree: Path, *arguments: str) -> bool:
+    """Every test of this directory, with this version."""
+    command = [str(PYTHON), "-m", "pytest", "-q", "-p", "no:cacheprovider", "--show-capture=no", "--timeout=120"]
+    here = str(Path(__file__).parent.relative_to(ROOT))
+    run = subprocess.run(
+        [*command, *(arguments or (here,))], cwd=ROOT, env=_variables(tree, ROOT), timeout=RUN_TIMEOUT_S, check=False
+    )
+    return run.returncode == 0
+
+
+def their_tests(tree: Path) -> bool:
+    """FastDeploy's own tests end the same with the plugin and without it."""
+    without, with_it = (_outcomes(tree, plugin=plugin, names=THEIR_TESTS) for plugin in (False, True))
+    differ = sorted(name for name in without if without[name] != with_it.get(name))
+    print(f"FastDeploy's own tests: {_counts(without)} without the plugin, {_counts(with_it)} with it")
+    bad = []
+    for name in differ:
+        file = name.partition("::")[0]
+        again = [
+            [_outcomes(tree, plugin=plugin, names=(file,)).get(name) for _ in range(LUCK)] for plugin in (False, True)
+        ]
+        print(f"  {name}: without {again[0]}, with {again[1]}")
+        if set(again[0]) & set(again[1]) == set():
+            bad.append(name)
+    return not bad and without.keys() == with_it.keys()
+
+
+def _outcomes(tree: Path, *, plugin: bool, names: tuple[str, ...]) -> dict[str, str]:
+    with tempfile.TemporaryDirectory() as scratch:
+        report = Path(scratch) / "report.xml"
+        variables = _variables(tree) | {"FD_LOG_DIR": scratch}
+        variables.pop("FD_PLUGINS", None)
+        if plugin:
+            variables["FD_PLUGINS"] = "transferd"
+        subprocess.run(
+            [str(PYTHON), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *names],
+            cwd=tree, env=variables, timeout=RUN_TIMEOUT_S, check=False, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        cases = ET.parse(report).iter("testcase")
+        return {_name(case): _end(case) for case in cases}
+
+
+def _name(case: ET.Element) -> str:
+    module, _, owner = str(case.get("classname")).partition(".Test")
+    file = module.replace(".", "/") + ".py"
+    return f"{file}::{'Test' + owner + '::' if owner else ''}{case.get('name')}"
+
+
+def _end(case: ET.Element) -> str:
+    return next((child.tag for child in case if child.tag in ("failure", "error", "skipped")), "passed")
+
+
+def _counts(outcomes: dict[str, str]) -> str:
+    ends = list(outcomes.values())
+    return ", ".join(f"{ends.count(end)} {end}" for end in sorted(set(ends)))
+
+
+def _pip() -> list[str]:
+    return [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+
+
+def _variables(*paths: Path) -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--short", action="store_true", help="only our tests, with one version")
+    short = parser.parse_args().short
+    found = archives()
+    if not found:
+        print(f"fastdeploy-check: skipped, FastDeploy's source is not here (*.tar.xz in ${SOURCE_VARIABLE})")
+        return 0
+    why_not = environment()
+    if why_not:
+        print(f"fastdeploy-check: skipped, {why_not}")
+        return 0
+    results: dict[str, bool] = {}
+    for archive in reversed(found):
+        tree = unpacked(archive)
+        print(f"== {archive.name}", flush=True)
+        results[f"{archive.name}: ours"] = our_tests(tree)
+        if short:
+            break
+        results[f"{archive.name}: theirs"] = their_tests(tree)
+    for name, good in results.items():
+        print(f"{'ok' if good else 'FAILED':8}{name}")
+    return 0 if all(results.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
