@@ -353,7 +353,7 @@ def test_a_group_of_another_size_than_the_daemons_is_refused(make: Callable[...,
 
 
 def test_nobody_there_is_told_as_fastdeploy_tells_it(tmp_path: Path) -> None:
-    with pytest.raises(ConnectionError, match="nobody answers") as caught:
+    with pytest.raises(ConnectionError, match="no daemon answered") as caught:
         EngineCacheQueue(f"ipc://{tmp_path}/no.sock", num_client=1, client_id=0, connect_timeout=0.2)
     assert isinstance(caught.value, NotConnected)
 

@@ -18,12 +18,12 @@ HANDLE = {"kind": "shm", "data": {}}
 
 
 class Shared:
-    """A link to a daemon that is said by hand, and what is shared through it. heard: calls of on_new_boot."""
+    """A conversation to a daemon that is said by hand, and what is shared through it. heard: calls of on_new_boot."""
 
     def __init__(self, loop: SimLoop) -> None:
         self.world = World(loop)
-        self.memory = Attachments(self.world.link)
-        self.world.link.renewed = self.renew
+        self.memory = Attachments(self.world.conversation)
+        self.world.conversation.renewed = self.renew
         self.heard: list[tuple[str, int]] = []
         self.memory.on_new_boot = self.hear
 
@@ -33,11 +33,11 @@ class Shared:
         self.memory.renewed()
 
     def hear(self) -> None:
-        now = self.world.link.session
+        now = self.world.conversation.session
         self.heard.append((now.boot_id, now.epoch))
 
     def welcome(self, **more: Any) -> None:
-        self.world.link._greet()
+        self.world.conversation._greet()
         self.world.daemon.welcome(**more)
 
     def attach(self, rank: int, boot_id: str, epoch: int) -> None:
@@ -51,9 +51,9 @@ class Shared:
 def run(program: Callable[[Shared], Awaitable[None]]) -> None:
     async def main(loop: SimLoop) -> None:
         shared = Shared(loop)
-        shared.world.link.open()
+        shared.world.conversation.open()
         await program(shared)
-        shared.world.link.close()
+        shared.world.conversation.close()
 
     simulate(main, 0)
 
@@ -156,7 +156,7 @@ def test_a_listener_may_be_a_coroutine_function_and_may_fail(caplog: pytest.LogC
 
     async def program(shared: Shared) -> None:
         async def later() -> None:
-            heard.append(shared.world.link.session.boot_id)
+            heard.append(shared.world.conversation.session.boot_id)
             raise RuntimeError("in the engine")
 
         def at_once() -> None:
@@ -168,7 +168,7 @@ def test_a_listener_may_be_a_coroutine_function_and_may_fail(caplog: pytest.LogC
         await asyncio.sleep(0.01)
         shared.memory.on_new_boot = at_once
         shared.welcome(boot_id="b3")
-        assert shared.world.link.session.boot_id == "b3"
+        assert shared.world.conversation.session.boot_id == "b3"
 
     run(program)
     assert heard == ["b2"]

@@ -62,7 +62,7 @@ async def test_connecting_twice_is_one_connection(address: str) -> None:
     client = Client(address)
     with serving(address):
         await client.connect()
-        transport = client._link._transport
+        transport = client._conversation._transport
         channel = transport._channel  # type: ignore[attr-defined]
         await client.connect()
         assert transport._channel is channel  # type: ignore[attr-defined]
@@ -89,7 +89,7 @@ async def test_an_endpoint_that_is_none_names_what_would_be_one_and_the_value_on
 
 
 async def test_a_timeout_says_what_keeps_the_client_out(address: str) -> None:
-    with pytest.raises(ConnectTimeout, match=r"nobody answers within 0\.05 s: there is no such socket; is the daemon"):
+    with pytest.raises(ConnectTimeout, match=r"no daemon answered within 0\.05 s: there is no such socket; is"):
         await Client(address, connect_timeout=0.05).connect()
     with (
         serving(address, ready=False),
@@ -114,9 +114,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 async def test_any_real_number_is_a_timeout_here_and_at_the_daemon(served: str, number: Any) -> None:
     async with Client(served, connect_timeout=number) as client:
         name = f"held-{type(number).__name__}-{id(client)}"
-        before = client._link.now
+        before = client._conversation.now
         future = await client.push(task(name, timeout=number))
-        [pending] = client._link._pending.values()
+        [pending] = client._conversation._pending.values()
         assert 0 <= pending.deadline - before - 120 - NO_ANSWER_S < 60
         assert type(pending.body.timeout) in (int, float)  # type: ignore[union-attr]
         assert await client.cancel(name)
@@ -133,10 +133,10 @@ async def test_what_is_no_number_is_rejected(served: str, value: Any) -> None:
 @pytest.mark.parametrize("value", [math.nan, -1.0, np.float32("nan"), Decimal("NaN"), Fraction(-1)], ids=repr)
 async def test_nan_and_negative_reach_the_daemon_as_they_are(served: str, value: Any) -> None:
     async with Client(served) as client:
-        before = client._link.now
+        before = client._conversation.now
         asking = asyncio.ensure_future(client.submit(task(f"held-{value!r}-{id(client)}", timeout=value)))
         await asyncio.sleep(0)
-        [pending] = client._link._pending.values()
+        [pending] = client._conversation._pending.values()
         assert pending.deadline - before - NO_ANSWER_S < 60
         assert not pending.body.timeout > 0, "so the daemon refuses it"  # type: ignore[union-attr]
     await asking

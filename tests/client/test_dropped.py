@@ -203,7 +203,7 @@ def child():
         try:
             call()
         except TransferError as error:
-            codes.add((type(error).__name__, "in its fork" in str(error)))
+            codes.add((type(error).__name__, "after a fork" in str(error)))
     client.close()
     with SyncClient(endpoint) as fresh:
         print(codes, client.connected, fresh.submit(task("fresh")).status)
@@ -280,7 +280,7 @@ async def main():
             except StopIteration:
                 return "ended"
             except TransferError as error:
-                return (type(error).__name__, "in its fork" in str(error))
+                return (type(error).__name__, "after a fork" in str(error))
 
         def child():
             # Both ways to go on in a child: in the coroutine that forked, and on a loop of one's own.

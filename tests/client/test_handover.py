@@ -53,7 +53,7 @@ def test_extra_keys_change_the_keys_of_the_blocks_they_overlap_the_incomplete_on
 
 
 def test_no_tokens_are_nothing_to_hand_over() -> None:
-    with pytest.raises(RequestError, match="without tokens"):
+    with pytest.raises(RequestError, match="token_ids is empty"):
         plan_handover("r", "a", [], [], block_size=8, extra_keys=None, timeout=1)
 
 

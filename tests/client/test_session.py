@@ -13,7 +13,7 @@ from tests.support.simulation.clock import SimClock
 from tests.support.simulation.loop import SimLoop, simulate
 from transferd.client.heartbeat import Presence
 from transferd.client.pending import Pending, PendingTask
-from transferd.client.session import HINT_AFTER_S, NO_SESSION, Link
+from transferd.client.session import HINT_AFTER_S, NO_SESSION, Conversation
 from transferd.errors import Closed, ConfigError, ConnectTimeout, DaemonLost, RequestError, TierError, TransferError
 from transferd.tasks import ErrorInfo, Status, SwapOutTask, TaskResult
 from transferd.wire import protocol as wire
@@ -74,23 +74,23 @@ class World:
     def __init__(self, loop: SimLoop) -> None:
         self.loop = loop
         self.daemon = Recorder()
-        self.link = Link("sim://daemon", self.daemon, SimClock(loop))
+        self.conversation = Conversation("sim://daemon", self.daemon, SimClock(loop))
         self.renewed: list[tuple[str, int, int]] = []  # boot_id, session, epoch
-        self.link.renewed = self.note_renewed
+        self.conversation.renewed = self.note_renewed
 
     def note_renewed(self) -> None:
-        now = self.link.session
+        now = self.conversation.session
         self.renewed.append((now.boot_id, now.session, now.epoch))
 
     def ask(self, body: wire.Body | None = None, timeout: float = 1000.0) -> asyncio.Future[Any]:
-        pending = Pending(body or wire.Stats(), self.link.new_future(), self.link.now + timeout)
-        self.link.ask(pending)
+        pending = Pending(body or wire.Stats(), self.conversation.new_future(), self.conversation.now + timeout)
+        self.conversation.ask(pending)
         return pending.future
 
     def push(self, task_id: str = "t", **more: Any) -> PendingTask:
         task = SwapOutTask(task_id=task_id, gpu_block_ids=[1], cpu_block_ids=[2], **more)
-        pending = PendingTask(self.link, task, self.link.now + 1000.0, ack=True)
-        self.link.ask(pending)
+        pending = PendingTask(self.conversation, task, self.conversation.now + 1000.0, ack=True)
+        self.conversation.ask(pending)
         return pending
 
 
@@ -98,9 +98,9 @@ def run(program: Callable[[World], Coroutine[Any, Any, None]], *, opened: bool =
     async def main(loop: SimLoop) -> None:
         world = World(loop)
         if opened:
-            world.link.open()
+            world.conversation.open()
         await program(world)
-        world.link.close()
+        world.conversation.close()
 
     simulate(main, 0)
 
@@ -110,12 +110,12 @@ def run(program: Callable[[World], Coroutine[Any, Any, None]], *, opened: bool =
 
 def test_opening_says_hello_and_opening_again_changes_nothing() -> None:
     async def program(world: World) -> None:
-        assert world.link.open()
+        assert world.conversation.open()
         assert world.daemon.hellos == [1]
-        assert not world.link.open()
+        assert not world.conversation.open()
         assert world.daemon.hellos == [1]
-        assert world.link.is_open
-        assert not world.link.ready
+        assert world.conversation.is_open
+        assert not world.conversation.ready
 
     run(program, opened=False)
 
@@ -124,10 +124,10 @@ def test_an_endpoint_that_is_refused_leaves_the_link_closed() -> None:
     async def program(world: World) -> None:
         world.daemon.refuses = ConfigError("endpoint", "is none")
         with pytest.raises(ConfigError):
-            world.link.open()
-        assert not world.link.is_open
+            world.conversation.open()
+        assert not world.conversation.is_open
         world.daemon.refuses = None
-        assert world.link.open()
+        assert world.conversation.open()
 
     run(program, opened=False)
 
@@ -136,12 +136,12 @@ def test_closing_ends_everything_once_and_nothing_is_said_afterwards() -> None:
     async def program(world: World) -> None:
         world.daemon.welcome()
         asked, pushed = world.ask(), world.push()
-        world.link._greet()
+        world.conversation._greet()
         world.daemon.welcome(ready=False)
-        waiting = asyncio.ensure_future(world.link.wait_ready(50.0))
+        waiting = asyncio.ensure_future(world.conversation.wait_ready(50.0))
         await asyncio.sleep(0.01)
-        world.link.close()
-        world.link.close()
+        world.conversation.close()
+        world.conversation.close()
         for future in (asked, waiting):
             with pytest.raises(Closed, match="was closed"):
                 await future
@@ -152,18 +152,18 @@ def test_closing_ends_everything_once_and_nothing_is_said_afterwards() -> None:
         said = len(world.daemon.said)
         await asyncio.sleep(100)
         assert len(world.daemon.said) == said
-        assert not world.link.is_open
+        assert not world.conversation.is_open
         with pytest.raises(Closed, match="is closed"):
             world.ask()
         with pytest.raises(Closed, match="is closed"):
-            await world.link.wait_answer(1.0)
+            await world.conversation.wait_answer(1.0)
 
     run(program)
 
 
 def test_no_bye_goes_to_a_daemon_that_never_answered() -> None:
     async def program(world: World) -> None:
-        world.link.close()
+        world.conversation.close()
         assert not world.daemon.others
 
     run(program)
@@ -172,13 +172,13 @@ def test_no_bye_goes_to_a_daemon_that_never_answered() -> None:
 def test_a_second_life_knows_nothing_of_the_first() -> None:
     async def program(world: World) -> None:
         world.daemon.welcome(epoch=3)
-        assert world.link.ready
-        world.link.close()
-        assert not world.link.ready
-        world.link.open()
-        assert world.link.session is NO_SESSION
-        with pytest.raises(ConnectTimeout, match="nobody answers within 1 s"):
-            await world.link.wait_ready(1.0)
+        assert world.conversation.ready
+        world.conversation.close()
+        assert not world.conversation.ready
+        world.conversation.open()
+        assert world.conversation.session is NO_SESSION
+        with pytest.raises(ConnectTimeout, match="no daemon answered within 1 s"):
+            await world.conversation.wait_ready(1.0)
         early = world.ask()
         assert not any(isinstance(r.body, wire.Stats) for r in world.daemon.said)
         world.daemon.welcome(boot_id="b2", session=1)
@@ -195,30 +195,30 @@ def test_a_second_life_knows_nothing_of_the_first() -> None:
 
 def test_waiting_for_an_answer_and_for_readiness_are_two_things() -> None:
     async def program(world: World) -> None:
-        ready = asyncio.ensure_future(world.link.wait_ready(50.0))
-        answer = asyncio.ensure_future(world.link.wait_answer(50.0))
+        ready = asyncio.ensure_future(world.conversation.wait_ready(50.0))
+        answer = asyncio.ensure_future(world.conversation.wait_answer(50.0))
         await asyncio.sleep(0.01)
         world.daemon.welcome(ready=False, why="it starts")
         await asyncio.sleep(0.01)
         assert (ready.done(), answer.done()) == (False, True)
-        await world.link.wait_answer(0.0)
+        await world.conversation.wait_answer(0.0)
         world.daemon.welcome()
         await ready
-        await world.link.wait_ready(0.0)
+        await world.conversation.wait_ready(0.0)
 
     run(program)
 
 
 def test_a_timeout_names_what_was_missing() -> None:
     async def program(world: World) -> None:
-        with pytest.raises(ConnectTimeout, match=r"^sim://daemon: nobody answers within 0\.5 s"):
-            await world.link.wait_answer(0.5)
+        with pytest.raises(ConnectTimeout, match=r"^sim://daemon: no daemon answered within 0\.5 s"):
+            await world.conversation.wait_answer(0.5)
         world.daemon.welcome(ready=False, why="no engine has offered memory", missing=[0, 3])
         with pytest.raises(ConnectTimeout, match=r"within 0\.5 s: no engine has offered memory; without .* rank 0, 3$"):
-            await world.link.wait_ready(0.5)
+            await world.conversation.wait_ready(0.5)
         world.daemon.welcome(ready=False)
-        with pytest.raises(ConnectTimeout, match=r"it does not say why$"):
-            await world.link.wait_ready(0.5)
+        with pytest.raises(ConnectTimeout, match=r"it gave no reason$"):
+            await world.conversation.wait_ready(0.5)
 
     run(program)
 
@@ -226,20 +226,20 @@ def test_a_timeout_names_what_was_missing() -> None:
 def test_who_waits_is_told_soon_what_keeps_it_and_the_timeout_says_so_too(caplog: pytest.LogCaptureFixture) -> None:
     async def program(world: World) -> None:
         world.daemon.why = "there is no such socket"
-        began = world.link.now
-        waiting = asyncio.ensure_future(world.link.wait_answer(5.0))
+        began = world.conversation.now
+        waiting = asyncio.ensure_future(world.conversation.wait_answer(5.0))
         await asyncio.sleep(HINT_AFTER_S - 0.1)
         assert not caplog.records
         await asyncio.sleep(0.2)
         assert caplog.messages == [
-            "sim://daemon: nobody answers within 1 s: there is no such socket (still waiting)",
+            "sim://daemon: no daemon answered within 1 s: there is no such socket (still waiting)",
         ]
         assert caplog.records[0].levelname == "WARNING"
-        with pytest.raises(ConnectTimeout, match=r"nobody answers within 5 s: there is no such socket$"):
+        with pytest.raises(ConnectTimeout, match=r"no daemon answered within 5 s: there is no such socket$"):
             await waiting
-        assert world.link.now - began == pytest.approx(5.0)
+        assert world.conversation.now - began == pytest.approx(5.0)
         assert len(caplog.records) == 1
-        assert not world.link._waiters
+        assert not world.conversation._waiters
 
     run(program)
 
@@ -247,7 +247,7 @@ def test_who_waits_is_told_soon_what_keeps_it_and_the_timeout_says_so_too(caplog
 def test_who_waits_for_a_moment_is_told_by_the_timeout_alone(caplog: pytest.LogCaptureFixture) -> None:
     async def program(world: World) -> None:
         with pytest.raises(ConnectTimeout):
-            await world.link.wait_answer(0.5)
+            await world.conversation.wait_answer(0.5)
         assert not caplog.records
 
     run(program)
@@ -255,7 +255,7 @@ def test_who_waits_for_a_moment_is_told_by_the_timeout_alone(caplog: pytest.LogC
 
 def test_who_waits_for_ever_is_served_when_the_daemon_comes() -> None:
     async def program(world: World) -> None:
-        waiting = asyncio.ensure_future(world.link.wait_ready(math.inf))
+        waiting = asyncio.ensure_future(world.conversation.wait_ready(math.inf))
         await asyncio.sleep(3600)
         assert not waiting.done()
         world.daemon.welcome()
@@ -268,13 +268,13 @@ def test_a_lost_daemon_is_waited_for_again() -> None:
     async def program(world: World) -> None:
         world.daemon.welcome()
         await asyncio.sleep(10)
-        assert not world.link.ready
-        waiting = asyncio.ensure_future(world.link.wait_ready(50.0))
+        assert not world.conversation.ready
+        waiting = asyncio.ensure_future(world.conversation.wait_ready(50.0))
         await asyncio.sleep(20)
         assert not waiting.done()
         world.daemon.welcome()
         await waiting
-        assert world.link.ready
+        assert world.conversation.ready
         hellos = len(world.daemon.hellos)
         await asyncio.sleep(0.01)
         assert len(world.daemon.hellos) == hellos + 1, "the beat of a lost daemon would come seconds later"
@@ -295,7 +295,7 @@ def test_what_is_asked_before_the_first_welcome_waits_for_its_session() -> None:
         for request in sent:
             world.daemon.say(request.seq, wire.Value(True))
         assert await asyncio.gather(*asked) == [True] * 3
-        assert not world.link._pending
+        assert not world.conversation._pending
 
     run(program)
 
@@ -354,7 +354,7 @@ def test_what_the_transport_does_not_take_is_sent_in_order_with_the_next_message
 
 def test_what_nobody_waits_for_is_not_sent_later() -> None:
     async def program(world: World) -> None:
-        asking = asyncio.ensure_future(world.link.request(wire.Stats(), 99.0))
+        asking = asyncio.ensure_future(world.conversation.request(wire.Stats(), 99.0))
         await asyncio.sleep(0.01)
         asking.cancel()
         await asyncio.sleep(0.01)
@@ -385,13 +385,13 @@ def test_what_cannot_be_said_or_is_too_long_ends_here() -> None:
 def test_a_request_past_its_limit_ends_and_its_task_is_taken_back() -> None:
     async def program(world: World) -> None:
         world.daemon.welcome()
-        world.push("slow").deadline = world.link.now + 2.0
+        world.push("slow").deadline = world.conversation.now + 2.0
         asked = world.ask(timeout=2.0)
         kept = world.ask(timeout=100.0)
         for _ in range(12):
             world.daemon.welcome()
             await asyncio.sleep(0.5)
-        with pytest.raises(TransferError, match="lives and did not answer") as caught:
+        with pytest.raises(TransferError, match="is alive but did not answer") as caught:
             await asked
         assert caught.value.reason == "no_answer"
         assert world.daemon.others[-1].body == wire.Cancel("slow")
@@ -408,17 +408,17 @@ def test_another_session_of_the_same_boot_is_asked_everything_again_in_order() -
         world.daemon.welcome(session=5, epoch=2)
         asked = [world.ask(wire.Cancel(str(i))) for i in range(3)]
         world.daemon.say(world.daemon.others[1].seq, wire.Value(True))
-        world.link._greet()
+        world.conversation._greet()
         world.daemon.welcome(session=6, epoch=3)
         again = world.daemon.others[3:]
         assert [(r.seq, r.session) for r in again] == [(r.seq, 6) for r in world.daemon.others[:3:2]]
         assert [future.done() for future in asked] == [False, True, False]
         assert world.renewed == [("b1", 5, 2), ("b1", 6, 3)]
-        world.link._greet()
+        world.conversation._greet()
         world.daemon.welcome(session=6, epoch=3)
         assert len(world.daemon.others) == 5, "the same session"
         assert len(world.renewed) == 2
-        world.link._greet()
+        world.conversation._greet()
         world.daemon.welcome(session=6, epoch=4)
         assert len(world.daemon.others) == 5, "another epoch is no reason to ask again"
         assert len(world.renewed) == 3
@@ -435,8 +435,8 @@ def test_what_a_new_session_is_told_goes_out_before_what_is_asked_again() -> Non
         def tell() -> None:
             world.ask(wire.Attach(0))
 
-        world.link.renewed = tell
-        world.link._greet()
+        world.conversation.renewed = tell
+        world.conversation._greet()
         world.daemon.welcome(session=6)
         assert [r.body for r in world.daemon.others[2:]] == [wire.Attach(0), wire.Cancel("1"), wire.Cancel("2")]
 
@@ -445,11 +445,11 @@ def test_what_a_new_session_is_told_goes_out_before_what_is_asked_again() -> Non
 
 def test_an_older_welcome_says_nothing() -> None:
     async def program(world: World) -> None:
-        world.link._greet()
+        world.conversation._greet()
         first, second = world.daemon.hellos
         world.daemon.say(second, welcome(generation="new"))
         world.daemon.say(first, welcome(generation="old", session=4))
-        assert world.link.session.generation == "new"
+        assert world.conversation.session.generation == "new"
         assert len(world.renewed) == 1
 
     run(program)
@@ -465,7 +465,7 @@ def test_another_boot_ends_everything_as_lost_under_the_name_of_the_old_one() ->
             await asked
         result = await pushed.future
         assert (result.boot_id, result.error.code) == ("b1", "daemon_lost")
-        assert (await greeting).boot_id == world.link.session.boot_id == "b2"
+        assert (await greeting).boot_id == world.conversation.session.boot_id == "b2"
         assert world.renewed == [("b1", 5, 2), ("b2", 1, 0)]
 
     run(program)
@@ -499,7 +499,7 @@ def test_silence_is_loss_on_the_second_look_and_what_is_asked_then_fails_at_once
         assert world.loop.time() == began
         late = world.daemon.others[0]
         world.daemon.say(late.seq, wire.Value(None))
-        assert not world.link.ready, "an answer of before brings nobody back"
+        assert not world.conversation.ready, "an answer of before brings nobody back"
 
     run(program)
 
@@ -509,10 +509,10 @@ def test_a_message_at_the_second_look_keeps_the_daemon() -> None:
         world.daemon.welcome()
         asked = world.ask()
         await asyncio.sleep(3.55)
-        assert world.link._heart.presence is Presence.DOUBTED
+        assert world.conversation._heart.presence is Presence.DOUBTED
         world.daemon.say(999, wire.Value(None))
         await asyncio.sleep(0.2)
-        assert world.link.ready
+        assert world.conversation.ready
         assert not asked.done()
 
     run(program)

@@ -74,7 +74,7 @@ def test_a_close_ends_a_connect_that_still_waits(tmp_path: Path) -> None:
     client = SyncClient(f"ipc://{tmp_path}/nobody.sock", connect_timeout=1000)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         connecting = pool.submit(client.connect)
-        while not client._client._link._waiters:
+        while not client._client._conversation._waiters:
             pass
         client.close()
         with pytest.raises(Closed):

@@ -127,14 +127,14 @@ def test_ping_and_stats_against_a_daemon_and_against_nobody(tmp_path: Path) -> N
         assert json.loads(transferd("ping", "--format", "json", env=env).stdout)["boot_id"] == pong["boot_id"]
     gone = transferd("ping", "--timeout", "0.3", env=env)
     assert gone.returncode == 1
-    assert "nobody answers" in gone.stderr
+    assert "no daemon answered" in gone.stderr
 
 
 def test_ping_prints_an_answer_of_a_daemon_that_is_not_ready_and_says_why(tmp_path: Path) -> None:
     daemon = start({"cache": {"device_blocks": 2, "ownership": "attach"}}, tmp_path, wait=False)
     try:
         done = transferd("ping", "--timeout", "2", "--format", "json", "--endpoint", daemon.endpoint)
-        while "nobody answers" in done.stderr:  # the process has not begun to listen
+        while "no daemon answered" in done.stderr:  # the process has not begun to listen
             done = transferd("ping", "--timeout", "2", "--format", "json", "--endpoint", daemon.endpoint)
         insisting = transferd("ping", "--ready", "--timeout", "0.5", "--endpoint", daemon.endpoint)
     finally:

@@ -111,7 +111,7 @@ def test_an_unknown_task_or_dump_is_one_line_and_exit_1(daemon: DaemonProcess, t
     for arguments, problem in (
         (["nope", "--endpoint", daemon.endpoint], "nothing is known of task 'nope'"),
         (["w", "--dump", str(nowhere)], f"{nowhere}: cannot be read"),
-        (["w", "--endpoint", f"ipc://{nowhere}", "--timeout", "0.2"], f"ipc://{nowhere}: nobody answers"),
+        (["w", "--endpoint", f"ipc://{nowhere}", "--timeout", "0.2"], f"ipc://{nowhere}: no daemon answered"),
     ):
         done = explain(*arguments)
         assert (done.returncode, done.stdout) == (1, "")

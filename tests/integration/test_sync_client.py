@@ -89,8 +89,8 @@ def test_closing_ends_what_other_threads_wait_for(endpoint: str) -> None:
 
 
 def _pending(client: SyncClient) -> list[str]:
-    link = client._client._link
-    return [getattr(pending.body, "task_id", "") for pending in list(link._pending.values())]
+    conversation = client._client._conversation
+    return [getattr(pending.body, "task_id", "") for pending in list(conversation._pending.values())]
 
 
 def test_a_client_can_be_entered_again(endpoint: str) -> None:
@@ -102,7 +102,7 @@ def test_a_client_can_be_entered_again(endpoint: str) -> None:
 
 def test_connecting_to_nobody_leaves_no_thread(tmp_path: Path) -> None:
     client = SyncClient(f"ipc://{tmp_path}/nobody.sock", connect_timeout=0.2)
-    with pytest.raises(ConnectTimeout, match="nobody answers"), client:
+    with pytest.raises(ConnectTimeout, match="no daemon answered"), client:
         pass
     assert not threads()
     client.close()
@@ -116,7 +116,7 @@ def task(task_id):
     return SwapOutTask(task_id=task_id, gpu_block_ids=[1], cpu_block_ids=[2])
 
 def interrupt():
-    while not client._client._link._pending:  # until the main thread waits for the held task
+    while not client._client._conversation._pending:  # until the main thread waits for the held task
         pass
     os.kill(os.getpid(), signal.SIGINT)
 

@@ -242,7 +242,7 @@ async def main(endpoint):
     async with Client(endpoint) as client:
         asking = asyncio.ensure_future(client.pause())
         await asyncio.sleep(0.1)
-        client._link._greet()  # a Hello whose answer comes while nobody reads
+        client._conversation._greet()  # a Hello whose answer comes while nobody reads
         os.kill(os.getpid(), signal.SIGSTOP)
         await asyncio.sleep(0.5)
         assert not asking.done() and client.connected, "lost"

@@ -170,7 +170,7 @@ def test_what_cannot_be_said_on_the_wire_is_rejected_here_and_never_sent() -> No
         assert (surrogate.status, code(surrogate)) == (Status.REJECTED, "bad_value")
         alien = await world.client.push(task(swap_node_ids=(object(),)))
         assert code(alien.result()) == "bad_value"
-        with pytest.raises(RequestError, match="daemon takes 4096"):
+        with pytest.raises(RequestError, match="daemon accepts 4096"):
             await world.client.match(["k" * 5000])
         assert world.server.statistics()["messages"] == messages
         wrong = await world.client.submit(task(swap_node_ids=(1.5,)))
@@ -188,7 +188,7 @@ def test_what_cannot_be_said_on_the_wire_is_rejected_here_and_never_sent() -> No
 def test_connecting_fails_in_time_and_says_whether_anybody_answered() -> None:
     async def main(loop: SimLoop) -> None:
         world = World(loop)
-        with pytest.raises(ConnectTimeout, match=r"nobody answers within 10 s"):
+        with pytest.raises(ConnectTimeout, match=r"no daemon answered within 10 s"):
             await world.client.connect()
         await world.serve()
         world.core.ready = False
@@ -615,7 +615,7 @@ def test_a_daemon_that_lives_and_never_answers_a_task_is_not_waited_for_without_
 
 def test_what_the_transport_does_not_take_waits_in_order_and_is_sent_later() -> None:
     async def program(world: World) -> None:
-        transport = world.client._link._transport
+        transport = world.client._conversation._transport
         send = transport.send
         room = 3
 

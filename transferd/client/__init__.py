@@ -1,6 +1,6 @@
-"""What an engine imports: the asyncio client, its blocking twin, and a way to start a daemon of one's own.
+"""What an engine imports: the asyncio client, its blocking twin, and a way to start a private daemon.
 
-Importing it loads no CUDA, Mooncake, Paddle or uvloop.
+Importing this package loads no CUDA, Mooncake, Paddle or uvloop.
 """
 
 from transferd.client.client import Client

@@ -1,4 +1,4 @@
-"""Pushing a task again for as long as the daemon is busy, until it is taken back or the client is closed."""
+"""Retry a task while the daemon is busy, until the task is cancelled or the client is closed."""
 
 from __future__ import annotations
 
@@ -7,37 +7,39 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from transferd.client.session import Link
+from transferd.client.session import Conversation
 from transferd.errors import Closed
 from transferd.tasks import ErrorInfo, Status, Task, TaskResult
 
-BUSY_PAUSE_S = 0.01  # before a busy daemon is asked again, if it names no time of its own
+BUSY_PAUSE_S = 0.01  # before the next retry, unless the daemon names a time
 _TAKEN_BACK = ErrorInfo("cancelled", "cancelled while the daemon was busy")
 _CLOSED = ErrorInfo(Closed.code, "the client was closed")
 
 
 class BusyRetry:
-    """Knows the tasks that wait between two pushes; the daemon does not know them."""
+    """Holds the tasks that wait between two pushes. The daemon does not know about them."""
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
+    def __init__(self, conversation: Conversation) -> None:
+        self._conversation = conversation
         self._waiting: dict[str, asyncio.Future[ErrorInfo]] = {}  # by task_id
 
     async def submit(self, submit: Callable[[Task], Awaitable[TaskResult]], task: Task, give_up: float) -> TaskResult:
-        """`submit` until it is not busy, or until the next push would come after `give_up`, on the link's clock."""
+        """Call `submit` until it is not busy, or until the next push would come after `give_up` (conversation time)."""
         while True:
             result = await submit(task)
             pause = result.retry_after or BUSY_PAUSE_S
-            if result.status is not Status.BUSY or self._link.now + pause >= give_up:
+            if result.status is not Status.BUSY or self._conversation.now + pause >= give_up:
                 return result
             if (why := await self._pause(task.task_id, pause)) is not None:
                 status = Status.CANCELLED if why is _TAKEN_BACK else Status.FAILED
-                return TaskResult(task_id=task.task_id, status=status, error=why, boot_id=self._link.session.boot_id)
-            task = msgspec.structs.replace(task, timeout=give_up - self._link.now)
+                return TaskResult(
+                    task_id=task.task_id, status=status, error=why, boot_id=self._conversation.session.boot_id
+                )
+            task = msgspec.structs.replace(task, timeout=give_up - self._conversation.now)
 
     async def _pause(self, task_id: str, pause: float) -> ErrorInfo | None:
-        """Wait before a task is pushed again. Returns why it is not, if `cancel` or `close` came meanwhile."""
-        told = self._waiting[task_id] = self._link.new_future()
+        """Wait before the next push. Returns the reason not to push again if `cancel` or `close` came meanwhile."""
+        told = self._waiting[task_id] = self._conversation.new_future()
         try:
             await asyncio.wait({told}, timeout=pause)
         finally:
@@ -45,7 +47,7 @@ class BusyRetry:
         return told.result() if told.done() else None
 
     def cancel(self, task_id: str) -> bool:
-        """Take a task back. False: it does not wait here."""
+        """Cancel a task that waits here. Returns False if it does not."""
         told = self._waiting.pop(task_id, None)
         if told is not None:
             told.set_result(_TAKEN_BACK)

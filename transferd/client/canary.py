@@ -1,4 +1,4 @@
-"""The engine's half of a canary (wire/canary.py): write one, say what it is, put the former bytes back."""
+"""The engine's half of a canary (wire/canary.py): write it, describe it in the handle, restore the original bytes."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from transferd.wire.canary import digest
 
 
 class Rows(Protocol):
-    """One array of a cache where numpy does not reach. Blocks lie along its first axis.
+    """One array of a cache in memory that numpy cannot access. Blocks lie along its first axis.
 
-    tiers/cuda/rows.py has it for memory of a GPU, adapters/paddle.py for tensors.
+    tiers/cuda/rows.py implements it for GPU memory, adapters/paddle.py for Paddle tensors.
     """
 
     @property
     def blocks(self) -> int: ...
     def read_block(self, block: int) -> bytes:
-        """The block's bytes, once all work on it has ended."""
+        """Wait for all work on the block, then return its bytes."""
         ...
 
     def write_block(self, block: int, data: bytes) -> None:
-        """Returns when the bytes are there for everybody."""
+        """Write the block. Returns once every other process sees the new bytes."""
         ...
 
 
@@ -47,17 +47,18 @@ class _NumpyRows:
 
 @contextlib.contextmanager
 def laid(caches: Mapping[str, Sequence[Any]], block: int | None = None) -> Iterator[dict[str, Any]]:
-    """While this is open, one block of every array holds random bytes; yields what a handle says of them.
+    """Fill one block of every array with random bytes while this is open; yield the canary for the handle.
 
-    caches: {plane: [one array per layer]}, numpy arrays or Rows, over the memory that the handle names. block: by
-    default 1, which also shows a wrong distance between blocks; 0 where there is only one. At the end, also after an
-    error, the block holds what it held before. Until then it is nobody's to use: the daemon only reads it.
+    caches: {plane: [one array per layer]}, numpy arrays or Rows, over the memory that the handle names.
+    block: 1 by default, which also reveals a wrong block stride; 0 if there is only one block. The original bytes
+    are restored at the end, also after an error. Do not use the block until then; the daemon only reads it.
     """
     rows = {plane: [_rows_of(array) for array in layers] for plane, layers in caches.items()}
     fewest = min((array.blocks for layers in rows.values() for array in layers), default=0)
     chosen = min(1, fewest - 1) if block is None else block
     if not 0 <= chosen < fewest:
-        raise RequestError(f"block {chosen} for the canary: the caches have {fewest} blocks", code="id_out_of_range")
+        what = f"canary block {chosen} is out of range: the caches have {fewest} blocks"
+        raise RequestError(what, code="id_out_of_range")
     former: list[tuple[Rows, bytes]] = []
     try:
         sums: dict[str, list[str]] = {}
@@ -79,5 +80,5 @@ def _rows_of(array: Any) -> Rows:
         return _NumpyRows(array)
     if hasattr(array, "read_block") and hasattr(array, "write_block"):
         return cast("Rows", array)
-    what = f"a canary is written to numpy arrays, or to rows(...) of a GPU's or Paddle's; not to {type(array).__name__}"
+    what = f"a canary needs numpy arrays, or rows(...) over GPU or Paddle memory, not {type(array).__name__}"
     raise RequestError(what, code="bad_value")

@@ -1,16 +1,16 @@
-"""P → D: how a prefill engine hands the KV of one sequence to a decode engine, all of it or not at all.
+"""P → D: how a prefill engine hands the KV of one sequence to a decode engine, all of it or nothing.
 
-Both engines call with the tokens of the sequence. The keys are computed here, for both, from the block
-size that the daemon names in its Welcome, so the two sides cannot drift; a last incomplete block is named
-too, and its number of tokens is part of its key, which the footer of the stored object carries. So an
-object that holds another number of tokens is never taken for this one.
+Both engines pass the tokens of the sequence. The keys are computed here for both sides, from the block size in
+the daemon's Welcome, so the sides cannot disagree. An incomplete last block has a key too; its number of tokens
+is part of that key, and the footer of the stored object carries the key. So an object that holds another
+number of tokens is never mistaken for this one.
 
 A daemon works in one of two modes (`pd.mode`), and the engines' calls are the same in both:
 
     storage   P's daemon stores every block; D's daemon loads every block.
     direct    D's daemon posts memory for the blocks it expects; P's daemon writes into it.
 
-Pure: which task a call becomes, and what its result is worth.
+Pure: it decides which task a call becomes and whether the result counts.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ ExtraKeys = Iterable[tuple[str | bytes, int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """One sequence on its way, as one of the two engines sees it.
+    """The handover of one sequence, as one of the two engines sees it.
 
-    request_id: the same on both sides. attempt: fresh for each call, so one that failed may be made again at once.
-    gpu_block_ids: this engine's blocks, the last one for the incomplete block if there is one.
+    request_id: the same on both sides. attempt: new for each call, so a failed call can be retried at once.
+    gpu_block_ids: this engine's blocks; the last one holds the incomplete block, if there is one.
     """
 
     request_id: str
@@ -58,17 +58,17 @@ class Handover:
         return f"{self.request_id}/{self.attempt}"
 
     def out(self, mode: str) -> Task:
-        """What the prefill engine pushes."""
+        """The task that the prefill engine pushes."""
         if mode == "direct":
             return SendTask(**self._common(), transfer_id=self.request_id)
         return WriteStorageTask(**self._common())
 
     def into(self, mode: str, peer: str | None) -> Task:
-        """What the decode engine pushes. Raises RequestError in direct mode without a peer."""
+        """The task that the decode engine pushes. Raises RequestError in direct mode without a peer."""
         if mode != "direct":
             return ReadStorageTask(**self._common())
         if not peer:
-            raise RequestError("in direct mode a decode engine says which daemon it expects the blocks from (peer)")
+            raise RequestError("direct mode needs `peer`: pass the pd_address of the prefill engine's daemon")
         return ReceiveTask(**self._common(), transfer_id=self.request_id, peer=peer)
 
     def _common(self) -> dict[str, Any]:
@@ -91,17 +91,17 @@ def plan_handover(
     extra_keys: ExtraKeys | None,
     timeout: float,
 ) -> Handover:
-    """Raises RequestError for tokens or extra keys that cannot be hashed, and for no tokens at all."""
+    """Compute the keys. Raises RequestError for tokens or extra keys that cannot be hashed, and without tokens."""
     keys = block_keys(token_ids, block_size, extra_keys, partial=True)
     if not keys:
-        raise RequestError("a sequence without tokens has nothing to hand over", code="bad_value")
+        raise RequestError("token_ids is empty: there is nothing to hand over", code="bad_value")
     return Handover(request_id, attempt, TokenIds(token_ids), keys, [int(block) for block in gpu_block_ids], timeout)
 
 
 def whole(result: TaskResult, wanted: int) -> TaskResult:
-    """The result, if it covers all `wanted` blocks.
+    """Return the result if it covers all `wanted` blocks.
 
-    Raises RequestError when the daemon rejected the input, HandoverFailed for everything else.
+    Raises RequestError if the daemon rejected the input, HandoverFailed otherwise.
     """
     if result.status is Status.OK and len(result.block_ids) == wanted:
         return result
@@ -109,8 +109,8 @@ def whole(result: TaskResult, wanted: int) -> TaskResult:
     if result.status is Status.REJECTED and cause is not None:
         raise RequestError(cause.message, code=cause.code)
     code = cause.code if cause is not None else _CODES.get(result.status, str(result.status))
-    told = cause.message if cause is not None else _WHY.get(result.status, f"it ended as {result.status}")
-    raise HandoverFailed(f"{len(result.block_ids)} of {wanted} blocks arrived: {told}", code=code, result=result)
+    why = cause.message if cause is not None else _WHY.get(result.status, f"the task ended as {result.status}")
+    raise HandoverFailed(f"{len(result.block_ids)} of {wanted} blocks arrived: {why}", code=code, result=result)
 
 
 _CODES = {Status.MISS: "blocks_missing", Status.PARTIAL: "blocks_missing", Status.OK: "blocks_missing"}

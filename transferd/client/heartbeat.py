@@ -1,11 +1,11 @@
-"""Whether the daemon is there, decided from what was heard and when; and when to say Hello next.
+"""Decides from what was heard, and when, whether the daemon is alive, and when to say Hello next.
 
-Pure: it sends nothing, sets no timer and reads no clock. `Link` does, and tells it.
+Pure: it sends nothing, sets no timer and reads no clock. `Conversation` does that and reports here.
 
-Hello goes out every HEARTBEAT_S, so a living daemon is heard at least that often. When a Hello is
-SILENCE_S old and nothing at all was heard since, the daemon is doubted; when it is still silent DOUBT_S
-later, it is lost. The second look is for ourselves: if it was this process that stood still, the
-answer is already in the socket. A lost daemon comes back with a Welcome; older answers do not count.
+Hello goes out every HEARTBEAT_S, so a live daemon is heard at least that often. When a Hello is SILENCE_S old
+and nothing was heard since, the daemon is doubted; if it is still silent DOUBT_S later, it is lost. The second
+look covers our own stalls: if this process was suspended, the answer is already in the socket. A lost daemon
+comes back with a Welcome; older answers do not count.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from transferd.errors import InvariantError
 HEARTBEAT_S = 1.0
 SILENCE_S = 3.5  # after a Hello
 DOUBT_S = 0.1
-FIRST_HELLO_S = 0.002  # until a daemon is ready, Hello is repeated: soon at first, then ever more slowly,
-SLOWEST_HELLO_S = 0.1  # down to this
-LOST_HELLO_S = 5.0  # to a lost daemon: earlier ones wait in the socket, and reach its successor at once
+FIRST_HELLO_S = 0.002  # until a daemon is ready, Hello is repeated with a delay that doubles from this
+SLOWEST_HELLO_S = 0.1  # up to this
+LOST_HELLO_S = 5.0  # to a lost daemon: earlier Hellos wait in the socket and reach its successor at once
 TIMER_RESOLUTION_S = 0.001  # a timer may fire this early
 assert HEARTBEAT_S + SILENCE_S + DOUBT_S < 5, "we promise to notice within 5 s of a daemon's death"
 
 
 class Presence(enum.StrEnum):
-    """What is known of the daemon."""
+    """What we know about the daemon."""
 
     CLOSED = "closed"  # we are not connected
-    SEEKING = "seeking"  # we said Hello, and nobody has answered yet
+    SEEKING = "seeking"  # we said Hello and have no answer yet
     PRESENT = "present"
-    DOUBTED = "doubted"  # silent for too long at the last look
-    LOST = "lost"  # silent at the look after that, too
+    DOUBTED = "doubted"  # it was silent for too long at the last look
+    LOST = "lost"  # it was still silent at the next look
 
 
 class Sign(enum.StrEnum):
-    """What can change it."""
+    """The events that change `Presence`."""
 
     OPENED = "opened"
     HEARD = "heard"  # any message, or a Welcome that answers an old Hello
@@ -74,7 +74,7 @@ TRANSITIONS: dict[Presence, dict[Sign, Presence]] = {
 
 
 class Heartbeat:
-    """One conversation's heartbeat, from `opened` to `closed`; then it may be opened again."""
+    """The heartbeat of one conversation, from `opened` to `closed`. It can be opened again."""
 
     def __init__(self) -> None:
         self.presence = Presence.CLOSED
@@ -96,7 +96,7 @@ class Heartbeat:
 
     @property
     def hello_under_way(self) -> bool:
-        """The newest Hello is not answered yet; its Welcome will say more than any so far."""
+        """Whether the newest Hello is still unanswered. Its Welcome will be newer than any so far."""
         return self._hello > self._welcomed
 
     def opened(self) -> None:
@@ -112,12 +112,12 @@ class Heartbeat:
             self._asked_at = now
 
     def heard(self) -> None:
-        """A message arrived, whatever it says."""
+        """Note that any message arrived."""
         self._move(Sign.HEARD)
         self._asked_at = None
 
     def welcomed(self, number: int) -> bool:
-        """A Welcome that answers Hello `number`. False: a newer one came first, so it is old news."""
+        """Note a Welcome that answers Hello `number`. Returns False if it is stale: a newer one came first."""
         if number <= self._welcomed:
             return False
         self._welcomed = number
@@ -125,14 +125,14 @@ class Heartbeat:
         return True
 
     def look(self, now: float) -> Presence | None:
-        """Judge the silence. Returns what the daemon has become by it: DOUBTED, LOST, or None for no change."""
+        """Judge the silence. Returns the new presence, DOUBTED or LOST, or None for no change."""
         before = self.presence
         if self._asked_at is not None and now - self._asked_at >= SILENCE_S - TIMER_RESOLUTION_S:
             self._move(Sign.SILENT)
         return self.presence if self.presence is not before else None
 
     def next_hello(self, now: float, *, ready: bool) -> float:
-        """Seconds until the next Hello is due, or until silence would be doubt. ready: what the daemon said last."""
+        """Seconds until the next Hello, or until silence turns into doubt. ready: what the daemon reported last."""
         if self.lost:
             return LOST_HELLO_S
         if not ready:

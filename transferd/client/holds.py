@@ -1,4 +1,4 @@
-"""What a client pauses or drains: its own, over all its connections, until it resumes or is closed."""
+"""A client's pause and drain: they outlive its connections and end when it resumes or closes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transferd.errors import TransferError
 from transferd.wire import protocol as wire
 
 Ask = Callable[[wire.Control, float], Awaitable[Any]]
-QUIET_TIMEOUT_S = 24 * 3600.0  # a pause and a drain wait for tasks, which have deadlines of their own
+QUIET_TIMEOUT_S = 24 * 3600.0  # a pause and a drain wait for tasks, which have their own deadlines
 
 
 class Holds:
@@ -36,7 +36,7 @@ class Holds:
             held = False
             raise
         finally:
-            if held and resumes == self._resumes:  # else somebody has resumed here while this waited
+            if held and resumes == self._resumes:  # else `resume` was called while this waited
                 self._held.add(hold)
 
     async def resume(self, timeout: float) -> None:
@@ -44,10 +44,10 @@ class Holds:
         await self._ask(wire.Resume(self._holder), timeout)
 
     def clear(self) -> None:
-        """Nothing is held any more: it was resumed, or the client is closed."""
+        """Forget the pause and the drain: they were resumed, or the client is closed."""
         self._resumes += 1
         self._held.clear()
 
     def again(self) -> list[wire.Control]:
-        """What another session has to be asked for again."""
+        """The requests to repeat in a new session."""
         return list(self._held)

@@ -1,10 +1,10 @@
-"""A real daemon in a process of its own, for tests, demos and benchmarks.
+"""Starts a real daemon in its own process, for tests, demos and benchmarks.
 
     with running(config_tree, directory) as daemon:
         async with Client(daemon.endpoint) as client: ...
 
-The daemon's log goes to a file in `directory`; a start that fails shows its end. The process is
-stopped by its own pid and nothing else is touched.
+The daemon logs to a file in `directory`; a failed start shows the end of that log. Only this process is
+stopped, by its pid.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STOP_TIMEOUT_S = 30.0
 
 @dataclass(slots=True)
 class DaemonProcess:
-    """A daemon that was started. Owns the process until `stop` or `kill`."""
+    """A running daemon. Owns the process until `stop` or `kill`."""
 
     process: subprocess.Popen[bytes]
     endpoint: str
@@ -47,12 +47,12 @@ class DaemonProcess:
         self.process.send_signal(number)
 
     def kill(self) -> None:
-        """SIGKILL, and wait until it is gone."""
+        """Send SIGKILL and wait until the process is gone."""
         self.process.kill()
         self.process.wait(STOP_TIMEOUT_S)
 
     def stop(self) -> int:
-        """SIGTERM, and the exit code. Kills what does not stop in time and raises TimeoutExpired."""
+        """Send SIGTERM and return the exit code. Kills a process that does not stop in time; raises TimeoutExpired."""
         if self.process.poll() is None:
             self.process.terminate()
         try:
@@ -70,12 +70,13 @@ def start(
     wait: bool = True,
     prefix: Sequence[str] = (),
 ) -> DaemonProcess:
-    """Start `python -m transferd serve` with this configuration; wait until it answers and is ready.
+    """Start `python -m transferd serve` with this configuration; wait until the daemon is ready.
 
     tree: configuration sections as plain data. server.endpoint, storage.file.path and recorder.directory
-    default to places inside `directory`, metrics.listen to "off". prefix: what the command is preceded by,
-    such as `nsenter …`; it must execute the rest in its own process. Raises RuntimeError with the log if it
-    does not start.
+        default to places inside `directory`; metrics.listen defaults to off.
+    prefix: a command to put in front, such as `nsenter …`; it must exec the rest in its own process.
+
+    Raises RuntimeError with the end of the log if the daemon does not start.
     """
     sections: dict[str, dict[str, Any]] = {section: dict(values) for section, values in tree.items()}
     endpoint = f"ipc://{directory / name}.sock"
@@ -104,7 +105,7 @@ def start(
 def running(
     tree: Mapping[str, Any], directory: Path, *, name: str = "daemon", prefix: Sequence[str] = ()
 ) -> Iterator[DaemonProcess]:
-    """`start`, and `stop` at the end however it ends."""
+    """Start a daemon; stop it at the end, also after an error."""
     daemon = start(tree, directory, name=name, prefix=prefix)
     try:
         yield daemon

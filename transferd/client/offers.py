@@ -1,4 +1,4 @@
-"""What an engine has offered to the daemon: checked by a canary first, and told again to each new session."""
+"""The memory that a client has offered: checked with a canary first, and offered again in each new session."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transferd.wire.canary import CHECKED, KEY
 
 
 class DeviceHandle(Protocol):
-    """A device tier's handle (tiers/base.py), or anything like it."""
+    """A device tier's handle (tiers/base.py), or anything of that shape."""
 
     @property
     def kind(self) -> str: ...
@@ -24,7 +24,7 @@ class DeviceHandle(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """What was offered for a rank, and in which epoch of the cache."""
+    """An offer for a rank, and the cache epoch that it belongs to."""
 
     rank: int
     kind: str
@@ -35,11 +35,11 @@ class _Offer:
         try:
             return wire.offer(self.rank, self.kind, self.data, self.epoch)
         except UNSAYABLE as error:
-            raise ProtocolError(f"the handle cannot be put on the wire: {error}", code="bad_value") from error
+            raise ProtocolError(f"cannot encode the handle: {error}", code="bad_value") from error
 
 
 class Offers:
-    """A client's offers by rank. ask: sends a request and returns its value in time, or raises TransferError."""
+    """A client's offers by rank. ask: sends a request and returns its value, or raises TransferError."""
 
     def __init__(self, ask: Callable[[wire.Control, float], Awaitable[Any]], timeout: float) -> None:
         self._ask = ask
@@ -66,17 +66,17 @@ class Offers:
         self._made[rank] = offer
 
     async def _taken(self, offer: _Offer, caches: Mapping[str, Sequence[Any]], block: int | None) -> bool:
-        """Let the daemon find a canary. True: it is an old one, knows of no canaries, and has taken the offer."""
+        """Let the daemon check a canary. True: it is an old daemon that ignores canaries and has taken the offer."""
         with laid(caches, block) as canary:
             answer = await self._ask(replace(offer, data=offer.data | {KEY: canary}).said(), self._timeout)
         return bool(answer != CHECKED)
 
     def keep(self, epoch: int) -> None:
-        """The cache was cleared or restored: offers of other epochs have ended."""
+        """Drop the offers of other epochs: the cache was cleared or restored."""
         self._made = {rank: offer for rank, offer in self._made.items() if offer.epoch == epoch}
 
     def again(self, current: int, epoch: int) -> list[wire.Control]:
-        """The offers of epoch `current`, as the new session has to hear them in its own epoch. Others have ended."""
+        """Return the offers of epoch `current`, renumbered to the new session's epoch. Drops all others."""
         self.keep(current)
         self._made = {rank: replace(offer, epoch=epoch) for rank, offer in self._made.items()}
         return [offer.said() for offer in self._made.values()]

@@ -1,4 +1,4 @@
-"""A request on its way: what was asked, who waits for it, and how it ends."""
+"""A pending request: its body, the future of its caller, and how it ends."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from transferd.tasks import ErrorInfo, Status, Task, TaskResult
 from transferd.wire import protocol as wire
 
 if TYPE_CHECKING:
-    from transferd.client.session import Link
+    from transferd.client.session import Conversation
 
 
 class Pending:
-    """One request that waits for its end. `future` is what the caller holds; it may cancel it at any time."""
+    """One pending request. The caller holds `future` and may cancel it at any time."""
 
     __slots__ = ("ack", "body", "deadline", "future")
 
@@ -28,7 +28,7 @@ class Pending:
         self.ack = ack
 
     def accepted(self) -> None:
-        """The daemon has admitted it; the answer follows."""
+        """The daemon has admitted the task; the answer follows."""
 
     def answer(self, value: Any) -> None:
         if not self.future.done():
@@ -37,24 +37,24 @@ class Pending:
     def fail(self, error: TransferError) -> None:
         if not self.future.done():
             self.future.set_exception(error)
-            self.future.exception()  # somebody who no longer waits need not hear of it
+            self.future.exception()  # mark it retrieved: the caller may have stopped waiting
 
 
 class PendingTask(Pending):
-    """A task always ends in a TaskResult. admitted: done when the task is admitted or has ended; None without ack.
+    """A pending task; it always ends in a TaskResult. Raises Closed if the conversation is not open.
 
-    Raises Closed when the link is not open.
+    admitted: done once the task is admitted or has ended; None without ack.
     """
 
-    __slots__ = ("admitted", "link")
+    __slots__ = ("admitted", "conversation")
     body: Task
 
-    def __init__(self, link: Link, task: Task, deadline: float, *, ack: bool) -> None:
+    def __init__(self, conversation: Conversation, task: Task, deadline: float, *, ack: bool) -> None:
         if type(task.timeout) not in (float, int) and (seconds := as_seconds(task.timeout)) is not None:
             task = msgspec.structs.replace(task, timeout=seconds)
-        super().__init__(task, link.new_future(), deadline, ack=ack)
-        self.link = link
-        self.admitted: asyncio.Future[None] | None = link.new_future() if ack else None
+        super().__init__(task, conversation.new_future(), deadline, ack=ack)
+        self.conversation = conversation
+        self.admitted: asyncio.Future[None] | None = conversation.new_future() if ack else None
 
     def accepted(self) -> None:
         if self.admitted is not None and not self.admitted.done():
@@ -69,7 +69,7 @@ class PendingTask(Pending):
             task_id=self.body.task_id,
             status=Status.REJECTED if isinstance(error, RequestError) else Status.FAILED,
             error=ErrorInfo(error.reason, str(error)),
-            generation=self.link.session.generation,
-            boot_id=self.link.session.boot_id,
+            generation=self.conversation.session.generation,
+            boot_id=self.conversation.session.boot_id,
         )
         self.answer(result)

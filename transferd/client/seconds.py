@@ -1,4 +1,4 @@
-"""A duration as a caller may give it: any real number, whatever its type."""
+"""Durations as callers pass them: any real number, of any numeric type."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transferd.errors import ConfigError
 
 
 def as_seconds(value: object) -> float | None:
-    """The number as a float; None for what is no real number, or too large for a float. May be NaN or negative."""
+    """Return the number as a float, or None if it is not a real number or too large. May be NaN or negative."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real | Decimal):
         return None
     try:
@@ -19,7 +19,7 @@ def as_seconds(value: object) -> float | None:
 
 
 def seconds_to_wait(name: str, value: object) -> float:
-    """The same, for a wait here: NaN and what is no number raise ConfigError."""
+    """Like `as_seconds`, but raise ConfigError for NaN and for anything that is not a number."""
     seconds = as_seconds(value)
     if seconds is None or seconds != seconds:
         raise ConfigError(name, "expected a number of seconds", value)

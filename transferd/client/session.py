@@ -1,25 +1,24 @@
-"""A client's conversation with the daemon: sessions, loss, and exactly one end for each request.
+"""A client's conversation with the daemon: sessions, a lost daemon, and exactly one end for each request.
 
 Theory of operation
 -------------------
-Every request waits in `_pending` until exactly one of these ends it: its answer; the loss of the
-daemon; its own time limit, past which a living daemon must have answered; `close`. Nothing else does.
+Every request waits in `_pending` until exactly one of these ends it: its answer; the loss of the daemon; its
+own time limit, by which a live daemon must have answered; or `close`.
 
-*Loss.* heartbeat.py decides when the daemon is lost; another boot_id that answers is a loss as well.
-Everything pending fails, a Bye tells a daemon that was only stopped to take our tasks back, and what
-is asked from then on fails right away, until a daemon answers.
+*Loss.* heartbeat.py decides when the daemon is lost; an answer from another boot_id is a loss as well. Every
+pending request fails, and a Bye tells a daemon that was only suspended to cancel our tasks. New requests fail
+at once until a daemon answers.
 
-*Sessions* (see protocol.py). `session` is the newest Welcome. A Welcome of the same boot with another
-session number says that something was lost on the way, or that the daemon gave us up. Then everything
-pending is asked again, in its first order; tasks that the daemon knows are joined, not done twice.
-Before the first Welcome, what is asked waits: a request of no session could be lost, or an echo could
-do it twice, and nobody could tell.
+*Sessions* (see protocol.py). `session` is the newest Welcome. A Welcome of the same boot with another session
+number says that a message was lost, or that the daemon took us for gone. Every pending request is then sent
+again, in its original order; the daemon joins tasks that it knows and does not run them twice. Requests wait
+for the first Welcome: without a session, a request could be lost or run twice, and nobody could tell.
 
-*Congestion.* What the transport does not take waits in order in `_unsent`, and is tried again with
-each message that arrives and each heartbeat.
+*Backpressure.* Requests that the transport does not accept wait in order in `_unsent`. They are retried with
+each message that arrives and with each heartbeat.
 
-*Lives.* `open` begins a conversation that knows nothing of an earlier one. It belongs to one event loop
-in one process: a forked child inherits the object, and may neither use it nor touch its socket.
+*Lifetime.* `open` begins a conversation that knows nothing of an earlier one. It belongs to one event loop in
+one process: a forked child inherits the object but may neither use it nor touch its socket.
 """
 
 from __future__ import annotations
@@ -56,12 +55,12 @@ from transferd.runtime.clock import Clock
 from transferd.wire import protocol as wire
 from transferd.wire.transport import ClientTransport
 
-log = logging.getLogger("transferd.client")  # the engine's own logging decides where that goes
+log = logging.getLogger("transferd.client")  # the engine's logging configuration decides where this goes
 
-HINT_AFTER_S = 1.0  # who waits for longer is told what for
+HINT_AFTER_S = 1.0  # after this long, log what we are waiting for
 OVERDUE_EVERY_S = 5.0  # how often pending requests are checked against their time limits
 
-# Errors keep their type across the wire where it says more than the code.
+# These errors keep their type across the wire.
 _BY_CODE: dict[str, type[TransferError]] = {
     kind.code: kind
     for kind in (
@@ -74,17 +73,17 @@ _BY_CODE: dict[str, type[TransferError]] = {
         StorageUnavailable,
     )
 }
-UNSAYABLE = (ValueError, TypeError, OverflowError)  # from encoding: lone surrogates, alien objects, huge ints
+UNSAYABLE = (ValueError, TypeError, OverflowError)  # raised by encoding: lone surrogates, foreign objects, huge ints
 
-# The session of a client that no daemon has answered yet.
+# The session before any daemon has answered.
 NO_SESSION = wire.Welcome(boot_id="", ready=False, version="", generation="", max_message=sys.maxsize)
 
 
-class Link:
+class Conversation:
     """Changed by its own callbacks and by `ask`, all on one loop. Owns the transport from `open` to `close`.
 
-    session: what the daemon said last. renewed: called when a session or an epoch of the cache has begun, with
-    `session` that of the daemon that answers now.
+    session: the newest Welcome. renewed: called when a session or a cache epoch has begun; `session` is then already
+    the new one.
     """
 
     def __init__(self, endpoint: str, transport: ClientTransport, clock: Clock) -> None:
@@ -107,12 +106,12 @@ class Link:
 
     @property
     def is_open(self) -> bool:
-        """Connected by this process, and not closed since; also while no daemon answers."""
+        """Whether this process has opened it and not closed it since. True also while no daemon answers."""
         return self._heart.open and self._pid == os.getpid()
 
     @property
     def ready(self) -> bool:
-        """A ready daemon answers."""
+        """Whether a ready daemon answers."""
         return self._answered and self.session.ready
 
     @property
@@ -120,9 +119,9 @@ class Link:
         return self.is_open and not self._heart.lost and self.session is not NO_SESSION
 
     def open(self) -> bool:
-        """Connect and begin to say Hello. False: it was open already, and nothing changed.
+        """Connect and start saying Hello. Returns False, and changes nothing, if it is already open.
 
-        Raises ConfigError for an endpoint that is none, Closed in a forked child of the process that connected.
+        Raises ConfigError for an invalid endpoint, Closed in a forked child of the process that connected.
         """
         if self._heart.open:
             if self._pid == os.getpid() and not self._loop_gone:
@@ -140,7 +139,7 @@ class Link:
         return True
 
     async def wait_ready(self, timeout: float) -> None:
-        """Wait until the daemon says that every rank is ready. Raises ConnectTimeout with what was missing, Closed."""
+        """Wait until the daemon reports that every rank is ready. Raises ConnectTimeout with the reason, Closed."""
         if not self.ready:
             await self._wait(timeout, ready=True)
 
@@ -169,17 +168,17 @@ class Link:
     async def _obstacle(self, within: str) -> str:
         if not self._answered:
             why = await self._transport.obstacle()
-            return f"nobody answers {within}" + (f": {why}" if why else "")
+            return f"no daemon answered {within}" + (f": {why}" if why else "")
         missing = self.session.missing
         ranks = f"; without memory: rank {', '.join(map(str, missing))}" if missing else ""
-        why = self.session.why or "it does not say why"
-        return f"a daemon answers, but it did not become ready {within}: {why}{ranks}"
+        why = self.session.why or "it gave no reason"
+        return f"the daemon answers but did not become ready {within}: {why}{ranks}"
 
     def close(self) -> None:
-        """Say Bye and disconnect. What is pending ends with code `closed`. Idempotent; nothing in a forked child."""
+        """Say Bye and disconnect. Pending requests end with code `closed`. Idempotent; a no-op in a forked child."""
         if not self.is_open:
             return
-        if self._loop_gone:  # nobody can wait on it any more, and its futures cannot be touched
+        if self._loop_gone:  # nobody can wait on a closed loop, and its futures cannot be touched
             self._pending.clear()
             self._waiters.clear()
         else:
@@ -192,11 +191,11 @@ class Link:
         for future in self._waiters:
             if not future.done():
                 future.set_exception(error)
-                future.exception()  # somebody who no longer waits need not hear of it
+                future.exception()  # mark it retrieved: the caller may have stopped waiting
         self._transport.close()
 
     def abandon(self) -> None:
-        """Close from whatever thread, without waiting: for a client that nobody holds any more."""
+        """Close from any thread, without waiting: for a client that was garbage-collected."""
         loop = self._loop
         if loop is not None and not loop.is_closed():
             with contextlib.suppress(RuntimeError):  # closed meanwhile
@@ -209,9 +208,9 @@ class Link:
         return self._loop is None or self._loop.is_closed()
 
     def unusable(self) -> Closed:
-        """Why nothing can be asked."""
+        """The error for a request that cannot be sent in this state."""
         if self._heart.open and self._pid != os.getpid():
-            what = f"was connected by process {self._pid} and cannot be used in its fork; make a new one there"
+            what = f"was connected by process {self._pid} and cannot be used after a fork; create a new one"
         elif self._heart.open:
             what = "was connected on an event loop that is closed; connect it again"
         else:
@@ -221,14 +220,14 @@ class Link:
     # --- asking -------------------------------------------------------------------------------------
 
     def new_future(self) -> asyncio.Future[Any]:
-        """For one who waits for this daemon. Raises Closed."""
+        """A future for a caller that waits for this daemon. Raises Closed."""
         loop = self._loop
         if loop is None or loop.is_closed() or not self.is_open:
             raise self.unusable()
         return loop.create_future()
 
     def ask(self, pending: Pending) -> int:
-        """Send a request; `pending` ends whatever happens, at the latest soon after its deadline. Returns its seq."""
+        """Send a request; return its seq. `pending` ends in any case, at the latest soon after its deadline."""
         self._seq = seq = self._seq + 1
         if self._heart.lost:
             pending.fail(DaemonLost(f"{self.endpoint}: no daemon answers"))
@@ -242,7 +241,7 @@ class Link:
         return seq
 
     async def request(self, body: wire.Control, timeout: float) -> Any:
-        """Ask, and wait for the value. Raises what the daemon refused it with, DaemonLost, Closed, or `no_answer`."""
+        """Send a request and wait for its value. Raises the daemon's error, DaemonLost, Closed, or `no_answer`."""
         future = self.new_future()
         seq = self.ask(Pending(body, future, self.now + timeout))
         try:
@@ -251,12 +250,12 @@ class Link:
             self._pending.pop(seq, None)  # its answer will be dropped
 
     def tell(self, body: wire.Body) -> None:
-        """Send what needs no answer, if it can be sent now."""
+        """Send a message that needs no answer; drop it if the transport does not take it now."""
         self._seq += 1
         self._transport.send(wire.encode_request(self._seq, body, session=self.session.session))
 
     def amend(self, **known: Any) -> None:
-        """Change what is known of the session, where an answer says it before the next Welcome does."""
+        """Update fields of `session` from an answer, before the next Welcome reports them."""
         self.session = msgspec.structs.replace(self.session, **known)
 
     @property
@@ -264,14 +263,15 @@ class Link:
         return self._now()
 
     def _encode(self, seq: int, pending: Pending) -> bytes | None:
-        """The request as bytes; None if that cannot be, and then it has ended."""
+        """Encode the request. Returns None if that fails; `pending` has then ended."""
         try:
             payload = wire.encode_request(seq, pending.body, ack=pending.ack, session=self.session.session)
         except UNSAYABLE as error:
-            pending.fail(ProtocolError(f"cannot be put on the wire: {error}", code="bad_value"))
+            pending.fail(ProtocolError(f"cannot encode the request: {error}", code="bad_value"))
             return None
         if len(payload) > self.session.max_message:
-            what = f"the request is {len(payload)} bytes on the wire, the daemon takes {self.session.max_message}"
+            limit = self.session.max_message
+            what = f"the request is too large: {len(payload)} bytes, the daemon accepts {limit} (server.max_message)"
             pending.fail(ProtocolError(what, code="too_large"))
             return None
         return payload
@@ -294,7 +294,7 @@ class Link:
         try:
             reply = wire.decode_reply(payload)
         except wire.Malformed:
-            return  # not from a daemon of our version; its silence will tell
+            return  # not a daemon of our version; we will notice its silence
         self._heart.heard()
         seq, body = reply.seq, reply.body
         if isinstance(body, wire.Result):
@@ -320,7 +320,7 @@ class Link:
     def _refused(self, seq: int, refused: wire.Refused) -> None:
         error = refused.error
         if error.code == wire.STALE_SESSION:
-            if not self._heart.hello_under_way:  # else its answer will say more
+            if not self._heart.hello_under_way:  # else its Welcome will name the new session
                 self._greet()
             return
         pending = self._pending.pop(seq, None)
@@ -332,7 +332,7 @@ class Link:
         was_lost, before = self._heart.lost, self.session
         if not self._heart.welcomed(seq):
             return
-        if was_lost:  # the beat that is due was meant for a daemon that is away
+        if was_lost:  # the next beat was scheduled for a lost daemon
             self._beat_in(FIRST_HELLO_S)
         another = welcome.boot_id != before.boot_id
         if another and before is not NO_SESSION:
@@ -381,7 +381,7 @@ class Link:
         self._beat_in(self._heart.next_hello(now, ready=self.session.ready))
 
     def _leave(self) -> None:
-        """Tell the daemon to take back what we still wait for."""
+        """Tell the daemon to cancel what we still wait for."""
         if self.session is not NO_SESSION:
             self.tell(wire.Bye())
 
@@ -400,8 +400,8 @@ class Link:
             del self._pending[seq]
             if isinstance(pending, PendingTask):
                 self.tell(wire.Cancel(pending.body.task_id))
-            pending.fail(TransferError("the daemon lives and did not answer", code="no_answer"))
+            pending.fail(TransferError("the daemon is alive but did not answer in time", code="no_answer"))
 
 
 def _nothing_to_renew() -> None:
-    """Until a client has something that a new session must be told."""
+    """The default for `Conversation.renewed`."""

@@ -1,4 +1,4 @@
-"""The client for engines without an event loop: the same methods, blocking, from any thread."""
+"""The client for engines without an event loop: the same methods, but blocking and thread-safe."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from transferd.wire.abandoned import keep
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-ENDING_S = 1.0  # for calls to end that the close has ended; they have nothing left to wait for
+ENDING_S = 1.0  # for calls that the close has ended to return; they have nothing left to wait for
 
 
 class SyncClient:
-    """A Client on a loop in one thread of its own. `with` waits until the daemon is ready.
+    """A Client on an event loop in its own thread. `with` waits until the daemon is ready.
 
-    Thread-safe; callbacks of its futures run on its own thread and may not call it. Raises what Client raises; after
-    `close`, while it closes and in a forked child, Closed. Dropped without `close`, it warns and its thread ends.
+    Thread-safe. Callbacks of its futures run on that thread and may not call the client. Raises what Client raises,
+    and Closed after `close`, while it closes, and in a forked child. If it is dropped without `close`, it warns and
+    its thread ends.
     """
 
     _loop: asyncio.AbstractEventLoop | None = None  # None: closed, or __init__ raised
@@ -51,9 +52,9 @@ class SyncClient:
         _made.add(self)
 
     def new_locks(self) -> None:
-        """For a new client, and for a forked child, where a lock that another thread held would stay locked."""
-        self._life = threading.RLock()  # who connects or closes
-        self._entry = threading.RLock()  # what was begun under this lock, `close` ends properly
+        """Make new locks: at construction, and in a forked child, where another thread may have held the old ones."""
+        self._life = threading.RLock()  # held to connect or close
+        self._entry = threading.RLock()  # `close` ends every call that began under this lock
 
     def __enter__(self) -> Self:
         self.connect()
@@ -65,7 +66,7 @@ class SyncClient:
         self.close()
 
     def connect(self) -> None:
-        """Start the thread, connect, wait until the daemon is ready; see Client.connect. Raises ConnectTimeout."""
+        """Start the thread, connect and wait until the daemon is ready. See Client.connect. Raises ConnectTimeout."""
         if self._forked:
             raise self._client.unusable()
         with self._life:
@@ -91,9 +92,9 @@ class SyncClient:
             self._loop, self._thread, self._pid = loop, thread, os.getpid()
 
     def close(self) -> None:
-        """Disconnect and end the thread. What is pending ends with code `closed`. Idempotent.
+        """Disconnect and end the thread. Pending requests end with code `closed`. Idempotent.
 
-        In a forked child this does nothing: thread and connection are the parent's.
+        Does nothing in a forked child: thread and connection are the parent's.
         """
         if self._forked:
             return
@@ -121,7 +122,7 @@ class SyncClient:
         try:
             self._client.dropped()
         finally:
-            with contextlib.suppress(RuntimeError):  # the interpreter ends, and the loop has gone first
+            with contextlib.suppress(RuntimeError):  # at interpreter exit the loop may be gone first
                 loop.call_soon_threadsafe(loop.stop)
 
     @property
@@ -130,7 +131,7 @@ class SyncClient:
 
     def _not_from_a_callback(self) -> None:
         if threading.current_thread() is self._thread:
-            what = "a callback runs on the client's own thread, where nothing can wait for it: call from another"
+            what = "a callback runs on the client's own thread and cannot wait for it; call from another thread"
             raise RequestError(what, code="wrong_thread")
 
     @property
@@ -164,14 +165,14 @@ class SyncClient:
         return self._call(self._client.submit(task))
 
     def start(self, task: Task) -> concurrent.futures.Future[TaskResult]:
-        """Push a task and return at once, without waiting even for its admission; busy is retried (Client.insist).
+        """Push a task and return at once, without waiting for its admission. Retries while busy (Client.insist).
 
-        Tasks of one thread are pushed in the order of its calls. Raises Closed.
+        Tasks from one thread are pushed in the order of its calls. Raises Closed.
         """
         return self._begin(self._client.insist(task))
 
     def push(self, task: Task) -> concurrent.futures.Future[TaskResult]:
-        """Push a task; return once it is admitted or answered. The future is done already if rejected or busy."""
+        """Push a task; return once it is admitted or answered. The future is already done if rejected or busy."""
         outside: concurrent.futures.Future[TaskResult] = concurrent.futures.Future()
         outside.set_running_or_notify_cancel()  # it cannot be cancelled: `cancel` takes the task back
 
@@ -294,7 +295,7 @@ class SyncClient:
         except concurrent.futures.CancelledError:
             raise self._client.unusable() from None
         except BaseException:
-            future.cancel()  # an interrupted wait is over in the other thread as well
+            future.cancel()  # end an interrupted wait in the other thread as well
             raise
 
     def _begin(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
@@ -318,7 +319,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
-    """The thread: serve until stopped, then let everything end that the close has ended."""
+    """The thread's main function: run the loop until it is stopped, then let the calls that `close` ended return."""
     asyncio.set_event_loop(loop)
     try:
         loop.run_forever()
@@ -328,7 +329,7 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 
 async def _end(calls: set[asyncio.Task[Any]]) -> None:
-    await asyncio.sleep(0)  # callbacks of what has ended already
+    await asyncio.sleep(0)  # let callbacks of finished calls run
     _, stuck = await asyncio.wait(calls, timeout=ENDING_S) if calls else (calls, calls)
     for call in stuck:
         call.cancel()
