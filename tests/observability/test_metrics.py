@@ -19,7 +19,7 @@ from transferd.errors import ConfigError, StorageUnavailable
 from transferd.observability import logs
 from transferd.observability.http import MAX_CONNECTIONS, MAX_HEADER_BYTES, HttpServer, Page
 from transferd.observability.metrics import Reports
-from transferd.storage.mooncake import MooncakeStorage, codes
+from transferd.storage.mooncake import MooncakeStorage, error_codes
 from transferd.tasks import Merged, RankOutcome, Status, SwapInTask, TaskResult
 
 
@@ -251,7 +251,7 @@ async def test_what_a_pool_counts_besides_and_whether_it_answers_are_metrics() -
     before = storage_samples()
     assert [before[f"{prefix}{name}_total"] for name in expected] == [0] * len(expected)
     assert storage_samples()[f"{prefix}available"] == 1
-    pool.answer("exists", codes.RPC_FAIL)
+    pool.answer("exists", error_codes.RPC_FAIL)
     with pytest.raises(StorageUnavailable):
         await pooled.storage.exists(["x"])  # type: ignore[union-attr]
     after = storage_samples()

@@ -20,7 +20,7 @@ from transferd.storage.file import FileStorage
 from transferd.storage.memory import MemoryStorage
 from transferd.storage.mooncake import MooncakeStorage
 from transferd.storage.mooncake.client import NativeClient
-from transferd.storage.mooncake.environment import Membership, membership
+from transferd.storage.mooncake.membership import Membership, membership
 
 MEMORY_BYTES = 32 * 1024**2
 

@@ -16,7 +16,7 @@ from transferd.cli.pool.local import Master, freeze, master_executable
 from transferd.config import MooncakeStorageSection, from_tree
 from transferd.errors import ConfigError, StorageError
 from transferd.storage.mooncake import client, glog
-from transferd.storage.mooncake.client import Batch, NativeClient
+from transferd.storage.mooncake.client import KeyBatch, NativeClient
 
 needs_mooncake = pytest.mark.skipif(master_executable() is None, reason="mooncake-transfer-engine is not installed")
 LIMITS = {
@@ -125,8 +125,8 @@ def test_fewer_answers_than_keys_are_no_answer() -> None:
 
 
 def test_a_part_of_a_batch_keeps_its_order_and_its_memory() -> None:
-    batch = Batch(["a", "b", "c"], [1, 2, 3], [10, 20, 30])
-    assert batch.only(["c", "a", "x"]) == Batch(["a", "c"], [1, 3], [10, 30])
+    batch = KeyBatch(["a", "b", "c"], [1, 2, 3], [10, 20, 30])
+    assert batch.only(["c", "a", "x"]) == KeyBatch(["a", "c"], [1, 3], [10, 30])
 
 
 # --- the library itself, in a process of its own: it reads its settings once ----------------------
@@ -137,7 +137,7 @@ def in_a_process(code: str, *arguments: str) -> subprocess.Popen[str]:
 import os, sys
 from transferd.config import from_tree
 from transferd.storage.mooncake.client import NativeClient
-from transferd.storage.mooncake.environment import membership
+from transferd.storage.mooncake.membership import membership
 def join(**more):
     settings = {"master_server_addr": sys.argv[1], "global_segment_size": 0, "local_buffer_size": 0, "timeout": 1.5}
     section = from_tree({"storage": {"mooncake": settings | more}}).storage.mooncake

@@ -18,9 +18,9 @@ from transferd.config import Config, from_tree
 from transferd.errors import InvariantError, StillRunning, StorageError, StorageFull, StorageUnavailable
 from transferd.runtime.clock import Clock
 from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found, Outcome
-from transferd.storage.mooncake import MooncakeStorage, codes, merging
+from transferd.storage.mooncake import MooncakeStorage, error_codes, merger
 from transferd.storage.mooncake import store as store_module
-from transferd.storage.mooncake.calls import Lane
+from transferd.storage.mooncake.native_calls import CallKind
 
 Start = Callable[..., Any]
 
@@ -93,7 +93,7 @@ async def until(storage: MooncakeStorage, state: str) -> None:
 async def test_memory_that_the_transport_refuses_is_an_error(pool: SimPool) -> None:
     storage, memory = MooncakeStorage(config(), set_up=pool.set_up), Memory(4096)
     await storage.open()
-    pool.registering = codes.INVALID_PARAMS
+    pool.registering = error_codes.INVALID_PARAMS
     with pytest.raises(StorageError, match=r"refused to register 4096 bytes.*INVALID_PARAMS"):
         storage.register(memory)
     storage.unregister(memory)
@@ -102,7 +102,7 @@ async def test_memory_that_the_transport_refuses_is_an_error(pool: SimPool) -> N
 
 
 async def test_a_start_fails_where_nothing_can_be_registered(pool: SimPool) -> None:
-    pool.registering = codes.INVALID_PARAMS
+    pool.registering = error_codes.INVALID_PARAMS
     storage = MooncakeStorage(config(), set_up=pool.set_up)
     with pytest.raises(StorageError, match="refused to register"):
         await storage.open()
@@ -162,7 +162,7 @@ async def test_a_write_that_never_ended_is_taken_over(start: Start, pool: SimPoo
 async def test_what_cannot_be_taken_over_is_an_error_of_its_object_alone(start: Start, pool: SimPool) -> None:
     harness = await start()
     pool.begun.add("a")
-    pool.answer("replace", codes.INVALID_WRITE)
+    pool.answer("replace", error_codes.INVALID_WRITE)
     first, second = await harness.put(("a", b"x"), ("b", b"y"))
     assert (reason(first), second) == ("storage_error", STORED)
     assert "another client" in str(first.error)
@@ -179,7 +179,7 @@ async def test_a_library_that_cannot_replace_leaves_the_other_writer_alone(
     assert harness.storage.statistics()["taken_over"] == 0
 
 
-@pytest.mark.parametrize("code", sorted(codes.OVERTAKEN))
+@pytest.mark.parametrize("code", sorted(error_codes.OVERTAKEN))
 async def test_a_put_that_another_one_overtook_counts_if_the_object_is_there(
     start: Start, pool: SimPool, code: int
 ) -> None:
@@ -200,7 +200,7 @@ async def test_a_put_fails_object_by_object(start: Start, pool: SimPool) -> None
 
 async def test_a_full_pool_is_asked_again_until_its_eviction_has_made_room(start: Start, pool: SimPool) -> None:
     harness = await start()
-    pool.answer("put", codes.NO_AVAILABLE_HANDLE, times=2)
+    pool.answer("put", error_codes.NO_AVAILABLE_HANDLE, times=2)
     assert await harness.put(("a", b"x"), ("b", b"y")) == [STORED, STORED]
     assert harness.storage.statistics()["waited_for_room"] == 4, "two objects, twice"
 
@@ -215,7 +215,7 @@ async def test_a_pool_full_of_pinned_objects_is_full(start: Start, pool: SimPool
 
 async def test_what_became_of_a_put_is_unknown_when_nobody_answers_the_question(start: Start, pool: SimPool) -> None:
     harness = await start()
-    pool.answer("exists", codes.RPC_FAIL, times=1000)
+    pool.answer("exists", error_codes.RPC_FAIL, times=1000)
     with pytest.raises(StorageUnavailable):
         await harness.put(("a", b"x"))
     pool._scripted.clear()
@@ -225,7 +225,7 @@ async def test_what_became_of_a_put_is_unknown_when_nobody_answers_the_question(
 # --- get ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("code", sorted(codes.NOT_THERE))
+@pytest.mark.parametrize("code", sorted(error_codes.NOT_THERE))
 async def test_what_is_not_there_for_whatever_reason_is_missing(start: Start, pool: SimPool, code: int) -> None:
     harness = await start()
     pool.answer("get", code)
@@ -255,7 +255,7 @@ async def test_an_object_of_another_length_is_missing_and_removed_but_no_other(s
 async def test_a_misfit_that_cannot_be_removed_now_is_missing_all_the_same(start: Start, pool: SimPool) -> None:
     harness = await start()
     pool.objects["short"] = bytes(9)
-    pool.answer("remove", codes.RPC_FAIL)
+    pool.answer("remove", error_codes.RPC_FAIL)
     [(outcome, _)] = await harness.get(("short", 10))
     assert outcome == MISSING
     await until(harness.storage, "closed")
@@ -279,7 +279,7 @@ async def test_a_negative_answer_to_exists_is_an_error_and_not_a_hit(start: Star
 
 async def test_a_damaged_object_that_cannot_be_removed_is_told_and_counted(start: Start, pool: SimPool) -> None:
     harness = await start()
-    pool.answer("remove", codes.OBJECT_HAS_LEASE)
+    pool.answer("remove", error_codes.OBJECT_HAS_LEASE)
     with pytest.raises(StorageError, match="OBJECT_HAS_LEASE"):
         await harness.storage.quarantine("a")
     assert (harness.storage.statistics()["corrupt"], harness.storage.statistics()["errors"]) == (1, 1)
@@ -288,7 +288,7 @@ async def test_a_damaged_object_that_cannot_be_removed_is_told_and_counted(start
 # --- the breaker ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("code", sorted(codes.NOBODY_ANSWERS))
+@pytest.mark.parametrize("code", sorted(error_codes.NO_ANSWER))
 async def test_an_answer_that_means_nobody_opens_the_breaker_and_a_probe_closes_it(
     start: Start, pool: SimPool, code: int
 ) -> None:
@@ -348,7 +348,7 @@ async def test_a_cancelled_call_keeps_its_buffers_until_it_has_ended(start: Star
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that waits for the one before it gives up doing so soon."""
-    monkeypatch.setattr(merging, "PATIENCE_S", 0.001)
+    monkeypatch.setattr(merger, "PATIENCE_S", 0.001)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -367,7 +367,7 @@ async def test_calls_that_all_hang_leave_the_next_one_an_error_within_the_timeou
 async def all_threads_hang(harness: Harness, pool: SimPool) -> tuple[Held, list[asyncio.Future[Any]]]:
     held = Held(pool, "get")
     # One key: calls for it are never merged.
-    hanging = [asyncio.ensure_future(harness.get(("same", 1))) for _ in range(Lane.LOAD.threads)]
+    hanging = [asyncio.ensure_future(harness.get(("same", 1))) for _ in range(CallKind.LOAD.threads)]
     async with asyncio.timeout(30):
         while sum(operation == "get" for operation, _ in pool.calls) < len(hanging):  # noqa: ASYNC110 - as above
             await asyncio.sleep(0.001)
@@ -442,7 +442,7 @@ async def test_a_transfer_that_ran_into_the_librarys_limit_keeps_its_buffers(
         now[which] += 61.0 * (operation == "get")
 
     pool.before = a_minute_passes
-    pool.answer("get", codes.TRANSFER_FAIL)
+    pool.answer("get", error_codes.TRANSFER_FAIL)
     with capture_logs() as logs:
         answers = await harness.get(*((f"k{i}", 1) for i in range(30)))
     assert {reason(outcome) for outcome, _ in answers} == {"storage_error"}
@@ -451,7 +451,7 @@ async def test_a_transfer_that_ran_into_the_librarys_limit_keeps_its_buffers(
     assert [line["event"] for line in logs] == ["a Mooncake transfer did not end: its memory is held back"]
 
 
-@pytest.mark.parametrize("code", sorted(codes.SETTLED))
+@pytest.mark.parametrize("code", sorted(error_codes.SETTLED))
 async def test_a_failure_that_leaves_no_transfer_behind_gives_the_buffers_back(
     start: Start, pool: SimPool, hold: list[float], code: int
 ) -> None:
@@ -468,7 +468,7 @@ async def test_a_transfer_that_failed_in_time_gives_its_buffers_back(
     start: Start, pool: SimPool, hold: list[float]
 ) -> None:
     harness = await start()
-    pool.answer("get", codes.TRANSFER_FAIL)
+    pool.answer("get", error_codes.TRANSFER_FAIL)
     [(outcome, _)] = await harness.get(("a", 1))
     assert reason(outcome) == "storage_error"
     assert not hold

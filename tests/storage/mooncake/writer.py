@@ -10,8 +10,8 @@ import mmap
 import sys
 
 from transferd.config import from_tree
-from transferd.storage.mooncake.client import Batch, NativeClient
-from transferd.storage.mooncake.environment import membership
+from transferd.storage.mooncake.client import KeyBatch, NativeClient
+from transferd.storage.mooncake.membership import membership
 
 
 def main(master: str, key: str, nbytes: int) -> None:
@@ -23,7 +23,7 @@ def main(master: str, key: str, nbytes: int) -> None:
     client.register(address, nbytes)
     print("ready", flush=True)
     sys.stdin.readline()
-    print(client.put(Batch([key], [address], [nbytes])), flush=True)
+    print(client.put(KeyBatch([key], [address], [nbytes])), flush=True)
 
 
 if __name__ == "__main__":

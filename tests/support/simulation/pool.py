@@ -3,7 +3,7 @@
     pool = SimPool()
     storage = MooncakeStorage(config, set_up=pool.set_up)   # master_server_addr = SIM_MASTER
 
-What it answers is what mooncake 0.3.13 was seen to answer (storage/mooncake/client.py, codes.py), odd
+What it answers is what mooncake 0.3.13 was seen to answer (storage/mooncake/client.py, error_codes.py), odd
 things included: a put over a write that was begun and never finished says 0 and stores nothing.
 """
 
@@ -14,9 +14,9 @@ import threading
 from collections.abc import Callable, Sequence
 
 from transferd.config import MooncakeStorageSection
-from transferd.storage.mooncake import codes
-from transferd.storage.mooncake.client import Batch
-from transferd.storage.mooncake.environment import Membership
+from transferd.storage.mooncake import error_codes
+from transferd.storage.mooncake.client import KeyBatch
+from transferd.storage.mooncake.membership import Membership
 
 SIM_MASTER = "sim://pool"  # a scheme: nobody dials it
 
@@ -35,7 +35,7 @@ class SimPool:
         self.capacity = capacity
         self.largest = largest
         self.calls: list[tuple[str, list[str]]] = []  # operation and keys of every call
-        self.registering = codes.OK  # what register answers
+        self.registering = error_codes.OK  # what register answers
         self.before: Callable[[str, Sequence[str]], None] = _nothing  # runs in the calling thread, may block
         self._scripted: dict[str, list[int]] = {}
         self._lock = threading.RLock()
@@ -66,17 +66,17 @@ class SimPool:
 
     def store(self, key: str, data: bytes, *, pin: bool, over: bool = False) -> int:
         if not over and (key in self.objects or key in self.begun):
-            return codes.OK
+            return error_codes.OK
         if len(data) > self.largest or not self._make_room(len(data)):
-            return codes.NO_AVAILABLE_HANDLE
+            return error_codes.NO_AVAILABLE_HANDLE
         self.finish(key, data)
         if pin:
             self.pinned.add(key)
-        return codes.OK
+        return error_codes.OK
 
     def remove(self, key: str) -> int:
         self.pinned.discard(key)
-        return codes.OBJECT_NOT_FOUND if self.objects.pop(key, None) is None else codes.OK
+        return error_codes.OBJECT_NOT_FOUND if self.objects.pop(key, None) is None else error_codes.OK
 
     def _make_room(self, nbytes: int) -> bool:
         loose = [key for key in self.objects if key not in self.pinned]
@@ -97,17 +97,17 @@ class SimPoolClient:
         self._pin = hard_pin
 
     def register(self, address: int, nbytes: int) -> int:
-        if self.pool.registering == codes.OK:
+        if self.pool.registering == error_codes.OK:
             self.registered[address] = nbytes
         return self.pool.registering
 
     def unregister(self, address: int) -> int:
-        return codes.INVALID_PARAMS if self.registered.pop(address, None) is None else codes.OK
+        return error_codes.INVALID_PARAMS if self.registered.pop(address, None) is None else error_codes.OK
 
     def exists(self, keys: Sequence[str]) -> list[int]:
         return self.pool.call("exists", keys, lambda key: int(key in self.pool.objects))
 
-    def put(self, batch: Batch) -> list[int]:
+    def put(self, batch: KeyBatch) -> list[int]:
         places = self._places(batch)
         return self.pool.call("put", batch.keys, lambda key: self._store(key, places[key], over=False))
 
@@ -115,20 +115,20 @@ class SimPoolClient:
     def can_replace(self) -> bool:
         return True
 
-    def replace(self, batch: Batch) -> list[int]:
+    def replace(self, batch: KeyBatch) -> list[int]:
         places = self._places(batch)
         return self.pool.call("replace", batch.keys, lambda key: self._store(key, places[key], over=True))
 
-    def get(self, batch: Batch) -> list[int]:
+    def get(self, batch: KeyBatch) -> list[int]:
         places = self._places(batch)
 
         def load(key: str) -> int:
             data = self.pool.objects.get(key)
             if data is None:
-                return codes.REPLICA_IS_NOT_READY if key in self.pool.begun else codes.OBJECT_NOT_FOUND
+                return error_codes.REPLICA_IS_NOT_READY if key in self.pool.begun else error_codes.OBJECT_NOT_FOUND
             address, size = places[key]
             if len(data) > size or not self._is_registered(address, size):
-                return codes.INVALID_PARAMS
+                return error_codes.INVALID_PARAMS
             ctypes.memmove(address, data, len(data))
             return len(data)
 
@@ -137,7 +137,7 @@ class SimPoolClient:
     def lengths(self, keys: Sequence[str]) -> list[int]:
         objects = self.pool.objects
         return self.pool.call(
-            "lengths", keys, lambda key: len(objects[key]) if key in objects else codes.OBJECT_NOT_FOUND
+            "lengths", keys, lambda key: len(objects[key]) if key in objects else error_codes.OBJECT_NOT_FOUND
         )
 
     def remove(self, keys: Sequence[str]) -> list[int]:
@@ -146,7 +146,7 @@ class SimPoolClient:
     def close(self) -> None:
         self.closed = True
 
-    def _places(self, batch: Batch) -> dict[str, tuple[int, int]]:
+    def _places(self, batch: KeyBatch) -> dict[str, tuple[int, int]]:
         return dict(zip(batch.keys, zip(batch.addresses, batch.sizes, strict=True), strict=True))
 
     def _is_registered(self, address: int, size: int) -> bool:
@@ -154,7 +154,7 @@ class SimPoolClient:
 
     def _store(self, key: str, place: tuple[int, int], *, over: bool) -> int:
         if not self._is_registered(*place):
-            return codes.INVALID_PARAMS
+            return error_codes.INVALID_PARAMS
         return self.pool.store(key, ctypes.string_at(*place), pin=self._pin, over=over)
 
 

@@ -18,8 +18,8 @@ from transferd.config import Config, MooncakeStorageSection
 from transferd.errors import ConfigError, InvariantError
 from transferd.storage.base import Storage
 from transferd.storage.mooncake import MooncakeStorage
-from transferd.storage.mooncake.client import Batch, NativeClient
-from transferd.storage.mooncake.environment import Membership
+from transferd.storage.mooncake.client import KeyBatch, NativeClient
+from transferd.storage.mooncake.membership import Membership
 
 SEGMENT = 1024**3
 
@@ -79,7 +79,7 @@ class _RawPool(Raw):
     def close(self) -> None:
         self._client.unregister(self._address)
 
-    def _batch(self, number: int) -> Batch:
+    def _batch(self, number: int) -> KeyBatch:
         size = self._sizes[0]
         keys = [f"raw/{number}/{i}" for i in range(OBJECTS)]
-        return Batch(keys, [self._address + i * size for i in range(OBJECTS)], self._sizes)
+        return KeyBatch(keys, [self._address + i * size for i in range(OBJECTS)], self._sizes)

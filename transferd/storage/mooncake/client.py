@@ -30,8 +30,8 @@ import structlog
 from transferd.config import MooncakeStorageSection
 from transferd.errors import ConfigError, StorageError, StorageUnavailable
 from transferd.storage.mooncake import glog
-from transferd.storage.mooncake.codes import told
-from transferd.storage.mooncake.environment import Membership
+from transferd.storage.mooncake.error_codes import describe
+from transferd.storage.mooncake.membership import Membership
 
 log = structlog.get_logger(__name__)
 
@@ -40,7 +40,7 @@ STALL_LIMITS = ("MC_TCP_STATUS_TIMEOUT_SEC", "MC_TCP_PROGRESS_TIMEOUT_SEC")
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class KeyBatch:
     """Keys, each once, with the registered memory their objects are read from or written to."""
 
     keys: list[str]
@@ -48,7 +48,7 @@ class Batch:
     sizes: list[int]
 
     @classmethod
-    def joined(cls, batches: Iterable[Batch]) -> Batch:
+    def joined(cls, batches: Iterable[KeyBatch]) -> KeyBatch:
         """One after the other. No key may be in two of them."""
         whole = cls([], [], [])
         for batch in batches:
@@ -57,17 +57,17 @@ class Batch:
             whole.sizes.extend(batch.sizes)
         return whole
 
-    def only(self, keys: Sequence[str]) -> Batch:
+    def only(self, keys: Sequence[str]) -> KeyBatch:
         """The part of it that these keys name, in its own order."""
         wanted = set(keys)
         kept = [i for i, key in enumerate(self.keys) if key in wanted]
-        return Batch([self.keys[i] for i in kept], [self.addresses[i] for i in kept], [self.sizes[i] for i in kept])
+        return KeyBatch([self.keys[i] for i in kept], [self.addresses[i] for i in kept], [self.sizes[i] for i in kept])
 
 
 class PoolClient(Protocol):
     """What the backend asks of a connected client. Every method blocks; any thread, `close` when no call runs.
 
-    Lists of codes answer key by key (codes.py). Raises StorageError when the library itself fails.
+    Lists of codes answer key by key (error_codes.py). Raises StorageError when the library itself fails.
     """
 
     def register(self, address: int, nbytes: int) -> int:
@@ -79,17 +79,17 @@ class PoolClient(Protocol):
     def exists(self, keys: Sequence[str]) -> list[int]:
         """1, 0 or a code. What is there is leased: not evicted for the master's lease time."""
 
-    def put(self, batch: Batch) -> list[int]:
+    def put(self, batch: KeyBatch) -> list[int]:
         """0 or a code. 0 is also the answer for a key that another client is still writing, or never finished."""
 
     @property
     def can_replace(self) -> bool:
         """Whether `replace` may be called."""
 
-    def replace(self, batch: Batch) -> list[int]:
+    def replace(self, batch: KeyBatch) -> list[int]:
         """As put, but takes the place of what is there; memory of a write in progress is kept until that has ended."""
 
-    def get(self, batch: Batch) -> list[int]:
+    def get(self, batch: KeyBatch) -> list[int]:
         """The object's length, or a code."""
 
     def lengths(self, keys: Sequence[str]) -> list[int]:
@@ -132,7 +132,7 @@ class NativeClient:
         NativeClient._failed = 0 if code == 0 else NativeClient._failed + 1
         if code != 0:
             raise StorageUnavailable(
-                f"the Mooncake master at {joining.master_server_addr} let nobody in ({told(code)})"
+                f"the Mooncake master at {joining.master_server_addr} let nobody in ({describe(code)})"
             )
         if quiet:
             glog.silence()
@@ -148,7 +148,7 @@ class NativeClient:
     def exists(self, keys: Sequence[str]) -> list[int]:
         return _per_key(keys, lambda: self._store.batch_is_exist(list(keys)))
 
-    def put(self, batch: Batch) -> list[int]:
+    def put(self, batch: KeyBatch) -> list[int]:
         return _per_key(
             batch.keys,
             lambda: self._store.batch_put_from(batch.keys, batch.addresses, batch.sizes, self._replicate),
@@ -158,13 +158,13 @@ class NativeClient:
     def can_replace(self) -> bool:
         return hasattr(self._store, "batch_upsert_from")
 
-    def replace(self, batch: Batch) -> list[int]:
+    def replace(self, batch: KeyBatch) -> list[int]:
         return _per_key(
             batch.keys,
             lambda: self._store.batch_upsert_from(batch.keys, batch.addresses, batch.sizes, self._replicate),
         )
 
-    def get(self, batch: Batch) -> list[int]:
+    def get(self, batch: KeyBatch) -> list[int]:
         return _per_key(batch.keys, lambda: self._store.batch_get_into(batch.keys, batch.addresses, batch.sizes))
 
     def lengths(self, keys: Sequence[str]) -> list[int]:

@@ -9,7 +9,7 @@ the buffers lent. What keeps the *next* call from waiting is the breaker: it ope
 nobody answers, and by a timer while a call still hangs; then every call fails at once. `health_check`
 is not asked: it says "healthy" with the master dead.
 
-**One data call at a time**, as large as what has come meanwhile (merging.py), with its look-up in the same thread.
+**One data call at a time**, as large as what has come meanwhile (merger.py), with its look-up in the same thread.
 
 **A put is looked up before it counts.** The library answers 0 for a key that another client is writing
 at this moment, or began and never finished; nothing is transferred then and a get finds nothing. So
@@ -44,13 +44,13 @@ from transferd.runtime.aio import uncancelled
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found, Outcome, Storage
 from transferd.storage.breaker import CircuitBreaker
-from transferd.storage.mooncake import codes
-from transferd.storage.mooncake.calls import Lane, NativeCalls
-from transferd.storage.mooncake.client import Batch, NativeClient, PoolClient, stall_limit
-from transferd.storage.mooncake.codes import told
-from transferd.storage.mooncake.joining import SetUp, join
-from transferd.storage.mooncake.layouts import Layouts
-from transferd.storage.mooncake.merging import Merger
+from transferd.storage.mooncake import error_codes
+from transferd.storage.mooncake.client import KeyBatch, NativeClient, PoolClient, stall_limit
+from transferd.storage.mooncake.error_codes import describe
+from transferd.storage.mooncake.join import SetUp, join
+from transferd.storage.mooncake.layout_records import LayoutRecords
+from transferd.storage.mooncake.merger import Merger
+from transferd.storage.mooncake.native_calls import CallKind, NativeCalls
 from transferd.tiers.base import HostMemory
 
 log = structlog.get_logger(__name__)
@@ -88,7 +88,9 @@ class MooncakeStorage(Storage):
         self._moving = 0  # objects in native calls
         # FastDeploy's names say nothing of a layout, and its pools hold nothing of ours.
         ours = config.storage.key_schema == "transferd"
-        self._layouts = Layouts(config.storage.model, build_layout(config.cache), self._ask, clock) if ours else None
+        self._layouts = (
+            LayoutRecords(config.storage.model, build_layout(config.cache), self._ask, clock) if ours else None
+        )
 
     # --- life ---------------------------------------------------------------------------------------
 
@@ -117,7 +119,7 @@ class MooncakeStorage(Storage):
     def _register(self, address: int, nbytes: int) -> None:
         code = self._opened()[0].register(address, nbytes)
         if code != 0:
-            raise StorageError(f"Mooncake refused to register {nbytes} bytes of memory ({told(code)})")
+            raise StorageError(f"Mooncake refused to register {nbytes} bytes of memory ({describe(code)})")
         self._registered[address] = nbytes
 
     async def close(self) -> None:
@@ -131,7 +133,7 @@ class MooncakeStorage(Storage):
             if await calls.idle(CLOSE_TIMEOUT_S):
                 if self._layouts is not None:
                     client.unregister(self._layouts.address)
-                await uncancelled(calls.run(Lane.PROBE, client.close))
+                await uncancelled(calls.run(CallKind.PROBE, client.close))
             else:
                 # Closing under a call crashes the process, and so does finalizing it: it must end without either.
                 raise StillRunning(f"Mooncake calls do not end: {', '.join(calls.close())}")
@@ -148,12 +150,12 @@ class MooncakeStorage(Storage):
         if not names:
             return []
         keys = [_key(name) for name in names]
-        found = await self._counted(self._native(Lane.LOAD, lambda client: client.exists(keys)))
+        found = await self._counted(self._native(CallKind.LOAD, lambda client: client.exists(keys)))
         wrong = next((code for code in found if code not in (0, 1)), None)
         if wrong is not None:
             self._counts["errors"] += 1
-            kind = StorageUnavailable if wrong in codes.NOBODY_ANSWERS else StorageError
-            raise kind(f"Mooncake cannot say what it has ({told(wrong)})")
+            kind = StorageUnavailable if wrong in error_codes.NO_ANSWER else StorageError
+            raise kind(f"Mooncake cannot say what it has ({describe(wrong)})")
         if 0 in found and self._layouts is not None:
             self._layouts.absent(names[found.index(0)])
         return [code == 1 for code in found]
@@ -181,10 +183,10 @@ class MooncakeStorage(Storage):
     async def quarantine(self, name: str) -> None:
         self._counts["corrupt"] += 1
         key = _key(name)
-        (code,) = await self._counted(self._native(Lane.LOAD, lambda client: client.remove([key])))
-        if code != codes.OK and code not in codes.NOT_THERE:
+        (code,) = await self._counted(self._native(CallKind.LOAD, lambda client: client.remove([key])))
+        if code != error_codes.OK and code not in error_codes.NOT_THERE:
             self._counts["errors"] += 1
-            raise StorageError(f"Mooncake could not remove a damaged object ({told(code)})")
+            raise StorageError(f"Mooncake could not remove a damaged object ({describe(code)})")
 
     async def _counted(self, call: Coroutine[Any, Any, T]) -> T:
         """A call to its end; where it fails as a whole, that is one error."""
@@ -208,31 +210,33 @@ class MooncakeStorage(Storage):
             "calls_under_way": 0 if self._calls is None else self._calls.under_way,
         }
 
-    def _batch(self, first: dict[str, Blob]) -> Batch:
+    def _batch(self, first: dict[str, Blob]) -> KeyBatch:
         addresses = [_registered_address(blob, self._registered) for blob in first.values()]
-        return Batch([_key(name) for name in first], addresses, [blob.data.nbytes for blob in first.values()])
+        return KeyBatch([_key(name) for name in first], addresses, [blob.data.nbytes for blob in first.values()])
 
     # --- put ----------------------------------------------------------------------------------------
 
-    async def _put(self, batch: Batch) -> dict[str, Outcome]:
+    async def _put(self, batch: KeyBatch) -> dict[str, Outcome]:
         self._breaker.check()  # before it waits for its turn
         answers = dict(zip(batch.keys, await self._puts.run(batch), strict=True))
         for pause in ROOM_PAUSES_S:
-            full = [key for key, code in answers.items() if code == codes.NO_AVAILABLE_HANDLE]
+            full = [key for key, code in answers.items() if code == error_codes.NO_AVAILABLE_HANDLE]
             if not full:
                 break
             self._counts["waited_for_room"] += len(full)
             await asyncio.sleep(pause)
             answers |= zip(full, await self._puts.run(batch.only(full)), strict=True)
-        unseen = [key for key, code in answers.items() if code == codes.UNSEEN]
+        unseen = [key for key, code in answers.items() if code == error_codes.UNSEEN]
         answers |= await self._settle(batch.only(unseen))
         sizes = dict(zip(batch.keys, batch.sizes, strict=True))
-        return {key: STORED if code == codes.OK else _not_stored(code, sizes[key]) for key, code in answers.items()}
+        return {
+            key: STORED if code == error_codes.OK else _not_stored(code, sizes[key]) for key, code in answers.items()
+        }
 
-    async def _put_now(self, batch: Batch) -> list[int]:
-        return await self._native(Lane.STORE, lambda client: _put_and_look(client, batch), moves=len(batch.keys))
+    async def _put_now(self, batch: KeyBatch) -> list[int]:
+        return await self._native(CallKind.STORE, lambda client: _put_and_look(client, batch), moves=len(batch.keys))
 
-    async def _settle(self, unseen: Batch) -> dict[str, int]:
+    async def _settle(self, unseen: KeyBatch) -> dict[str, int]:
         """The last word on keys that should be stored and are not found."""
         missing = unseen
         self._counts["contested"] += len(missing.keys)
@@ -244,41 +248,41 @@ class MooncakeStorage(Storage):
                 missing = await self._absent(missing)
             missing = await self._take_over(missing)
         except StorageUnavailable:
-            return dict.fromkeys(unseen.keys, codes.RPC_FAIL)
-        return dict.fromkeys(unseen.keys, codes.OK) | dict.fromkeys(missing.keys, codes.UNSEEN)
+            return dict.fromkeys(unseen.keys, error_codes.RPC_FAIL)
+        return dict.fromkeys(unseen.keys, error_codes.OK) | dict.fromkeys(missing.keys, error_codes.UNSEEN)
 
-    async def _absent(self, batch: Batch) -> Batch:
+    async def _absent(self, batch: KeyBatch) -> KeyBatch:
         """The part of a batch that a get would not find now."""
-        found = await self._native(Lane.STORE, lambda client: client.exists(batch.keys))
+        found = await self._native(CallKind.STORE, lambda client: client.exists(batch.keys))
         return batch.only([key for key, code in zip(batch.keys, found, strict=True) if code != 1])
 
-    async def _take_over(self, batch: Batch) -> Batch:
+    async def _take_over(self, batch: KeyBatch) -> KeyBatch:
         """Write in place of writes that do not come to an end. Returns what is still absent."""
         if not batch.keys or not self._opened()[0].can_replace:
             return batch
         self._counts["taken_over"] += len(batch.keys)
-        await self._native(Lane.STORE, lambda client: client.replace(batch), moves=len(batch.keys))
+        await self._native(CallKind.STORE, lambda client: client.replace(batch), moves=len(batch.keys))
         return await self._absent(batch)
 
     # --- get ----------------------------------------------------------------------------------------
 
-    async def _get(self, batch: Batch) -> dict[str, Outcome]:
+    async def _get(self, batch: KeyBatch) -> dict[str, Outcome]:
         self._breaker.check()
         answers = await self._gets.run(batch)
         outcomes, odd = {}, []
         for key, size, code in zip(batch.keys, batch.sizes, answers, strict=True):
             if code == size:
                 outcomes[key] = FOUND
-            elif code >= 0 or code == codes.INVALID_PARAMS:
+            elif code >= 0 or code == error_codes.INVALID_PARAMS:
                 odd.append(key)
             else:
-                outcomes[key] = MISSING if code in codes.NOT_THERE else _failed("load", code)
+                outcomes[key] = MISSING if code in error_codes.NOT_THERE else _failed("load", code)
         return outcomes | await self._misfits(batch.only(odd))
 
-    async def _get_now(self, batch: Batch) -> list[int]:
-        return await self._native(Lane.LOAD, lambda client: client.get(batch), moves=len(batch.keys))
+    async def _get_now(self, batch: KeyBatch) -> list[int]:
+        return await self._native(CallKind.LOAD, lambda client: client.get(batch), moves=len(batch.keys))
 
-    async def _misfits(self, batch: Batch) -> dict[str, Outcome]:
+    async def _misfits(self, batch: KeyBatch) -> dict[str, Outcome]:
         """Objects that are not as long as their buffers: missing, and removed.
 
         Nobody could load them under this name; left there, they would never be stored anew.
@@ -286,23 +290,23 @@ class MooncakeStorage(Storage):
         if not batch.keys:
             return {}
         try:
-            lengths = await self._native(Lane.LOAD, lambda client: client.lengths(batch.keys))
+            lengths = await self._native(CallKind.LOAD, lambda client: client.lengths(batch.keys))
         except StorageUnavailable as error:
             return dict.fromkeys(batch.keys, Outcome(Found.FAILED, error))
         outcomes, misfits = {}, []
         for key, size, length in zip(batch.keys, batch.sizes, lengths, strict=True):
             if length >= 0 and length != size:
                 misfits.append(key)
-            outcomes[key] = MISSING if length >= 0 or length in codes.NOT_THERE else _failed("load", length)
+            outcomes[key] = MISSING if length >= 0 or length in error_codes.NOT_THERE else _failed("load", length)
         self._counts["wrong_length"] += len(misfits)
         if misfits:
             with contextlib.suppress(StorageUnavailable):  # then the next get removes them
-                await self._native(Lane.LOAD, lambda client: client.remove(misfits))
+                await self._native(CallKind.LOAD, lambda client: client.remove(misfits))
         return outcomes
 
     # --- native calls -------------------------------------------------------------------------------
 
-    async def _native(self, lane: Lane, call: Callable[[PoolClient], list[int]], moves: int = 0) -> list[int]:
+    async def _native(self, kind: CallKind, call: Callable[[PoolClient], list[int]], moves: int = 0) -> list[int]:
         """Make a native call, to its end. moves: objects whose buffers it uses.
 
         Raises StorageUnavailable without calling while the breaker is not closed, and after it when nobody
@@ -314,15 +318,15 @@ class MooncakeStorage(Storage):
         self._moving += moves
         try:
             with self._alarm() as begun:
-                answers = await calls.run(lane, lambda: call(client), begun)
+                answers = await calls.run(kind, lambda: call(client), begun)
             await self._let_go(moves, answers, before)
         finally:
             self._moving -= moves
-        nobody = next((code for code in answers if code in codes.NOBODY_ANSWERS), None)
+        nobody = next((code for code in answers if code in error_codes.NO_ANSWER), None)
         if nobody is not None:
-            self._breaker.failed(told(nobody))
-            if all(code in codes.NOBODY_ANSWERS for code in answers):
-                raise StorageUnavailable(f"Mooncake does not answer ({told(nobody)})")
+            self._breaker.failed(describe(nobody))
+            if all(code in error_codes.NO_ANSWER for code in answers):
+                raise StorageUnavailable(f"Mooncake does not answer ({describe(nobody)})")
         return answers
 
     @contextlib.contextmanager
@@ -351,7 +355,7 @@ class MooncakeStorage(Storage):
         The library measures its limit by the wall clock, which may be set meanwhile.
         """
         seconds = max(now - then for now, then in zip(self._now(), before, strict=True))
-        unsettled = [code for code in answers if code < 0 and code not in codes.SETTLED]
+        unsettled = [code for code in answers if code < 0 and code not in error_codes.SETTLED]
         if not moves or not unsettled or seconds < LIBRARY_GIVES_UP_S:
             return
         hold = max(LIBRARY_GIVES_UP_S, self._moving * stall_limit())
@@ -360,18 +364,18 @@ class MooncakeStorage(Storage):
             "a Mooncake transfer did not end: its memory is held back",
             objects=moves,
             hold_s=hold,
-            code=told(unsettled[0]),
+            code=describe(unsettled[0]),
         )
         await asyncio.sleep(hold)
 
     async def _ask(self, call: Callable[[PoolClient], list[int]]) -> list[int]:
         """A small call that no task waits for."""
-        return await uncancelled(self._native(Lane.PROBE, call))
+        return await uncancelled(self._native(CallKind.PROBE, call))
 
     async def _probe(self) -> bool:
         """Whether the master answers."""
         client, calls = self._opened()
-        found = await calls.run(Lane.PROBE, lambda: client.exists([PROBE_KEY]))
+        found = await calls.run(CallKind.PROBE, lambda: client.exists([PROBE_KEY]))
         return found[0] in (0, 1)
 
 
@@ -399,25 +403,25 @@ def _registered_address(blob: Blob, registered: Mapping[int, int]) -> int:
     return address
 
 
-def _put_and_look(client: PoolClient, batch: Batch) -> list[int]:
+def _put_and_look(client: PoolClient, batch: KeyBatch) -> list[int]:
     """As put, and each 0 is looked up: UNSEEN where a get would find nothing. In one thread, on one way."""
     answers = client.put(batch)
-    doubtful = [i for i, code in enumerate(answers) if code == codes.OK or code in codes.OVERTAKEN]
+    doubtful = [i for i, code in enumerate(answers) if code == error_codes.OK or code in error_codes.OVERTAKEN]
     if doubtful:
         for i, found in zip(doubtful, client.exists([batch.keys[i] for i in doubtful]), strict=True):
-            answers[i] = codes.OK if found == 1 else codes.UNSEEN if found == 0 else found
+            answers[i] = error_codes.OK if found == 1 else error_codes.UNSEEN if found == 0 else found
     return answers
 
 
 def _not_stored(code: int, nbytes: int) -> Outcome:
-    if code == codes.UNSEEN:
+    if code == error_codes.UNSEEN:
         return Outcome(Found.FAILED, StorageError("another client writes this object and has not finished"))
-    if code == codes.NO_AVAILABLE_HANDLE:
-        what = f"no segment of the pool has room for an object of {nbytes} bytes ({told(code)})"
+    if code == error_codes.NO_AVAILABLE_HANDLE:
+        what = f"no segment of the pool has room for an object of {nbytes} bytes ({describe(code)})"
         return Outcome(Found.FAILED, StorageFull(what))
     return _failed("store", code)
 
 
 def _failed(verb: str, code: int) -> Outcome:
-    kind = StorageUnavailable if code in codes.NOBODY_ANSWERS else StorageError
-    return Outcome(Found.FAILED, kind(f"Mooncake could not {verb} an object ({told(code)})"))
+    kind = StorageUnavailable if code in error_codes.NO_ANSWER else StorageError
+    return Outcome(Found.FAILED, kind(f"Mooncake could not {verb} an object ({describe(code)})"))

@@ -17,8 +17,8 @@ import structlog
 from transferd.config import Config
 from transferd.errors import ConfigError, PeerLost, TransferError
 from transferd.storage.mooncake import glog
-from transferd.storage.mooncake.calls import Lane, NativeCalls
 from transferd.storage.mooncake.client import STALL_LIMITS, STALL_S
+from transferd.storage.mooncake.native_calls import CallKind, NativeCalls
 from transferd.storage.peer.carrier import Move
 from transferd.tiers.base import HostMemory
 
@@ -75,7 +75,7 @@ class TransferEngineCarrier:
         assert self._calls is not None
         sources, targets, lengths = ([move[i] for move in moves] for i in range(3))
         code = await self._calls.run(
-            Lane.STORE, lambda: engine.batch_transfer_sync_write(peer, sources, targets, lengths)
+            CallKind.STORE, lambda: engine.batch_transfer_sync_write(peer, sources, targets, lengths)
         )
         if code != 0:
             raise PeerLost(f"the TransferEngine could not write to {peer} (code {code})")

@@ -20,7 +20,7 @@ from transferd.runtime.threads import Crew
 T = TypeVar("T")
 
 
-class Lane(enum.Enum):
+class CallKind(enum.Enum):
     """A kind of call; the value is how many of it may be under way."""
 
     STORE = "store", 8
@@ -35,41 +35,41 @@ class Lane(enum.Enum):
 class NativeCalls:
     """Runs blocking functions in its own threads. Owns them from `open` to `close`.
 
-    wait: seconds a call waits for a thread of its lane at most.
+    wait: seconds a call waits for a thread of its kind at most.
     """
 
     def __init__(self, wait: float) -> None:
         self._wait = wait
-        self._free = {lane: asyncio.Semaphore(lane.threads) for lane in Lane}
+        self._free = {kind: asyncio.Semaphore(kind.threads) for kind in CallKind}
         self._under_way = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._crew = Crew("transferd-mooncake", sum(lane.threads for lane in Lane))
+        self._crew = Crew("transferd-mooncake", sum(kind.threads for kind in CallKind))
 
     @property
     def under_way(self) -> int:
         return self._under_way
 
-    async def run(self, lane: Lane, function: Callable[[], T], begun: Callable[[], None] | None = None) -> T:
+    async def run(self, kind: CallKind, function: Callable[[], T], begun: Callable[[], None] | None = None) -> T:
         """Run `function` in a thread and return its result; `begun` is called when a thread takes it.
 
         Raises StorageUnavailable when no thread came free in time; then nothing was called.
         """
-        await self._a_thread(lane)
+        await self._a_thread(kind)
         self._under_way += 1
         self._idle.clear()
         try:
             if begun is not None:
                 begun()
-            return await self._crew.run(function, f"{lane.name.lower()} call")
+            return await self._crew.run(function, f"{kind.name.lower()} call")
         finally:
-            self._free[lane].release()
+            self._free[kind].release()
             self._under_way -= 1
             if not self._under_way:
                 self._idle.set()
 
-    async def _a_thread(self, lane: Lane) -> None:
-        free = self._free[lane]
+    async def _a_thread(self, kind: CallKind) -> None:
+        free = self._free[kind]
         if not free.locked():
             await free.acquire()  # at once
             return
@@ -78,7 +78,7 @@ class NativeCalls:
                 await free.acquire()
         except TimeoutError:
             raise StorageUnavailable(
-                f"mooncake: {lane.threads} calls of this kind are under way and none ended within {self._wait:g} s"
+                f"mooncake: {kind.threads} calls of this kind are under way and none ended within {self._wait:g} s"
             ) from None
 
     async def idle(self, within: float) -> bool:

@@ -15,8 +15,8 @@ from transferd.blocks.keys import ObjectNamer, key_digest
 from transferd.blocks.layout import build_layout
 from transferd.config import Config, from_tree
 from transferd.runtime.clock import Clock
-from transferd.storage.mooncake import MooncakeStorage, codes
-from transferd.storage.mooncake.layouts import LOOK_EVERY_S, RECORD_BYTES, SLOTS
+from transferd.storage.mooncake import MooncakeStorage, error_codes
+from transferd.storage.mooncake.layout_records import LOOK_EVERY_S, RECORD_BYTES, SLOTS
 
 WARNING = "another layout of this model is in the pool: its blocks are misses here"
 
@@ -169,7 +169,7 @@ async def test_a_pool_that_is_shared_with_fastdeploy_gets_no_record(open_storage
 @pytest.mark.parametrize("operation", ["get", "put", "exists"])
 async def test_a_pool_that_cannot_be_asked_costs_nobody_an_answer(open_storage: Open, operation: str) -> None:
     pool, hands = SimPool(), Hands()
-    for code in (codes.TRANSFER_FAIL, codes.NO_AVAILABLE_HANDLE):
+    for code in (error_codes.TRANSFER_FAIL, error_codes.NO_AVAILABLE_HANDLE):
         pool.answer(operation, code, times=SLOTS)
         harness = await open_storage(MooncakeStorage(config(), set_up=pool.set_up, clock=hands.clock))
         pool._scripted.clear()

@@ -36,8 +36,8 @@ from transferd.blocks.keys import quote_part
 from transferd.blocks.layout.base import BlockLayout
 from transferd.errors import StorageError
 from transferd.runtime.clock import Clock
-from transferd.storage.mooncake import codes
-from transferd.storage.mooncake.client import Batch, PoolClient
+from transferd.storage.mooncake import error_codes
+from transferd.storage.mooncake.client import KeyBatch, PoolClient
 
 log = structlog.get_logger(__name__)
 
@@ -50,7 +50,7 @@ _RECORD = re.compile(rb"([0-9a-f]{16}) ([^\0]*)\0*\Z")
 Native = Callable[[Callable[[PoolClient], list[int]]], Awaitable[list[int]]]
 
 
-class Layouts:
+class LayoutRecords:
     """The layouts of one model in one pool, seen from one daemon.
 
     Owns `nbytes` of memory at `address` that records travel through: registered before the first look,
@@ -103,7 +103,7 @@ class Layouts:
         for slot, code in answers.items():
             if code == RECORD_BYTES:
                 self._note(self._memory[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES])
-        return [slot for slot, code in answers.items() if code in codes.NOT_THERE]
+        return [slot for slot, code in answers.items() if code in error_codes.NOT_THERE]
 
     async def _write(self, slot: int) -> None:
         record = f"{self._layout.fingerprint} {self._layout.identity}".encode()[:RECORD_BYTES]
@@ -111,9 +111,9 @@ class Layouts:
         batch = self._batch([slot])
         await self._native(lambda client: client.put(batch))
 
-    def _batch(self, slots: Iterable[int]) -> Batch:
+    def _batch(self, slots: Iterable[int]) -> KeyBatch:
         keys = [f"transferd/layouts/{self._model}/{slot}" for slot in slots]
-        return Batch(keys, [self.address + slot * RECORD_BYTES for slot in slots], [RECORD_BYTES] * len(keys))
+        return KeyBatch(keys, [self.address + slot * RECORD_BYTES for slot in slots], [RECORD_BYTES] * len(keys))
 
     def _note(self, record: bytes) -> None:
         match = _RECORD.match(record)

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import pytest
 
 from transferd.errors import StorageUnavailable
-from transferd.storage.mooncake import merging
-from transferd.storage.mooncake.client import Batch
-from transferd.storage.mooncake.merging import MOST_BYTES, MOST_OBJECTS, Merger
+from transferd.storage.mooncake import merger as merger_module
+from transferd.storage.mooncake.client import KeyBatch
+from transferd.storage.mooncake.merger import MOST_BYTES, MOST_OBJECTS, Merger
 
 
 class Library:
@@ -20,7 +20,7 @@ class Library:
         self.calls: list[list[str]] = []
         self.ends: list[asyncio.Future[None]] = []
 
-    async def __call__(self, batch: Batch) -> list[int]:
+    async def __call__(self, batch: KeyBatch) -> list[int]:
         end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.calls.append(batch.keys)
         self.ends.append(end)
@@ -29,8 +29,8 @@ class Library:
         return [int(key) for key in batch.keys]
 
 
-def batch(*numbers: int, nbytes: int = 1) -> Batch:
-    return Batch([str(n) for n in numbers], [n + 1000 for n in numbers], [nbytes] * len(numbers))
+def batch(*numbers: int, nbytes: int = 1) -> KeyBatch:
+    return KeyBatch([str(n) for n in numbers], [n + 1000 for n in numbers], [nbytes] * len(numbers))
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def library() -> Library:
     return Library()
 
 
-async def submit(merger: Merger, *batches: Batch) -> list[asyncio.Task[list[int]]]:
+async def submit(merger: Merger, *batches: KeyBatch) -> list[asyncio.Task[list[int]]]:
     tasks = [asyncio.ensure_future(merger.run(each)) for each in batches]
     await turns()
     return tasks
@@ -91,7 +91,7 @@ async def test_a_key_that_waits_twice_is_in_two_calls(library: Library) -> None:
         (batch(*range(1, MOST_OBJECTS + 1)), batch(MOST_OBJECTS + 1)),
     ],
 )
-async def test_a_call_has_a_largest_size(library: Library, first: Batch, second: Batch) -> None:
+async def test_a_call_has_a_largest_size(library: Library, first: KeyBatch, second: KeyBatch) -> None:
     merger = Merger(library)
     tasks = await submit(merger, batch(0), first, second)
     for end in range(3):
@@ -111,7 +111,7 @@ async def test_what_alone_is_larger_still_goes(library: Library) -> None:
 async def test_a_call_that_hangs_is_passed_by_those_behind_it(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(merging, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(merger_module, "PATIENCE_S", 0.01)
     merger = Merger(library)
     hanging, *others = await submit(merger, batch(0), batch(1), batch(2))
     async with asyncio.timeout(30):

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from transferd.errors import StorageUnavailable
-from transferd.storage.mooncake.calls import Lane, NativeCalls
+from transferd.storage.mooncake.native_calls import CallKind, NativeCalls
 
 
 class Held:
@@ -30,8 +30,8 @@ def held() -> Iterator[Held]:
     call.release.set()
 
 
-async def started(calls: NativeCalls, lane: Lane, held: Held, count: int) -> list[asyncio.Task[str]]:
-    tasks = [asyncio.ensure_future(calls.run(lane, held)) for _ in range(count)]
+async def started(calls: NativeCalls, kind: CallKind, held: Held, count: int) -> list[asyncio.Task[str]]:
+    tasks = [asyncio.ensure_future(calls.run(kind, held)) for _ in range(count)]
     await asyncio.sleep(0)
     assert calls.under_way == count
     return tasks
@@ -39,20 +39,20 @@ async def started(calls: NativeCalls, lane: Lane, held: Held, count: int) -> lis
 
 async def test_a_call_returns_what_the_function_returns_and_raises_what_it_raises() -> None:
     calls = NativeCalls(1.0)
-    assert await calls.run(Lane.LOAD, lambda: 42) == 42
+    assert await calls.run(CallKind.LOAD, lambda: 42) == 42
     with pytest.raises(ZeroDivisionError):
-        await calls.run(Lane.LOAD, lambda: 1 // 0)
+        await calls.run(CallKind.LOAD, lambda: 1 // 0)
     assert calls.under_way == 0
     calls.close()
 
 
-@pytest.mark.parametrize("full", list(Lane))
-async def test_a_full_lane_keeps_no_other_waiting(full: Lane, held: Held) -> None:
+@pytest.mark.parametrize("full", list(CallKind))
+async def test_a_full_lane_keeps_no_other_waiting(full: CallKind, held: Held) -> None:
     calls = NativeCalls(0.01)
     tasks = await started(calls, full, held, full.threads)
-    for lane in Lane:
-        if lane is not full:
-            assert await calls.run(lane, lambda: "at once") == "at once"
+    for kind in CallKind:
+        if kind is not full:
+            assert await calls.run(kind, lambda: "at once") == "at once"
     with pytest.raises(StorageUnavailable, match=f"{full.threads} calls of this kind are under way"):
         await calls.run(full, lambda: pytest.fail("no thread was free"))
     held.release.set()
@@ -63,9 +63,9 @@ async def test_a_full_lane_keeps_no_other_waiting(full: Lane, held: Held) -> Non
 
 async def test_a_call_that_waits_takes_the_first_thread_that_comes_free(held: Held) -> None:
     calls = NativeCalls(30.0)
-    (task,) = await started(calls, Lane.PROBE, held, 1)
+    (task,) = await started(calls, CallKind.PROBE, held, 1)
     began: list[int] = []
-    waiting = asyncio.ensure_future(calls.run(Lane.PROBE, lambda: "next", lambda: began.append(calls.under_way)))
+    waiting = asyncio.ensure_future(calls.run(CallKind.PROBE, lambda: "next", lambda: began.append(calls.under_way)))
     await asyncio.sleep(0)
     assert not began, "it has no thread yet"
     held.release.set()
@@ -80,9 +80,9 @@ async def test_what_begun_raises_is_raised_and_nothing_is_called() -> None:
     def refuse() -> None:
         raise StorageUnavailable("the breaker has opened meanwhile")
 
-    for _ in range(2 * Lane.PROBE.threads):  # or a lane would run dry
+    for _ in range(2 * CallKind.PROBE.threads):  # or a kind would run dry
         with pytest.raises(StorageUnavailable, match="meanwhile"):
-            await calls.run(Lane.PROBE, lambda: pytest.fail("called all the same"), refuse)
+            await calls.run(CallKind.PROBE, lambda: pytest.fail("called all the same"), refuse)
     assert calls.under_way == 0
     calls.close()
 
@@ -90,7 +90,7 @@ async def test_what_begun_raises_is_raised_and_nothing_is_called() -> None:
 async def test_idle_waits_for_calls_and_no_longer_than_it_was_told(held: Held) -> None:
     calls = NativeCalls(1.0)
     assert await calls.idle(0.0)
-    (task,) = await started(calls, Lane.STORE, held, 1)
+    (task,) = await started(calls, CallKind.STORE, held, 1)
     assert not await calls.idle(0.01)
     waiting = asyncio.ensure_future(calls.idle(30.0))
     held.release.set()

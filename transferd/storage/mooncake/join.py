@@ -17,9 +17,9 @@ from transferd.config import MooncakeStorageSection
 from transferd.errors import ConfigError, StorageUnavailable
 from transferd.runtime.aio import uncancelled
 from transferd.runtime.clock import Clock
-from transferd.storage.mooncake.calls import Lane, NativeCalls
 from transferd.storage.mooncake.client import PoolClient
-from transferd.storage.mooncake.environment import Membership, membership
+from transferd.storage.mooncake.membership import Membership, membership
+from transferd.storage.mooncake.native_calls import CallKind, NativeCalls
 
 log = structlog.get_logger(__name__)
 
@@ -56,10 +56,10 @@ async def join(section: MooncakeStorageSection, calls: NativeCalls, clock: Clock
 async def _set_up(calls: NativeCalls, set_up: Callable[[], PoolClient]) -> PoolClient:
     made: list[PoolClient] = []
     try:
-        await uncancelled(calls.run(Lane.PROBE, lambda: made.append(set_up())))
+        await uncancelled(calls.run(CallKind.PROBE, lambda: made.append(set_up())))
     except asyncio.CancelledError:
         for client in made:
-            await uncancelled(calls.run(Lane.PROBE, client.close))
+            await uncancelled(calls.run(CallKind.PROBE, client.close))
         raise
     return made[0]
 

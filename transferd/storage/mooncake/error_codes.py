@@ -65,7 +65,7 @@ NAMES = {
 }
 
 # The pool as a whole cannot be asked: the master is gone, hangs, or is not the leader (yet).
-NOBODY_ANSWERS = frozenset({RPC_FAIL, RPC_TIMEOUT, -1000, -1001, -1002, -1003, -1010, -1011})
+NO_ANSWER = frozenset({RPC_FAIL, RPC_TIMEOUT, -1000, -1001, -1002, -1003, -1010, -1011})
 
 # A get that finds nothing, and nothing is wrong.
 NOT_THERE = frozenset({OBJECT_NOT_FOUND, REPLICA_IS_NOT_READY, REPLICA_NOT_FOUND, REPLICA_IS_GONE})
@@ -75,10 +75,10 @@ OVERTAKEN = frozenset({OBJECT_ALREADY_EXISTS, ILLEGAL_CLIENT, INVALID_WRITE, OBJ
 
 # Failures that leave no transfer behind: none was begun, or it had ended and only its result was dropped.
 # After any other, a call that ran into the library's own limit may leave bytes on their way (store.py).
-SETTLED = NOBODY_ANSWERS | NOT_THERE | {NO_AVAILABLE_HANDLE, INVALID_PARAMS, OBJECT_ALREADY_EXISTS, LEASE_EXPIRED}
+SETTLED = NO_ANSWER | NOT_THERE | {NO_AVAILABLE_HANDLE, INVALID_PARAMS, OBJECT_ALREADY_EXISTS, LEASE_EXPIRED}
 
 
-def told(code: int) -> str:
+def describe(code: int) -> str:
     """A code for people, such as `OBJECT_NOT_FOUND, -704`."""
     name = NAMES.get(code)
     return f"code {code}" if name is None else f"{name}, {code}"

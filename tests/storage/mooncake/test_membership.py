@@ -9,7 +9,7 @@ import pytest
 
 from transferd.config import load
 from transferd.errors import ConfigError
-from transferd.storage.mooncake.environment import Membership, membership
+from transferd.storage.mooncake.membership import Membership, membership
 
 
 def joining_with(env: dict[str, str], *overrides: str) -> Membership:

@@ -16,9 +16,9 @@ from transferd.config import Config, from_tree
 from transferd.errors import ConfigError, StorageUnavailable
 from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.storage.mooncake import MooncakeStorage
-from transferd.storage.mooncake import joining as joining_module
-from transferd.storage.mooncake.calls import NativeCalls
-from transferd.storage.mooncake.joining import dial_address, join
+from transferd.storage.mooncake import join as join_module
+from transferd.storage.mooncake.join import dial_address, join
+from transferd.storage.mooncake.native_calls import NativeCalls
 
 
 def config(**section: Any) -> Config:
@@ -28,7 +28,7 @@ def config(**section: Any) -> Config:
 async def test_an_absent_master_is_one_line_and_one_clear_error_within_the_connect_timeout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(joining_module, "DIAL_INTERVAL_S", 0.001)
+    monkeypatch.setattr(join_module, "DIAL_INTERVAL_S", 0.001)
     times = iter([100.0, 100.0, 102.9, 103.0])  # the start, and after each of three dials
     clock = replace(SYSTEM_CLOCK, monotonic=lambda: next(times))
     storage = MooncakeStorage(config(master_server_addr="127.0.0.1:1", connect_timeout=3.0), clock=clock)

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from transferd.storage.mooncake.client import Batch
+from transferd.storage.mooncake.client import KeyBatch
 
 PATIENCE_S = 0.1  # longer than a call that moves its bytes
 MOST_BYTES = 32 * 1024**2  # of a merged call: beyond it nothing is won, and a peer that hangs holds up more
@@ -24,14 +24,14 @@ MOST_OBJECTS = 128
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    batch: Batch
+    batch: KeyBatch
     answer: asyncio.Future[list[int]]
 
 
 class Merger:
     """Makes calls on batches of keys. call: makes one, with each key once; what it raises, every caller of it gets."""
 
-    def __init__(self, call: Callable[[Batch], Awaitable[list[int]]]) -> None:
+    def __init__(self, call: Callable[[KeyBatch], Awaitable[list[int]]]) -> None:
         self.calls = 0
         self.merged = 0  # batches that went along in another's call
         self._call = call
@@ -39,7 +39,7 @@ class Merger:
         self._running: set[asyncio.Task[None]] = set()
         self._fresh: object | None = None  # the call that began less than PATIENCE_S ago
 
-    async def run(self, batch: Batch) -> list[int]:
+    async def run(self, batch: KeyBatch) -> list[int]:
         """The answers for this batch. Must not be cancelled: the call goes on (see `uncancelled`)."""
         loop = asyncio.get_running_loop()
         waiting = _Waiting(batch, loop.create_future())
@@ -73,7 +73,7 @@ class Merger:
     async def _make(self, group: list[_Waiting]) -> None:
         timer = asyncio.get_running_loop().call_later(PATIENCE_S, self._free, group)
         try:
-            answers = await self._call(Batch.joined([waiting.batch for waiting in group]))
+            answers = await self._call(KeyBatch.joined([waiting.batch for waiting in group]))
         except Exception as error:  # noqa: BLE001 - whatever it is, it is the callers'
             for waiting in group:
                 waiting.answer.set_exception(error)
