@@ -202,7 +202,7 @@ async def test_flushes_that_nobody_waits_for_hold_up_nothing(tmp_path: Path, mon
             assert missing.status is Status.MISS
             assert {(await flush).status for flush in flushes} == {Status.EXPIRED}
         assert daemon.stop() == STILL_RUNNING
-        assert "transferd-as-0-tell-0: flush" in daemon.log
+        assert "transferd-as-0-index-0: flush" in daemon.log
 
 
 async def test_two_nodes_that_share_a_store_find_each_others_blocks(tmp_path: Path) -> None:
@@ -341,7 +341,7 @@ async def test_a_store_that_cannot_change_its_generation_is_not_cleared(
     install_sdk(tmp_path, monkeypatch)
     with running(tree(tmp_path, driver="sdk"), tmp_path) as daemon:
         async with attached(daemon.endpoint) as client:
-            with pytest.raises(TransferError, match="restart with another AS_MODEL_VERSION") as caught:
+            with pytest.raises(TransferError, match="restart the daemon with another AS_MODEL_VERSION") as caught:
                 await client.clear_cache()
             assert caught.value.reason == "fixed_generation"
             caches = await attach(client)

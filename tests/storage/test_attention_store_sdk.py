@@ -16,8 +16,8 @@ from tests.support.attention_store_sdk import AttentionStoreDouble, AttentionSto
 from transferd.config import from_tree
 from transferd.config.environment import fold
 from transferd.errors import ConfigError, RequestError, StillRunning, StorageError, StorageUnavailable
-from transferd.storage.attention_store import lines
 from transferd.storage.attention_store import sdk as adapter
+from transferd.storage.attention_store import serial_executor
 from transferd.storage.attention_store.library import PACKAGE, load_library
 from transferd.storage.attention_store.sdk import SdkTokenStorage
 from transferd.storage.attention_store.settings import Settings, settings
@@ -100,7 +100,7 @@ async def test_a_write_ends_at_the_first_slice_that_is_not_taken_whole(tmp_path:
         outcome = (await world.write(PATH[: 8 * BLOCK], 0, list(range(8))))[0]
         assert list(outcome.moved) == [0, 1, 2]
         assert outcome.error is not None
-        assert outcome.error.message == "AttentionStore took 3 of 8 blocks"
+        assert outcome.error.message == "AttentionStore stored only 3 of 8 blocks"
         assert len(calls(world, "write")) == 1
 
 
@@ -153,7 +153,7 @@ async def test_an_impossible_count_is_an_error_and_moves_nothing(
             outcome = await world.run(world.ranks[0], world.read_job(PATH[: 2 * BLOCK], 0, [0, 1]))
             assert list(outcome.moved) == []
             assert outcome.error is not None
-            assert f"says {count} of 2 blocks" in outcome.error.message
+            assert f"reports {count} blocks for a slice of 2" in outcome.error.message
 
 
 async def test_the_index_is_told_after_reads_and_writes_once_for_the_node(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ async def test_a_flush_that_hangs_delays_no_transfer_and_no_question_and_is_name
     double = AttentionStoreDouble()
     held = Held(double, "flush_token_index")
     try:
-        with pytest.raises(StillRunning, match=r"transferd-as-0-tell-0: flush, "):
+        with pytest.raises(StillRunning, match=r"transferd-as-0-index-0: flush, "):
             await _use_beside(held, tmp_path, double)
     finally:
         held.go.set()
@@ -212,7 +212,7 @@ async def test_flushes_behind_one_that_hangs_are_bounded_and_those_beyond_are_to
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(adapter, "CLOSE_WAIT_S", 0.01)
-    monkeypatch.setattr(lines, "MOST_WAITING", 3)
+    monkeypatch.setattr(serial_executor, "MOST_WAITING", 3)
     double = AttentionStoreDouble()
     held = Held(double, "flush_token_index")
     try:
@@ -222,7 +222,7 @@ async def test_flushes_behind_one_that_hangs_are_bounded_and_those_beyond_are_to
             for _ in range(5):
                 assert list((await world.read(PATH[:BLOCK], 0, [1]))[0].moved) == [0]
             await until(lambda: world.storage.statistics()["flush_errors"] == 2)
-            with pytest.raises(StorageUnavailable, match="3 calls are waiting already"):
+            with pytest.raises(StorageUnavailable, match="a call hangs and 3 more wait behind it"):
                 await world.storage.flush_token_index(TokenIds(PATH), 0, resident=True)
             held.go.set()
     finally:
@@ -337,7 +337,7 @@ def test_without_the_sdk_the_driver_is_one_line_that_says_so(tmp_path: Path) -> 
 def test_an_sdk_of_another_version_is_told_from_none(monkeypatch: pytest.MonkeyPatch) -> None:
     with installed(AttentionStoreDouble()) as double:
         monkeypatch.delattr(sys.modules[f"{PACKAGE}.sdk"], "Tokens")
-        with pytest.raises(ConfigError, match=r"of another version: .*Tokens"):
+        with pytest.raises(ConfigError, match=r"unsupported version: .*Tokens"):
             load_library()
         assert double.sessions == []
 
@@ -346,7 +346,10 @@ def test_an_sdk_of_another_version_is_told_from_none(monkeypatch: pytest.MonkeyP
 def test_a_layout_that_the_sdk_cannot_store_is_refused_at_start(tmp_path: Path, cache: dict[str, str]) -> None:
     sections = tree(tmp_path, driver="sdk")
     sections["cache"] |= cache
-    with installed(AttentionStoreDouble()), pytest.raises(ConfigError, match="the SDK stores key and value"):
+    with (
+        installed(AttentionStoreDouble()),
+        pytest.raises(ConfigError, match="stores only the planes key and value"),
+    ):
         SdkTokenStorage(from_tree(sections))
 
 

@@ -18,7 +18,7 @@ from transferd.config import Config, from_tree
 from transferd.observability.recorder import Recorder
 from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.runtime.threads import ThreadPools
-from transferd.storage.attention_store.open import OpenTokenStorage
+from transferd.storage.attention_store.open_index import OpenTokenStorage
 from transferd.storage.attention_store.sdk import SdkTokenStorage
 from transferd.storage.registry import create_token_storage
 from transferd.storage.tokens import TokenStorage

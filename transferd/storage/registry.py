@@ -38,7 +38,7 @@ def create_token_storage(
         from transferd.storage.attention_store.sdk import SdkTokenStorage
 
         return SdkTokenStorage(config, clock=clock)
-    from transferd.storage.attention_store.open import OpenTokenStorage
+    from transferd.storage.attention_store.open_index import OpenTokenStorage
 
     if keyed is None:
         keyed = _create("storage.attention_store.data", section.data, config, clock)

@@ -21,7 +21,7 @@ from transferd.daemon.kv_events.subscriber import Peer
 from transferd.errors import ConfigError
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.storage.attention_store.index import TokenIndex
-from transferd.storage.attention_store.open import OpenTokenStorage
+from transferd.storage.attention_store.open_index import OpenTokenStorage
 from transferd.storage.base import Storage
 from transferd.storage.tokens import TokenStorage
 from transferd.tasks import ReadStorageTask, Task, TaskResult, WriteStorageTask

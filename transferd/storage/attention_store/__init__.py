@@ -1,5 +1,5 @@
-"""Storage found by token ids: `storage.backend = "attention_store"` (docs/attention_store.md).
+"""Storage that finds blocks by token ids: `storage.backend = "attention_store"` (docs/attention_store.md).
 
-open.py is our own index over any keyed backend; sdk.py drives Baidu's AttentionStore through its
-proprietary SDK where that is installed. Both keep the contract of storage/tokens.py.
+open_index.py is our own index over any keyed backend. sdk.py drives Baidu's AttentionStore through its
+proprietary SDK, if that is installed. Both implement the contract of storage/tokens.py.
 """

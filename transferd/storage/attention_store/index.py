@@ -1,8 +1,8 @@
 """The open token index: which node holds which blocks of a token sequence, and in which medium.
 
-Fed with KV events, its own node's or another's: to know where blocks are is to follow events (wire.py).
-Pure logic. A block is known by its hash; of a sequence of tokens these are the hashes of its chained
-block keys (`keys.block_keys`), so whoever has the tokens can ask without knowing anybody's keys.
+It learns from KV events (wire/kv_events.py), of its own node and of others. Pure logic. A block is identified
+by its hash. For a sequence of tokens these are the hashes of its chained block keys (`keys.block_keys`), so
+anyone who has the tokens can ask.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ ANY_MEDIUM = "any"
 
 
 class TokenIndex:
-    """Blocks by node and medium, as far as they were announced. Mutated on the event loop only."""
+    """Announced blocks, by node and medium. Changed on the event loop only."""
 
     def __init__(self) -> None:
         self._nodes: dict[str, dict[str, set[int]]] = {}
 
     def apply(self, node: str, event: KvEvent) -> None:
-        """What a node announces about itself. Withdrawing what was never announced is nothing."""
+        """Apply an event that a node published about itself. Removing a block it never announced does nothing."""
         if isinstance(event, BlockStored):
             self._nodes.setdefault(node, {}).setdefault(event.medium, set()).update(event.block_hashes)
         elif isinstance(event, BlockRemoved):
@@ -30,15 +30,15 @@ class TokenIndex:
             self._nodes.pop(node, None)
 
     def forget(self, node: str) -> None:
-        """Nothing is known of this node."""
+        """Drop everything known about this node."""
         self._nodes.pop(node, None)
 
     def blocks_of(self, node: str) -> int:
-        """How many blocks a node has announced, in all media together."""
+        """How many blocks a node has announced, summed over all media."""
         return sum(len(held) for held in self._nodes.get(node, {}).values())
 
     def locate(self, hashes: Sequence[int]) -> dict[str, dict[str, int]]:
-        """For each node that has the first block: leading blocks in each medium, and in `any` of them together."""
+        """For each node that has the first block: leading blocks per medium, and over all media under `any`."""
         found: dict[str, dict[str, int]] = {}
         for node, media in self._nodes.items():
             counts = {medium: _leading(hashes, [held]) for medium, held in media.items()}

@@ -1,7 +1,7 @@
-"""The attentionstore_sdk package as it is installed, and its calls in the forms that FastDeploy uses.
+"""The installed attentionstore_sdk package, and its calls as FastDeploy makes them.
 
-The SDK is proprietary and its builds differ: the one for CUDA knows an AttentionType and takes more
-arguments. Sources: FastDeploy's attention_store.py, which is all that is public about it.
+The SDK is proprietary and its builds differ: the CUDA build has an AttentionType and takes more arguments.
+The only public source about it is FastDeploy's attention_store.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PACKAGE = "attentionstore_sdk"
 
 @dataclass(frozen=True)
 class Library:
-    """What is used of the package. attention_type: None in builds for other devices than CUDA."""
+    """The parts of the package that we use. attention_type: None in builds for devices other than CUDA."""
 
     sdk: type
     tokens: type
@@ -28,7 +28,7 @@ class Library:
 
 
 def load_library() -> Library:
-    """Import it. Raises ConfigError when it is not there, or is not what it should be."""
+    """Import the package. Raises ConfigError if it is missing or of an unknown version."""
     try:
         sdk = importlib.import_module(f"{PACKAGE}.sdk")
         media = importlib.import_module(f"{PACKAGE}.api.common.common_pb2")
@@ -37,10 +37,10 @@ def load_library() -> Library:
             sdk.AttentionStoreSDK, sdk.Tokens, error.AttentionStoreSDKError, media.MEDIA_HBM, _attention_type()
         )
     except ImportError as problem:
-        what = f"needs the Python package {PACKAGE}, which is not installed or cannot be loaded: {problem}"
+        what = f"needs the Python package {PACKAGE}, which is not installed or fails to load: {problem}"
         raise ConfigError("storage.attention_store.driver", what, "sdk") from problem
     except AttributeError as problem:
-        what = f"the installed {PACKAGE} is of another version: {problem}"
+        what = f"the installed {PACKAGE} has an unsupported version: {problem}"
         raise ConfigError("storage.attention_store.driver", what, "sdk") from problem
     return library
 
@@ -54,7 +54,7 @@ def _attention_type() -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """What the SDK is told about one rank."""
+    """The SDK's description of one rank."""
 
     namespace: str
     pod_name: str
@@ -69,8 +69,8 @@ class Shard:
     dp_id: int
 
 
-class Session:
-    """One rank's SDK object. Every method blocks; called from the rank's lines. Raises StorageError."""
+class SdkSession:
+    """One rank's SDK object. Every method blocks; the rank's executors call them. Raises StorageError."""
 
     def __init__(self, library: Library, shard: Shard) -> None:
         self._library = library
@@ -100,7 +100,7 @@ class Session:
     def read(
         self, tokens: Sequence[int], start: int, keys: list[int], values: list[int], blocks: list[int], timeout: float
     ) -> int:
-        """keys, values: addresses of each layer's tensor. How many blocks came."""
+        """Read blocks and return how many arrived. keys, values: the address of each layer's tensor."""
         more: dict[str, Any] = {} if self._library.attention_type is None else {"remote_addrs": None}
         with _translated(self._library, "read"):
             args = (self._layer_ids, self._tokens(tokens), start, keys, values, blocks, timeout)
@@ -109,7 +109,7 @@ class Session:
     def write(
         self, tokens: Sequence[int], start: int, keys: list[int], values: list[int], blocks: list[int], timeout: float
     ) -> int:
-        """How many blocks were taken."""
+        """Write blocks and return how many the store took."""
         more: dict[str, Any] = {} if self._library.attention_type is None else {"h2h_copy": False, "params": None}
         with _translated(self._library, "write"):
             args = (self._layer_ids, self._tokens(tokens), start, keys, values, blocks, timeout)
@@ -125,8 +125,8 @@ class Session:
         return self._library.tokens(list(tokens), self._block_size)
 
 
-class _translated:  # noqa: N801 - reads as the clause that it is
-    """The library's exceptions, as ours."""
+class _translated:  # noqa: N801 - used as a clause of `with`
+    """Turns the library's exceptions into StorageError."""
 
     def __init__(self, library: Library, call: str) -> None:
         self._library = library

@@ -1,18 +1,18 @@
-"""Baidu's AttentionStore through its SDK, as FastDeploy drives it.
+"""Baidu's AttentionStore through its SDK, driven the way FastDeploy drives it.
 
-The SDK moves bytes by itself, straight between the store and device memory: it is given the addresses
-of each layer's key and value tensors and the block ids. So nothing is staged or sealed here, and what
-is delivered is as good as the store.
+The SDK moves bytes itself, straight between the store and device memory: we pass it the addresses of each
+layer's key and value tensors and the block ids. So nothing is staged or sealed here, and the data is only as
+reliable as the store.
 
-One session for each rank, and in it four lines of calls, as FastDeploy has threads: loads, stores, what
-the index is asked and what it is told. The last has no time limit in the SDK, so nothing else waits in
-its line. A call cannot be taken back once it has begun, and it may touch device blocks until it returns;
-so a transfer that is told to stop waits for the call that is under way, which has a time limit, and
-begins no other. Transfers are cut into slices of `slice_blocks` for that.
+Each rank has one session and four serial executors, one for each thread that FastDeploy has: loads, stores,
+index queries and index updates. Index updates have no time limit in the SDK, so no other call queues behind
+them. A call cannot be cancelled once it has begun, and it may touch device blocks until it returns. So a
+transfer that is stopped waits for its running call, which has a time limit, and starts no other. To keep that
+wait short, transfers are cut into slices of `slice_blocks`.
 
-A write ends at the first slice that is not taken whole, since later blocks would be out of reach. After
-a read the index is told that the blocks are in device memory, after a write that they are not, by rank
-0; nobody waits for that.
+A write ends at the first slice that the store does not take completely, because later blocks would be
+unreachable. Rank 0 then updates the index, without anyone waiting for it: after a read the blocks are in device
+memory, after a write they are not.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from transferd.errors import Closed, ConfigError, RequestError, StillRunning, St
 from transferd.runtime.aio import every
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.threads import CLOSE_S
-from transferd.storage.attention_store.library import Library, Session, Shard, load_library
-from transferd.storage.attention_store.lines import Line
+from transferd.storage.attention_store.library import Library, SdkSession, Shard, load_library
+from transferd.storage.attention_store.serial_executor import SerialExecutor
 from transferd.storage.attention_store.settings import settings
 from transferd.storage.tokens import RankPort, TokenStorage, Transfer
 from transferd.tasks import RankOutcome, TokenIds
@@ -43,45 +43,45 @@ from transferd.tasks import RankOutcome, TokenIds
 log = structlog.get_logger(__name__)
 
 MATCH_TIMEOUT_S = 10.0
-READY_CALL_S = 5.0  # one question whether the SDK is ready
+READY_CALL_S = 5.0  # time limit of one readiness check
 READY_PAUSE_S = 1.0
-NOT_READY = "cuda memory not ready"  # what the SDK says until it has found the device memory
+NOT_READY = "cuda memory not ready"  # the SDK's answer until it has found the device memory
 CLOSE_WAIT_S = 5.0
-MANAGER = 0  # the rank that speaks for the node
+MANAGER = 0  # the rank that updates the index for the whole node
 
 
-class _Rank:
-    """One rank's session and its lines."""
+class _AttachedRank:
+    """One rank's session and its executors."""
 
-    def __init__(self, port: RankPort, session: Session, tensors: Callable[[], tuple[list[int], list[int]]]) -> None:
+    def __init__(self, port: RankPort, session: SdkSession, tensors: Callable[[], tuple[list[int], list[int]]]) -> None:
         self.port = port
         self.session = session
         self.tensors = tensors
         name = f"transferd-as-{port.rank}"
-        self.loads, self.stores = Line(f"{name}-load"), Line(f"{name}-store")
-        self.asking, self.telling = Line(f"{name}-ask"), Line(f"{name}-tell")
+        self.loads, self.stores = SerialExecutor(f"{name}-load"), SerialExecutor(f"{name}-store")
+        self.queries, self.index_updates = SerialExecutor(f"{name}-query"), SerialExecutor(f"{name}-index")
 
     def open(self) -> None:
-        """Start the threads of all lines. Raises NoThreads."""
-        for line in self._lines:
-            line.open()
+        """Start the threads of all executors. Raises NoThreads."""
+        for executor in self._executors:
+            executor.open()
 
     def close(self, within: float = 0.0) -> list[str]:
-        """Returns the calls that still run."""
-        return [call for line in self._lines for call in line.close(within)]
+        """Close the executors. Returns the calls that still run."""
+        return [call for executor in self._executors for call in executor.close(within)]
 
     @property
-    def _lines(self) -> tuple[Line, ...]:
-        return self.loads, self.stores, self.asking, self.telling
+    def _executors(self) -> tuple[SerialExecutor, ...]:
+        return self.loads, self.stores, self.queries, self.index_updates
 
 
 class SdkTokenStorage(TokenStorage):
-    """See the module. library: the SDK; default the one that is installed."""
+    """See the module. library: the SDK; default: the installed one."""
 
     backend = "attention_store"
 
     def __init__(self, config: Config, *, clock: Clock = SYSTEM_CLOCK, library: Library | None = None) -> None:
-        """Raises ConfigError: no SDK, or a layout that it cannot store."""
+        """Raises ConfigError without an SDK, or for a layout that it cannot store."""
         self._settings = settings(config)
         self._section = config.storage.attention_store
         self._ranks_in_group = config.cache.ranks
@@ -92,18 +92,18 @@ class SdkTokenStorage(TokenStorage):
         self._layout = build_layout(config.cache)
         planes = [plane.name for plane in self._layout.planes]
         if planes != ["key", "value"]:
-            what = f"the SDK stores key and value, this cache has {', '.join(planes)}"
+            what = f"the SDK stores only the planes key and value; this cache has {', '.join(planes)}"
             raise ConfigError("storage.attention_store.driver", what, "sdk")
         self._library = library or load_library()
-        self._ranks: dict[int, _Rank] = {}
-        self._detached: list[_Rank] = []  # whose calls had not all returned
+        self._ranks: dict[int, _AttachedRank] = {}
+        self._detached: list[_AttachedRank] = []  # whose calls had not all returned
         self._background: set[asyncio.Task[None]] = set()
         self._counts: Counter[str] = Counter()
 
     # --- life ---------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Nothing before there is device memory."""
+        """Does nothing: the SDK needs device memory first."""
 
     async def attach(self, port: RankPort) -> None:
         key, value = self._layout.planes
@@ -120,25 +120,25 @@ class SdkTokenStorage(TokenStorage):
             device=port.device.device,
             dp_id=self._section.dp_id,
         )
-        starting = Line(f"transferd-as-{port.rank}-start")
+        starting = SerialExecutor(f"transferd-as-{port.rank}-start")
         try:
-            session = await starting.run(lambda: Session(self._library, shard), "opening of a session")
+            session = await starting.run(lambda: SdkSession(self._library, shard), "opening of a session")
         finally:
             starting.close(0.0)
-        rank = _Rank(port, session, functools.partial(self._tensors, port))
+        rank = _AttachedRank(port, session, functools.partial(self._tensors, port))
         rank.open()
         self._ranks[port.rank] = rank
 
     async def ready(self) -> None:
         await every(self._rank_ready(rank) for rank in self._ranks.values())
 
-    async def _rank_ready(self, rank: _Rank) -> None:
-        """Ask for blocks that nobody has until the answer is an answer."""
-        nobodys = list(range(self._block_size + 1))
+    async def _rank_ready(self, rank: _AttachedRank) -> None:
+        """Query blocks that do not exist until the SDK gives a real answer."""
+        absent = list(range(self._block_size + 1))
         give_up = self._clock.monotonic() + self._section.ready_timeout
         while True:
             try:
-                await rank.asking.run(lambda: rank.session.match(nobodys, 0, READY_CALL_S))
+                await rank.queries.run(lambda: rank.session.match(absent, 0, READY_CALL_S))
                 return
             except StorageError as error:
                 if NOT_READY not in str(error):
@@ -155,18 +155,18 @@ class SdkTokenStorage(TokenStorage):
             self._detached = [left for left in [*self._detached, attached] if left.close()]
 
     async def close(self) -> None:
-        """Raises StillRunning for calls that have not returned; their threads are left behind."""
+        """Raises StillRunning if calls have not returned. It then leaves their threads behind."""
         if self._background:
             await asyncio.wait(self._background, timeout=CLOSE_WAIT_S)
         for rank in list(self._ranks):
             self.detach(rank)
-        end = time.monotonic() + CLOSE_S  # of the threads, whatever clock the tasks have
+        end = time.monotonic() + CLOSE_S  # real time, because it waits for real threads
         if hanging := [call for left in self._detached for call in left.close(max(0.0, end - time.monotonic()))]:
-            raise StillRunning(f"AttentionStore calls do not end: {', '.join(hanging)}")
+            raise StillRunning(f"AttentionStore calls are still running: {', '.join(hanging)}")
 
     def check_generation(self, generation: str) -> None:
         if generation != self._generation:
-            what = "AttentionStore's model version is fixed when a daemon starts: restart with another AS_MODEL_VERSION"
+            what = "AttentionStore fixes its model version at start: restart the daemon with another AS_MODEL_VERSION"
             raise RequestError(what, code="fixed_generation")
 
     def statistics(self) -> dict[str, Any]:
@@ -188,7 +188,7 @@ class SdkTokenStorage(TokenStorage):
         tokens = path.array.tolist()
         return min(
             await every(
-                rank.asking.run(functools.partial(rank.session.match, tokens, start, MATCH_TIMEOUT_S))
+                rank.queries.run(functools.partial(rank.session.match, tokens, start, MATCH_TIMEOUT_S))
                 for rank in self._ranks.values()
             )
         )
@@ -199,7 +199,7 @@ class SdkTokenStorage(TokenStorage):
         moved = len(outcome.moved)
         self._counts["hits"] += moved
         self._counts["misses"] += len(transfer.blocks) - moved
-        self._tell_later(transfer, moved, resident=True)
+        self._update_index_later(transfer, moved, resident=True)
         return outcome
 
     async def write(self, transfer: Transfer) -> RankOutcome:
@@ -208,17 +208,19 @@ class SdkTokenStorage(TokenStorage):
             transfer, rank.stores, rank.session.write, self._settings.slice_timeout, total, whole=True
         )
         self._counts["stored"] += len(outcome.moved)
-        self._tell_later(transfer, len(outcome.moved), resident=False)
+        self._update_index_later(transfer, len(outcome.moved), resident=False)
         return outcome
 
     async def flush_token_index(self, path: TokenIds, start: int, *, resident: bool) -> None:
         rank = self._ranks.get(MANAGER)
         if rank is None:
-            raise StorageError("AttentionStore: the device memory was taken away")
+            raise StorageError("AttentionStore: rank 0 has no device memory (it was cleared or detached)")
         tokens = path.array.tolist()
         self._counts["flushes"] += 1
         try:
-            await rank.telling.run(lambda: rank.session.flush_token_index(tokens, start, resident=resident), "flush")
+            await rank.index_updates.run(
+                lambda: rank.session.flush_token_index(tokens, start, resident=resident), "flush"
+            )
         except StorageError:
             self._counts["flush_errors"] += 1
             raise
@@ -228,14 +230,14 @@ class SdkTokenStorage(TokenStorage):
     async def _in_slices(
         self,
         transfer: Transfer,
-        line: Line,
+        executor: SerialExecutor,
         call: Callable[..., int],
         slice_timeout: float | None,
         total_timeout: float,
         *,
         whole: bool = False,
     ) -> RankOutcome:
-        """Call for slice after slice while each moves all its blocks. whole: one that does not is an error."""
+        """Call once per slice, until one moves fewer than all its blocks. whole: treat that as an error."""
         began = self._clock.monotonic()
         end = began + total_timeout
         moved, error = 0, None
@@ -244,10 +246,12 @@ class SdkTokenStorage(TokenStorage):
             first = transfer.start + moved
             try:
                 count = await self._call(
-                    transfer, line, functools.partial(self._slice, transfer, call, first, blocks, slice_timeout, end)
+                    transfer,
+                    executor,
+                    functools.partial(self._slice, transfer, call, first, blocks, slice_timeout, end),
                 )
                 if not 0 <= count <= len(blocks):
-                    raise StorageError(f"AttentionStore says {count} of {len(blocks)} blocks")
+                    raise StorageError(f"AttentionStore reports {count} blocks for a slice of {len(blocks)}")
             except StorageError as problem:
                 self._counts["errors"] += 1
                 error = problem
@@ -255,13 +259,13 @@ class SdkTokenStorage(TokenStorage):
             moved += count
             if count < len(blocks):
                 if whole and not transfer.stopped:
-                    error = StorageError(f"AttentionStore took {moved} of {len(transfer.blocks)} blocks")
+                    error = StorageError(f"AttentionStore stored only {moved} of {len(transfer.blocks)} blocks")
                 break
         return transfer.ended(moved, error, self._clock.monotonic() - began)
 
-    async def _call(self, transfer: Transfer, line: Line, call: Callable[[], int]) -> int:
-        """Its answer; 0 when the task was told to stop before the call's turn came."""
-        answer = line.run(call, "transfer")
+    async def _call(self, transfer: Transfer, executor: SerialExecutor, call: Callable[[], int]) -> int:
+        """The call's result, or 0 if the task was stopped before the call began."""
+        answer = executor.run(call, "transfer")
         if not await transfer.race(answer) and answer.cancel():
             return 0
         return await answer
@@ -275,33 +279,33 @@ class SdkTokenStorage(TokenStorage):
         slice_timeout: float | None,
         end: float,
     ) -> int:
-        """In the line's thread, when its turn has come."""
+        """Runs in the executor's thread."""
         left = end - self._clock.monotonic()
         timeout = left if slice_timeout is None else min(slice_timeout, left)
         if timeout <= 0:
-            raise StorageError("AttentionStore: the time for the whole transfer was used up", code="expired")
+            raise StorageError("AttentionStore: the transfer's time limit has passed", code="expired")
         tokens = transfer.path.array[: (first + len(blocks)) * self._block_size].tolist()
         keys, values = self._ranks[transfer.rank].tensors()
         return call(tokens, first, keys, values, blocks, timeout)
 
     def _tensors(self, port: RankPort) -> tuple[list[int], list[int]]:
-        """The addresses of each layer's key and of each layer's value tensor."""
+        """The addresses of each layer's key tensor, and of each layer's value tensor."""
         arena = port.device.arena
         at: dict[str, list[int]] = {"key": [], "value": []}
         for segment, offset in zip(self._layout.segments, arena.geometry.offsets.tolist(), strict=True):
             at[segment.plane.name].append(arena.origin + offset)
         return at["key"], at["value"]
 
-    def _tell_later(self, transfer: Transfer, moved: int, *, resident: bool) -> None:
+    def _update_index_later(self, transfer: Transfer, moved: int, *, resident: bool) -> None:
         if transfer.rank == MANAGER and moved:
             path = TokenIds(transfer.path.array[: (transfer.start + moved) * self._block_size])
-            self._spawn(self._tell(path, transfer.start, transfer.task_id, resident=resident))
+            self._spawn(self._update_index(path, transfer.start, transfer.task_id, resident=resident))
 
-    async def _tell(self, path: TokenIds, start: int, task_id: str, *, resident: bool) -> None:
+    async def _update_index(self, path: TokenIds, start: int, task_id: str, *, resident: bool) -> None:
         try:
             await self.flush_token_index(path, start, resident=resident)
         except (StorageError, Closed) as error:
-            log.warning("the token index was not told", task_id=task_id, resident=resident, problem=str(error))
+            log.warning("token index update failed", task_id=task_id, resident=resident, problem=str(error))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

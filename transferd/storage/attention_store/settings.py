@@ -1,4 +1,4 @@
-"""[storage.attention_store], complete: names that it leaves open follow from other settings."""
+"""[storage.attention_store] with its defaults filled in: some names follow from other settings."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from transferd.config.rules import namespace_of, pod_name_of
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the section and the defaults come to.
+    """The section with every default filled in.
 
-    namespace, pod_name, model_version: what the store keeps apart. total_timeout: None = the task's own.
-    only_flush: write tasks move no bytes and tell the index.
+    namespace, pod_name, model_version: the store separates blocks by these. total_timeout: None = the task's own.
+    only_flush: write tasks move no bytes and only update the index.
     """
 
     namespace: str
@@ -26,7 +26,7 @@ class Settings:
 
 
 def settings(config: Config) -> Settings:
-    """Of [storage.attention_store]; the environment is in it already (config/environment.py)."""
+    """From [storage.attention_store], which already includes the environment (config/environment.py)."""
     section = config.storage.attention_store
     return Settings(
         namespace=section.namespace or namespace_of(config.storage.model),

@@ -1,9 +1,9 @@
-"""The open token index: token-indexed storage that needs nothing but a keyed backend.
+"""The open token index: token-indexed storage that needs only a keyed backend.
 
-A path's blocks are named by their chained block keys (`keys.block_keys`), which anybody computes from
-the tokens alone. The bytes lie under these keys in `storage.attention_store.data`, any keyed backend,
-sealed like all other objects; so several nodes that share a Mooncake pool share what they write. Where
-blocks are on which node is the TokenIndex's to know.
+A path's blocks are named by their chained block keys (`keys.block_keys`), which anyone can compute from
+the tokens alone. The bytes are stored under these keys in `storage.attention_store.data`, any keyed backend,
+sealed like all other objects. So nodes that share a Mooncake pool share what they write. The TokenIndex
+knows which node has which blocks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transferd.wire.kv_events import MEDIUM_CPU, MEDIUM_GPU, BlockRemoved, Block
 
 
 class OpenTokenStorage(TokenStorage):
-    """See the module. keyed: None keeps the index alone; nothing is stored and every read misses."""
+    """See the module. keyed: None keeps only the index; nothing is stored and every read misses."""
 
     backend = "attention_store"
 
@@ -63,7 +63,9 @@ class OpenTokenStorage(TokenStorage):
 
     async def write(self, transfer: Transfer) -> RankOutcome:
         if self.keyed is None:
-            nowhere = StorageUnavailable('the index keeps no bytes (storage.attention_store.data = "none")')
+            nowhere = StorageUnavailable(
+                'cannot store blocks: storage.attention_store.data is "none", which keeps only the index'
+            )
             return transfer.ended(0, nowhere, 0.0)
         return await transfer.by_keys(self.paths.keys(transfer.path, transfer.start, len(transfer.blocks)))
 
