@@ -204,6 +204,8 @@ REQUESTS: dict[type, wire.Body] = {
         wire.SetGeneration("g"),
         wire.Stats(),
         wire.Explain("t"),
+        wire.Tasks(),
+        wire.Clients(),
         wire.Attach(0),
         wire.Detach(0),
         wire.Offer(0, "shm", msgspec.Raw(b"\x80"), 1),

@@ -135,3 +135,25 @@ def test_an_empty_recorder_is_still_the_one_to_use() -> None:
     """Were it false, as an empty container is, `recorder or Recorder()` would note where nobody reads."""
     recorder = Recorder()
     assert Dispatcher(limits(), recorder=recorder)._recorder is recorder
+
+
+def test_the_newest_step_of_each_rank_is_found_for_those_who_are_asked_for() -> None:
+    recorder = Recorder(capacity=8)
+    recorder.admitted("a", "admitted read", 3, b"me")
+    recorder.step("a", "fetch", 0, 3)
+    recorder.step("b", "put", 0, 1)
+    recorder.step("a", "copy", 0, 3)
+    recorder.step("a", "fetch", 1, 3)
+    assert recorder.last_steps({"a"}) == {"a": {0: "copy", 1: "fetch"}}
+    assert recorder.last_steps(set()) == {}
+
+
+def test_refusals_are_the_newest_first_and_bounded() -> None:
+    recorder = Recorder(capacity=64)
+    recorder.aside("x", "rejected", "bad_value", b"me")
+    recorder.aside("", "client left", b"me")
+    recorder.aside("y", "busy", "queue_full", b"me")
+    assert [refusal[1:] for refusal in recorder.refusals(9)] == [
+        ("y", "busy", "queue_full"), ("x", "rejected", "bad_value"),
+    ]  # fmt: skip
+    assert len(recorder.refusals(1)) == 1

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from transferd import config as configuration
+from transferd.cli import lists
 from transferd.cli.asking import EndpointOption, KeyFileOption, ServerKeyFileOption, TimeoutOption, ask, client_for
 from transferd.cli.bench.command import app as bench_app
 from transferd.cli.init import app as config_app
@@ -46,6 +47,9 @@ _UsageError: Any = typer.BadParameter.__base__
 app.add_typer(bench_app)
 app.add_typer(pool_app)
 app.add_typer(config_app)
+
+app.command()(lists.tasks)
+app.command()(lists.clients)
 
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="TOML configuration file.", dir_okay=False)]

@@ -24,6 +24,7 @@ from transferd.client import handover
 from transferd.client.attachments import Attachments, arrays
 from transferd.client.busy_retry import BusyRetry
 from transferd.client.holds import QUIET_TIMEOUT_S, Holds
+from transferd.client.observing import Observing
 from transferd.client.offers import DeviceHandle, Offers
 from transferd.client.pending import Pending, PendingTask
 from transferd.client.seconds import as_seconds, seconds_to_wait
@@ -45,7 +46,7 @@ def default_endpoint() -> str:
     return os.environ.get("TRANSFERD_ENDPOINT") or DEFAULT_ENDPOINT
 
 
-class Client:
+class Client(Observing):
     """An asyncio client of one daemon. `async with` waits until the daemon is ready.
 
     endpoint: default_endpoint() if None. connect_timeout: seconds to wait for a ready daemon.
@@ -336,19 +337,6 @@ class Client:
         """Use this weight version from now on. Objects of every other generation become unreachable."""
         await self._ask(wire.SetGeneration(generation))
         self._conversation.amend(generation=generation)
-
-    async def stats(self) -> dict[str, Any]:
-        """Return the daemon's report, the same as `transferd stats --format json`."""
-        report: dict[str, Any] = await self._ask(wire.Stats())
-        return report
-
-    async def explain(self, task_id: str) -> dict[str, Any]:
-        """Return the story of a task from the flight recorder; transferd/observability/story.py describes its fields.
-
-        Raises RequestError with code `unknown_task` if the recorder holds no such task (any more).
-        """
-        story: dict[str, Any] = await self._ask(wire.Explain(task_id))
-        return story
 
     async def ping(self) -> tuple[str, float]:
         """Return (boot_id, round trip in seconds)."""

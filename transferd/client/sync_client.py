@@ -20,6 +20,7 @@ from transferd.client.offers import DeviceHandle
 from transferd.errors import RequestError
 from transferd.tasks import DEFAULT_TIMEOUT_S, Task, TaskResult
 from transferd.wire.abandoned import keep
+from transferd.wire.protocol import Which
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -248,6 +249,12 @@ class SyncClient:
 
     def explain(self, task_id: str) -> dict[str, Any]:
         return self._call(self._client.explain(task_id))
+
+    def tasks(self, which: Which = "recent", limit: int = 100) -> list[dict[str, Any]]:
+        return self._call(self._client.tasks(which, limit))
+
+    def clients(self, limit: int = 100) -> list[dict[str, Any]]:
+        return self._call(self._client.clients(limit))
 
     def ping(self) -> tuple[str, float]:
         return self._call(self._client.ping())

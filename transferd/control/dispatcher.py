@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,6 +176,11 @@ class Dispatcher:
     def task_ids(self) -> list[str]:
         """Ids of all tasks that are admitted and not answered."""
         return list(self._records)
+
+    @property
+    def admitted(self) -> Iterable[Record]:
+        """All tasks that are admitted and not answered. To be read at once, and not changed."""
+        return self._records.values()
 
     def state_of(self, task_id: str) -> State | None:
         """None for a task that was never admitted or is long forgotten."""

@@ -27,9 +27,11 @@ from transferd.daemon import stats as report
 from transferd.daemon.cache_memory import Cache
 from transferd.daemon.coordinator import Coordinator
 from transferd.daemon.kv_events.feed import create_feed
+from transferd.daemon.listing import Listing
 from transferd.daemon.preflight import build
 from transferd.daemon.server import Server
 from transferd.daemon.shutdown import Shutdown
+from transferd.observability.history import TaskHistory
 from transferd.observability.metrics import Reports
 from transferd.observability.recorder import Recorder
 from transferd.observability.story import explain
@@ -74,6 +76,7 @@ class Daemon:
         self._inline_check_bytes = inline_check_bytes
         self.clock = clock
         self.recorder = Recorder(config.recorder.tasks, clock)
+        self.history = TaskHistory()
         plan = build(config, clock, storage)
         self.layout, self.tokens, self.storage = plan.layout, plan.tokens, plan.storage
         self.only_flush = self.tokens is not None and settings(config).only_flush
@@ -147,6 +150,7 @@ class Daemon:
             client_timeout=config.server.client_timeout,
             observer_rate=config.server.observer_rate,
             recorder=self.recorder,
+            listing=Listing(self),
             block_size=config.cache.block_size,
             pd_mode=config.pd.mode,
             pd_address=lambda: "" if self.exchange is None else self.exchange.address,
@@ -284,6 +288,7 @@ class Daemon:
     def _task_ended(self, task: Task, result: TaskResult) -> None:
         """Called by the coordinator once per admitted task, after its answer was sent."""
         self.reports.tasks.observe_result(task, result)
+        self.history.ended(task, result, self.clock.monotonic())
         if self.events is not None:
             self.events.task_ended(task, result)
 

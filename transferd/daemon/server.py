@@ -29,6 +29,7 @@ from transferd.runtime.version import VERSION
 from transferd.tasks import ErrorInfo, Status, Task, TaskResult, TokenIds
 from transferd.tiers.base import DeviceHandle
 from transferd.wire import protocol as wire
+from transferd.wire.credentials import process_of
 from transferd.wire.transport import ServerTransport
 
 log = structlog.get_logger(__name__)
@@ -37,7 +38,8 @@ MAX_WAITING_REQUESTS = 1024  # match, pause and other requests that wait for som
 MAX_WAITING_PER_CLIENT = 256  # so that one client cannot take all places
 MAX_WAITING_BYTES = 256 * 1024**2  # memory of what they ask with; one alone may be larger
 KEY_BYTES = 64  # of a key in memory, besides its text
-OBSERVERS_MAY = (wire.Hello, wire.Bye, wire.Stats, wire.Explain)  # what moves, changes and waits for nothing
+# What moves, changes and waits for nothing.
+OBSERVERS_MAY = (wire.Hello, wire.Bye, wire.Stats, wire.Explain, wire.Tasks, wire.Clients)
 
 
 class Cache(Protocol):
@@ -54,6 +56,13 @@ class Cache(Protocol):
     async def offer(self, client: bytes, rank: int, handle: DeviceHandle, epoch: int) -> str | None: ...
     async def clear(self) -> int: ...
     async def restore(self, generation: str | None, *, same_weights: bool = False) -> int: ...
+
+
+class Listing(Protocol):
+    """What the server asks for lists; see listing.py."""
+
+    def tasks(self, which: str, limit: int) -> list[dict[str, Any]]: ...
+    def clients(self, limit: int) -> list[dict[str, Any]]: ...
 
 
 class Coordinator(Protocol):
@@ -87,6 +96,7 @@ class _Client:
 
     first_session: int  # of this connection; its sessions since then have greater numbers
     session: int
+    came_at: float
     seen_at: float
     observer: bool = False  # may only look
     waiting: set[asyncio.Task[None]] = field(default_factory=set)  # its requests that wait for something
@@ -105,6 +115,7 @@ class Server:
         client_timeout: float = 5.0,
         observer_rate: float = 100.0,
         recorder: Recorder | None = None,
+        listing: Listing | None = None,
         block_size: int = 0,
         pd_mode: str = "storage",
         pd_address: Callable[[], str] = str,
@@ -114,6 +125,7 @@ class Server:
         block_size, pd_mode, pd_address: told to clients in the Welcome.
         """
         self._recorder = recorder if recorder is not None else Recorder(capacity=1)
+        self._listing = listing
         self._transport = transport
         self._coordinator = coordinator
         self._clock = clock
@@ -148,6 +160,8 @@ class Server:
             wire.Stats: lambda peer, seq, _: self._value(peer, seq, self._coordinator.stats()),
             wire.Explain: lambda peer, seq, m: self._value(peer, seq, self._coordinator.explain(m.task_id)),
             wire.Attach: self._attach,
+            wire.Tasks: lambda peer, seq, m: self._value(peer, seq, self._lists.tasks(m.which, m.limit)),
+            wire.Clients: lambda peer, seq, m: self._value(peer, seq, self._lists.clients(m.limit)),
             wire.Detach: lambda peer, seq, m: self._value(peer, seq, self._coordinator.cache.detach(peer, m.rank)),
             wire.Offer: self._offer,
             wire.ClearCache: lambda peer, seq, _: self._later(peer, seq, self._coordinator.cache.clear()),
@@ -200,6 +214,24 @@ class Server:
             "rejects": dict(self._rejects),
         }
 
+    def clients(self, limit: int) -> list[dict[str, Any]]:
+        """At most so many of those who are connected, and since when; uid and pid where the socket knows them."""
+        now, rows = self._clock.monotonic(), []
+        for peer, client in itertools.islice(self._clients.items(), limit):
+            who = self._transport.describe(peer)
+            uid, pid = process_of(who)
+            times = {"connected_s": now - client.came_at, "silent_s": now - client.seen_at}
+            rows.append(
+                {"client": peer.hex(), "peer": who, "uid": uid, "pid": pid, "observer": client.observer} | times
+            )
+        return rows
+
+    @property
+    def _lists(self) -> Listing:
+        if self._listing is None:
+            raise RequestError("this daemon keeps no lists", code="no_lists")
+        return self._listing
+
     # --- receiving ----------------------------------------------------------------------------------
 
     def _received(self, peer: bytes, payload: bytes) -> None:
@@ -233,7 +265,7 @@ class Server:
     def _observer_may(self, peer: bytes, seq: int, body: wire.Body) -> bool:
         """Whether a client that may only look may ask this, now. False: it has been told that not."""
         if not isinstance(body, OBSERVERS_MAY):
-            what = "who connects here may only look: ping, stats, explain"
+            what = "who connects here may only look: ping, stats, explain, tasks, clients"
             task_id = body.task_id if isinstance(body, Task) else None
             self._refuse(peer, wire.Malformed(what, code="forbidden", seq=seq, task_id=task_id))
             return False
@@ -379,7 +411,8 @@ class Server:
 
     def _meet(self, peer: bytes) -> _Client:
         session = next(self._sessions)
-        client = _Client(session, session, self._clock.monotonic(), self._transport.observes(peer))
+        now = self._clock.monotonic()
+        client = _Client(session, session, now, now, self._transport.observes(peer))
         self._clients[peer] = client
         self._recorder.aside("", "client came", peer, client.session)
         if self._reaper is None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any, NamedTuple
 
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
@@ -28,6 +29,7 @@ from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 TASKS = 8192  # about so many are remembered
 STEPS_PER_TASK = 8
 TASKS_PER_ASIDE = 8
+LOOK_BACK = 8192  # steps that are looked through for what a running task does
 LONGEST_TEXT = 200  # characters of a text that came from outside
 
 KINDS = ("swap_out", "swap_in", "read", "write", "send", "receive")
@@ -94,6 +96,9 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "rank died": ("rank", "cause"),
     "failure": ("problem",),
 }
+
+
+REFUSED = frozenset({"rejected", "busy", "failed"})  # asides of a push that admitted nothing
 
 
 class Note(NamedTuple):
@@ -167,6 +172,22 @@ class Recorder:
         kept = [*map(_step_note, steps), *_told(ring), *_told(asides)]
         kept.sort(key=_when)
         return kept
+
+    def last_steps(self, task_ids: set[str]) -> dict[str, dict[int, str]]:
+        """{task: {rank: its newest step}} of these tasks, as far as the newest LOOK_BACK steps know."""
+        found: dict[str, dict[int, str]] = {}
+        if task_ids:
+            for _, task_id, what, rank, _ in islice(reversed(self._steps.copy()), LOOK_BACK):
+                if rank >= 0 and task_id in task_ids:
+                    found.setdefault(task_id, {}).setdefault(rank, what)
+        return found
+
+    def refusals(self, most: int) -> list[tuple[float, str, str, str]]:
+        """The newest pushes that admitted nothing: (when, task_id, status, code), the newest first."""
+        refused = (
+            (at, task, what, detail[0]) for at, task, what, detail in reversed(self._asides.copy()) if what in REFUSED
+        )
+        return list(islice(refused, most))
 
     def story(self, task_id: str) -> str:
         """What is still known of one task, one line a note."""

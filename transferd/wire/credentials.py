@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import grp
 import pwd
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -67,6 +68,12 @@ def peer_text(address: str) -> str:
     """The same for a log: user and process on this machine, else the network address."""
     parts = address.rsplit(":", 3)
     return f"uid {parts[1]}, pid {parts[3]}" if uid_of(address) is not None else address
+
+
+def process_of(text: str) -> tuple[int | None, int | None]:
+    """(uid, pid) as peer_text wrote them; (None, None) of a peer that is not on this machine or not known."""
+    found = re.fullmatch(r"uid (\d+), pid (\d+)", text)
+    return (int(found[1]), int(found[2])) if found else (None, None)
 
 
 def _uid(key: str, user: int | str) -> int:

@@ -40,7 +40,7 @@ Versioning
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
 import numpy as np
@@ -138,6 +138,23 @@ class Explain(_Message, frozen=True, tag="explain"):
     task_id: str
 
 
+Which = Literal["recent", "running", "slow", "failed"]
+Limit = Annotated[int, msgspec.Meta(ge=1, le=1000)]  # rows of one answer
+
+
+class Tasks(_Message, frozen=True, tag="tasks"):
+    """Value: at most `limit` tasks, a map each, as daemon/listing.py tells them."""
+
+    which: Which = "recent"
+    limit: Limit = 100
+
+
+class Clients(_Message, frozen=True, tag="clients"):
+    """Value: at most `limit` clients that are connected, a map each, who came first first."""
+
+    limit: Limit = 100
+
+
 class Attach(_Message, frozen=True, tag="attach"):
     """Value: the device handle of a rank, {kind, data}, and which memory it names, {boot_id, epoch}.
 
@@ -184,7 +201,7 @@ class RestoreCache(_Message, frozen=True, tag="restore_cache"):
 
 Control = (
     Hello | Bye | Cancel | Match | Locate | Pause | Resume | Drain | SetGeneration | Stats | Explain
-    | Attach | Detach | Offer | ClearCache | RestoreCache
+    | Tasks | Clients | Attach | Detach | Offer | ClearCache | RestoreCache
 )  # fmt: skip
 Body = WriteStorageTask | ReadStorageTask | SwapOutTask | SwapInTask | SendTask | ReceiveTask | Control
 

@@ -1,0 +1,70 @@
+"""`transferd tasks` and `transferd clients`: what a running daemon has under way, and for whom."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from transferd.cli.asking import EndpointOption, KeyFileOption, ServerKeyFileOption, TimeoutOption, ask
+from transferd.cli.options import Format, FormatOption
+from transferd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from transferd.wire.protocol import Which
+
+LimitOption = Annotated[int, typer.Option("--limit", min=1, max=1000, help="Show at most so many.")]
+
+
+def tasks(
+    running: Annotated[bool, typer.Option("--running", help="What is queued or runs, the oldest first.")] = False,
+    slow: Annotated[bool, typer.Option("--slow", help="The slowest of the last thousand, the slowest first.")] = False,
+    failed: Annotated[bool, typer.Option("--failed", help="What failed or was refused, the newest first.")] = False,
+    limit: LimitOption = 20,
+    endpoint: EndpointOption = None,
+    timeout: TimeoutOption = 2.0,
+    key_file: KeyFileOption = None,
+    server_key_file: ServerKeyFileOption = None,
+    format_: FormatOption = Format.TEXT,
+) -> None:
+    """List tasks and where their time goes; `transferd explain` tells the rest of one."""
+    chosen: list[Which] = []
+    chosen += ["running"] if running else []
+    chosen += ["slow"] if slow else []
+    chosen += ["failed"] if failed else []
+    if len(chosen) > 1:
+        raise ConfigError("tasks", f"choose one of --{' and --'.join(chosen)}")
+    which: Which = chosen[0] if chosen else "recent"
+    rows = ask(lambda client: client.tasks(which, limit), endpoint, timeout, key_file, server_key_file)
+    from transferd.cli.tasks_view import tasks_table
+
+    _report(rows, tasks_table(rows), format_, "no such task" if chosen else "no task yet")
+
+
+def clients(
+    limit: LimitOption = 100,
+    endpoint: EndpointOption = None,
+    timeout: TimeoutOption = 2.0,
+    key_file: KeyFileOption = None,
+    server_key_file: ServerKeyFileOption = None,
+    format_: FormatOption = Format.TEXT,
+) -> None:
+    """List who is connected, since when, and how many tasks each waits for. This command is one of them."""
+    rows = ask(lambda client: client.clients(limit), endpoint, timeout, key_file, server_key_file)
+    from transferd.cli.tasks_view import clients_table
+
+    _report(rows, clients_table(rows), format_, "nobody")
+
+
+def _report(rows: list[dict[str, Any]], table: Table, format_: Format, nothing: str) -> None:
+    if format_ is Format.JSON:
+        print(json.dumps(rows))
+    elif not rows:
+        print(nothing)
+    else:
+        from rich.console import Console
+
+        Console(highlight=False).print(table)

@@ -1,0 +1,76 @@
+"""`transferd tasks` and `transferd clients` as tables of 80 columns. What clients named is printed escaped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from transferd.cli.units import count, span
+from transferd.errors import one_line
+
+STYLES = {"ok": "green", "miss": "green", "running": "bold", "failed": "red", "expired": "red", "rejected": "red"}
+SHORT_ID = 26  # characters of an id, where a line has to be one line
+
+
+def tasks_table(rows: list[dict[str, Any]], *, whole_ids: bool = True) -> Table:
+    """One task a row; its time is split into where it went, or, under way, what it waits for.
+
+    whole_ids: an id may take several lines, so that it can be copied.
+    """
+    table = _table()
+    fit: dict[str, Any] = {"overflow": "fold" if whole_ids else "ellipsis", "no_wrap": not whole_ids}
+    table.add_column("task", ratio=2, **fit)
+    for name in ("kind", "status"):
+        table.add_column(name, no_wrap=True)
+    for name in ("blocks", "time"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("where the time went", ratio=3, **fit)
+    for row in rows:
+        task_id = one_line(str(row["task_id"]))
+        if not whole_ids and len(task_id) > SHORT_ID:
+            task_id = task_id[: SHORT_ID - 1] + "…"
+        status = one_line(str(row["status"]))
+        table.add_row(
+            Text(task_id),
+            Text(one_line(str(row["kind"])) or "-"),
+            Text(status, style=STYLES.get(status, "yellow")),
+            f"{count(row['done'])}/{count(row['blocks'])}" if row["ended_s"] is not None else count(row["blocks"]),
+            span(row["seconds"]) if row["kind"] else "-",
+            Text(where(row)),
+        )
+    return table
+
+
+def where(row: dict[str, Any]) -> str:
+    """What a task waits for, or where its time went, and why it failed."""
+    if row["waits_for"]:
+        return f"waits for {one_line(str(row['waits_for']))}"
+    parts = [f"{stage} {span(row[f'{stage}_s'])}" for stage in ("queue", "copy", "storage") if row[f"{stage}_s"]]
+    if row["code"]:
+        parts.insert(0, one_line(f"{row['code']}: {row['problem']}" if row["problem"] else str(row["code"])))
+    if row["ended_s"] is not None:
+        parts.append(f"{span(row['ended_s'])} ago")
+    return ", ".join(parts)
+
+
+def clients_table(rows: list[dict[str, Any]]) -> Table:
+    """One connection a row."""
+    table = _table()
+    for name in ("client", "from", "may", "connected", "silent", "waits for"):
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(
+            Text(one_line(str(row["client"]))),
+            Text(one_line(str(row["peer"])) or "not known"),
+            "look" if row["observer"] else "all",
+            span(row["connected_s"]),
+            span(row["silent_s"]),
+            f"{row['tasks']} tasks",
+        )
+    return table
+
+
+def _table() -> Table:
+    return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), expand=True)

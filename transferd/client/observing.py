@@ -1,0 +1,36 @@
+"""What anybody may ask a daemon, observers too: it changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transferd.wire import protocol as wire
+
+
+class Observing:
+    """The questions that a client asks only to look. `_ask` sends one and waits for its answer."""
+
+    async def _ask(self, body: wire.Control) -> Any:
+        raise NotImplementedError
+
+    async def stats(self) -> dict[str, Any]:
+        """Return the daemon's report, the same as `transferd stats --format json`."""
+        return dict(await self._ask(wire.Stats()))
+
+    async def explain(self, task_id: str) -> dict[str, Any]:
+        """Return the story of a task from the flight recorder; transferd/observability/story.py describes its fields.
+
+        Raises RequestError with code `unknown_task` if the recorder holds no such task (any more).
+        """
+        return dict(await self._ask(wire.Explain(task_id)))
+
+    async def tasks(self, which: wire.Which = "recent", limit: int = 100) -> list[dict[str, Any]]:
+        """List tasks that are under way, slow, failed or recent; transferd/daemon/listing.py describes a row.
+
+        limit: at most so many rows, 1 to 1000.
+        """
+        return list(await self._ask(wire.Tasks(which, limit)))
+
+    async def clients(self, limit: int = 100) -> list[dict[str, Any]]:
+        """List who is connected: {client, peer, uid, pid, observer, connected_s, silent_s, tasks} of each."""
+        return list(await self._ask(wire.Clients(limit)))

@@ -1,0 +1,123 @@
+"""Which tasks and clients there are, for `transferd tasks`, `clients` and `top`: bounded answers, plain data.
+
+A row of `tasks` is a task that is under way, one that has ended, or one that was refused:
+
+    task_id, kind     kind is "" for a task that was refused
+    status            queued, running, cancelling; else the final one
+    blocks, done      asked for; moved on every rank
+    bytes             of all ranks
+    seconds           since its admission, or from there to its answer
+    ended_s           how long ago it was answered; None while it is under way
+    queue_s, copy_s, storage_s   of the rank that spent most on it; 0 while it is under way
+    waits_for         what it waits for, in words; "" once it has ended
+    ranks             [{rank, step}]: ranks that it waits for, and what each does; empty once it has ended
+    code, problem     of its error, or ""
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from transferd.control.task_state import Record, State
+from transferd.observability.history import Ended
+
+if TYPE_CHECKING:
+    from transferd.daemon.daemon import Daemon
+
+
+class Listing:
+    """Reads the daemon's parts; changes nothing. An answer costs a few milliseconds at most."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        self._daemon = daemon
+
+    def tasks(self, which: str, limit: int) -> list[dict[str, Any]]:
+        """At most `limit` rows.
+
+        which: "running" (queued ones, too; the oldest first), "slow" (the longest first, under way or ended),
+        "failed" (and refused; the newest first) or "recent" (what is under way, then what ended, the newest first).
+        """
+        if which == "failed":
+            return self._failed(limit)
+        under_way = sorted(self._daemon.dispatcher.admitted, key=lambda record: record.admitted_at)
+        if which == "running":
+            return self._under_way(under_way[:limit])
+        now, recent = self._daemon.clock.monotonic(), self._daemon.history.recent
+        if which == "slow":
+            rows = self._under_way(under_way[:limit])
+            slowest = sorted(recent, key=lambda ended: ended.seconds, reverse=True)
+            rows += [_ended(one, now) for one in slowest[:limit]]
+            return sorted(rows, key=lambda row: row["seconds"], reverse=True)[:limit]
+        rows = self._under_way(under_way[: (limit + 1) // 2])
+        newest = list(recent)[-(limit - len(rows)) :] if limit > len(rows) else []
+        return rows + [_ended(one, now) for one in reversed(newest)]
+
+    def clients(self, limit: int) -> list[dict[str, Any]]:
+        """At most `limit` clients, who came first first; `tasks`: those that it waits for."""
+        waits: dict[str, int] = {}
+        for record in self._daemon.dispatcher.admitted:
+            for client, _ in record.waiters:
+                waits[client.hex()] = waits.get(client.hex(), 0) + 1
+        return [row | {"tasks": waits.get(row["client"], 0)} for row in self._daemon.server.clients(limit)]
+
+    def _failed(self, limit: int) -> list[dict[str, Any]]:
+        now = self._daemon.clock.monotonic()
+        rows = [_ended(one, now) for one in list(self._daemon.history.failed)[-limit:]]
+        for at, task_id, status, code in self._daemon.recorder.refusals(limit):
+            rows.append(_row(task_id, "", status, ended_s=now - at, code=code))
+        return sorted(rows, key=lambda row: row["ended_s"])[:limit]
+
+    def _under_way(self, records: list[Record]) -> list[dict[str, Any]]:
+        """With the newest step of each rank, found in one look through what the recorder has kept."""
+        steps = self._daemon.recorder.last_steps({record.task_id for record in records})
+        return [self._waiting(record, steps.get(record.task_id, {})) for record in records]
+
+    def _waiting(self, record: Record, steps: dict[int, str]) -> dict[str, Any]:
+        assert record.task is not None
+        now = self._daemon.clock.monotonic()
+        ranks: list[dict[str, Any]] = []
+        if record.state is State.QUEUED:
+            before = 0 if record.claim is None else record.claim.blockers
+            waits = "a place in its lane"
+            if before:
+                waits = f"{before} tasks before it on its blocks"
+            elif self._daemon.dispatcher.statistics().paused:
+                waits = "resume"
+        else:
+            missing = self._daemon.barrier.missing(record.task_id)
+            ranks = [{"rank": rank, "step": steps.get(rank, "")} for rank in missing]
+            waits = ", ".join(f"rank {one['rank']} {one['step']}".rstrip() for one in ranks) or "its answer"
+        return _row(
+            record.task_id,
+            str(record.lane),
+            str(record.state),
+            blocks=record.task.blocks,
+            seconds=now - record.admitted_at,
+            waits_for=waits,
+            ranks=ranks,
+        )
+
+
+def _ended(ended: Ended, now: float) -> dict[str, Any]:
+    ranks = ended.ranks
+    return _row(
+        ended.task_id,
+        str(ended.kind),
+        str(ended.status),
+        blocks=ended.blocks,
+        done=ended.done,
+        bytes=ended.nbytes,
+        seconds=ended.seconds,
+        ended_s=now - ended.at,
+        queue_s=max((rank.queue_s for rank in ranks), default=0.0),
+        copy_s=max((rank.copy_s for rank in ranks), default=0.0),
+        storage_s=max((rank.storage_s for rank in ranks), default=0.0),
+        code="" if ended.error is None else ended.error.code,
+        problem="" if ended.error is None else ended.error.message,
+    )
+
+
+def _row(task_id: str, kind: str, status: str, **known: Any) -> dict[str, Any]:
+    row = {"task_id": task_id, "kind": kind, "status": status, "blocks": 0, "done": 0, "bytes": 0, "seconds": 0.0}
+    row |= {"ended_s": None, "queue_s": 0.0, "copy_s": 0.0, "storage_s": 0.0, "waits_for": "", "ranks": []}
+    return row | {"code": "", "problem": ""} | known
