@@ -72,6 +72,13 @@ def test_a_client_that_has_earlier_memory_mapped_is_refused_and_others_are_not(d
     assert desk.started == ["w"]
 
 
+def test_a_client_is_told_the_first_rank_whose_earlier_memory_it_has_mapped(desk: Desk) -> None:
+    desk.hear(ev.MappingsChanged((), {OTHER: (1, 3)}, desk.now))
+    result = desk.answers[desk.submit(write("w", 1), client=OTHER)]
+    assert result.error is not None
+    assert result.error.message.startswith("rank 1: this client still has")
+
+
 def test_what_names_no_device_memory_is_admitted_without_an_engine() -> None:
     desk = started_desk()
     desk.submit(write("w"))
