@@ -33,7 +33,7 @@ from cosmic_ray.operators.operator import Operator
 from cosmic_ray.plugins import get_operator
 
 ROOT = Path(__file__).resolve().parent.parent
-TEST_TIMEOUT_S = 20  # for one test: a change may make it wait for ever
+TEST_TIMEOUT_S = 30  # for one test: a change may make it wait for ever
 CPU_LIMIT_S = 60  # for all tests of one change: it may make an import run for ever
 MEMORY_LIMIT = 8 << 30  # and it may make a list grow for ever
 LOADED = ("asyncio", "hypothesis.stateful", "hypothesis.strategies", "msgspec", "numpy", "uvloop", "xxhash", "zmq")
@@ -142,12 +142,12 @@ def as_diff(source: str, mutant: str) -> str:
     return "\n".join(list(lines)[2:])
 
 
-def run(module: str, part: tuple[int, int]) -> tuple[int, list[str]]:
-    """How many changes were tried, and the diffs of those that no test noticed."""
+def run(module: str, part: tuple[int, int]) -> tuple[int, int]:
+    """How many changes were tried, and how many noticed. Prints the others as they are found."""
     for name in LOADED:
         importlib.import_module(name)
     sys.dont_write_bytecode = True  # a cached mutant of the same second and size would be taken for the next one
-    tests, survivors = tests_of(module), []
+    tests, noticed = tests_of(module), 0
     with tempfile.TemporaryDirectory(prefix="transferd-mutate-") as directory:
         copy = Path(directory)
         for name in ("transferd", "tests"):
@@ -161,8 +161,10 @@ def run(module: str, part: tuple[int, int]) -> tuple[int, list[str]]:
         for mutant in chosen:
             changed.write_text(mutant)
             if passes(copy, tests):
-                survivors.append(as_diff(source, mutant))
-    return len(chosen), survivors
+                print(as_diff(source, mutant), end="\n\n", flush=True)
+            else:
+                noticed += 1
+    return len(chosen), noticed
 
 
 def main() -> int:
@@ -173,10 +175,7 @@ def main() -> int:
     options = parser.parse_args()
     first, parts = map(int, options.part.split("/"))
     began = time.monotonic()
-    tried, survivors = run(options.module, (first, parts))
-    for survivor in survivors:
-        print(survivor, end="\n\n")
-    noticed = tried - len(survivors)
+    tried, noticed = run(options.module, (first, parts))
     share = noticed / tried if tried else 1.0
     took = time.monotonic() - began
     print(f"{options.module}: {noticed} of {tried} changes noticed ({share:.1%}), in {took:.0f} s")

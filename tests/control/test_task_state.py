@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import pytest
+
 from tests.support.dispatch import record_of
 from transferd.control.task_state import AT_WORK, TRANSITIONS, State
 from transferd.tasks import ReadStorageTask
@@ -46,3 +48,8 @@ def test_two_records_of_equal_tasks_are_two_tasks_with_stragglers_of_their_own()
     assert one != two
     one.straggling.add(1)
     assert two.straggling == set()
+
+
+def test_a_field_that_no_task_has_cannot_be_set() -> None:
+    with pytest.raises(AttributeError):
+        record_of(READ).stopped = True  # type: ignore[attr-defined]
