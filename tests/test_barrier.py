@@ -278,6 +278,17 @@ def test_6_a_listener_that_raises_does_not_keep_other_rounds_open(log: Log) -> N
     assert barrier.statistics().open == 0
 
 
+def test_6_of_several_listeners_that_raise_the_first_is_heard(log: Log) -> None:
+    def broken(round_: Round) -> None:
+        raise KeyError(round_.task_id)
+
+    barrier = RankBarrier(2)
+    barrier.open("first", log.merge, broken)
+    barrier.open("second", log.merge, broken)
+    with pytest.raises(KeyError, match="first"):
+        barrier.rank_died(0, "gone")
+
+
 def test_6_a_listener_may_end_another_round_of_the_same_death(log: Log) -> None:
     barrier = RankBarrier(2)
 

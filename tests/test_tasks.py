@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,11 +15,14 @@ from hypothesis import strategies as st
 from transferd.tasks import (
     TASK_TYPES,
     ErrorInfo,
+    Footprint,
     Lane,
     Merged,
     RankOutcome,
     RankResult,
     ReadStorageTask,
+    ReceiveTask,
+    SendTask,
     Status,
     Stop,
     SwapInTask,
@@ -319,6 +323,76 @@ def test_an_error_reads_as_an_object_and_as_a_mapping() -> None:
         BROKEN["cause"]
     with pytest.raises(KeyError):
         BROKEN["__class__"]
+
+
+def test_a_task_takes_30_seconds_and_begins_at_its_first_block_unless_it_says_otherwise() -> None:
+    assert [task.timeout for task in (read(1), write(1), swap(1))] == [30.0, 30.0, 30.0]
+    assert (read(1).start_read_block_idx, write(1).start_write_block_idx) == (0, 0)
+
+
+def test_what_a_rank_and_a_result_do_not_say_is_nothing() -> None:
+    assert msgspec.structs.astuple(RankOutcome(3)) == (3, (), 0, None, None, 0.0, 0.0, 0.0)
+    assert msgspec.structs.astuple(RankResult(rank=3, status=Status.OK)) == (3, "ok", 0, 0, 0.0, 0.0, 0.0, None)
+    result = TaskResult(task_id="t", status=Status.OK)
+    assert msgspec.structs.astuple(result) == ("t", "ok", [], [], None, None, 0, 0.0, "", "")
+    assert Merged(Status.OK, [], [], None).bytes == 0
+
+
+def test_a_result_says_on_the_wire_only_what_is_not_usual() -> None:
+    ranks = [RankResult(rank=0, status=Status.OK)]
+    said = msgspec.to_builtins(TaskResult(task_id="t", status=Status.OK, ranks=ranks))
+    assert said == {"task_id": "t", "status": "ok", "ranks": [{"rank": 0, "status": "ok"}]}
+
+
+FROZEN: list[tuple[msgspec.Struct, str]] = [
+    (read(1), "keys"), (write(1), "keys"), (swap(1), "cpu_block_ids"),
+    (SwapInTask(task_id="i", gpu_block_ids=[], cpu_block_ids=[]), "cpu_block_ids"),
+    (SendTask(task_id="s", keys=[], gpu_block_ids=[], transfer_id="t"), "transfer_id"),
+    (ReceiveTask(task_id="c", keys=[], gpu_block_ids=[], transfer_id="t", peer="h:1"), "peer"),
+    (Footprint(), "device_reads"), (BROKEN, "code"), (RankOutcome(0), "bytes"),
+    (RankResult(rank=0, status=Status.OK), "bytes"), (TaskResult(task_id="t", status=Status.OK), "bytes"),
+    (Merged(Status.OK, [], [], None), "bytes"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("value", "field"), FROZEN, ids=lambda value: type(value).__name__)
+def test_tasks_results_and_their_parts_never_change(value: msgspec.Struct, field: str) -> None:
+    with pytest.raises(AttributeError):
+        setattr(value, field, getattr(value, field))
+
+
+@pytest.mark.parametrize("kind", [*TASK_TYPES, RankResult, TaskResult], ids=lambda kind: kind.__name__)
+def test_tasks_and_results_are_made_by_the_names_of_their_fields_only(kind: type) -> None:
+    with pytest.raises(TypeError, match="Extra positional arguments"):
+        kind("t", 1.0, [], [])
+
+
+def test_results_and_their_parts_are_no_work_for_the_garbage_collector() -> None:
+    error = ErrorInfo("code", "message")
+    rank = RankResult(rank=0, status=Status.FAILED, error=error)
+    result = TaskResult(task_id="t", status=Status.FAILED, ranks=[rank], error=error)
+    assert [gc.is_tracked(value) for value in (error, rank, result)] == [False, False, False]
+
+
+def test_an_error_of_a_stopped_task_names_the_ranks_that_were_at_work() -> None:
+    for stop, what in ((Stop.EXPIRED, "deadline reached"), (Stop.CANCELLED, "cancelled")):
+        outcomes = [RankOutcome(0, range(2)), RankOutcome(1, [0], stop=stop), RankOutcome(2, [0], stop=stop)]
+        merged = read(2).merge(outcomes)
+        assert merged.error == ErrorInfo(str(stop), f"{what} while rank 1, 2 was at work")
+
+
+def test_ranks_that_lose_blocks_without_a_cause_are_named() -> None:
+    merged = write(2).merge(ranks([0, 1], [0], [1]))
+    assert merged.error == ErrorInfo("internal", "rank 1, 2 ended without all blocks and told no cause")
+    disjoint = swap(2).merge([])
+    assert disjoint.error == ErrorInfo("internal", "rank none ended without all blocks and told no cause")
+
+
+def test_a_direct_transfer_touches_device_blocks_alone() -> None:
+    send = SendTask(task_id="s", keys=["a"], gpu_block_ids=[7], transfer_id="t")
+    receive = ReceiveTask(task_id="c", keys=["a"], gpu_block_ids=[7, 8], transfer_id="t", peer="h:1")
+    assert send.footprint() == Footprint(device_reads=[7])
+    assert receive.footprint() == Footprint(device_writes=[7])
 
 
 # --- token ids ------------------------------------------------------------------------------------

@@ -124,6 +124,11 @@ def test_the_load_of_a_lane_is_what_is_queued_and_running_and_its_bytes() -> Non
     assert (lanes.queued, lanes.running) == (0, 0)
 
 
+def test_a_load_has_no_other_fields() -> None:
+    with pytest.raises(AttributeError):
+        Lanes(LIMITS).loads[Lane.READ].waiting = 1  # type: ignore[attr-defined]
+
+
 # --- too much -------------------------------------------------------------------------------------
 
 
@@ -166,6 +171,7 @@ def test_writes_that_move_blocks_may_take_the_whole_queue() -> None:
 def test_arguments_are_bounded_but_one_task_alone_may_be_larger() -> None:
     lanes = Lanes(LIMITS)
     assert refusal(lanes, read("a"), arguments=5000, held=0) is None
+    assert refusal(lanes, read("a"), arguments=399, held=600) is None
     assert refusal(lanes, read("a"), arguments=400, held=600) is None
     told = "admitted tasks hold 600 bytes of keys, ids and token_ids, this one would add 401"
     assert refusal(lanes, read("a"), arguments=401, held=600) == ErrorInfo("queue_full", told)
