@@ -69,6 +69,7 @@ def ranks(*moved: Sequence[int]) -> list[RankOutcome]:
         ([range(4), [1, 2, 3]], [], Status.MISS),
         ([range(4), range(1, 4)], [], Status.MISS),
         ([[0, 2], [0, 1]], [100], Status.PARTIAL),
+        ([range(0, 4, 2), range(4)], [100], Status.PARTIAL),
         ([range(0), range(0)], [], Status.MISS),
     ],
 )
@@ -364,7 +365,7 @@ def test_tasks_results_and_their_parts_never_change(value: msgspec.Struct, field
 @pytest.mark.parametrize("kind", [*TASK_TYPES, RankResult, TaskResult], ids=lambda kind: kind.__name__)
 def test_tasks_and_results_are_made_by_the_names_of_their_fields_only(kind: type) -> None:
     with pytest.raises(TypeError, match="Extra positional arguments"):
-        kind("t", 1.0, [], [])
+        kind("t")
 
 
 def test_results_and_their_parts_are_no_work_for_the_garbage_collector() -> None:
@@ -424,6 +425,10 @@ def test_token_ids_are_as_narrow_as_their_values_allow(value: int, width: int) -
     assert list(TokenIds([value])) == [value]
 
 
+def test_token_ids_hold_the_largest_signed_integer_even_of_an_unsigned_array() -> None:
+    assert TokenIds(np.array([2**63 - 1], dtype="u8")) == [2**63 - 1]
+
+
 def test_token_ids_own_their_values() -> None:
     source = np.array([1, 2, 3], dtype="<i4")
     ids = TokenIds(source)
@@ -438,6 +443,7 @@ def test_token_ids_are_a_sequence() -> None:
     assert ids[1:] == TokenIds([6, 7]) == [6, 7]
     assert repr(ids) == "TokenIds(<3 ids>)"
     assert ids != [5, 6]
+    assert ids != [5, 6, 8]
     assert ids != "567"
     assert ids != (5, 6, 7), "a tuple has a hash of its own, so it cannot be equal"
     with pytest.raises(IndexError):
