@@ -98,7 +98,7 @@ def tests_of(module: str) -> list[str]:
     """The test files that carry the module's name."""
     folder, _, name = module.rpartition("/")
     found = sorted((ROOT / "tests" / folder).glob(f"test_{name}.py"))
-    found += sorted((ROOT / "tests" / folder).glob(f"test_{name}_stateful.py"))
+    found += sorted((ROOT / "tests" / folder).glob(f"test_{name}_*.py"))  # slow ones are called …_stateful: last
     if not found:
         sys.exit(f"transferd/{module}.py has no test file of its name: expected tests/{folder}/test_{name}.py")
     return [str(path.relative_to(ROOT)) for path in found]

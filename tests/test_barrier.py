@@ -297,9 +297,19 @@ def test_6_a_listener_may_end_another_round_of_the_same_death(log: Log) -> None:
 
     barrier.open("first", log.merge, expire_the_other)
     second = barrier.open("second", log.merge, log.on_complete)
+    third = barrier.open("third", log.merge, log.on_complete)
     barrier.rank_died(0, "gone")
-    assert log.completed == ["second"]
+    assert log.completed == ["second", "third"]
     assert merged_of(second).status is Status.EXPIRED
+    assert merged_of(third).status is Status.FAILED
+
+
+def test_6_of_several_dead_ranks_that_a_round_missed_the_first_is_the_culprit(log: Log) -> None:
+    barrier = RankBarrier(3)
+    barrier.rank_died(2, "power")
+    barrier.rank_died(0, "fire")
+    merged = merged_of(barrier.open("t", log.merge))
+    assert merged.ranks[1].error == ErrorInfo("rank_died", "not arrived when rank 2 died: power")
 
 
 # --- 7. cancelling a waiter disturbs nobody -------------------------------------------------------
@@ -487,6 +497,15 @@ def test_statistics_and_reprs_tell_what_is_going_on(log: Log) -> None:
     barrier.rank_died(1, "gone")
     assert repr(barrier) == "<RankBarrier parties=3 open=0 completed=3 dead: 1>"
     assert barrier.statistics() == BarrierStatistics(open=0, completed=3, expired=1, late=1, owing=2, dead=(1,))
+
+
+def test_statistics_are_a_snapshot() -> None:
+    barrier = RankBarrier(1)
+    before = barrier.statistics()
+    barrier.arrive("t", came(0))
+    assert (before.late, barrier.statistics().late) == (0, 1)
+    with pytest.raises(AttributeError):
+        before.late = 1  # type: ignore[misc]
 
 
 def test_a_stop_of_a_rank_travels_with_its_outcome(log: Log) -> None:

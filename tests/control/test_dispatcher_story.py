@@ -1,0 +1,157 @@
+"""What the flight recorder tells of a task: every turn that it took, and of whom it was asked."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.control.test_dispatcher import CLIENT, LIMITS, Desk, read, write
+from transferd.control import events as ev
+from transferd.control.dispatcher import Dispatcher
+from transferd.observability.recorder import LONGEST_TEXT, Recorder
+from transferd.tasks import ErrorInfo
+
+
+class CountingClock:
+    """Each look is a second after the last, so that no two notes are of one moment."""
+
+    def __init__(self) -> None:
+        self.looks = 0.0
+
+    def monotonic(self) -> float:
+        self.looks += 1.0
+        return self.looks
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    return Recorder(clock=CountingClock())  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def desk(recorder: Recorder) -> Desk:
+    desk = Desk()
+    desk.dispatcher = Dispatcher(LIMITS, boot_id="boot", generation="g1", recorder=recorder)
+    return desk
+
+
+def told(recorder: Recorder, task_id: str = "") -> list[str]:
+    """The notes of a task, or of the daemon, as `transferd explain` has them, without their times."""
+    return [
+        " ".join([note.what, *(f"{name}={value}" for name, value in note.detail.items())])
+        for note in recorder.notes(task_id)
+    ]
+
+
+def test_a_task_that_meets_nobody_is_admitted_started_and_done(desk: Desk, recorder: Recorder) -> None:
+    desk.submit(write("w", 1, 2))
+    desk.finish("w")
+    assert told(recorder, "w") == [
+        "admitted kind=write blocks=2",
+        "from client=b'engine'",
+        "started",
+        "done status=ok blocks=2",
+    ]
+
+
+def test_a_task_that_waits_says_for_how_many_and_for_whom_last(desk: Desk, recorder: Recorder) -> None:
+    desk.submit(read("a", 1))
+    desk.submit(read("b", 2))
+    desk.submit(write("w", 1, 2))
+    desk.finish("a")
+    desk.finish("b")
+    assert told(recorder, "w")[2:] == ["waits tasks=2", "blocks free after=b", "started"]
+
+
+def test_a_task_that_was_taken_back_while_it_waited_is_not_told_of_its_blocks(desk: Desk, recorder: Recorder) -> None:
+    desk.submit(read("a", 1))
+    desk.submit(write("w", 1))
+    desk.hear(ev.CancelRequested("w", desk.now))
+    desk.finish("a")
+    assert told(recorder, "w")[2:] == [
+        "waits tasks=1",
+        "done status=cancelled blocks=0",
+        "cause code=cancelled problem=cancelled while queued",
+    ]
+
+
+def test_a_task_that_is_left_behind_says_why_it_was_told_to_end_and_who_held_on(desk: Desk, recorder: Recorder) -> None:
+    desk.submit(read("r", 1, timeout=2.0))
+    desk.pass_time(2.0)
+    desk.pass_time(1.0)
+    desk.finish("r", missing=(0, 1))
+    desk.hear(ev.RankLeft("r", 0, desk.now))
+    desk.hear(ev.RankLeft("r", 1, desk.now))
+    assert told(recorder, "r")[3:] == [
+        "told to end reason=expired",
+        "slack used up",
+        "done status=expired blocks=0",
+        "cause code=expired problem=rank 0: late",
+        "straggling ranks=[0, 1]",
+        "straggler left rank=1",
+    ]
+
+
+def test_a_task_that_nobody_waits_for_names_the_client_that_went_last(desk: Desk, recorder: Recorder) -> None:
+    desk.submit(write("w", 1))
+    desk.submit(write("w", 1), client=b"other")
+    desk.hear(ev.ClientGone(CLIENT, desk.now))
+    desk.hear(ev.ClientGone(b"other", desk.now))
+    assert told(recorder, "w")[3:] == [
+        "joined client=b'other'",
+        "nobody waits client=b'other'",
+        "told to end reason=cancelled",
+    ]
+
+
+def test_an_answer_from_memory_is_told(desk: Desk, recorder: Recorder) -> None:
+    desk.submit(write("w", 1))
+    desk.finish("w")
+    desk.submit(write("w", 1), client=b"other")
+    assert told(recorder, "w")[4:] == ["repeated client=b'other'"]
+
+
+def test_a_refusal_is_told_with_its_code(desk: Desk, recorder: Recorder) -> None:
+    desk.submit(write("bad", 99))
+    assert told(recorder, "bad") == ["rejected code=id_out_of_range client=b'engine'"]
+    for i in range(5):
+        desk.submit(write(f"w{i}", i))
+    desk.submit(write("again", 6))
+    assert told(recorder, "again") == ["busy code=queue_full client=b'engine'"]
+
+
+def test_what_clients_ask_of_the_whole_daemon_is_told(desk: Desk, recorder: Recorder) -> None:
+    desk.hear(ev.PauseRequested(desk.now, b"a1", "a"))
+    desk.hear(ev.DrainRequested(desk.now, b"b1", "b"))
+    desk.hear(ev.ClientGone(b"b1", desk.now))
+    desk.hear(ev.ResumeRequested(desk.now, "a"))
+    desk.hear(ev.GenerationBumped("g2", desk.now))
+    desk.hear(ev.CacheWithdrawn(ErrorInfo("cleared", "the cache was cleared"), False, desk.now))
+    desk.hear(ev.CacheReady(desk.now))
+    desk.hear(ev.RankDied(1, "context lost", desk.now))
+    desk.hear(ev.ShutdownRequested(desk.now))
+    assert told(recorder) == [
+        "pause holder=a",
+        "drain holder=b",
+        "hold ended what=drain holder=b",
+        "resume holder=a",
+        "generation old=g1 new=g2",
+        "cache withdrawn problem=the cache was cleared",
+        "cache ready",
+        "rank died rank=1 cause=context lost",
+        "shutdown",
+    ]
+
+
+def test_texts_from_outside_are_cut_in_the_story_and_whole_in_the_answer(desk: Desk, recorder: Recorder) -> None:
+    long = "x" * (LONGEST_TEXT + 1)
+    desk.submit(write("w", 1))
+    queued = desk.submit(read("r", 1))
+    desk.hear(ev.CacheWithdrawn(ErrorInfo("gone", long), False, desk.now))
+    desk.hear(ev.RankDied(1, long, desk.now))
+    assert told(recorder) == [
+        f"cache withdrawn problem={long[:-1]}",
+        f"rank died rank=1 cause={long[:-1]}",
+    ]
+    error = desk.answers[queued].error
+    assert error == ErrorInfo("rank_died", f"rank 1 died: {long}")
+    assert told(recorder, "r")[-1] == f"cause code=rank_died problem={error.message[:LONGEST_TEXT]}"
