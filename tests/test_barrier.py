@@ -341,6 +341,16 @@ async def test_7_a_waiter_cancelled_in_the_moment_of_completion_disturbs_nobody(
         await waiters[0]
 
 
+async def test_7_a_cancelled_waiter_is_not_kept_until_the_end(log: Log) -> None:
+    round_ = RankBarrier(1).open("t", log.merge)
+    waiter = asyncio.create_task(round_.wait())
+    await asyncio.sleep(0)
+    waiter.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiter
+    assert not round_._waiters
+
+
 async def test_7_whoever_waits_after_the_end_gets_the_answer_at_once(log: Log) -> None:
     barrier = RankBarrier(1)
     round_ = barrier.open("t", log.merge)

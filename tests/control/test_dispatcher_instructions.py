@@ -1,0 +1,371 @@
+"""What the dispatcher says, word for word: instructions in their order, answers in full, and its own figures."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from tests.control.test_dispatcher import CLIENT, LIMITS, Desk, read, swap_out, write
+from tests.support.dispatch import limits
+from transferd.control import events as ev
+from transferd.control.dispatcher import MAX_WAITERS, Dispatcher, DispatchStatistics
+from transferd.control.gate import Hold
+from transferd.control.task_state import State
+from transferd.errors import InvariantError
+from transferd.tasks import ErrorInfo, Merged, RankResult, Status, Stop, Task, TaskResult
+
+
+class Speaker:
+    """A dispatcher; `hear` returns what it says."""
+
+    def __init__(self, **more: Any) -> None:
+        self.dispatcher = Dispatcher(limits(**more), boot_id="boot", generation="g1")
+
+    def submit(self, task: Task, now: float = 0.0, client: bytes = CLIENT, seq: int = 1) -> list[ev.Instruction]:
+        return self.dispatcher.handle(ev.TaskSubmitted(client, seq, task, now))
+
+    def merge(self, task_id: str, merged: Merged, now: float, *missing: int) -> list[ev.Instruction]:
+        return self.dispatcher.handle(ev.RoundMerged(task_id, merged, missing, now))
+
+
+OK = Merged(Status.OK, [1], [RankResult(rank=0, status=Status.OK, blocks=1)], None, 100)
+LATE = Merged(Status.EXPIRED, [], [], ErrorInfo("expired", "late"))
+
+
+# --- instructions ---------------------------------------------------------------------------------
+
+
+def test_an_admitted_task_asks_to_be_woken_at_its_deadline_and_starts() -> None:
+    said = Speaker().submit(write("w", 1, timeout=5.0), now=2.0)
+    assert said == [ev.WakeAt(7.0), ev.Start(write("w", 1, timeout=5.0), "g1", 2.0)]
+
+
+def test_an_answered_task_is_told_to_each_waiter_then_published_and_then_the_next_one_starts() -> None:
+    speaker = Speaker()
+    speaker.submit(write("w", 1), now=1.0)
+    speaker.submit(write("w", 1), now=2.0, client=b"other", seq=9)
+    speaker.submit(read("r", 1), now=3.0)
+    result = TaskResult(
+        task_id="w",
+        status=Status.OK,
+        block_ids=[1],
+        ranks=OK.ranks,
+        bytes=100,
+        duration=3.5,
+        generation="g1",
+        boot_id="boot",
+    )
+    assert speaker.merge("w", OK, 4.5) == [
+        ev.Reply(CLIENT, 1, result),
+        ev.Reply(b"other", 9, result),
+        ev.Publish(write("w", 1), result),
+        ev.Start(read("r", 1), "g1", 3.0),
+    ]
+
+
+def test_a_refusal_says_who_refused_why_and_when_to_ask_again() -> None:
+    speaker = Speaker(max_queued=0)
+    assert speaker.submit(write("w", 1), client=b"other", seq=9) == [
+        ev.Reply(
+            b"other",
+            9,
+            TaskResult(
+                task_id="w",
+                status=Status.BUSY,
+                error=ErrorInfo("queue_full", "0 tasks are queued, the most allowed"),
+                retry_after=0.005,
+                generation="g1",
+                boot_id="boot",
+            ),
+        )
+    ]
+
+
+def test_what_can_never_succeed_is_not_to_be_asked_again() -> None:
+    desk = Desk()
+    desk.hear(ev.DrainRequested(desk.now))
+    assert desk.answers[desk.submit(write("w", 1))].retry_after is None
+
+
+def test_while_the_daemon_starts_a_task_is_to_be_asked_again_after_5_seconds() -> None:
+    desk = Desk()
+    desk.dispatcher = Dispatcher(LIMITS, admitting=False)
+    assert desk.answers[desk.submit(write("w", 1))].retry_after == 5.0
+
+
+def test_a_task_is_told_to_end_once_and_its_ranks_are_left_behind_once() -> None:
+    speaker = Speaker(deadline_slack=1.0)
+    speaker.submit(write("w", 1, timeout=5.0))
+    assert speaker.dispatcher.handle(ev.DeadlineReached(5.0)) == [ev.StopTask("w", Stop.EXPIRED), ev.WakeAt(6.0)]
+    assert speaker.dispatcher.handle(ev.CancelRequested("w", 5.5)) == []
+    assert speaker.dispatcher.handle(ev.DeadlineReached(6.0)) == [ev.ExpireRound("w")]
+    assert speaker.dispatcher.handle(ev.DeadlineReached(9.0)) == []
+
+
+def test_a_wake_is_asked_for_only_when_it_is_sooner_than_the_one_that_will_come() -> None:
+    speaker = Speaker()
+    assert ev.WakeAt(9.0) in speaker.submit(write("a", 1, timeout=9.0))
+    assert not any(isinstance(said, ev.WakeAt) for said in speaker.submit(write("b", 2, timeout=20.0)))
+    assert not any(isinstance(said, ev.WakeAt) for said in speaker.submit(write("c", 3, timeout=9.0)))
+    assert ev.WakeAt(5.0) in speaker.submit(write("d", 4, timeout=5.0))
+
+
+def test_a_wake_that_comes_too_early_asks_for_the_next_one() -> None:
+    speaker = Speaker()
+    speaker.submit(write("a", 1, timeout=9.0))
+    assert speaker.dispatcher.handle(ev.DeadlineReached(4.0)) == [ev.WakeAt(9.0)]
+
+
+def test_no_wake_is_asked_for_when_nothing_is_left() -> None:
+    speaker = Speaker()
+    speaker.submit(write("w", 1, timeout=9.0))
+    speaker.merge("w", OK, 1.0)
+    assert speaker.dispatcher.handle(ev.DeadlineReached(9.0)) == []
+
+
+def test_a_queued_task_says_whether_it_expired_or_was_cancelled() -> None:
+    desk = Desk()
+    desk.submit(read("r", 1))
+    expired = desk.submit(write("expired", 1, timeout=1.0))
+    cancelled = desk.submit(write("cancelled", 1))
+    desk.pass_time(1.0)
+    desk.hear(ev.CancelRequested("cancelled", desk.now))
+    assert desk.answers[expired].error == ErrorInfo("expired", "deadline reached while queued")
+    assert desk.answers[cancelled].error == ErrorInfo("cancelled", "cancelled while queued")
+
+
+def test_what_a_shutdown_leaves_in_the_queue_says_so() -> None:
+    desk = Desk()
+    desk.submit(read("r", 1))
+    queued = desk.submit(write("w", 1))
+    desk.hear(ev.ShutdownRequested(desk.now))
+    desk.hear(ev.QueueAbandoned(desk.now))
+    assert desk.answers[queued].error == ErrorInfo("shutdown", "the daemon shut down before this task started")
+
+
+# --- pushes of an id that is known ----------------------------------------------------------------
+
+
+def test_a_task_id_whose_blocks_a_rank_still_holds_is_taken() -> None:
+    desk = Desk(limits(max_results=0))  # so that no result is kept that would answer
+    desk.submit(read("r", 1, timeout=2.0))
+    desk.pass_time(2.0)
+    desk.pass_time(1.0)
+    desk.finish("r", missing=(1,))
+    result = desk.answers[desk.submit(read("r", 1, timeout=2.0))]
+    assert (result.status, result.retry_after) == (Status.BUSY, 5.0)
+    assert result.error == ErrorInfo("task_id_busy", "this task_id is taken")
+
+
+def test_at_most_256_pushes_wait_for_one_task() -> None:
+    assert MAX_WAITERS == 256
+    desk = Desk()
+    pushes = [desk.submit(write("w", 1)) for _ in range(257)]
+    refused = desk.answers[pushes[-1]]
+    assert refused.error == ErrorInfo("task_id_busy", "this task_id is taken")
+    desk.finish("w")
+    assert [desk.answers[seq].status for seq in pushes[:-1]] == [Status.OK] * 256
+
+
+def test_a_conflict_names_80_characters_of_the_id() -> None:
+    desk = Desk()
+    desk.submit(write("x" * 100, 1))
+    error = desk.answers[desk.submit(write("x" * 100, 2))].error
+    assert error == ErrorInfo("task_id_conflict", f"another task was pushed under the id {'x' * 80!r} before")
+
+
+# --- rounds ---------------------------------------------------------------------------------------
+
+
+def test_a_round_of_a_task_that_is_not_at_work_is_a_bug_that_tells_its_story() -> None:
+    speaker = Speaker()
+    with pytest.raises(InvariantError, match=r"a round of 'w' was merged, which is not running\n\(no notes kept\)"):
+        speaker.merge("w", OK, 1.0)
+    speaker.submit(read("r", 1))
+    speaker.submit(write("w", 1))
+    with pytest.raises(InvariantError, match=r"(?s)a round of 'w' was merged, which is not running.*waits"):
+        speaker.merge("w", OK, 1.0)
+
+
+def test_a_rank_that_leaves_a_task_that_has_no_stragglers_changes_nothing() -> None:
+    speaker = Speaker()
+    speaker.submit(write("w", 1))
+    assert speaker.dispatcher.handle(ev.RankLeft("w", 0, 1.0)) == []
+    assert speaker.dispatcher.state_of("w") is State.RUNNING
+
+
+def test_blocks_are_free_once_the_last_straggler_has_left() -> None:
+    speaker = Speaker()
+    speaker.submit(read("r", 1))
+    speaker.submit(write("w", 1), now=1.0)
+    speaker.dispatcher.handle(ev.CancelRequested("r", 2.0))
+    speaker.merge("r", LATE, 3.0, 0, 1)
+    assert speaker.dispatcher.handle(ev.RankLeft("r", 0, 4.0)) == []
+    assert speaker.dispatcher.handle(ev.RankLeft("r", 1, 5.0)) == [ev.Start(write("w", 1), "g1", 1.0)]
+
+
+def test_a_straggler_frees_its_place_in_the_lane_at_once() -> None:
+    speaker = Speaker(lane_depth=1)
+    speaker.submit(read("r", 1))
+    speaker.submit(read("next", 2), now=1.0)
+    speaker.dispatcher.handle(ev.CancelRequested("r", 2.0))
+    assert ev.Start(read("next", 2), "g1", 1.0) in speaker.merge("r", LATE, 3.0, 0)
+
+
+def test_a_rank_that_dies_holds_no_blocks_any_more() -> None:
+    speaker = Speaker()
+    speaker.submit(read("r", 1))
+    speaker.dispatcher.handle(ev.CancelRequested("r", 2.0))
+    speaker.merge("r", LATE, 3.0, 1)
+    assert not speaker.dispatcher.empty
+    speaker.dispatcher.handle(ev.RankDied(1, "gone", 4.0))
+    assert speaker.dispatcher.empty
+
+
+def test_a_task_that_expired_by_itself_is_not_called_cancelled() -> None:
+    speaker = Speaker()
+    speaker.submit(read("r", 1, timeout=1.0))
+    speaker.dispatcher.handle(ev.DeadlineReached(1.0))
+    [reply, *_] = speaker.merge("r", LATE, 2.0, 0)
+    assert isinstance(reply, ev.Reply)
+    assert reply.result.status is Status.EXPIRED
+
+
+def test_a_cancelled_task_that_failed_is_called_failed() -> None:
+    speaker = Speaker()
+    speaker.submit(read("r", 1))
+    speaker.dispatcher.handle(ev.CancelRequested("r", 1.0))
+    failed = Merged(Status.FAILED, [], [], ErrorInfo("storage_error", "disk"))
+    [reply, *_] = speaker.merge("r", failed, 2.0)
+    assert isinstance(reply, ev.Reply)
+    assert reply.result.status is Status.FAILED
+
+
+# --- what can be seen from outside ----------------------------------------------------------------
+
+
+def test_the_state_of_a_task_is_known_from_its_admission_until_its_result_is_forgotten() -> None:
+    desk = Desk()
+    assert desk.dispatcher.state_of("w") is None
+    desk.submit(read("before", 1))
+    desk.submit(write("w", 1))
+    assert desk.dispatcher.state_of("w") is State.QUEUED
+    desk.finish("before")
+    assert desk.dispatcher.state_of("w") is State.RUNNING
+    desk.hear(ev.CancelRequested("w", desk.now))
+    assert desk.dispatcher.state_of("w") is State.CANCELLING
+    desk.finish("w", moved=0)
+    assert desk.dispatcher.state_of("w") is State.DONE
+    desk.pass_time(60.0)
+    desk.submit(read("later", 2))
+    assert desk.dispatcher.state_of("w") is None
+
+
+def test_a_task_that_a_rank_holds_on_to_is_done_even_when_no_result_is_kept() -> None:
+    desk = Desk(limits(max_results=0))
+    desk.submit(read("r", 1))
+    desk.hear(ev.CancelRequested("r", desk.now))
+    desk.finish("r", missing=(1,))
+    assert desk.dispatcher.state_of("r") is State.DONE
+
+
+def test_ids_of_tasks_are_known_until_they_are_answered() -> None:
+    desk = Desk()
+    desk.submit(write("a", 1))
+    desk.submit(write("b", 1))
+    assert desk.dispatcher.task_ids == ["a", "b"]
+    desk.finish("a")
+    assert desk.dispatcher.task_ids == ["b"]
+
+
+def test_statistics_count_what_is_under_way_what_has_ended_and_what_was_refused() -> None:
+    speaker = Speaker(lane_depth=1, block_bytes=10, ranks=2)
+    speaker.submit(write("bad", 99))
+    speaker.submit(read("left", 1))
+    speaker.dispatcher.handle(ev.CancelRequested("left", 0.0))
+    speaker.merge("left", LATE, 1.0, 1)
+    speaker.submit(write("done", 2))
+    speaker.merge("done", OK, 1.0)
+    speaker.submit(write("running", 3))
+    speaker.submit(write("queued", 4, 5))
+    speaker.dispatcher.handle(ev.PauseRequested(7.0, b"a1", "a"))
+    statistics = speaker.dispatcher.statistics()
+    idle = {"queued": 0, "running": 0, "bytes": 0}
+    assert statistics == DispatchStatistics(
+        queued=1,
+        running=1,
+        straggling=1,
+        argument_bytes=statistics.argument_bytes,
+        results_kept=2,
+        result_bytes=statistics.result_bytes,
+        tasks={"rejected": 1, "cancelled": 1, "ok": 1},
+        rejects={"id_out_of_range": 1},
+        lanes={
+            **dict.fromkeys(("swap_out", "swap_in", "read", "send", "receive"), idle),
+            "write": {"queued": 1, "running": 1, "bytes": 60},
+        },
+        paused=True,
+        draining=False,
+        held=[Hold("pause", "a", b"a1", 7.0)],
+    )
+    assert statistics.argument_bytes > 3 * 1600
+    assert statistics.result_bytes > 2 * 550
+    assert repr(speaker.dispatcher) == "<Dispatcher queued=1 running=1 straggling=1>"
+    with pytest.raises(AttributeError):
+        statistics.queued = 0  # type: ignore[misc]
+
+
+def test_a_dispatcher_is_quiet_when_no_rank_touches_a_block_and_empty_when_nothing_waits_either() -> None:
+    speaker = Speaker()
+    dispatcher = speaker.dispatcher
+    dispatcher.handle(ev.PauseRequested(0.0))
+    speaker.submit(read("r", 1))
+    assert (dispatcher.quiet, dispatcher.empty) == (True, False)
+    dispatcher.handle(ev.ResumeRequested(0.0))
+    assert (dispatcher.quiet, dispatcher.empty) == (False, False)
+    dispatcher.handle(ev.CancelRequested("r", 1.0))
+    speaker.merge("r", LATE, 2.0, 0)
+    assert (dispatcher.quiet, dispatcher.empty) == (False, False)
+    dispatcher.handle(ev.RankLeft("r", 0, 3.0))
+    assert (dispatcher.quiet, dispatcher.empty) == (True, True)
+
+
+def test_a_dispatcher_says_whether_it_admits_and_whether_it_lives() -> None:
+    dispatcher = Speaker().dispatcher
+    assert (dispatcher.admitting, dispatcher.alive, dispatcher.next_alarm) == (True, True, math.inf)
+    dispatcher.handle(ev.DrainRequested(0.0))
+    assert (dispatcher.admitting, dispatcher.alive) == (False, True)
+    dispatcher.handle(ev.ShutdownRequested(0.0))
+    assert (dispatcher.admitting, dispatcher.alive) == (False, False)
+
+
+def test_a_generation_counts_for_what_is_refused_from_then_on() -> None:
+    speaker = Speaker()
+    speaker.dispatcher.handle(ev.GenerationBumped("g2", 1.0))
+    [reply] = speaker.submit(write("bad", 99))
+    assert isinstance(reply, ev.Reply)
+    assert reply.result.generation == "g2"
+
+
+# --- work that nobody waits for -------------------------------------------------------------------
+
+
+def test_a_client_that_goes_takes_back_only_its_own_pushes() -> None:
+    desk = Desk()
+    mine = desk.submit(write("shared", 1))
+    desk.submit(write("shared", 1), client=b"gone")
+    desk.submit(swap_out("other", [2], [2]))
+    desk.hear(ev.ClientGone(b"gone", desk.now))
+    assert desk.stopped == []
+    desk.finish("shared")
+    assert list(desk.answers) == [mine]
+
+
+def test_a_task_that_nobody_waits_for_any_more_is_not_told_to_end_again() -> None:
+    desk = Desk()
+    desk.submit(write("w", 1), client=b"gone")
+    desk.hear(ev.ClientGone(b"gone", desk.now))
+    desk.hear(ev.ClientGone(b"another", desk.now))
+    assert desk.stopped == [("w", Stop.CANCELLED)]
