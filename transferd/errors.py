@@ -159,6 +159,12 @@ class NoThreads(TransferError):
     code = "no_threads"
 
 
+class OutOfMemory(TransferError):
+    """The system gives this process no more memory. What was asked for was not done; later it may be."""
+
+    code = "out_of_memory"
+
+
 class StillRunning(TransferError):
     """Something does not end: a call into storage, a copy. What it works on was not given back."""
 

@@ -1,4 +1,4 @@
-"""What happens when the host goes wrong under a running daemon: its log, threads, clock and disk.
+"""What happens when the host goes wrong under a running daemon: its log, threads, memory, clock and disk.
 
 As in resources.py, nothing on this machine but that daemon is short of anything. Limits and full file systems are
 real; a thread refused, a call that hangs or takes long and a clock that is stepped come from a library under the
@@ -11,6 +11,8 @@ import asyncio
 import contextlib
 import errno
 import json
+import re
+import resource
 import signal
 import time
 from collections import Counter
@@ -25,10 +27,11 @@ from tests.faults.world import DEADLINE_SLACK_S
 from tests.support import native
 from tests.support.fifo import Fifo
 from tests.support.native.page import HANGS, SLOW, FaultPage
-from transferd import Client, Status, TaskResult
+from transferd import Client, Status, TaskResult, WriteStorageTask
 from transferd.client import launch
 from transferd.client.launch import DaemonProcess
 from transferd.daemon.process import STILL_RUNNING
+from transferd.errors import OutOfMemory
 
 OBJECTS = "/objects/"  # of a path of the file store
 READS_AND_WRITES = "pread,pwrite"
@@ -38,6 +41,8 @@ SHUTDOWN_TIMEOUT_S = 4.0
 SMALL_LOG = 64 * 1024
 SLOW_MS = 50
 DAY_S = 24 * 3600
+LARGE_KEY = 400_000  # characters; a task of 24 such keys is a message of 9.6 MB
+ROOM = 14_000_000  # bytes that a daemon may still have when its limit falls: for the message, not for its keys
 
 
 class Load:
@@ -66,7 +71,7 @@ class Load:
         for result, task in zip(results[3:], reads, strict=True):
             wrong = operator.wrong_blocks(result, *task)
             self._finding.expect(not wrong, f"{result.task_id} claims blocks that hold something else: {wrong}")
-        self._note(results)
+        self.note(results)
         return results
 
     async def all_ok(self, name: str) -> None:
@@ -77,7 +82,7 @@ class Load:
         bad = [result for result in results if result.status is not Status.OK]
         self._finding.expect(not bad, f"not ok: {bad}")
 
-    def _note(self, results: list[TaskResult]) -> None:
+    def note(self, results: list[TaskResult]) -> None:
         """Into the table: how many tasks were told what."""
         for result in results:
             code = result.error.code if result.error else ""
@@ -157,7 +162,7 @@ async def log_full(directory: Path, finding: Finding) -> None:
         finding.expect(json.loads(lines[-1])["event"], "the line after the full disk is spoilt")
 
 
-# --- threads ------------------------------------------------------------------------------------
+# --- threads and memory ---------------------------------------------------------------------------
 
 
 async def threads_out(directory: Path, finding: Finding) -> None:
@@ -176,6 +181,47 @@ async def threads_out(directory: Path, finding: Finding) -> None:
 
 async def no_threads_at_start(directory: Path, finding: Finding) -> None:
     await refuses_to_start(directory, config(), native.under(f"pthread_create:3:-1:{errno.EAGAIN}"), finding, "thread")
+
+
+async def memory_limit(directory: Path, finding: Finding) -> None:
+    async with loaded(directory, finding, []) as (daemon, operator, load):
+        await load.all_ok("warm")
+        # The limit counts what may be written to. RLIMIT_AS would count 64 MiB of address space for each thread's heap,
+        # which the daemon could go on using.
+        _, hard = resource.prlimit(daemon.pid, resource.RLIMIT_DATA)
+        resource.prlimit(daemon.pid, resource.RLIMIT_DATA, (_private_bytes(daemon) + ROOM, hard))
+        try:
+            for number in range(3):
+                large, _ = await asyncio.gather(_large_write(operator, number), load.storm(f"during-{number}"))
+                load.note([large])
+                code = large.error.code if large.error else ""
+                finding.expect((large.status, code) == (Status.FAILED, "out_of_memory"), f"a large task: {large}")
+            try:
+                await operator.client.match([f"{number:0{LARGE_KEY}d}" for number in range(TASK_BLOCKS * 6)])
+                finding.problems.append("there was memory for a large match")
+            except OutOfMemory:
+                pass
+        finally:
+            resource.prlimit(daemon.pid, resource.RLIMIT_DATA, (hard, hard))
+        after = await _large_write(operator, 3)
+        operator.submitted += 1  # this one was admitted
+        finding.expect(after.status is Status.OK, f"the same with memory: {after}")
+        await load.all_ok("after")
+
+
+async def _large_write(operator: Operator, number: int) -> TaskResult:
+    """A task whose keys are larger than the memory that is left, and whose message is not."""
+    blocks = list(range(TASK_BLOCKS * 6))
+    keys = [f"large-{number}-{block}".ljust(LARGE_KEY, "k") for block in blocks]
+    task = WriteStorageTask(task_id=f"large-{number}", keys=keys, gpu_block_ids=blocks, timeout=TASK_TIMEOUT_S)
+    async with asyncio.timeout(TASK_TIMEOUT_S + DEADLINE_SLACK_S + BUSY_S):
+        return await operator.client.submit(task)
+
+
+def _private_bytes(daemon: DaemonProcess) -> int:
+    found = re.search(r"VmData:\s+(\d+) kB", Path(f"/proc/{daemon.pid}/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
 
 
 # --- storage and time -----------------------------------------------------------------------------
@@ -263,6 +309,7 @@ HOST_SCENARIOS = [
         often=False,
         fate=REFUSED,
     ),
+    Scenario("memory limit (RLIMIT_DATA)", "running", memory_limit, root=False),
     Scenario("storage calls hang, then return", "running", storage_hung, root=False, compiler=True),
     Scenario(
         "storage calls never return",

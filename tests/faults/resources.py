@@ -283,6 +283,6 @@ async def run(scenario: Scenario, directory: Path) -> Finding:
     finding = Finding()
     try:
         await scenario.run(directory, finding)
-    except (TimeoutError, RuntimeError, OSError, TransferError, subprocess.TimeoutExpired) as error:
+    except (TimeoutError, RuntimeError, ValueError, OSError, TransferError, subprocess.TimeoutExpired) as error:
         finding.problems.append(f"{type(error).__name__}: {error}")
     return finding

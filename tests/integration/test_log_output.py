@@ -66,6 +66,7 @@ def writing_to(stderr: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **l
 async def pairs_that_expire(case: Case) -> list[TaskResult]:
     """Pairs of tasks on one block: the first expires while it runs, the second while it waits for the first."""
     async with asyncio.timeout(ANSWERED_S), Client(case.daemon.endpoint) as client:
+        await attach(client)
         with case.saboteur.order("copy_out", rank=0, how="stall"):
             pushed = []
             for block in range(PAIRS):
@@ -120,6 +121,7 @@ async def test_a_flood_of_one_kind_is_a_few_lines_that_say_how_many_they_stand_f
     tree = config() | {"cache": config()["cache"] | {"device": "shm"}}
     with running(tree, tmp_path) as daemon:
         async with Client(daemon.endpoint) as client:
+            await attach(client)
             tasks = [
                 ReadStorageTask(task_id=f"none-{number}", timeout=1e-9, keys=["k"], gpu_block_ids=[0])
                 for number in range(200)

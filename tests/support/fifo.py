@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
-import select
+import sys
+import termios
 from pathlib import Path
 
 F_SETPIPE_SZ = 1031
+CAPACITY = 4096  # the least that a pipe can have: a dozen lines
+SHORTEST_LINE = 64
 
 
 class Fifo:
@@ -17,18 +21,21 @@ class Fifo:
         os.mkfifo(path)
         self.path = path
         self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        fcntl.fcntl(self._fd, F_SETPIPE_SZ, 4096)  # the least: a dozen lines
+        fcntl.fcntl(self._fd, F_SETPIPE_SZ, CAPACITY)
         self._probe = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
 
     @property
     def full(self) -> bool:
-        """Nothing more fits: whoever writes there hangs in it."""
-        return not select.select([], [self._probe], [], 0)[1]
+        """No line fits any more: whoever writes one hangs in it. (A pipe that is not ready may still have room.)"""
+        held = fcntl.ioctl(self._fd, termios.FIONREAD, bytes(4))
+        return CAPACITY - int.from_bytes(held, sys.byteorder) < SHORTEST_LINE
 
     def fill(self) -> None:
         """Leave no room."""
-        while not self.full:
-            os.write(self._probe, b"x" * 512)
+        for size in (512, 1):
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    os.write(self._probe, b"x" * size)
 
     def die(self) -> None:
         if self._fd >= 0:

@@ -30,7 +30,7 @@ from transferd.tasks import (
 from transferd.wire import protocol as wire
 
 pack = msgspec.msgpack.encode
-CODES = {"malformed", "unsupported_version", "unknown_type", "bad_value", "too_large"}
+CODES = {"malformed", "unsupported_version", "unknown_type", "bad_value", "too_large", "out_of_memory"}
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 ids = st.lists(st.integers(0, 2**31 - 1), max_size=8)
@@ -189,6 +189,26 @@ def test_a_task_without_a_field_is_refused_by_the_missing_name(field: str) -> No
 def test_an_unknown_type_is_refused_and_the_task_named(body: dict[str, Any]) -> None:
     error = refusal(message(body))
     assert (error.reason, error.seq, error.task_id) == ("unknown_type", 7, "x")
+
+
+class NoMemory:
+    """In the place of a decoder that finds no memory for what it decodes."""
+
+    def decode(self, _: object) -> object:
+        raise MemoryError
+
+
+@pytest.mark.parametrize("body", [SwapOutTask(task_id="t", gpu_block_ids=[1], cpu_block_ids=[2]), wire.Match(["k"])])
+def test_a_message_that_there_is_no_memory_for_is_not_malformed_and_still_named(
+    body: wire.Body, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = wire.encode_request(7, body)
+    monkeypatch.setattr(wire, "_request_decoder", NoMemory())
+    refused = refusal(data)
+    assert (refused.reason, refused.seq) == ("out_of_memory", 7)
+    assert refused.task_id == ("t" if isinstance(body, SwapOutTask) else None)
+    monkeypatch.setattr(wire, "_loose_decoder", NoMemory())
+    assert refusal(data).reason == "out_of_memory"
 
 
 @pytest.mark.parametrize("first", [0, 2, 0x93, 255])

@@ -43,6 +43,7 @@ from transferd.errors import (
     DaemonLost,
     DeviceLost,
     EngineGone,
+    OutOfMemory,
     ProtocolError,
     RequestError,
     StorageError,
@@ -68,6 +69,7 @@ _BY_CODE: dict[str, type[TransferError]] = {
         TierError,
         DeviceLost,
         EngineGone,
+        OutOfMemory,
         StorageError,
         StorageFull,
         StorageUnavailable,
@@ -290,7 +292,7 @@ class Conversation:
 
     # --- hearing ------------------------------------------------------------------------------------
 
-    def _received(self, payload: bytes) -> None:
+    def _received(self, payload: bytes | memoryview) -> None:
         try:
             reply = wire.decode_reply(payload)
         except wire.Malformed:

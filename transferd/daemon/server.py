@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import structlog
 
-from transferd.errors import InvariantError, RequestError, TransferError
+from transferd.errors import InvariantError, OutOfMemory, RequestError, TransferError
 from transferd.observability.recorder import Recorder
 from transferd.runtime.bucket import Bucket
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
@@ -234,7 +234,7 @@ class Server:
 
     # --- receiving ----------------------------------------------------------------------------------
 
-    def _received(self, peer: bytes, payload: bytes) -> None:
+    def _received(self, peer: bytes, payload: bytes | memoryview) -> None:
         self._messages += 1
         try:
             request = wire.decode_request(payload, self._max_message)
@@ -258,9 +258,8 @@ class Server:
                 self._send(peer, seq, wire.Accepted())
         except TransferError as error:
             self._refused(peer, seq, error)
-        except Exception as error:
-            log.exception("a request failed in a way it must not", kind=type(body).__name__)
-            self._refused(peer, seq, InvariantError(f"{type(error).__name__}: {error}"))
+        except Exception as error:  # noqa: BLE001 - the request is answered, whatever it ran into
+            self._failed(peer, seq, error)
 
     def _observer_may(self, peer: bytes, seq: int, body: wire.Body) -> bool:
         """Whether a client that may only look may ask this, now. False: it has been told that not."""
@@ -277,18 +276,19 @@ class Server:
         return False
 
     def _refuse(self, peer: bytes, error: wire.Malformed) -> None:
-        """A task that could not be read is rejected like any other; anything else is refused."""
+        """A task that could not be read ends here; anything else is refused."""
         self._rejects[error.reason] += 1
         self._recorder.aside(error.task_id or "", "bad message", error.reason, peer)
         if error.reason != wire.STALE_SESSION:  # what a good client runs into when its connection broke
             self._warn(peer, error.reason)
         info = ErrorInfo(error.reason, str(error))
         if error.task_id is None:
-            self._send(peer, error.seq, wire.Refused(info, permanent=error.reason != wire.STALE_SESSION))
+            permanent = error.reason not in (wire.STALE_SESSION, OutOfMemory.code)
+            self._send(peer, error.seq, wire.Refused(info, permanent=permanent))
             return
         result = TaskResult(
             task_id=error.task_id,
-            status=Status.REJECTED,
+            status=Status.FAILED if error.reason == OutOfMemory.code else Status.REJECTED,
             error=info,
             generation=self._coordinator.generation,
             boot_id=self._coordinator.boot_id,
@@ -404,8 +404,16 @@ class Server:
             if peer in self._clients:  # else nobody is left to hear it
                 self._refused(peer, seq, TransferError("the daemon is shutting down", code="shutdown"))
         elif (error := task.exception()) is not None:
-            log.error("a request failed in a way it must not", exc_info=error)
-            self._refused(peer, seq, InvariantError(f"{type(error).__name__}: {error}"))
+            self._failed(peer, seq, error)
+
+    def _failed(self, peer: bytes, seq: int, error: BaseException) -> None:
+        """Refuse what raised no error of ours: the machine is out of memory, or we have a bug."""
+        if isinstance(error, MemoryError):
+            log.error("out of memory for a request", client=peer.hex())
+            self._refused(peer, seq, OutOfMemory("no memory to carry it out; try again later"))
+            return
+        log.error("a request failed in a way it must not", exc_info=error)
+        self._refused(peer, seq, InvariantError(f"{type(error).__name__}: {error}"))
 
     # --- who is there -------------------------------------------------------------------------------
 

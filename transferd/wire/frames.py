@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import zmq
 
+LARGE = 64 * 1024  # bytes; below it a copy costs less than to keep the frame
 
-def one_frame(socket: zmq.Socket[bytes]) -> bytes:
+
+def one_frame(socket: zmq.Socket[bytes]) -> bytes | memoryview:
     """The one frame that a message consists of; nothing if the peer sent several."""
-    payload = socket.recv(zmq.DONTWAIT)
-    return b"" if drop_rest(socket) else payload
+    frame = socket.recv(zmq.DONTWAIT, copy=False)
+    return b"" if drop_rest(socket) else content_of(frame)
+
+
+def content_of(frame: zmq.Frame) -> bytes | memoryview:
+    """The frame's bytes: a copy, unless it is large, or there is no memory for one. So nothing that arrived is lost.
+
+    (`recv` with a copy takes the message off the socket before it finds that it cannot copy it.)
+    """
+    if len(frame) < LARGE:
+        try:
+            return frame.bytes
+        except MemoryError:
+            pass
+    return frame.buffer
 
 
 def drop_rest(socket: zmq.Socket[bytes]) -> int:

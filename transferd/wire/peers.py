@@ -14,10 +14,10 @@ from collections.abc import Callable
 import zmq
 
 from transferd.wire.credentials import peer_address, peer_text, uid_of
-from transferd.wire.frames import drop_rest, one_frame
+from transferd.wire.frames import content_of, drop_rest, one_frame
 
 Receive = Callable[[zmq.Socket[bytes]], None]
-OnMessage = Callable[[bytes, bytes], None]
+OnMessage = Callable[[bytes, bytes | memoryview], None]
 
 # First byte of a peer's name. libzmq's own names begin with 0; the others are marked, and the mark is the
 # server's: a client that chooses its own name chooses what comes after it.
@@ -68,17 +68,17 @@ class Peers:
     def _receive_with_uid(self, socket: zmq.Socket[bytes], on_message: OnMessage) -> None:
         name = socket.recv(zmq.DONTWAIT)
         message = socket.recv(zmq.DONTWAIT, copy=False)
-        payload = message.bytes if not drop_rest(socket) else b""
+        payload = content_of(message) if not drop_rest(socket) else b""
         address = peer_address(message)
         uid = uid_of(address)
         peer = _OBSERVER_BY_UID + name if uid is None or uid in self._lookers else _self_named(name)
         self._remember(peer, address)
         on_message(peer, payload)
 
-    def _first(self, socket: zmq.Socket[bytes], peer: bytes) -> bytes:
+    def _first(self, socket: zmq.Socket[bytes], peer: bytes) -> bytes | memoryview:
         message = socket.recv(zmq.DONTWAIT, copy=False)
         self._remember(peer, peer_address(message))
-        return message.bytes if not drop_rest(socket) else b""
+        return content_of(message) if not drop_rest(socket) else b""
 
     def _remember(self, peer: bytes, address: str) -> None:
         self._addresses[peer] = address

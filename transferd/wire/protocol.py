@@ -45,7 +45,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 import msgspec
 import numpy as np
 
-from transferd.errors import ProtocolError
+from transferd.errors import OutOfMemory, ProtocolError
 from transferd.tasks import (
     TASK_TYPES,
     ErrorInfo,
@@ -314,7 +314,7 @@ def encode_reply(seq: int, body: ReplyBody) -> bytes:
     return _VERSION_BYTE + _encoder.encode(Reply(seq, body))
 
 
-def decode_request(data: bytes, max_message: int | None = None) -> Request:
+def decode_request(data: bytes | memoryview, max_message: int | None = None) -> Request:
     """Raises Malformed for anything that is not a request of this version and at most `max_message` bytes."""
     _check_version(data)
     content = memoryview(data)[1:]
@@ -326,11 +326,14 @@ def decode_request(data: bytes, max_message: int | None = None) -> Request:
         return _request_decoder.decode(content)
     except msgspec.ValidationError as error:
         raise _explain(content, str(error), "bad_value") from None
+    except MemoryError:
+        problem = f"no memory to read a message of {len(data)} bytes; try again later"
+        raise _explain(content, problem, OutOfMemory.code) from None
     except UNREADABLE as error:
         raise _explain(content, f"not msgpack: {error}", "malformed") from None
 
 
-def decode_reply(data: bytes) -> Reply:
+def decode_reply(data: bytes | memoryview) -> Reply:
     """Raises Malformed for anything that is not a reply of this version."""
     _check_version(data)
     try:
@@ -340,11 +343,11 @@ def decode_reply(data: bytes) -> Reply:
 
 
 # What msgspec raises for bytes that are no msgpack of the wanted shape. ValueError: among others, text
-# that is no UTF-8. RecursionError: nesting without end. MemoryError: a header that announces the world.
+# that is no UTF-8. RecursionError: nesting without end. MemoryError: there is none left.
 UNREADABLE = (msgspec.DecodeError, ValueError, OverflowError, RecursionError, MemoryError)
 
 
-def _check_version(data: bytes) -> None:
+def _check_version(data: bytes | memoryview) -> None:
     if not data:
         raise Malformed("an empty message, or one of several frames", code="malformed")
     if data[0] != PROTOCOL_VERSION:
@@ -437,7 +440,7 @@ def _explain(content: memoryview, problem: str, code: str) -> Malformed:
 
 
 def _code_of_no_request(code: str) -> str:
-    return code if code == "too_large" else "malformed"
+    return code if code in ("too_large", OutOfMemory.code) else "malformed"
 
 
 def _read(decoder: msgspec.msgpack.Decoder[T], raw: msgspec.Raw | msgspec.UnsetType) -> T | None:

@@ -47,8 +47,8 @@ _EVERYBODY, _OBSERVERS = b"endpoint", b"observer_endpoint"
 REFUSALS = ("unknown_key", "unknown_user", "handshake_failed", "too_many_connections")
 DRAIN_LIMIT = 64  # messages per wake-up: about a millisecond of work before timers are looked at again
 
-ServerMessage = Callable[[bytes, bytes], None]
-ClientMessage = Callable[[bytes], None]
+ServerMessage = Callable[[bytes, bytes | memoryview], None]
+ClientMessage = Callable[[bytes | memoryview], None]
 
 
 class ServerTransport(Protocol):
