@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import structlog
@@ -14,13 +14,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.simulation.pool import SIM_MASTER, SimPool
 from transferd.config import from_tree
+from transferd.control import events
 from transferd.daemon.daemon import Daemon
 from transferd.errors import ConfigError, StorageUnavailable
 from transferd.observability import logs
 from transferd.observability.http import MAX_CONNECTIONS, MAX_HEADER_BYTES, HttpServer, Page
 from transferd.observability.metrics import Reports
 from transferd.storage.mooncake import MooncakeStorage, error_codes
-from transferd.tasks import Merged, RankOutcome, Status, SwapInTask, TaskResult
+from transferd.tasks import ErrorInfo, Merged, RankOutcome, RankResult, Status, SwapInTask, TaskResult
 
 
 async def request(port: int, raw: bytes) -> tuple[int, bytes, bytes]:
@@ -208,7 +209,8 @@ async def test_metrics_parse_and_count(daemon: Daemon) -> None:
     assert status == 200
     families = {family.name: family for family in text_string_to_metric_families(body.decode())}
     counts = [s for s in families["transferd_task_duration_seconds"].samples if s.name.endswith("_count")]
-    assert {s.labels["kind"]: s.value for s in counts}["swap_in"] == 1
+    taken = {(s.labels["kind"], s.labels["status"]): s.value for s in counts}
+    assert (taken.pop(("swap_in", "ok")), set(taken.values())) == (1, {0})
     assert families["transferd_ready"].samples[0].value == 0
     assert families["transferd_log_dropped"].samples[0].value == logs.statistics()["log_dropped"]
     assert families["transferd_log_left_out"].samples[0].value == logs.statistics()["log_left_out"]
@@ -216,6 +218,61 @@ async def test_metrics_parse_and_count(daemon: Daemon) -> None:
     assert refused == {"unknown_key": 0} | dict.fromkeys(daemon.reports.refused(), 0)
     assert families["transferd_staging_capacity_bytes"].samples[0].value > 0
     assert len(families["transferd_lane_done"].samples) == 12, "two ranks, six lanes"
+
+
+async def test_label_values_are_there_at_0_and_no_label_changes_with_each_start(daemon: Daemon) -> None:
+    _, body = await get(port_of(daemon.reports), "/metrics")
+    samples = [sample for family in text_string_to_metric_families(body.decode()) for sample in family.samples]
+
+    def values(name: str, label: str) -> dict[str, float]:
+        return {sample.labels[label]: sample.value for sample in samples if sample.name == name}
+
+    assert values("transferd_tasks_total", "status") == dict.fromkeys(map(str, Status), 0)
+    assert {"queue_full", "not_attached", "malformed"} <= set(values("transferd_rejects_total", "code"))
+    assert values("transferd_storage_evictions_total", "reason") == {"capacity": 0, "medium_full": 0, "shrink": 0}
+    assert values("transferd_storage_breaker_state", "state") == {"closed": 1, "open": 0, "half_open": 0}
+    assert values("transferd_effects_failed_total", "effect").keys() == {
+        one.__name__ for one in get_args(events.Instruction)
+    }
+    assert {"process_resident_memory_bytes", "process_start_time_seconds", "process_open_fds"} <= {
+        sample.name for sample in samples
+    }
+    assert not any("boot_id" in sample.labels for sample in samples)
+    assert not any(sample.name.endswith("_created") for sample in samples)
+
+
+async def test_what_a_task_took_is_told_by_stage_and_a_missed_deadline_by_place(daemon: Daemon) -> None:
+    task = SwapInTask(task_id="t", gpu_block_ids=[], cpu_block_ids=[])
+    late = ErrorInfo("expired", "too late")
+    ranks = [RankResult(rank=n, status=Status.OK, queue_s=1.0, copy_s=2.0, storage_s=4.0) for n in range(2)]
+    observe = daemon.reports.tasks.observe_result
+    observe(task, TaskResult(task_id="t", status=Status.PARTIAL, ranks=ranks, error=late))
+    observe(task, TaskResult(task_id="t", status=Status.EXPIRED, error=late))
+    _, body = await get(port_of(daemon.reports), "/metrics")
+    families = {family.name: family for family in text_string_to_metric_families(body.decode())}
+    spent = {s.labels["stage"]: s.value for s in families["transferd_stage_seconds"].samples if s.value}
+    assert spent == {"queue": 2.0, "copy": 4.0, "storage": 8.0}
+    missed = {s.labels["where"]: s.value for s in families["transferd_deadlines_missed"].samples if s.value}
+    assert missed == {"running": 1, "queued": 1}
+
+
+async def test_a_pool_that_dies_is_noticed_without_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transferd.storage.mooncake.store.HEARTBEAT_S", 0.01)
+    tree = {"storage": {"backend": "mooncake", "mooncake": {"master_server_addr": SIM_MASTER, "probe_interval": 0.01}}}
+    pool, config = SimPool(), from_tree(tree | {"cache": {"host_blocks": 0}, "metrics": {"listen": ""}})
+    storage = MooncakeStorage(config, set_up=pool.set_up)
+
+    async def until(opened: int, state: str) -> None:
+        async with asyncio.timeout(30):
+            while (now := storage.statistics())["breaker_opened"] < opened or now["breaker"] != state:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+
+    await storage.open()
+    await until(0, "closed")
+    for times in (1, 2):  # the heart goes on beating
+        pool.answer("exists", error_codes.RPC_FAIL)
+        await until(times, "closed")  # noticed, and its return, too
+    await storage.close()
 
 
 async def test_arrivals_that_the_barrier_dropped_reach_the_operator(daemon: Daemon) -> None:

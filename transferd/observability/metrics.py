@@ -1,4 +1,4 @@
-"""Prometheus metrics: read from one stats() dict at each scrape, plus a histogram of task latencies.
+"""Prometheus metrics: read from one stats() dict at each scrape, plus what task_metrics.py counts of each task.
 
 Labels are bounded by construction: ranks, lanes, statuses, codes, tiers.
 """
@@ -9,32 +9,32 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 
 from transferd.observability.http import MAX_CONNECTIONS, HttpServer, Page
+from transferd.observability.task_metrics import TaskMetrics
 from transferd.runtime.descriptors import spare
-from transferd.tasks import Lane, Task, TaskResult
+from transferd.tasks import Status
 
-LATENCY_BUCKETS_S = (
-    0.0001,
-    0.00025,
-    0.0005,
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1,
-    2.5,
-    5,
-    10,
-    30,
+# What exists at 0 from the start, of counters with labels: rate() misses the first one of a series that begins with it.
+STATUSES = [str(status) for status in Status]
+REJECTS = (
+    *("queue_full", "bytes_in_flight", "starting", "draining", "not_attached", "empty_block", "cleared", "cache_gone"),
+    *(
+        "bad_value",
+        "id_out_of_range",
+        "task_id_conflict",
+        "task_id_busy",
+        "no_storage_tier",
+        "no_host_tier",
+        "rank_died",
+    ),
+    *("malformed", "unsupported_version", "unknown_type", "too_large", "stale_session", "forbidden", "too_often"),
 )
+EFFECTS = ("Start", "StopTask", "ExpireRound", "Reply", "Publish", "WakeAt")
+EVICTED_FOR = ("capacity", "medium_full", "shrink")
+BREAKER_STATES = ("closed", "open", "half_open")
 
 # What some backends count besides, and how it reads.
 _STORAGE_EVENTS = {
@@ -47,6 +47,13 @@ _STORAGE_EVENTS = {
     "breaker_opened": "Times that storage did not answer",
 }
 
+# Key of stats()["storage"], metric, help.
+_STORAGE_FILL = (
+    ("objects", "objects", "Stored objects"),
+    ("bytes", "bytes", "Stored bytes"),
+    ("capacity", "capacity_bytes", "Bytes that may be stored"),
+)
+
 # Key of stats()["barrier"], metric, help.
 _BARRIER_COUNTS = (
     ("completed", "rounds", "Rounds that have ended, for whatever reason"),
@@ -57,23 +64,6 @@ _BARRIER_COUNTS = (
 Stats = Callable[[], dict[str, Any]]
 
 
-class TaskMetrics:
-    """Latency of admitted tasks, from admission to answer, by kind."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        histogram = Histogram(
-            "transferd_task_duration_seconds",
-            "From a task's admission to its answer",
-            ["kind"],
-            buckets=LATENCY_BUCKETS_S,
-            registry=registry,
-        )
-        self._by_kind = {str(lane): histogram.labels(str(lane)) for lane in Lane}
-
-    def observe_result(self, task: Task, result: TaskResult) -> None:
-        self._by_kind[task.lane].observe(result.duration)
-
-
 class _StatsCollector:
     """Turns one stats() dict into metric families."""
 
@@ -82,9 +72,7 @@ class _StatsCollector:
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
-        yield InfoMetricFamily(
-            "transferd_build", "Which daemon this is", {"version": stats["version"], "boot_id": stats["boot_id"]}
-        )
+        yield InfoMetricFamily("transferd_build", "Which version this is", {"version": stats["version"]})
         yield from self._daemon(stats)
         yield from self._ranks(stats)
         yield from self._memory(stats)
@@ -99,8 +87,15 @@ class _StatsCollector:
         yield _gauge("transferd_tasks_queued", "Tasks admitted and not running", stats["queued"])
         yield _gauge("transferd_tasks_running", "Tasks running", stats["running"])
         yield _gauge("transferd_tasks_straggling", "Answered tasks that a rank still holds on to", stats["straggling"])
-        yield _counter("transferd_tasks", "Tasks answered, by final status", ["status"], stats["tasks"])
-        yield _counter("transferd_rejects", "Requests refused, by code", ["code"], stats["rejects"])
+        yield _counter(
+            "transferd_tasks",
+            "Tasks answered, by final status",
+            ["status"],
+            dict.fromkeys(STATUSES, 0) | stats["tasks"],
+        )
+        yield _counter(
+            "transferd_rejects", "Requests refused, by code", ["code"], dict.fromkeys(REJECTS, 0) | stats["rejects"]
+        )
         barrier = stats["barrier"]
         yield _gauge("transferd_barrier_rounds_open", "Rounds in which ranks have yet to arrive", barrier["open"])
         yield _gauge("transferd_barrier_ranks_owing", "Arrivals still owed to rounds that have ended", barrier["owing"])
@@ -117,7 +112,7 @@ class _StatsCollector:
             "transferd_effects_failed",
             "Decisions whose carrying out raised: a bug",
             ["effect"],
-            stats["effects_failed"],
+            dict.fromkeys(EFFECTS, 0) | stats["effects_failed"],
         )
         yield _counter("transferd_log_dropped", "Log lines that were lost", [], {"": stats["log_dropped"]})
         yield _counter("transferd_log_left_out", "Log lines that came too often", [], {"": stats["log_left_out"]})
@@ -146,9 +141,9 @@ class _StatsCollector:
 
     def _storage(self, storage: dict[str, Any]) -> Iterator[Metric]:
         backend = {"backend": storage["backend"]}
-        for key in ("objects", "bytes"):
+        for key, name, text in _STORAGE_FILL:
             if storage.get(key) is not None:
-                gauge = GaugeMetricFamily(f"transferd_storage_{key}", f"Stored {key}", labels=["backend"])
+                gauge = GaugeMetricFamily(f"transferd_storage_{name}", text, labels=["backend"])
                 gauge.add_metric([backend["backend"]], storage[key])
                 yield gauge
         for key in ("hits", "misses", "corrupt", "errors"):
@@ -166,11 +161,22 @@ class _StatsCollector:
                 yield _counter(
                     f"transferd_storage_scrub_{key}", text, ["backend"], {backend["backend"]: storage["scrub"][key]}
                 )
-        if "breaker" in storage:
-            text = "1 while calls go through, 0 while they fail at once because storage did not answer"
-            gauge = GaugeMetricFamily("transferd_storage_available", text, labels=["backend"])
-            gauge.add_metric([backend["backend"]], float(storage["breaker"] == "closed"))
-            yield gauge
+        yield from self._breaker(storage.get("breaker", "closed"), storage["backend"])
+        evicted = CounterMetricFamily("transferd_storage_evictions", "Objects evicted", labels=["backend", "reason"])
+        for reason, number in (dict.fromkeys(EVICTED_FOR, 0) | storage.get("evicted_for", {})).items():
+            evicted.add_metric([storage["backend"], reason], number)
+        yield evicted
+
+    def _breaker(self, state: str, backend: str) -> Iterator[Metric]:
+        text = "1 while calls go through, 0 while they fail at once because storage did not answer"
+        gauge = GaugeMetricFamily("transferd_storage_available", text, labels=["backend"])
+        gauge.add_metric([backend], float(state == "closed"))
+        yield gauge
+        text = "1 for the state that the circuit breaker is in"
+        states = GaugeMetricFamily("transferd_storage_breaker_state", text, labels=["backend", "state"])
+        for one in BREAKER_STATES:
+            states.add_metric([backend, one], float(state == one))
+        yield states
 
     def _events(self, events: dict[str, Any]) -> Iterator[Metric]:
         yield _counter("transferd_kv_events", "KV events published", [], {"": events["events"]})
@@ -206,6 +212,8 @@ class Reports:
         self._not_ready = not_ready
         self._registry = CollectorRegistry()
         self._registry.register(_StatsCollector(stats))
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a series for each series, and no use
+        ProcessCollector(registry=self._registry)
         self.tasks = TaskMetrics(self._registry)
         routes = {
             "/metrics": self._metrics,

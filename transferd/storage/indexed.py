@@ -179,6 +179,16 @@ class IndexedStorage(Storage):
             "errors": counts["errors"],
             "stored": counts["stored"],
             "evictions": counts["evictions"],
+            "evicted_for": self._evicted_for(),
+        }
+
+    def _evicted_for(self) -> dict[str, int]:
+        """Why objects went: room for another one, a medium fuller than the index knew, or a bound that shrank."""
+        full, shrink = self._counts["evicted_medium_full"], self._counts["evicted_shrink"]
+        return {
+            "capacity": max(0, self._counts["evictions"] - full - shrink),  # less those that could not be removed
+            "medium_full": full,
+            "shrink": shrink,
         }
 
     def __repr__(self) -> str:
@@ -278,6 +288,7 @@ class IndexedStorage(Storage):
         """The medium is fuller than the index knew: evict this object's own size. False: nothing to evict."""
         more = self._index.evict(write.blob.data.nbytes, write.use, _depth(write.blob, write.position))
         self._counts["evictions"] += len(more)
+        self._counts["evicted_medium_full"] += len(more)
         write.victims.extend(more)
         return bool(more)
 
@@ -353,6 +364,7 @@ class IndexedStorage(Storage):
     def _evict_in_background(self, victims: Sequence[Victim]) -> None:
         if victims:
             self._counts["evictions"] += len(victims)
+            self._counts["evicted_shrink"] += len(victims)
             self._leave(victims, self._remove, restore=True)
 
     def _leave(self, victims: Sequence[Victim], effect: Callable[[str], None], *, restore: bool) -> asyncio.Task[None]:

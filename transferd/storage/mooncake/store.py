@@ -44,6 +44,7 @@ from transferd.runtime.aio import uncancelled
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found, Outcome, Storage
 from transferd.storage.breaker import CircuitBreaker
+from transferd.storage.heartbeat import Heartbeat
 from transferd.storage.mooncake import error_codes
 from transferd.storage.mooncake.client import KeyBatch, NativeClient, PoolClient, stall_limit
 from transferd.storage.mooncake.error_codes import describe
@@ -59,6 +60,7 @@ T = TypeVar("T")
 
 CLOSE_TIMEOUT_S = 5.0  # that a close waits for calls still under way
 LIBRARY_GIVES_UP_S = 60.0  # hard-coded in the library: a call this long may leave transfers behind
+HEARTBEAT_S = 10.0  # how long a pool that has died may go unnoticed while no task needs it
 PROBE_KEY = "transferd/probe"
 ROOM_PAUSES_S = (0.01, 0.02, 0.04)  # an eviction takes a few milliseconds
 CONTEST_PAUSES_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.4)  # a second for another writer
@@ -82,6 +84,7 @@ class MooncakeStorage(Storage):
         self._client: PoolClient | None = None
         self._calls: NativeCalls | None = None
         self._breaker = CircuitBreaker("mooncake", self._probe, self._section.probe_interval)
+        self._heartbeat = Heartbeat(lambda: self._ask(lambda client: client.exists([PROBE_KEY])), HEARTBEAT_S)
         self._registered: dict[int, int] = {}  # address: length
         self._counts: Counter[str] = Counter()
         self._puts, self._gets = Merger(self._put_now), Merger(self._get_now)
@@ -108,6 +111,7 @@ class MooncakeStorage(Storage):
             self._register(self._layouts.address, self._layouts.nbytes)
             with contextlib.suppress(StorageError):  # the next miss looks again
                 await self._layouts.look()
+        self._heartbeat.start()
 
     def register(self, memory: HostMemory) -> None:
         self._register(memory.address, memory.nbytes)
@@ -126,6 +130,7 @@ class MooncakeStorage(Storage):
         """Leave the pool. The whole process stands still for seconds of it (client.py), so this comes last."""
         if self._layouts is not None:
             await self._layouts.settled()
+        self._heartbeat.close()
         await self._breaker.close()
         client, self._client = self._client, None
         calls, self._calls = self._calls, None

@@ -1,0 +1,105 @@
+"""The alert rules and the dashboard: every expression parses and names metrics that a daemon has."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.observability.test_metrics import _NoTransport
+from tests.support.simulation.pool import SIM_MASTER, SimPool
+from transferd.config import from_tree
+from transferd.daemon.daemon import Daemon
+from transferd.storage.mooncake import MooncakeStorage
+
+DEPLOY = Path(__file__).parent.parent / "deploy"
+ALERTS = (DEPLOY / "prometheus" / "alerts.yml").read_text()
+DASHBOARD = json.loads((DEPLOY / "grafana" / "transferd.json").read_text())
+RULES = re.findall(r"- alert: (\w+)\n\s+expr: (.+)\n", ALERTS)
+PANELS = [(panel["title"], target["expr"]) for panel in DASHBOARD["panels"] for target in panel["targets"]]
+
+needs_promtool = pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="promtool (Debian: prometheus) is not there"
+)
+
+
+async def expositions(tmp_path: Path) -> list[str]:
+    """What a daemon with a file store says, and one with a pool."""
+    pages = []
+    common = {"cache": {"device_blocks": 4, "host_blocks": 0}, "metrics": {"listen": ""}}
+    pooled = from_tree(
+        common | {"storage": {"backend": "mooncake", "mooncake": {"master_server_addr": SIM_MASTER}}},
+    )
+    filed = from_tree(common | {"storage": {"file": {"path": str(tmp_path / "blocks")}}})
+    pool = MooncakeStorage(pooled, set_up=SimPool().set_up)
+    for config, storage in ((filed, None), (pooled, pool)):
+        daemon = Daemon(config, transport=_NoTransport(), storage=storage)  # type: ignore[arg-type]
+        pages.append(daemon.reports._metrics().body.decode())
+        await daemon.stop(lambda: 5.0)
+    return pages
+
+
+async def test_every_expression_names_metrics_and_label_values_that_exist(tmp_path: Path) -> None:
+    samples: dict[str, list[dict[str, str]]] = {"up": [{}]}
+    for page in await expositions(tmp_path):
+        for family in text_string_to_metric_families(page):
+            for sample in family.samples:
+                samples.setdefault(sample.name, []).append(sample.labels)
+    assert len(RULES) == ALERTS.count("- alert:") >= 15
+    for title, expression in RULES + PANELS:
+        names = re.findall(r"\b((?:transferd|process)_\w+|up\b)", expression)
+        assert names, title
+        for name in names:
+            assert name in samples, f"{title}: nothing is called {name}"
+        for name, selector in re.findall(r"\b((?:transferd|process)_\w+)\{([^}]*)\}", expression):
+            for label, operator, value in re.findall(r'(\w+)(=~?)"([^"]*)"', selector):
+                if label in ("instance", "job"):
+                    continue
+                known = {labels.get(label) for labels in samples[name]}
+                for one in value.split("|") if operator == "=~" else [value]:
+                    assert one in known, f'{title}: {name} has no {label}="{one}" at the start'
+
+
+def test_every_alert_says_what_to_do() -> None:
+    assert ALERTS.count("- alert:") == ALERTS.count("action: ") == ALERTS.count("severity: ")
+    severities = set(re.findall(r"severity: (\w+)", ALERTS))
+    assert severities == {"critical", "warning", "info"}
+
+
+def test_panels_have_a_place_of_their_own() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in DASHBOARD["panels"]:
+        at = panel["gridPos"]
+        cells = {(at["x"] + dx, at["y"] + dy) for dx in range(at["w"]) for dy in range(at["h"])}
+        assert not cells & taken, panel["title"]
+        assert at["x"] + at["w"] <= 24
+        taken |= cells
+
+
+@needs_promtool
+def test_promtool_accepts_the_rules_and_every_expression_of_the_dashboard(tmp_path: Path) -> None:
+    rules = "groups:\n  - name: dashboard\n    rules:\n"
+    for number, (_, expression) in enumerate(PANELS):
+        plain = expression.replace("$__rate_interval", "5m")
+        rules += f"      - record: panel:{number}\n        expr: '{plain}'\n"
+    (tmp_path / "dashboard.yml").write_text(rules)
+    files = [DEPLOY / "prometheus" / "alerts.yml", tmp_path / "dashboard.yml"]
+    done = subprocess.run(
+        ["promtool", "check", "rules", *files], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_promtool
+def test_promtool_accepts_the_metrics(tmp_path: Path) -> None:
+    for page in asyncio.run(expositions(tmp_path)):
+        done = subprocess.run(
+            ["promtool", "check", "metrics"], input=page, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
