@@ -90,7 +90,7 @@ def their_tests(tree: Path) -> bool:
     print(f"FastDeploy's own tests: {_counts(without)} without the plugin, {_counts(with_it)} with it")
     bad = []
     for name in differ:
-        file = name.partition("::")[0]
+        file = _file(tree, name)
         again = [
             [_outcomes(tree, plugin=plugin, names=(file,)).get(name) for _ in range(LUCK)] for plugin in (False, True)
         ]
@@ -107,8 +107,9 @@ def _outcomes(tree: Path, *, plugin: bool, names: tuple[str, ...]) -> dict[str, 
         variables.pop("FD_PLUGINS", None)
         if plugin:
             variables["FD_PLUGINS"] = "transferd"
+        as_it_is = ["-c", os.devnull, f"--rootdir={tree}"]  # not with the settings of the project around it
         subprocess.run(
-            [str(PYTHON), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *names],
+            [str(PYTHON), "-m", "pytest", "-q", "-p", "no:cacheprovider", *as_it_is, f"--junitxml={report}", *names],
             cwd=tree, env=variables, timeout=RUN_TIMEOUT_S, check=False, stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )  # fmt: skip
@@ -117,9 +118,14 @@ def _outcomes(tree: Path, *, plugin: bool, names: tuple[str, ...]) -> dict[str, 
 
 
 def _name(case: ET.Element) -> str:
-    module, _, owner = str(case.get("classname")).partition(".Test")
-    file = module.replace(".", "/") + ".py"
-    return f"{file}::{'Test' + owner + '::' if owner else ''}{case.get('name')}"
+    return f"{case.get('classname')}::{case.get('name')}"
+
+
+def _file(tree: Path, name: str) -> str:
+    """Where a test is: its name begins with the file's, with dots, and goes on with its class."""
+    parts = name.partition("::")[0].split(".")
+    files = (Path(*parts[:end]).with_suffix(".py") for end in range(len(parts), 0, -1))
+    return str(next(file for file in files if (tree / file).is_file()))
 
 
 def _end(case: ET.Element) -> str:

@@ -284,10 +284,10 @@ class Engine:
     def close(self) -> None:
         for client in self._clients:
             client.close()
-        self.manager.cache_task_queue = _Ended()
+        self.manager.cache_task_queue = Ended()
         status = getattr(self.manager, "prefix_tree_status_signal", None)
         if status is not None:
-            status.value = _Ended()
+            status.value = Ended()
         self.queue.cleanup()
         for tier in self._tiers:
             asyncio.run(tier.close())
@@ -322,7 +322,7 @@ def wait_for(condition: Any) -> None:
     raise AssertionError(f"not within {TIMEOUT_S} s")
 
 
-class _Ended:
+class Ended:
     """Ends FastDeploy's endless threads quietly at their next look; in an engine the process ends."""
 
     def get_transfer_done_signal(self) -> None:
@@ -344,6 +344,7 @@ class _Idle:
 def _signals(tp: int, suffix: int) -> dict[str, Any]:
     """Those that FastDeploy's engine makes before it launches anything."""
     sizes = dict.fromkeys(("cache_ready_signal", "swap_space_ready_signal", "cache_transfer_inited_signal"), tp)
+    sizes["worker_healthy_live_signal"] = tp
     sizes |= dict.fromkeys(("prefix_tree_status", "kv_cache_status", "model_weights_status"), 1)
     return {
         name: IPCSignal(name=name, array=np.zeros([size], dtype=np.int32), dtype=np.int32, suffix=suffix, create=True)
@@ -359,7 +360,7 @@ def _config(shape: Shape, cache_port: int) -> Any:
         bytes_per_token_per_layer=64, local_cache_queue_port=cache_port, local_rdma_comm_ports=None,
         kvcache_storage_backend=shape.backend, write_policy="write_through",
     )  # fmt: skip
-    model = SimpleNamespace(model=shape.model, dtype="bfloat16", max_model_len=256)
+    model = SimpleNamespace(model=shape.model, dtype="bfloat16", max_model_len=shape.gpu_blocks * BLOCK_SIZE)
     return SimpleNamespace(
         cache_config=cache,
         model_config=model,
