@@ -2,7 +2,7 @@
 
     make mutate MODULE=control/lanes
 
-Makes one small change at a time to `transferd/<MODULE>.py`, in a copy of the tree, and runs the test file of the same
+Makes one small change at a time to `transferd/<MODULE>.py`, in a copy of the tree, and runs the test files of the same
 name against it: a comparison or a sum is another one, a number is one more or less, a condition or a flag is turned
 round, a loop does nothing, an `except` catches nothing, a call or an assignment is dropped. Prints each change that no
 test noticed, then the share that was noticed. Some survivors change nothing that can be observed; docs/testing.md
@@ -95,10 +95,11 @@ class SwapIn(Operator):
 
 
 def tests_of(module: str) -> list[str]:
-    """The test files that carry the module's name."""
+    """The test files that carry the module's name: test_lanes.py, and test_lanes_*.py if there are any."""
     folder, _, name = module.rpartition("/")
-    found = sorted((ROOT / "tests" / folder).glob(f"test_{name}.py"))
-    found += sorted((ROOT / "tests" / folder).glob(f"test_{name}_*.py"))  # slow ones are called …_stateful: last
+    files = (ROOT / "tests" / folder).glob(f"test_{name}*.py")
+    found = [path for path in files if path.stem == f"test_{name}" or path.stem.startswith(f"test_{name}_")]
+    found.sort(key=lambda path: (path.stem.endswith("_stateful"), path.name))  # the slow ones last
     if not found:
         sys.exit(f"transferd/{module}.py has no test file of its name: expected tests/{folder}/test_{name}.py")
     return [str(path.relative_to(ROOT)) for path in found]
