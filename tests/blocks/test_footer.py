@@ -161,6 +161,13 @@ def test_a_slot_without_room_for_the_footer_is_a_bug(slot_bytes: int) -> None:
         check(memoryview(bytearray(slot_bytes)), PAYLOAD, stamp())
 
 
+def test_a_payload_of_less_than_nothing_is_a_bug() -> None:
+    slot = memoryview(bytearray(PAYLOAD))
+    for act in (seal, check):
+        with pytest.raises(InvariantError, match="cannot hold -1 bytes and a footer"):
+            act(slot, -1, stamp())
+
+
 def test_reasons_are_plain_text_for_metrics() -> None:
     assert [str(reason) for reason in Damage] == [reason.value for reason in Damage]
     assert f"{Damage.CHECKSUM}" == "checksum"

@@ -112,6 +112,21 @@ def test_a_wake_is_asked_for_only_when_it_is_sooner_than_the_one_that_will_come(
     assert ev.WakeAt(5.0) in speaker.submit(write("d", 4, timeout=5.0))
 
 
+def test_a_wake_that_will_come_for_a_task_that_has_ended_is_enough_for_a_later_one() -> None:
+    speaker = Speaker()
+    speaker.submit(write("a", 1, timeout=5.0))
+    speaker.merge("a", OK, 1.0)
+    assert speaker.submit(write("b", 2, timeout=20.0), now=1.0) == [ev.Start(write("b", 2, timeout=20.0), "g1", 1.0)]
+    assert speaker.dispatcher.handle(ev.DeadlineReached(5.0)) == [ev.WakeAt(21.0)]
+
+
+def test_ranks_that_hold_on_are_left_behind_however_late_the_wake_comes() -> None:
+    speaker = Speaker(deadline_slack=1.0)
+    speaker.submit(write("w", 1, timeout=5.0))
+    speaker.dispatcher.handle(ev.DeadlineReached(5.0))
+    assert speaker.dispatcher.handle(ev.DeadlineReached(6.5)) == [ev.ExpireRound("w")]
+
+
 def test_a_wake_that_comes_too_early_asks_for_the_next_one() -> None:
     speaker = Speaker()
     speaker.submit(write("a", 1, timeout=9.0))
