@@ -15,7 +15,7 @@ import zmq
 
 from transferd.errors import ConfigError
 from transferd.runtime import descriptors
-from transferd.wire.connection_limit import Doorman
+from transferd.wire.connection_limit import ConnectionLimit
 
 PLACES = 32  # descriptors, of which the first client takes a dozen
 WAIT_MS = 10_000
@@ -49,13 +49,13 @@ def _listening(endpoint: str, places: int) -> Iterator[tuple[zmq.Socket[bytes], 
     router.setsockopt(zmq.LINGER, 0)
     router.setsockopt(zmq.RCVTIMEO, WAIT_MS)
     router.setsockopt(zmq.BACKLOG, 128)
-    doorman = Doorman(context, router, first_refused=lowest_free() + places)
+    limit = ConnectionLimit(context, router, first_refused=lowest_free() + places)
     try:
         router.bind(endpoint)
         yield router, router.getsockopt_string(zmq.LAST_ENDPOINT)
     finally:
-        doorman.close()
-        doorman.close()
+        limit.close()
+        limit.close()
         router.close()
         context.term()
 

@@ -14,7 +14,7 @@ import zmq
 
 from transferd.errors import ConfigError
 from transferd.wire import endpoint
-from transferd.wire.endpoint import Claim
+from transferd.wire.endpoint import EndpointLock
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_a_living_programs_socket_is_in_use_and_stays(path: Path, kind: socket.S
             other.listen(1)
         before = identity(path)
         with pytest.raises(ConfigError, match="in use by another program"):
-            Claim(f"ipc://{path}")
+            EndpointLock(f"ipc://{path}")
         assert identity(path) == before
 
 
@@ -59,20 +59,20 @@ def test_a_listener_whose_backlog_is_full_is_in_use_and_nobody_waits_for_it(path
                 one.setblocking(False)
                 one.connect_ex(str(path))
             with pytest.raises(ConfigError, match="in use by another program"):
-                Claim(f"ipc://{path}")
+                EndpointLock(f"ipc://{path}")
 
 
 def test_a_socket_that_nobody_listens_on_is_taken(path: Path, router: zmq.Socket[bytes]) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
         dead.bind(str(path))
         dead.listen(1)
-    claim = Claim(f"ipc://{path}")
-    claim.bind(router, 0o660)
+    lock = EndpointLock(f"ipc://{path}")
+    lock.bind(router, 0o660)
     assert stat.S_IMODE(path.stat().st_mode) == 0o660
     with pytest.raises(ConfigError, match="in use by another daemon"):
-        Claim(f"ipc://{path}")
+        EndpointLock(f"ipc://{path}")
     router.close()
-    claim.release()
+    lock.release()
     assert not path.exists()
 
 
@@ -88,7 +88,7 @@ def test_a_socket_that_one_may_not_ask_is_left_alone(path: Path, monkeypatch: py
         other.bind(str(path))
     monkeypatch.setattr(endpoint.sockets, "socket", Forbidding)
     with pytest.raises(ConfigError, match="may not connect"):
-        Claim(f"ipc://{path}")
+        EndpointLock(f"ipc://{path}")
     assert path.exists()
 
 
@@ -102,5 +102,5 @@ def test_what_is_no_socket_is_not_removed(path: Path, tmp_path: Path, kind: str)
         path.symlink_to(tmp_path / "nowhere")
     before = identity(path)
     with pytest.raises(ConfigError, match="not a socket"):
-        Claim(f"ipc://{path}")
+        EndpointLock(f"ipc://{path}")
     assert identity(path) == before

@@ -73,7 +73,7 @@ def from_tree(tree: Mapping[str, Any]) -> Config:
     try:
         config = msgspec.convert(tree, Config, dec_hook=_decode_size)
     except msgspec.ValidationError as error:
-        raise _explain(tree, error) from None
+        raise _as_config_error(tree, error) from None
     check(config)
     return config
 
@@ -109,7 +109,7 @@ def _value(text: str) -> Any:
         return text
 
 
-def _explain(tree: Mapping[str, Any], error: msgspec.ValidationError) -> ConfigError:
+def _as_config_error(tree: Mapping[str, Any], error: msgspec.ValidationError) -> ConfigError:
     """msgspec's sentence and JSON path, turned into `section.key: what is wrong (value)`."""
     text, _, where = str(error).partition(" - at `$")
     path = where.rstrip("`").lstrip(".")

@@ -34,7 +34,7 @@ def first_refused(max_connections: int) -> int:
     """The descriptor number from which on a connection is one too many.
 
     The kernel gives out the lowest free number, so the number of a new connection says how many are open. A
-    quarter of a low limit is kept free: for files, and for what is accepted before the doorman sees it.
+    quarter of a low limit is kept free: for files, and for what is accepted before connection_limit.py sees it.
     """
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     wanted = max_connections + OTHERS

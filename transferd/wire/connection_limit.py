@@ -43,7 +43,7 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _numbers = itertools.count()
 
 
-class Doorman:
+class ConnectionLimit:
     """Watches one socket that is going to listen. Owns a thread from `__init__` to `close`. Raises NoThreads.
 
     first_refused: the descriptor number from which on connections are refused.
@@ -56,12 +56,12 @@ class Doorman:
         self._first_refused = first_refused
         self._socket = socket
         self._listening: set[object] = set()
-        address = f"inproc://transferd.doorman.{next(_numbers)}"
+        address = f"inproc://transferd.connection-limit.{next(_numbers)}"
         socket.monitor(address, _WATCHED)
         self._events: zmq.Socket[bytes] = context.socket(zmq.PAIR)
         self._events.connect(address)
         try:
-            self._thread = start_thread("transferd-doorman", self._watch)
+            self._thread = start_thread("transferd.connection-limit", self._watch)
         except NoThreads:
             socket.disable_monitor()
             self._events.close(0)

@@ -9,7 +9,7 @@ itself stays (removing a lock file while somebody opens it is how two holders co
 Other programs know nothing of that lock. So a socket that lies at the path is asked, too: only one that
 nobody listens on (connect() is refused) is taken for a leftover and removed.
 
-tcp:// needs no claim: the kernel refuses a second listener.
+tcp:// needs no lock: the kernel refuses a second listener.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import zmq
 from transferd.errors import ConfigError
 
 
-class Claim:
+class EndpointLock:
     """The exclusive right to bind one endpoint. Owns the lock file's descriptor; release() gives both back.
 
     key: where the endpoint stands in the configuration. Raises ConfigError, one line that names key and

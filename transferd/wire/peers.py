@@ -28,17 +28,17 @@ MOST_REMEMBERED = 16384
 class Peers:
     """The peers of one server.
 
-    marked: there are observers, and names begin with a mark. lookers: uids that only look, on the socket for all.
+    marked: there are observers, and names begin with a mark. observers: uids that only look, on the socket for all.
     """
 
-    def __init__(self, *, marked: bool, lookers: frozenset[int] = frozenset()) -> None:
+    def __init__(self, *, marked: bool, observers: frozenset[int] = frozenset()) -> None:
         self._marked = marked
-        self._lookers = lookers
+        self._observers = observers
         self._addresses: dict[bytes, str] = {}  # oldest first
 
     def receiver(self, on_message: OnMessage) -> Receive:
         """How the socket for all is read: the less has to be known of a peer, the cheaper."""
-        if self._lookers:
+        if self._observers:
             return lambda socket: self._receive_with_uid(socket, on_message)
         mark = _self_named if self._marked else None
 
@@ -71,7 +71,7 @@ class Peers:
         payload = content_of(message) if not drop_rest(socket) else b""
         address = peer_address(message)
         uid = uid_of(address)
-        peer = _OBSERVER_BY_UID + name if uid is None or uid in self._lookers else _self_named(name)
+        peer = _OBSERVER_BY_UID + name if uid is None or uid in self._observers else _self_named(name)
         self._remember(peer, address)
         on_message(peer, payload)
 

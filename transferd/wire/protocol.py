@@ -319,18 +319,18 @@ def decode_request(data: bytes | memoryview, max_message: int | None = None) -> 
     _check_version(data)
     content = memoryview(data)[1:]
     if max_message is not None and len(data) > max_message:
-        raise _explain(content, f"a message of {len(data)} bytes, {max_message} are allowed", "too_large")
+        raise _as_malformed(content, f"a message of {len(data)} bytes, {max_message} are allowed", "too_large")
     try:
         if len(content) > CAREFUL_BYTES:
             _token_ids_decoder.decode(content)
         return _request_decoder.decode(content)
     except msgspec.ValidationError as error:
-        raise _explain(content, str(error), "bad_value") from None
+        raise _as_malformed(content, str(error), "bad_value") from None
     except MemoryError:
         problem = f"no memory to read a message of {len(data)} bytes; try again later"
-        raise _explain(content, problem, OutOfMemory.code) from None
+        raise _as_malformed(content, problem, OutOfMemory.code) from None
     except UNREADABLE as error:
-        raise _explain(content, f"not msgpack: {error}", "malformed") from None
+        raise _as_malformed(content, f"not msgpack: {error}", "malformed") from None
 
 
 def decode_reply(data: bytes | memoryview) -> Reply:
@@ -416,7 +416,7 @@ _KNOWN_TAGS = _TASK_TAGS | {str(kind.__struct_config__.tag) for kind in get_args
 T = TypeVar("T")
 
 
-def _explain(content: memoryview, problem: str, code: str) -> Malformed:
+def _as_malformed(content: memoryview, problem: str, code: str) -> Malformed:
     """Say what is wrong, and whose message it was if that much can be read."""
     try:
         loose = _loose_decoder.decode(content)

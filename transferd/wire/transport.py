@@ -31,14 +31,14 @@ from transferd.errors import Closed, ConfigError
 from transferd.wire.abandoned import free_with
 from transferd.wire.credentials import resolve_group, resolve_uids
 from transferd.wire.curve import ClientCurve, ServerCurve, client_keys
-from transferd.wire.endpoint import Claim
+from transferd.wire.endpoint import EndpointLock
 from transferd.wire.frames import number_of, one_frame
 from transferd.wire.obstacle import find_obstacle
 from transferd.wire.peers import LIBZMQ_NAMED, OBSERVER_BY_ENDPOINT, Peers
 from transferd.wire.zap import ConnectionGate
 
 if TYPE_CHECKING:
-    from transferd.wire.connection_limit import Doorman
+    from transferd.wire.connection_limit import ConnectionLimit
 
 # A plain int: combining two flags of the enum at every send costs more than the frame.
 _MORE = int(zmq.SNDMORE | zmq.DONTWAIT)
@@ -214,8 +214,8 @@ class ZmqServerTransport:
         self._observers: Channel | None = None
         self.observer_endpoint = config.observer_endpoint
         self._gate: ConnectionGate | None = None
-        self._doormen: list[Doorman] = []
-        self._claims: list[Claim] = []
+        self._limits: list[ConnectionLimit] = []
+        self._locks: list[EndpointLock] = []
         self._endpoints: list[str] = list(config.endpoints)
 
     @property
@@ -227,11 +227,11 @@ class ZmqServerTransport:
         config = self._config
         curve = ServerCurve.load(config.curve) if config.curve is not None else None
         allowed = resolve_uids("server.allowed_uids", config.allowed_uids)
-        looking = resolve_uids("server.observer_uids", config.observer_uids)
-        self._peers = Peers(marked=self._marked, lookers=looking - allowed)
+        observing = resolve_uids("server.observer_uids", config.observer_uids)
+        self._peers = Peers(marked=self._marked, observers=observing - allowed)
         group = resolve_group("server.socket_group", config.socket_group)
         observer_group = resolve_group("server.observer_group", config.observer_group)
-        uids = {_EVERYBODY: allowed and allowed | looking, _OBSERVERS: looking and allowed | looking}
+        uids = {_EVERYBODY: allowed and allowed | observing, _OBSERVERS: observing and allowed | observing}
         keys = curve.allowed if curve is not None else None
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         everybody = context.socket(zmq.ROUTER)
@@ -248,10 +248,10 @@ class ZmqServerTransport:
                 bound = self._bind_all(observers, "observer_endpoint", endpoints, curve, mode, observer_group)
                 self.observer_endpoint = bound[0]
         except BaseException:
-            self._dismiss_doormen()
+            self._close_limits()
             for socket in filter(None, (everybody, observers)):
                 socket.close(0)
-            self._let_go(context)
+            self._release(context)
             raise
         self._channel = Channel(context, everybody, self._peers.receiver(on_message), owns_context=False)
         if observers is not None:
@@ -263,10 +263,10 @@ class ZmqServerTransport:
         from transferd.runtime.descriptors import (
             first_refused,  # what a client, which shares this module, need not load
         )
-        from transferd.wire.connection_limit import Doorman
+        from transferd.wire.connection_limit import ConnectionLimit
 
         self._set_options(socket)
-        self._doormen.append(Doorman(socket.context, socket, first_refused(self._config.max_connections)))
+        self._limits.append(ConnectionLimit(socket.context, socket, first_refused(self._config.max_connections)))
         if domain:
             socket.setsockopt(zmq.ZAP_DOMAIN, domain)
 
@@ -298,9 +298,9 @@ class ZmqServerTransport:
         for endpoint in sorted(endpoints, key=_is_tcp):
             if curve is not None and _is_tcp(endpoint):
                 curve.apply(socket)
-            claim = Claim(endpoint, f"server.{key}")
-            self._claims.append(claim)
-            bound[endpoint] = claim.bind(socket, mode, gid)
+            lock = EndpointLock(endpoint, f"server.{key}")
+            self._locks.append(lock)
+            bound[endpoint] = lock.bind(socket, mode, gid)
         return [bound[endpoint] for endpoint in endpoints]
 
     def observes(self, peer: bytes) -> bool:
@@ -312,7 +312,7 @@ class ZmqServerTransport:
     def refused(self) -> dict[str, int]:
         """Connections that were refused since the start, by reason."""
         counts = Counter[str](dict.fromkeys(REFUSALS, 0))
-        for source in (self._gate, *self._doormen):
+        for source in (self._gate, *self._limits):
             if source is not None:
                 counts.update(source.refused)
         return dict(counts)
@@ -329,8 +329,8 @@ class ZmqServerTransport:
         before, self._gate.keys = self._gate.keys, client_keys(curve.client_keys_dir)
         revoked = before - self._gate.keys
         if revoked:
-            for doorman in self._doormen:
-                doorman.end_tcp()
+            for limit in self._limits:
+                limit.end_tcp()
         return len(self._gate.keys - before), len(revoked)
 
     def send(self, peer: bytes, payload: bytes) -> bool:
@@ -358,23 +358,23 @@ class ZmqServerTransport:
         self._channel = self._observers = None
         if channel is None:
             return
-        self._dismiss_doormen()
+        self._close_limits()
         if observers is not None:
             observers.close()
         channel.close()
-        self._let_go(channel.context)
+        self._release(channel.context)
 
-    def _dismiss_doormen(self) -> None:
-        while self._doormen:
-            self._doormen.pop().close()
+    def _close_limits(self) -> None:
+        while self._limits:
+            self._limits.pop().close()
 
-    def _let_go(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    def _release(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         if self._gate is not None:
             self._gate.close()
         context.term()
-        for claim in self._claims:
-            claim.release()
-        self._claims, self._gate = [], None
+        for lock in self._locks:
+            lock.release()
+        self._locks, self._gate = [], None
 
 
 class ZmqClientTransport:

@@ -26,7 +26,7 @@ import zmq
 
 from transferd.config import EventsSection
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
-from transferd.wire.endpoint import Claim
+from transferd.wire.endpoint import EndpointLock
 from transferd.wire.kv_events import KvEvent, encode_batch
 from transferd.wire.transport import Channel, set_common_options
 
@@ -61,7 +61,7 @@ class EventSockets:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._pub: zmq.Socket[bytes] | None = None
         self._router: Channel | None = None
-        self._claims: list[Claim] = []
+        self._locks: list[EndpointLock] = []
         self._kept: deque[_Kept] = deque()
         self._kept_bytes = 0
         self._sequence = 0  # of the next batch
@@ -108,9 +108,9 @@ class EventSockets:
         self._router = Channel(context, socket, self._asked)
 
     def _bind(self, socket: zmq.Socket[bytes], endpoint: str, key: str) -> str:
-        claim = Claim(endpoint, key)
-        self._claims.append(claim)
-        return claim.bind(socket, self._mode)
+        lock = EndpointLock(endpoint, key)
+        self._locks.append(lock)
+        return lock.bind(socket, self._mode)
 
     def close(self) -> None:
         """Stop at once; what was sent gets LINGER_MS to leave. Idempotent."""
@@ -127,9 +127,9 @@ class EventSockets:
         if self._context is not None:
             self._context.term()
             self._context = None
-        for claim in self._claims:
-            claim.release()
-        self._claims.clear()
+        for lock in self._locks:
+            lock.release()
+        self._locks.clear()
         self._kept.clear()
 
     # --- what is new --------------------------------------------------------------------------------
