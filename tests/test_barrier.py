@@ -168,7 +168,7 @@ def test_5_expiry_completes_the_round_and_names_the_missing_ranks(log: Log) -> N
     assert log.completed == ["t"]
     merged = merged_of(round_)
     assert merged.status is Status.EXPIRED
-    assert merged.error == ErrorInfo("expired", "rank 1: not arrived by the deadline, missing: 1, 3")
+    assert merged.error == ErrorInfo("expired", "rank 1: the deadline passed; missing ranks: 1, 3")
     assert [r.status for r in merged.ranks] == [Status.OK, Status.EXPIRED, Status.OK, Status.EXPIRED]
     assert barrier.statistics().expired == 1
 
@@ -212,7 +212,7 @@ def test_6_a_death_completes_every_open_round_the_rank_had_not_reached(log: Log)
     assert unreached.missing == (1,)
     assert untouched.missing == (0, 1)
     blamed = merged_of(unreached).ranks[1].error
-    assert blamed == ErrorInfo("rank_died", "not arrived when rank 2 died: CUDA context lost")
+    assert blamed == ErrorInfo("rank_died", "had not arrived when rank 2 died: CUDA context lost")
     assert barrier.arrive("unreached", came(1)) is Arrival.LATE
 
 
@@ -260,7 +260,7 @@ def test_6_the_culprit_is_a_rank_that_the_round_missed_not_one_that_died_after_a
     merged = merged_of(round_)
     assert merged.error == ErrorInfo("rank_died", "rank 1: rank 1 died: second")
     assert merged.ranks[2].error is None, "rank 2 had arrived before it died"
-    assert merged.ranks[0].error == ErrorInfo("rank_died", "not arrived when rank 1 died: second")
+    assert merged.ranks[0].error == ErrorInfo("rank_died", "had not arrived when rank 1 died: second")
 
 
 def test_6_a_listener_that_raises_does_not_keep_other_rounds_open(log: Log) -> None:

@@ -182,9 +182,11 @@ def test_a_deadline_or_cancel_without_a_failure_names_the_ranks_at_work() -> Non
         RankOutcome(1, moved=range(3)),
         RankOutcome(2, stop=Stop.EXPIRED),
     ]
-    assert read(3).merge(outcomes).error == ErrorInfo("expired", "deadline reached while rank 0, 2 was at work")
+    assert read(3).merge(outcomes).error == ErrorInfo(
+        "expired", "the deadline passed while rank 0, 2 was still working"
+    )
     taken_back = read(3).merge([RankOutcome(0, stop=Stop.CANCELLED)])
-    assert taken_back.error == ErrorInfo("cancelled", "cancelled while rank 0 was at work")
+    assert taken_back.error == ErrorInfo("cancelled", "the task was cancelled while rank 0 was still working")
 
 
 @pytest.mark.parametrize("task", [write(3), swap(3)])

@@ -2,7 +2,7 @@
 
     from transferd import Client, WriteStorageTask
 
-The names below are the public interface; each is loaded when it is first asked for.
+The names below are the public interface; each is loaded on first use.
 """
 
 from __future__ import annotations

@@ -2,30 +2,29 @@
 
 Theory of operation
 -------------------
-A *round* is the meeting of all ranks on one task, and it is an object of its own. Each rank does its
-share of the task and arrives with an outcome; the last arrival merges all outcomes, once, and ends
-the round. A round that has ended stays ended, and the next task has the next round. So there is no
-state to return to, no moment at which somebody still in the old meeting could be taken for somebody
-in the new one, and no `reset()` whose timing could be wrong.
+A *round* is the meeting of all ranks on one task, and it is a separate object. Each rank does its share of the
+task and arrives with an outcome; the last arrival merges all outcomes, once, and ends the round. A round that
+has ended stays ended, and the next task gets a new round. So there is no state to restore, no moment at which
+a rank still in the old round could be mistaken for one in the new round, and no `reset()` to get wrong.
 
 A round is open or ended, and three things end it:
 
     the last live rank arrives      merged from what the ranks brought
     expire()                        ranks that had not arrived get an outcome of code `expired`
     rank_died()                     ranks that had not arrived get an outcome of code `rank_died`;
-                                    each names the culprit, and the culprit is the first cause
+                                    each names the dead rank, which is the root cause
 
-Once a rank has died, no round that it has not reached can ever be whole, and waiting for the live
-ones would only tell the engine later. So its death ends every open round that it had not reached, at
-once, and every round opened afterwards is ended by `open` itself. Rounds it had reached go on.
+Once a rank is dead, a round that it has not reached can never be complete, and waiting for the live ranks would
+only delay the answer. So its death ends every open round that it had not reached, at once, and `open` itself
+ends every later round. Rounds that it had reached go on.
 
-A rank whose round ended without it may still be touching the task's blocks. It is *owing* until its
-arrival comes (which then counts as late) or it dies; meanwhile its task id cannot be opened again,
-or its old outcome would be taken for the new round's.
+A rank whose round ended without it may still touch the task's blocks. It *owes* an arrival until it arrives
+(late) or dies; until then its task id cannot be opened again, or the old outcome would be mistaken for one of
+the new round.
 
-Everything happens in the calls, on one thread: an arrival costs a dict look-up, the last one also
-the merge. No task, timer or future is made, except one future for each `Round.wait()` that has to
-wait. Time is never read here; whoever keeps the deadlines calls `expire`.
+Everything happens inside the calls, on one thread: an arrival costs a dict lookup, the last one also the merge.
+The barrier creates no task and no timer, and a future only for each `Round.wait()` that has to wait. It never
+reads the time; the owner of the deadlines calls `expire`.
 """
 
 from __future__ import annotations
@@ -42,17 +41,17 @@ Merge = Callable[[Sequence[RankOutcome]], Merged]
 
 
 class Arrival(enum.Enum):
-    """What an arrival meant."""
+    """The effect of an arrival."""
 
-    WAITING = "waiting"  # others are still to come
+    WAITING = "waiting"  # other ranks have not arrived yet
     COMPLETED = "completed"  # it was the last one
-    LATE = "late"  # the round is closed, or never was: counted and dropped
+    LATE = "late"  # the round has ended or never existed: counted and dropped
 
 
 @dataclass(frozen=True, slots=True)
 class BarrierStatistics:
-    """A snapshot: rounds open now, rounds ended since the start (and how many of these by a deadline),
-    arrivals that were dropped as late, ranks still owing an arrival, and ranks that are dead."""
+    """A snapshot: open rounds, rounds ended since the start (and how many of them by a deadline), late arrivals
+    that were dropped, arrivals that ranks still owe, and dead ranks."""
 
     open: int
     completed: int
@@ -63,13 +62,12 @@ class BarrierStatistics:
 
 
 class Round:
-    """The meeting of all ranks on one task. A new object per task: nothing to reset.
+    """The meeting of all ranks on one task. Each task has a new one, so there is nothing to reset.
 
-    task_id: whose meeting it is.
-    outcomes: who has arrived with what, in the order of arrival. The barrier's to change.
-    merged: the answer of all ranks; None while open, and never changed once set.
-    missing: live ranks that had not arrived when the round ended, ascending. They may still be at
-        work on the task's blocks. Empty while open, and for a round that `open` ended: nobody began.
+    outcomes: rank → its outcome, in the order of arrival. Only the barrier changes it.
+    merged: the merged outcome of all ranks; None while open, and never changed once set.
+    missing: live ranks that had not arrived when the round ended, ascending. They may still be working on the
+        task's blocks. Empty while open, and for a round that `open` ended, because no rank had started.
     """
 
     __slots__ = ("_merge", "_on_complete", "_waiters", "merged", "missing", "outcomes", "task_id")
@@ -84,7 +82,7 @@ class Round:
         self._waiters: dict[asyncio.Future[None], None] | None = None  # a dict for its order
 
     async def wait(self) -> Merged:
-        """Wait for completion; any number of waiters, each may be cancelled without disturbing the others."""
+        """Wait until the round ends. Any number of callers may wait; cancelling one does not affect the others."""
         if self.merged is None:
             waiter = asyncio.get_running_loop().create_future()
             if self._waiters is None:
@@ -98,7 +96,7 @@ class Round:
         return self.merged
 
     def end(self) -> None:
-        """Merge what is there, wake the waiters, tell the listener. Called by the barrier, once."""
+        """Merge the outcomes, wake the waiters, call `on_complete`. The barrier calls this once."""
         if self.merged is not None:
             raise InvariantError(f"a round ended twice: {self!r}")
         outcomes = list(self.outcomes.values())
@@ -120,23 +118,23 @@ class Round:
 
 
 class RankBarrier:
-    """Where `parties` ranks, 0 … parties-1, meet once for each task.
+    """The meeting point of ranks 0 … parties-1, once for each task.
 
-    The eight properties, each with a test of its name in tests/test_barrier.py, and all of them
-    together against a naive model in test_barrier_stateful.py:
+    It has eight properties. Each has a test of its name in tests/test_barrier.py; test_barrier_stateful.py
+    checks all of them against a naive model:
 
     1. A round completes exactly once: one merge, one `on_complete`, one value of `merged`.
     2. A second arrival of a rank in an open round is an error that names both arrivals.
-    3. An arrival for a round that has ended, or never was, is counted and dropped.
+    3. An arrival for a round that has ended, or never existed, is counted and dropped.
     4. A failed rank still arrives, with its failure.
     5. A deadline completes the round and names the missing ranks.
-    6. A rank's death completes every open round that it had not reached, with the culprit, and every
-       round opened later.
-    7. Cancelling a waiter disturbs nobody: not the round, not the other waiters.
+    6. A rank's death completes every open round that it had not reached, and every round opened later;
+       their outcomes name the dead rank.
+    7. Cancelling a waiter affects neither the round nor the other waiters.
     8. Rounds of different tasks never mix, in any interleaving.
 
-    Not thread-safe: call it from the thread of one event loop. It keeps one object for each open
-    round and one small set for each ended round that a live rank still owes its arrival; nothing else.
+    Not thread-safe: call it from the thread of one event loop. It stores one object for each open round and one
+    small set for each ended round to which a live rank still owes its arrival; nothing else.
     """
 
     def __init__(self, parties: int) -> None:
@@ -157,14 +155,14 @@ class RankBarrier:
 
         merge: called once, with one outcome per rank in the order of arrival. If it raises, the round
             ends as `failed` with code `internal`; it is never lost.
-        on_complete: called once, synchronously, from the call that ends the round, after `merged` is
-            set. It may call back into the barrier. What it raises reaches the caller of that call;
-            the round has ended all the same.
+        on_complete: called once, synchronously, by the call that ends the round, after `merged` is set. It may
+            call back into the barrier. If it raises, the error reaches the caller of that call, and the round
+            has ended all the same.
 
-        When a rank is dead, the round has ended before this returns, `on_complete` included: look at
-        `merged`, and start no rank on it.
+        If a rank is dead, the round has already ended when this returns, and `on_complete` has been called:
+        check `merged`, and start no rank.
 
-        Raises InvariantError if the task's round is open, or if a rank has not yet left the last one.
+        Raises InvariantError if the task's round is open, or if a rank has not yet left its last one.
         """
         if task_id in self._rounds:
             raise InvariantError(f"the round of {task_id!r} is open already: {self._rounds[task_id]!r}")
@@ -180,7 +178,7 @@ class RankBarrier:
         return round_
 
     def arrive(self, task_id: str, outcome: RankOutcome) -> Arrival:
-        """One rank is done, well or badly.
+        """One rank is done, whether it succeeded or failed.
 
         Raises InvariantError on a second arrival of a rank in an open round (the first one counts)
         and for a rank that does not exist.
@@ -206,13 +204,13 @@ class RankBarrier:
     def expire(self, task_id: str) -> tuple[int, ...]:
         """Complete the round now; missing ranks get an outcome with code "expired". Returns who was missing.
 
-        A round that has ended, or never was, is left alone: ().
+        Does nothing and returns () for a round that has ended or never existed.
         """
         round_ = self._rounds.pop(task_id, None)
         if round_ is None:
             return ()
         self._leave_behind(round_)
-        error = ErrorInfo(str(Stop.EXPIRED), f"not arrived by the deadline, missing: {_ranks(round_.missing)}")
+        error = ErrorInfo(str(Stop.EXPIRED), f"the deadline passed; missing ranks: {_ranks(round_.missing)}")
         for rank in round_.missing:
             round_.outcomes[rank] = RankOutcome(rank, error=error, stop=Stop.EXPIRED)
         self._expired += 1
@@ -220,10 +218,10 @@ class RankBarrier:
         return round_.missing
 
     def rank_died(self, rank: int, cause: str) -> None:
-        """Every open round that this rank has not reached ends now, and every round opened later at once.
+        """End every open round that this rank has not reached; end every later round as soon as it opens.
 
-        All these rounds end, also when an `on_complete` raises; the first such error is raised in the
-        end. A second death of a rank changes nothing: the first cause counts.
+        All these rounds end even if an `on_complete` raises; the first such error is raised at the end. A second
+        death of the same rank changes nothing: the first cause counts.
 
         Raises InvariantError for a rank that does not exist.
         """
@@ -248,7 +246,7 @@ class RankBarrier:
         if first_error is not None:
             raise first_error
 
-    # --- what can be seen from outside --------------------------------------------------------------
+    # --- statistics ---------------------------------------------------------------------------------
 
     def missing(self, task_id: str) -> tuple[int, ...]:
         """Ranks that have not arrived at the task's open round, ascending; () if there is none."""
@@ -272,7 +270,7 @@ class RankBarrier:
     # --- inside -------------------------------------------------------------------------------------
 
     def _end(self, round_: Round) -> None:
-        """The round is no longer among the open ones, and everybody absent has an outcome."""
+        """End a round that is no longer open and in which every rank has an outcome."""
         self._completed += 1
         round_.end()
 
@@ -286,41 +284,41 @@ class RankBarrier:
         return Arrival.LATE
 
     def _settle(self, task_id: str, rank: int) -> None:
-        """This rank owes the ended round nothing any more: it arrived, or never will."""
+        """Note that this rank owes the ended round nothing any more: it arrived or died."""
         ranks = self._owing[task_id]
         ranks.discard(rank)
         if not ranks:
             del self._owing[task_id]
 
     def _leave_behind(self, round_: Round) -> None:
-        """Note the live ranks that the round ends without."""
+        """Note the live ranks that have not arrived."""
         round_.missing = tuple(rank for rank in self._absent(round_) if rank not in self._dead)
         if round_.missing:
             self._owing[round_.task_id] = set(round_.missing)
 
     def _fill_after_death(self, round_: Round) -> None:
-        """Give every absent rank its outcome: first the dead, who are the cause, then those they let down."""
+        """Give every absent rank an outcome: first the dead ranks, which are the cause, then the live ones."""
         absent_dead = [death for rank, death in self._dead.items() if rank not in round_.outcomes]
         for death in absent_dead:
             round_.outcomes[death.rank] = RankOutcome(death.rank, error=ErrorInfo(death.reason, str(death)))
         culprit = absent_dead[0]
         for rank in self._absent(round_):
-            error = ErrorInfo(culprit.reason, f"not arrived when {culprit}")
+            error = ErrorInfo(culprit.reason, f"had not arrived when {culprit}")
             round_.outcomes[rank] = RankOutcome(rank, error=error)
 
 
 def _unmergeable(task_id: str, outcomes: Sequence[RankOutcome], error: Exception) -> Merged:
-    """The answer when merging itself failed: nothing is claimed, and the bug is told."""
-    told = InvariantError(f"the outcomes of {task_id!r} could not be merged: {type(error).__name__}: {error}")
+    """The answer when merging itself failed: no blocks, and the bug as the error."""
+    bug = InvariantError(f"the outcomes of {task_id!r} could not be merged: {type(error).__name__}: {error}")
     ranks = [
         RankResult(rank=o.rank, status=Status.FAILED, bytes=o.bytes, error=o.error)
         for o in sorted(outcomes, key=lambda o: o.rank)
     ]
-    return Merged(Status.FAILED, [], ranks, ErrorInfo(told.reason, str(told)), sum(o.bytes for o in outcomes))
+    return Merged(Status.FAILED, [], ranks, ErrorInfo(bug.reason, str(bug)), sum(o.bytes for o in outcomes))
 
 
 def _describe(outcome: RankOutcome) -> str:
-    """One arrival in a few words, for the error that names two of them."""
+    """Describe one arrival, for the error that names two of them."""
     blocks = f"{len(outcome.moved)} blocks"
     return blocks if outcome.error is None else f"{blocks} and error {outcome.error.code}: {outcome.error.message}"
 

@@ -2,16 +2,16 @@
 
 Three sides can be at fault, and a caller reacts differently to each:
 
-* the **caller** (`RequestError`, `ConfigError`): the input is wrong, nothing was touched, and
-  sending it again changes nothing;
-* the **world** (`TierError`, `StorageError` and their kin): the input was fine, a device, a disk or
-  a peer was not; trying again later may work;
-* **us** (`InvariantError`): a promise this package makes to itself was broken. It carries the story
-  of the task it happened to. Please report it.
+* the **caller** (`RequestError`, `ConfigError`): the input is wrong. Nothing was touched, and a retry
+  fails again;
+* the **world** (`TierError`, `StorageError` and their kin): the input was fine, but a device, a disk or a
+  peer failed. A later retry may work;
+* **us** (`InvariantError`): transferd broke one of its own invariants. The error carries the story of the
+  task. Please report it.
 
-Every error has a stable `code`, which is what travels on the wire and what metrics count. Foreign
-exceptions (OSError, a vendor's integer codes) are translated once, at the boundary of the module
-that talks to the foreign thing; nothing else in the package catches broadly.
+Every error has a stable `code`, which travels on the wire and which metrics count. Foreign exceptions
+(OSError, a vendor's integer codes) are translated once, in the module that talks to the foreign API;
+nothing else in the package catches broadly.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 
 class TransferError(Exception):
-    """Base of every error that transferd raises on purpose. `code` is stable; the message is for people."""
+    """Base class of every error that transferd raises on purpose. `code` is stable; the message is for people."""
 
     code: ClassVar[str] = "error"
 
@@ -30,7 +30,7 @@ class TransferError(Exception):
 
     @property
     def reason(self) -> str:
-        """The code of this one error: the class's, unless the raiser was more precise."""
+        """This error's code: the class's code, unless the raiser gave a more precise one."""
         return self._code or self.code
 
 
@@ -38,13 +38,13 @@ class TransferError(Exception):
 
 
 class RequestError(TransferError):
-    """A task or control message that can never succeed as it is. Answered `rejected`; nothing was touched."""
+    """A task or control message that can never succeed as it is. It is answered `rejected`; nothing was touched."""
 
     code = "bad_request"
 
 
 class ProtocolError(RequestError):
-    """Bytes that are not a message of this protocol version. Counted; the connection stays."""
+    """Bytes that are not a message of this protocol version. They are counted; the connection stays open."""
 
     code = "malformed"
 
@@ -61,7 +61,7 @@ class ConfigError(TransferError):
 
 
 def one_line(text: str) -> str:
-    """The text with every character that does not print written as an escape: one line, and safe on a terminal."""
+    """Escape every non-printable character: the text becomes one line and is safe to show on a terminal."""
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
@@ -69,25 +69,25 @@ def one_line(text: str) -> str:
 
 
 class TierError(TransferError):
-    """A copy between device and host memory failed; the bytes at the target are undefined."""
+    """A copy between device and host memory failed; the contents of the target are undefined."""
 
     code = "tier_error"
 
 
 class DeviceLost(TierError):
-    """The device is gone for good (context lost, handle of a dead engine). Its rank dies with it."""
+    """The device is lost for good (context lost, handle of a dead engine). Its rank dies with it."""
 
     code = "device_lost"
 
 
 class EngineGone(TierError):
-    """The process that made this memory, or this handle to it, is no more."""
+    """The process that created this memory, or this handle to it, has exited."""
 
     code = "engine_gone"
 
 
 class RankDied(TransferError):
-    """A rank left the group. Rounds open now and every round later end with this error, which names the culprit."""
+    """A rank died. Open rounds and all later rounds end with this error, which names the rank and the cause."""
 
     code = "rank_died"
 
@@ -97,28 +97,28 @@ class RankDied(TransferError):
 
 
 class StorageError(TransferError):
-    """The storage backend could not do what was asked. Other objects of the batch may be fine."""
+    """The storage backend could not complete an operation. Other objects of the batch may be fine."""
 
     code = "storage_error"
 
 
 class StorageFull(StorageError):
-    """No room for the object, also after evicting what may be evicted."""
+    """There is no room for the object, even after evicting everything that may be evicted."""
 
     code = "storage_full"
 
 
 class StorageUnavailable(StorageError):
-    """The backend does not answer (its circuit breaker is open, its master is gone). Quick by design."""
+    """The backend does not answer (its circuit breaker is open, its master is gone). Raised quickly, by design."""
 
     code = "storage_unavailable"
 
 
 class HandoverFailed(TransferError):
-    """A sequence did not go from prefill to decode completely. The code is that of the cause, as with any task.
+    """The handover of a sequence from prefill to decode was not complete. The code is that of the cause.
 
-    result: the TaskResult; what it claims is less than what was asked for, and none of it should be used.
-    http_status: what an engine answers the request with.
+    result: the TaskResult. It lists fewer blocks than requested; use none of them.
+    http_status: the status with which an engine should answer the request.
     """
 
     code = "handover_failed"
@@ -130,31 +130,31 @@ class HandoverFailed(TransferError):
 
 
 class PeerLost(TransferError):
-    """The daemon at the other end of a direct transfer has gone, or its memory could not be reached."""
+    """The daemon at the other end of a direct transfer is gone, or its memory cannot be reached."""
 
     code = "peer_lost"
 
 
 class PeerRefused(TransferError):
-    """The daemon at the other end of a direct transfer would not have it, or gave it up. The code says why."""
+    """The daemon at the other end of a direct transfer refused or cancelled it. The code says why."""
 
     code = "peer_refused"
 
 
 class ConnectTimeout(TransferError):
-    """No daemon answered, or none became ready, within the time allowed."""
+    """No daemon answered, or the daemon did not become ready, in time."""
 
     code = "connect_timeout"
 
 
 class DaemonLost(TransferError):
-    """The daemon stopped answering, or came back with another boot id, while a request was under way."""
+    """The daemon stopped answering, or came back with another boot id, while a request was pending."""
 
     code = "daemon_lost"
 
 
 class NoThreads(TransferError):
-    """The system starts no more threads for this process. What was asked for was not done, and never will be."""
+    """The system refused to start another thread. The requested work did not run and will not run."""
 
     code = "no_threads"
 
@@ -166,13 +166,13 @@ class OutOfMemory(TransferError):
 
 
 class StillRunning(TransferError):
-    """Something does not end: a call into storage, a copy. What it works on was not given back."""
+    """A storage call or a copy does not end. The memory it uses was not freed."""
 
     code = "still_running"
 
 
 class Closed(TransferError):
-    """You closed this object and used it afterwards."""
+    """The object was used after it was closed."""
 
     code = "closed"
 
@@ -181,6 +181,6 @@ class Closed(TransferError):
 
 
 class InvariantError(TransferError):
-    """A bug in transferd. The message tells the story of the object it happened to."""
+    """A bug in transferd. The message tells the story of the task that hit it."""
 
     code = "internal"

@@ -1,14 +1,14 @@
-"""What an engine asks for and what it is told: tasks, results, and how rank outcomes become one result.
+"""Tasks and their results, and how the outcomes of all ranks become one result.
 
-A task is a frozen value. Field names are FastDeploy's, so that an engine that moves from it changes
-no vocabulary. Each task class states as data what the rest of the package would otherwise branch on:
+A task is a frozen value. Field names are FastDeploy's, so an engine that switches from it keeps its
+vocabulary. Each task class states as data what the rest of the package would otherwise branch on:
 
-* `lane`: which queue it runs in, so that loads never wait behind stores;
-* `footprint()`: which blocks of which tier it reads and writes, for the ordering of hazards;
+* `lane`: the queue that it runs in, so that loads never wait behind stores;
+* `footprint()`: the blocks that it reads and writes in each tier, to order conflicting tasks;
 * `merge`: how the outcomes of all ranks become one answer.
 
-Merging is honest by construction: a block is claimed only if *every* rank moved it. What "moved"
-means differs by task, and that is all the three merge rules below say:
+Merging is honest by construction: a result lists a block only if *every* rank moved it. What "moved"
+means depends on the task; that is all that the three merge rules below define:
 
 * read: the shortest common prefix (a later block is useless to an engine without the earlier ones);
 * write: the set of blocks that every rank stored;
@@ -29,20 +29,20 @@ DEFAULT_TIMEOUT_S = 30.0
 
 
 class Status(enum.StrEnum):
-    """How a task ended. Exactly one of these, exactly once, for every task pushed."""
+    """How a task ended. Every task that was pushed gets exactly one of these, exactly once."""
 
-    OK = "ok"  # every block
-    PARTIAL = "partial"  # some blocks: a usable prefix for reads
-    MISS = "miss"  # a read found none, and nothing went wrong
-    FAILED = "failed"  # none, because of an error
-    EXPIRED = "expired"  # none by the deadline
-    CANCELLED = "cancelled"  # the caller took it back; block_ids says what was done until then
-    REJECTED = "rejected"  # bad input or not admitted for good; nothing was touched
+    OK = "ok"  # all blocks moved
+    PARTIAL = "partial"  # some blocks moved: a usable prefix for reads
+    MISS = "miss"  # a read found no block, and nothing went wrong
+    FAILED = "failed"  # no block moved, because of an error
+    EXPIRED = "expired"  # no block moved by the deadline
+    CANCELLED = "cancelled"  # the caller cancelled it; block_ids lists what had moved by then
+    REJECTED = "rejected"  # bad input, or a state that a retry cannot change; nothing was touched
     BUSY = "busy"  # not admitted now; retry after `retry_after` seconds
 
 
 class Lane(enum.StrEnum):
-    """One queue per kind of task, for all ranks together. The order is that of statistics, not of priority."""
+    """One queue per kind of task, shared by all ranks. The order is that of the statistics, not of priority."""
 
     SWAP_OUT = "swap_out"
     SWAP_IN = "swap_in"
@@ -53,7 +53,7 @@ class Lane(enum.StrEnum):
 
 
 class Stop(enum.StrEnum):
-    """Why a running task was told to end early."""
+    """Why a running task was stopped early."""
 
     CANCELLED = "cancelled"
     EXPIRED = "expired"
@@ -78,9 +78,10 @@ class TokenIds(Sequence[int]):
         if source.size == 0:
             source = source.astype("<i4")
         if source.ndim != 1 or source.dtype.kind not in "iu":
-            raise TypeError(f"token_ids must be one-dimensional integers, not {source.dtype} with shape {source.shape}")
+            what = f"got dtype {source.dtype} with shape {source.shape}"
+            raise TypeError(f"token_ids must be a one-dimensional sequence of integers; {what}")
         if source.dtype.kind == "u" and source.dtype.itemsize == 8 and int(source.max()) > np.iinfo(np.int64).max:
-            raise OverflowError("token_ids hold a value beyond 64-bit signed integers")
+            raise OverflowError(f"token_ids contain {int(source.max())}, which does not fit a signed 64-bit integer")
         narrow = np.iinfo(np.int32)
         fits = source.size == 0 or (source.min() >= narrow.min and source.max() <= narrow.max)
         array = np.array(source, dtype="<i4" if fits else "<i8")
@@ -92,7 +93,7 @@ class TokenIds(Sequence[int]):
         """Inverse of `to_bytes`. Raises ValueError on any other bytes."""
         width = data[:1]
         if width not in (b"4", b"8") or (len(data) - 1) % int(width):
-            raise ValueError("token_ids are not raw int32 or int64 bytes")
+            raise ValueError("token_ids must be one byte '4' or '8' followed by whole integers of that many bytes")
         return cls(np.frombuffer(data, dtype=f"<i{width.decode()}", offset=1))
 
     def to_bytes(self) -> bytes:
@@ -111,7 +112,7 @@ class TokenIds(Sequence[int]):
     def __eq__(self, other: object) -> bool:
         if isinstance(other, TokenIds):
             return np.array_equal(self.array, other.array)
-        if isinstance(other, list):  # not a tuple: it has a hash, and it is another one
+        if isinstance(other, list):  # not a tuple: an equal tuple would have another hash
             return len(other) == len(self) and list(other) == self.array.tolist()
         return NotImplemented
 
@@ -139,7 +140,7 @@ class Footprint(msgspec.Struct, frozen=True):
 
 
 class _Task(msgspec.Struct, frozen=True, kw_only=True):
-    """What all tasks share. `timeout` seconds run from the daemon's admission of the task."""
+    """The base of all tasks. `timeout` is in seconds and starts when the daemon admits the task."""
 
     task_id: str
     timeout: float = DEFAULT_TIMEOUT_S
@@ -148,7 +149,7 @@ class _Task(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kind(self) -> str:
-        """The task's name on the wire and in reports, such as `write`; its lane's."""
+        """The task's name on the wire and in reports, such as `write`. It equals the lane's name."""
         return str(self.lane)
 
     @property
@@ -180,10 +181,10 @@ class _StorageTask(_Task, frozen=True, kw_only=True):
 
 
 class RankOutcome(msgspec.Struct, frozen=True):
-    """What one rank really did for one task. The barrier collects these; a failed rank has one too.
+    """What one rank did for one task. The barrier collects these; a failed rank has one, too.
 
-    moved: positions in the task's block list, ascending, that this rank moved completely.
-    stop: set when the rank ended early because it was told to.
+    moved: ascending positions in the task's block list that this rank moved completely.
+    stop: why the rank was stopped early; None if it was not.
     """
 
     rank: int
@@ -197,7 +198,7 @@ class RankOutcome(msgspec.Struct, frozen=True):
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, gc=False):
-    """An error as a value: a stable code and a sentence. Reads as an object and as a mapping."""
+    """An error as a value: a stable code and a message. Access fields as attributes or as items."""
 
     code: str
     message: str
@@ -210,7 +211,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, gc=False):
 
 
 class RankResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """One rank's share of a TaskResult. Seconds are that rank's own: waiting, copying, in storage."""
+    """One rank's share of a TaskResult: seconds spent queued, copying and in storage calls."""
 
     rank: int
     status: Status
@@ -223,13 +224,13 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
 
 class TaskResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """The one terminal answer to a task.
+    """The one final answer to a task.
 
     block_ids: the gpu_block_ids that EVERY rank moved, in task order (a prefix for reads).
-    ranks: one RankResult per rank; empty when the task never started.
-    error: the first cause, with the rank named.
-    retry_after: seconds, with `busy` only.
-    bytes: moved by all ranks together. duration: seconds from admission to this answer.
+    ranks: one RankResult per rank; empty if the task never started.
+    error: the root cause; the message names the rank.
+    retry_after: seconds, set with `busy` only.
+    bytes: total over all ranks. duration: seconds from admission to this answer.
     """
 
     task_id: str
@@ -245,7 +246,7 @@ class TaskResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
 
 class Merged(msgspec.Struct, frozen=True):
-    """All ranks' outcomes as one: the part of a TaskResult that the ranks decide."""
+    """The outcomes of all ranks, merged: the part of a TaskResult that the ranks decide."""
 
     status: Status
     block_ids: list[int]
@@ -255,7 +256,7 @@ class Merged(msgspec.Struct, frozen=True):
 
 
 def _first_cause(outcomes: Sequence[RankOutcome], stop: Stop | None) -> ErrorInfo | None:
-    """The error an engine should look at first: a rank's own failure before the deadline it led to."""
+    """The error that an engine should see first: a rank's own failure before the deadline that it caused."""
     failed = [o for o in outcomes if o.error is not None]
     for outcome in sorted(failed, key=lambda o: o.error is not None and o.error.code in _STOP_CODES):
         assert outcome.error is not None
@@ -263,12 +264,12 @@ def _first_cause(outcomes: Sequence[RankOutcome], stop: Stop | None) -> ErrorInf
     if stop is None:
         return None
     late = ", ".join(str(o.rank) for o in outcomes if o.stop is stop)
-    what = "deadline reached" if stop is Stop.EXPIRED else "cancelled"
-    return ErrorInfo(str(stop), f"{what} while rank {late} was at work")
+    what = "the deadline passed" if stop is Stop.EXPIRED else "the task was cancelled"
+    return ErrorInfo(str(stop), f"{what} while rank {late} was still working")
 
 
 def _status(wanted: int, moved: int, error: ErrorInfo | None, stop: Stop | None, none_found: Status) -> Status:
-    """The status table shared by ranks and tasks, most specific cause first."""
+    """The status rules shared by ranks and tasks, most specific cause first."""
     if moved == wanted and error is None:
         return Status.OK
     if stop is Stop.CANCELLED:
@@ -302,20 +303,20 @@ def _merge(
         )
         for o in sorted(outcomes, key=lambda o: o.rank)
     ]
-    # Ranks that moved every block made the task good, whatever they were told afterwards.
+    # If all ranks moved every block, the task succeeded, even if it was stopped afterwards.
     error = None if complete else _first_cause(outcomes, stop)
     if error is None and not complete and none_found is Status.FAILED:
-        # Only a read may lack blocks for no reason (they were not there); a rank that loses others is our bug.
+        # Only a read may return fewer blocks without an error (they were not stored); for others it is our bug.
         short = ", ".join(str(o.rank) for o in outcomes if len(o.moved) < wanted) or "none"
-        error = ErrorInfo("internal", f"rank {short} ended without all blocks and told no cause")
+        error = ErrorInfo("internal", f"rank {short} returned fewer blocks than requested and reported no error (bug)")
     status = _status(wanted, len(positions), error, stop, none_found)
-    # A flush of evicted blocks has keys and no device blocks.
+    # A flush of evicted blocks has keys but no device blocks.
     block_ids = [task.gpu_block_ids[i] for i in positions] if task.gpu_block_ids else []
     return Merged(status, block_ids, ranks, error, sum(o.bytes for o in outcomes))
 
 
 def _prefix(moved: Sequence[int]) -> int:
-    """How many of 0, 1, 2 … `moved` starts with."""
+    """Length of the prefix 0, 1, 2 … that `moved` starts with."""
     if isinstance(moved, range) and moved.start == 0 and moved.step == 1:
         return len(moved)
     length = 0
@@ -327,7 +328,7 @@ def _prefix(moved: Sequence[int]) -> int:
 
 
 def merge_read(task: ReadStorageTask, outcomes: Sequence[RankOutcome]) -> Merged:
-    """The shortest prefix that every rank has."""
+    """The longest prefix that every rank loaded."""
     prefix = min((_prefix(o.moved) for o in outcomes), default=0)
     return _merge(task, outcomes, range(prefix), Status.MISS)
 
@@ -341,7 +342,7 @@ def merge_write(task: WriteStorageTask, outcomes: Sequence[RankOutcome]) -> Merg
 
 
 def merge_swap(task: SwapOutTask | SwapInTask, outcomes: Sequence[RankOutcome]) -> Merged:
-    """Every block on every rank, or none at all."""
+    """All blocks on all ranks, or none."""
     wanted = task.blocks
     complete = bool(outcomes) and all(len(o.moved) == wanted for o in outcomes)
     return _merge(task, outcomes, range(wanted) if complete else (), Status.FAILED)
@@ -369,9 +370,9 @@ class WriteStorageTask(_StorageTask, frozen=True, kw_only=True, tag="write"):
 
 
 class ReadStorageTask(_StorageTask, frozen=True, kw_only=True, tag="read"):
-    """Load the objects `keys` into the device blocks `gpu_block_ids`, up to the first that is missing.
+    """Load the objects `keys` into the device blocks `gpu_block_ids`, up to the first missing one.
 
-    gpu_block_ids may be longer than keys; the rest is untouched.
+    gpu_block_ids may be longer than keys; the remaining blocks are not touched.
     start_read_block_idx: index of the first key's block in its sequence (token-indexed storage only).
     """
 
@@ -389,7 +390,7 @@ class ReadStorageTask(_StorageTask, frozen=True, kw_only=True, tag="read"):
 class SendTask(WriteStorageTask, frozen=True, kw_only=True, tag="send"):
     """Write the device blocks `gpu_block_ids` into the memory of the daemon that receives `transfer_id`.
 
-    A block counts once that daemon has taken it: verified, and copied to its own device.
+    A block counts once that daemon has verified it and copied it to its own device.
     """
 
     transfer_id: str
@@ -401,7 +402,7 @@ class SendTask(WriteStorageTask, frozen=True, kw_only=True, tag="send"):
 
 
 class ReceiveTask(ReadStorageTask, frozen=True, kw_only=True, tag="receive"):
-    """Take the blocks `keys` of `transfer_id` from the daemon at `peer` (host:port) into `gpu_block_ids`."""
+    """Receive the blocks `keys` of `transfer_id` from the daemon at `peer` (host:port) into `gpu_block_ids`."""
 
     transfer_id: str
     peer: str
@@ -413,7 +414,7 @@ class ReceiveTask(ReadStorageTask, frozen=True, kw_only=True, tag="receive"):
 
 
 class _SwapTask(_Task, frozen=True, kw_only=True):
-    """gpu_block_ids[i] pairs with cpu_block_ids[i]. swap_node_ids is the caller's own; it is not read."""
+    """gpu_block_ids[i] pairs with cpu_block_ids[i]. swap_node_ids is for the caller; transferd does not read it."""
 
     gpu_block_ids: list[int]
     cpu_block_ids: list[int]

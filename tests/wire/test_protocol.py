@@ -167,8 +167,16 @@ GOOD = {"type": "write", "task_id": "x", "keys": ["k"], "gpu_block_ids": [1]}
         ("keys", [b"k"], "Expected `str`, got `bytes` - at `$.keys[0]`"),
         ("timeout", "soon", "Expected `float`, got `str` - at `$.timeout`"),
         ("token_ids", [1, 2], "Expected `bytes`, got `list` - at `$.token_ids`"),
-        ("token_ids", b"4abc", "token_ids are not raw int32 or int64 bytes - at `$.token_ids`"),
-        ("token_ids", b"", "token_ids are not raw int32 or int64 bytes - at `$.token_ids`"),
+        (
+            "token_ids",
+            b"4abc",
+            "token_ids must be one byte '4' or '8' followed by whole integers of that many bytes - at `$.token_ids`",
+        ),
+        (
+            "token_ids",
+            b"",
+            "token_ids must be one byte '4' or '8' followed by whole integers of that many bytes - at `$.token_ids`",
+        ),
         ("flush_cache_exists", 1, "Expected `bool | null`, got `int` - at `$.flush_cache_exists`"),
     ],
 )

@@ -1,1 +1,1 @@
-"""An engine's or framework's own interface, over the client: one file or folder for each."""
+"""Adapters from the client to the interface of an engine or framework: one file or folder each."""

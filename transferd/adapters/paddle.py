@@ -1,14 +1,14 @@
-"""Attached cache memory as paddle tensors: the same bytes, in their true types, without a copy.
+"""Attached cache memory as Paddle tensors: zero-copy and with the true element types.
 
     planes = tensors(await client.attach(rank))              memory of the CPU place
-    planes = adopted(await client.device_handle(rank), ops)  memory of a device, through FastDeploy's operators
-    caches = flat(planes)                                    as FastDeploy's forward pass indexes it
-    await client.offer(rank, handle, caches=rows(planes))    memory that the engine made, checked first
-    by_name = named(planes, rank, device)                    under the names that FastDeploy exchanges
+    planes = adopted(await client.device_handle(rank), ops)  device memory, through FastDeploy's operators
+    caches = flat(planes)                                    in the order of FastDeploy's forward pass
+    await client.offer(rank, handle, caches=rows(planes))    memory that the engine created, checked first
+    by_name = named(planes, rank, device)                    under the names that FastDeploy uses
 
-`Client.attach` returns numpy arrays, which Paddle takes over by DLPack. numpy has no bfloat16, so a uint16
-array stands for it; Paddle would take it for its own uint16, which it cannot compute with, so the
-elements travel as int16 and are viewed as bfloat16 on the other side (checked with paddle 3.3).
+`Client.attach` returns numpy arrays, which Paddle imports through DLPack. numpy has no bfloat16, so uint16 stands
+for it. Paddle cannot compute with uint16, so the elements are passed as int16 and viewed as bfloat16 (checked
+with paddle 3.3).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _ORDER = ("key", "value", "key_scale", "value_scale", "indexer")
 def tensors(caches: Mapping[str, Sequence[npt.NDArray[Any]]], *, float8: bool = False) -> dict[str, list[Any]]:
     """{plane: [one paddle.Tensor per layer]} over the memory of `caches`, as `Client.attach` returns it.
 
-    uint16 arrives as bfloat16, float16 and float32 as themselves, uint8 as uint8; with `float8` the uint8
-    key and value planes are viewed as float8_e4m3fn (block_wise_fp8). The tensors borrow the memory:
-    keep `caches` for as long as they are used. Raises ConfigError without paddle.
+    uint16 becomes bfloat16; float16, float32 and uint8 stay as they are. With `float8` the uint8 key and value
+    planes are viewed as float8_e4m3fn (block_wise_fp8). The tensors borrow the memory: keep `caches` for as long as
+    you use them. Raises ConfigError if paddle is not installed.
     """
     try:
         import paddle
@@ -52,17 +52,17 @@ def tensors(caches: Mapping[str, Sequence[npt.NDArray[Any]]], *, float8: bool = 
 
 
 def adopted(handle: Mapping[str, Any], operators: Operators, *, float8: bool = False) -> dict[str, list[Any]]:
-    """{plane: [one paddle.Tensor per layer]} over a device's memory that another process published.
+    """{plane: [one paddle.Tensor per layer]} over device memory that another process published.
 
-    handle: {kind, data} as `Client.device_handle` returns it. operators: FastDeployOperators of this rank's
-    place. The tensors have the true types, as those of `tensors`; before the cache is cleared drop them, and
-    `Client.detach`. Raises TierError for another kind of handle, EngineGone when its owner is no more.
+    handle: {kind, data} as `Client.device_handle` returns it. operators: FastDeployOperators of this rank's place.
+    The tensors have the true types, like those of `tensors`. Drop them and call `Client.detach` before the cache is
+    cleared. Raises TierError for another kind of handle, EngineGone if its owner has exited.
     """
     import paddle
 
     data = handle["data"]
     if handle["kind"] != KIND:
-        raise TierError(f"memory of kind {handle['kind']!r} is not published by FastDeploy's operators")
+        raise TierError(f"the handle is of kind {handle['kind']!r}; FastDeploy's operators publish {KIND!r}")
     check_owner(data.get("owner"))
     planes: dict[str, list[Any]] = {}
     for item in sorted(data["arrays"], key=lambda item: int(item["layer"])):
@@ -77,13 +77,13 @@ def adopted(handle: Mapping[str, Any], operators: Operators, *, float8: bool = F
 
 
 class PaddleRows:
-    """One tensor of a cache, read and written block by block from the host. Borrows it; ends all work on its place."""
+    """Reads and writes one cache tensor block by block from the host. Borrows the tensor; synchronizes its place."""
 
     def __init__(self, tensor: Any) -> None:
         self.blocks = int(tensor.shape[0])
         self._bytes = tensor.view("uint8")
         if self._bytes.data_ptr() != tensor.data_ptr():
-            raise TierError(f"tensors of {tensor.place} cannot be written as bytes: a view of them is a copy")
+            raise TierError(f"cannot write tensors of {tensor.place} as bytes: their uint8 view is a copy")
 
     def read_block(self, block: int) -> bytes:
         data: bytes = self._bytes[block].cpu().numpy().tobytes()
@@ -99,21 +99,21 @@ class PaddleRows:
 
 
 def rows(planes: Mapping[str, Sequence[Any]]) -> dict[str, list[PaddleRows]]:
-    """{plane: [one PaddleRows per layer]}: what `Client.offer` takes as `caches` for tensors of any device."""
+    """{plane: [one PaddleRows per layer]}: pass it as `caches` to `Client.offer`, for tensors on any device."""
     return {plane: [PaddleRows(tensor) for tensor in layers] for plane, layers in planes.items()}
 
 
 def flat(planes: Mapping[str, Sequence[Any]]) -> list[Any]:
-    """The list that FastDeploy's forward pass takes: layer by layer, its planes in order.
+    """The list for FastDeploy's forward pass: layer by layer, the planes in order.
 
-    key, value, key, value, … for GQA; four a layer with scales; one a layer for MLA.
+    key, value, key, value, … for GQA; four per layer with scales; one per layer for MLA.
     """
     ordered = [planes[plane] for plane in _ORDER if plane in planes]
     return [tensor for layer in zip(*ordered, strict=True) for tensor in layer]
 
 
 def named(planes: Mapping[str, Sequence[Any]], rank: int, device: int) -> dict[str, Any]:
-    """{FastDeploy's name: tensor}, such as key_caches_0_rank0.device0."""
+    """{name in FastDeploy: tensor}, for example key_caches_0_rank0.device0."""
     return {
         segment_name(plane, layer, rank, device): tensor
         for plane, layers in planes.items()

@@ -1,1 +1,1 @@
-"""What any program of this kind needs of its process: clock, threads, signals, limits. Knows no block and no task."""
+"""What any daemon needs from its process: clock, threads, signals, limits. It knows no block and no task."""

@@ -1,4 +1,4 @@
-"""Work that must end before its caller goes on, also when the caller is cancelled meanwhile."""
+"""Asyncio helpers for work that must end before its caller continues, even if the caller is cancelled."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ T = TypeVar("T")
 
 
 async def uncancelled(work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` to its end and return what it returns.
+    """Run `work` to its end and return its result.
 
-    A cancellation of the caller is held back until then and raised afterwards; the work does not see
-    it. This is how a storage call keeps its hold on a caller's buffers for as long as a thread may
-    still touch them. The work must be bounded in time by itself.
+    A cancellation of the caller is delayed until then; the work does not see it. That way a storage call keeps
+    the caller's buffers for as long as a thread may touch them. The work must bound its own time.
     """
     task = asyncio.ensure_future(work)
     try:
@@ -26,23 +25,22 @@ async def uncancelled(work: Coroutine[Any, Any, T]) -> T:
             except asyncio.CancelledError:
                 continue  # the first cancellation is raised below, once
         if not task.cancelled():
-            task.exception()  # seen: nobody is left to hear of it
+            task.exception()  # mark it retrieved: no caller is left to see it
         raise
 
 
 async def every(works: Iterable[Awaitable[T]]) -> list[T]:
-    """Their results in order; if any raises, the first error in that order, after all have ended.
+    """Wait for all works; return their results in order, or raise the first error in that order.
 
-    asyncio.gather alone raises at the first error, or at the first cancelled one, and leaves the others
-    running behind its caller's back: on memory and in storage that the caller believes is free of them.
-    An error of the iterable itself, which may start one work after another, comes after those that it
-    had started. A cancellation of the caller reaches all of them and is raised when all have ended.
+    asyncio.gather alone raises at the first error or cancellation and leaves the other works running, on memory
+    that its caller believes to be free. If the iterable itself raises, the works that it had started end first.
+    A cancellation of the caller cancels all works and is raised when all of them have ended.
     """
     begun: list[asyncio.Future[T]] = []
     refused: Exception | None = None
     try:
         for work in works:
-            begun.append(asyncio.ensure_future(work))  # noqa: PERF401 - what has begun is kept when the next raises
+            begun.append(asyncio.ensure_future(work))  # noqa: PERF401 - keep the started ones if the next raises
     except Exception as error:  # noqa: BLE001 - raised below
         refused = error
     results: list[T] = []

@@ -1,10 +1,10 @@
-"""A token bucket: how often something may happen, with bursts allowed up to a bound."""
+"""A token bucket: limits a rate and allows bursts up to a bound."""
 
 from __future__ import annotations
 
 
 class Bucket:
-    """Fills with `rate` tokens a second up to `burst`, and starts full. Time is the caller's, in seconds."""
+    """Fills with `rate` tokens a second up to `burst`, and starts full. The caller passes the time, in seconds."""
 
     def __init__(self, rate: float, burst: float) -> None:
         self._rate = rate
@@ -13,7 +13,7 @@ class Bucket:
         self._filled_at = 0.0
 
     def take(self, now: float) -> bool:
-        """Take one token, if there is one. now: monotonic; a clock that stands still fills nothing."""
+        """Take a token; return False if there is none. now: monotonic seconds."""
         self._tokens = min(self._burst, self._tokens + (now - self._filled_at) * self._rate)
         self._filled_at = now
         if self._tokens < 1.0:

@@ -1,7 +1,7 @@
-"""The seams for time and chance: everything else in the package asks these, never `time` or `uuid`.
+"""The seam for time and randomness: the core uses a `Clock` instead of `time` and `uuid`.
 
-A simulation hands in a `Clock` that reads its event loop's virtual time and an `Entropy` drawn from
-one seed; then the real dispatcher, barrier, workers and client run unchanged and reproducibly.
+A simulation passes a `Clock` with virtual time and ids drawn from one seed; the real dispatcher, barrier, workers
+and client then run unchanged and reproducibly.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ def _random_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """Where time and fresh identities come from.
+    """The source of time and of new ids.
 
-    monotonic: seconds, never goes back; for every duration and deadline. Must be the clock of the
-        event loop's own timers (asyncio and uvloop use `time.monotonic`).
+    monotonic: seconds that never go back; for durations and deadlines. Must be the clock of the event loop's
+        timers (asyncio and uvloop use `time.monotonic`).
     wall: seconds since the epoch; only for what people and other machines read.
-    fresh_id: a new opaque identity (boot ids, client names).
+    fresh_id: a new opaque id (boot ids, client names).
     """
 
     monotonic: Callable[[], float] = field(default=time.monotonic)

@@ -1,9 +1,9 @@
-"""Signals of the daemon process, and the time budget of a shutdown that they set.
+"""The daemon's signals, and the shutdown budget that they set.
 
-SIGTERM, SIGINT   stop; the shutdown has `shutdown_timeout` seconds in all
-a second one      the budget shrinks to a second: nothing is skipped, nothing waits long
+SIGTERM, SIGINT   stop; the whole shutdown has `shutdown_timeout` seconds
+a second one      shrinks the budget to one second: no step is skipped, no step waits long
 SIGHUP            reload
-SIGUSR1, SIGABRT  dump the flight recorder (dump_thread.py), which has a thread of its own for that, woken with SIGRTMIN
+SIGUSR1, SIGABRT  dump the flight recorder; dump_thread.py has a thread for that, which SIGRTMIN wakes
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from types import TracebackType
 from typing import Self
 
 HURRY_S = 1.0
-WAKE = signal.SIGRTMIN  # from the daemon to its dumper's thread: a failure is to be written, or the end has come
+WAKE = signal.SIGRTMIN  # from the daemon to its dump thread: write a failure, or end
 DUMP_SIGNALS = frozenset({signal.SIGUSR1, signal.SIGABRT, WAKE})
 
 
 def hold_dump_signals() -> None:
-    """Block them in the calling thread and in all that it starts, so that they wait for the dumper.
+    """Block the dump signals in this thread and in all threads that it starts, so that they wait for the dump thread.
 
-    Call it before any thread exists, numpy's included: the kernel hands a signal of the process to any
-    thread that does not block it, and the default of both is death.
+    Call it before any other thread exists, including numpy's: the kernel delivers a process signal to any thread
+    that does not block it, and the default action of these signals is to kill the process.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, DUMP_SIGNALS)
 
 
 class Signals:
-    """Context manager: installs the handlers on the running loop and removes them again.
+    """Context manager that installs the handlers on the running loop and removes them again.
 
-    stop: a future that is done once a stop was asked for. received: the first signal's name.
+    stop: a future that is done once a stop was requested. received: the first signal's name.
     """
 
     def __init__(self, shutdown_timeout: float, on_reload: Callable[[], None]) -> None:
@@ -44,7 +44,7 @@ class Signals:
         self._on_reload = on_reload
 
     def budget(self) -> float:
-        """Seconds that are left for the shutdown; the whole of it before one was asked for."""
+        """Seconds left for the shutdown; the full budget before a stop was requested."""
         if self._stop_by is None:
             return self._shutdown_timeout
         return max(0.0, self._stop_by - time.monotonic())
