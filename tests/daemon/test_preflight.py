@@ -230,8 +230,8 @@ def test_a_package_that_is_missing_is_said_before_a_master_is_waited_for(monkeyp
 
 
 def test_addresses_are_held_against_this_machine() -> None:
-    assert refusal({"metrics": {"listen": "192.0.2.7:9464"}}).startswith("metrics.listen: cannot be bound: ")
-    assert refusal({"events": {"endpoint": "tcp://192.0.2.7:5557"}}).startswith("events.endpoint: cannot be bound: ")
+    assert refusal({"metrics": {"listen": "192.0.2.7:9464"}}).startswith("metrics.listen: cannot bind: ")
+    assert refusal({"events": {"endpoint": "tcp://192.0.2.7:5557"}}).startswith("events.endpoint: cannot bind: ")
     assert refusal({"server": {"endpoint": "ipc:///dev/null/s"}}).startswith("server.endpoint: /dev/null is not a dir")
     with socket.create_server(("127.0.0.1", 0)) as taken:  # by the daemon whose file is checked, for one
         config = from_tree({"metrics": {"listen": f"127.0.0.1:{taken.getsockname()[1]}"}})

@@ -322,9 +322,9 @@ def test_a_bucket_gives_what_its_rate_and_burst_allow() -> None:
 async def test_a_user_or_group_that_does_not_exist_is_named(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/s"
     for section, problem in (
-        ({"allowed_uids": ["no-such-user"]}, r"server\.allowed_uids: there is no such user \('no-such-user'\)"),
-        ({"observer_uids": [-1]}, r"server\.observer_uids: a uid is not negative \(-1\)"),
-        ({"socket_group": "no-such-group"}, r"server\.socket_group: there is no such group"),
+        ({"allowed_uids": ["no-such-user"]}, r"server\.allowed_uids: no such user \('no-such-user'\)"),
+        ({"observer_uids": [-1]}, r"server\.observer_uids: a uid cannot be negative \(-1\)"),
+        ({"socket_group": "no-such-group"}, r"server\.socket_group: no such group"),
         ({"allowed_uids": list(range(65))}, r"server\.allowed_uids: has 65 users, at most 64"),
     ):
         with pytest.raises(ConfigError, match=f"^{problem}"):
@@ -342,7 +342,7 @@ def test_a_uid_that_looks_like_nobody_in_this_namespace_is_refused(
     monkeypatch.setattr(credentials, "UID_MAP", uid_map)
     assert credentials.resolve_uids("server.allowed_uids", [0, 998]) == {0, 998}
     with pytest.raises(
-        ConfigError, match=r"^server\.allowed_uids: are not known in this user namespace.* \(\[1000\]\)"
+        ConfigError, match=r"^server\.allowed_uids: these uids are not mapped in this user namespace.* \(\[1000\]\)"
     ):
         credentials.resolve_uids("server.allowed_uids", [0, 1000])
 

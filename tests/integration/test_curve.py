@@ -166,13 +166,13 @@ async def test_keys_are_added_and_revoked_while_it_runs(section: CurveSection) -
 
 async def test_a_secret_that_every_user_can_read_is_refused(section: CurveSection) -> None:
     Path(section.secret_key_file).chmod(0o644)
-    with pytest.raises(ConfigError, match=r"secret_key_file: can be read by every user \(mode 0644\); run chmod 640"):
+    with pytest.raises(ConfigError, match=r"secret_key_file: is readable by every user \(mode 0644\); run chmod 640"):
         await Daemon(section).server.start()
 
 
 async def test_a_directory_to_which_every_user_can_add_a_key_is_refused(section: CurveSection) -> None:
     Path(section.client_keys_dir).chmod(0o777)
-    with pytest.raises(ConfigError, match=r"client_keys_dir: can be written by every user; run chmod o-w"):
+    with pytest.raises(ConfigError, match=r"client_keys_dir: is writable by every user; run chmod o-w"):
         await Daemon(section).server.start()
 
 

@@ -145,7 +145,7 @@ async def test_a_connection_that_stays_silent_is_ended_and_counted(
 
 
 async def test_a_port_in_use_is_one_clear_error(server: HttpServer) -> None:
-    with pytest.raises(ConfigError, match=r"metrics\.listen: cannot be bound: .*in use"):
+    with pytest.raises(ConfigError, match=r"metrics\.listen: cannot bind: .*in use"):
         await HttpServer(f"127.0.0.1:{server.port}", {}).start()
 
 

@@ -94,7 +94,7 @@ def test_keys_are_added_and_revoked_by_a_reload(outside: Installed) -> None:
             outside.run("chmod", "644", "/etc/transferd/daemon.secret")
             outside.drop_in("once", "[Service]\nRestart=no\n")
             assert outside.run("systemctl", "restart", UNIT, check=False).returncode != 0
-            assert "server.curve.secret_key_file: can be read by every user" in outside.log()
+            assert "server.curve.secret_key_file: is readable by every user" in outside.log()
     finally:
         outside.remove_drop_in("once")
         outside.configure()

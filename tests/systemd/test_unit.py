@@ -233,7 +233,7 @@ def test_lists_of_users_need_the_drop_in_that_shows_users_and_work_with_it(insta
     installed.drop_in("once", "[Service]\nRestart=no\n")
     try:
         assert installed.run("systemctl", "start", UNIT, check=False).returncode != 0
-        assert "server.allowed_uids: are not known in this user namespace" in installed.log()
+        assert "server.allowed_uids: these uids are not mapped in this user namespace" in installed.log()
         assert f"([{uid}])" in installed.log()
         installed.drop_in("peers", (SYSTEMD / f"{UNIT}.d" / "peers.conf").read_text())
         installed.start()

@@ -58,7 +58,7 @@ async def test_no_socket_and_a_stale_one_and_what_is_none(tmp_path: Path, listen
     assert await why(f"ipc://{tmp_path}/none") == "there is no such socket; is the daemon running?"
     assert obstacle_at(str(tmp_path / "none" / "deeper")) == "there is no such socket; is the daemon running?"
     (tmp_path / "file").write_text("")
-    assert await why(f"ipc://{tmp_path}/file") == "that is not a socket"
+    assert await why(f"ipc://{tmp_path}/file") == "the path is not a socket"
     assert obstacle_at(str(tmp_path / "file" / "deeper")) == "Not a directory"
     stale = tmp_path / "stale"
     with socket.socket(socket.AF_UNIX) as left:
@@ -75,7 +75,7 @@ def test_a_daemon_that_accepts_nobody_any_more(tmp_path: Path) -> None:
         listening.listen(0)
         with socket.socket(socket.AF_UNIX) as first:
             first.connect(path)
-            assert obstacle_at(path) == "the daemon accepts no more connections; it may be stopped"
+            assert obstacle_at(path) == "the daemon does not accept connections; it may be suspended or overloaded"
 
 
 @as_root
@@ -83,12 +83,12 @@ def test_permission_denied_names_who_may(listener: Path) -> None:
     listener.chmod(0o660)
     os.chown(listener, 0, 0)
     assert as_nobody(listener) == (
-        f"permission denied: {listener} (mode 0660) is for group root, and user {NOBODY} of this process is not in it"
+        f"permission denied: {listener} (mode 0660) allows group root, but user {NOBODY} is not in it"
     )
     os.chown(listener, NOBODY + 1, NOBODY + 1)
-    assert f"is for group {NOBODY + 1}, and" in as_nobody(listener)
+    assert f"allows group {NOBODY + 1}, but" in as_nobody(listener)
     listener.chmod(0o600)
-    assert as_nobody(listener).endswith(f"is for user {NOBODY + 1}, and this process runs as user {NOBODY}")
+    assert as_nobody(listener).endswith(f"allows user {NOBODY + 1}, but this process runs as user {NOBODY}")
     listener.chmod(0o666)
     assert as_nobody(listener) == ""
 
@@ -97,7 +97,7 @@ def test_permission_denied_names_who_may(listener: Path) -> None:
 def test_a_directory_that_denies_is_named_instead_of_the_socket(listener: Path) -> None:
     listener.chmod(0o666)
     listener.parent.chmod(0o750)
-    assert as_nobody(listener).startswith(f"permission denied: {listener.parent} (mode 0750) is for group root, and")
+    assert as_nobody(listener).startswith(f"permission denied: {listener.parent} (mode 0750) allows group root, but")
     assert as_nobody(listener.parent / "none").startswith("permission denied: ")
 
 
@@ -115,7 +115,7 @@ async def test_tcp_where_nobody_listens_or_nobody_speaks() -> None:
         endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         assert await why(endpoint) == NOBODY_LISTENS
         taken.listen()
-        silent = "no handshake came about; the host, its firewall or the daemon is silent"
+        silent = "the handshake got no reply; the host, its firewall or the daemon is silent"
         assert await why(endpoint) == silent
 
 
@@ -129,7 +129,7 @@ async def test_keys_are_missing_wrong_or_not_asked_for(tmp_path: Path) -> None:
     server = ZmqServerTransport(ServerSection(endpoint="tcp://127.0.0.1:*", curve=curve))
     server.start(lambda _peer, _payload: None)
     [endpoint] = server.endpoints
-    stuck = "it accepts connections and does not answer; the daemon may be stopped or stuck"
+    stuck = "the daemon accepts connections but does not answer; it may be suspended or stuck"
     assert await why(endpoint, ClientCurve(SERVER_PUBLIC, *KNOWN)) == stuck
     assert "CURVE keys (ClientCurve)" in await why(endpoint)
     unknown = "the daemon refuses this client's key (server.curve.client_keys_dir)"

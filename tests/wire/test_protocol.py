@@ -222,14 +222,17 @@ def test_a_message_that_there_is_no_memory_for_is_not_malformed_and_still_named(
 @pytest.mark.parametrize("first", [0, 2, 0x93, 255])
 def test_another_version_is_refused_in_ours(first: int) -> None:
     error = refusal(bytes([first]) + message(GOOD)[1:])
-    assert (error.reason, str(error)) == ("unsupported_version", f"protocol version {first}, this end speaks 1")
+    assert (error.reason, str(error)) == (
+        "unsupported_version",
+        f"unsupported protocol version {first}; this end speaks version 1",
+    )
 
 
 def test_a_message_past_the_limit_is_refused_and_still_named() -> None:
     data = message({**GOOD, "keys": ["k" * 200]})
     error = refusal(data, 100)
     assert (error.reason, error.seq, error.task_id) == ("too_large", 7, "x")
-    assert str(error) == f"a message of {len(data)} bytes, 100 are allowed"
+    assert str(error) == f"the message has {len(data)} bytes, the limit is 100 (server.max_message)"
     assert wire.decode_request(data, len(data)).seq == 7
 
 

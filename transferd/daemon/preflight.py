@@ -164,7 +164,7 @@ def _examine_address(key: str, address: str, value: str) -> None:
         with socket.socket(socket.AF_INET6 if version == 6 else socket.AF_INET) as probe:
             probe.bind((host, 0))
     except OSError as error:
-        raise ConfigError(key, f"cannot be bound: {error.strerror}", value) from error
+        raise ConfigError(key, f"cannot bind: {error.strerror}", value) from error
 
 
 def _examine_path(key: str, path: str, value: str) -> None:

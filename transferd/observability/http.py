@@ -70,7 +70,7 @@ class HttpServer:
             )
         except (OSError, OverflowError, UnicodeError) as error:
             problem = getattr(error, "strerror", None) or str(error)
-            raise ConfigError("metrics.listen", f"cannot be bound: {problem}", self._listen) from error
+            raise ConfigError("metrics.listen", f"cannot bind: {problem}", self._listen) from error
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:

@@ -1,1 +1,1 @@
-"""What travels between an engine and the daemon, and the sockets that carry it: both ends use this folder."""
+"""The messages between an engine and the daemon, and the sockets that carry them. Both ends use this folder."""

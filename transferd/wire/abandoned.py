@@ -1,4 +1,4 @@
-"""What becomes of sockets that nobody closed: their owner was dropped, or they came into a forked child."""
+"""Frees sockets that nobody closed: their owner was garbage-collected, or a forked child inherited them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ _inherited: list[object] = []
 
 
 def keep(*things: object) -> None:
-    """Hold on to what this forked child may neither use nor free: it shares the parent's descriptors."""
+    """Keep references to objects that a forked child may neither use nor free: they share the parent's descriptors."""
     _inherited.append(things)
 
 
 def free_with(
     owner: object, socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]] | None
 ) -> weakref.finalize:  # type: ignore[type-arg]
-    """Close the socket, and its context if given, once `owner` has been collected, in whatever thread.
+    """Close the socket, and the context if given, once `owner` has been garbage-collected, in any thread.
 
-    pyzmq alone would hang there: a context that is collected together with an open socket waits for that socket.
-    The result's `detach` calls it off.
+    pyzmq alone would hang: a context that is collected together with an open socket waits for that socket.
+    Call `detach` on the result to cancel it.
     """
     finalizer = weakref.finalize(owner, _free, socket, context, os.getpid())
-    finalizer.atexit = False  # another thread may still be at work on the socket then
+    finalizer.atexit = False  # at exit another thread may still use the socket
     return finalizer
 
 

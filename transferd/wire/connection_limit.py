@@ -1,15 +1,13 @@
-"""Watches the connections of a listening socket: ends one too many, and tells of each that never became one.
+"""Limits the connections of a listening socket, and reports failed handshakes.
 
-libzmq accepts whoever comes, and each connection costs memory and a descriptor. It tells of each one
-through the socket's monitor, with the descriptor's number. A thread of its own listens to that, because
-what matters is to be quicker than a crowd, also while the event loop has other work. It ends a connection
-by shutdown(2): libzmq reads the end of it and closes it like any other. A client that is turned away
-connects again by itself, ever more slowly, and gets in when there is room.
+libzmq accepts every connection, and each one costs memory and a descriptor. The socket's monitor reports each one
+with its descriptor number. A separate thread reads the monitor, because it must keep up with a burst of connections
+while the event loop is busy. It refuses a connection with shutdown(2); libzmq then closes it like any other. A
+refused client reconnects by itself, with growing delays, and succeeds once there is room.
 
-The monitor also tells of every handshake that failed: no key or a wrong one, a replayed one, bytes that are no
-ZeroMQ, silence. That event does not say whose it was, but the end of the same connection follows it, with its
-descriptor, and who came with a descriptor was noted when it was accepted. (A key or a user that is not known
-fails in zap.py, which tells of it itself.)
+The monitor also reports each failed handshake: no key, a wrong or replayed key, bytes that are not ZeroMQ, silence.
+That event does not name the connection, but the disconnect event of the same connection follows it, and the peer of
+each descriptor was noted when it was accepted. (zap.py refuses unknown keys and users, and reports them itself.)
 """
 
 from __future__ import annotations
@@ -44,15 +42,15 @@ _numbers = itertools.count()
 
 
 class ConnectionLimit:
-    """Watches one socket that is going to listen. Owns a thread from `__init__` to `close`. Raises NoThreads.
+    """Watches one socket; create it before the socket listens. Owns a thread until `close`. Raises NoThreads.
 
-    first_refused: the descriptor number from which on connections are refused.
+    first_refused: the lowest descriptor number at which a connection is refused.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], first_refused: int) -> None:
         self.refused = Counter[str](too_many_connections=0, handshake_failed=0)
-        self._peers: dict[int, str] = {}  # descriptor -> who; what we ended ourselves is not in it
-        self._failed = False  # the next connection that ends has failed in its handshake
+        self._peers: dict[int, str] = {}  # descriptor -> peer; without those that we ended ourselves
+        self._failed = False  # the next connection that ends has failed its handshake
         self._first_refused = first_refused
         self._socket = socket
         self._listening: set[object] = set()
@@ -112,12 +110,12 @@ class ConnectionLimit:
         log.warning("connection refused", reason=reason, peer=peer)
 
     def _is_client(self, connection: sockets.socket) -> bool:
-        """It may have been closed meanwhile, and its number be another's: only clients' connections are shut down."""
+        """Whether it is still a client's connection: it may be closed meanwhile, and its number be reused."""
         is_listener = connection.getsockopt(sockets.SOL_SOCKET, sockets.SO_ACCEPTCONN)
         return not is_listener and _name(connection) in self._listening
 
     def end_tcp(self) -> int:
-        """End every connection that came by tcp; returns how many. Clients connect again by themselves. Thread-safe."""
+        """End every tcp connection; return how many. Clients reconnect by themselves. Thread-safe."""
         ended = 0
         for descriptor in list(self._peers):
             with contextlib.suppress(OSError), sockets.socket(fileno=os.dup(descriptor)) as there:
@@ -128,7 +126,7 @@ class ConnectionLimit:
 
 
 def _peer(connection: sockets.socket) -> str:
-    """Who is at the other end, for a log."""
+    """Describe the peer, for a log."""
     if connection.family == sockets.AF_UNIX:
         credentials = connection.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, _CREDENTIALS.size)
         pid, uid, _gid = _CREDENTIALS.unpack(credentials)
@@ -138,6 +136,6 @@ def _peer(connection: sockets.socket) -> str:
 
 
 def _name(socket: sockets.socket) -> object:
-    """What a listener and its connections have in common: the path, or the port."""
+    """The part of the address that a listener and its connections share: the path, or the port."""
     name = socket.getsockname()
     return name if socket.family == sockets.AF_UNIX else name[1]

@@ -1,12 +1,12 @@
-"""Who is at the other end of a unix socket, as the kernel says it (SO_PEERCRED), and who may be.
+"""The users at the other end of a unix socket, as the kernel reports them (SO_PEERCRED), and which users may connect.
 
-libzmq passes it on in two places, each tested with real other users: in the question that it asks before it admits
-a connection (zap.py), and in the property "Peer-Address" of every message that came in by ipc. Both have one form,
-`…:uid:gid:pid`; for tcp it is the address alone.
+libzmq passes them on in two places, both tested with other real users: in the request that it makes before it admits
+a connection (zap.py), and in the property "Peer-Address" of every message that arrives by ipc. Both have the form
+`…:uid:gid:pid`; for tcp it is only the address.
 
-The kernel translates a uid into the user namespace of whoever asks: one that has no name there appears
-as 65534, "nobody". A list of uids means nothing then, so `resolve_uids` refuses it (systemd's
-PrivateUsers= makes such a namespace; systemd/transferd.service.d/peers.conf switches it off).
+The kernel translates a uid into the user namespace of the reader: a uid that is not mapped there appears as 65534,
+"nobody". A list of uids is meaningless then, so `resolve_uids` refuses it (systemd's PrivateUsers= creates such a
+namespace; systemd/transferd.service.d/peers.conf turns it off).
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ import zmq
 from transferd.errors import ConfigError
 
 UID_MAP = Path("/proc/self/uid_map")
-MOST_UIDS = 64  # a connection is compared with each; a group of users is what socket_group is for
+MOST_UIDS = 64  # each connection is compared with all of them; use socket_group for a group of users
 
 
 def resolve_uids(key: str, users: Sequence[int | str]) -> frozenset[int]:
     """Uids of users given by number or name. Raises ConfigError naming `key`."""
     uids = frozenset(_uid(key, user) for user in users)
     if len(uids) > MOST_UIDS:
-        raise ConfigError(key, f"has {len(uids)} users, at most {MOST_UIDS}; a group can be had by socket_group")
+        what = f"has {len(uids)} users, the limit is {MOST_UIDS}; use server.socket_group to allow a whole group"
+        raise ConfigError(key, what)
     if uids:
         unmapped = sorted(uids - _mapped(uids))
         if unmapped:
-            problem = "are not known in this user namespace, and would look like nobody (PrivateUsers= of the unit?)"
+            problem = "these uids are not mapped in this user namespace; set PrivateUsers=no in the unit"
             raise ConfigError(key, problem, unmapped)
     return uids
 
@@ -47,11 +48,11 @@ def resolve_group(key: str, group: str) -> int:
     try:
         return grp.getgrnam(group).gr_gid
     except KeyError:
-        raise ConfigError(key, "there is no such group", group) from None
+        raise ConfigError(key, "no such group", group) from None
 
 
 def peer_address(message: zmq.Frame) -> str:
-    """Where a message came from, in libzmq's form; "" where it does not say."""
+    """The peer address of a message, in libzmq's form; "" if it has none."""
     try:
         return str(message.get("Peer-Address"))
     except zmq.ZMQError:
@@ -59,13 +60,13 @@ def peer_address(message: zmq.Frame) -> str:
 
 
 def uid_of(address: str) -> int | None:
-    """The uid of the process that connected; None where the kernel did not say."""
+    """The uid of the process that connected; None if the address has none."""
     parts = address.rsplit(":", 3)
     return int(parts[1]) if len(parts) == 4 and parts[1].isdigit() else None
 
 
 def peer_text(address: str) -> str:
-    """The same for a log: user and process on this machine, else the network address."""
+    """The peer for a log: user and process on this machine, else the network address."""
     parts = address.rsplit(":", 3)
     return f"uid {parts[1]}, pid {parts[3]}" if uid_of(address) is not None else address
 
@@ -79,18 +80,18 @@ def process_of(text: str) -> tuple[int | None, int | None]:
 def _uid(key: str, user: int | str) -> int:
     if isinstance(user, int):
         if user < 0:
-            raise ConfigError(key, "a uid is not negative", user)
+            raise ConfigError(key, "a uid cannot be negative", user)
         return user
     try:
         return pwd.getpwnam(user).pw_uid
     except KeyError:
-        raise ConfigError(key, "there is no such user", user) from None
+        raise ConfigError(key, "no such user", user) from None
 
 
 def _mapped(uids: frozenset[int]) -> frozenset[int]:
-    """Those that have a name of their own in this process's user namespace (user_namespaces(7))."""
+    """The uids that are mapped in this process's user namespace (user_namespaces(7))."""
     try:
         ranges = [tuple(map(int, line.split())) for line in UID_MAP.read_text().splitlines()]
-    except OSError:  # no /proc, or ProtectProc= of a stricter kind: nothing to tell it by
+    except OSError:  # no /proc, or a strict ProtectProc=: we cannot know
         return uids
     return frozenset(uid for uid in uids if any(start <= uid < start + count for start, _, count in ranges))

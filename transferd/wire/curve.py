@@ -1,10 +1,10 @@
-"""CURVE for tcp:// beyond loopback: keys from files, and who may connect.
+"""CURVE for tcp:// beyond loopback: keys from files, and the keys of permitted clients.
 
-Two answers to "who are you": a server alone proves itself by its key pair, and any client that knows
-the server's public key may connect; with a directory of client keys, only those may (zap.py asks for them).
+The server proves its identity with its key pair. Without a directory of client keys, any client that knows the
+server's public key may connect; with one, only the clients in it may (zap.py checks them).
 
-Keys are ZeroMQ's Z85 text, 40 characters, one key a file. A secret key that every user can read is refused, and so
-is a directory to which every user can add a key.
+Keys are ZeroMQ's Z85 text, 40 characters, one key per file. The daemon refuses a secret key that every user can
+read, and a directory to which every user can add a key.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transferd.wire.zap import KEYS
 
 @dataclass(frozen=True, slots=True)
 class ServerCurve:
-    """The daemon's side. allowed: the public keys (Z85) that may connect; None = everyone who knows ours."""
+    """The daemon's keys. allowed: the public keys (Z85) that may connect; None: everyone who knows ours."""
 
     secret_key: bytes
     allowed: frozenset[bytes] | None = None
@@ -35,7 +35,7 @@ class ServerCurve:
         secret = _read_key(name, path)
         mode = stat.S_IMODE(path.stat().st_mode)
         if mode & 0o007:
-            raise ConfigError(name, f"can be read by every user (mode {mode:04o}); run chmod 640 on it", str(path))
+            raise ConfigError(name, f"is readable by every user (mode {mode:04o}); run chmod 640 on it", str(path))
         if not section.client_keys_dir:
             return cls(secret)
         return cls(secret, client_keys(section.client_keys_dir))
@@ -49,9 +49,9 @@ class ServerCurve:
 
 @dataclass(frozen=True, slots=True)
 class ClientCurve:
-    """A client's side: the daemon's public key, and its own pair (`zmq.curve_keypair()`), all Z85.
+    """A client's keys: the daemon's public key, and its own pair (`zmq.curve_keypair()`), all in Z85.
 
-    Keys may be given as text, too. Raises ConfigError that names the key, and does not show it.
+    Keys may be bytes or text. Raises ConfigError, which names the key but does not show it.
     """
 
     server_key: bytes
@@ -94,7 +94,7 @@ def client_keys(directory: str) -> frozenset[bytes]:
     name, path = "server.curve.client_keys_dir", Path(directory)
     try:
         if path.stat().st_mode & 0o002:
-            raise ConfigError(name, "can be written by every user; run chmod o-w on it", directory)
+            raise ConfigError(name, "is writable by every user; run chmod o-w on it", directory)
         files = sorted(file for file in path.iterdir() if file.is_file())
     except OSError as error:
         raise ConfigError(name, f"cannot be read: {error.strerror}", directory) from error

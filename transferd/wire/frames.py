@@ -1,20 +1,20 @@
-"""Messages as frames: the one that a message of ours consists of, and the rest of one that is not ours."""
+"""Reads messages of one frame, and drops the rest of messages with more."""
 
 from __future__ import annotations
 
 import zmq
 
-LARGE = 64 * 1024  # bytes; below it a copy costs less than to keep the frame
+LARGE = 64 * 1024  # bytes; below this a copy costs less than keeping the frame
 
 
 def one_frame(socket: zmq.Socket[bytes]) -> bytes | memoryview:
-    """The one frame that a message consists of; nothing if the peer sent several."""
+    """Receive a message of one frame; return b"" if it has several."""
     frame = socket.recv(zmq.DONTWAIT, copy=False)
     return b"" if drop_rest(socket) else content_of(frame)
 
 
 def content_of(frame: zmq.Frame) -> bytes | memoryview:
-    """The frame's bytes: a copy, unless it is large, or there is no memory for one. So nothing that arrived is lost.
+    """Copy the frame's bytes; if it is large, or memory is short, return a view instead, so that no message is lost.
 
     (`recv` with a copy takes the message off the socket before it finds that it cannot copy it.)
     """
@@ -27,7 +27,7 @@ def content_of(frame: zmq.Frame) -> bytes | memoryview:
 
 
 def drop_rest(socket: zmq.Socket[bytes]) -> int:
-    """Take and drop what is left of a message; how many frames that was."""
+    """Drop the remaining frames of a message; return how many there were."""
     frames = 0
     while number_of(socket, zmq.RCVMORE):
         socket.recv(zmq.DONTWAIT)

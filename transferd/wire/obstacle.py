@@ -1,8 +1,8 @@
-"""What keeps a client from its daemon, found by trying: ConnectTimeout says it.
+"""Finds out why a client cannot reach its daemon, for the text of ConnectTimeout.
 
-libzmq retries in silence whatever happens. So one more connection is tried, on a socket of its own whose
-monitor tells how far it came; and a unix socket that could not be connected to is looked at, because the
-monitor does not say why. Nothing here is needed to connect, so nothing here raises.
+libzmq retries silently, whatever the reason. So we try one more connection on a separate socket, whose monitor shows
+how far it got. If a unix socket refuses the connection, we also check its path, because the monitor does not give
+the reason. This is only for diagnosis, so nothing here raises.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import zmq
 
-TRY_S = 0.5  # a handshake on a machine near by takes milliseconds
+TRY_S = 0.5  # a handshake with a nearby machine takes milliseconds
 _EVENT = struct.Struct("=Hi")  # libzmq's monitor frame: event, value
 _FINAL = (
     zmq.EVENT_CLOSED
@@ -33,10 +33,10 @@ NOBODY_LISTENS = "nobody listens there; is the daemon running?"
 
 
 async def find_obstacle(endpoint: str, prepare: Callable[[zmq.Socket[bytes]], None], *, keys: bool) -> str:
-    """Why `endpoint` cannot be reached, in a few words; "" if it can be, as far as one sees from here.
+    """Say briefly why `endpoint` cannot be reached; "" if no reason can be found.
 
-    prepare: sets a socket's options as the client's. keys: the client has CURVE keys and uses them here.
-    Takes at most TRY_S, plus a moment.
+    prepare: sets the same socket options as the client's. keys: whether the client uses CURVE keys for this endpoint.
+    Takes little more than TRY_S.
     """
     scheme, _, address = endpoint.partition("://")
     try:
@@ -50,11 +50,11 @@ async def find_obstacle(endpoint: str, prepare: Callable[[zmq.Socket[bytes]], No
 
 
 def obstacle_at(path: str) -> str:
-    """Why a unix socket cannot be connected to; "" if it can be."""
+    """Say why a connection to a unix socket fails; "" if it succeeds."""
     try:
         found = os.stat(path)
         if not stat.S_ISSOCK(found.st_mode):
-            return "that is not a socket"
+            return "the path is not a socket"
         with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM | sockets.SOCK_NONBLOCK) as probe:
             probe.connect(path)
     except FileNotFoundError:
@@ -64,14 +64,14 @@ def obstacle_at(path: str) -> str:
     except ConnectionRefusedError:
         return NOBODY_LISTENS
     except BlockingIOError:
-        return "the daemon accepts no more connections; it may be stopped"
+        return "the daemon does not accept connections; it may be suspended or overloaded"
     except OSError as error:
         return error.strerror or str(error)
     return ""
 
 
 def _who_may(path: str) -> str:
-    """Which directory or socket denies us, and to whom it would not."""
+    """Name the directory or socket that denies access, and who has access to it."""
     denied = path
     for directory in reversed(Path(path).absolute().parents):
         if not os.access(directory, os.X_OK, effective_ids=True):
@@ -85,8 +85,8 @@ def _who_may(path: str) -> str:
     owner, group, me = _user(found.st_uid), _group(found.st_gid), _user(os.geteuid())
     mode = f"mode {stat.S_IMODE(found.st_mode):04o}"
     if found.st_mode & needed:
-        return f"{denied} ({mode}) is for group {group}, and user {me} of this process is not in it"
-    return f"{denied} ({mode}) is for user {owner}, and this process runs as user {me}"
+        return f"{denied} ({mode}) allows group {group}, but user {me} is not in it"
+    return f"{denied} ({mode}) allows user {owner}, but this process runs as user {me}"
 
 
 def _user(uid: int) -> str:
@@ -104,7 +104,7 @@ def _group(gid: int) -> str:
 
 
 async def _try(endpoint: str, prepare: Callable[[zmq.Socket[bytes]], None]) -> tuple[int, int]:
-    """Connect once; (event, value) of how it ended, (0, 0) if it had not after TRY_S."""
+    """Connect once; return (event, value) of the outcome, or (0, 0) if there was none within TRY_S."""
     loop = asyncio.get_running_loop()
     with zmq.Context() as context, context.socket(zmq.DEALER) as probe:
         prepare(probe)
@@ -125,16 +125,16 @@ async def _try(endpoint: str, prepare: Callable[[zmq.Socket[bytes]], None]) -> t
 
 def _meaning(event: int, value: int, scheme: str, keys: bool) -> str:
     if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-        return "it accepts connections and does not answer; the daemon may be stopped or stuck"
+        return "the daemon accepts connections but does not answer; it may be suspended or stuck"
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
         if scheme == "ipc":
             return f"the daemon refuses user {_user(os.geteuid())} (server.allowed_uids)"
         return "the daemon refuses this client's key (server.curve.client_keys_dir)"
     if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
-        return "the daemon uses no CURVE keys" if keys else "the daemon asks for CURVE keys (ClientCurve)"
-    if event:  # two ends that do not fit hang up on each other, and either may be the first
-        guess = "have no room (server.max_connections)" if scheme == "ipc" else "ask for CURVE keys (ClientCurve)"
+        return "the daemon does not use CURVE keys" if keys else "the daemon requires CURVE keys (ClientCurve)"
+    if event:  # two incompatible ends close on each other, and either may be first
+        guess = "be full (server.max_connections)" if scheme == "ipc" else "require CURVE keys (ClientCurve)"
         if keys:
-            guess = "have another key than server_key says, or use no CURVE keys"
-        return f"it closed the connection during the handshake; it may {guess}, or be no transferd"
-    return "no handshake came about; the host, its firewall or the daemon is silent"
+            guess = "have a key other than server_key, or not use CURVE keys"
+        return f"the peer closed the connection during the handshake; it may {guess}, or not be transferd"
+    return "the handshake got no reply; the host, its firewall or the daemon is silent"

@@ -1,10 +1,10 @@
-"""Who the peers of the server's sockets are: their names, which of them may only look, and where they come from.
+"""The peers of the server's sockets: their names, which of them are observers, and where they connect from.
 
-Observers are told apart by the first byte of the name that a peer has with the server. On the socket for all it comes
-from the uid that the kernel names for every message, so there is nothing to remember about a peer, and nothing it can
-say about itself. Where no observers are configured, names are libzmq's, unmarked.
+The first byte of a peer's name marks an observer. On the common socket the mark comes from the uid that the kernel
+reports for every message, so the server stores nothing about a peer and a peer cannot forge its mark. If no observers
+are configured, names are libzmq's, unmarked.
 
-Where a peer comes from is read from its first message only, for logs: `describe` is no ground for a decision.
+A peer's address is read only from its first message, for logs; do not base a decision on `describe`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from transferd.wire.frames import content_of, drop_rest, one_frame
 Receive = Callable[[zmq.Socket[bytes]], None]
 OnMessage = Callable[[bytes, bytes | memoryview], None]
 
-# First byte of a peer's name. libzmq's own names begin with 0; the others are marked, and the mark is the
-# server's: a client that chooses its own name chooses what comes after it.
+# First byte of a peer's name. libzmq's own names begin with 0. The server marks all others: a client that
+# chooses its own name chooses only the bytes after the mark.
 LIBZMQ_NAMED, _SELF_NAMED, _OBSERVER_BY_UID, OBSERVER_BY_ENDPOINT = b"\0", b"c", b"l", b"o"
 MOST_REMEMBERED = 16384
 
@@ -28,7 +28,7 @@ MOST_REMEMBERED = 16384
 class Peers:
     """The peers of one server.
 
-    marked: there are observers, and names begin with a mark. observers: uids that only look, on the socket for all.
+    marked: there are observers, so names begin with a mark. observers: uids that may only observe on the common socket.
     """
 
     def __init__(self, *, marked: bool, observers: frozenset[int] = frozenset()) -> None:
@@ -37,7 +37,7 @@ class Peers:
         self._addresses: dict[bytes, str] = {}  # oldest first
 
     def receiver(self, on_message: OnMessage) -> Receive:
-        """How the socket for all is read: the less has to be known of a peer, the cheaper."""
+        """The cheapest function that reads the common socket and learns what it must about a peer."""
         if self._observers:
             return lambda socket: self._receive_with_uid(socket, on_message)
         mark = _self_named if self._marked else None
@@ -50,7 +50,7 @@ class Peers:
         return receive
 
     def observers_receiver(self, on_message: OnMessage) -> Receive:
-        """How the observers' own socket is read."""
+        """The function that reads the observers' socket."""
 
         def receive(socket: zmq.Socket[bytes]) -> None:
             peer = OBSERVER_BY_ENDPOINT + socket.recv(zmq.DONTWAIT)
@@ -62,7 +62,7 @@ class Peers:
         return self._marked and peer[:1] in (_OBSERVER_BY_UID, OBSERVER_BY_ENDPOINT)
 
     def describe(self, peer: bytes) -> str:
-        """User and process, or network address; "" for a peer that has said nothing for long."""
+        """User and process, or network address; "" for a peer that was forgotten."""
         return peer_text(self._addresses.get(peer, ""))
 
     def _receive_with_uid(self, socket: zmq.Socket[bytes], on_message: OnMessage) -> None:

@@ -1,32 +1,30 @@
-"""What is on the wire: one version byte, then msgpack. (docs/protocol.md tells it for other languages.)
+"""The wire format: one version byte, then msgpack. (docs/protocol.md describes it for other languages.)
 
 Lifecycle
-    A client says Hello and is answered Welcome: who the daemon is (boot_id), whether it is ready, what
-    its limits are, and the number of the session that has begun. It says Hello again about once a
-    second: that is the heartbeat of both sides. It says Bye when it leaves. Requests may be sent at any
-    time, any number of them without waiting.
+    A client sends Hello, and the daemon answers Welcome: its boot_id, whether it is ready, its limits, and the
+    number of the session that has begun. The client repeats Hello about once a second: that is the heartbeat
+    of both sides. It sends Bye when it leaves. It may send any number of requests at any time, without waiting.
 
 Happy path
     Request(seq, ack, task)        → [Accepted, if ack is set] → Result
     Request(seq, …, control)       → Value
-    `seq` is the client's own number; every reply carries the seq of its request. Replies come in the
-    order in which things end.
+    The client chooses `seq`; every reply carries the seq of its request. Replies come in the order in which
+    requests end.
 
 Abort path
-    A request that cannot be understood is answered with a code, under its seq if that could still be
-    read (else 0): a task whose task_id could be read by a `rejected` Result, anything else by Refused.
-    The connection stays. A client that is silent has gone, and its tasks are taken back. A daemon that
-    is silent, or comes back with another boot_id, is lost, and a client fails what it waits for.
+    A malformed request is answered with a code, under its seq if that is readable (else 0): a task whose
+    task_id is readable by a `rejected` Result, anything else by Refused. The connection stays open. A client
+    that falls silent is gone, and its tasks are cancelled. A daemon that falls silent, or comes back with
+    another boot_id, is lost, and the client fails its pending requests.
 
 Sessions
-    A session is a stretch of conversation in which nothing was lost: it ends when the connection
-    breaks, when the client was given up as gone, and when an answer could not be handed to it. A request
-    names the session it was made in; one of another session is answered Refused(stale_session) and
-    nothing is touched. So what was on its way to a daemon that died is never done by its successor,
-    which a client has long reported as lost. A client that sees another session of the same boot asks
-    everything again that it still waits for: a task that is known is joined or its result repeated.
-    Session 0 stands for whatever session there is, for peers that do not care. A Bye counts in every session
-    that its own connection has had.
+    A session is a stretch of a conversation in which no message was lost. It ends when the connection breaks,
+    when the daemon considers the client gone, or when an answer cannot be delivered. A request names its
+    session; a request of another session is answered Refused(stale_session), and nothing is touched. So a
+    request that was in flight to a dead daemon is never run by the daemon's successor, after the client has
+    reported it as lost. A client that sees another session of the same boot repeats all its pending requests:
+    the daemon joins a task that it knows, or repeats its result. Session 0 means any session, for peers that
+    do not need this. A Bye is valid in every session that its connection has had.
 
 Format
     byte 0: PROTOCOL_VERSION. Then one msgpack array: [seq, ack, body, session = 0] from clients,
@@ -34,8 +32,9 @@ Format
     "4" or "8" (the item size), then little-endian integers.
 
 Versioning
-    A new optional field in a body, or at the end of an array, is no new version: what is unknown is
-    ignored. Anything else is. A daemon answers another version with Refused(unsupported_version) in its own.
+    A new optional field in a body or at the end of an array does not change the version, because receivers
+    ignore unknown fields. Any other change does. A daemon answers a request of another version with
+    Refused(unsupported_version) in its own version.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ from transferd.tasks import (
 
 PROTOCOL_VERSION = 1
 ANY_SESSION = 0
-STALE_SESSION = "stale_session"  # the one code that a client acts on
+STALE_SESSION = "stale_session"  # the only code that a client acts on
 _VERSION_BYTE = bytes([PROTOCOL_VERSION])
 
 
@@ -73,7 +72,7 @@ class _Message(msgspec.Struct, frozen=True, tag_field="type"):
 
 
 class Hello(_Message, frozen=True, tag="hello"):
-    """Greeting and heartbeat. Answered Welcome."""
+    """Greeting and heartbeat. Answered by Welcome."""
 
 
 class Bye(_Message, frozen=True, tag="bye"):
@@ -81,7 +80,7 @@ class Bye(_Message, frozen=True, tag="bye"):
 
 
 class Cancel(_Message, frozen=True, tag="cancel"):
-    """Take a task back. Value: whether there was anything to take back."""
+    """Cancel a task. Value: whether there was such a task to cancel."""
 
     task_id: str
 
@@ -100,7 +99,7 @@ class Locate(_Message, frozen=True, tag="locate"):
     token_ids: TokenIds
 
 
-Holder = Annotated[str, msgspec.Meta(max_length=128)]  # of a pause: a name that a client has over all its connections
+Holder = Annotated[str, msgspec.Meta(max_length=128)]  # of a pause: a name that a client keeps over its connections
 
 
 class Pause(_Message, frozen=True, tag="pause"):
@@ -133,7 +132,7 @@ class Stats(_Message, frozen=True, tag="stats"):
 
 
 class Explain(_Message, frozen=True, tag="explain"):
-    """Value: the life of one task, as story.py tells it. Refused with `unknown_task`."""
+    """Value: the story of a task; story.py describes it. Refused with `unknown_task`."""
 
     task_id: str
 
@@ -173,9 +172,9 @@ class Detach(_Message, frozen=True, tag="detach"):
 
 
 class Offer(_Message, frozen=True, tag="offer"):
-    """A handle to memory that the engine made for a rank. Value: nil, once the daemon has mapped it.
+    """A handle to memory that the engine created for a rank. Value: nil, once the daemon has mapped it.
 
-    data: a map, left as bytes until its size is known to be modest. epoch: of the newest Welcome.
+    data: a map, kept as bytes until its size was checked. epoch: that of the newest Welcome.
     """
 
     rank: int
@@ -189,7 +188,7 @@ class ClearCache(_Message, frozen=True, tag="clear_cache"):
 
 
 class RestoreCache(_Message, frozen=True, tag="restore_cache"):
-    """Value: the epoch, once the memory is there again, or waits to be offered.
+    """Value: the epoch, once the memory exists again or the daemon waits for offers.
 
     generation: nil leaves it to the daemon: what storage.version_file says now, else the one that was set meanwhile.
     same_weights: it may be one that a clear has closed, because the engine serves the very weights of then.
@@ -207,7 +206,7 @@ Body = WriteStorageTask | ReadStorageTask | SwapOutTask | SwapInTask | SendTask 
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
-    """seq: the client's own number. ack: the pusher of a task wants to hear at once that it was admitted."""
+    """seq: a number that the client chooses. ack: send Accepted as soon as the task is admitted."""
 
     seq: int
     ack: bool
@@ -219,10 +218,10 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Welcome(_Message, frozen=True, tag="welcome"):
-    """Who answers. A new boot_id is a new daemon, which knows nothing of earlier requests.
+    """The daemon that answers. A new boot_id means a new daemon, which does not know earlier requests.
 
-    block_size: tokens of a block, for whoever computes block keys. pd_mode: "storage" or "direct", see handover.py;
-    pd_address: where other daemons reach this one in direct mode, "" otherwise.
+    block_size: tokens per block, needed to compute block keys. pd_mode: "storage" or "direct", see handover.py.
+    pd_address: where other daemons reach this one in direct mode; "" otherwise.
     """
 
     boot_id: str
@@ -248,9 +247,9 @@ class Value(_Message, frozen=True, tag="value"):
 
 
 class Refused(_Message, frozen=True, tag="refused"):
-    """A control request failed, or a message could not be understood.
+    """A control request failed, or a message was malformed.
 
-    permanent: the request itself is wrong; sending it again changes nothing.
+    permanent: the request itself is wrong; a retry fails again.
     """
 
     error: ErrorInfo
@@ -279,7 +278,7 @@ def _encode_hook(value: Any) -> Any:
         return int(value)
     if isinstance(value, np.ndarray | np.generic):  # block ids as an engine's block manager holds them
         return value.tolist()
-    raise TypeError(f"{type(value).__name__} has no form on the wire")
+    raise TypeError(f"cannot encode {type(value).__name__}")
 
 
 def _decode_hook(kind: type, value: Any) -> Any:
@@ -296,7 +295,7 @@ _reply_decoder = msgspec.msgpack.Decoder(Reply)
 
 
 class Malformed(ProtocolError):
-    """Bytes that are no request. seq and task_id say whose, as far as they could still be read."""
+    """Bytes that are not a request. seq and task_id identify it as far as they were readable."""
 
     def __init__(self, message: str, *, code: str, seq: int = 0, task_id: str | None = None) -> None:
         super().__init__(message, code=code)
@@ -305,12 +304,12 @@ class Malformed(ProtocolError):
 
 
 def encode_request(seq: int, body: Body, *, ack: bool = False, session: int = ANY_SESSION) -> bytes:
-    """Raises ValueError, TypeError or OverflowError for a body that msgpack cannot say."""
+    """Raises ValueError, TypeError or OverflowError for a body that msgpack cannot encode."""
     return _VERSION_BYTE + _encoder.encode(Request(seq, ack, body, session))
 
 
 def encode_reply(seq: int, body: ReplyBody) -> bytes:
-    """Raises ValueError, TypeError or OverflowError for a Value that msgpack cannot say."""
+    """Raises ValueError, TypeError or OverflowError for a Value that msgpack cannot encode."""
     return _VERSION_BYTE + _encoder.encode(Reply(seq, body))
 
 
@@ -319,7 +318,8 @@ def decode_request(data: bytes | memoryview, max_message: int | None = None) -> 
     _check_version(data)
     content = memoryview(data)[1:]
     if max_message is not None and len(data) > max_message:
-        raise _as_malformed(content, f"a message of {len(data)} bytes, {max_message} are allowed", "too_large")
+        problem = f"the message has {len(data)} bytes, the limit is {max_message} (server.max_message)"
+        raise _as_malformed(content, problem, "too_large")
     try:
         if len(content) > CAREFUL_BYTES:
             _token_ids_decoder.decode(content)
@@ -327,7 +327,7 @@ def decode_request(data: bytes | memoryview, max_message: int | None = None) -> 
     except msgspec.ValidationError as error:
         raise _as_malformed(content, str(error), "bad_value") from None
     except MemoryError:
-        problem = f"no memory to read a message of {len(data)} bytes; try again later"
+        problem = f"out of memory while reading a message of {len(data)} bytes; retry later"
         raise _as_malformed(content, problem, OutOfMemory.code) from None
     except UNREADABLE as error:
         raise _as_malformed(content, f"not msgpack: {error}", "malformed") from None
@@ -342,20 +342,21 @@ def decode_reply(data: bytes | memoryview) -> Reply:
         raise Malformed(str(error), code="malformed") from None
 
 
-# What msgspec raises for bytes that are no msgpack of the wanted shape. ValueError: among others, text
-# that is no UTF-8. RecursionError: nesting without end. MemoryError: there is none left.
+# What msgspec raises for bytes that are not msgpack of the expected shape. ValueError: for example, text that
+# is not UTF-8. RecursionError: nesting too deep. MemoryError: out of memory.
 UNREADABLE = (msgspec.DecodeError, ValueError, OverflowError, RecursionError, MemoryError)
 
 
 def _check_version(data: bytes | memoryview) -> None:
     if not data:
-        raise Malformed("an empty message, or one of several frames", code="malformed")
+        raise Malformed("the message is empty or has several frames; send exactly one frame", code="malformed")
     if data[0] != PROTOCOL_VERSION:
-        raise Malformed(f"protocol version {data[0]}, this end speaks {PROTOCOL_VERSION}", code="unsupported_version")
+        problem = f"unsupported protocol version {data[0]}; this end speaks version {PROTOCOL_VERSION}"
+        raise Malformed(problem, code="unsupported_version")
 
 
 def offer(rank: int, kind: str, data: dict[str, Any], epoch: int) -> Offer:
-    """Raises TypeError, ValueError or OverflowError for data that msgpack cannot say."""
+    """Raises TypeError, ValueError or OverflowError for data that msgpack cannot encode."""
     return Offer(rank, kind, msgspec.Raw(_encoder.encode(data)), epoch)
 
 
@@ -363,22 +364,22 @@ MAX_HANDLE = 1024**2  # bytes of an offer's data; 61 layers of 5 arrays take 40 
 
 
 def handle_data(offer: Offer) -> dict[str, Any]:
-    """The data of an offer, as it was sent. Raises ProtocolError."""
-    if len(memoryview(offer.data)) > MAX_HANDLE:
-        raise ProtocolError(f"the handle has more than {MAX_HANDLE} bytes", code="too_large")
+    """Decode the data of an offer. Raises ProtocolError."""
+    if (nbytes := len(memoryview(offer.data))) > MAX_HANDLE:
+        raise ProtocolError(f"the handle has {nbytes} bytes, the limit is {MAX_HANDLE}", code="too_large")
     try:
         return _handle_decoder.decode(offer.data)
     except UNREADABLE as error:
-        raise ProtocolError(f"the handle's data is no map: {error}", code="bad_value") from None
+        raise ProtocolError(f"the handle's data must be a map: {error}", code="bad_value") from None
 
 
 _handle_decoder = msgspec.msgpack.Decoder(dict[str, Any])
 
 
-# --- reading what is not a request ----------------------------------------------------------------
+# --- reading a malformed request ------------------------------------------------------------------
 #
-# None of this builds objects from the message: parts that are not looked at are skipped as bytes, so
-# that a message of empty lists cannot make 60 times its own size out of the daemon's memory.
+# Nothing here builds objects from the whole message; unused parts are skipped as bytes. Otherwise a message of
+# empty lists could take 60 times its size in the daemon's memory.
 
 
 class _LooseRequest(msgspec.Struct, array_like=True):
@@ -402,8 +403,8 @@ class _TokenIdsRequest(msgspec.Struct, array_like=True):
     body: _TokenIdsBody
 
 
-# msgspec hands the value of a type it does not know (TokenIds) to the hook as the objects it is made of.
-# Past this size, they are asked first whether they are bytes.
+# msgspec decodes a value of an unknown type (TokenIds) to plain objects before it calls the hook. Above this
+# size, check first that token_ids are bytes.
 CAREFUL_BYTES = 64 * 1024
 _token_ids_decoder = msgspec.msgpack.Decoder(_TokenIdsRequest)
 _loose_decoder = msgspec.msgpack.Decoder(_LooseRequest)
@@ -417,7 +418,7 @@ T = TypeVar("T")
 
 
 def _as_malformed(content: memoryview, problem: str, code: str) -> Malformed:
-    """Say what is wrong, and whose message it was if that much can be read."""
+    """Build the error, with the seq and task_id of the message if they are readable."""
     try:
         loose = _loose_decoder.decode(content)
     except UNREADABLE:
@@ -434,7 +435,7 @@ def _as_malformed(content: memoryview, problem: str, code: str) -> Malformed:
             shown = "missing" if body.type is msgspec.UNSET else repr(kind[:80]) if kind is not None else "not text"
             return Malformed(f"unknown type: {shown}", code="unknown_type", seq=seq, task_id=task_id)
         return Malformed(problem, code=code, seq=seq, task_id=task_id)
-    # msgspec's path starts at the envelope; what is wrong is wrong in the task.
+    # msgspec's path starts at the envelope; make it start at the task.
     problem = problem.replace("`$[2]", "`$")
     return Malformed(problem, code=code, seq=seq, task_id=task_id if kind in _TASK_TAGS else None)
 
@@ -444,7 +445,7 @@ def _code_of_no_request(code: str) -> str:
 
 
 def _read(decoder: msgspec.msgpack.Decoder[T], raw: msgspec.Raw | msgspec.UnsetType) -> T | None:
-    """The value, if it is of the decoder's type."""
+    """Decode the value; None if it is not of the decoder's type."""
     if raw is msgspec.UNSET:
         return None
     try:

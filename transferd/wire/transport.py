@@ -2,18 +2,17 @@
 
 Contract, for both sides:
 
-1. `start` is called once, on the running loop; callbacks come on that loop and never inside `send`.
-2. `send` never blocks and never raises for what a peer does: it returns False when the message was
-   not taken. True means it was handed to the network, not that it arrived.
-3. Messages of one connection keep their order. A connection that breaks loses what was in it.
-4. `close` is idempotent; no callback comes after it.
+1. `start` is called once, on the running loop; callbacks run on that loop and never inside `send`.
+2. `send` never blocks and never raises because of a peer: it returns False if the message was not accepted.
+   True means that it was handed to the network, not that it arrived.
+3. Messages of one connection keep their order. A connection that breaks loses the messages in flight.
+4. `close` is idempotent; no callback runs after it.
 
-How the ZeroMQ implementations keep it: one plain socket, its file descriptor watched by the loop,
-and on each wake-up a drain that is bounded, so that timers and other sockets get their turn; the rest
-follows by call_soon. libzmq's descriptor is edge-triggered: it says "something changed", once, and
-both reading *and sending* may swallow that. Hence the one rule here: after any work on the socket,
-EVENTS is asked again before the loop is trusted to wake us. Within a drain the drain itself does so;
-after sends from elsewhere one check is scheduled for all of them.
+How the ZeroMQ implementations keep it: the loop watches the file descriptor of one plain socket. Each wake-up
+drains a bounded number of messages, so that timers and other sockets get their turn; the rest follows by
+call_soon. libzmq's descriptor is edge-triggered: it signals a change once, and both reading *and sending* may
+consume that signal. Hence the one rule here: after any work on the socket, check EVENTS again before relying on
+the loop to wake us. A drain does so itself; after sends from elsewhere, one check is scheduled for all of them.
 """
 
 from __future__ import annotations
@@ -42,75 +41,75 @@ if TYPE_CHECKING:
 
 # A plain int: combining two flags of the enum at every send costs more than the frame.
 _MORE = int(zmq.SNDMORE | zmq.DONTWAIT)
-# What the gate is asked with for each socket's unix endpoints (tcp has zap.KEYS).
+# The ZAP domain of each socket's unix endpoints (that of tcp is zap.KEYS).
 _EVERYBODY, _OBSERVERS = b"endpoint", b"observer_endpoint"
 REFUSALS = ("unknown_key", "unknown_user", "handshake_failed", "too_many_connections")
-DRAIN_LIMIT = 64  # messages per wake-up: about a millisecond of work before timers are looked at again
+DRAIN_LIMIT = 64  # messages per wake-up: about a millisecond of work before timers run again
 
 ServerMessage = Callable[[bytes, bytes | memoryview], None]
 ClientMessage = Callable[[bytes | memoryview], None]
 
 
 class ServerTransport(Protocol):
-    """The daemon's side: many peers, each known by an opaque name for as long as it stays connected."""
+    """The daemon's side: many peers, each with an opaque name for as long as it stays connected."""
 
     @property
     def endpoints(self) -> Sequence[str]:
-        """Where it listens; after start, with wildcards filled in."""
+        """The endpoints that it listens on; after `start`, with wildcards filled in."""
         ...
 
     def start(self, on_message: ServerMessage) -> None:
-        """Listen; `on_message(peer, payload)` from now on. Raises ConfigError naming the endpoint.
+        """Listen, and call `on_message(peer, payload)` for each message. Raises ConfigError naming the endpoint.
 
-        A message that is not exactly one frame arrives as an empty payload, which no protocol accepts.
+        A message that is not exactly one frame arrives as an empty payload, which the protocol rejects.
         """
         ...
 
     def send(self, peer: bytes, payload: bytes) -> bool:
-        """False: the peer has gone, or does not read what it asked for."""
+        """Return False if the peer is gone or does not read its answers."""
         ...
 
     def observes(self, peer: bytes) -> bool:
-        """This peer may look and nothing else: it came in by the observers' endpoint, or its uid says so."""
+        """Whether this peer is an observer: it came in through the observers' endpoint, or its uid is one of them."""
         ...
 
     def describe(self, peer: bytes) -> str:
-        """Where this peer comes from, for a log; "" where that is not known."""
+        """Where this peer connects from, for a log; "" if unknown."""
         ...
 
     def refused(self) -> dict[str, int]:
-        """Connections that were refused since the start, by reason."""
+        """Connections refused since the start, by reason."""
         ...
 
     def read_keys(self) -> tuple[int, int]:
-        """Read the keys of permitted clients again; how many are new, and how many were revoked. Raises ConfigError."""
+        """Read the keys of permitted clients again; return how many were added and revoked. Raises ConfigError."""
         ...
 
     def close(self) -> None: ...
 
 
 class ClientTransport(Protocol):
-    """A client's side: one daemon, connected again by itself for as long as this is open."""
+    """A client's side: one daemon. It reconnects by itself for as long as it is open."""
 
     def start(self, on_message: ClientMessage) -> None:
-        """Connect in the background; `on_message(payload)` from now on. Raises ConfigError for no endpoint at all."""
+        """Connect in the background; call `on_message(payload)` for each message. Raises ConfigError."""
         ...
 
     def send(self, payload: bytes) -> bool:
-        """False: too much waits to be sent. May be called before anybody is connected. Raises Closed after close."""
+        """Return False if the send queue is full. May be called before a connection exists. Raises Closed."""
         ...
 
     def close(self) -> None: ...
 
     async def obstacle(self) -> str:
-        """What keeps it from the daemon, in a few words; "" if that is not seen from here. Takes a second at most."""
+        """Say briefly why the daemon cannot be reached; "" if no reason can be found. Takes at most a second."""
         ...
 
 
 class Channel:
-    """One ZeroMQ socket on the running loop: hands every message to `receive`, never waits.
+    """One ZeroMQ socket on the running loop: calls `receive` for every message and never waits.
 
-    Dropped without `close`, it frees them all the same.
+    If it is dropped without `close`, socket and context are freed all the same.
     """
 
     def __init__(
@@ -121,7 +120,7 @@ class Channel:
         *,
         owns_context: bool = True,
     ) -> None:
-        """Owns socket and context (that unless told otherwise). receive: takes one message off, or raises Again."""
+        """Owns the socket, and the context if `owns_context`. receive: reads one message, or raises zmq.Again."""
         self.context = context
         self._owns_context = owns_context
         self.socket = socket
@@ -132,15 +131,15 @@ class Channel:
         self._fd = number_of(socket, zmq.FD)
         self._freed = free_with(self, socket, context if owns_context else None)
         self._loop.add_reader(self._fd, self._wake)
-        self._check_soon()  # what arrived before anybody watched makes no new edge
+        self._check_soon()  # messages that arrived before now cause no new edge
 
     def sent(self) -> None:
-        """Call after every send: it may have swallowed the edge that announced a message."""
+        """Call after every send: it may have consumed the edge that announced a message."""
         if not self._reading:
             self._check_soon()
 
     def close(self) -> None:
-        """Let what was sent get out (bounded by LINGER), then free socket and context. The loop may be closed."""
+        """Flush sent messages (bounded by LINGER), then free socket and context. The loop may be closed."""
         self._freed.detach()
         if self._loop.is_closed():
             self.socket.close(0)
@@ -167,15 +166,15 @@ class Channel:
         try:
             drained = self._drain()
         finally:
-            # Also when a callback raised: the loop's handler hears of it, and the other messages still get read.
+            # Also if a callback raised: the loop reports it, and the other messages still get read.
             self._reading = False
             if not drained and not self.socket.closed:
                 self._check_soon()
 
     def _drain(self) -> bool:
-        """Take a bounded number of messages. True: nothing is left, and the descriptor will tell of more."""
-        # A failing receive costs four times what asking EVENTS does. So a lone message, the usual case,
-        # is taken between two questions, and only a burst is read until a receive fails.
+        """Read a bounded number of messages. True: none is left, and the descriptor will signal new ones."""
+        # A failing receive costs four times as much as checking EVENTS. So a single message, the usual case,
+        # is read between two checks, and only a burst is read until a receive fails.
         socket = self.socket
         if not number_of(socket, zmq.EVENTS) & zmq.POLLIN:
             return True
@@ -197,14 +196,14 @@ def _is_tcp(endpoint: str) -> bool:
 
 
 class ZmqServerTransport:
-    """ServerTransport on ROUTER sockets: one bound to every endpoint, and one for observers if they have their own.
+    """ServerTransport on ROUTER sockets: one for all endpoints, and one for observers if they have their own.
 
-    Who may connect is zap.py's, who the peers are is peers.py's.
+    zap.py decides who may connect; peers.py tells the peers apart.
     """
 
-    SEND_HWM = 16384  # answers that may wait for one peer: a full queue's, accepted and answered, and some
-    RECEIVE_HWM = 4096  # messages of one peer that may wait for us; the others wait with their sender
-    LINGER_MS = 250  # what close() waits for a peer that does not read
+    SEND_HWM = 16384  # answers queued for one peer: Accepted and Result of a full queue, and some more
+    RECEIVE_HWM = 4096  # messages of one peer queued here; further ones wait at the sender
+    LINGER_MS = 250  # how long close() waits for a peer that does not read
 
     def __init__(self, config: ServerSection) -> None:
         self._config = config
@@ -223,7 +222,7 @@ class ZmqServerTransport:
         return self._endpoints
 
     def start(self, on_message: ServerMessage) -> None:
-        """Claim and bind every endpoint, or none. Raises ConfigError."""
+        """Lock and bind every endpoint, or none. Raises ConfigError."""
         config = self._config
         curve = ServerCurve.load(config.curve) if config.curve is not None else None
         allowed = resolve_uids("server.allowed_uids", config.allowed_uids)
@@ -259,7 +258,7 @@ class ZmqServerTransport:
             self._observers = Channel(context, observers, receive, owns_context=False)
 
     def _prepare(self, socket: zmq.Socket[bytes], domain: bytes) -> None:
-        """All that a socket needs before it is bound. domain: what the gate is asked with; none: it is not asked."""
+        """Do everything that must precede bind. domain: the ZAP domain; without one the gate is not asked."""
         from transferd.runtime.descriptors import (
             first_refused,  # what a client, which shares this module, need not load
         )
@@ -276,8 +275,8 @@ class ZmqServerTransport:
         socket.setsockopt(zmq.SNDHWM, self.SEND_HWM)
         socket.setsockopt(zmq.RCVHWM, self.RECEIVE_HWM)
         socket.setsockopt(zmq.MAXMSGSIZE, receive_limit(self._config.max_message))
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send to a peer that has gone is an error, not a silence
-        socket.setsockopt(zmq.ROUTER_HANDOVER, 0)  # nobody takes over the name, and the answers, of another peer
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send to a peer that is gone fails instead of being dropped
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 0)  # no client can take over another's name, and its answers
         socket.setsockopt(zmq.BACKLOG, 1024)  # an engine may start hundreds of clients at once
 
     def _bind_all(
@@ -289,10 +288,10 @@ class ZmqServerTransport:
         mode: int,
         gid: int,
     ) -> list[str]:
-        """Bind one socket to all of these; as they really are, in the same order.
+        """Bind one socket to all endpoints; return the actual endpoints in the same order.
 
-        An option holds for what is bound after it was set. So unix sockets come first: the kernel says who
-        connects there, and what is on this machine (the command line, an engine) needs no keys.
+        A socket option applies only to later binds. So unix sockets come first: the kernel identifies their peers,
+        and clients on this machine (the command line, an engine) need no keys.
         """
         bound: dict[str, str] = {}
         for endpoint in sorted(endpoints, key=_is_tcp):
@@ -310,7 +309,7 @@ class ZmqServerTransport:
         return self._peers.describe(peer)
 
     def refused(self) -> dict[str, int]:
-        """Connections that were refused since the start, by reason."""
+        """Connections refused since the start, by reason."""
         counts = Counter[str](dict.fromkeys(REFUSALS, 0))
         for source in (self._gate, *self._limits):
             if source is not None:
@@ -318,10 +317,10 @@ class ZmqServerTransport:
         return dict(counts)
 
     def read_keys(self) -> tuple[int, int]:
-        """Read `curve.client_keys_dir` again; returns how many keys are new, and how many were revoked.
+        """Read `curve.client_keys_dir` again; return how many keys were added and revoked. Raises ConfigError.
 
-        A revoked key's connections must end, and libzmq does not say which these are: where a key was revoked, every
-        connection by tcp ends. Clients with a good key connect again by themselves. Raises ConfigError.
+        Connections with a revoked key must end, but libzmq does not say which these are. So if any key was revoked,
+        every tcp connection ends; clients with a valid key reconnect by themselves.
         """
         curve = self._config.curve
         if self._gate is None or curve is None or not curve.client_keys_dir:
@@ -343,10 +342,10 @@ class ZmqServerTransport:
         try:
             channel.socket.send(name, _MORE)
             channel.socket.send(payload, zmq.DONTWAIT)
-        except zmq.Again:  # does not read what it asked for
+        except zmq.Again:  # the peer does not read its answers
             return False
         except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:  # has gone
+            if error.errno != zmq.EHOSTUNREACH:  # the peer is gone
                 raise
             return False
         finally:
@@ -378,10 +377,10 @@ class ZmqServerTransport:
 
 
 class ZmqClientTransport:
-    """ClientTransport on a DEALER socket. curve: keys, which a daemon may ask for by tcp."""
+    """ClientTransport on a DEALER socket. curve: keys, which a daemon may require on tcp."""
 
-    SEND_HWM = 16384  # requests that may wait for a daemon that is slow to read them
-    LINGER_MS = 100  # for a Bye to get out
+    SEND_HWM = 16384  # requests queued for a daemon that reads slowly
+    LINGER_MS = 100  # to get a Bye out
 
     def __init__(self, endpoint: str, *, curve: ClientCurve | None = None) -> None:
         self._endpoint = endpoint
@@ -397,7 +396,7 @@ class ZmqClientTransport:
         except zmq.ZMQError as error:
             socket.close(0)
             context.term()
-            problem = f"cannot be connected to: {os.strerror(error.errno or 0)}"
+            problem = f"cannot connect: {os.strerror(error.errno or 0)}"
             if error.errno in (zmq.EPROTONOSUPPORT, zmq.EINVAL):
                 problem = "expected ipc:///path or tcp://host:port"
             raise ConfigError("endpoint", problem, self._endpoint) from error
@@ -406,11 +405,11 @@ class ZmqClientTransport:
     def _set_options(self, socket: zmq.Socket[bytes]) -> None:
         set_common_options(socket, [self._endpoint], self.LINGER_MS)
         socket.setsockopt(zmq.SNDHWM, self.SEND_HWM)
-        # No limit, and bounded all the same: what arrives answers requests of ours that wait in memory. With
-        # a limit, a client that pushes much before it reads would make the daemon drop what it has to say.
+        # No limit, but bounded all the same: each message answers a request that we hold in memory. With a limit,
+        # the daemon would drop answers to a client that pushes much before it reads.
         socket.setsockopt(zmq.RCVHWM, 0)
-        # What was sent while nobody is connected is kept for who comes. (1 would drop it, which the protocol's
-        # sessions make needless, and with it, at a disconnect, every answer that has arrived and is not read.)
+        # Keep messages that were sent without a connection. (1 would drop them, which the protocol's sessions make
+        # unnecessary; at a disconnect it would also drop every answer that has arrived but was not read.)
         socket.setsockopt(zmq.IMMEDIATE, 0)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
@@ -439,20 +438,20 @@ class ZmqClientTransport:
 
 
 def receive_limit(max_message: int) -> int:
-    """Bytes past which libzmq drops a connection unread. Between max_message and this the answer is typed."""
+    """Message size above which libzmq closes the connection. From max_message up to it, the daemon answers an error."""
     return max_message + max(max_message, 16 * 1024 * 1024)
 
 
 def set_common_options(socket: zmq.Socket[bytes], endpoints: Sequence[str], linger_ms: int) -> None:
     socket.setsockopt(zmq.LINGER, linger_ms)
-    # Names like "localhost" mean one address, unless an address is written as IPv6.
+    # Resolve names like "localhost" to IPv4, unless an endpoint is written as IPv6.
     socket.setsockopt(zmq.IPV6, int(any(endpoint.startswith("tcp://[") for endpoint in endpoints)))
-    # The protocol's own heartbeat says that the peer's event loop lives. ZMTP's would not (an I/O thread
-    # answers it), and it would cut the connection of a process that is only stopped, with all that is in it.
+    # The protocol's own heartbeat shows that the peer's event loop is alive. ZMTP's does not (an I/O thread answers
+    # it), and it would close the connection of a process that is only suspended, with every message in flight.
     socket.setsockopt(zmq.HEARTBEAT_IVL, 0)
-    # A remote host that lost power is forgotten after a minute. No effect on ipc.
+    # Drop a remote host that lost power after a minute. No effect on ipc.
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 10)
     socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)  # how long a connection that never greets holds a descriptor
+    socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)  # how long a connection without a greeting may hold a descriptor

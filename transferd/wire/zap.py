@@ -1,11 +1,11 @@
-"""Who may connect: the answers to libzmq's question before each connection (ZAP, RFC 27).
+"""Decides who may connect: answers libzmq's request before each connection (ZAP, RFC 27).
 
-libzmq asks for every connection to an endpoint that was bound with a domain, and delivers no message of the
-connection before it has the answer. For ipc:// the question names the peer's uid and pid as the kernel knows them
-(SO_PEERCRED), for tcp:// its address and its CURVE key. Every refusal is counted and logged with who it was.
+libzmq makes a request for every connection to an endpoint that was bound with a domain, and delivers no message of
+that connection before it has the answer. For ipc:// the request names the peer's uid and pid from the kernel
+(SO_PEERCRED), for tcp:// its address and CURVE key. Every refusal is counted and logged with the peer.
 
-The answers come from sets in memory, on the event loop. pyzmq's AsyncioAuthenticator does not fit: it knows no uids,
-and does not tell the peer's address to whoever decides about a key (docs/adr/0025).
+The answers come from sets in memory, on the event loop. pyzmq's AsyncioAuthenticator does not fit: it does not know
+uids, and does not pass the peer's address to the code that decides about a key (docs/adr/0025).
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from transferd.wire.credentials import peer_text, uid_of
 
 log = structlog.get_logger(__name__)
 
-KEYS = b"keys"  # the domain of tcp:// endpoints that ask for a known key; each list of users has a domain of its own
+KEYS = b"keys"  # the domain of tcp:// endpoints that require a known key; each list of users has its own domain
 _ENDPOINT = "inproc://zeromq.zap.01"
 
 
 class ConnectionGate:
-    """Answers the questions of one context. Open it before the server's sockets bind, close it after them.
+    """Answers the ZAP requests of one context. Open it before the server's sockets bind; close it after them.
 
-    uids: for each domain, the users who may connect. keys: the public keys (Z85) that may; `keys` can be replaced
-    while the gate is open. refused: how many connections, by reason.
+    uids: for each domain, the users who may connect. keys: the public keys (Z85) that may; you may replace `keys`
+    while the gate is open. refused: number of refused connections, by reason.
     """
 
     def __init__(
@@ -43,14 +43,14 @@ class ConnectionGate:
         self.refused = Counter[str](unknown_key=0, unknown_user=0)
         self._uids = uids
         self._socket = context.socket(zmq.REP)
-        self._socket.setsockopt(zmq.LINGER, 0)  # an answer is of no use once the context goes
+        self._socket.setsockopt(zmq.LINGER, 0)  # an answer is useless once the context ends
         self._socket.bind(_ENDPOINT)
         self._loop = asyncio.get_running_loop()
         self._fd = self._number(zmq.FD)
         self._loop.add_reader(self._fd, self._answer_all)
 
     def _answer_all(self) -> None:
-        # A REP socket alternates strictly, so this ends when no question waits.
+        # A REP socket alternates strictly, so this ends when no request waits.
         while self._number(zmq.EVENTS) & zmq.POLLIN:
             self._socket.send_multipart(self._answer(self._socket.recv_multipart(zmq.DONTWAIT)))
 
@@ -62,7 +62,7 @@ class ConnectionGate:
         return [b"1.0", request, *verdict, b"", b""]
 
     def _judge(self, domain: bytes, address: str, mechanism: bytes, credential: bytes) -> str:
-        """Why this connection is refused; "" when it is not."""
+        """The reason to refuse this connection; "" to allow it."""
         if domain == KEYS:
             known = mechanism == b"CURVE" and len(credential) == 32 and z85.encode(credential) in self.keys
             refusal = "" if known else "unknown_key"

@@ -75,7 +75,7 @@ class Peer:
         except zmq.ZMQError as error:
             socket.close(0)
             key = f"storage.attention_store.peers.{self.follower.node}"
-            raise ConfigError(key, f"cannot be connected to: {error}", endpoint) from error
+            raise ConfigError(key, f"cannot connect: {error}", endpoint) from error
 
     def close(self) -> None:
         """Forget what was followed. Idempotent."""
