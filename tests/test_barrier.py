@@ -309,7 +309,7 @@ def test_6_of_several_dead_ranks_that_a_round_missed_the_first_is_the_culprit(lo
     barrier.rank_died(2, "power")
     barrier.rank_died(0, "fire")
     merged = merged_of(barrier.open("t", log.merge))
-    assert merged.ranks[1].error == ErrorInfo("rank_died", "not arrived when rank 2 died: power")
+    assert merged.ranks[1].error == ErrorInfo("rank_died", "had not arrived when rank 2 died: power")
 
 
 # --- 7. cancelling a waiter disturbs nobody -------------------------------------------------------

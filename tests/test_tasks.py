@@ -378,17 +378,18 @@ def test_results_and_their_parts_are_no_work_for_the_garbage_collector() -> None
 
 
 def test_an_error_of_a_stopped_task_names_the_ranks_that_were_at_work() -> None:
-    for stop, what in ((Stop.EXPIRED, "deadline reached"), (Stop.CANCELLED, "cancelled")):
+    for stop, what in ((Stop.EXPIRED, "the deadline passed"), (Stop.CANCELLED, "the task was cancelled")):
         outcomes = [RankOutcome(0, range(2)), RankOutcome(1, [0], stop=stop), RankOutcome(2, [0], stop=stop)]
         merged = read(2).merge(outcomes)
-        assert merged.error == ErrorInfo(str(stop), f"{what} while rank 1, 2 was at work")
+        assert merged.error == ErrorInfo(str(stop), f"{what} while rank 1, 2 was still working")
 
 
 def test_ranks_that_lose_blocks_without_a_cause_are_named() -> None:
     merged = write(2).merge(ranks([0, 1], [0], [1]))
-    assert merged.error == ErrorInfo("internal", "rank 1, 2 ended without all blocks and told no cause")
+    lost = "returned fewer blocks than requested and reported no error (bug)"
+    assert merged.error == ErrorInfo("internal", f"rank 1, 2 {lost}")
     disjoint = swap(2).merge([])
-    assert disjoint.error == ErrorInfo("internal", "rank none ended without all blocks and told no cause")
+    assert disjoint.error == ErrorInfo("internal", f"rank none {lost}")
 
 
 def test_a_direct_transfer_touches_device_blocks_alone() -> None:
