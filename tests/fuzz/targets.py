@@ -18,7 +18,7 @@ from transferd.config.toml import to_toml
 from transferd.control.admission import check_task, content_hash
 from transferd.errors import ConfigError, ProtocolError, RequestError
 from transferd.storage.paths import name_of, path_of
-from transferd.storage.peer import messages as direct
+from transferd.storage.peer import messages as peer_wire
 from transferd.tasks import ErrorInfo, Task
 from transferd.wire import protocol as wire
 
@@ -62,7 +62,7 @@ def reply(data: bytes) -> None:
 def peer(data: bytes) -> None:
     """A message of another daemon is read or refused."""
     with contextlib.suppress(ProtocolError):
-        direct.decode(data)
+        peer_wire.decode(data)
 
 
 def config(data: bytes) -> None:
@@ -129,15 +129,15 @@ def seeds(target: str) -> list[bytes]:
             for body in (wire.Accepted(), wire.Value({"a": [1]}), wire.Refused(ErrorInfo("a", "b")))
         ]
     if target == "peer":
-        slot, error = direct.Slot("name", 4096, 128), ErrorInfo("code", "what")
-        messages: list[direct.Message] = [
-            direct.Want("t", 0, 1, names=["name"], engine="host:1"),
-            direct.Post("t", 0, 1, slots=[slot]),
-            direct.Landed("t", 0, 1, names=["name"], error=error),
-            direct.Withdraw("t", 0, 1, error=error),
-            direct.Done("t", 0, 1),
+        slot, error = peer_wire.PostedSlot("name", 4096, 128), ErrorInfo("code", "what")
+        messages: list[peer_wire.PeerMessage] = [
+            peer_wire.Want("t", 0, 1, names=["name"], engine="host:1"),
+            peer_wire.Post("t", 0, 1, slots=[slot]),
+            peer_wire.Landed("t", 0, 1, names=["name"], error=error),
+            peer_wire.Withdraw("t", 0, 1, error=error),
+            peer_wire.Done("t", 0, 1),
         ]
-        return [direct.encode(message)[4:] for message in messages]
+        return [peer_wire.encode(message)[4:] for message in messages]
     if target == "config":
         return [to_toml(to_tree(from_tree({}))).encode(), b'[cache]\nattention = "mla"\n', b"[storage.file]\n"]
     if target == "override":

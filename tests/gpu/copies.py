@@ -43,10 +43,10 @@ async def kernel_compiles(machine: Machine) -> str:
 async def every_layout_both_ways(machine: Machine) -> str:
     """Each layout, way and kind of host memory: random blocks in, compared; poisoned; random blocks out, compared."""
     done = 0
-    every = list(itertools.product(("gather", "straight", ""), (True, False), (1, 1 << 20)))
+    every = list(itertools.product(("gather", "straight", None), (True, False), (1, 1 << 20)))
     for number, (name, cache) in enumerate(LAYOUTS.items()):
         for way, pinned, slot_bytes in every[number % len(every) :: len(every)] if machine.fake else every:
-            async with open_rig(machine, cache, pinned=pinned, way=way, slot_bytes=slot_bytes) as rig:
+            async with open_rig(machine, cache, pinned=pinned, copy_path=way, slot_bytes=slot_bytes) as rig:
                 memory = "pinned" if pinned else "pageable"
                 await one_layout(rig, f"{name}, {way or 'own choice'}, {memory}, slots of {slot_bytes}")
                 done += 1
@@ -180,7 +180,7 @@ async def what_cannot_be_is_one_line(machine: Machine) -> str:
 
     with raising(TierError, saying="device 99 is not there", what="an absent device"):
         await opened(99)
-    with raising(TierError, saying="has no room: the cache needs", what="too large a cache"):
+    with raising(TierError, saying="has too little free memory: the cache needs", what="too large a cache"):
         await opened(machine.index, layers=1000, kv_heads=64, head_dim=256, block_size=128, device_blocks=4096)
     threads.close()
     if before - machine.free() > 4 << 20:

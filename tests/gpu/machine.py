@@ -114,7 +114,7 @@ class Rig:
 
     def _plainly(self, target: int, source: int, nbytes: int) -> None:
         driver = self.machine.driver
-        with driver.current(self.tier.on_device.context):
+        with driver.current(self.tier.resources.context):
             driver.copy(target, source, nbytes, 0)
             driver.synchronize_stream(0)
 

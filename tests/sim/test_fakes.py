@@ -193,7 +193,7 @@ async def test_a_device_that_cannot_open_leaves_nothing_behind() -> None:
     with pytest.raises(TierError, match="no device memory"):
         await device.open()
     await device.open()
-    with pytest.raises(TierError, match="open already"):
+    with pytest.raises(TierError, match="already open"):
         await device.open()
     assert device.handle().data == {"address": int(device.memory.ctypes.data)}
 

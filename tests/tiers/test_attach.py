@@ -147,7 +147,7 @@ async def test_memory_is_attached_once_and_can_be_again_after_it_was_closed(
 ) -> None:
     await tier.attach(engine.handle())
     for again in (tier.attach(engine.handle()), tier.open()):
-        with pytest.raises(TierError, match="open already"):
+        with pytest.raises(TierError, match="already open"):
             await again
     await tier.close()
     await tier.attach(engine.handle())

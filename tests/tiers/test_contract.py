@@ -34,7 +34,7 @@ TIERS: dict[str, Callable[[BlockLayout, Threads], DeviceTier]] = {
         layout, 0, 0, threads, gpu=FakeGpu(seed=2, batches=False), slot_bytes=1
     ),
     "cuda, straight": lambda layout, threads: FakeCudaTier(
-        layout, 0, 0, threads, gpu=FakeGpu(seed=3), way="straight", slot_bytes=1
+        layout, 0, 0, threads, gpu=FakeGpu(seed=3), copy_path="straight", slot_bytes=1
     ),
     "cuda, nothing pinned": lambda layout, threads: FakeCudaTier(
         layout, 0, 0, threads, gpu=FakeGpu(seed=4, pins=False, shares=False), slot_bytes=1 << 18

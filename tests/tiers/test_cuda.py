@@ -18,7 +18,7 @@ from transferd.blocks.layout import build_layout
 from transferd.config import CacheSection
 from transferd.errors import DeviceLost, TierError
 from transferd.runtime.threads import ThreadPools
-from transferd.tiers.cuda import CudaDeviceTier, lane
+from transferd.tiers.cuda import CudaDeviceTier, copy_pipeline
 from transferd.tiers.cuda.driver import OUT_OF_MEMORY
 from transferd.tiers.cuda.pinning import CudaPinning, is_registered
 from transferd.tiers.pinned import HostPool, HostRegion
@@ -178,7 +178,7 @@ async def test_a_copy_that_nobody_waits_for_any_more_runs_to_its_end(threads: Th
     gpu = FakeGpu()
     async with rig(gpu, threads) as made:
         await made.tier.copy_in(made.inward([0], [0]), made.pool.memory)
-        counts = made.tier.on_device.outward.counts
+        counts = made.tier.resources.outward.counts
         with gpu._changed:  # nothing runs while we hold this
             copying = asyncio.ensure_future(made.tier.copy_out(made.outward([0], [9]), made.pool.memory))
             # A copy that no thread has taken would be withdrawn.
@@ -252,9 +252,9 @@ async def test_a_plan_of_runs_alone_goes_run_by_run(threads: ThreadPools, regist
 async def test_batches_are_short_and_given_up_when_the_driver_refuses_one(
     threads: ThreadPools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lane, "BATCH_MOST", 3)
+    monkeypatch.setattr(copy_pipeline, "BATCH_MOST", 3)
     gpu = FakeGpu()
-    async with rig(gpu, threads, way="straight") as made:
+    async with rig(gpu, threads, copy_path="straight") as made:
         assert await made.there_and_back()
         each = -(-8 * len(LAYOUT.segments) // 3)
         assert gpu.count("copy_batch") == 2 * each
@@ -285,7 +285,7 @@ async def test_no_room_for_the_cache_is_said_with_figures_and_leaves_nothing(thr
     gpu = FakeGpu(capacity=LAYOUT.device.extent + 1000)
     tier = CudaDeviceTier(LAYOUT, 0, 0, threads, driver=gpu)
     with pytest.raises(
-        TierError, match=rf"device 0 \(Fake GPU\) has no room: the cache needs {LAYOUT.device.extent}"
+        TierError, match=rf"device 0 \(Fake GPU\) has too little free memory: the cache needs {LAYOUT.device.extent}"
     ) as e:
         await tier.open()
     assert e.value.reason == OUT_OF_MEMORY
@@ -294,7 +294,8 @@ async def test_no_room_for_the_cache_is_said_with_figures_and_leaves_nothing(thr
 
 
 @pytest.mark.parametrize(
-    ("devices", "said"), [(0, "no GPU that this process may use"), (1, "device 3 is not there: this")]
+    ("devices", "said"),
+    [(0, "sees no GPU: check CUDA_VISIBLE_DEVICES"), (1, "no device 3: this process sees 1 GPU, device 0")],
 )
 async def test_an_absent_device_is_named(threads: ThreadPools, devices: int, said: str) -> None:
     gpu = FakeGpu(devices=devices)
@@ -367,14 +368,14 @@ async def test_a_lost_device_is_told_for_every_copy_and_closes_quietly(
             await made.tier.copy_in(made.inward(BLOCKS, BLOCKS), made.pool.memory)
         with pytest.raises(DeviceLost):
             await made.tier.copy_out(made.outward([0], [0]), made.pool.memory)
-        waiters = [lane._waiter for lane in (made.tier.on_device.outward, made.tier.on_device.inward)]
+        waiters = [pipeline._waiter for pipeline in (made.tier.resources.outward, made.tier.resources.inward)]
     assert not any(thread.is_alive() for thread in waiters), "and nothing waits any more"
 
 
 async def test_a_kernel_that_leaves_its_memory_loses_the_device(threads: ThreadPools) -> None:
     gpu = FakeGpu()
     async with rig(gpu, threads, clean=False, slot_bytes=1 << 16) as made:
-        made.tier.on_device.program.cutter.stride = 1 << 30  # a bug in the arithmetic
+        made.tier.resources.kernel_table.cutter.stride = 1 << 30  # a bug in the arithmetic
         with pytest.raises(DeviceLost, match="ILLEGAL_ADDRESS"):
             await made.tier.copy_out(made.outward([0, 1], [0, 1]), made.pool.memory)
 
@@ -394,7 +395,7 @@ async def test_an_error_while_it_closes_is_told_after_everything_else_was_freed(
 async def test_a_copy_that_never_ends_keeps_its_memory_and_a_close_does_not_wait_for_ever(
     threads: ThreadPools, monkeypatch: pytest.MonkeyPatch, registered: bool
 ) -> None:
-    monkeypatch.setattr(lane, "CLOSE_S", 0.05)
+    monkeypatch.setattr(copy_pipeline, "CLOSE_S", 0.05)
     gpu, engine = FakeGpu(), FakeGpu()
     tier = CudaDeviceTier(LAYOUT, 0, 0, threads, driver=gpu)
     await tier.open()
@@ -403,7 +404,7 @@ async def test_a_copy_that_never_ends_keeps_its_memory_and_a_close_does_not_wait
         stream = engine.create_stream()
         engine.record(event, stream)  # and the engine is killed before it gets there
     pool = HostPool(LAYOUT, 0, CudaPinning(0, gpu)) if registered else HostPool(LAYOUT, 0)
-    lanes, cache = (tier.on_device.outward, tier.on_device.inward), tier.arena.origin
+    pipelines, cache = (tier.resources.outward, tier.resources.inward), tier.arena.origin
     copying = asyncio.ensure_future(tier.copy_out(plan_copy(tier.arena.geometry, [0], LAYOUT.host, [0]), pool.memory))
     try:
         await asyncio.wait({copying}, timeout=0.05)
@@ -411,14 +412,14 @@ async def test_a_copy_that_never_ends_keeps_its_memory_and_a_close_does_not_wait
             await tier.close()
         assert caught.value.reason == "device_stuck"
         assert cache in gpu.memory.owned, "nothing is freed under a copy"
-        assert all(slot.address in gpu.memory.owned for each in lanes for slot in each._slots)
+        assert all(slot.address in gpu.memory.owned for each in pipelines for slot in each._slots)
         assert gpu.wrong() == [], "and nothing was called that waits for it"
     finally:
         with engine.current(engine.retain(0)):
             engine.synchronize_stream(stream)  # so that the test can end
             engine.destroy_event(event)
         await asyncio.wait_for(copying, 10)
-        for each in lanes:
+        for each in pipelines:
             each._under_way.put(None)
             await asyncio.to_thread(each._waiter.join, 10)
     pool.close()

@@ -230,7 +230,7 @@ async def test_an_engine_says_when_its_kernels_are_done(daemon: CudaDeviceTier, 
     with other.gpu.current(other.context):
         stream = other.gpu.create_stream()
     attached.ready.record(stream)
-    signal = daemon.on_device.driver._events[daemon.on_device.event]  # type: ignore[attr-defined]
+    signal = daemon.resources.driver._events[daemon.resources.event]  # type: ignore[attr-defined]
     assert signal.recorded == 1
     with other.gpu.current(other.context):
         other.gpu.synchronize_stream(stream)
@@ -262,7 +262,7 @@ async def test_the_daemon_maps_the_engines_memory(
     assert isinstance(gpu, FakeGpu)
     assert gpu.count("open_memory") == len(data["regions"])
     await moves_blocks(daemon, pool, caches)
-    with pytest.raises(TierError, match="made by an engine"):
+    with pytest.raises(TierError, match="an engine allocated this memory"):
         daemon.handle()
     await daemon.close()
     assert gpu.count("close_memory") == len(data["regions"]), "closed when the engine goes"

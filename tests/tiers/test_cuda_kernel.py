@@ -12,9 +12,9 @@ from transferd.blocks.copyplan import plan_copy
 from transferd.blocks.layout.base import Arena, Geometry
 from transferd.errors import TierError
 from transferd.tiers.cuda import kernel
-from transferd.tiers.cuda.chunks import Chunk, Cutter
+from transferd.tiers.cuda.chunks import CopyChunk, Cutter
 from transferd.tiers.cuda.compiler import compile_kernel
-from transferd.tiers.cuda.kernel import MAX_BLOCKS, TILE, Move, Segment, segment_table
+from transferd.tiers.cuda.kernel import MAX_BLOCKS, TILE, KernelSegment, Move, segment_table
 from transferd.tiers.hostcopy import copy_runs
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="there is no C compiler to run the kernel with")
@@ -60,8 +60,8 @@ def test_a_gpu_too_old_and_a_text_that_is_none_are_told_apart_from_success(nvrtc
 @needs_compiler
 def test_both_sides_agree_on_the_shape_of_the_parameter(shim: ShimKernel) -> None:
     fields = [getattr(Move, name).offset for name, _ in Move._fields_]
-    segment = [getattr(Segment, name).offset for name, _ in Segment._fields_]
-    python = [TILE, MAX_BLOCKS, ctypes.sizeof(Segment), *segment, ctypes.sizeof(Move), *fields]
+    segment = [getattr(KernelSegment, name).offset for name, _ in KernelSegment._fields_]
+    python = [TILE, MAX_BLOCKS, ctypes.sizeof(KernelSegment), *segment, ctypes.sizeof(Move), *fields]
     assert shim.shape == python
     assert ctypes.sizeof(Move) < 4096, "what every CUDA version takes as parameters"
 
@@ -154,7 +154,9 @@ def test_any_two_addresses_and_any_few_bytes_are_copied_exactly_and_as_wide_as_t
             cache, packed = _random(rng, 160, aligned=True), _random(rng, 160, aligned=True)
             expected = packed.copy()
             expected[to : to + nbytes] = cache[at : at + nbytes]
-            table = (Segment * 1)(Segment(address=cache.ctypes.data + at, stride=0, nbytes=nbytes, offset=0))
+            table = (KernelSegment * 1)(
+                KernelSegment(address=cache.ctypes.data + at, stride=0, nbytes=nbytes, offset=0)
+            )
             move = Move(
                 segments=ctypes.addressof(table), packed=packed.ctypes.data + to, packed_stride=0,
                 first_segment=0, segment_count=1, tiles=1, gather=1,
@@ -215,5 +217,5 @@ def test_chunks_cover_every_byte_once_and_fit_their_slot(slot: int) -> None:
 
 def test_a_launch_names_no_more_blocks_than_it_can() -> None:
     cutter = Cutter(np.array([16]), 1 << 20)
-    chunks: list[Chunk] = list(cutter.cut(1000))
+    chunks: list[CopyChunk] = list(cutter.cut(1000))
     assert [chunk.stop - chunk.start for chunk in chunks] == [448, 448, 104]

@@ -105,7 +105,7 @@ async def test_what_an_engine_publishes_the_daemon_adopts_and_lets_go(
     planes = adopted({"kind": KIND, "data": engine.handle().data}, operators)
     await daemon.attach(engine.handle())
     assert set(ops.mapped.values()) == {2}
-    with pytest.raises(TierError, match="open already"):
+    with pytest.raises(TierError, match="already open"):
         await daemon.attach(engine.handle())
     await check_moves(daemon, planes)
     await daemon.close()

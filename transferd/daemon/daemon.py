@@ -41,14 +41,14 @@ from transferd.runtime.threads import ThreadPools, Threads
 from transferd.storage.attention_store.settings import settings
 from transferd.storage.base import Storage
 from transferd.storage.divided import divided
-from transferd.storage.peer.exchange import Exchange
 from transferd.storage.peer.transfer_engine import TransferEngineCarrier
+from transferd.storage.peer.transport import PeerTransport
 from transferd.tasks import Task, TaskResult
 from transferd.tiers.pinned import HostPool
 from transferd.tiers.registry import create_device_tier, create_pinning
 from transferd.tiers.staging import Staging
 from transferd.wire.transport import ServerTransport, ZmqServerTransport
-from transferd.workers.context import INLINE_CHECK_BYTES, Background, DirectPath, RankContext
+from transferd.workers.context import INLINE_CHECK_BYTES, Background, PeerPath, RankContext
 from transferd.workers.rank import RankWorker
 
 log = structlog.get_logger(__name__)
@@ -100,7 +100,7 @@ class Daemon:
             admitting=False,
         )
         self.barrier = RankBarrier(config.cache.ranks)
-        self.exchange = self._build_exchange()
+        self.peers = self._build_peers()
         self.coordinator = self._build_coordinator()
         self.coordinator.workers = [self._build_rank(rank) for rank in range(config.cache.ranks)]
         self.cache = self.coordinator.cache = self._build_cache()
@@ -153,7 +153,7 @@ class Daemon:
             listing=Listing(self),
             block_size=config.cache.block_size,
             pd_mode=config.pd.mode,
-            pd_address=lambda: "" if self.exchange is None else self.exchange.address,
+            pd_address=lambda: "" if self.peers is None else self.peers.address,
         )
 
     def _build_cache(self) -> Cache:
@@ -166,11 +166,11 @@ class Daemon:
             next_generation=functools.partial(generation_of, file) if file else None,
         )
 
-    def _build_exchange(self) -> Exchange | None:
+    def _build_peers(self) -> PeerTransport | None:
         """In pd.mode "direct", what other daemons send to and receive from."""
         if self.config.pd.mode != "direct":
             return None
-        return Exchange(TransferEngineCarrier(self.config), self.config.pd.listen, self.config.cache.ranks)
+        return PeerTransport(TransferEngineCarrier(self.config), self.config.pd.listen, self.config.cache.ranks)
 
     def _build_rank(self, rank: int) -> RankWorker:
         config, layout = self.config, self.layout
@@ -190,7 +190,7 @@ class Daemon:
             clock=self.clock,
             recorder=self.recorder,
             background=Background(),
-            direct=self._direct_path(),
+            peer=self._peer_path(),
             inline_check_bytes=self._inline_check_bytes,
             tokens=self.tokens,
             block_size=config.cache.block_size,
@@ -198,12 +198,12 @@ class Daemon:
         )
         return RankWorker(context, self.coordinator.rank_arrived, self.coordinator.rank_died)
 
-    def _direct_path(self) -> DirectPath | None:
-        if self.exchange is None:
+    def _peer_path(self) -> PeerPath | None:
+        if self.peers is None:
             return None
         sealed = SealedBlocks(self.config.storage.model, self.layout)  # between daemons, whatever storage has
         staging = Staging(self.layout, self.config.pd.staging, sealed.slot_bytes, sealed.offsets, key="pd.staging")
-        return DirectPath(self.exchange, staging, sealed)
+        return PeerPath(self.peers, staging, sealed)
 
     # --- life ---------------------------------------------------------------------------------------
 
@@ -223,8 +223,8 @@ class Daemon:
             await self.tokens.open()
         elif self.storage is not None:
             await self.storage.open()
-        if self.exchange is not None:
-            await self.exchange.open()
+        if self.peers is not None:
+            await self.peers.open()
         for worker in self.coordinator.workers:
             await worker.open()
         await self.cache.open()
@@ -257,11 +257,11 @@ class Daemon:
         coordinator.close()
         # 5. Close the cache (no more changes), workers (they wait for bytes in flight), the ways in and out, threads.
         await step("cache", self.cache.close())
-        if self.exchange is not None:
-            await step("exchange", self.exchange.hang_up())  # or a peer that hangs could keep bytes in flight
+        if self.peers is not None:
+            await step("peers", self.peers.hang_up())  # or a peer that hangs could keep bytes in flight
         await self._close_ranks(shutdown)
-        if self.exchange is not None:
-            await step("exchange", self.exchange.close())
+        if self.peers is not None:
+            await step("peers", self.peers.close())
         if self.tokens is not None:
             await step("storage", self.tokens.close())
         elif self.storage is not None:

@@ -94,7 +94,7 @@ def _degraded(daemon: Daemon) -> list[str]:
 
 def _staging(daemon: Daemon) -> dict[str, int]:
     contexts = [worker.context for worker in daemon.coordinator.workers]
-    stagings = [c.staging for c in contexts] + [c.direct.staging for c in contexts if c.direct is not None]
+    stagings = [c.staging for c in contexts] + [c.peer.staging for c in contexts if c.peer is not None]
     each = [staging.statistics() for staging in stagings]
     return {key: sum(one[key] for one in each) for key in ("capacity", "used", "peak")}
 
@@ -113,9 +113,9 @@ def _storage(daemon: Daemon) -> dict[str, Any]:
 
 
 def _pd(daemon: Daemon) -> dict[str, Any]:
-    if daemon.exchange is None:
+    if daemon.peers is None:
         return {"mode": "storage"}
-    return {"mode": "direct"} | daemon.exchange.statistics()
+    return {"mode": "direct"} | daemon.peers.statistics()
 
 
 def _layout(daemon: Daemon) -> dict[str, Any]:

@@ -143,7 +143,7 @@ class PaddleDeviceTier:
 
     async def _make(self, make: Callable[[], TensorMemory]) -> None:
         if self._memory is not None:
-            raise TierError(f"the device memory of rank {self.rank} is open already")
+            raise TierError(f"the device memory of rank {self.rank} is already open")
         try:
             # Shared memory is made here and now: a start that is called off must not leave a thread making it.
             self._memory = make() if self._shared else await self._threads.run(Direction.IN, make)

@@ -66,7 +66,7 @@ class ShmDeviceTier:
 
     def _check_closed(self) -> None:
         if self._segment is not None:
-            raise TierError(f"the device memory of rank {self.rank} is open already")
+            raise TierError(f"the device memory of rank {self.rank} is already open")
 
     async def copy_out(self, plan: CopyPlan, host: HostMemory) -> None:
         await self._copy(Direction.OUT, self.arena.origin, host.address, plan)

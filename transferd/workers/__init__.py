@@ -1,1 +1,1 @@
-"""What a rank does with a task: read, write, swap, or exchange with a peer."""
+"""What a rank does with a task: read, write, swap, or transfer to and from a peer."""

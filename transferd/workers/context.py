@@ -16,7 +16,7 @@ from transferd.observability.recorder import LONGEST_TEXT, Recorder
 from transferd.runtime.clock import Clock
 from transferd.runtime.threads import Direction, Threads
 from transferd.storage.base import Storage
-from transferd.storage.peer.exchange import Exchange
+from transferd.storage.peer.transport import PeerTransport
 from transferd.storage.tokens import TokenStorage
 from transferd.tasks import ErrorInfo, RankOutcome, Stop
 from transferd.tiers.base import DeviceTier
@@ -61,13 +61,13 @@ class Background:
 
 
 @dataclass(frozen=True, slots=True)
-class DirectPath:
+class PeerPath:
     """How a rank reaches other daemons.
 
-    exchange: shared by all ranks. staging: the only memory that peers write to. format: of the objects sent.
+    transport: shared by all ranks. staging: the only memory that peers write to. format: of the objects sent.
     """
 
-    exchange: Exchange
+    transport: PeerTransport
     staging: Staging
     format: ObjectFormat
 
@@ -79,7 +79,7 @@ class RankContext:
     host: None without a host tier. storage: None without a storage backend. Admission rejects tasks that need a
     missing one. tokens: set if storage is token-indexed; it then handles reads and writes, and keeps its bytes in
     `storage` if that is set. block_size: in tokens. only_flush: write tasks update the token index and move no
-    bytes. staging: always set; storage I/O touches no other memory. direct: set only with pd.mode "direct".
+    bytes. staging: always set; storage I/O touches no other memory. peer: set only with pd.mode "direct".
     """
 
     rank: int
@@ -93,7 +93,7 @@ class RankContext:
     clock: Clock
     recorder: Recorder
     background: Background
-    direct: DirectPath | None = None
+    peer: PeerPath | None = None
     inline_check_bytes: int = INLINE_CHECK_BYTES
     tokens: TokenStorage | None = None
     block_size: int = 0

@@ -119,20 +119,20 @@ class PeerHandler:
         self.corrupt = 0
 
     async def send(self, job: Job) -> RankOutcome:
-        task, direct = job.task, require(self._context.direct)
+        task, peer = job.task, require(self._context.peer)
         assert isinstance(task, SendTask)
-        context = dataclasses.replace(self._context, staging=direct.staging, format=direct.format)
-        outbound = direct.exchange.outbound(task.transfer_id, context.rank, context.names(job))
+        context = dataclasses.replace(self._context, staging=peer.staging, format=peer.format)
+        outbound = peer.transport.outbound(task.transfer_id, context.rank, context.names(job))
         try:
             return await Sender(context, outbound).run(job)
         finally:
             outbound.end(_ABORTED)  # does nothing if it has already ended
 
     async def receive(self, job: Job) -> RankOutcome:
-        task, direct = job.task, require(self._context.direct)
+        task, peer = job.task, require(self._context.peer)
         assert isinstance(task, ReceiveTask)
-        context = dataclasses.replace(self._context, staging=direct.staging, format=direct.format)
-        inbound = direct.exchange.inbound(task.transfer_id, context.rank, context.names(job), task.peer)
+        context = dataclasses.replace(self._context, staging=peer.staging, format=peer.format)
+        inbound = peer.transport.inbound(task.transfer_id, context.rank, context.names(job), task.peer)
         receiver = Receiver(context, inbound)
         try:
             return await receiver.run(job)

@@ -80,9 +80,9 @@ class RankWorker:
         """
         if self.context.storage is not None:
             self.context.storage.register(self.context.staging.memory)
-        direct = self.context.direct
-        if direct is not None:
-            direct.exchange.carrier.register(direct.staging.memory)
+        peer = self.context.peer
+        if peer is not None:
+            peer.transport.carrier.register(peer.staging.memory)
 
     async def open_device(self, handle: DeviceHandle | None = None) -> None:
         """Allocate the device memory, or map what `handle` names. Raises TransferError; then nothing is mapped."""
@@ -178,12 +178,12 @@ class RankWorker:
                 storage.unregister(staging.memory)
         with _kept(errors):
             staging.close()
-        direct = self.context.direct
-        if direct is not None:
+        peer = self.context.peer
+        if peer is not None:
             with _kept(errors):
-                direct.exchange.carrier.unregister(direct.staging.memory)
+                peer.transport.carrier.unregister(peer.staging.memory)
             with _kept(errors):
-                direct.staging.close()
+                peer.staging.close()
         with _kept(errors):
             await self.close_device()
         if host is not None:

@@ -53,7 +53,7 @@ async def test_a_full_lane_keeps_no_other_waiting(full: CallKind, held: Held) ->
     for kind in CallKind:
         if kind is not full:
             assert await calls.run(kind, lambda: "at once") == "at once"
-    with pytest.raises(StorageUnavailable, match=f"{full.threads} calls of this kind are under way"):
+    with pytest.raises(StorageUnavailable, match=f"{full.threads} {full.name.lower()} calls are running"):
         await calls.run(full, lambda: pytest.fail("no thread was free"))
     held.release.set()
     assert await asyncio.gather(*tasks) == ["done"] * full.threads

@@ -28,7 +28,7 @@ from tests.support.cuda.order import NOTHING, Order, Spans
 from tests.support.cuda.shim import ShimKernel, compile_shim
 from tests.support.cuda.signal import Signal
 from transferd.errors import InvariantError, TierError
-from transferd.tiers.cuda.kernel import Move, Segment
+from transferd.tiers.cuda.kernel import KernelSegment, Move
 
 Addresses = npt.NDArray[np.uint64]
 
@@ -335,7 +335,7 @@ class FakeGpu(Calls):
     def _touched(self, move: Move) -> tuple[Spans, Spans]:
         """What a launch touches on its cache side and on its packed side, said a second time and in another way."""
         first, count = move.first_segment, move.segment_count
-        table = (Segment * (first + count)).from_address(move.segments)
+        table = (KernelSegment * (first + count)).from_address(move.segments)
         cache: list[tuple[int, int]] = []
         packed: list[tuple[int, int]] = []
         for segment in table[first : first + count]:

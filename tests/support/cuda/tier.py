@@ -13,6 +13,7 @@ from transferd.blocks.layout.base import BlockLayout
 from transferd.errors import InvariantError
 from transferd.runtime.threads import Threads
 from transferd.tiers.cuda import CudaDeviceTier
+from transferd.tiers.cuda.copy_pipeline import CopyPath
 from transferd.tiers.cuda.engine import DeviceArray, attach
 from transferd.tiers.cuda.pinning import CudaPinning
 from transferd.tiers.cuda.tier import SLOT_BYTES
@@ -39,11 +40,11 @@ class FakeCudaTier(CudaDeviceTier):
         threads: Threads,
         *,
         gpu: FakeGpu | None = None,
-        way: str = "",
+        copy_path: CopyPath | None = None,
         slot_bytes: int = SLOT_BYTES,
     ) -> None:
         self.gpu = gpu if gpu is not None else gpu_of_process()
-        super().__init__(layout, rank, device, threads, driver=self.gpu, way=way, slot_bytes=slot_bytes)
+        super().__init__(layout, rank, device, threads, driver=self.gpu, copy_path=copy_path, slot_bytes=slot_bytes)
 
     @staticmethod
     def pinning(device: int) -> Pinning:

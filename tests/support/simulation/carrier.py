@@ -7,7 +7,7 @@ import ctypes
 from collections.abc import Sequence
 
 from transferd.errors import PeerLost
-from transferd.storage.peer.carrier import Move
+from transferd.storage.peer.carrier import PeerWrite
 from transferd.tiers.base import HostMemory
 
 
@@ -45,7 +45,7 @@ class MemoryCarrier:
     def unregister(self, memory: HostMemory) -> None:
         self._fabric.registered.get(self._address, {}).pop(memory.address, None)
 
-    async def write(self, peer: str, moves: Sequence[Move]) -> None:
+    async def write(self, peer: str, moves: Sequence[PeerWrite]) -> None:
         await asyncio.sleep(0)
         await self.gate.wait()
         memory = self._fabric.registered.get(peer, {})

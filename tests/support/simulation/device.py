@@ -71,7 +71,7 @@ class SimDevice:
 
     async def open(self) -> None:
         if self._memory is not None:
-            raise TierError(f"the device memory of rank {self.rank} is open already")
+            raise TierError(f"the device memory of rank {self.rank} is already open")
         if self.dice.draw("open", {}) is not None:
             raise TierError(f"rank {self.rank} has no device memory (simulated)")
         self._memory = SimMemory(self._layout.device.extent)

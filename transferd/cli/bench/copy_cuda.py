@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Literal
 
 import numpy as np
 
@@ -25,10 +26,10 @@ from transferd.config import CacheSection
 from transferd.errors import InvariantError, TierError
 from transferd.runtime.threads import ThreadPools
 from transferd.tiers.cuda.bindings import open_driver
+from transferd.tiers.cuda.copy_pipeline import CopyPath, CopyPipeline
 from transferd.tiers.cuda.device import find_device
 from transferd.tiers.cuda.driver import Driver
 from transferd.tiers.cuda.kernel import MAX_BLOCKS, THREADS, Move, tiles_of
-from transferd.tiers.cuda.lane import Lane
 from transferd.tiers.cuda.pinning import CudaPinning
 from transferd.tiers.cuda.tier import CudaDeviceTier
 from transferd.tiers.pinned import HostPool
@@ -125,10 +126,10 @@ class _Bench:
         self.layout = layout
         self.host = host
         self.runs = runs
-        self.on_device = tier.on_device
-        self.driver = self.on_device.driver
+        self.resources = tier.resources
+        self.driver = self.resources.driver
         self.random = random.Random(SEED)
-        with self.driver.current(self.on_device.context):
+        with self.driver.current(self.resources.context):
             self.streams = [self.driver.create_stream() for _ in range(2)]
 
     # --- what is measured -----------------------------------------------------------------------------
@@ -186,15 +187,15 @@ class _Bench:
 
     # --- the ways -----------------------------------------------------------------------------------
 
-    async def _tier(self, out: CopyPlan | None, into: CopyPlan | None, way: str = "") -> None:
-        with preferring((self.on_device.outward, self.on_device.inward), way):
+    async def _tier(self, out: CopyPlan | None, into: CopyPlan | None, path: CopyPath | None = None) -> None:
+        with preferring((self.resources.outward, self.resources.inward), path):
             copies = [] if out is None else [self.tier.copy_out(out, self.host.memory)]
             copies += [] if into is None else [self.tier.copy_in(into, self.host.memory)]
             await asyncio.gather(*copies)
 
     async def _plainly(self, submit: Callable[[], None]) -> None:
         """Work on our own streams, waited for without any of the tier's machinery."""
-        with self.driver.current(self.on_device.context):
+        with self.driver.current(self.resources.context):
             submit()
             for stream in self.streams:
                 self.driver.synchronize_stream(stream)
@@ -216,7 +217,7 @@ class _Bench:
 
     def _direct(self, plan: CopyPlan) -> None:
         """The tier's kernel with host memory as its packed side: no staging and no DMA engine."""
-        moves, program = plan.moves, self.on_device.program
+        moves, program = plan.moves, self.resources.kernel_table
         assert moves is not None
         gather = moves.source is self.tier.arena.geometry
         host, cache_ids, host_ids = (
@@ -246,8 +247,12 @@ class _Bench:
         stride, payload = int(self.layout.host.strides[0]), self.layout.block_bytes
         rows = content[: self.layout.host_blocks * stride].reshape(-1, stride)[:, :payload]
         device, pool = self.tier.arena.geometry, self.layout.host
-        plainly = ("gather", "", "direct") if self.driver.batches else ("gather", "", "direct", "straight")
-        for way in ("straight",) if self.batches else plainly:
+        paths: tuple[CopyPath | Literal["direct"] | None, ...] = ("gather", None, "direct")
+        if self.batches:
+            paths = ("straight",)
+        elif not self.driver.batches:
+            paths += ("straight",)
+        for way in paths:
             device_ids = self.random.sample(range(self.layout.device_blocks), count)
             sources, targets = (self.random.sample(range(self.layout.host_blocks), count) for _ in range(2))
             before = np.random.default_rng(SEED).integers(0, 256, (count, payload), dtype=np.uint8)
@@ -266,18 +271,18 @@ class _Bench:
                 raise InvariantError(f"{self.name}: {way or 'the tier'} moved wrong bytes")
 
     def close(self) -> None:
-        with self.driver.current(self.on_device.context):
+        with self.driver.current(self.resources.context):
             for stream in self.streams:
                 self.driver.destroy_stream(stream)
 
 
 @contextmanager
-def preferring(lanes: Sequence[Lane], way: str) -> Iterator[None]:
-    """Have these lanes take one way where they can."""
-    for lane in lanes:
-        lane.preferred = way
+def preferring(pipelines: Sequence[CopyPipeline], path: CopyPath | None) -> Iterator[None]:
+    """Make these pipelines take one path where possible."""
+    for pipeline in pipelines:
+        pipeline.preferred = path
     try:
         yield
     finally:
-        for lane in lanes:
-            lane.preferred = ""
+        for pipeline in pipelines:
+            pipeline.preferred = None

@@ -1,4 +1,4 @@
-"""Storage in a Mooncake Store pool: `store` is the backend, the other modules are what it is made of."""
+"""Storage in a Mooncake Store pool. `store` is the backend; the other modules are its parts."""
 
 from transferd.storage.mooncake.store import MooncakeStorage
 

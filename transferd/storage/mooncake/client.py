@@ -1,20 +1,20 @@
-"""The library's client behind plain blocking functions: lists of codes in, lists of codes out.
+"""The library's client behind plain blocking functions: lists of keys in, lists of codes out.
 
-Bounds. The library reads its limits from the environment, once, so they are set here before it is
-imported, and only where the operator has not set them:
+Limits. The library reads its limits from the environment once. So we set them before importing it, unless
+the operator has set them:
 
-* MC_RPC_TIMEOUT_MS: how long a call waits for a master that hangs (30 s otherwise);
+* MC_RPC_TIMEOUT_MS: how long a call waits for a master that hangs (default 30 s);
 * MC_TCP_STATUS_TIMEOUT_SEC, MC_TCP_PROGRESS_TIMEOUT_SEC: how long a transfer waits for a peer that hangs.
-  Without them a call gives up after 60 s *and leaves its transfers queued*: when the peer comes back,
-  they run, in memory that has long been used for something else (docs/adr/0010-mooncake-limits.md);
-* MC_STORE_CLIENT_SETUP_RETRIES: `setup` tries 20 times otherwise, 90 s with an absent master.
+  Without them a call fails after 60 s *and leaves its transfers queued*: they run when the peer comes back,
+  in memory that is by then in use for something else (docs/adr/0010-mooncake-limits.md);
+* MC_STORE_CLIENT_SETUP_RETRIES: by default `setup` tries 20 times, which takes 90 s without a master.
 
-The interpreter lock. Data, lookup and remove calls release it. `setup` and `close` do not: in whatever
-thread they run, everything stands still meanwhile. With a master that listens, `setup` takes 20 ms; the
-caller dials first, so that minutes without a master are not spent inside it. `close` takes 2 s, and up
-to twice MC_RPC_TIMEOUT_MS more when the master is gone or hangs.
+The interpreter lock. Data, lookup and remove calls release it. `setup` and `close` do not: they freeze the whole
+process, whatever thread they run in. `setup` takes 20 ms with a listening master; the caller dials first, so that
+it never sits in `setup` waiting for one. `close` takes 2 s, plus up to twice MC_RPC_TIMEOUT_MS if the master
+is gone or hangs.
 
-Fork. The library's threads do not survive fork(): a child's calls hang. The daemon never forks.
+Fork. The library's threads do not survive fork(): calls in a child hang. The daemon never forks.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from transferd.storage.mooncake.membership import Membership
 
 log = structlog.get_logger(__name__)
 
-STALL_S = 3  # without a byte moved, a TCP transfer has failed
+STALL_S = 3  # a TCP transfer that moves no byte for this long has failed
 STALL_LIMITS = ("MC_TCP_STATUS_TIMEOUT_SEC", "MC_TCP_PROGRESS_TIMEOUT_SEC")
 
 
 @dataclass(frozen=True, slots=True)
 class KeyBatch:
-    """Keys, each once, with the registered memory their objects are read from or written to."""
+    """Distinct keys, with the registered memory that their objects are read from or written to."""
 
     keys: list[str]
     addresses: list[int]
@@ -49,7 +49,7 @@ class KeyBatch:
 
     @classmethod
     def joined(cls, batches: Iterable[KeyBatch]) -> KeyBatch:
-        """One after the other. No key may be in two of them."""
+        """All batches as one. No key may be in two of them."""
         whole = cls([], [], [])
         for batch in batches:
             whole.keys.extend(batch.keys)
@@ -58,57 +58,58 @@ class KeyBatch:
         return whole
 
     def only(self, keys: Sequence[str]) -> KeyBatch:
-        """The part of it that these keys name, in its own order."""
+        """The part of the batch with these keys, in the batch's order."""
         wanted = set(keys)
         kept = [i for i, key in enumerate(self.keys) if key in wanted]
         return KeyBatch([self.keys[i] for i in kept], [self.addresses[i] for i in kept], [self.sizes[i] for i in kept])
 
 
 class PoolClient(Protocol):
-    """What the backend asks of a connected client. Every method blocks; any thread, `close` when no call runs.
+    """A connected client, as the backend uses it. Every method blocks and may be called from any thread.
 
-    Lists of codes answer key by key (error_codes.py). Raises StorageError when the library itself fails.
+    Call `close` only when no other call runs. Lists of codes have one code per key (error_codes.py). Raises
+    StorageError if the library itself fails.
     """
 
     def register(self, address: int, nbytes: int) -> int:
-        """0 or a code. Announces memory that batches point into."""
+        """0 or a code. Registers memory that batches point into."""
 
     def unregister(self, address: int) -> int:
         """0 or a code."""
 
     def exists(self, keys: Sequence[str]) -> list[int]:
-        """1, 0 or a code. What is there is leased: not evicted for the master's lease time."""
+        """1, 0 or a code. Leases the objects that exist: the master does not evict them for its lease time."""
 
     def put(self, batch: KeyBatch) -> list[int]:
-        """0 or a code. 0 is also the answer for a key that another client is still writing, or never finished."""
+        """0 or a code. Also answers 0 for a key that another client is still writing, or never finished."""
 
     @property
     def can_replace(self) -> bool:
         """Whether `replace` may be called."""
 
     def replace(self, batch: KeyBatch) -> list[int]:
-        """As put, but takes the place of what is there; memory of a write in progress is kept until that has ended."""
+        """As put, but replaces an existing object. The pool keeps the memory of a running write until it ends."""
 
     def get(self, batch: KeyBatch) -> list[int]:
         """The object's length, or a code."""
 
     def lengths(self, keys: Sequence[str]) -> list[int]:
-        """The objects' lengths, or codes. One question each."""
+        """The objects' lengths, or codes. Takes one request per key."""
 
     def remove(self, keys: Sequence[str]) -> list[int]:
         """0 or a code. Leased and pinned objects too."""
 
     def close(self) -> None:
-        """Leave the pool; what this node lent it is gone. Holds the interpreter lock for seconds."""
+        """Leave the pool, which loses this node's segment. Holds the interpreter lock for seconds."""
 
 
 class NativeClient:
     """The library's client of one pool, connected: a PoolClient."""
 
-    _failed = 0  # set-ups in a row that failed; the library may say why once, at the second
+    _failed = 0  # consecutive failed set-ups; the library may log why once, at the second
 
-    def __init__(self, section: MooncakeStorageSection, joining: Membership) -> None:
-        """Join the pool. Raises StorageUnavailable, or ConfigError where no waiting can help."""
+    def __init__(self, section: MooncakeStorageSection, membership: Membership) -> None:
+        """Join the pool. Raises StorageUnavailable, or ConfigError if retrying cannot help."""
         _set_limits(section)
         try:
             from mooncake import store as library
@@ -116,23 +117,23 @@ class NativeClient:
             raise ConfigError("storage.backend", f"mooncake cannot be loaded: {error}", "mooncake") from error
         quiet = section.native_log == "off"
         if quiet and not (glog.show_errors() if NativeClient._failed == 1 else glog.silence()):
-            log.info("this build of Mooncake cannot be silenced: its error lines stay on stderr")
+            log.info("cannot silence this build of Mooncake: it writes error lines to stderr")
         self._replicate = _replicate_config(library, section)
         self._store: Any = library.MooncakeDistributedStore()
         with _translated():
             code = self._store.setup(
-                joining.local_hostname,
-                joining.metadata_server,
-                int(joining.global_segment_size),
-                int(joining.local_buffer_size),
-                joining.protocol,
-                joining.rdma_devices,
-                joining.master_server_addr,
+                membership.local_hostname,
+                membership.metadata_server,
+                int(membership.global_segment_size),
+                int(membership.local_buffer_size),
+                membership.protocol,
+                membership.rdma_devices,
+                membership.master_server_addr,
             )
         NativeClient._failed = 0 if code == 0 else NativeClient._failed + 1
         if code != 0:
             raise StorageUnavailable(
-                f"the Mooncake master at {joining.master_server_addr} let nobody in ({describe(code)})"
+                f"the Mooncake master at {membership.master_server_addr} rejected this client ({describe(code)})"
             )
         if quiet:
             glog.silence()
@@ -179,7 +180,7 @@ class NativeClient:
 
 
 def stall_limit() -> float:
-    """Seconds after which the transport lets go of a transfer that does not move."""
+    """Seconds after which the transport fails a transfer that moves no bytes."""
     limits = [os.environ.get(name, "") for name in STALL_LIMITS]
     return float(max((int(text) for text in limits if text.isdigit()), default=STALL_S))
 
@@ -204,10 +205,10 @@ def _replicate_config(library: Any, section: MooncakeStorageSection) -> Any:
         elif hasattr(config, "with_soft_pin"):
             config.with_soft_pin = True
         else:
-            raise ConfigError("storage.mooncake.soft_pin", "this version of Mooncake knows no soft pins", True)
+            raise ConfigError("storage.mooncake.soft_pin", "this Mooncake version does not support soft pinning", True)
     if section.hard_pin:
         if not hasattr(config, "with_hard_pin"):
-            raise ConfigError("storage.mooncake.hard_pin", "this version of Mooncake knows no hard pins", True)
+            raise ConfigError("storage.mooncake.hard_pin", "this Mooncake version does not support hard pinning", True)
         config.with_hard_pin = True
     return config
 
@@ -216,13 +217,13 @@ def _per_key(keys: Sequence[str], call: Callable[[], Sequence[int]]) -> list[int
     with _translated():
         codes = [int(code) for code in call()]
     if len(codes) != len(keys):
-        raise StorageError(f"Mooncake gave {len(codes)} answers for {len(keys)} keys")
+        raise StorageError(f"Mooncake returned {len(codes)} codes for {len(keys)} keys")
     return codes
 
 
 @contextlib.contextmanager
 def _translated() -> Iterator[None]:
-    """C++ exceptions arrive as RuntimeError."""
+    """Turns the library's C++ exceptions, which arrive as RuntimeError, into StorageError."""
     try:
         yield
     except RuntimeError as error:

@@ -1,7 +1,7 @@
-"""What the library's integers mean: the one place where they are given names and sorted.
+"""The library's error codes: the one place that names and groups them.
 
-Values are those of Mooncake's `ErrorCode` (mooncake-store/include/types.h, 0.3.13). A code that is not
-listed is an error of its object and is told by its number.
+The values are those of Mooncake's `ErrorCode` (mooncake-store/include/types.h, 0.3.13). A code that is not listed
+is an error of its object and is reported by number.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TRANSFER_FAIL = -800
 RPC_FAIL = -900
 RPC_TIMEOUT = -901
 
-UNSEEN = 2  # ours: the library says that it is stored, and a get would find nothing
+UNSEEN = 2  # our own: the library reports the object as stored, but a get would not find it
 
 NAMES = {
     -1: "INTERNAL_ERROR",
@@ -64,21 +64,21 @@ NAMES = {
     -1701: "TENANT_NOT_REGISTERED",
 }
 
-# The pool as a whole cannot be asked: the master is gone, hangs, or is not the leader (yet).
+# The whole pool is unavailable: the master is gone, hangs, or is not the leader (yet).
 NO_ANSWER = frozenset({RPC_FAIL, RPC_TIMEOUT, -1000, -1001, -1002, -1003, -1010, -1011})
 
-# A get that finds nothing, and nothing is wrong.
+# A get that misses, with nothing wrong.
 NOT_THERE = frozenset({OBJECT_NOT_FOUND, REPLICA_IS_NOT_READY, REPLICA_NOT_FOUND, REPLICA_IS_GONE})
 
-# A put that another client's write of the same key got in the way of.
+# A put that collided with another client's write of the same key.
 OVERTAKEN = frozenset({OBJECT_ALREADY_EXISTS, ILLEGAL_CLIENT, INVALID_WRITE, OBJECT_NOT_FOUND, -714})
 
-# Failures that leave no transfer behind: none was begun, or it had ended and only its result was dropped.
-# After any other, a call that ran into the library's own limit may leave bytes on their way (store.py).
+# Failures that leave no transfer behind: none began, or it ended and only its result was dropped. After any
+# other failure, a call that ran into the library's own limit may leave bytes in flight (store.py).
 SETTLED = NO_ANSWER | NOT_THERE | {NO_AVAILABLE_HANDLE, INVALID_PARAMS, OBJECT_ALREADY_EXISTS, LEASE_EXPIRED}
 
 
 def describe(code: int) -> str:
-    """A code for people, such as `OBJECT_NOT_FOUND, -704`."""
+    """A code as readable text, such as `OBJECT_NOT_FOUND, -704`."""
     name = NAMES.get(code)
     return f"code {code}" if name is None else f"{name}, {code}"

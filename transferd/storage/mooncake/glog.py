@@ -1,12 +1,11 @@
 """Mooncake's own log lines: glog, written to stderr from C++.
 
-They are not JSON and would spoil a structured log: two or three at every healthy start, and several a
-second with the master gone. Everything they say about a call comes back as that call's code anyway, so
-they are off by default. A set-up that fails is the exception (a missing RDMA device is explained nowhere
-else): when it is tried the second time, errors are shown.
+They are not JSON and would corrupt a structured log: two or three lines at every healthy start, several a second
+while the master is gone. Each call also returns its problem as a code, so the lines are off by default. A failed
+set-up is the exception, because only the log explains a missing RDMA device: the second attempt shows errors.
 
-`MC_LOG_LEVEL` is read when the library is imported and knows no "off"; GLOG_* variables are ignored,
-because this glog takes its flags from gflags. Hence the flag itself is set.
+The library reads `MC_LOG_LEVEL` on import, and the variable has no "off". This glog takes its flags from gflags
+and ignores GLOG_* variables. So we set the flag in memory.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ _ERROR, _FATAL = 2, 3
 
 
 def silence() -> bool:
-    """Let only fatal lines through from now on. False where this build hides the flag: the lines stay."""
+    """Log only fatal errors from now on. False if this build hides the flag; then nothing changes."""
     return _set_level(_FATAL)
 
 
 def show_errors() -> bool:
-    """Let error lines through, too."""
+    """Log errors, too. False as in `silence`."""
     return _set_level(_ERROR)
 
 

@@ -1,7 +1,7 @@
-"""Joining a pool: dial until the master listens, then set up the client.
+"""Joins a pool: dials until the master listens, then sets up the client.
 
-The dial comes first because a set-up holds the interpreter lock (client.py): without a master to talk
-to, the daemon would stand still for seconds at a time instead of answering `/readyz` and signals.
+It dials first because a set-up holds the interpreter lock (client.py): without a master, the daemon would
+freeze for seconds at a time instead of answering `/readyz` and signals.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ SetUp = Callable[[MooncakeStorageSection, Membership], PoolClient]
 
 
 async def join(section: MooncakeStorageSection, calls: NativeCalls, clock: Clock, set_up: SetUp) -> PoolClient:
-    """A client of the configured pool, tried for until `connect_timeout`; one log line says that it waits.
+    """A client of the configured pool. Retries until `connect_timeout`, and logs once that it waits.
 
-    Raises ConfigError, or StorageUnavailable when the time is over. Cancelled, it leaves no client behind.
+    Raises ConfigError, or StorageUnavailable after the timeout. If cancelled, it leaves no client behind.
     """
     membership_ = membership(section)
     address = dial_address(membership_.master_server_addr)
@@ -65,7 +65,7 @@ async def _set_up(calls: NativeCalls, set_up: Callable[[], PoolClient]) -> PoolC
 
 
 def dial_address(master: str) -> tuple[str, int] | None:
-    """Where to dial; None for a master that the library finds by itself (etcd://…). Raises ConfigError."""
+    """Where to dial; None if the library finds the master itself (etcd://…). Raises ConfigError."""
     if "://" in master:
         return None
     host, _, port = master.rpartition(":")
@@ -75,7 +75,7 @@ def dial_address(master: str) -> tuple[str, int] | None:
 
 
 async def _dial(address: tuple[str, int] | None) -> None:
-    """Raises StorageUnavailable unless somebody listens there."""
+    """Raises StorageUnavailable if nothing listens at `address`."""
     if address is None:
         return
     try:
@@ -84,7 +84,7 @@ async def _dial(address: tuple[str, int] | None) -> None:
     except TimeoutError:
         raise StorageUnavailable(f"no connection within {DIAL_TIMEOUT_S:g} s") from None
     except (OSError, UnicodeError) as error:  # UnicodeError: a host name that IDNA cannot encode
-        number = getattr(error, "errno", None)  # the loops word their messages differently
+        number = getattr(error, "errno", None)  # the message differs between event loops
         raise StorageUnavailable(os.strerror(number) if number and number > 0 else str(error)) from None
     writer.close()
     with contextlib.suppress(OSError):

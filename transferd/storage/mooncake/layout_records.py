@@ -1,23 +1,22 @@
-"""Which layouts of a model are in a pool, so that a wrong one on the other side is seen and not guessed at.
+"""Records of the layouts in use in a pool, so that an operator sees a mismatch instead of guessing.
 
-The fingerprint is part of every object's name, so blocks of another layout or tensor-parallel size are
-never loaded: they are misses, like any other. For the operator of a prefill and a decode node they are
-not like any other, because they will never be hits. So every daemon leaves a small record of its layout
-in the pool, and looks for those of others:
+The fingerprint is part of every object's name, so blocks of another layout or tensor-parallel size are never
+loaded: they are misses. To the operator of a prefill and a decode node these misses matter, because they can
+never become hits. So every daemon writes a small record of its layout into the pool and reads those of others:
 
     transferd/layouts/<model>/0 … SLOTS-1    RECORD_BYTES each: "<fingerprint> <identity>", then zeros
 
-A layout has one record however many daemons use it. A daemon takes the first free slot; since a put never
-replaces an object, it learns who was first by reading back. Records are evicted and lost like all objects,
-so they are looked at again from time to time, when a look-up comes back with absent keys: that is the only
-moment at which another layout matters. A pool that nobody asks costs nothing.
+A layout has one record, however many daemons use it. A daemon takes the first free slot. A put never replaces
+an object, so the daemon reads the slot back to learn who was first. The pool evicts and loses records like any
+object, so the daemon reads them again from time to time, but only after a look-up with absent keys: only then
+does another layout matter. An idle pool costs nothing.
 
-* `layouts` counts the other layouts seen, each logged once, with both identities.
-* `other_layout` counts look-ups whose first absent key is there under another layout of the same model:
-  what a matching configuration would have found. Only rank 0's, which every layout has.
+* `layouts` counts the other layouts seen. The daemon logs each one once, with both identities.
+* `other_layout` counts look-ups whose first absent key exists under another layout of the same model: a matching
+  configuration would have found it. It counts rank 0's only, which every layout has.
 
-Nothing here is needed for an answer: looking happens behind the look-up, and a failure of it only means
-that nothing new is learned. Why so: docs/adr/0011-layouts-in-a-pool.md.
+No answer waits for any of this: it runs after the look-up, and a failure only means that nothing new is
+learned. See docs/adr/0011-layouts-in-a-pool.md for the reasons.
 """
 
 from __future__ import annotations
@@ -44,17 +43,17 @@ log = structlog.get_logger(__name__)
 SLOTS = 8
 RECORD_BYTES = 512
 LOOK_EVERY_S = 1.0
-MOST_WAITING = 1024  # look-ups to follow up; more are not counted
+MOST_WAITING = 1024  # look-ups to follow up; any more are not counted
 _RECORD = re.compile(rb"([0-9a-f]{16}) ([^\0]*)\0*\Z")
 
 Native = Callable[[Callable[[PoolClient], list[int]]], Awaitable[list[int]]]
 
 
 class LayoutRecords:
-    """The layouts of one model in one pool, seen from one daemon.
+    """The layouts of one model in one pool, as one daemon sees them.
 
-    Owns `nbytes` of memory at `address` that records travel through: registered before the first look,
-    unregistered after `settled`. native: makes one native call; raises StorageError.
+    Owns the buffer for records, `nbytes` at `address`: register it before the first `look`, unregister it after
+    `settled`. native: makes one native call; raises StorageError.
     """
 
     def __init__(self, model: str, layout: BlockLayout, native: Native, clock: Clock) -> None:
@@ -73,7 +72,7 @@ class LayoutRecords:
         self._looking: asyncio.Task[None] | None = None
 
     def absent(self, name: str) -> None:
-        """A look-up's first absent name. Returns at once; what there is to find out is found out behind it."""
+        """Report a look-up's first absent name. Returns at once; the check runs in the background."""
         if not name.endswith("/0"):
             return
         self._absent.append(name)
@@ -81,12 +80,12 @@ class LayoutRecords:
             self._looking = asyncio.get_running_loop().create_task(self._find_out())
 
     async def settled(self) -> None:
-        """Return when nothing is under way any more."""
+        """Wait until no check runs."""
         if self._looking is not None:
             await asyncio.wait([self._looking])
 
     async def look(self) -> None:
-        """Read the records of others, leave ours where there is none. Raises StorageError."""
+        """Read the records of others, and write ours if it is missing. Raises StorageError."""
         self._looked_at = self._clock.monotonic()
         self._announced = False
         free = await self._read(range(SLOTS))
@@ -97,7 +96,7 @@ class LayoutRecords:
             free = await self._read(free)  # another daemon may have been first there
 
     async def _read(self, slots: Iterable[int]) -> list[int]:
-        """Take note of what these slots hold. Returns those that hold nothing."""
+        """Note what these slots hold. Returns the empty ones."""
         batch = self._batch(slots)
         answers = dict(zip(slots, await self._native(lambda client: client.get(batch)), strict=True))
         for slot, code in answers.items():
@@ -118,7 +117,7 @@ class LayoutRecords:
     def _note(self, record: bytes) -> None:
         match = _RECORD.match(record)
         if match is None:
-            return  # not ours to judge; another version's, perhaps
+            return  # not a record that we understand: perhaps another version's
         fingerprint = match[1].decode()
         if fingerprint == self._layout.fingerprint:
             self._announced = True

@@ -1,11 +1,11 @@
-"""Calls of one kind that come while one is under way go together in the next one.
+"""Merges calls of one kind that arrive while one runs into the next call.
 
-The library waits for a TCP transfer by asking for its state in a loop: every data call under way takes a
-processor besides those that move bytes. And every call asks the master twice. So many small calls at once,
-which is what chunks of several tasks are, cost more than their bytes; one large call after another does
-not, and the next one is as large as what has come meanwhile.
+The library waits for a TCP transfer by polling its state: every running data call occupies a CPU core besides
+those that move bytes. And every call makes two requests to the master. So many small calls at once, such as the
+chunks of several tasks, cost more than their bytes. A sequence of large calls does not; each takes everything
+that has arrived meanwhile.
 
-A call that does not end must not keep others waiting: after `PATIENCE_S` the next one starts beside it.
+A call that hangs must not block the others: after `PATIENCE_S` the next one starts beside it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from transferd.storage.mooncake.client import KeyBatch
 
 PATIENCE_S = 0.1  # longer than a call that moves its bytes
-MOST_BYTES = 32 * 1024**2  # of a merged call: beyond it nothing is won, and a peer that hangs holds up more
+MOST_BYTES = 32 * 1024**2  # of a merged call: larger ones gain nothing, and a hung peer blocks more
 MOST_OBJECTS = 128
 
 
@@ -29,18 +29,21 @@ class _Waiting:
 
 
 class Merger:
-    """Makes calls on batches of keys. call: makes one, with each key once; what it raises, every caller of it gets."""
+    """Makes calls on batches of keys.
+
+    call: makes one call; no key occurs twice in it. If it raises, every batch in it gets the error.
+    """
 
     def __init__(self, call: Callable[[KeyBatch], Awaitable[list[int]]]) -> None:
         self.calls = 0
-        self.merged = 0  # batches that went along in another's call
+        self.merged = 0  # batches that joined another's call
         self._call = call
         self._queue: deque[_Waiting] = deque()
         self._running: set[asyncio.Task[None]] = set()
         self._fresh: object | None = None  # the call that began less than PATIENCE_S ago
 
     async def run(self, batch: KeyBatch) -> list[int]:
-        """The answers for this batch. Must not be cancelled: the call goes on (see `uncancelled`)."""
+        """The codes for this batch. Do not cancel it: the call goes on (see `uncancelled`)."""
         loop = asyncio.get_running_loop()
         waiting = _Waiting(batch, loop.create_future())
         self._queue.append(waiting)
@@ -55,7 +58,7 @@ class Merger:
         task.add_done_callback(self._running.discard)
 
     def _take(self) -> list[_Waiting]:
-        """The first that wait, as far as they fit in one call; of a key that is twice in it nobody knows the answer."""
+        """Take waiting batches in order while they fit. Stop at a repeated key: its code would be ambiguous."""
         group = [self._queue.popleft()]
         keys, nbytes = set(group[0].batch.keys), sum(group[0].batch.sizes)
         while self._queue:
@@ -74,7 +77,7 @@ class Merger:
         timer = asyncio.get_running_loop().call_later(PATIENCE_S, self._free, group)
         try:
             answers = await self._call(KeyBatch.joined([waiting.batch for waiting in group]))
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is the callers'
+        except Exception as error:  # noqa: BLE001 - the callers handle it
             for waiting in group:
                 waiting.answer.set_exception(error)
         else:

@@ -1,10 +1,10 @@
-"""Native calls off the loop: a bounded number of threads, a share of them for each kind of call.
+"""Native calls off the loop: a bounded number of threads, with a share for each kind of call.
 
-A native call cannot be taken back, and an interpreter that is finalized while one runs crashes in the
-library's destructors. So whoever cannot wait for the calls any more ends the process without finalizing it
-(daemon/process.py does, with an exit code of its own).
+A native call cannot be cancelled, and finalizing the interpreter while one runs crashes in the library's
+destructors. So if the calls do not end in time, daemon/process.py ends the process without finalizing it, with
+an exit code of its own.
 
-Stores never keep a load waiting for a thread, and the probe has one of its own: the others may all be stuck.
+Stores never make a load wait for a thread, and the probe has its own thread because all others may hang.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class CallKind(enum.Enum):
-    """A kind of call; the value is how many of it may be under way."""
+    """A kind of call. The number in the value is how many of them may run at the same time."""
 
     STORE = "store", 8
     LOAD = "load", 8
@@ -35,7 +35,7 @@ class CallKind(enum.Enum):
 class NativeCalls:
     """Runs blocking functions in its own threads. Owns them from `open` to `close`.
 
-    wait: seconds a call waits for a thread of its kind at most.
+    wait: the most seconds that a call waits for a thread of its kind.
     """
 
     def __init__(self, wait: float) -> None:
@@ -51,9 +51,9 @@ class NativeCalls:
         return self._under_way
 
     async def run(self, kind: CallKind, function: Callable[[], T], begun: Callable[[], None] | None = None) -> T:
-        """Run `function` in a thread and return its result; `begun` is called when a thread takes it.
+        """Run `function` in a thread and return its result. Calls `begun` when a thread takes it.
 
-        Raises StorageUnavailable when no thread came free in time; then nothing was called.
+        Raises StorageUnavailable if no thread came free in time; then nothing was called.
         """
         await self._a_thread(kind)
         self._under_way += 1
@@ -78,11 +78,11 @@ class NativeCalls:
                 await free.acquire()
         except TimeoutError:
             raise StorageUnavailable(
-                f"mooncake: {kind.threads} calls of this kind are under way and none ended within {self._wait:g} s"
+                f"mooncake: {kind.threads} {kind.name.lower()} calls are running and none ended within {self._wait:g} s"
             ) from None
 
     async def idle(self, within: float) -> bool:
-        """Wait until no call is under way. False when one still is after `within` seconds."""
+        """Wait until no call runs. False if one still runs after `within` seconds."""
         try:
             async with asyncio.timeout(within):
                 await self._idle.wait()
@@ -95,5 +95,5 @@ class NativeCalls:
         self._crew.open()
 
     def close(self) -> list[str]:
-        """Take no more calls. Returns those that are still under way."""
+        """Take no more calls. Returns those that still run."""
         return self._crew.close(0.0)

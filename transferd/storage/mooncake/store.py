@@ -2,28 +2,28 @@
 
 Theory of operation
 -------------------
-The library blocks, cannot be interrupted, and holds on to the buffers of a call until that has
-returned. So does this backend: `put` and `get` return when the native call has let go, also when the
-caller is cancelled. What gives a task its answer in time is the worker, which stops waiting and leaves
-the buffers lent. What keeps the *next* call from waiting is the breaker: it opens when a call says that
-nobody answers, and by a timer while a call still hangs; then every call fails at once. `health_check`
-is not asked: it says "healthy" with the master dead.
+The library blocks, cannot be interrupted, and uses the buffers of a call until the call returns. So does this
+backend: `put` and `get` return when the native call has returned, even if the caller is cancelled. The worker
+makes sure that a task is answered in time: it stops waiting and leaves the buffers leased. The breaker keeps the
+*next* call from waiting: it opens if a call reports that the master does not answer, or if a call is overdue, and
+then every call fails at once. We do not use `health_check`: it answers "healthy" with the master dead.
 
-**One data call at a time**, as large as what has come meanwhile (merger.py), with its look-up in the same thread.
+**One data call at a time**, made of everything that has arrived meanwhile (merger.py), with its look-up in the
+same thread.
 
-**A put is looked up before it counts.** The library answers 0 for a key that another client is writing
-at this moment, or began and never finished; nothing is transferred then and a get finds nothing. So
-after a put its keys are asked for. One that is not there is asked for again for a second, the time another
-writer may need, and then written over what is in its place. The question has a welcome side effect: the
-new object is leased, so a pool under pressure evicts old objects before it, and a decode node that reads
-right after a prefill node has stored finds what it was promised.
+**A put counts only after a look-up.** The library also answers 0 for a key that another client is writing at
+this moment, or never finished writing; it then transfers nothing, and a get finds nothing. So the backend looks up
+the keys of every put. It keeps looking for a missing one for a second, in case another writer needs that time,
+and then overwrites whatever is there. The look-up has a welcome side effect: it leases the new object. So a pool
+under pressure evicts older objects first, and a decode node that reads right after a prefill node has stored
+finds the object.
 
-**Memory after a transfer that never ended.** When a peer hangs, its transfers fail by the transport's
-own timers (client.py), and a code means that the buffer is free. Only a call that ran into the library's
-limit of 60 s may leave transfers queued. Their buffers are held back until every transfer under way
-has had time to fail; the task has had its answer long before.
+**Memory of a transfer that never ended.** If a peer hangs, the transport's own timers fail its transfers
+(client.py), and the returned code means that the buffer is free. Only a call that ran into the library's limit of
+60 s may leave transfers queued. The backend holds their buffers until every running transfer has had time to
+fail; the task was answered long before.
 
-**A full pool** evicts in the background and answers "no room" meanwhile, so a put asks again a few times.
+**A full pool** evicts in the background and answers "no room" meanwhile, so a put retries a few times.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
-CLOSE_TIMEOUT_S = 5.0  # that a close waits for calls still under way
+CLOSE_TIMEOUT_S = 5.0  # how long `close` waits for running calls
 LIBRARY_GIVES_UP_S = 60.0  # hard-coded in the library: a call this long may leave transfers behind
 HEARTBEAT_S = 10.0  # how long a pool that has died may go unnoticed while no task needs it
 PROBE_KEY = "transferd/probe"
 ROOM_PAUSES_S = (0.01, 0.02, 0.04)  # an eviction takes a few milliseconds
-CONTEST_PAUSES_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.4)  # a second for another writer
+CONTEST_PAUSES_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.4)  # gives another writer a second
 
 _COUNTED_AS = {Found.FOUND: "hits", Found.MISSING: "misses", Found.FAILED: "errors"}
 _COUNTS = ("hits", "misses", "wrong_length", "corrupt", "errors", "waited_for_room", "contested", "taken_over", "held")
@@ -72,7 +72,7 @@ _COUNTS = ("hits", "misses", "wrong_length", "corrupt", "errors", "waited_for_ro
 class MooncakeStorage(Storage):
     """A client of one pool, for all ranks of this daemon. Owns the client and its threads from `open` to `close`.
 
-    set_up: makes a connected client, blocking; tests have one for a simulated pool.
+    set_up: makes a connected client and blocks; tests pass one for a simulated pool.
     """
 
     backend = "mooncake"
@@ -127,7 +127,7 @@ class MooncakeStorage(Storage):
         self._registered[address] = nbytes
 
     async def close(self) -> None:
-        """Leave the pool. The whole process stands still for seconds of it (client.py), so this comes last."""
+        """Leave the pool. This freezes the whole process for seconds (client.py), so it comes last."""
         if self._layouts is not None:
             await self._layouts.settled()
         self._heartbeat.close()
@@ -140,8 +140,8 @@ class MooncakeStorage(Storage):
                     client.unregister(self._layouts.address)
                 await uncancelled(calls.run(CallKind.PROBE, client.close))
             else:
-                # Closing under a call crashes the process, and so does finalizing it: it must end without either.
-                raise StillRunning(f"Mooncake calls do not end: {', '.join(calls.close())}")
+                # Closing during a call crashes the process, and so does finalizing it: the process must do neither.
+                raise StillRunning(f"Mooncake calls are still running: {', '.join(calls.close())}")
             calls.close()
 
     def _opened(self) -> tuple[PoolClient, NativeCalls]:
@@ -160,7 +160,7 @@ class MooncakeStorage(Storage):
         if wrong is not None:
             self._counts["errors"] += 1
             kind = StorageUnavailable if wrong in error_codes.NO_ANSWER else StorageError
-            raise kind(f"Mooncake cannot say what it has ({describe(wrong)})")
+            raise kind(f"Mooncake could not look up the keys ({describe(wrong)})")
         if 0 in found and self._layouts is not None:
             self._layouts.absent(names[found.index(0)])
         return [code == 1 for code in found]
@@ -182,7 +182,7 @@ class MooncakeStorage(Storage):
         for blob, outcome in zip(blobs, answers, strict=True):
             self._counts[_COUNTED_AS[outcome.found]] += 1
             if outcome is FOUND and blob is not first[blob.name]:
-                blob.data[:] = first[blob.name].data  # the library fills one buffer a key
+                blob.data[:] = first[blob.name].data  # the library fills one buffer per key
         return answers
 
     async def quarantine(self, name: str) -> None:
@@ -194,7 +194,7 @@ class MooncakeStorage(Storage):
             raise StorageError(f"Mooncake could not remove a damaged object ({describe(code)})")
 
     async def _counted(self, call: Coroutine[Any, Any, T]) -> T:
-        """A call to its end; where it fails as a whole, that is one error."""
+        """Await a call to its end. Counts one error if the whole call fails."""
         try:
             return await uncancelled(call)
         except StorageError:
@@ -202,7 +202,7 @@ class MooncakeStorage(Storage):
             raise
 
     def statistics(self) -> dict[str, Any]:
-        """objects and bytes are None: only the master knows, for the whole pool (`transferd pool status`)."""
+        """objects and bytes are None: only the master knows them, for the whole pool (`transferd pool status`)."""
         return {name: self._counts[name] for name in _COUNTS} | {
             "other_layout": 0 if self._layouts is None else self._layouts.misses,
             "other_layouts": {} if self._layouts is None else dict(self._layouts.others),
@@ -222,7 +222,7 @@ class MooncakeStorage(Storage):
     # --- put ----------------------------------------------------------------------------------------
 
     async def _put(self, batch: KeyBatch) -> dict[str, Outcome]:
-        self._breaker.check()  # before it waits for its turn
+        self._breaker.check()  # fail before waiting in the merger
         answers = dict(zip(batch.keys, await self._puts.run(batch), strict=True))
         for pause in ROOM_PAUSES_S:
             full = [key for key, code in answers.items() if code == error_codes.NO_AVAILABLE_HANDLE]
@@ -242,7 +242,7 @@ class MooncakeStorage(Storage):
         return await self._native(CallKind.STORE, lambda client: _put_and_look(client, batch), moves=len(batch.keys))
 
     async def _settle(self, unseen: KeyBatch) -> dict[str, int]:
-        """The last word on keys that should be stored and are not found."""
+        """Settle keys that should be stored but are not found: the final code of each."""
         missing = unseen
         self._counts["contested"] += len(missing.keys)
         try:
@@ -257,12 +257,12 @@ class MooncakeStorage(Storage):
         return dict.fromkeys(unseen.keys, error_codes.OK) | dict.fromkeys(missing.keys, error_codes.UNSEEN)
 
     async def _absent(self, batch: KeyBatch) -> KeyBatch:
-        """The part of a batch that a get would not find now."""
+        """The part of a batch that a get would miss now."""
         found = await self._native(CallKind.STORE, lambda client: client.exists(batch.keys))
         return batch.only([key for key, code in zip(batch.keys, found, strict=True) if code != 1])
 
     async def _take_over(self, batch: KeyBatch) -> KeyBatch:
-        """Write in place of writes that do not come to an end. Returns what is still absent."""
+        """Overwrite objects whose other writer does not finish. Returns what is still absent."""
         if not batch.keys or not self._opened()[0].can_replace:
             return batch
         self._counts["taken_over"] += len(batch.keys)
@@ -288,9 +288,9 @@ class MooncakeStorage(Storage):
         return await self._native(CallKind.LOAD, lambda client: client.get(batch), moves=len(batch.keys))
 
     async def _misfits(self, batch: KeyBatch) -> dict[str, Outcome]:
-        """Objects that are not as long as their buffers: missing, and removed.
+        """Objects of another length than their buffers: report them as missing, and remove them.
 
-        Nobody could load them under this name; left there, they would never be stored anew.
+        No daemon could load them under this name, and no put could replace them.
         """
         if not batch.keys:
             return {}
@@ -312,10 +312,10 @@ class MooncakeStorage(Storage):
     # --- native calls -------------------------------------------------------------------------------
 
     async def _native(self, kind: CallKind, call: Callable[[PoolClient], list[int]], moves: int = 0) -> list[int]:
-        """Make a native call, to its end. moves: objects whose buffers it uses.
+        """Make a native call and wait for its end. moves: how many objects' buffers it uses.
 
-        Raises StorageUnavailable without calling while the breaker is not closed, and after it when nobody
-        answered for any key. Must not be cancelled.
+        Raises StorageUnavailable without calling if the breaker is not closed, and after the call if no key was
+        answered. Do not cancel it.
         """
         self._breaker.check()
         client, calls = self._opened()
@@ -324,7 +324,7 @@ class MooncakeStorage(Storage):
         try:
             with self._alarm() as begun:
                 answers = await calls.run(kind, lambda: call(client), begun)
-            await self._let_go(moves, answers, before)
+            await self._hold_buffers(moves, answers, before)
         finally:
             self._moving -= moves
         nobody = next((code for code in answers if code in error_codes.NO_ANSWER), None)
@@ -336,13 +336,13 @@ class MooncakeStorage(Storage):
 
     @contextlib.contextmanager
     def _alarm(self) -> Iterator[Callable[[], None]]:
-        """Yields what to call when a native call begins: from then on it must not take longer than `timeout`."""
+        """Yields a function to call when a native call begins. It opens the breaker if the call exceeds `timeout`."""
         timer: asyncio.TimerHandle | None = None
 
         def begun() -> None:
             nonlocal timer
             self._breaker.check()  # it may have opened while the call waited for a thread
-            overdue = f"a call takes longer than {self._section.timeout:g} s"
+            overdue = f"a call has been running for more than {self._section.timeout:g} s"
             timer = asyncio.get_running_loop().call_later(self._section.timeout, self._breaker.failed, overdue)
 
         try:
@@ -354,10 +354,10 @@ class MooncakeStorage(Storage):
     def _now(self) -> tuple[float, float]:
         return self._clock.monotonic(), self._clock.wall()
 
-    async def _let_go(self, moves: int, answers: Sequence[int], before: tuple[float, float]) -> None:
-        """Return when no transfer of this call can still touch its buffers (see the module).
+    async def _hold_buffers(self, moves: int, answers: Sequence[int], before: tuple[float, float]) -> None:
+        """Return once no transfer of this call can touch its buffers any more (see the module).
 
-        The library measures its limit by the wall clock, which may be set meanwhile.
+        The library measures its limit by the wall clock, which may be changed meanwhile.
         """
         seconds = max(now - then for now, then in zip(self._now(), before, strict=True))
         unsettled = [code for code in answers if code < 0 and code not in error_codes.SETTLED]
@@ -366,7 +366,7 @@ class MooncakeStorage(Storage):
         hold = max(LIBRARY_GIVES_UP_S, self._moving * stall_limit())
         self._counts["held"] += moves
         log.warning(
-            "a Mooncake transfer did not end: its memory is held back",
+            "a Mooncake transfer did not end: holding its buffers",
             objects=moves,
             hold_s=hold,
             code=describe(unsettled[0]),
@@ -374,7 +374,7 @@ class MooncakeStorage(Storage):
         await asyncio.sleep(hold)
 
     async def _ask(self, call: Callable[[PoolClient], list[int]]) -> list[int]:
-        """A small call that no task waits for."""
+        """Make a small call that no task waits for."""
         return await uncancelled(self._native(CallKind.PROBE, call))
 
     async def _probe(self) -> bool:
@@ -385,14 +385,14 @@ class MooncakeStorage(Storage):
 
 
 def _key(name: str) -> str:
-    """A name as a Mooncake key: itself, or hex behind a tilde where C++ or a shell could not take it."""
+    """A name as a Mooncake key: the name itself, or a tilde and hex if C++ or a shell could not take it."""
     if name.isascii() and name.isprintable() and not name.startswith("~"):
         return name
     return f"~{name.encode('utf-8', 'surrogatepass').hex()}"
 
 
 def _first_of_each(blobs: Sequence[Blob]) -> dict[str, Blob]:
-    """The library takes a key once per batch."""
+    """The first blob of each name: the library accepts a key only once per batch."""
     first: dict[str, Blob] = {}
     for blob in blobs:
         first.setdefault(blob.name, blob)
@@ -400,16 +400,16 @@ def _first_of_each(blobs: Sequence[Blob]) -> dict[str, Blob]:
 
 
 def _registered_address(blob: Blob, registered: Mapping[int, int]) -> int:
-    """Where a blob's buffer lies. Raises InvariantError when that is not in registered memory."""
+    """The address of a blob's buffer. Raises InvariantError if it is not in registered memory."""
     address = ctypes.addressof(ctypes.c_char.from_buffer(blob.data))
     end = address + blob.data.nbytes
     if not any(start <= address and end <= start + nbytes for start, nbytes in registered.items()):
-        raise InvariantError(f"the buffer of {blob.name} lies in memory that was never registered with Mooncake")
+        raise InvariantError(f"the buffer of {blob.name} is not in memory registered with Mooncake")
     return address
 
 
 def _put_and_look(client: PoolClient, batch: KeyBatch) -> list[int]:
-    """As put, and each 0 is looked up: UNSEEN where a get would find nothing. In one thread, on one way."""
+    """Put, then look up each 0: UNSEEN if a get would miss it. Both in one thread."""
     answers = client.put(batch)
     doubtful = [i for i, code in enumerate(answers) if code == error_codes.OK or code in error_codes.OVERTAKEN]
     if doubtful:
@@ -420,7 +420,7 @@ def _put_and_look(client: PoolClient, batch: KeyBatch) -> list[int]:
 
 def _not_stored(code: int, nbytes: int) -> Outcome:
     if code == error_codes.UNSEEN:
-        return Outcome(Found.FAILED, StorageError("another client writes this object and has not finished"))
+        return Outcome(Found.FAILED, StorageError("another client is writing this object and has not finished"))
     if code == error_codes.NO_AVAILABLE_HANDLE:
         what = f"no segment of the pool has room for an object of {nbytes} bytes ({describe(code)})"
         return Outcome(Found.FAILED, StorageFull(what))

@@ -2,9 +2,9 @@
 
 Theory of operation
 -------------------
-Two channels join two daemons. Control messages go over a TCP connection that the receiver opens
-(messages.py, connection.py). Bytes go through a carrier (carrier.py): Mooncake's TransferEngine, which
-writes local memory into the registered memory of a peer, over TCP or RDMA, without the peer's help.
+Two channels connect two daemons. Control messages use a TCP connection that the receiver opens (messages.py,
+connection.py). Bytes go through a carrier (carrier.py): Mooncake's TransferEngine, which writes local memory
+into a peer's registered memory, over TCP or RDMA, without involving the peer.
 
 For one transfer and rank:
 
@@ -17,18 +17,18 @@ For one transfer and rank:
     verify, copy to the device
     Done                                ──▶                    the sender's task ends well
 
-Either may come first, and either may end it: Refused from the sender, Withdraw from the receiver. Each message
-carries the number of the receiver's attempt, so what is left of an attempt that was given up disturbs no later
-one. What is written is a sealed object as in storage (footer.py), so what was damaged, or is of another key,
-layout, generation or number of tokens, is found before it reaches a device.
+Either side may come first, and either may end the transfer: the sender with Refusal, the receiver with Withdraw.
+Each message carries the number of the receiver's attempt, so late messages of a failed attempt cannot disturb the
+next one. The sender writes sealed objects, as in storage (footer.py). So the receiver finds damage, or an object
+of another key, layout, generation or token count, before it reaches a device.
 
-**No deadlock.** A sender takes staging only for objects whose memory is posted, so its slots are always on
-their way to come free; a receiver holds slots only after Begin. Neither waits for what the other waits for.
+**No deadlock.** A sender takes staging only for objects whose memory is posted, so its slots always become free
+again. A receiver holds slots only after Begin. So neither can wait for the other in a circle.
 
-**Memory that a peer may still write to.** A receiver lets go of posted memory only when the sender cannot
-write to it any more: it said Landed, Refused or Withdrawn, each of which it sends when no write is under way.
-After a write that failed, or when the connection has ended (its sender may live, and be in a write), it waits
-HOLD_S longer: for what is on the wire, and for that write to end or to stall for as long as the carrier allows.
-A peer that hangs with its connection open keeps its slots posted. They are slots of a staging of their own, so
-that only direct transfers can run short of them, and keep-alives end the connection of a host that has gone.
+**Memory that a peer may still write to.** A receiver frees posted memory only once the sender cannot write to it
+any more: after Landed, Refusal or Withdrawn, which the sender sends when none of its writes runs. After a failed
+write or a lost connection (the sender may be alive, and in the middle of a write), the receiver waits HOLD_S
+longer: for bytes on the wire, and for that write to end or to stall for as long as the carrier allows. If a peer
+hangs with its connection open, its slots stay posted. They belong to a separate staging, so only transfers between
+peers can run out of them. Keep-alives close the connection of a host that has gone.
 """

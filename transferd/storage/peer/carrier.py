@@ -1,4 +1,4 @@
-"""What moves the bytes of a direct transfer: writes into the registered memory of another process."""
+"""Carriers move the bytes of a transfer between peers: they write into the registered memory of another process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 from transferd.tiers.base import HostMemory
 
 
-class Move(NamedTuple):
+class PeerWrite(NamedTuple):
     """One range: from an address here to an address in the peer's registered memory."""
 
     source: int
@@ -19,15 +19,15 @@ class Move(NamedTuple):
 class Carrier(Protocol):
     """The contract of a carrier.
 
-    `write` returns when the last byte is in the peer's memory, and raises when that did not happen. After either,
-    local memory is free again and no byte leaves it for this call. After a failure, bytes that had left may still
-    arrive: a peer that was stopped finds them when it goes on (seen with TCP), so it holds such memory back a while.
-    It refuses what lies outside memory that the peer has registered. Every wait in it is bounded.
+    `write` returns once the last byte is in the peer's memory, and raises if that fails. In both cases local memory
+    is free again, and no more bytes leave it for this call. After a failure, bytes on the wire may still arrive: a
+    stopped process receives them when it continues (seen with TCP). So the receiver holds such memory for a while.
+    A write outside the peer's registered memory is refused. Every wait in a carrier is bounded.
     """
 
     @property
     def address(self) -> str:
-        """What a peer needs in order to write here. Valid after `open`."""
+        """The address that a peer needs to write here. Valid after `open`."""
         ...
 
     async def open(self) -> None:
@@ -40,8 +40,8 @@ class Carrier(Protocol):
 
     def unregister(self, memory: HostMemory) -> None: ...
 
-    async def write(self, peer: str, moves: Sequence[Move]) -> None:
-        """Raises PeerLost. Must not be cancelled."""
+    async def write(self, peer: str, writes: Sequence[PeerWrite]) -> None:
+        """Write all ranges. Raises PeerLost. Do not cancel it."""
         ...
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""One control connection between two daemons: frames in, frames out, and one word when it ends."""
+"""One control connection between two daemons: it sends and receives frames, and reports its end once."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from collections.abc import Callable
 import structlog
 
 from transferd.errors import PeerLost, TransferError
-from transferd.storage.peer.messages import Message, body_length, decode, encode
+from transferd.storage.peer.messages import PeerMessage, body_length, decode, encode
 
 log = structlog.get_logger(__name__)
 
 CONNECT_TIMEOUT_S = 3.0
-MAX_UNSENT = 64 * 1024**2  # bytes; a peer that reads so slowly is as good as gone
-# A host that vanishes without a word is noticed after about ten seconds.
+MAX_UNSENT = 64 * 1024**2  # bytes; with more unsent, the peer reads too slowly and counts as lost
+# Notices after about ten seconds that a host has vanished.
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 4), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3))
 _USER_TIMEOUT_MS = 10_000
 
 
-class Connection:
+class PeerConnection:
     """Calls `received` for each message, and `ended` once with the reason. Owns the stream until `close`."""
 
     def __init__(
         self,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        received: Callable[[Connection, Message], None],
-        ended: Callable[[Connection, str], None],
+        received: Callable[[PeerConnection, PeerMessage], None],
+        ended: Callable[[PeerConnection, str], None],
     ) -> None:
         self._reader = reader
         self._writer = writer
@@ -39,8 +39,8 @@ class Connection:
         _watch_for_silence(writer)
         self._reading = asyncio.get_running_loop().create_task(self._read())
 
-    def send(self, message: Message) -> None:
-        """Send, if there is still somebody; `ended` tells of the end, not this."""
+    def send(self, message: PeerMessage) -> None:
+        """Send, unless the connection has ended; `ended` reports that."""
         if not self.alive or self._writer.transport.is_closing():  # uvloop refuses to write to a closed one
             return
         self._writer.write(encode(message))
@@ -58,7 +58,7 @@ class Connection:
             pass
         except TransferError as error:  # of the decoder, or of a handler that cannot take this message
             why = str(error)
-            log.warning("a peer daemon is not understood", problem=why)
+            log.warning("closing a peer connection after a message that cannot be handled", problem=why)
         except OSError as error:
             why = str(error)
         finally:
@@ -67,12 +67,12 @@ class Connection:
             self._ended(self, why)
 
     def finish(self) -> None:
-        """Hand out what was sent and end, without waiting for it."""
+        """Flush and close, without waiting."""
         self.alive = False
         self._writer.close()
 
     async def close(self) -> None:
-        """Hand out what was sent, for a moment, and end; `ended` has been called when this returns."""
+        """Flush for at most a second, then close. `ended` has been called when this returns."""
         self.finish()
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(1.0):
@@ -84,18 +84,18 @@ class Connection:
 async def connect(
     host: str,
     port: int,
-    received: Callable[[Connection, Message], None],
-    ended: Callable[[Connection, str], None],
-) -> Connection:
-    """Raises PeerLost when nobody answers there."""
+    received: Callable[[PeerConnection, PeerMessage], None],
+    ended: Callable[[PeerConnection, str], None],
+) -> PeerConnection:
+    """Connect to a peer's daemon. Raises PeerLost if it does not answer."""
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(host, port)
     except TimeoutError:
-        raise PeerLost(f"no connection to the daemon at {host}:{port} within {CONNECT_TIMEOUT_S:g} s") from None
+        raise PeerLost(f"could not connect to the daemon at {host}:{port} within {CONNECT_TIMEOUT_S:g} s") from None
     except (OSError, ValueError) as error:  # ValueError: a name that no resolver takes
-        raise PeerLost(f"no connection to the daemon at {host}:{port}: {error}") from None
-    return Connection(reader, writer, received, ended)
+        raise PeerLost(f"could not connect to the daemon at {host}:{port}: {error}") from None
+    return PeerConnection(reader, writer, received, ended)
 
 
 def _watch_for_silence(writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""The receiver's half of one transfer of one rank: posts memory, and knows when it is its own again."""
+"""The receiver's half of one rank's transfer: posts memory, and knows when the sender is done with it."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from transferd.errors import PeerLost, PeerRefused, TransferError
 from transferd.storage.base import FOUND, Blob, Found, Outcome
-from transferd.storage.peer.connection import Connection
-from transferd.storage.peer.messages import Done, Landed, Post, Slot, Want, Withdraw
+from transferd.storage.peer.connection import PeerConnection
+from transferd.storage.peer.messages import Done, Landed, Post, PostedSlot, Want, Withdraw
 from transferd.tasks import ErrorInfo
 
-# After a write that failed, or a connection that ended: by then what was on the wire has arrived, and a
-# sender that lives without its connection has seen its write end, or stall for longer than the carrier allows.
+# How long to hold posted memory after a failed write or a lost connection. By then bytes on the wire have arrived,
+# and the write of a sender that lost only its connection has ended, or stalled for longer than the carrier allows.
 HOLD_S = 4.0
 
 
 class Inbound:
-    """Used by one Receiver and fed by the exchange, all on one loop. Ends when told to, and no memory is posted."""
+    """Used by one receiving rank and fed by the PeerTransport, all on one loop.
+
+    Ends after `end`, once no memory is posted.
+    """
 
     def __init__(
         self,
@@ -27,7 +30,7 @@ class Inbound:
         attempt: int,
         names: Sequence[str],
         engine: str,
-        join: Callable[[Inbound], Awaitable[Connection]],
+        join: Callable[[Inbound], Awaitable[PeerConnection]],
         forget: Callable[[Inbound], None],
     ) -> None:
         self.transfer = transfer
@@ -37,28 +40,28 @@ class Inbound:
         self._engine = engine
         self._join = join
         self._forget = forget
-        self.peer: Connection | None = None  # the sender's, from Want to the end
+        self.peer: PeerConnection | None = None  # the sender's, from Want to the end
         self._error: TransferError | None = None
         self._ended = False
         self._suspect = False  # a write failed: bytes of it may still arrive
-        self._held = 0  # groups of buffers that are held back for that reason
+        self._held = 0  # groups of buffers held for that reason
         self._began: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._posted: dict[str, asyncio.Future[Outcome]] = {}
 
     @property
     def share(self) -> tuple[str, int, int]:
-        """What it is about, on the wire."""
+        """The first three fields of its messages."""
         return self.transfer, self.rank, self.attempt
 
     # --- for the Receiver ---------------------------------------------------------------------------
 
     async def begun(self) -> None:
-        """Wait until the sender is at work on the same objects. Raises TransferError when it will not be.
+        """Wait until the sender works on the same objects. Raises TransferError if it will not.
 
-        Waits without a limit of its own (the task has a deadline).
+        Waits without a time limit (the task has a deadline).
         """
         if self._ended:
-            raise PeerLost("given up before it began")
+            raise PeerLost("the task ended before the transfer began")
         peer = await self._join(self)
         if self._error is None and not self._ended:
             self.peer = peer
@@ -68,18 +71,18 @@ class Inbound:
             raise self._error
 
     async def get(self, blobs: Sequence[Blob]) -> list[Outcome]:
-        """Post the buffers and wait until nobody writes to them any more; as Storage.get, and not to be cancelled."""
+        """Post the buffers and wait until the sender is done with them. As Storage.get; do not cancel it."""
         if self._error is not None or self.peer is None:
-            return [Outcome(Found.FAILED, self._error or PeerLost("no sender"))] * len(blobs)
+            return [Outcome(Found.FAILED, self._error or PeerLost("the sender has gone"))] * len(blobs)
         loop = asyncio.get_running_loop()
         waiting = [loop.create_future() for _ in blobs]
         self._posted |= zip((blob.name for blob in blobs), waiting, strict=True)
-        slots = [Slot(blob.name, _address(blob.data), blob.data.nbytes) for blob in blobs]
+        slots = [PostedSlot(blob.name, _address(blob.data), blob.data.nbytes) for blob in blobs]
         self.peer.send(Post(*self.share, slots))
         return list(await asyncio.gather(*waiting))
 
     def end(self, error: ErrorInfo | None) -> None:
-        """The task is over. None: every object was good. Otherwise the sender is told to stop. Idempotent."""
+        """The task is over. None: every object was intact. Otherwise tells the sender to stop. Idempotent."""
         if self._ended:
             return
         self._ended = True
@@ -87,12 +90,12 @@ class Inbound:
             if error is None:
                 self.peer.send(Done(*self.share))
             else:
-                self.give_up(error)
-                return  # until the sender says that it writes no more
+                self.cancel(error)
+                return  # until the sender has confirmed that it writes no more
         self._settle()
 
-    def give_up(self, error: ErrorInfo) -> None:
-        """Want it no more; the sender is told so, and says when it writes no more."""
+    def cancel(self, error: ErrorInfo) -> None:
+        """Ask the sender to stop. It answers once it writes no more."""
         if self._error is None:
             if self.peer is not None:
                 self.peer.send(Withdraw(*self.share, error))
@@ -105,7 +108,7 @@ class Inbound:
             self._began.set_result(None)
 
     def landed(self, landed: Landed) -> None:
-        """The sender is done with these buffers, well or badly."""
+        """The sender is done with these buffers, whether or not its write succeeded."""
         waiting = [self._posted.pop(name) for name in landed.names if name in self._posted]
         error = landed.error
         if error is None:
@@ -123,18 +126,18 @@ class Inbound:
         self._settle()
 
     def refused(self, error: ErrorInfo) -> None:
-        """The sender writes nothing any more."""
+        """The sender refused, and writes no more."""
         self._fail(PeerRefused(f"the sender refused: {error.message}", code=error.code))
         self._let_go()
 
     def withdrawn(self) -> None:
-        """The sender has heard that it is over, and writes nothing any more."""
+        """The sender has confirmed the cancellation, and writes no more."""
         self._let_go()
 
     def lost(self, why: str) -> None:
-        """The sender has gone; what it had on the wire may still arrive, for HOLD_S."""
+        """The connection to the sender is lost. Bytes on the wire may still arrive, for up to HOLD_S."""
         self.peer = None
-        self._fail(PeerLost(f"the sending daemon has gone: {why}"))
+        self._fail(PeerLost(f"lost the sending daemon: {why}"))
         self._suspect = True
         self._let_go()
 
@@ -146,7 +149,7 @@ class Inbound:
         self.begins()
 
     def _let_go(self) -> None:
-        """The sender begins no write any more. Where one failed, or we cannot know, buffers are held a while longer."""
+        """The sender starts no more writes. Hold the buffers for HOLD_S if a write failed, or may still run."""
         self.peer = None
         posted, self._posted = list(self._posted.values()), {}
         outcome = Outcome(Found.FAILED, self._error)

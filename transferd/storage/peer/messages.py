@@ -1,4 +1,4 @@
-"""What two daemons say to each other, and its form: a length of 4 bytes (little-endian), then one msgpack map."""
+"""The messages between two daemons, and their frames: a length of 4 bytes (little-endian), then one msgpack map."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ VERSION = 1
 MAX_FRAME = 16 * 1024**2  # a Want names every object of a sequence: about 100 bytes each
 
 
-class _Message(msgspec.Struct, frozen=True, tag_field="type"):
-    """transfer, rank: which share of which sequence it is about.
+class _TransferMessage(msgspec.Struct, frozen=True, tag_field="type"):
+    """transfer, rank: which transfer and which rank's share of it.
 
-    attempt: the receiver's number for this attempt at it. The sender repeats it, and what carries another one
-    is about an attempt that is over.
+    attempt: the receiver's number for this attempt. The sender repeats it; a message with another number belongs
+    to an attempt that is over.
     """
 
     transfer: str
@@ -26,85 +26,85 @@ class _Message(msgspec.Struct, frozen=True, tag_field="type"):
     attempt: int
 
 
-class Want(_Message, frozen=True, tag="want"):
-    """Receiver: I expect these objects, in this order. engine: where the carrier finds my memory."""
+class Want(_TransferMessage, frozen=True, tag="want"):
+    """Receiver: I expect these objects, in this order. engine: the carrier's address of my memory."""
 
     names: list[str]
     engine: str
     version: int = VERSION
 
 
-class Begin(_Message, frozen=True, tag="begin"):
+class Begin(_TransferMessage, frozen=True, tag="begin"):
     """Sender: I have the same objects; post memory."""
 
 
-class Slot(msgspec.Struct, frozen=True, array_like=True):
-    """Memory of the receiver for one object."""
+class PostedSlot(msgspec.Struct, frozen=True, array_like=True):
+    """The receiver's memory for one object."""
 
     name: str
     address: Annotated[int, msgspec.Meta(ge=0)]
     nbytes: Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Post(_Message, frozen=True, tag="post"):
+class Post(_TransferMessage, frozen=True, tag="post"):
     """Receiver: write these objects there."""
 
-    slots: list[Slot]
+    slots: list[PostedSlot]
 
 
-class Landed(_Message, frozen=True, tag="landed"):
-    """Sender: these objects are in the memory that was posted for them. With an error: they never will be."""
+class Landed(_TransferMessage, frozen=True, tag="landed"):
+    """Sender: these objects are in the memory posted for them; or, with an error, they never will be."""
 
     names: list[str]
     error: ErrorInfo | None = None
 
 
-class Done(_Message, frozen=True, tag="done"):
-    """Receiver: every object was good and is on my device."""
+class Done(_TransferMessage, frozen=True, tag="done"):
+    """Receiver: every object was intact and is on my device."""
 
 
-class Withdraw(_Message, frozen=True, tag="withdraw"):
-    """Receiver: I do not want it any more, because of `error`. Answered Withdrawn."""
+class Withdraw(_TransferMessage, frozen=True, tag="withdraw"):
+    """Receiver: I cancel this attempt because of `error`. The sender answers Withdrawn."""
 
     error: ErrorInfo
 
 
-class Withdrawn(_Message, frozen=True, tag="withdrawn"):
-    """Sender: nothing is being written into your memory, and nothing will be."""
+class Withdrawn(_TransferMessage, frozen=True, tag="withdrawn"):
+    """Sender: I am not writing into your memory, and will not."""
 
 
-class Refused(_Message, frozen=True, tag="refused"):
-    """Sender: you will not get it, or no more of it; nothing is being written into your memory."""
+class Refusal(_TransferMessage, frozen=True, tag="refused"):
+    """Sender: I will not send the rest; I am not writing into your memory."""
 
     error: ErrorInfo
 
 
 FromReceiver = Want | Post | Done | Withdraw
-FromSender = Begin | Landed | Withdrawn | Refused
-Message = FromReceiver | FromSender
+FromSender = Begin | Landed | Withdrawn | Refusal
+PeerMessage = FromReceiver | FromSender
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Message)
+_decoder = msgspec.msgpack.Decoder(PeerMessage)
 
 
-def encode(message: Message) -> bytes:
+def encode(message: PeerMessage) -> bytes:
     """A whole frame."""
     body = _encoder.encode(message)
     return len(body).to_bytes(4, "little") + body
 
 
 def body_length(header: bytes) -> int:
-    """Raises ProtocolError for more than MAX_FRAME."""
+    """The length of a frame's body. Raises ProtocolError above MAX_FRAME."""
     length = int.from_bytes(header, "little")
     if length > MAX_FRAME:
-        raise ProtocolError(f"a frame of {length} bytes, at most {MAX_FRAME}", code="too_large")
+        raise ProtocolError(f"a peer sent a frame of {length} bytes; the limit is {MAX_FRAME}", code="too_large")
     return length
 
 
-def decode(body: bytes) -> Message:
-    """Raises ProtocolError."""
+def decode(body: bytes) -> PeerMessage:
+    """The message in a frame's body. Raises ProtocolError."""
     try:
-        message: Message = _decoder.decode(body)
+        message: PeerMessage = _decoder.decode(body)
     except UNREADABLE as error:
-        raise ProtocolError(f"a peer sent what cannot be read: {error}") from error
+        raise ProtocolError(f"a peer sent a message that cannot be decoded: {error}") from error
     return message

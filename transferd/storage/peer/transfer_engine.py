@@ -1,9 +1,9 @@
-"""The carrier of production: Mooncake's TransferEngine, over TCP or RDMA.
+"""The production carrier: Mooncake's TransferEngine, over TCP or RDMA.
 
-Seen of it (0.3.13, tcp): calls release the interpreter lock; a write to a peer that was killed, or outside
-its registered memory, fails within a millisecond; one to a peer that is stopped fails after the transport's
-stall limit, which client.py of the storage backend explains and which is set here as well, before the
-library is loaded. It asks for no port: it listens on one of its own choice, on all interfaces.
+Observed with 0.3.13 over TCP: calls release the interpreter lock. A write to a peer that was killed, or outside
+its registered memory, fails within a millisecond. A write to a stopped peer fails after the transport's stall
+limit; client.py of the Mooncake backend explains it, and we set it here, too, before loading the library. The port
+cannot be configured: the engine listens on one that it chooses, on all interfaces.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from transferd.errors import ConfigError, PeerLost, TransferError
 from transferd.storage.mooncake import glog
 from transferd.storage.mooncake.client import STALL_LIMITS, STALL_S
 from transferd.storage.mooncake.native_calls import CallKind, NativeCalls
-from transferd.storage.peer.carrier import Move
+from transferd.storage.peer.carrier import PeerWrite
 from transferd.tiers.base import HostMemory
 
 log = structlog.get_logger(__name__)
 
-CALL_WAIT_S = 10.0  # for a thread; each write ends within the stall limit
+CALL_WAIT_S = 10.0  # how long a write waits for a thread; each write ends within the stall limit
 CLOSE_TIMEOUT_S = 5.0
 
 
@@ -50,7 +50,8 @@ class TransferEngineCarrier:
         try:
             from mooncake.engine import TransferEngine
         except ImportError as error:
-            raise ConfigError("pd.mode", f"direct needs Mooncake, which cannot be loaded: {error}", "direct") from error
+            what = f"direct needs Mooncake, which fails to load: {error}"
+            raise ConfigError("pd.mode", what, "direct") from error
         engine = TransferEngine()
         code = engine.initialize(self._host, "P2PHANDSHAKE", self._section.protocol, self._section.rdma_devices)
         if code != 0:
@@ -62,7 +63,7 @@ class TransferEngineCarrier:
     def register(self, memory: HostMemory) -> None:
         code = self._opened().register_memory(memory.address, memory.nbytes)
         if code != 0:
-            raise TransferError(f"the TransferEngine refused {memory.nbytes} bytes of staging (code {code})")
+            raise TransferError(f"the TransferEngine did not register {memory.nbytes} bytes of staging (code {code})")
         self._registered.add(memory.address)
 
     def unregister(self, memory: HostMemory) -> None:
@@ -70,10 +71,10 @@ class TransferEngineCarrier:
             self._registered.discard(memory.address)
             self._engine.unregister_memory(memory.address)
 
-    async def write(self, peer: str, moves: Sequence[Move]) -> None:
+    async def write(self, peer: str, writes: Sequence[PeerWrite]) -> None:
         engine = self._opened()
         assert self._calls is not None
-        sources, targets, lengths = ([move[i] for move in moves] for i in range(3))
+        sources, targets, lengths = ([move[i] for move in writes] for i in range(3))
         code = await self._calls.run(
             CallKind.STORE, lambda: engine.batch_transfer_sync_write(peer, sources, targets, lengths)
         )
@@ -85,10 +86,10 @@ class TransferEngineCarrier:
         calls, self._calls = self._calls, None
         if engine is not None and calls is not None:
             if not await calls.idle(CLOSE_TIMEOUT_S):
-                log.warning("transfers are still under way at the end", calls=calls.under_way)
+                log.warning("closing the TransferEngine while calls still run", calls=calls.under_way)
             calls.close()
 
     def _opened(self) -> Any:
         if self._engine is None:
-            raise TransferError("the transfer engine is not open")
+            raise TransferError("the TransferEngine is not open")
         return self._engine

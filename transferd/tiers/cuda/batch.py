@@ -1,14 +1,14 @@
 """cuMemcpyBatchAsync, called through its address.
 
-The bindings take lists and turn each element into an object: for 10,000 copies that is far more time
-than the copies' own submission (benchmarks: `bench copy --device cuda` shows both). The driver gives
-out the function's address; with arrays it is one call.
+The bindings take lists and turn each element into an object. For 10,000 copies that takes far longer than
+submitting them (`bench copy --device cuda` shows both). The driver gives out the function's address; called
+with arrays, it is one call.
 
-The function's signature changed. CUDA 12.8 introduced it with a `failIdx` before the stream; CUDA 13.0
-dropped that. Which one is given out depends on the version that is asked for, whatever the bindings were
-built for, and no driver may be asked for more than its own: one of 12.8 knows nothing of 13.0, and may as
-well give what it has as refuse (the manuals of 12.8 and of 13.0 say different things). The attributes struct
-is CUDA 12.8's: later ones keep its layout. (cuda.h of 12.8 and 13.0; CUmemcpyAttributes, cuGetProcAddress.)
+The function's signature changed: CUDA 12.8 introduced it with a `failIdx` before the stream, CUDA 13.0 dropped
+that. The driver returns the one for the version we ask for, whatever the bindings were built for. Never ask a
+driver for a version above its own: a 12.8 driver may answer with what it has, or refuse (the manuals of 12.8 and
+13.0 disagree). The attributes struct is CUDA 12.8's; later versions keep its layout. (cuda.h of 12.8 and 13.0;
+CUmemcpyAttributes, cuGetProcAddress.)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources are read when the stream gets there
+_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: the stream reads sources when it reaches the copy
 
 
 class _Location(ctypes.Structure):
@@ -41,7 +41,7 @@ Addresses = npt.NDArray[np.uint64]
 
 
 class BatchCopy(Protocol):
-    """Submit copies; 0 or a CUresult. uint64 arrays of one length, at least one copy."""
+    """Submit copies and return 0 or a CUresult. Takes uint64 arrays of equal length, at least one element."""
 
     def __call__(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> int: ...
 
@@ -55,7 +55,7 @@ _SINCE_12_8 = ctypes.CFUNCTYPE(
 
 
 def find_batch_copy(api: Any, version: int) -> BatchCopy | None:
-    """The call if this driver has it. api: the module cuda.bindings.driver, initialised. version: the driver's."""
+    """The call, or None if this driver lacks it. api: cuda.bindings.driver, initialised. version: the driver's."""
     for since, signature in ((13000, _SINCE_13_0), (12080, _SINCE_12_8)):
         address = _address(api, since) if version >= since else 0
         if address:

@@ -1,8 +1,7 @@
-"""NVRTC: kernel text → machine code for one architecture, at start, once for each in a process.
+"""NVRTC: compiles the kernel's source for one architecture, at start, once per architecture and process.
 
-No compiler is needed where transferd is installed, and a GPU that came after this release works: where
-NVRTC does not know the device's architecture, it makes PTX for the newest one below it, which the
-driver translates when it is loaded.
+So transferd needs no compiler where it is installed, and supports GPUs newer than this release: if NVRTC does
+not know the device's architecture, it makes PTX for the newest one below, which the driver translates on load.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ from typing import Any
 
 from transferd.errors import TierError
 
-_lock = threading.Lock()  # ranks start at once; one of them compiles, the others take its result
+_lock = threading.Lock()  # ranks start at the same time: one compiles, the others use its result
 
 
 def compile_kernel(source: bytes, capability: tuple[int, int]) -> bytes:
-    """A cubin, or PTX with its closing NUL, for a device of this compute capability.
+    """A cubin, or NUL-terminated PTX, for a device of this compute capability.
 
-    Raises TierError with NVRTC's own log where the text does not compile, or where NVRTC is missing.
+    Raises TierError if NVRTC is missing or the source does not compile; then the error has NVRTC's log.
     """
     with _lock:
         return _compile(source, capability)
@@ -37,14 +36,17 @@ def _compile(source: bytes, capability: tuple[int, int]) -> bytes:
         raise
     except Exception as error:  # the bindings load libnvrtc at the first call, and have changed how that fails
         sentence = " ".join(str(error).split())
-        raise TierError(f"NVRTC cannot be used ({sentence}): pip install 'transferd[cuda]'", code="no_cuda") from error
+        what = f"cannot load NVRTC ({sentence}): pip install 'transferd[cuda]'"
+        raise TierError(what, code="no_cuda") from error
 
 
 def _run(nvrtc: Any, source: bytes, capability: tuple[int, int]) -> bytes:
     wanted = capability[0] * 10 + capability[1]
     known = [int(arch) for arch in _call(nvrtc, nvrtc.nvrtcGetSupportedArchs())]
     if wanted < min(known):
-        raise TierError(f"compute capability {capability[0]}.{capability[1]} is older than NVRTC supports")
+        oldest = f"{min(known) // 10}.{min(known) % 10}"
+        what = f"this GPU's compute capability {capability[0]}.{capability[1]} is older than NVRTC supports ({oldest})"
+        raise TierError(what)
     exact = wanted in known
     arch = f"sm_{wanted}" if exact else f"compute_{max(arch for arch in known if arch < wanted)}"
     options = [f"--gpu-architecture={arch}".encode(), b"--std=c++17"]
@@ -54,7 +56,7 @@ def _run(nvrtc: Any, source: bytes, capability: tuple[int, int]) -> bytes:
         if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             log = _read(nvrtc, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
             text = log.rstrip(b"\0").decode(errors="replace")
-            raise TierError(f"a kernel does not compile for {arch}: {result.name}\n{text}")
+            raise TierError(f"the kernel does not compile for {arch}: {result.name}\n{text}")
         if exact:
             return _read(nvrtc, nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
         return _read(nvrtc, nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program)

@@ -1,4 +1,4 @@
-"""Finding the GPU that a rank is configured for."""
+"""The GPU that a rank is configured for."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from transferd.tiers.cuda.driver import NO_DRIVER, DeviceInfo, Driver
 
 
 def find_device(driver: Driver, index: int) -> DeviceInfo:
-    """The device with this index. Raises TierError naming what there is."""
+    """The device with this index. Raises TierError that says which devices there are."""
     count = driver.device_count()
     if count == 0:
-        raise TierError("there is no GPU that this process may use (CUDA_VISIBLE_DEVICES?)", code=NO_DRIVER)
+        raise TierError("this process sees no GPU: check CUDA_VISIBLE_DEVICES", code=NO_DRIVER)
     if not 0 <= index < count:
-        raise TierError(f"device {index} is not there: this process sees {count} GPUs, 0 … {count - 1}", code=NO_DRIVER)
+        seen = "1 GPU, device 0" if count == 1 else f"{count} GPUs, devices 0 … {count - 1}"
+        raise TierError(f"there is no device {index}: this process sees {seen}", code=NO_DRIVER)
     return driver.describe(index)

@@ -1,7 +1,7 @@
-"""Handing memory to any framework by DLPack: a capsule that says where an array lies and whose it is.
+"""DLPack: a capsule through which any framework takes an array without a copy.
 
-The consumer takes the capsule over by renaming it and calls its deleter when done; a capsule that nobody
-took frees itself. Either way `owner` is kept until then. (DLPack 0.8, dlpack.h: DLManagedTensor.)
+A consumer takes over the capsule by renaming it and calls its deleter when it is done. A capsule that is never
+taken over frees itself. Either way `owner` stays alive until then. (DLPack 0.8, dlpack.h: DLManagedTensor.)
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _ManagedTensor(ctypes.Structure):
 
 
 _Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-_alive: dict[int, tuple[Any, ...]] = {}  # address of a managed tensor → all that it needs
+_alive: dict[int, tuple[Any, ...]] = {}  # address of a managed tensor → what it keeps alive
 
 _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype = ctypes.py_object
@@ -53,12 +53,12 @@ _pointer_of.argtypes = (ctypes.c_void_p, ctypes.c_char_p)
 
 
 def _delete(address: int) -> None:
-    """What the consumer calls when it is done."""
+    """The deleter: the consumer calls it when it is done."""
     _alive.pop(address, None)
 
 
 def _destroy(capsule: int) -> None:
-    """What the capsule's end calls; its name has changed if somebody took it over."""
+    """The capsule's destructor. Does nothing if a consumer has renamed the capsule, and so owns the tensor."""
     if _is_valid(capsule, _NAME):
         _delete(_pointer_of(capsule, _NAME))
 

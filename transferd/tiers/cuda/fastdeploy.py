@@ -1,4 +1,4 @@
-"""A FastDeploy engine's cache as a handle of ours: its exchange (tiers/fastdeploy.py) names one allocation a tensor."""
+"""A FastDeploy engine's cache as a DeviceHandle: FastDeploy shares one allocation per tensor (tiers/fastdeploy.py)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def handle_of(
 ) -> DeviceHandle:
     """The handle of a rank's cache that a FastDeploy engine has published.
 
-    rank: within its tensor-parallel group. device: as the engine names it. uuid: of that GPU. owner: the
-    engine's process, which the exchange does not name. Raises EngineGone naming the tensor that is missing.
+    rank: within its tensor-parallel group. device: the engine's name for the GPU. uuid: that GPU's. owner: the
+    engine's process, which FastDeploy does not publish. Raises EngineGone that names the missing tensor.
     """
     regions: list[ipc.ExportedRegion] = []
     arrays = describe(layout)

@@ -1,4 +1,4 @@
-"""The kernel's two structs as ctypes, and the arithmetic of its launch. See kernels/move_blocks.cu."""
+"""The kernel's two structs as ctypes, and its launch parameters. See kernels/move_blocks.cu."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from transferd.blocks.layout.base import Arena, Geometry
 
 SOURCE = Path(__file__).parent.parent / "kernels" / "move_blocks.cu"
 NAME = "move_blocks"
-TILE = 16384  # bytes of one segment that a thread block moves at a time
+TILE = 16384  # bytes of one segment: what a thread block moves at a time
 MAX_BLOCKS = 448  # cache blocks a launch can name
-THREADS = 256  # a thread block; each thread moves four 16-byte vectors of a full tile
-# Enough to outrun any bus by a factor of ten, few enough to leave most multiprocessors to the engine.
+THREADS = 256  # per thread block; each thread moves four 16-byte vectors of a full tile
+# Enough to be ten times faster than any bus, few enough to leave most multiprocessors to the engine.
 GRID = 48
 
 
-class Segment(ctypes.Structure):
-    """Where one segment lies: in the cache (address of block 0, stride) and in a packed block (offset)."""
+class KernelSegment(ctypes.Structure):
+    """The location of one segment: in the cache (address of block 0, stride) and in a packed block (offset)."""
 
     _fields_ = (
         ("address", ctypes.c_uint64),
@@ -32,7 +32,7 @@ class Segment(ctypes.Structure):
 
 
 class Move(ctypes.Structure):
-    """The kernel's parameter. reserved is there to make the padding visible."""
+    """The kernel's parameter. reserved makes the padding explicit."""
 
     _fields_ = (
         ("segments", ctypes.c_uint64),
@@ -49,19 +49,19 @@ class Move(ctypes.Structure):
     )
 
     def name_blocks(self, cache_ids: npt.NDArray[np.int64], packed_ids: npt.NDArray[np.int64]) -> None:
-        """Fill in which blocks move; equal lengths, at most MAX_BLOCKS."""
+        """Set the blocks to move. Both arrays have the same length, at most MAX_BLOCKS."""
         self.blocks = len(cache_ids)
         np.frombuffer(self.cache_ids, dtype=np.int32)[: len(cache_ids)] = cache_ids
         np.frombuffer(self.packed_ids, dtype=np.int32)[: len(packed_ids)] = packed_ids
 
     @property
     def grid(self) -> int:
-        """Thread blocks worth launching."""
+        """How many thread blocks to launch."""
         return max(1, min(GRID, int(self.blocks) * int(self.segment_count) * int(self.tiles)))
 
 
 def segment_table(cache: Arena, packed_offsets: npt.NDArray[np.int64]) -> bytes:
-    """The kernel's table for a cache: one Segment each, in segment order."""
+    """The kernel's table for a cache: one KernelSegment each, in segment order."""
     geometry = cache.geometry
     table = np.empty((len(geometry.nbytes), 4), dtype=np.int64)
     table[:, 0] = geometry.offsets + cache.origin
@@ -78,7 +78,7 @@ def tiles_of(nbytes: npt.NDArray[np.int64]) -> int:
 
 @functools.lru_cache(maxsize=64)
 def is_packed(geometry: Geometry) -> bool:
-    """A block is one range there: each segment begins where the one before it ends, one stride for all."""
+    """Whether a block is one range: each segment begins where the one before it ends, and all have one stride."""
     return bool(
         (geometry.strides == geometry.strides[0]).all()
         and (geometry.offsets[1:] == geometry.offsets[:-1] + geometry.nbytes[:-1]).all()
@@ -87,5 +87,5 @@ def is_packed(geometry: Geometry) -> bool:
 
 @functools.cache
 def source() -> bytes:
-    """The kernel's text."""
+    """The kernel's source."""
     return SOURCE.read_bytes()

@@ -1,4 +1,4 @@
-"""What has to be given back, in the order it was taken, backwards."""
+"""Resources to release in the reverse order of their acquisition."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable
 from transferd.errors import DeviceLost, StillRunning, TierError
 
 
-class Stuck(StillRunning, TierError):
-    """Something is still at work and does not end: what it works on cannot be given back."""
+class CopyHung(StillRunning, TierError):
+    """A copy does not end, so the memory it works on cannot be freed."""
 
     code = "device_stuck"
 
 
 class Owned:
-    """A list of things to undo. `release` undoes each once, the last one first, whatever fails in between."""
+    """A stack of clean-up functions. `release` calls each once, the last one first, even if some of them fail."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
@@ -23,10 +23,9 @@ class Owned:
         self._undo.append(undo)
 
     def release(self) -> None:
-        """Raises the first error, after all the rest is done. Idempotent.
+        """Release everything, then raise the first error. Idempotent.
 
-        A lost device has nothing left that could be freed: the driver took everything when it lost the
-        context, so that is no error here.
+        DeviceLost is no error here: the driver frees everything when it loses the context.
         """
         first: TierError | None = None
         while self._undo:

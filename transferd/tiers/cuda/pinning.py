@@ -1,8 +1,8 @@
-"""Host memory that GPUs reach: on the NUMA node next to the GPU, registered with CUDA.
+"""Host memory that GPUs can reach: on the NUMA node next to the GPU, registered with CUDA.
 
-Registered memory is locked, and a DMA engine reads and writes it directly; the driver copies any other
-memory through a small buffer of its own, which costs half of the speed and the overlap. Where registering
-is refused the memory works all the same, and says so.
+Registered memory is locked, and a DMA engine reads and writes it directly. The driver copies any other memory
+through a small buffer of its own, which halves the speed and prevents overlap. If CUDA refuses to register
+memory, it still works, and `pin` says why it is not pinned.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from transferd.tiers.cuda.device import find_device
 from transferd.tiers.cuda.driver import Driver
 from transferd.tiers.numa import node_of_pci
 
-_registered: dict[int, int] = {}  # address → bytes, of this process: what is registered is so for every device
+_registered: dict[int, int] = {}  # address → bytes; this process's, for every device
 _lock = threading.Lock()
 
 
 def is_registered(address: int) -> bool:
-    """Memory that begins here was registered with CUDA by this process."""
+    """Whether this process has registered the memory that begins here with CUDA."""
     return address in _registered
 
 
 class CudaPinning:
-    """Pins for one GPU. Holds its primary context for as long as anything is pinned.
+    """Pins memory for one GPU. Holds the GPU's primary context while any memory is pinned.
 
-    Raises TierError without a driver or for a device that is not there.
+    Raises TierError without a driver, or for a device that does not exist.
     """
 
     def __init__(self, device: int, driver: Driver | None = None) -> None:
@@ -37,7 +37,7 @@ class CudaPinning:
         self.node = node_of_pci(find_device(self._driver, device).pci)
 
     def pin(self, address: int, nbytes: int) -> str:
-        """Register. Returns why not, or "" when it is."""
+        """Register memory. Returns "", or why CUDA refused."""
         driver = self._driver
         try:
             context = driver.retain(self._device)
@@ -55,7 +55,7 @@ class CudaPinning:
         return ""
 
     def unpin(self, address: int, nbytes: int) -> None:  # noqa: ARG002 - CUDA knows how long it is
-        """Undo `pin`, once; nothing is left to undo on a device that was lost. Raises TierError."""
+        """Undo `pin`, once. Does nothing if the device was lost. Raises TierError."""
         driver = self._driver
         with _lock:
             del _registered[address]

@@ -1,4 +1,4 @@
-"""An engine's arrays in GPU memory, read and written block by block from the host: for the canary of an offer."""
+"""Reads and writes an engine's arrays in GPU memory, block by block, from the host: for the canary of an offer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _STREAM = 0
 
 
 class CudaRows:
-    """One contiguous array on GPU `device`. Borrows the memory. Orders nothing: end all work on the block before."""
+    """One contiguous array on GPU `device`. Borrows the memory.
+
+    Does not order its copies after other work: let all work on the block end first.
+    """
 
     def __init__(self, driver: Driver, device: int, address: int, shape: Sequence[int], itemsize: int) -> None:
         self.blocks = shape[0]
@@ -48,7 +51,7 @@ class CudaRows:
 def rows(
     caches: Mapping[str, Sequence[Any]], *, device: int, driver: Driver | None = None
 ) -> dict[str, list[CudaRows]]:
-    """{plane: [one CudaRows per layer]} of what `engine.export` takes. Raises RequestError as that does."""
+    """{plane: [one CudaRows per layer]}. Takes the same caches as `engine.export`. Raises RequestError as that does."""
     driver = driver if driver is not None else open_driver()
     made: dict[str, list[CudaRows]] = {}
     for plane, layers in caches.items():

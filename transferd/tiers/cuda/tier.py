@@ -1,20 +1,20 @@
 """One rank's KV cache on an NVIDIA GPU.
 
-Memory of a rank, all of it the tier's own from `open` to `close`:
+Memory of a rank, all of it owned by the tier from `open` to `close`:
 
     the cache          layout.device.extent bytes, one cudaMalloc (or the engine's, mapped: `attach`)
     staging            2 directions × 2 slots × slot_bytes (8 MiB, or the longest segment if that is longer)
     the segment table  32 bytes for each layer and plane
 
-Copies run in two lanes, one each way, with streams of their own. Nothing here is shared between ranks but
-the compiled kernel and the device's primary context, which are counted.
+Copies run in two pipelines, one per direction, with streams of their own. Ranks share only the compiled kernel
+and the device's primary context, which is reference-counted.
 
 The engine's compute and these copies are ordered like this (docs/adr/0012):
 
-* before: the engine pushes a task when what it names was computed, or records the shared event (a field of
-  the handle) on its stream and pushes at once; each copy waits, on the device, for what was recorded last;
-* after: a result is sent when the host has seen the copy's end, so whatever the engine starts after it
-  has a result sees the bytes.
+* before a copy: the engine pushes a task once the blocks it names are computed, or it records the shared event
+  (a field of the handle) on its stream and pushes at once. Each copy waits, on the device, for the last record;
+* after a copy: the daemon sends the result once the host has seen the copy end, so work that the engine starts
+  after it has the result sees the bytes.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from transferd.errors import TierError
 from transferd.runtime.threads import Direction, Threads
 from transferd.tiers.base import DeviceHandle, HostMemory
 from transferd.tiers.cuda.bindings import open_driver
+from transferd.tiers.cuda.copy_pipeline import CopyPath, CopyPipeline
+from transferd.tiers.cuda.device_resources import DeviceResources
 from transferd.tiers.cuda.driver import Driver
-from transferd.tiers.cuda.lane import Lane
-from transferd.tiers.cuda.ondevice import OnDevice
 from transferd.tiers.cuda.pinning import CudaPinning
 from transferd.tiers.extents import Extent, extents_of
 from transferd.tiers.pinning import Pinning
@@ -40,9 +40,9 @@ SLOT_BYTES = 8 * 1024**2  # long enough that submitting a chunk takes a fraction
 
 
 class CudaDeviceTier:
-    """A DeviceTier on a GPU. Memory and ordering: see the module.
+    """A DeviceTier on a GPU. See the module for memory and ordering.
 
-    device: CUDA's index of it in this process. driver: in place of this process's real one. way: see Lane.
+    device: its CUDA index in this process. driver: default: the real one. copy_path: see CopyPipeline.
     """
 
     attaches = True
@@ -55,7 +55,7 @@ class CudaDeviceTier:
         threads: Threads,
         *,
         driver: Driver | None = None,
-        way: str = "",
+        copy_path: CopyPath | None = None,
         slot_bytes: int = SLOT_BYTES,
     ) -> None:
         self.rank = rank
@@ -63,28 +63,28 @@ class CudaDeviceTier:
         self._layout = layout
         self._threads = threads
         self._driver = driver
-        self._way = way
+        self._copy_path = copy_path
         longest = max(segment.nbytes for segment in layout.segments)
         self._slot_bytes = align(max(slot_bytes, longest))
-        self._resident: OnDevice | None = None
+        self._resources: DeviceResources | None = None
 
     @staticmethod
     def pinning(device: int) -> Pinning:
-        """How host memory for this device is pinned. Raises TierError without a driver or without the device."""
+        """Pins host memory for this device. Raises TierError without a driver or without the device."""
         return CudaPinning(device)
 
     # --- the contract -------------------------------------------------------------------------------
 
     @property
     def arena(self) -> Arena:
-        return self.on_device.arena
+        return self.resources.arena
 
     @property
-    def on_device(self) -> OnDevice:
-        """All that it has there, for measurements and checks. Raises TierError when it is not open."""
-        if self._resident is None:
+    def resources(self) -> DeviceResources:
+        """What the tier has on its device, for measurements and checks. Raises TierError if it is not open."""
+        if self._resources is None:
             raise TierError(f"the device memory of rank {self.rank} is not open")
-        return self._resident
+        return self._resources
 
     async def open(self) -> None:
         await self._make(None)
@@ -93,50 +93,52 @@ class CudaDeviceTier:
         await self._make(handle)
 
     async def _make(self, handle: DeviceHandle | None) -> None:
-        if self._resident is not None:
-            raise TierError(f"the device memory of rank {self.rank} is open already")
+        if self._resources is not None:
+            raise TierError(f"the device memory of rank {self.rank} is already open")
 
-        def make() -> OnDevice:
+        def make() -> DeviceResources:
             driver = self._driver if self._driver is not None else open_driver()
-            return OnDevice(driver, self.device, self._layout, self._slot_bytes, handle=handle, way=self._way)
+            return DeviceResources(
+                driver, self.device, self._layout, self._slot_bytes, handle=handle, copy_path=self._copy_path
+            )
 
-        self._resident = await self._threads.run(Direction.IN, make, "making of device memory")
+        self._resources = await self._threads.run(Direction.IN, make, "allocating device memory")
 
     async def copy_out(self, plan: CopyPlan, host: HostMemory) -> None:
-        await self._copy(Direction.OUT, self.on_device.outward, plan, host)
+        await self._copy(Direction.OUT, self.resources.outward, plan, host)
 
     async def copy_in(self, plan: CopyPlan, host: HostMemory) -> None:
-        await self._copy(Direction.IN, self.on_device.inward, plan, host)
+        await self._copy(Direction.IN, self.resources.inward, plan, host)
 
-    async def _copy(self, direction: Direction, lane: Lane, plan: CopyPlan, host: HostMemory) -> None:
+    async def _copy(self, direction: Direction, pipeline: CopyPipeline, plan: CopyPlan, host: HostMemory) -> None:
         if not plan.nbytes:
             return
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[None] = loop.create_future()
 
         def completed(error: TierError | None) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed, so there is no waiter
                 loop.call_soon_threadsafe(_settle, ended, error)
 
-        await self._threads.run(direction, lambda: lane.submit(plan, host, completed), "hand-over of a copy")
+        await self._threads.run(direction, lambda: pipeline.submit(plan, host, completed), "submitting a copy")
         await ended
 
     def handle(self) -> DeviceHandle:
-        return self.on_device.handle()
+        return self.resources.handle()
 
     def extents(self) -> list[Extent]:
-        """By address: a process has an allocation mapped once (ipc.py), and no two have the same address."""
-        return extents_of(self._layout, self.arena, self.on_device.info.uuid)
+        """By address: a process maps an allocation once (ipc.py), and no two have the same address."""
+        return extents_of(self._layout, self.arena, self.resources.info.uuid)
 
     async def close(self) -> None:
-        resident, self._resident = self._resident, None
-        if resident is not None:
-            await self._threads.run(Direction.IN, resident.close, "closing of device memory")
+        resources, self._resources = self._resources, None
+        if resources is not None:
+            await self._threads.run(Direction.IN, resources.close, "closing device memory")
 
     def statistics(self) -> dict[str, Any]:
-        """bytes of the cache; when open also of staging, the device's name, and copies by direction and way."""
-        report: dict[str, Any] = {"bytes": self._layout.device.extent, "open": self._resident is not None}
-        return report | (self._resident.statistics() if self._resident is not None else {})
+        """bytes of the cache; if open also of staging, the device's name, and copies by direction and path."""
+        report: dict[str, Any] = {"bytes": self._layout.device.extent, "open": self._resources is not None}
+        return report | (self._resources.statistics() if self._resources is not None else {})
 
 
 def _settle(future: asyncio.Future[None], error: TierError | None) -> None:

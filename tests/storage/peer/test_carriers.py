@@ -11,7 +11,7 @@ from tests.support.simulation.carrier import Fabric
 from transferd.cli.pool.local import master_executable
 from transferd.config import from_tree
 from transferd.errors import PeerLost
-from transferd.storage.peer.carrier import Carrier, Move
+from transferd.storage.peer.carrier import Carrier, PeerWrite
 from transferd.storage.peer.transfer_engine import TransferEngineCarrier
 from transferd.tiers.pinned import HostRegion
 
@@ -54,7 +54,10 @@ async def test_every_range_arrives_and_nothing_around_it(pair: Pair, source: Hos
     target = HostRegion(SIZE)
     here.register(source)
     there.register(target)
-    moves = [Move(source.address + 10, target.address + 5000, 1), Move(source.address + 300, target.address + 7, 4099)]
+    moves = [
+        PeerWrite(source.address + 10, target.address + 5000, 1),
+        PeerWrite(source.address + 300, target.address + 7, 4099),
+    ]
     await here.write(there.address, moves)
     expected = bytearray(SIZE)
     for move in moves:
@@ -69,9 +72,9 @@ async def test_memory_that_is_not_registered_is_refused(pair: Pair, source: Host
     here.register(source)
     there.register(inside)
     with pytest.raises(PeerLost):
-        await here.write(there.address, [Move(source.address, outside.address, 4096)])
+        await here.write(there.address, [PeerWrite(source.address, outside.address, 4096)])
     with pytest.raises(PeerLost):
-        await here.write(there.address, [Move(source.address, inside.address + SIZE - 10, 11)])
+        await here.write(there.address, [PeerWrite(source.address, inside.address + SIZE - 10, 11)])
     assert not any(outside.view)
 
 
@@ -80,11 +83,11 @@ async def test_unregistered_memory_is_out_of_reach_again(pair: Pair, source: Hos
     target = HostRegion(SIZE)
     here.register(source)
     there.register(target)
-    await here.write(there.address, [Move(source.address + 1, target.address, 4096)])
+    await here.write(there.address, [PeerWrite(source.address + 1, target.address, 4096)])
     there.unregister(target)
     target.view[:4096] = bytes(4096)
     with pytest.raises(PeerLost):
-        await here.write(there.address, [Move(source.address + 1, target.address, 4096)])
+        await here.write(there.address, [PeerWrite(source.address + 1, target.address, 4096)])
     assert not any(target.view)
 
 
@@ -92,7 +95,7 @@ async def test_nobody_there_is_an_error(pair: Pair, source: HostRegion) -> None:
     here, _ = pair
     here.register(source)
     with pytest.raises(PeerLost):
-        await here.write("127.0.0.1:1", [Move(source.address, source.address, 64)])
+        await here.write("127.0.0.1:1", [PeerWrite(source.address, source.address, 64)])
 
 
 async def test_many_writes_at_once_all_arrive(pair: Pair, source: HostRegion) -> None:
@@ -101,6 +104,6 @@ async def test_many_writes_at_once_all_arrive(pair: Pair, source: HostRegion) ->
     here.register(source)
     there.register(target)
     piece = SIZE // 32
-    writes = [[Move(source.address + i * piece, target.address + i * piece, piece)] for i in range(32)]
+    writes = [[PeerWrite(source.address + i * piece, target.address + i * piece, piece)] for i in range(32)]
     await asyncio.gather(*(here.write(there.address, moves) for moves in writes))
     assert target.view == source.view

@@ -1,4 +1,4 @@
-"""What one rank has on its GPU between open and close, made and freed as one."""
+"""Everything one rank has on its GPU between open and close, created and freed together."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from transferd.tiers.arrays import describe, locate
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.cuda import ipc
 from transferd.tiers.cuda.chunks import Cutter
+from transferd.tiers.cuda.copy_pipeline import SLOTS, CopyPath, CopyPipeline, KernelTable
 from transferd.tiers.cuda.device import find_device
 from transferd.tiers.cuda.driver import OUT_OF_MEMORY, Driver
 from transferd.tiers.cuda.kernel import NAME, segment_table, source
-from transferd.tiers.cuda.lane import SLOTS, Lane, Program
-from transferd.tiers.cuda.owned import Owned, Stuck
+from transferd.tiers.cuda.owned import CopyHung, Owned
 from transferd.tiers.owner import as_data, this_process
 
-_DEFAULT_STREAM = 0  # for what happens once, before there are lanes
+_DEFAULT_STREAM = 0  # for the set-up, before the pipelines exist
 
 
-class OnDevice:
-    """Context, cache (allocated, or the engine's mapped when `handle` is given), kernel, segment table, two lanes.
+class DeviceResources:
+    """Context, cache, kernel, segment table and two pipelines.
 
-    event: what copies wait for, or 0. Blocks while it is made and closed. Raises TierError, and RequestError
-    for a handle that does not fit; then nothing is left behind.
+    handle: map the engine's cache that it names; None: allocate one. event: the event that copies wait for, or 0.
+    Creating and closing block. Raises TierError, and RequestError for a handle that does not fit; then nothing is
+    left behind.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class OnDevice:
         slot_bytes: int,
         *,
         handle: DeviceHandle | None,
-        way: str,
+        copy_path: CopyPath | None,
     ) -> None:
         self.info = find_device(driver, device)
         self.driver = driver
@@ -46,50 +47,50 @@ class OnDevice:
         self._mapped: ipc.Mapping | None = None
         self.event = 0
         self._owned = Owned()
-        self._lanes: list[Lane] = []
+        self._pipelines: list[CopyPipeline] = []
         self.context = driver.retain(device)
         try:
             with driver.current(self.context):
                 self.arena = self._create() if handle is None else self._map(handle)
-                self.program = self._program()
-                self.outward = self._lane(outward=True, way=way)
-                self.inward = self._lane(outward=False, way=way)
+                self.kernel_table = self._kernel_table()
+                self.outward = self._pipeline(outward=True, copy_path=copy_path)
+                self.inward = self._pipeline(outward=False, copy_path=copy_path)
         except BaseException as error:
             problem = None
             with contextlib.suppress(TierError):
-                problem = self._explain(error)
+                problem = self._with_memory_figures(error)
             self.close()
             if problem is not None:
                 raise problem from error
             raise
 
-    def _explain(self, error: BaseException) -> TierError | None:
-        """Out of memory says how much there was, before anything is freed again."""
+    def _with_memory_figures(self, error: BaseException) -> TierError | None:
+        """For an out-of-memory error: one that says how much memory is free, taken before anything is freed again."""
         if not isinstance(error, TierError) or error.reason != OUT_OF_MEMORY:
             return None
         with self.driver.current(self.context):
             free, total = self.driver.memory_info()
         need, staging = self._layout.device.extent, 2 * SLOTS * self._slot_bytes
         return TierError(
-            f"device {self.info.index} ({self.info.name}) has no room: the cache needs {need} bytes and staging "
-            f"{staging}; {free} of {total} are free now",
+            f"device {self.info.index} ({self.info.name}) has too little free memory: the cache needs {need} bytes and "
+            f"staging {staging}; {free} of {total} are free",
             code=OUT_OF_MEMORY,
         )
 
     def _create(self) -> Arena:
         driver, nbytes = self.driver, self._layout.device.extent
         address = self._allocate(nbytes)
-        driver.fill(address, 0, nbytes, _DEFAULT_STREAM)  # nothing of anyone's is in it
+        driver.fill(address, 0, nbytes, _DEFAULT_STREAM)  # another process's bytes may be in it
         driver.synchronize_stream(_DEFAULT_STREAM)
         self.event = self._shared_event()
         return Arena(self._layout.device, address)
 
     def _shared_event(self) -> int:
-        """What engines record; 0 where that cannot be: the handle has none, and engines push when compute is done."""
+        """The event that engines record. 0 if it cannot be shared: engines then push when compute is done."""
         driver, event = self.driver, 0
         try:
             event = driver.create_event(shared=True)
-            driver.export_event(event)  # an event may be made, and still not be shared
+            driver.export_event(event)  # a driver may create such an event and still refuse to share it
         except DeviceLost:
             raise
         except TierError:
@@ -101,7 +102,8 @@ class OnDevice:
 
     def _map(self, handle: DeviceHandle) -> Arena:
         if handle.kind != ipc.KIND:
-            raise RequestError(f"a handle of kind {handle.kind[:40]!r}; {ipc.KIND!r} is needed", code="wrong_kind")
+            what = f"the handle is of kind {handle.kind[:40]!r}; this daemon's device tier needs {ipc.KIND!r}"
+            raise RequestError(what, code="wrong_kind")
         mapping = ipc.Mapping(self.driver, self.info, ipc.read(handle.data))
         self._mapped = mapping
         self._owned.add(mapping.close)
@@ -113,7 +115,7 @@ class OnDevice:
         self._owned.add(lambda: self.driver.free(address))
         return address
 
-    def _program(self) -> Program:
+    def _kernel_table(self) -> KernelTable:
         driver = self.driver
         module = driver.load(driver.compile(source(), self.info.capability))
         self._owned.add(lambda: driver.unload(module))
@@ -124,18 +126,20 @@ class OnDevice:
         text = ctypes.create_string_buffer(table, len(table))
         driver.copy(address, ctypes.addressof(text), len(table), _DEFAULT_STREAM)
         driver.synchronize_stream(_DEFAULT_STREAM)
-        return Program(self.arena, driver.function(module, NAME), address, cutter, self._slot_bytes)
+        return KernelTable(self.arena, driver.function(module, NAME), address, cutter, self._slot_bytes)
 
-    def _lane(self, *, outward: bool, way: str) -> Lane:
-        lane = Lane(self.driver, self.context, self.program, outward=outward, caller=self.event, way=way)
-        self._owned.add(lane.close)
-        self._lanes.append(lane)
-        return lane
+    def _pipeline(self, *, outward: bool, copy_path: CopyPath | None) -> CopyPipeline:
+        pipeline = CopyPipeline(
+            self.driver, self.context, self.kernel_table, outward=outward, caller=self.event, copy_path=copy_path
+        )
+        self._owned.add(pipeline.close)
+        self._pipelines.append(pipeline)
+        return pipeline
 
     def handle(self) -> DeviceHandle:
-        """For an engine that attaches. Raises TierError for memory that an engine made."""
+        """A handle for an engine that attaches. Raises TierError if an engine allocated the memory."""
         if self._mapped is not None:
-            raise TierError("this memory was made by an engine: the daemon has nothing of its own to share")
+            raise TierError("an engine allocated this memory: the daemon has no memory of its own to share")
         driver = self.driver
         with driver.current(self.context):
             exported = driver.export_memory(self.arena.origin).hex()
@@ -157,22 +161,22 @@ class OnDevice:
         }
 
     def close(self) -> None:
-        """Free everything, the last thing first. Idempotent. Raises the first TierError, after the rest.
+        """Free everything in reverse order. Idempotent. Raises the first TierError, after the rest.
 
-        Raises Stuck when a copy does not end. Then nothing is freed and the context is kept, both until the
-        process ends: freeing anything in a context may wait for all that is under way in it.
+        Raises CopyHung if a copy does not end. Then it frees nothing and keeps the context until the process ends:
+        freeing anything in a context may wait for everything that runs in it.
         """
         context, self.context = self.context, 0
         if not context:
             return
-        stuck: Stuck | None = None
-        for lane in self._lanes:
+        hung: CopyHung | None = None
+        for pipeline in self._pipelines:
             try:
-                lane.stop()
-            except Stuck as error:
-                stuck = stuck or error
-        if stuck is not None:
-            raise stuck
+                pipeline.stop()
+            except CopyHung as error:
+                hung = hung or error
+        if hung is not None:
+            raise hung
         with contextlib.suppress(DeviceLost):  # the driver took everything when it lost the context
             try:
                 with self.driver.current(context):

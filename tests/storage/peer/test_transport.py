@@ -1,4 +1,4 @@
-"""Two exchanges over real loopback connections; bytes go through memory, and tests decide when."""
+"""Two transports over real loopback connections; bytes go through memory, and tests decide when."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tests.support.simulation.carrier import Fabric, MemoryCarrier
 from transferd.errors import PeerLost, PeerRefused, TransferError
 from transferd.storage.base import Blob, Found, Outcome
 from transferd.storage.peer import inbound as inbound_module
-from transferd.storage.peer.exchange import Exchange
 from transferd.storage.peer.inbound import Inbound
 from transferd.storage.peer.outbound import Outbound
+from transferd.storage.peer.transport import PeerTransport
 from transferd.tasks import ErrorInfo
 from transferd.tiers.pinned import HostRegion
 
@@ -27,9 +27,9 @@ WHY = ErrorInfo("expired", "the deadline was reached")
 
 @dataclass
 class Node:
-    """One daemon's exchange, its carrier, and the staging that it uses."""
+    """One daemon's transport, its carrier, and the staging that it uses."""
 
-    exchange: Exchange
+    transport: PeerTransport
     carrier: MemoryCarrier
     memory: HostRegion
 
@@ -60,22 +60,22 @@ async def nodes() -> AsyncIterator[tuple[Node, Node]]:
     made = []
     for name in ("sender", "receiver"):
         carrier = fabric.carrier(name)
-        node = Node(Exchange(carrier, "127.0.0.1:0", ranks=2), carrier, HostRegion(64 * SLOT))
-        await node.exchange.open()
+        node = Node(PeerTransport(carrier, "127.0.0.1:0", ranks=2), carrier, HostRegion(64 * SLOT))
+        await node.transport.open()
         carrier.register(node.memory)
         made.append(node)
     async with asyncio.timeout(30):
         yield made[0], made[1]
     for node in made:
-        await node.exchange.close()
+        await node.transport.close()
 
 
 async def joined(
     sender: Node, receiver: Node, names: list[str] = NAMES, transfer: str = "t", rank: int = 0
 ) -> tuple[Outbound, Inbound]:
     """A transfer that has begun."""
-    outbound = sender.exchange.outbound(transfer, rank, names)
-    inbound = receiver.exchange.inbound(transfer, rank, names, sender.exchange.address)
+    outbound = sender.transport.outbound(transfer, rank, names)
+    inbound = receiver.transport.inbound(transfer, rank, names, sender.transport.address)
     await inbound.begun()
     return outbound, inbound
 
@@ -113,11 +113,11 @@ async def test_either_side_may_come_first(nodes: tuple[Node, Node], first: str) 
     if first == "sender":
         await joined(sender, receiver)
         return
-    inbound = receiver.exchange.inbound("t", 0, NAMES, sender.exchange.address)
+    inbound = receiver.transport.inbound("t", 0, NAMES, sender.transport.address)
     beginning = asyncio.ensure_future(inbound.begun())
-    while not sender.exchange.statistics()["waiting"]:  # noqa: ASYNC110 - the exchange tells nobody
+    while not sender.transport.statistics()["waiting"]:  # noqa: ASYNC110 - the transport does not report it
         await asyncio.sleep(0)
-    sender.exchange.outbound("t", 0, NAMES)
+    sender.transport.outbound("t", 0, NAMES)
     await beginning
 
 
@@ -131,9 +131,9 @@ async def test_other_objects_are_refused_on_both_sides_with_the_difference(
     sender, receiver = nodes
     parts = NAMES[0].split("/")
     parts[part] = "f" * 40
-    outbound = sender.exchange.outbound("t", 0, NAMES)
-    other_rank = sender.exchange.outbound("t", 1, NAMES)
-    inbound = receiver.exchange.inbound("t", 0, ["/".join(parts), *NAMES[1:]], sender.exchange.address)
+    outbound = sender.transport.outbound("t", 0, NAMES)
+    other_rank = sender.transport.outbound("t", 1, NAMES)
+    inbound = receiver.transport.inbound("t", 0, ["/".join(parts), *NAMES[1:]], sender.transport.address)
     with pytest.raises(PeerRefused) as refusal:
         await inbound.begun()
     assert refusal.value.reason == code
@@ -144,14 +144,14 @@ async def test_other_objects_are_refused_on_both_sides_with_the_difference(
 
 async def test_a_rank_that_is_refused_ends_the_others_of_its_transfer_at_once(nodes: tuple[Node, Node]) -> None:
     sender, receiver = nodes
-    sender.exchange.outbound("t", 0, NAMES)
-    address = sender.exchange.address
-    early = receiver.exchange.inbound("t", 1, NAMES, address)  # whose sender never comes
-    other_transfer = receiver.exchange.inbound("u", 1, NAMES, address)
+    sender.transport.outbound("t", 0, NAMES)
+    address = sender.transport.address
+    early = receiver.transport.inbound("t", 1, NAMES, address)  # whose sender never comes
+    other_transfer = receiver.transport.inbound("u", 1, NAMES, address)
     waiting = [asyncio.ensure_future(inbound.begun()) for inbound in (early, other_transfer)]
-    while sender.exchange.statistics()["waiting"] != 2:  # noqa: ASYNC110 - the exchange tells nobody
+    while sender.transport.statistics()["waiting"] != 2:  # noqa: ASYNC110 - the transport does not report it
         await asyncio.sleep(0)
-    refused = receiver.exchange.inbound("t", 0, ["model/other/gen/x/0"], address)
+    refused = receiver.transport.inbound("t", 0, ["model/other/gen/x/0"], address)
     with pytest.raises(PeerRefused):
         await refused.begun()
     with pytest.raises(PeerRefused) as failure:
@@ -166,7 +166,7 @@ async def test_a_rank_that_is_refused_ends_the_others_of_its_transfer_at_once(no
 
 async def test_a_receiver_with_more_ranks_is_refused(nodes: tuple[Node, Node]) -> None:
     sender, receiver = nodes
-    inbound = receiver.exchange.inbound("t", 2, NAMES, sender.exchange.address)
+    inbound = receiver.transport.inbound("t", 2, NAMES, sender.transport.address)
     with pytest.raises(PeerRefused, match="2 ranks"):
         await inbound.begun()
 
@@ -179,14 +179,14 @@ async def test_a_receiver_that_gives_up_keeps_its_buffers_until_the_write_has_en
     sender.carrier.gate.clear()
     putting = asyncio.ensure_future(outbound.put(sender.fill(names)))
     inbound.end(WHY)
-    with pytest.raises(PeerRefused, match="gave up"):
+    with pytest.raises(PeerRefused, match="the receiver cancelled the transfer"):
         await outbound.taken()  # the sender has heard of it
     assert not getting.done()
     sender.carrier.gate.set()
     await putting
     assert {o.found for o in await getting} <= {Found.FOUND, Found.FAILED}
     outbound.end(WHY)
-    assert sender.exchange.statistics()["sending"] == receiver.exchange.statistics()["receiving"] == 0
+    assert sender.transport.statistics()["sending"] == receiver.transport.statistics()["receiving"] == 0
 
 
 async def test_a_sender_that_gives_up_says_so_once_nothing_is_being_written(nodes: tuple[Node, Node]) -> None:
@@ -224,16 +224,16 @@ async def test_when_the_sender_goes_the_receiver_fails_and_gets_its_buffers_back
     _outbound, inbound = await joined(sender, receiver)
     getting = asyncio.ensure_future(inbound.get(receiver.blobs(NAMES)))
     await asyncio.sleep(0)
-    await sender.exchange.hang_up()
+    await sender.transport.hang_up()
     assert failed(await getting, "peer_lost")
     inbound.end(WHY)
-    assert receiver.exchange.statistics()["receiving"] == 0
+    assert receiver.transport.statistics()["receiving"] == 0
 
 
 async def test_when_the_receiver_goes_the_sender_fails(nodes: tuple[Node, Node]) -> None:
     sender, receiver = nodes
     outbound, _inbound = await joined(sender, receiver)
-    await receiver.exchange.hang_up()
+    await receiver.transport.hang_up()
     with pytest.raises(PeerLost):
         await outbound.posted(1)
     assert failed(await outbound.put(sender.blobs(NAMES[:1])), "peer_lost")
@@ -241,16 +241,16 @@ async def test_when_the_receiver_goes_the_sender_fails(nodes: tuple[Node, Node])
 
 async def test_a_receiver_that_leaves_before_the_sender_came_is_forgotten(nodes: tuple[Node, Node]) -> None:
     sender, receiver = nodes
-    inbound = receiver.exchange.inbound("t", 0, NAMES, sender.exchange.address)
+    inbound = receiver.transport.inbound("t", 0, NAMES, sender.transport.address)
     beginning = asyncio.ensure_future(inbound.begun())
-    while not sender.exchange.statistics()["waiting"]:  # noqa: ASYNC110 - the exchange tells nobody
+    while not sender.transport.statistics()["waiting"]:  # noqa: ASYNC110 - the transport does not report it
         await asyncio.sleep(0)
     inbound.end(WHY)
     with pytest.raises(PeerRefused):
         await beginning
-    while receiver.exchange.statistics()["receiving"]:  # noqa: ASYNC110 - as above
+    while receiver.transport.statistics()["receiving"]:  # noqa: ASYNC110 - as above
         await asyncio.sleep(0)
-    assert not sender.exchange.statistics()["waiting"]
+    assert not sender.transport.statistics()["waiting"]
 
 
 async def test_memory_that_was_not_asked_for_ends_the_transfer_and_no_other(nodes: tuple[Node, Node]) -> None:
@@ -271,10 +271,10 @@ async def test_done_before_everything_was_written_is_not_believed(nodes: tuple[N
     outbound, inbound = await joined(sender, receiver)
     waiting = asyncio.ensure_future(outbound.posted(1))
     inbound.end(None)
-    with pytest.raises(PeerRefused, match="not everything"):
+    with pytest.raises(PeerRefused, match="before every object was written"):
         await waiting
     outbound.end(WHY)
-    assert sender.exchange.statistics()["sending"] == 0
+    assert sender.transport.statistics()["sending"] == 0
 
 
 async def test_an_attempt_that_was_given_up_can_be_made_again_at_once(nodes: tuple[Node, Node]) -> None:
@@ -287,12 +287,12 @@ async def test_an_attempt_that_was_given_up_can_be_made_again_at_once(nodes: tup
     first_put = asyncio.ensure_future(first_out.put(sender.fill(names)))
     await asyncio.sleep(0)
     first_in.end(WHY)
-    again = receiver.exchange.inbound("t", 0, NAMES, sender.exchange.address)
+    again = receiver.transport.inbound("t", 0, NAMES, sender.transport.address)
     beginning = asyncio.ensure_future(again.begun())
     with pytest.raises(PeerRefused):
         await first_out.taken()
     first_out.end(WHY)
-    second_out = sender.exchange.outbound("t", 0, NAMES)
+    second_out = sender.transport.outbound("t", 0, NAMES)
     await beginning
     second_get = asyncio.ensure_future(again.get(receiver.blobs(NAMES, first_slot=20)))
     posted = await asked(second_out, 8)
@@ -321,7 +321,7 @@ async def test_buffers_of_a_write_that_failed_are_held_back_for_a_while(
         await asyncio.sleep(0)
     assert not getting.done()
     inbound.end(WHY)
-    assert receiver.exchange.statistics()["receiving"] == 1
+    assert receiver.transport.statistics()["receiving"] == 1
     getting.cancel()
 
 
@@ -330,17 +330,17 @@ async def test_a_sender_that_comes_up_later_is_found_though_an_earlier_connect_f
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{reserved.getsockname()[1]}"
-    early = receiver.exchange.inbound("t", 0, NAMES, address)
+    early = receiver.transport.inbound("t", 0, NAMES, address)
     connecting = asyncio.ensure_future(early.begun())
     await asyncio.sleep(0)
     early.end(WHY)
     with pytest.raises(PeerLost):
         await connecting
     fabric = Fabric()
-    late = Exchange(fabric.carrier("late"), address, ranks=1)
+    late = PeerTransport(fabric.carrier("late"), address, ranks=1)
     await late.open()
     late.outbound("t", 0, NAMES)
-    again = receiver.exchange.inbound("t", 0, NAMES, address)
+    again = receiver.transport.inbound("t", 0, NAMES, address)
     await again.begun()
     again.end(WHY)
     await late.close()
@@ -349,17 +349,17 @@ async def test_a_sender_that_comes_up_later_is_found_though_an_earlier_connect_f
 @pytest.mark.parametrize("host", ["a..b", "x" * 70, "a\0b"])
 async def test_a_peer_that_is_no_host_is_a_lost_peer(nodes: tuple[Node, Node], host: str) -> None:
     _, receiver = nodes
-    inbound = receiver.exchange.inbound("t", 0, NAMES, f"{host}:80")
+    inbound = receiver.transport.inbound("t", 0, NAMES, f"{host}:80")
     with pytest.raises(PeerLost):
         await inbound.begun()
     inbound.end(WHY)
-    assert receiver.exchange.statistics()["receiving"] == 0
+    assert receiver.transport.statistics()["receiving"] == 0
 
 
 @pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\n\r\n", b"\x05\0\0\0hello", b"\xff\xff\xff\xff", b"\x01\0\0\0"])
 async def test_noise_ends_its_own_connection_and_nothing_else(nodes: tuple[Node, Node], noise: bytes) -> None:
     sender, receiver = nodes
-    _host, _, port = sender.exchange.address.rpartition(":")
+    _host, _, port = sender.transport.address.rpartition(":")
     reader, writer = await asyncio.open_connection("127.0.0.1", int(port))
     writer.write(noise)
     if noise == b"\x01\0\0\0":
@@ -378,19 +378,19 @@ async def _rest(reader: asyncio.StreamReader) -> bytes:
 
 async def test_nobody_at_the_peer_address_is_a_lost_peer(nodes: tuple[Node, Node]) -> None:
     _, receiver = nodes
-    inbound = receiver.exchange.inbound("t", 0, NAMES, "127.0.0.1:1")
+    inbound = receiver.transport.inbound("t", 0, NAMES, "127.0.0.1:1")
     with pytest.raises(PeerLost, match=r"127\.0\.0\.1:1"):
         await inbound.begun()
     inbound.end(WHY)
-    assert receiver.exchange.statistics()["receiving"] == 0
+    assert receiver.transport.statistics()["receiving"] == 0
 
 
 async def test_a_transfer_is_sent_once_at_a_time_and_to_one_receiver(nodes: tuple[Node, Node]) -> None:
     sender, receiver = nodes
     await joined(sender, receiver)
     with pytest.raises(TransferError, match="already"):
-        sender.exchange.outbound("t", 0, NAMES)
-    second = receiver.exchange.inbound("t", 0, NAMES, sender.exchange.address)
+        sender.transport.outbound("t", 0, NAMES)
+    second = receiver.transport.inbound("t", 0, NAMES, sender.transport.address)
     with pytest.raises(PeerRefused, match="another receiver"):
         await second.begun()
 
@@ -442,9 +442,9 @@ async def test_no_byte_arrives_after_a_buffer_was_given_back(nodes: tuple[Node, 
     outbounds, sending, receiving = [], [], []
     for number in range(6):
         names = [f"model/layout/gen/{number}-{i}/0" for i in range(8)]
-        outbounds.append(sender.exchange.outbound(str(number), 0, names))
+        outbounds.append(sender.transport.outbound(str(number), 0, names))
         sending.append(asyncio.ensure_future(send(outbounds[-1], number * 8)))
-        inbound = receiver.exchange.inbound(str(number), 0, names, sender.exchange.address)
+        inbound = receiver.transport.inbound(str(number), 0, names, sender.transport.address)
         receiving.append(asyncio.ensure_future(receive(inbound, names, number * 8)))
     for _ in range(chance.randint(0, 30)):
         await asyncio.sleep(0)
@@ -454,7 +454,7 @@ async def test_no_byte_arrives_after_a_buffer_was_given_back(nodes: tuple[Node, 
             sender.carrier.gate.set()
     if chance.random() < 0.3:
         sender.carrier.gate.set()
-        await chance.choice((sender, receiver)).exchange.hang_up()
+        await chance.choice((sender, receiver)).transport.hang_up()
     sender.carrier.gate.set()
     await asyncio.gather(*receiving)
     for outbound in outbounds:

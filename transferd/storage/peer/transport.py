@@ -1,4 +1,4 @@
-"""All direct transfers of one daemon: who is sending what, who expects what from whom."""
+"""The transport between peers: all transfers that one daemon sends to or receives from other daemons."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ import structlog
 from transferd.errors import ConfigError, PeerLost, PeerRefused, TransferError
 from transferd.runtime.aio import every
 from transferd.storage.peer.carrier import Carrier
-from transferd.storage.peer.connection import Connection, connect
+from transferd.storage.peer.connection import PeerConnection, connect
 from transferd.storage.peer.inbound import Inbound
 from transferd.storage.peer.messages import (
     VERSION,
     Begin,
     Done,
     Landed,
-    Message,
+    PeerMessage,
     Post,
-    Refused,
+    Refusal,
     Want,
     Withdraw,
     Withdrawn,
@@ -34,13 +34,13 @@ from transferd.tasks import ErrorInfo
 
 log = structlog.get_logger(__name__)
 
-MAX_PARKED = 4096  # receivers that came before their sender
-MAX_PARKED_NAMES = 1_000_000  # that these wait for, all together: about 100 bytes each
+MAX_PARKED = 4096  # receivers that arrived before their sender
+MAX_PARKED_NAMES = 1_000_000  # object names that these wait for, in total: about 100 bytes each
 MAX_RECEIVERS = 1024  # connections
-LONGEST_TOLD = 500  # characters of what a peer tells
+LONGEST_MESSAGE = 500  # characters kept of a peer's error message
 Share = tuple[str, int]  # of a transfer: its id and the rank
 Attempt = tuple[str, int, int]  # and the receiver's number for it
-# What a peer may say and is counted by name.
+# Error codes of peers that are counted by name.
 _CODES = frozenset(
     {
         *("model_mismatch", "layout_mismatch", "generation_mismatch", "blocks_mismatch", "version_mismatch"),
@@ -50,17 +50,17 @@ _CODES = frozenset(
 
 
 @dataclass(slots=True, eq=False)
-class _Sender:
-    """A daemon that sends to this one; connected while `users` are."""
+class _ConnectedSender:
+    """A daemon that sends to this one. The connection lasts as long as it has users."""
 
-    connecting: asyncio.Task[Connection]
+    connecting: asyncio.Task[PeerConnection]
     users: set[Inbound] = field(default_factory=set)
 
 
-class Exchange:
-    """Listens for receivers, connects to senders. Owns the carrier and all connections from `open` to `close`.
+class PeerTransport:
+    """Listens for receivers and connects to senders. Owns the carrier and all connections from `open` to `close`.
 
-    listen: host:port. ranks: of this daemon; a receiver with more of them is refused.
+    listen: host:port. ranks: this daemon's; it refuses receivers of higher ranks.
     """
 
     def __init__(self, carrier: Carrier, listen: str, ranks: int) -> None:
@@ -69,16 +69,16 @@ class Exchange:
         self._listen = listen
         self._ranks = ranks
         self._server: asyncio.Server | None = None
-        self._receivers: set[Connection] = set()
-        self._senders: dict[str, _Sender] = {}
-        self._parked: dict[Share, tuple[Want, Connection]] = {}
+        self._receivers: set[PeerConnection] = set()
+        self._senders: dict[str, _ConnectedSender] = {}
+        self._parked: dict[Share, tuple[Want, PeerConnection]] = {}
         self._outbounds: dict[Share, Outbound] = {}
-        self._draining: set[Outbound] = set()  # whose tasks are over and whose writes are not
+        self._draining: set[Outbound] = set()  # their tasks are over, but their writes still run
         self._inbounds: dict[Attempt, Inbound] = {}
         self._attempts = itertools.count(1)
         self._counts: Counter[str] = Counter()
         self._closing = False
-        self._from_receiver: dict[type, Callable[[Connection, Any], None]] = {
+        self._from_receiver: dict[type, Callable[[PeerConnection, Any], None]] = {
             Want: self._want,
             Post: self._post,
             Done: self._done,
@@ -88,23 +88,23 @@ class Exchange:
             Begin: lambda inbound, _: inbound.begins(),
             Landed: lambda inbound, message: inbound.landed(message),
             Withdrawn: lambda inbound, _: inbound.withdrawn(),
-            Refused: self._refused,
+            Refusal: self._refused,
         }
 
     # --- life ---------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Raises ConfigError when the address cannot be used or the carrier does not start."""
+        """Raises ConfigError if it cannot listen on the address, or the carrier does not start."""
         await self.carrier.open()
         host, _, port = self._listen.rpartition(":")
         try:
             self._server = await asyncio.start_server(self._accept, host.strip("[]"), int(port))
         except OSError as error:
-            raise ConfigError("pd.listen", f"cannot be listened on: {error.strerror or error}", self._listen) from error
+            raise ConfigError("pd.listen", f"cannot listen here: {error.strerror or error}", self._listen) from error
         self.address = f"{host}:{self._server.sockets[0].getsockname()[1]}"
 
     async def hang_up(self) -> None:
-        """End every connection and take no new one: transfers under way fail on both sides within HOLD_S."""
+        """Close every connection and accept no new one. Running transfers fail on both sides within HOLD_S."""
         self._closing = True
         if self._server is not None:
             self._server.close()
@@ -114,7 +114,7 @@ class Exchange:
         await every(connection.close() for connection in [*self._receivers, *connections])
 
     async def close(self) -> None:
-        """After every Sender and Receiver has ended. Idempotent."""
+        """Call it after every transfer has ended. Idempotent."""
         await self.hang_up()
         await self.carrier.close()
 
@@ -130,12 +130,12 @@ class Exchange:
     # --- for the ranks ------------------------------------------------------------------------------
 
     def outbound(self, transfer: str, rank: int, names: Sequence[str]) -> Outbound:
-        """Begin to send. Raises TransferError when that is being done already."""
+        """Begin to send. Raises TransferError if this transfer is already being sent."""
         share = transfer, rank
         before = self._outbounds.get(share)
         if before is not None:
             if not before.ended:
-                raise TransferError(f"{transfer!r} is being sent already", code="already_sending")
+                raise TransferError(f"transfer {transfer!r} is already being sent", code="already_sending")
             self._draining.add(before)
         outbound = self._outbounds[share] = Outbound(transfer, rank, names, self.carrier, self._sent)
         if share in self._parked:
@@ -143,7 +143,7 @@ class Exchange:
         return outbound
 
     def inbound(self, transfer: str, rank: int, names: Sequence[str], peer: str) -> Inbound:
-        """Begin to receive: a new attempt, whatever becomes of earlier ones."""
+        """Begin to receive: a new attempt, independent of earlier ones."""
 
         def join(inbound: Inbound) -> Any:
             return self._connected(inbound, peer)
@@ -165,11 +165,11 @@ class Exchange:
             sender.users.discard(inbound)
             self._tidy(peer, sender)
 
-    def _connect_ended(self, peer: str, sender: _Sender, _: asyncio.Task[Connection]) -> None:
+    def _connect_ended(self, peer: str, sender: _ConnectedSender, _: asyncio.Task[PeerConnection]) -> None:
         self._tidy(peer, sender)
 
-    def _tidy(self, peer: str, sender: _Sender) -> None:
-        """Forget a connection that failed, and end one that nobody uses."""
+    def _tidy(self, peer: str, sender: _ConnectedSender) -> None:
+        """Drop a failed connection, and close one without users."""
         if not sender.connecting.done() or self._senders.get(peer) is not sender:
             return
         if not _is_there(sender):
@@ -184,15 +184,15 @@ class Exchange:
         if self._closing or len(self._receivers) >= MAX_RECEIVERS:
             writer.transport.abort()
             return
-        self._receivers.add(Connection(reader, writer, self._hear_receiver, self._receiver_gone))
+        self._receivers.add(PeerConnection(reader, writer, self._hear_receiver, self._receiver_gone))
 
-    def _hear_receiver(self, connection: Connection, message: Message) -> None:
+    def _hear_receiver(self, connection: PeerConnection, message: PeerMessage) -> None:
         handle = self._from_receiver.get(type(message))
         if handle is None:
-            raise PeerRefused(f"a receiver says {type(message).__name__}, which only a sender may")
+            raise PeerRefused(f"a receiver sent {type(message).__name__}, which only a sender may send")
         handle(connection, message)
 
-    def _want(self, connection: Connection, want: Want) -> None:
+    def _want(self, connection: PeerConnection, want: Want) -> None:
         share = want.transfer, want.rank
         outbound, parked = self._outbounds.get(share), self._parked.get(share)
         if want.version != VERSION:
@@ -213,7 +213,7 @@ class Exchange:
     def _parked_names(self, one_more: Want) -> int:
         return len(one_more.names) + sum(len(want.names) for want, _ in self._parked.values())
 
-    def _meet(self, outbound: Outbound, want: Want, connection: Connection) -> None:
+    def _meet(self, outbound: Outbound, want: Want, connection: PeerConnection) -> None:
         outbound.wanted(want, connection)
         if outbound.peer is None:  # it did not fit, so the other ranks' shares are no use either
             self._counts["mismatch"] += 1
@@ -222,25 +222,25 @@ class Exchange:
                 if other.transfer == outbound.transfer and other is not outbound:
                     other.fail(error)
 
-    def _met(self, connection: Connection, message: Post | Done | Withdraw) -> Outbound | None:
-        """Whom a receiver speaks to; None where that is over."""
+    def _met(self, connection: PeerConnection, message: Post | Done | Withdraw) -> Outbound | None:
+        """The Outbound that a receiver's message belongs to; None if that is over."""
         now = self._outbounds.get((message.transfer, message.rank))
         for outbound in (*self._draining, now):
             if outbound is not None and outbound.peer is connection and outbound.share == _share(message):
                 return outbound
         return None
 
-    def _post(self, connection: Connection, post: Post) -> None:
+    def _post(self, connection: PeerConnection, post: Post) -> None:
         outbound = self._met(connection, post)
         if outbound is not None:
             outbound.posts(post)
 
-    def _done(self, connection: Connection, done: Done) -> None:
+    def _done(self, connection: PeerConnection, done: Done) -> None:
         outbound = self._met(connection, done)
         if outbound is not None:
             outbound.done()
 
-    def _withdraw(self, connection: Connection, withdraw: Withdraw) -> None:
+    def _withdraw(self, connection: PeerConnection, withdraw: Withdraw) -> None:
         outbound = self._met(connection, withdraw)
         if outbound is not None:
             outbound.withdrawn(_clipped(withdraw.error))
@@ -251,11 +251,11 @@ class Exchange:
             del self._parked[share]
         connection.send(Withdrawn(*_share(withdraw)))
 
-    def _refuse(self, connection: Connection, want: Want, code: str, why: str) -> None:
+    def _refuse(self, connection: PeerConnection, want: Want, code: str, why: str) -> None:
         self._counts[code] += 1
-        connection.send(Refused(*_share(want), ErrorInfo(code, why)))
+        connection.send(Refusal(*_share(want), ErrorInfo(code, why)))
 
-    def _receiver_gone(self, connection: Connection, why: str) -> None:
+    def _receiver_gone(self, connection: PeerConnection, why: str) -> None:
         self._receivers.discard(connection)
         self._parked = {share: (want, who) for share, (want, who) in self._parked.items() if who is not connection}
         for outbound in [*self._outbounds.values(), *self._draining]:
@@ -264,7 +264,7 @@ class Exchange:
 
     # --- this daemon receives -----------------------------------------------------------------------
 
-    async def _connected(self, inbound: Inbound, peer: str) -> Connection:
+    async def _connected(self, inbound: Inbound, peer: str) -> PeerConnection:
         """The connection to a sender, shared by all transfers from it. Raises PeerLost."""
         if self._closing:
             raise PeerLost("this daemon is shutting down")
@@ -272,7 +272,7 @@ class Exchange:
         if sender is None:
             host, _, port = peer.rpartition(":")
             opening = connect(host.strip("[]"), int(port), self._hear_sender, self._sender_gone)
-            sender = self._senders[peer] = _Sender(asyncio.get_running_loop().create_task(opening))
+            sender = self._senders[peer] = _ConnectedSender(asyncio.get_running_loop().create_task(opening))
             sender.connecting.add_done_callback(functools.partial(self._connect_ended, peer, sender))
         sender.users.add(inbound)
         await asyncio.wait([sender.connecting])
@@ -280,23 +280,23 @@ class Exchange:
             raise PeerLost("this daemon is shutting down")
         return sender.connecting.result()
 
-    def _hear_sender(self, connection: Connection, message: Message) -> None:
+    def _hear_sender(self, connection: PeerConnection, message: PeerMessage) -> None:
         handle = self._from_sender.get(type(message))
         if handle is None:
-            raise PeerRefused(f"a sender says {type(message).__name__}, which only a receiver may")
+            raise PeerRefused(f"a sender sent {type(message).__name__}, which only a receiver may send")
         inbound = self._inbounds.get(_share(message))
         if inbound is not None and inbound.peer is connection:
             handle(inbound, message)
 
-    def _refused(self, inbound: Inbound, refused: Refused) -> None:
+    def _refused(self, inbound: Inbound, refused: Refusal) -> None:
         error = _clipped(refused.error)
         self._counts[error.code if error.code in _CODES else "other"] += 1
         inbound.refused(error)
-        for other in list(self._inbounds.values()):  # the other ranks' shares are no use without this one
+        for other in list(self._inbounds.values()):  # the other ranks' shares are useless without this one
             if other.transfer == inbound.transfer and other is not inbound:
-                other.give_up(error)
+                other.cancel(error)
 
-    def _sender_gone(self, connection: Connection, why: str) -> None:
+    def _sender_gone(self, connection: PeerConnection, why: str) -> None:
         for peer, sender in list(self._senders.items()):
             if _is_there(sender) and sender.connecting.result() is connection:
                 del self._senders[peer]
@@ -304,15 +304,15 @@ class Exchange:
                     inbound.lost(why)
 
 
-def _is_there(sender: _Sender) -> bool:
+def _is_there(sender: _ConnectedSender) -> bool:
     task = sender.connecting
     return task.done() and not task.cancelled() and task.exception() is None
 
 
-def _share(message: Message) -> Attempt:
+def _share(message: PeerMessage) -> Attempt:
     return message.transfer, message.rank, message.attempt
 
 
 def _clipped(error: ErrorInfo) -> ErrorInfo:
-    """What a peer tells, in bounds."""
-    return ErrorInfo(error.code[:64], error.message[:LONGEST_TOLD])
+    """A peer's error, cut to a bounded length."""
+    return ErrorInfo(error.code[:64], error.message[:LONGEST_MESSAGE])
