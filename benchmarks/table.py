@@ -1,4 +1,4 @@
-"""Write the tables of docs/performance.md from benchmarks/results/*.json, between its markers."""
+"""Write the tables of docs/*.md from benchmarks/results/*.json, between their markers."""
 
 from __future__ import annotations
 
@@ -28,15 +28,18 @@ def table(tree: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    page = ROOT / "docs" / "performance.md"
-    text = page.read_text(encoding="utf-8")
+    pages = {page: page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md")}
     for result in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
         tree = json.loads(result.read_text(encoding="utf-8"))
         pattern = rf"(<!-- {re.escape(result.stem)} -->\n).*?(<!-- end -->)"
-        text, found = re.subn(pattern, lambda m, t=tree: f"{m[1]}{table(t)}\n{m[2]}", text, flags=re.DOTALL)
-        if not found:
-            raise SystemExit(f"docs/performance.md has no place for {result.name}")
-    page.write_text(text, encoding="utf-8")
+        places = 0
+        for page, text in pages.items():
+            pages[page], found = re.subn(pattern, lambda m, t=tree: f"{m[1]}{table(t)}\n{m[2]}", text, flags=re.DOTALL)
+            places += found
+        if not places:
+            raise SystemExit(f"no page of docs/ has a place for {result.name}")
+    for page, text in pages.items():
+        page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -27,14 +27,13 @@ def creator(config: Config, *, profiling: bool = False) -> Creator:
     profiling: the engine is measuring how much memory a forward pass leaves. The cache it makes for that is
     its own and short-lived; it is not offered to the daemon, and the daemon makes none in the meantime.
 
-    With `cache.ownership = "auto"` the daemon creates where blocks can leave the device (a host or storage
-    tier), since then they are worth keeping over an engine restart, and where the role is not "mixed",
-    since then two processes need them; else the engine creates. "create" and "attach" say it outright.
+    With `cache.ownership = "auto"` it is as in FastDeploy since #7471: the daemon creates for a mixed engine with a
+    storage tier. With a host tier alone a worker creates, and in prefill and decode engines the cache messager,
+    which is the engine's as well. "create" and "attach" say it outright.
     """
     cache = config.cache
     if profiling or cache.ownership == "attach":
         return Creator.ENGINE
     if cache.ownership == "create":
         return Creator.DAEMON
-    leaves_device = cache.host_blocks > 0 or config.storage.backend != "none"
-    return Creator.DAEMON if leaves_device or cache.role != "mixed" else Creator.ENGINE
+    return Creator.DAEMON if cache.role == "mixed" and config.storage.backend != "none" else Creator.ENGINE

@@ -124,7 +124,7 @@ class Group:
         signals.paused(False)
         companion = self._companion = find_or_start(
             asked,
-            port=first.engine_worker_queue_port,
+            port=first.cache_queue_port,
             data_parallel_id=first.data_parallel_id,
             groups=self.groups,
             environment=first.visible_devices,
