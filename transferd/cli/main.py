@@ -25,6 +25,7 @@ from transferd.cli.bench.command import app as bench_app
 from transferd.cli.init import app as config_app
 from transferd.cli.options import Format, FormatOption
 from transferd.cli.pool.command import app as pool_app
+from transferd.cli.top.command import top
 from transferd.errors import ConfigError, ConnectTimeout, TransferError, one_line
 from transferd.observability import logs
 from transferd.runtime.descriptors import fill_standard
@@ -50,6 +51,7 @@ app.add_typer(config_app)
 
 app.command()(lists.tasks)
 app.command()(lists.clients)
+app.command()(top)
 
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="TOML configuration file.", dir_okay=False)]

@@ -44,10 +44,11 @@ def tasks_table(rows: list[dict[str, Any]], *, whole_ids: bool = True) -> Table:
 
 
 def where(row: dict[str, Any]) -> str:
-    """What a task waits for, or where its time went, and why it failed."""
+    """What a task waits for, or where its time went (most of it first), and why it failed."""
     if row["waits_for"]:
         return f"waits for {one_line(str(row['waits_for']))}"
-    parts = [f"{stage} {span(row[f'{stage}_s'])}" for stage in ("queue", "copy", "storage") if row[f"{stage}_s"]]
+    stages = sorted(("queue", "copy", "storage"), key=lambda stage: row[f"{stage}_s"], reverse=True)
+    parts = [f"{stage} {span(row[f'{stage}_s'])}" for stage in stages if row[f"{stage}_s"]]
     if row["code"]:
         parts.insert(0, one_line(f"{row['code']}: {row['problem']}" if row["problem"] else str(row["code"])))
     if row["ended_s"] is not None:

@@ -1,0 +1,183 @@
+"""`transferd top`: what it computes, what it draws, and a run on a terminal of 80 by 24."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import NASTY, transferd
+from transferd import SyncClient
+from transferd.cli.top.figures import Samples, percentile, waits_by_rank
+from transferd.cli.top.screen import KEYS, View, ordered, screen
+from transferd.client.launch import DaemonProcess
+
+pytestmark = pytest.mark.one_loop
+
+
+def row(task_id: str, **known: Any) -> dict[str, Any]:
+    blank = {"kind": "read", "status": "ok", "blocks": 1, "done": 1, "bytes": 0, "seconds": 0.0, "ended_s": 0.0}
+    blank |= {"queue_s": 0.0, "copy_s": 0.0, "storage_s": 0.0, "waits_for": "", "ranks": [], "code": "", "problem": ""}
+    return blank | {"task_id": task_id} | known
+
+
+def test_rates_are_what_changed_between_two_samples(report: dict[str, Any]) -> None:
+    samples = Samples()
+    later = json.loads(json.dumps(report))
+    for rank in later["ranks"]:
+        rank["lanes"]["read"]["done"] += 8
+        rank["lanes"]["read"]["bytes"] += 1000
+    later["storage"]["hits"] += 3
+    later["storage"]["misses"] += 1
+    assert samples.add(10.0, report, []).tasks_per_s == []
+    figures = samples.add(12.0, later, [])
+    assert figures.tasks_per_s == [4.0]  # a task counts once for all ranks
+    assert figures.bytes_per_s == [1000.0]  # two ranks, two seconds
+    assert (figures.kinds["read"].tasks_per_s, figures.kinds["write"].tasks_per_s) == (4.0, 0.0)
+    assert figures.hit_share == 0.75
+
+
+def test_another_daemon_begins_anew(report: dict[str, Any]) -> None:
+    samples = Samples()
+    samples.add(1.0, report, [])
+    samples.add(2.0, report, [])
+    assert samples.add(3.0, report | {"boot_id": "another"}, []).tasks_per_s == []
+
+
+def test_times_are_those_of_tasks_that_ended_within_a_minute(report: dict[str, Any]) -> None:
+    rows = [row(str(n), seconds=n / 100, ended_s=1.0) for n in range(1, 101)]
+    rows += [row("old", seconds=9.0, ended_s=61.0), row("now", seconds=9.0, ended_s=None)]
+    rows += [row("other", kind="write", seconds=9.0)]
+    kind = Samples().add(1.0, report, rows).kinds["read"]
+    assert (kind.p50, kind.p99) == (0.51, 1.0)
+    assert percentile([], 0.5) is None
+
+
+def test_rounds_that_wait_are_told_by_rank_the_most_waited_for_first() -> None:
+    waiting = [
+        row("a", ranks=[{"rank": 1, "step": "fetch"}, {"rank": 0, "step": ""}]),
+        row("b", ranks=[{"rank": 1, "step": "copy"}]),
+        row("c", ranks=[{"rank": 1, "step": "fetch"}]),
+    ]
+    assert waits_by_rank(waiting) == ["rank 1: 3 (fetch 2, copy 1)", "rank 0: 1 (no step yet 1)"]
+
+
+def test_the_order_of_tasks() -> None:
+    rows = [
+        row("old", seconds=3.0, ended_s=9.0, bytes=1),
+        row("new", seconds=1.0, ended_s=2.0, bytes=3),
+        row("now", seconds=2.0, ended_s=None),
+    ]
+    assert [one["task_id"] for one in ordered(rows, "slowest")] == ["old", "now", "new"]
+    assert [one["task_id"] for one in ordered(rows, "newest")] == ["now", "new", "old"]
+    assert [one["task_id"] for one in ordered(rows, "largest")] == ["new", "old", "now"]
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 60), (40, 12), (20, 3)])
+def test_a_screen_has_exactly_the_terminals_size_at_most(report: dict[str, Any], width: int, height: int) -> None:
+    rows = [row(NASTY, waits_for="rank 1 \x1b[31mfetch", ended_s=None)] + [row(str(n)) for n in range(99)]
+    views = [View(), View(story=["line " * 99, "\x1b[2J"] * 40, scrolled=3), View(problem="gone\n" * 9)]
+    figures = Samples().add(1.0, report, rows)
+    for view in views:
+        for known in (figures, None):
+            lines = screen(known, view, width, height)
+            assert len(lines) == height
+            assert all(line.cell_len <= width for line in lines)
+            assert all(line.plain.isprintable() for line in lines)
+            assert KEYS.startswith(lines[-1].plain.rstrip("…"))
+
+
+def test_the_parts_of_a_screen(report: dict[str, Any]) -> None:
+    rows = [row("slow-one", seconds=2.5, storage_s=2.0, copy_s=0.1), row("quick", seconds=0.1)]
+    report["storage"] |= {"breaker": "open"}
+    text = "\n".join(line.plain for line in screen(Samples().add(1.0, report, rows), View(paused=True), 80, 24))
+    assert "[this view is paused]" in text
+    assert "slow-one                 read     ok            2.5 s  storage 2.0 s, copy " in text
+    assert text.index("slow-one") < text.index("quick")
+    assert "breaker open" in text
+    assert "! storage file does not answer" in text
+
+
+def test_once_prints_a_screen_or_its_figures(daemon: DaemonProcess, engine: SyncClient) -> None:
+    arguments = ["top", "--once", "--interval", "0.1", "--endpoint", daemon.endpoint]
+    done = transferd(*arguments)
+    assert done.returncode == 0
+    assert f"boot {engine.stats()['boot_id'][:12]}" in done.stdout
+    assert "slowest first" in done.stdout
+    assert "\x1b" not in done.stdout
+    assert len(done.stdout.splitlines()) < 24
+    tree = json.loads(transferd(*arguments, "--format", "json").stdout)
+    assert {"kinds", "rows", "waits", "tasks_per_s"} <= set(tree)
+    assert transferd("top", "--endpoint", daemon.endpoint).returncode == 2  # no terminal
+
+
+class Terminal:
+    """A command on a pseudo-terminal of 80 by 24."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.mine, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        self.before = termios.tcgetattr(theirs)
+        self.theirs = theirs
+        command = [sys.executable, "-m", "transferd", *arguments]
+        environment = os.environ | {"TERM": "xterm-256color"}
+        self.process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+        self.shown = self.all = ""
+
+    def press(self, keys: str) -> None:
+        self.shown = ""
+        os.write(self.mine, keys.encode())
+
+    def until(self, text: str) -> None:
+        """Read until this was drawn since the last key."""
+        give_up = time.monotonic() + 60
+        while text not in self.shown:
+            ready, _, _ = select.select([self.mine], [], [], max(0.0, give_up - time.monotonic()))
+            assert ready, f"{text!r} was not drawn in:\n{self.shown[-4000:]}"
+            drawn = os.read(self.mine, 65536).decode(errors="replace")
+            self.shown += drawn
+            self.all += drawn
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait(30)
+        os.close(self.mine)
+        os.close(self.theirs)
+
+
+def test_a_run_on_a_terminal(daemon: DaemonProcess, engine: SyncClient) -> None:
+    terminal = Terminal("top", "--interval", "0.2", "--endpoint", daemon.endpoint)
+    try:
+        terminal.until("slowest first")
+        terminal.until("all is well")
+        terminal.press("s")
+        terminal.until("newest first")
+        terminal.press("p")
+        terminal.until("[this view is paused]")
+        terminal.press("p")
+        terminal.press("j\r")
+        terminal.until("admitted")  # a story
+        terminal.press("\x1b")
+        terminal.until("newest first")
+        terminal.press("q")
+        assert terminal.process.wait(30) == 0
+        assert termios.tcgetattr(terminal.theirs) == terminal.before
+        assert r"evil\x1b[2J\n[red]task" in terminal.all  # what a client named is drawn escaped
+        assert "evil\x1b" not in terminal.all
+        frames = terminal.all.split("\x1b[H")[1:-1]
+        assert len(frames) >= 5
+        assert (
+            max(frame.count("\n") for frame in frames) == 23
+        )  # the last line has no end, or the first would scroll away
+    finally:
+        terminal.close()

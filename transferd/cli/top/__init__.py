@@ -1,0 +1,1 @@
+"""`transferd top`: what a daemon does now, drawn again every second."""

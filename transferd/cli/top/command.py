@@ -1,0 +1,172 @@
+"""The loop of `transferd top`: asks the daemon, hears keys, draws. It changes nothing, so observers may run it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import termios
+import tty
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.control import Control
+from rich.text import Text
+
+from transferd.cli.asking import EndpointOption, KeyFileOption, ServerKeyFileOption, TimeoutOption, client_for
+from transferd.cli.options import Format, FormatOption
+from transferd.cli.top.figures import Figures, Samples
+from transferd.cli.top.screen import KEYS, SORTS, View, ordered, screen
+from transferd.errors import ConfigError, TransferError
+from transferd.observability.story import as_text
+
+if TYPE_CHECKING:
+    from transferd.client.client import Client
+
+ROWS = 400  # tasks that are asked for each time: enough for percentiles, about 100 KB
+_KEYS = {"\x1b[A": "up", "\x1b[B": "down", "k": "up", "j": "down", "\r": "enter", "\n": "enter", "e": "enter"}
+_KEYS |= {"\x1b": "back", "q": "quit", "\x03": "quit", "s": "sort", "p": "pause", " ": "pause"}
+
+
+def top(
+    once: Annotated[bool, typer.Option("--once", help="Print one screen after one interval, and exit.")] = False,
+    interval: Annotated[float, typer.Option("--interval", min=0.1, max=60.0, help="Seconds between two looks.")] = 1.0,
+    endpoint: EndpointOption = None,
+    timeout: TimeoutOption = 2.0,
+    key_file: KeyFileOption = None,
+    server_key_file: ServerKeyFileOption = None,
+    format_: FormatOption = Format.TEXT,
+) -> None:
+    """Watch a daemon: rates, times by kind, the slowest tasks and what they wait for. Keys are told below the tasks."""
+    if not once and not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise ConfigError("top", "needs a terminal; use `transferd top --once`")
+    client = client_for(endpoint, timeout, key_file, server_key_file)
+    asyncio.run(_print_once(client, interval, format_) if once else _Live(client, interval).run())
+
+
+async def _print_once(client: Client, interval: float, format_: Format) -> None:
+    samples, now = Samples(), asyncio.get_running_loop().time
+    async with client:
+        samples.add(now(), await client.stats(), [])
+        await asyncio.sleep(interval)
+        figures = samples.add(now(), await client.stats(), await client.tasks("recent", ROWS))
+    if format_ is Format.JSON:
+        print(json.dumps(figures.tree()))
+        return
+    console = Console(highlight=False)
+    for line in screen(figures, View(), console.width, 24):
+        if line.plain and line.plain != KEYS:
+            console.print(line)
+
+
+class _Live:
+    """One run on a terminal, from its connection to `q`."""
+
+    def __init__(self, client: Client, interval: float) -> None:
+        self._client, self._interval = client, interval
+        self._console = Console(highlight=False)
+        self._samples, self._view = Samples(), View()
+        self._figures: Figures | None = None
+        self._keys: asyncio.Queue[str] = asyncio.Queue()
+
+    async def run(self) -> None:
+        """Draw until `q`. Raises ConnectTimeout if nobody answers at first; who goes away later is waited for."""
+        loop = asyncio.get_running_loop()
+        async with self._client:
+            with _raw_keys(self._keys), self._console.screen(hide_cursor=True):
+                await self._look()
+                due = loop.time() + self._interval
+                while True:
+                    self._draw()
+                    try:
+                        async with asyncio.timeout_at(due):
+                            key = await self._keys.get()
+                    except TimeoutError:
+                        due = loop.time() + self._interval
+                        if not self._view.paused:
+                            await self._look()
+                        continue
+                    if key == "quit":
+                        return
+                    await self._pressed(key)
+
+    async def _look(self) -> None:
+        """Ask for the figures of now. What goes wrong is shown, and the old ones stay."""
+        try:
+            async with asyncio.timeout(5 + self._interval):
+                report, rows = await self._client.stats(), await self._client.tasks("recent", ROWS)
+        except (TransferError, TimeoutError) as error:
+            self._view.problem = f"the daemon does not answer: {error or 'no answer in time'}"
+            return
+        self._view.problem = ""
+        self._figures = self._samples.add(asyncio.get_running_loop().time(), report, rows)
+
+    async def _pressed(self, key: str) -> None:
+        view = self._view
+        if view.story is not None:
+            if key in ("back", "enter"):
+                view.story = None
+            elif key in ("up", "down"):
+                view.scrolled = max(0, min(len(view.story) - 1, view.scrolled + (1 if key == "down" else -1)))
+        elif key == "pause":
+            view.paused = not view.paused
+        elif key == "sort":
+            view.sort = SORTS[(SORTS.index(view.sort) + 1) % len(SORTS)]
+        elif key in ("up", "down"):
+            self._choose(1 if key == "down" else -1)
+        elif key == "enter" and view.chosen is not None:
+            await self._tell(view.chosen)
+
+    def _choose(self, step: int) -> None:
+        rows = [] if self._figures is None else ordered(self._figures.rows, self._view.sort)
+        ids = [str(row["task_id"]) for row in rows]
+        if ids:
+            place = ids.index(self._view.chosen) + step if self._view.chosen in ids else 0
+            self._view.chosen = ids[max(0, min(len(ids) - 1, place))]
+
+    async def _tell(self, task_id: str) -> None:
+        try:
+            async with asyncio.timeout(5):
+                story = as_text(await self._client.explain(task_id))
+        except (TransferError, TimeoutError) as error:
+            story = str(error) or "no answer in time"
+        self._view.story, self._view.scrolled = story.splitlines(), 0
+
+    def _draw(self) -> None:
+        width, height = self._console.size
+        lines = screen(self._figures, self._view, width, height)
+        self._console.control(Control.home())
+        whole = Text("\n").join(_padded(line, width) for line in lines)  # no newline at the end: it would scroll
+        self._console.print(whole, end="", no_wrap=True, crop=True)
+
+
+def _padded(line: Text, width: int) -> Text:
+    line.pad_right(max(0, width - line.cell_len))
+    return line
+
+
+@contextlib.contextmanager
+def _raw_keys(keys: asyncio.Queue[str]) -> Iterator[None]:
+    """Keys as they are pressed, without an echo; the terminal is as before afterwards."""
+    descriptor, loop = sys.stdin.fileno(), asyncio.get_running_loop()
+    before = termios.tcgetattr(descriptor)
+
+    def read() -> None:
+        pressed = os.read(descriptor, 64).decode("ascii", "replace")
+        if not pressed:  # the terminal has gone
+            keys.put_nowait("quit")
+        for key in [pressed] if pressed.startswith("\x1b") else pressed:
+            if key in _KEYS:
+                keys.put_nowait(_KEYS[key])
+
+    try:
+        tty.setcbreak(descriptor)
+        loop.add_reader(descriptor, read)
+        yield
+    finally:
+        loop.remove_reader(descriptor)
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)

@@ -1,0 +1,109 @@
+"""One screen of `transferd top` as lines of text, at most as many and as wide as the terminal has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rich.text import Text
+
+from transferd.cli.stats_view import identity
+from transferd.cli.tasks_view import STYLES, where
+from transferd.cli.top.figures import Figures
+from transferd.cli.units import bar, count, share, size, span, sparkline
+from transferd.errors import one_line
+
+SORTS = ("slowest", "newest", "largest")
+KEYS = "q quit   s sort   p pause   ↑↓ choose   enter story   esc back"
+SPARK = 20  # characters of a sparkline
+
+
+@dataclass(slots=True)
+class View:
+    """What the user has chosen. chosen: the task that is marked, by id. story: lines of one task's, or None."""
+
+    sort: str = SORTS[0]
+    paused: bool = False
+    chosen: str | None = None
+    story: list[str] | None = None
+    scrolled: int = 0  # lines of the story that are above the screen
+    problem: str = ""  # why the figures are old
+
+
+def screen(figures: Figures | None, view: View, width: int, height: int) -> list[Text]:
+    """The lines to draw. figures: None while nothing was heard of the daemon."""
+    if view.story is not None:
+        body = [Text(one_line(line)) for line in view.story[view.scrolled : view.scrolled + height - 1]]
+        lines = body + [Text()] * (height - 1 - len(body))
+    elif figures is None:
+        lines = [Text(one_line(view.problem or "connecting"), style="yellow")] + [Text()] * (height - 2)
+    else:
+        head = _head(figures, view)
+        rows = ordered(figures.rows, view.sort)[: max(0, height - len(head) - 2)]
+        lines = [*head, _columns(view), *(_task(row, view) for row in rows)]
+        lines += [Text()] * (height - 1 - len(lines))
+    lines = [*lines[: height - 1], Text(KEYS, style="dim")]
+    for line in lines:
+        line.no_wrap = True
+        line.truncate(width, overflow="ellipsis")
+    return lines
+
+
+def ordered(rows: list[dict[str, Any]], sort: str) -> list[dict[str, Any]]:
+    """What is under way comes first only where that is what was asked for: the newest."""
+    if sort == "newest":
+        return sorted(rows, key=lambda row: (row["ended_s"] is not None, row["ended_s"] or -row["seconds"]))
+    return sorted(rows, key=lambda row: row["seconds" if sort == "slowest" else "bytes"], reverse=True)
+
+
+def _head(figures: Figures, view: View) -> list[Text]:
+    report = figures.report
+    first = identity(report)
+    if view.paused:
+        first.append("  [this view is paused]", style="bold yellow")
+    tasks, moved = figures.tasks_per_s, figures.bytes_per_s
+    totals = Text(f"tasks {count(tasks[-1] if tasks else 0):>6}/s {sparkline(tasks, SPARK)}   ")
+    totals.append(f"moved {size(moved[-1] if moved else 0):>9}/s {sparkline(moved, SPARK)}")
+    lines = [first, totals]
+    lines.append(Text("kind      queued running  tasks/s    bytes/s      p50      p99", style="bold"))
+    for name, kind in figures.kinds.items():
+        text = f"{name:<9} {count(kind.queued):>6} {count(kind.running):>7} {count(kind.tasks_per_s):>8}"
+        text += f" {size(kind.bytes_per_s):>10} {span(kind.p50):>8} {span(kind.p99):>8}  {sparkline(kind.history, 16)}"
+        lines.append(Text(text))
+    lines.append(Text(f"waits     {'; '.join(figures.waits) or 'no round waits for a rank'}"))
+    lines.append(_storage(figures))
+    told = view.problem or "; ".join(figures.concerns)
+    lines.append(Text(f"! {one_line(told)}", style="yellow") if told else Text("all is well", style="green"))
+    return lines
+
+
+def _storage(figures: Figures) -> Text:
+    storage = figures.report["storage"]
+    stored, capacity = storage.get("bytes") or 0, storage.get("capacity") or 0
+    line = Text(f"storage   {one_line(storage['backend'])} ")
+    if capacity:
+        line.append(f"{bar(stored, capacity, 10)} {share(stored, capacity)} full  ")
+    if "breaker" in storage:
+        line.append(f"breaker {one_line(storage['breaker'])}  ", style="" if storage["breaker"] == "closed" else "red")
+    found, missed = storage.get("hits") or 0, storage.get("misses") or 0
+    now = "-" if figures.hit_share is None else f"{100 * figures.hit_share:.0f} %"
+    line.append(
+        f"hits {now} now, {share(found, found + missed)} in all  evictions {count(storage.get('evictions') or 0)}"
+    )
+    return line
+
+
+def _columns(view: View) -> Text:
+    return Text(f"{'task':<24} {'kind':<8} {'status':<9} {'time':>9}  {view.sort} first", style="bold reverse")
+
+
+def _task(row: dict[str, Any], view: View) -> Text:
+    task_id = one_line(str(row["task_id"]))
+    task_id = task_id if len(task_id) <= 24 else task_id[:23] + "…"
+    status = one_line(str(row["status"]))
+    line = Text(f"{task_id:<24} {one_line(str(row['kind'])):<8} ")
+    line.append(f"{status:<9}", style=STYLES.get(status, "yellow"))
+    line.append(f" {span(row['seconds']):>9}  {where(row)}")
+    if row["task_id"] == view.chosen:
+        line.stylize("reverse")
+    return line
