@@ -135,7 +135,19 @@ def test_a_task_at_the_edge_of_what_may_be_asked_is_admitted(task: Task) -> None
         (receive(transfer_id="t" * 1025), "bad_value: transfer_id must have 1 to 1024 characters"),
         *(
             (receive(peer=peer), f"bad_value: peer must be host:port, not {peer!r}")
-            for peer in ("", "host", ":1", "host:", "host:x", "host:-1", "host:0", "host:65536")
+            for peer in (
+                "",
+                "host",
+                ":1",
+                "host:",
+                "host:x",
+                "host:-1",
+                "host:0",
+                "host:65536",
+                "host:70000",
+                "host:²",
+                "host:١",
+            )
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -153,6 +165,17 @@ def test_a_text_that_is_told_back_is_cut_after_80_characters() -> None:
     assert refused(receive(peer=long)) == f"bad_value: peer must be host:port, not {'p' * 80!r}"
     twice = WriteStorageTask(task_id="w", keys=[long, long], gpu_block_ids=[1, 2])
     assert refused(twice) == f"duplicate_key: keys names one block twice: {'p' * 80!r}"
+
+
+def test_a_port_of_thousands_of_digits_is_refused_like_any_other() -> None:
+    assert refused(receive(peer="host:" + "9" * 5000)).startswith("bad_value: peer must be host:port")
+
+
+def test_bounds_are_given_by_name_and_never_change() -> None:
+    with pytest.raises(AttributeError):
+        LIMITS.ranks = 3  # type: ignore[misc]
+    with pytest.raises(TypeError, match="positional argument"):
+        Limits(2)  # type: ignore[call-arg, misc]
 
 
 def test_a_tier_that_this_daemon_does_not_have_is_named() -> None:

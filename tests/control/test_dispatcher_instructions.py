@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.control.test_dispatcher import CLIENT, LIMITS, Desk, read, swap_out, write
+from tests.control.test_dispatcher import CLIENT, LIMITS, Desk, read, swap_in, swap_out, write
 from tests.support.dispatch import limits
 from transferd.control import events as ev
 from transferd.control.dispatcher import MAX_WAITERS, Dispatcher, DispatchStatistics
@@ -158,6 +158,24 @@ def test_what_a_shutdown_leaves_in_the_queue_says_so() -> None:
     desk.hear(ev.ShutdownRequested(desk.now))
     desk.hear(ev.QueueAbandoned(desk.now))
     assert desk.answers[queued].error == ErrorInfo("shutdown", "the daemon shut down before this task started")
+
+
+def test_what_waited_for_a_task_that_could_not_start_has_its_turn_whatever_its_lane() -> None:
+    desk = Desk()
+    desk.submit(swap_out("o", [1], [3]))
+    hollow = desk.submit(swap_in("i", [2], [3]))
+    desk.submit(swap_out("behind", [2], [4]))
+    desk.finish("o", moved=0)
+    assert desk.answers[hollow].status is Status.FAILED
+    assert desk.started == ["o", "behind"]
+
+
+def test_tasks_that_cannot_start_one_after_another_need_no_deep_stack() -> None:
+    desk = Desk(limits(max_queued=500, block_bytes=1))
+    desk.submit(swap_out("o", [1], [3]))
+    pushes = [desk.submit(swap_in(f"i{i}", [2], [3])) for i in range(300)]  # each waits for the one before it
+    desk.finish("o", moved=0)
+    assert {desk.answers[seq].status for seq in pushes} == {Status.FAILED}
 
 
 # --- pushes of an id that is known ----------------------------------------------------------------
@@ -376,6 +394,15 @@ def test_a_client_that_goes_takes_back_only_its_own_pushes() -> None:
     assert desk.stopped == []
     desk.finish("shared")
     assert list(desk.answers) == [mine]
+
+
+def test_a_client_that_goes_takes_back_each_of_its_pushes() -> None:
+    desk = Desk()
+    for i, client in enumerate([b"gone", b"stays", b"gone"]):
+        desk.submit(read(f"r{i}", i), client=client)
+    desk.hear(ev.ClientGone(b"gone", desk.now))
+    assert desk.stopped == [("r0", Stop.CANCELLED)]
+    assert desk.dispatcher.task_ids == ["r0", "r1"], "the third was still queued"
 
 
 def test_a_task_that_nobody_waits_for_any_more_is_not_told_to_end_again() -> None:

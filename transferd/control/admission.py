@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ from transferd.tasks import (
 
 MAX_TASK_ID = 1024  # characters; task ids are kept for as long as results are
 MAX_TIMEOUT_S = 24 * 3600.0
-
+_PORT = re.compile("[0-9]{1,5}")  # str.isdigit() also takes digits that int() does not, and thousands of them
 
 # What an admitted task holds of memory besides its texts and token ids: a block named by a key, or by an id,
 # with its place in the hazard table; and all the rest. Measured; tests/control/test_bytes.py compares.
@@ -171,7 +172,7 @@ def _check_direct(task: SendTask | ReceiveTask, limits: Limits) -> None:
         raise RequestError(f"transfer_id must have 1 to {MAX_TASK_ID} characters", code="bad_value")
     if isinstance(task, ReceiveTask):
         host, _, port = task.peer.rpartition(":")
-        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        if not host or not _PORT.fullmatch(port) or not 0 < int(port) < 65536:
             raise RequestError(f"peer must be host:port, not {task.peer[:80]!r}", code="bad_value")
 
 

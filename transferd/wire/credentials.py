@@ -43,7 +43,7 @@ def resolve_group(key: str, group: str) -> int:
     """Gid of a group given by name or number; -1 for "". Raises ConfigError naming `key`."""
     if not group:
         return -1
-    if group.isdigit():
+    if group.isascii() and group.isdigit():
         return int(group)
     try:
         return grp.getgrnam(group).gr_gid

@@ -24,7 +24,7 @@ def master(
 ) -> None:
     """Run a Mooncake master in the foreground, until SIGTERM or SIGINT."""
     host, _, port = listen.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not (port.isascii() and port.isdigit()):
         raise ConfigError("--listen", "expected host:port", listen)
     command = master_command(host.strip("[]"), int(port), metrics_port, lease)
     logs.say(
