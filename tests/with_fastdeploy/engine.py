@@ -62,6 +62,7 @@ class Shape:
     groups: int = 1
     model: str = "some-model"
     routing: Any = None
+    late: bool = False  # workers or messager create when the engine already waits for them
     devices: list[int] = field(default_factory=list)
 
     @property
@@ -187,6 +188,9 @@ class Engine:
 
     def _make_memory(self) -> None:
         """The workers, or the cache messager, create; then they say so."""
+        if self.shape.late:
+            group = self.queue.group
+            wait_for(lambda: group.endpoint is not None or group.failed)
         wanted = {
             "device": "shm", "ranks": self.shape.tp, "layers": LAYERS, "kv_heads": HEADS, "head_dim": DIM,
             "block_size": BLOCK_SIZE, "device_blocks": self.shape.gpu_blocks, "host_blocks": 0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,18 @@ def test_a_daemon_that_was_started_ends_with_the_engine(place: Path) -> None:
         assert os.getpgid(keeper.pid) != os.getpgid(0)
     assert daemon.poll() == 0
     assert keeper.poll() == 0
+
+
+def test_a_daemon_that_fastdeploy_ends_stays_ended(place: Path) -> None:
+    """Its engine ends transfer processes by SIGTERM to their group, before it ends itself."""
+    with engine() as made:
+        daemon = made.processes[-1]
+        os.killpg(os.getpgid(daemon.pid), signal.SIGTERM)
+        assert daemon.wait(30) == 0
+        made.run(prompts(1)[0])
+        made.settle()
+        assert made.queue.group._companion is not None
+        assert made.queue.group._companion.process is daemon
 
 
 def test_an_engine_that_is_killed_takes_its_daemon_along(place: Path) -> None:
@@ -114,10 +127,11 @@ def test_an_engine_without_cpu_cache_and_storage_needs_no_daemon(place: Path) ->
         made.close()
 
 
-def test_prefill_and_decode_share_what_the_messager_created(place: Path) -> None:
-    """Splitwise: the cache messager creates and publishes, whether before the daemon or after."""
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+def test_prefill_and_decode_share_what_the_messager_created(place: Path, late: bool) -> None:
+    """Splitwise: the cache messager creates and publishes, before the daemon is there or after."""
     for role in ("prefill", "decode"):
-        with engine(tp=2, role=role, backend="file", gpu_blocks=16, cpu_blocks=16) as made:
+        with engine(tp=2, role=role, backend="file", gpu_blocks=16, cpu_blocks=16, late=late) as made:
             assert made.queue.client.stats()["configured"]["cache"]["ownership"] == "attach"
             for tokens in prompts(3):
                 made.run(tokens)

@@ -65,6 +65,10 @@ class Companion:
     def alive(self) -> bool:
         return self.process is None or self.process.poll() is None
 
+    def died(self) -> bool:
+        """It was started here and ended otherwise than by being told to, as FastDeploy does when its engine ends."""
+        return self.process is not None and self.process.poll() not in (None, 0)
+
     def log(self, characters: int = 3000) -> str:
         """How its log ends, for whoever has to say why it did not start."""
         if self.log_file is None:

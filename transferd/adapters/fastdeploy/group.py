@@ -257,7 +257,7 @@ class Group:
         """
         companion = _there(self._companion)
         now = time.monotonic()
-        if companion.alive() or now < self._start_again_at:
+        if not companion.died() or now < self._start_again_at:
             return
         self._pause_before_start = min(2 * self._pause_before_start, LONGEST_PAUSE_S)
         self._start_again_at = now + self._pause_before_start

@@ -1,0 +1,110 @@
+"""The plugin reaches FastDeploy's modules in whatever order they are imported, and leaves the rest alone."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from transferd.adapters.fastdeploy import plugin
+from transferd.adapters.fastdeploy.engine_queue import queue_for
+from transferd.errors import ConfigError, TransferError
+
+ENGINE, MANAGER = "fastdeploy.engine.common_engine", plugin.MANAGER
+
+
+class TheirQueue:
+    """FastDeploy's own class."""
+
+
+class Modules:
+    """FastDeploy's modules, imported as far as a test says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+
+    def add(self, name: str, **values: Any) -> ModuleType:
+        made = ModuleType(name)
+        vars(made).update(values)
+        self._monkeypatch.setitem(sys.modules, name, made)
+        return made
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[Modules]:
+    for name in (plugin.PACKAGE, MANAGER, ENGINE):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.delenv("ENABLE_V1_KVCACHE_MANAGER", raising=False)
+    return Modules(monkeypatch)
+
+
+def test_the_entry_points_are_those_that_every_process_executes() -> None:
+    for group in ("fastdeploy.tool_parser_plugins", "fastdeploy.reasoning_parser_plugins"):
+        found = [point.value for point in entry_points(group=group) if point.name == "transferd"]
+        assert set(found) <= {"transferd.adapters.fastdeploy.plugin:register"}
+
+
+def test_modules_that_are_there_are_switched_over_and_those_to_come_find_it_in_the_package(modules: Modules) -> None:
+    package = modules.add(plugin.PACKAGE, EngineCacheQueue=TheirQueue)
+    early = modules.add(MANAGER, EngineCacheQueue=TheirQueue, subprocess=subprocess)  # its class is still to come
+    plugin.register()
+    plugin.register()
+    late = modules.add(ENGINE, EngineCacheQueue=package.EngineCacheQueue)
+    assert early.EngineCacheQueue is late.EngineCacheQueue is queue_for
+    assert early.subprocess is subprocess
+
+    class PrefixCacheManager:
+        def issue_swap_task(self) -> str:
+            return "theirs"
+
+    early.PrefixCacheManager = PrefixCacheManager
+    plugin.switch_manager()
+    assert PrefixCacheManager().issue_swap_task() == "theirs"  # a manager with another queue is left alone
+    with early.subprocess.Popen([sys.executable, "-c", "pass"]) as process:
+        assert process.wait() == 0
+    assert early.subprocess.PIPE is subprocess.PIPE
+
+
+def test_a_name_that_somebody_else_has_replaced_stays(modules: Modules) -> None:
+    modules.add(plugin.PACKAGE, EngineCacheQueue=TheirQueue)
+    another = modules.add(ENGINE, EngineCacheQueue=int)
+    plugin.register()
+    assert another.EngineCacheQueue is int
+
+
+@pytest.mark.parametrize("case", ["v1 manager", "unknown version"])
+def test_what_cannot_be_switched_over_is_said_and_left(
+    modules: Modules, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, case: str
+) -> None:
+    package = modules.add(plugin.PACKAGE, **({"EngineCacheQueue": TheirQueue} if case == "v1 manager" else {}))
+    if case == "v1 manager":
+        monkeypatch.setenv("ENABLE_V1_KVCACHE_MANAGER", "1")
+    with caplog.at_level(logging.ERROR):
+        plugin.register()
+    assert "does nothing" in caplog.text
+    assert getattr(package, "EngineCacheQueue", TheirQueue) is TheirQueue
+
+
+def test_both_ends_of_a_port_are_one_queue_and_each_port_has_its_own() -> None:
+    address = "/dev/shm/fd_task_queue_{}.sock"
+    server = queue_for(address.format(7001), is_server=True, num_client=2)
+    other = queue_for(address.format(7002), is_server=True, num_client=2)
+    try:
+        assert queue_for(address.format(7001), num_client=2, client_id=0) is server is not other
+        with pytest.raises(ConfigError, match="client_id"):
+            queue_for(address.format(7001), num_client=2, client_id=2)
+        with pytest.raises(TransferError, match="asked for no cache transfer processes at port 7001"):
+            server.put_transfer_task((1, "swap", [], [], []))
+        assert server.get_transfer_done_signal() is None
+    finally:
+        server.cleanup()
+        other.cleanup()
+    again = queue_for(address.format(7001), num_client=1, client_id=0)
+    assert again is not server
+    again.cleanup()
