@@ -24,7 +24,7 @@ demo: $(STAMP) ## set up, then show the main job in under a minute
 	@$(BIN)/transferd demo
 
 test: $(TEST_STAMP) ## set up, then run every test this machine can
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile $(PYTEST_ARGS)
 
 lint: $(TEST_STAMP) ## ruff
 	$(BIN)/ruff check .

@@ -56,10 +56,8 @@ def ask(
     """Connect, ask one question, disconnect. Raises ConnectTimeout, which says what is in the way, and TimeoutError."""
 
     async def go() -> T:
-        async with (
-            asyncio.timeout(timeout + 1),
-            client_for(endpoint, timeout, key_file, server_key_file) as client,
-        ):
+        # Connecting has a limit of its own, and takes a little longer to find out what is in the way.
+        async with client_for(endpoint, timeout, key_file, server_key_file) as client, asyncio.timeout(timeout + 1):
             return await question(client)
 
     return asyncio.run(go())

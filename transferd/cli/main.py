@@ -158,7 +158,7 @@ def ping(
 
     async def question() -> tuple[str, float, bool]:
         client = client_for(endpoint, timeout, key_file, server_key_file)
-        async with asyncio.timeout(2 * timeout + 1), client:
+        async with client, asyncio.timeout(2 * timeout + 1):
             is_ready = True
             try:
                 await client.wait_ready()
