@@ -147,11 +147,11 @@ def test_memories_of_different_layouts_never_meet() -> None:
 
 
 def test_the_first_wrong_id_is_named() -> None:
-    with pytest.raises(RequestError, match=r"gpu_block_ids: block 12 is not in 0 … 7"):
+    with pytest.raises(RequestError, match=r"gpu_block_ids: block 12 is out of range \(0 … 7\)"):
         check_ids([1, 12, 99], 8, "gpu_block_ids", target=True)
-    with pytest.raises(RequestError, match=r"gpu_block_ids: block 8 is not in 0 … 7"):
+    with pytest.raises(RequestError, match=r"gpu_block_ids: block 8 is out of range \(0 … 7\)"):
         check_ids([0, 8], 8, "gpu_block_ids", target=False)
-    with pytest.raises(RequestError, match=r"gpu_block_ids: block 3 is named twice"):
+    with pytest.raises(RequestError, match=r"gpu_block_ids: block 3 occurs twice"):
         check_ids([1, 3, 2, 3], 8, "gpu_block_ids", target=True)
     check_ids([3, 3], 8, "sources", target=False)
 

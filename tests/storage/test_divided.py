@@ -7,13 +7,13 @@ import pytest
 from tests.storage.harness import Harness, Memory, memory_config
 from tests.support.simulation.faults import StorageFaults
 from tests.support.simulation.storage import SimStorage
-from transferd.blocks.formats import Part
+from transferd.blocks.formats import ObjectPart
 from transferd.errors import StorageUnavailable
 from transferd.storage.base import Found, Storage
 from transferd.storage.divided import divided
 from transferd.storage.memory import MemoryStorage
 
-PARTS = (Part("_key", 0, 100), Part("_value", 100, 160), Part("_scale", 160, 161))
+PARTS = (ObjectPart("_key", 0, 100), ObjectPart("_value", 100, 160), ObjectPart("_scale", 160, 161))
 BLOCK = bytes(range(161))
 
 
@@ -33,7 +33,7 @@ def blocks(behind: SimStorage) -> Harness:
 
 def test_a_block_that_is_one_object_needs_no_division() -> None:
     storage = SimStorage()
-    assert divided(storage, [Part("", 0, 100)]) is storage
+    assert divided(storage, [ObjectPart("", 0, 100)]) is storage
 
 
 async def test_each_part_is_an_object_of_its_own(behind: SimStorage, blocks: Harness) -> None:

@@ -1,4 +1,4 @@
-"""What a block is: its layout, its keys and names, where its bytes lie, and the formats it is stored in.
+"""Blocks: their layout, their keys and names, where their bytes lie, and the formats they are stored in.
 
 Pure: nothing here waits, allocates device memory or touches a file.
 """

@@ -1,16 +1,16 @@
-"""Block ids × geometry → coalesced byte runs. The one place that knows offsets.
+"""Block ids × geometry → coalesced byte runs. The only place that computes offsets.
 
-A plan says the same thing twice, and each device tier reads the form that it can carry out best:
+A plan has two forms, and each device tier uses the one that it can execute best:
 
-* `moves`: which block goes where, between which two geometries. A GPU kernel computes addresses from
-  a table of segments and these ids, so that what travels to the device is a few bytes a block;
-* `runs`: an int64 table [n, 3]: source offset, target offset, byte count, each offset relative to its
-  side's origin; worked out when first asked for. Runs that continue each other on both sides are merged.
+* `moves`: which block goes where, and between which two geometries. A GPU kernel computes addresses from a
+  table of segments and these ids, so only a few bytes per block travel to the device;
+* `runs`: an int64 table [n, 3]: source offset, target offset, byte count, with offsets relative to each side's
+  origin. Computed on first use. Runs that continue each other on both sides are merged.
 
-Because geometries are relative, ranks whose memory has the same shape share one plan.
+Geometries are relative, so ranks whose memory has the same shape share one plan.
 
-`check_ids` is what admission calls, so that a bad id is refused before anything moves; `plan_copy`
-checks the same again, as the last line before memory is written.
+Admission calls `check_ids`, so that it rejects a bad id before anything moves. `plan_copy` repeats the check, as
+the last line of defence before memory is written.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from transferd.errors import InvariantError, RequestError
 
 
 class Moves(NamedTuple):
-    """Block source_ids[i] of one memory goes to block target_ids[i] of the other, every segment. ids: int64 [n]."""
+    """Copy every segment of block source_ids[i] to block target_ids[i]. ids: int64 [n]."""
 
     source: Geometry
     source_ids: npt.NDArray[np.int64]
@@ -36,7 +36,7 @@ class Moves(NamedTuple):
 
 
 class CopyPlan:
-    """What to copy. nbytes: the sum of all runs. moves: None for a plan that was made of runs alone."""
+    """What to copy. nbytes: the sum of all runs. moves: None if the plan was made only of runs."""
 
     __slots__ = ("_runs", "moves", "nbytes")
 
@@ -56,26 +56,27 @@ class CopyPlan:
 
 
 def check_ids(ids: Sequence[int], blocks: int, what: str, *, target: bool) -> None:
-    """Raise RequestError naming the first id out of 0 … blocks-1, or, for targets, the first duplicate."""
+    """Raise RequestError that names the first id outside 0 … blocks-1 or, for targets, the first duplicate."""
     if not ids:
         return
     if min(ids) < 0 or max(ids) >= blocks:
         wrong = next(i for i in ids if not 0 <= i < blocks)
-        raise RequestError(f"{what}: block {wrong} is not in 0 … {blocks - 1}", code="id_out_of_range")
+        raise RequestError(f"{what}: block {wrong} is out of range (0 … {blocks - 1})", code="id_out_of_range")
     if target and len(set(ids)) != len(ids):
         seen: set[int] = set()
         twice = next(i for i in ids if i in seen or seen.add(i))  # type: ignore[func-returns-value]
-        raise RequestError(f"{what}: block {twice} is named twice", code="duplicate_id")
+        raise RequestError(f"{what}: block {twice} occurs twice", code="duplicate_id")
 
 
 def plan_copy(source: Geometry, source_ids: Sequence[int], target: Geometry, target_ids: Sequence[int]) -> CopyPlan:
-    """Runs that copy block source_ids[i] to block target_ids[i], every segment, for all i.
+    """A plan that copies every segment of block source_ids[i] to block target_ids[i], for all i.
 
     Raises RequestError for ids out of range, duplicate targets or lists of different length.
     """
     count = len(source_ids)
     if count != len(target_ids):
-        raise RequestError(f"{count} source ids, {len(target_ids)} target ids", code="length_mismatch")
+        what = f"{count} source ids but {len(target_ids)} target ids; the lists must have the same length"
+        raise RequestError(what, code="length_mismatch")
     check_ids(source_ids, source.blocks, "source ids", target=False)
     check_ids(target_ids, target.blocks, "target ids", target=True)
     moves = Moves(source, np.asarray(source_ids, dtype=np.int64), target, np.asarray(target_ids, dtype=np.int64))
@@ -85,11 +86,11 @@ def plan_copy(source: Geometry, source_ids: Sequence[int], target: Geometry, tar
 def _runs_of(moves: Moves) -> npt.NDArray[np.int64]:
     path = _path(moves.source, moves.target)
     count = len(moves.source_ids)
-    if count == 1:  # the control plane's commonest plan: nothing to merge, a few vector operations less
+    if count == 1:  # the most frequent plan: nothing to merge, so it skips a few vector operations
         source_id, target_id = int(moves.source_ids[0]), int(moves.target_ids[0])
         return path.base + path.source_step * source_id + path.target_step * target_id
-    # [segment, block, 3]: for layer-major memory, neighbours in a row are neighbours in memory.
-    # Reading in ascending order is worth a tenth of the speed, and finds every pair of neighbours.
+    # [segment, block, 3]: in layer-major memory, neighbours in a row are neighbours in memory.
+    # Reading in ascending order is a tenth faster, and finds every pair of neighbours.
     order = np.argsort(moves.source_ids, kind="stable")
     runs = np.empty((len(path.base), count, 3), dtype=np.int64)
     runs[:] = path.base[:, None]
@@ -99,7 +100,7 @@ def _runs_of(moves: Moves) -> npt.NDArray[np.int64]:
 
 
 class _Path(NamedTuple):
-    """What every plan between two geometries shares: the runs of block 0 → block 0, and a step to the next."""
+    """The part that all plans between two geometries share: the runs of block 0 → block 0, and the steps per id."""
 
     base: npt.NDArray[np.int64]  # [segments, 3]
     source_step: npt.NDArray[np.int64]
@@ -110,7 +111,7 @@ class _Path(NamedTuple):
 @functools.lru_cache(maxsize=256)
 def _path(source: Geometry, target: Geometry) -> _Path:
     if not np.array_equal(source.nbytes, target.nbytes):
-        raise InvariantError("a copy between memories of different layouts was planned")
+        raise InvariantError("cannot plan a copy between memories of different layouts")
     zeros = np.zeros_like(source.strides)
     return _Path(
         np.stack((source.offsets, target.offsets, source.nbytes), axis=1),
@@ -121,7 +122,7 @@ def _path(source: Geometry, target: Geometry) -> _Path:
 
 
 def _merged(runs: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Join each run with the one before it where it continues it on both sides."""
+    """Join each run with the one before it if it continues that one on both sides."""
     if len(runs) < 2:
         return runs
     ends = runs[:-1, :2] + runs[:-1, 2:]

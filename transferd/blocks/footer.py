@@ -1,6 +1,6 @@
-"""The footer of a stored object: what makes a wrong object a miss instead of wrong KV.
+"""The footer of a stored object. It turns a wrong object into a miss instead of wrong KV.
 
-A stored object is the packed block (payload) and then FOOTER_BYTES of footer, little-endian:
+A stored object is the packed block (payload), followed by a footer of FOOTER_BYTES, little-endian:
 
     offset  bytes  field
          0      8  magic "tfdblock"
@@ -17,17 +17,17 @@ A stored object is the packed block (payload) and then FOOTER_BYTES of footer, l
        104     16  zero
        120      8  xxh3-64 of the footer's first 120 bytes
 
-The footer comes last, so an object cut short has no footer where one is expected. Generation,
-fingerprint and model are texts of any length; their BLAKE2b-128 digests have one.
+The footer comes last, so a truncated object has none in the expected place. Generation, fingerprint and model
+are texts of any length, so the footer holds their BLAKE2b-128 digests.
 
-`check` goes from the outside in: is it a footer at all, is the footer itself whole, is it the object
-that was asked for, is the payload whole. So each reason means one thing: `checksum` is damage of the
-payload, `key` a storage that mixed up names, `layout` a block of other shape. For a partial block
-(`…:partial:N`) N is part of the key, hence of the key digest, hence checked.
+`check` works from the outside in: is there a footer, is the footer intact, is this the requested object, is the
+payload intact? So each reason has one meaning: `checksum` means a damaged payload, `key` means that storage mixed
+up names, `layout` means a block of another shape. For a partial block (`…:partial:N`), N is part of the key, so the
+key digest covers it.
 
-Cost: one pass of xxh3 over the payload (several times the speed of a memory copy) and about 2 µs.
-xxhash releases the GIL for payloads from 128 KiB up, so checksums of several blocks run in parallel
-threads and never hold up the loop; below that size they take a few microseconds.
+Cost: one pass of xxh3 over the payload (several times faster than a memory copy), plus about 2 µs. xxhash releases
+the GIL for payloads of 128 KiB or more, so threads checksum several blocks in parallel and never block the loop.
+Smaller payloads take a few microseconds.
 """
 
 from __future__ import annotations
@@ -59,23 +59,23 @@ _RANK = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
 class Damage(enum.StrEnum):
-    """Why an object must not be delivered. The value is what metrics count."""
+    """Why an object must not be delivered. Metrics count by the value."""
 
-    MAGIC = "magic"  # no footer where it should be: cut short, zeroed, or not ours
+    MAGIC = "magic"  # no footer in its place: the object is truncated, zeroed, or not ours
     VERSION = "version"  # written by another format version
     FOOTER = "footer"  # the footer's own checksum is wrong
-    KEY = "key"  # another key's object under this name
-    GENERATION = "generation"  # another weight version's
-    LAYOUT = "layout"  # another layout fingerprint's
-    MODEL = "model"  # another model's
-    RANK = "rank"  # another rank's
-    LENGTH = "length"  # another payload length than expected
-    CHECKSUM = "checksum"  # the payload's bytes are not those that were stored
-    UNREADABLE = "unreadable"  # the medium does not give them back
+    KEY = "key"  # the object of another key under this name
+    GENERATION = "generation"  # of another weight version
+    LAYOUT = "layout"  # of another layout fingerprint
+    MODEL = "model"  # of another model
+    RANK = "rank"  # of another rank
+    LENGTH = "length"  # the payload has another length than expected
+    CHECKSUM = "checksum"  # the payload's bytes have changed since it was stored
+    UNREADABLE = "unreadable"  # the medium cannot read the bytes
 
 
 class Stamp(NamedTuple):
-    """Which object this is: the identity that a footer records. Built by `stamps`, about 0.3 µs each."""
+    """An object's identity, as its footer records it. `stamps` builds them, in about 0.3 µs each."""
 
     key: bytes  # 20 bytes
     generation: bytes  # 16
@@ -93,8 +93,8 @@ def stamps(digests: Iterable[str], *, model: str, fingerprint: str, generation: 
 def seal(slot: memoryview, payload_bytes: int, stamp: Stamp) -> None:
     """Write the footer right after the payload.
 
-    slot: writable bytes that begin with the payload and have room for the footer; the caller owns
-    them and keeps the payload unchanged from here until it is stored.
+    slot: writable bytes that begin with the payload and have room for the footer. The caller owns them, and keeps
+    the payload unchanged until it is stored.
     """
     _check_room(slot, payload_bytes)
     checksum = xxhash.xxh3_64_intdigest(slot[:payload_bytes])
@@ -114,7 +114,7 @@ def seal(slot: memoryview, payload_bytes: int, stamp: Stamp) -> None:
 
 
 def check(slot: memoryview, payload_bytes: int, stamp: Stamp) -> Damage | None:
-    """None if `slot` holds the whole object that `stamp` names, else why it must not be delivered."""
+    """None if `slot` holds the intact object that `stamp` names, otherwise why it must not be delivered."""
     _check_room(slot, payload_bytes)
     footer = bytes(slot[payload_bytes : payload_bytes + FOOTER_BYTES])
     damage = _check_footer(footer, payload_bytes, stamp)
@@ -125,12 +125,12 @@ def check(slot: memoryview, payload_bytes: int, stamp: Stamp) -> Damage | None:
 
 
 class Inspection:
-    """Checks an object by its own name, without a layout: for a scrub, and for a store without its daemon.
+    """Checks an object by its own name, without a layout: for the scrub, and for `verify` without a daemon.
 
-    name: of the object. nbytes: of the object, footer included. Feed the footer first, then the payload
-    in order, in pieces of any size; `damage` at the end is what `check` would have said.
+    name, nbytes: the object's, footer included. Feed the footer first, then the payload in order, in pieces of any
+    size. Then `damage` returns what `check` would.
 
-    Raises NotSealed if the name is none that `ObjectNamer` gives.
+    Raises NotSealed if `ObjectNamer` does not make such names.
     """
 
     def __init__(self, name: str, nbytes: int) -> None:
@@ -140,7 +140,7 @@ class Inspection:
         self._hasher = xxhash.xxh3_64()
 
     def footer(self, footer: bytes) -> Damage | None:
-        """What the footer alone says, the object's last FOOTER_BYTES; fewer if the object has not so many."""
+        """Check the footer: the object's last FOOTER_BYTES, or all of a shorter object."""
         self._footer = footer
         if len(footer) < FOOTER_BYTES:
             return Damage.MAGIC
@@ -150,18 +150,18 @@ class Inspection:
         self._hasher.update(piece)
 
     def damage(self) -> Damage | None:
-        """Once the whole payload was fed to an inspection whose footer is good."""
+        """The result, after the whole payload was fed. Call it only if the footer was good."""
         return None if _checksum_of(self._footer) == self._hasher.intdigest() else Damage.CHECKSUM
 
 
 class NotSealed(ValueError):
-    """The name is not one of ours, so nothing in the object can be relied on to tell whether it is whole."""
+    """The name is not one of ours, so the object has nothing that proves it intact."""
 
 
 def stamp_of_name(name: str) -> Stamp:
-    """What the footer of the object of this name must say.
+    """The stamp that an object of this name must have.
 
-    A part of a name that was too long to be in it (keys.py) stays empty and is not compared. Raises NotSealed.
+    A part that was too long for the name (keys.py) stays empty and is not compared. Raises NotSealed.
     """
     parts = name.split("/")
     if len(parts) != 5 or not _DIGEST.fullmatch(parts[3]) or not _RANK.fullmatch(parts[4]):
@@ -176,7 +176,7 @@ def _digest_of_part(part: str) -> bytes:
 
 
 def _check_footer(footer: bytes, payload_bytes: int, stamp: Stamp) -> Damage | None:
-    """Everything but the payload's checksum. An empty field of the stamp agrees with anything."""
+    """Check everything but the payload's checksum. An empty field of the stamp matches anything."""
     magic, version, size, rank = _OUTER.unpack_from(footer)
     if magic != _MAGIC:
         return Damage.MAGIC

@@ -1,19 +1,18 @@
-"""How a packed block becomes objects of a storage pool. Two formats; `storage.key_schema` chooses one at start.
+"""How a packed block becomes objects in a storage pool. There are two formats; `storage.key_schema` chooses one.
 
-    schema        objects of one (block, rank)                        what proves an object whole
-    transferd     one: all planes in layout order, then the footer    its footer (footer.py)
-    fastdeploy    one a plane: [layers, heads, block_size, head_dim]  its length, nothing else
+    schema        objects of one (block, rank)                              what proves an object intact
+    transferd     one: all planes in layout order, then the footer          its footer (footer.py)
+    fastdeploy    one per plane: [layers, heads, block_size, head_dim]      only its length
 
-Everything that differs is here: what objects are called, where each segment of a block lies in a staging
-slot, which part of the slot is which object, and what is written and checked beside the bytes. Workers
-ask the format and never which one it is; a block that is several objects is taken apart and put
-together by `storage/divided.py`.
+All differences are here: the names of objects, the place of each segment in a staging slot, which part of the slot
+is which object, and what is written and checked besides the bytes. Workers use an ObjectFormat without knowing
+which one. `storage/divided.py` splits and joins blocks that are several objects.
 
-FastDeploy's names are `prefix{version}_{hash}_{rank}_{plane}` with plane one of key, value, key_scale,
-value_scale. Its objects hold raw bytes, all layers of one plane one after the other, as its
-cache_transfer_manager.py and swap_cache_layout.cu lay them out. `indexer` (DSA) is ours: FastDeploy does
-not store it. Neither model, tensor-parallel size nor dtype are part of such a name, and nothing in the
-object tells damage from data: docs/fastdeploy.md says what that costs.
+FastDeploy's names are `prefix{version}_{hash}_{rank}_{plane}`, where plane is key, value, key_scale or value_scale.
+Its objects hold raw bytes: all layers of one plane, one after the other, as its cache_transfer_manager.py and
+swap_cache_layout.cu lay them out. `indexer` (DSA) is our addition: FastDeploy does not store it. Such a name
+contains neither model nor tensor-parallel size nor dtype, and the object has nothing that tells damage from data.
+docs/fastdeploy.md describes the cost.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from transferd.config import StorageSection
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One of a block's objects: its name is the block's name and `suffix`, its bytes are slot[start:stop]."""
+class ObjectPart:
+    """One of a block's objects. Its name is the block's name + `suffix`; its bytes are slot[start:stop]."""
 
     suffix: str
     start: int
@@ -43,12 +42,12 @@ class Part:
 class ObjectFormat(abc.ABC):
     """See the module. Immutable; shared by all ranks and threads.
 
-    parts: the objects of a block, which together fill a slot's first `slot_bytes` bytes.
-    offsets: int64 [segments], where each segment of a block begins in a slot.
-    checked_bytes: how many bytes of a block `seal` and `check` go over, which is what they cost.
+    parts: a block's objects, which together fill the first `slot_bytes` bytes of a slot.
+    offsets: int64 [segments], the start of each segment in a slot.
+    checked_bytes: how many bytes of a block `seal` and `check` read; that is their cost.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[ObjectPart, ...]
     offsets: npt.NDArray[np.int64]
     checked_bytes: int
 
@@ -58,7 +57,7 @@ class ObjectFormat(abc.ABC):
 
     @abc.abstractmethod
     def ids(self, keys: Iterable[str]) -> list[str]:
-        """What of the keys goes into names. The same on every rank: computed once per task."""
+        """The part of each key that goes into names. The same on every rank, so it is computed once per task."""
 
     @abc.abstractmethod
     def names(self, generation: str, ids: Iterable[str], rank: int) -> list[str]:
@@ -66,28 +65,28 @@ class ObjectFormat(abc.ABC):
 
     @abc.abstractmethod
     def id_of(self, generation: str, name: str) -> str | None:
-        """The id in the name of a block of this generation, whatever its rank; None for any other name."""
+        """The id in the name of a block of this generation and any rank; None for any other name."""
 
-    def possible(self, name: str, nbytes: int) -> bool:  # noqa: ARG002 - names say nothing of lengths, usually
-        """Whether something of this length can be the object of this name, as far as name and length tell."""
+    def possible(self, name: str, nbytes: int) -> bool:  # noqa: ARG002 - most names do not tell the length
+        """Whether an object of this name could have this length."""
         return nbytes > 0
 
     @abc.abstractmethod
     def seal(self, slots: Sequence[memoryview], generation: str, ids: Sequence[str], rank: int) -> None:
-        """Complete slots that hold packed blocks, so that `check` can tell whether they come back as they are."""
+        """Complete slots that hold packed blocks, so that `check` can later prove them intact."""
 
     @abc.abstractmethod
     def check(self, slots: Sequence[memoryview], generation: str, ids: Sequence[str], rank: int) -> list[Damage | None]:
-        """For each slot: None if it holds the whole block it should, else why it must not be delivered."""
+        """For each slot: None if it holds the right block, intact; otherwise why it must not be delivered."""
 
 
 class SealedBlocks(ObjectFormat):
-    """transferd's own: one object for a block, sealed with a footer that names model, layout, generation, key, rank."""
+    """transferd's format: one object per block. Its footer seals model, layout, generation, key and rank."""
 
     def __init__(self, model: str, layout: BlockLayout) -> None:
         self._namer = ObjectNamer(model, layout.fingerprint)
         self._payload = layout.block_bytes
-        self.parts = (Part("", 0, layout.block_bytes + FOOTER_BYTES),)
+        self.parts = (ObjectPart("", 0, layout.block_bytes + FOOTER_BYTES),)
         self.offsets = np.array([segment.offset for segment in layout.segments], dtype=np.int64)
         self.checked_bytes = layout.block_bytes
 
@@ -116,7 +115,7 @@ class SealedBlocks(ObjectFormat):
 
 
 class RawPlanes(ObjectFormat):
-    """FastDeploy's: an object for each plane, raw. Shares a pool with FastDeploy's own transfer processes."""
+    """FastDeploy's format: one raw object per plane. Shares a pool with FastDeploy's own transfer processes."""
 
     checked_bytes = 0
 
@@ -126,7 +125,7 @@ class RawPlanes(ObjectFormat):
         end = 0
         for plane in layout.planes:
             first[plane.name] = end
-            parts.append(Part(f"_{plane.name}", end, end + layers * plane.nbytes))
+            parts.append(ObjectPart(f"_{plane.name}", end, end + layers * plane.nbytes))
             end = parts[-1].stop
         self.parts = tuple(parts)
         self.offsets = np.array(
@@ -145,7 +144,7 @@ class RawPlanes(ObjectFormat):
         return key if name.startswith(head) and rank.isdigit() else None
 
     def seal(self, slots: Sequence[memoryview], generation: str, ids: Sequence[str], rank: int) -> None:
-        """There is nothing beside the bytes."""
+        """Does nothing: the format has only the raw bytes."""
 
     def check(
         self,
@@ -154,7 +153,7 @@ class RawPlanes(ObjectFormat):
         ids: Sequence[str],  # noqa: ARG002
         rank: int,  # noqa: ARG002
     ) -> list[Damage | None]:
-        """Storage has checked the lengths, and that is all that can be."""
+        """Finds no damage: storage has checked the lengths, and there is nothing else to check."""
         return [None] * len(slots)
 
 

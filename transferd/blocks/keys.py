@@ -1,4 +1,4 @@
-"""How things are named: objects in a storage pool, and blocks of a token sequence.
+"""Names of objects in a storage pool, and keys of the blocks of a token sequence.
 
 **Object names.** A key is an opaque string of any length and any characters. Its *digest* is BLAKE2b
 of 160 bits with the personalisation `transferd key`, over the key in UTF-8 (lone surrogates, which
@@ -60,7 +60,7 @@ _UNSAFE = re.compile(rb"[^A-Za-z0-9_.-]")
 
 
 def encode_text(text: str) -> bytes:
-    """Any Python string as bytes, injectively: UTF-8, lone surrogates passed through."""
+    """Any Python string as bytes, injectively: UTF-8 with lone surrogates passed through."""
     return text.encode("utf-8", "surrogatepass")
 
 
@@ -74,8 +74,8 @@ def key_digest(key: str) -> str:
 class ObjectNamer:
     """Names of one model's objects in one layout. Immutable; shared by all ranks.
 
-    model: `storage.model`. fingerprint: `BlockLayout.fingerprint`. The generation is an argument of
-    each call, because it changes while a daemon runs.
+    model: `storage.model`. fingerprint: `BlockLayout.fingerprint`. Each call takes the generation, because it
+    changes while a daemon runs.
     """
 
     def __init__(self, model: str, fingerprint: str) -> None:
@@ -84,7 +84,7 @@ class ObjectNamer:
         self._space = f"{quote_part(model)}/{quote_part(fingerprint)}/"
 
     def digests(self, keys: Iterable[str]) -> list[str]:
-        """The `key_digest` of each key. The same on every rank: compute them once a task."""
+        """The `key_digest` of each key. They are the same on every rank: compute them once per task."""
         return [key_digest(key) for key in keys]
 
     def names(self, generation: str, digests: Iterable[str], rank: int) -> list[str]:
@@ -94,12 +94,12 @@ class ObjectNamer:
         return [head + digest + tail for digest in digests]
 
     def digest_of(self, generation: str, name: str) -> str | None:
-        """The digest in the name of an object of this generation, whatever its rank; None for any other name."""
+        """The digest in the name of an object of this generation and any rank; None for any other name."""
         head = f"{self._space}{quote_part(generation)}/"
         return name[len(head) :].partition("/")[0] if name.startswith(head) else None
 
     def owns(self, name: str) -> bool:
-        """Is it the name of an object of this model in this layout, of any generation?"""
+        """Whether it is the name of an object of this model and layout, in any generation."""
         return name.startswith(self._space)
 
     def __repr__(self) -> str:
@@ -118,7 +118,7 @@ def quote_part(text: str) -> str:
 
 
 def unquote_part(part: str) -> str | None:
-    """The text that `quote_part` made this of; None if it was too long to be in it, or if it is no such part."""
+    """The inverse of `quote_part`; None if the text was too long for the part, or if this is no such part."""
     if "~" in part:
         return None
     try:
@@ -146,18 +146,17 @@ def block_keys(
 ) -> list[str]:
     """The key of every block of a sequence, root to leaf, as the module's docstring defines them.
 
-    token_ids: the whole sequence from its first token. extra_keys: what the KV of a token range depends on
-    besides its tokens, such as an image's hash, as (key, offset, length): it covers tokens offset …
-    offset+length-1 and may reach past the last token. partial: also name a last incomplete block.
+    token_ids: the whole sequence from its first token. extra_keys: everything besides tokens that the KV of a token
+    range depends on, such as an image's hash, as (key, offset, length). Each covers tokens offset …
+    offset+length-1 and may extend past the last token. partial: also return a key for a last incomplete block.
 
-    Raises RequestError for a block size below 1, tokens that are not 64-bit integers, a negative
-    offset or length.
+    Raises RequestError for a block size below 1, tokens that are not 64-bit integers, a negative offset or length.
     """
     block_size = _integer("block_size", block_size, 1, (1 << 32) - 1)
     try:
         tokens = memoryview(TokenIds(token_ids).array.astype("<i8").tobytes())
     except (TypeError, ValueError, OverflowError) as error:
-        raise RequestError(f"token_ids cannot be hashed: {error}") from error
+        raise RequestError(f"token_ids must be 64-bit integers: {error}") from error
     count = len(tokens) // _TOKEN_BYTES
     extras = _extras_by_block(extra_keys or (), count, block_size)
     sha256 = hashlib.sha256
@@ -179,7 +178,7 @@ def block_keys(
 
 
 def partial_tokens(key: str) -> int | None:
-    """N of a key that ends in `:partial:N`; None for the key of a full block, or any other text."""
+    """The N of a key that ends in `:partial:N`; None for the key of a full block, and any other text."""
     match = _PARTIAL.search(key)
     return None if match is None else int(match[1])
 
@@ -211,16 +210,16 @@ def _checked_extra(item: tuple[str | bytes, int, int]) -> tuple[bytes, int, int]
     try:
         key, offset, length = item
     except (TypeError, ValueError):
-        raise RequestError(f"an extra key is (key, offset, length), not {item!r}") from None
+        raise RequestError(f"an extra key must be (key, offset, length), not {item!r}") from None
     if not isinstance(key, str | bytes):
-        raise RequestError(f"an extra key is text or bytes, not {key!r}")
+        raise RequestError(f"an extra key must be text or bytes, not {key!r}")
     raw = encode_text(key) if isinstance(key, str) else key
     largest = (1 << 63) - 1
     return raw, _integer("offset", offset, 0, largest), _integer("length", length, 0, largest)
 
 
 def _integer(what: str, value: SupportsIndex, smallest: int, largest: int) -> int:
-    """`value` as an int, numpy's integers too. Raises RequestError."""
+    """`value` as an int; also accepts numpy's integers. Raises RequestError."""
     if isinstance(value, bool) or not hasattr(value, "__index__") or not smallest <= operator.index(value) <= largest:
         raise RequestError(f"{what} must be an integer from {smallest} to {largest}, not {value!r}")
     return operator.index(value)

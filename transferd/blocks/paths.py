@@ -1,4 +1,4 @@
-"""Block keys of token paths, computed once for everybody who asks for the same path shortly after."""
+"""Block keys of token paths, with a cache of the most recent paths."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections import OrderedDict
 from transferd.blocks.keys import block_keys
 from transferd.tasks import TokenIds
 
-REMEMBERED_PATHS = 32  # every rank of a task asks, and the match before it and the events after it
+REMEMBERED_PATHS = 32  # every rank of a task needs the path, and so do the match before and the KV events after
 
 
 class PathKeys:
-    """The chained keys (`keys.block_keys`) of a path's full blocks; incomplete last blocks have none here."""
+    """The chained keys (`keys.block_keys`) of a path's full blocks. An incomplete last block gets no key."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self._paths: OrderedDict[TokenIds, list[str]] = OrderedDict()
 
     def keys(self, path: TokenIds, start: int = 0, count: int | None = None) -> list[str]:
-        """The keys of `count` full blocks from `start` on; of all, without `count`."""
+        """The keys of `count` full blocks from `start` on; without `count`, of all."""
         keys = self._paths.get(path)
         if keys is None:
             keys = self._paths[path] = block_keys(path, self.block_size, partial=False)

@@ -1,30 +1,29 @@
 """The contract of a storage backend: named, immutable objects in and out of registered host memory.
 
-An object is one block of one rank with its footer (footer.py); a backend sees bytes only. Names
-come from keys.py: `<model>/<fingerprint>/<generation>/<key digest>/<rank>`; the parts before the
+An object is one block of one rank with its footer (footer.py); a backend sees only bytes. Names
+come from keys.py: `<model>/<fingerprint>/<generation>/<key digest>/<rank>`. The parts before the
 digest may hold any text, so a backend that maps names to paths must quote them.
 
 Guaranteed by the caller (workers):
 
-1. Buffers lie inside memory given to `register` before; a buffer stays valid and unchanged (put)
-   or untouched by others (get) until the call on it has returned, also when the caller has lost
-   interest meanwhile.
-2. Objects under one name always hold the same payload: names are content keys.
-3. `open` once before, `close` once after every call has returned.
+1. Every buffer lies inside memory that was passed to `register`. It stays valid and unchanged (put), or
+   untouched by others (get), until the call on it has returned, even if the caller was cancelled.
+2. Objects with the same name always hold the same payload: names are content keys.
+3. `open` comes once, before everything else; `close` once, after every call has returned.
 
 Duties of an implementation:
 
-1. Answer per object. One object's failure is that object's outcome; only a failure of the whole
-   call raises (`StorageUnavailable`, typically).
-2. `put`: after outcome STORED or EXISTS a `get` of the name finds the whole object (until evicted);
-   a torn object is never visible under its name, also after kill -9.
-3. `get`: FOUND with the object's whole length, which must equal the buffer's; any other length is
-   MISSING (and counted), never a short read passed off as good.
-4. `exists`: True only for what a `get` would find now. An error is an error, not True.
+1. Answer per object. The failure of one object is that object's outcome. A call raises only if it fails as a
+   whole (typically `StorageUnavailable`).
+2. `put`: after outcome STORED or EXISTS, a `get` of the name finds the whole object (until it is evicted).
+   A torn object is never visible under its name, not even after kill -9.
+3. `get`: FOUND means that the object is complete and as long as the buffer. Any other length is MISSING (and
+   counted); a short read never passes as good.
+4. `exists`: True only if a `get` would find the object now. An error is an error, not True.
 5. Nothing blocks the event loop; blocking work runs in the backend's own threads.
-6. Every wait inside is bounded, also with the backend's server gone.
-7. Capacity, where configured, is kept by evicting the least recently used, of one chain the deepest
-   first; never for the task that stored or found the object. What has no room is FAILED, `storage_full`.
+6. Every wait is bounded, even if the backend's server is gone.
+7. If a capacity is configured, evict the least recently used object, and within a chain the deepest one first,
+   but never an object that the same task stored or found. An object without room is FAILED, `storage_full`.
 """
 
 from __future__ import annotations
@@ -42,18 +41,18 @@ from transferd.tiers.base import HostMemory
 
 
 class Found(enum.Enum):
-    """What became of one object of a batch."""
+    """The result for one object of a batch."""
 
     STORED = "stored"  # put: written now
-    EXISTS = "exists"  # put: was there already
+    EXISTS = "exists"  # put: it was already stored
     FOUND = "found"  # get: the buffer holds it
-    MISSING = "missing"  # get: not there, or not of this length
+    MISSING = "missing"  # get: not stored, or of another length
     FAILED = "failed"  # see error
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One object's answer. `error` exactly when `found` is FAILED."""
+    """The answer for one object. `error` is set if and only if `found` is FAILED."""
 
     found: Found
     error: TransferError | None = None
@@ -67,10 +66,10 @@ MISSING = Outcome(Found.MISSING)
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """A name and the registered host memory its object is read from or written to. Borrows `data`.
+    """An object's name, and the registered host memory to store it from or load it into. Borrows `data`.
 
-    use, depth: for which task, and how deep in its chain of blocks; the order of eviction follows them
-    where the backend keeps one. None: the batch is one chain, and a use of its own.
+    use, depth: the task's use, and the block's depth in its chain; backends that evict order by them. None: the
+    batch is one chain and a use of its own.
     """
 
     name: str
@@ -89,64 +88,67 @@ class Storage(abc.ABC):
         """Make ready: connect, create directories, find existing objects. Raises StorageError or ConfigError."""
 
     def register(self, memory: HostMemory) -> None:
-        """Announce host memory that buffers will come from, before the first put or get.
+        """Register host memory that buffers will lie in, before the first put or get.
 
-        Zero-copy backends register it with their transport. Raises StorageError when that fails:
-        unregistered memory would fail later, or silently be copied.
+        Zero-copy backends register it with their transport. Raises StorageError if that fails: otherwise the
+        memory would fail later, or be copied silently.
         """
 
     def expect(self, possible: Callable[[str, int], bool]) -> None:
-        """Say what objects can be, by name and length; before `open`. For backends that find objects then."""
+        """Set the test for plausible objects, by name and length. Call it before `open`, which may find objects."""
 
     def reconfigure(self, config: Config) -> None:
-        """Take over what may change while running (a capacity); called on SIGHUP, on the event loop."""
+        """Apply settings that may change at run time (a capacity). Called on SIGHUP, on the event loop."""
 
     def tell_departures(self, left: Callable[[str], None]) -> bool:  # noqa: ARG002 - a default
         """Call `left(name)`, on the event loop, in the very step in which a get stops finding an object.
 
-        For those who tell others what is stored. False, the default: this backend cannot say (a pool
-        that other nodes share evicts on its own), and `left` is never called. At most once.
+        KV events need it. The default returns False: the backend cannot know (a pool shared with other nodes
+        evicts on its own), and never calls `left`. Call this at most once.
         """
         return False
 
     def holds(self, name: str) -> bool:
-        """Whether a get would find the object, as is known without asking. Only where departures are told."""
+        """Whether a get would find the object, known without I/O. Only if `tell_departures` returned True."""
         raise NotImplementedError
 
     def unregister(self, memory: HostMemory) -> None:
-        """The memory is about to be freed; called after the last put and get, before close."""
+        """The memory is about to be freed. Called after the last put and get, before `close`."""
 
     @abc.abstractmethod
     async def exists(self, names: Sequence[str]) -> list[bool]:
-        """Which of these a get would find. Raises StorageError when the backend cannot say."""
+        """Which of these a get would find. Raises StorageError if the backend cannot tell."""
 
     async def look_up(self, names: Sequence[str], use: Use) -> list[bool]:  # noqa: ARG002 - a default
-        """`exists` of one chain of names, root to leaf, as part of a use. For backends that evict by use."""
+        """`exists` for one chain of names, root to leaf, counted as part of a use. For backends that evict by use."""
         return await self.exists(names)
 
     @abc.abstractmethod
     async def put(self, blobs: Sequence[Blob]) -> list[Outcome]:
-        """Store each; same order, same length."""
+        """Store each. Outcomes have the blobs' order and number."""
 
     @abc.abstractmethod
     async def get(self, blobs: Sequence[Blob]) -> list[Outcome]:
-        """Fill each buffer; same order, same length. A buffer whose outcome is not FOUND holds anything."""
+        """Fill each buffer. Outcomes have the blobs' order and number.
+
+        If an outcome is not FOUND, the content of its buffer is undefined.
+        """
 
     @abc.abstractmethod
     async def quarantine(self, name: str) -> None:
-        """A loaded object failed its check: make it unreachable (and keep it aside where that is cheap)."""
+        """A loaded object failed its check: make it unreachable (and keep a copy for inspection if that is cheap)."""
 
     @abc.abstractmethod
     async def close(self) -> None:
-        """Release everything. Idempotent. Raises StillRunning, naming them, for calls that do not end."""
+        """Release everything. Idempotent. Raises StillRunning that names the calls that do not end."""
 
     def abandon(self) -> list[str]:
-        """The process is about to end with calls under way: give back locks, so that a successor can start.
+        """The process is about to end with calls running: release locks, so that a successor can start.
 
-        Frees no memory. Returns what is under way, for the log.
+        Frees no memory. Returns what is running, for the log.
         """
         return []
 
     @abc.abstractmethod
     def statistics(self) -> dict[str, Any]:
-        """At least objects, bytes (None where the backend cannot know cheaply)."""
+        """At least objects and bytes (None if the backend cannot know them cheaply)."""

@@ -1,12 +1,12 @@
-"""A circuit breaker: after a failure of the whole backend, calls fail at once instead of each waiting it out.
+"""A circuit breaker: after a failure of the whole backend, calls fail at once instead of waiting for a timeout each.
 
     closed     calls go through
-    open       calls fail at once; a probe is made `probe_interval` seconds later
-    half_open  the probe is under way; calls still fail at once
+    open       calls fail at once; a probe starts `probe_interval` seconds later
+    half_open  the probe runs; calls still fail at once
 
-It opens when it is told of a failure (`failed`: an answer that means "nobody is there", or a call that
-is overdue while it still hangs) and closes when a probe succeeds. Closed, it costs nothing: no timer,
-no task. Open, it makes one probe at a time for as long as it takes.
+`failed` opens it, after an answer that means that the backend is unavailable, or when a call is overdue. A
+successful probe closes it. While closed it costs nothing: no timer, no task. While open it probes, one probe at a
+time, until one succeeds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class BreakerState(enum.StrEnum):
 class CircuitBreaker:
     """Guards one backend, on one event loop.
 
-    probe: asks the backend something cheap. True if it answered; False or StorageError if not. Bounded by itself.
+    probe: makes a cheap call to the backend. True if it answered; False or StorageError if not. It bounds its own
+    time.
     """
 
     def __init__(self, name: str, probe: Callable[[], Awaitable[bool]], probe_interval: float) -> None:
@@ -51,11 +52,11 @@ class CircuitBreaker:
         """Raise StorageUnavailable unless closed."""
         if self.state is not BreakerState.CLOSED:
             raise StorageUnavailable(
-                f"{self._name} does not answer ({self.reason}); it is asked again in the background"
+                f"{self._name} does not answer ({self.reason}); calls fail at once until a background probe succeeds"
             )
 
     def failed(self, reason: str) -> None:
-        """The backend as a whole did not answer."""
+        """Report that the whole backend did not answer."""
         if self._over:
             return
         self.reason = reason
@@ -66,7 +67,7 @@ class CircuitBreaker:
             self._probe_later()
 
     async def close(self) -> None:
-        """Probe no more; returns when a probe under way has ended. For the shutdown. Idempotent."""
+        """Stop probing, and wait until a running probe has ended. For shutdown. Idempotent."""
         self._over = True
         if self._timer is not None:
             self._timer.cancel()

@@ -1,14 +1,14 @@
-"""A block that is several objects, seen as one: a Storage in front of another.
+"""A Storage in front of another that makes a block of several objects look like one.
 
-A name stands for the objects name + suffix, one for each Part of the format; a buffer is cut into their
+A name stands for the objects name + suffix, one for each ObjectPart of the format; a buffer is cut into their
 ranges. The answer for a block is the worst of its objects':
 
     exists   all of them
     put      FAILED if one failed; else STORED if one was new; else EXISTS
     get      FAILED if one failed; else MISSING if one is; else FOUND
 
-A block of which only some objects are there is missing, and a put completes it. Whoever reads between
-two objects of one put sees a block that is not there yet.
+A block with only some of its objects stored is missing, and a put completes it. A read between two objects of a
+put misses the block.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from transferd.blocks.formats import Part
+from transferd.blocks.formats import ObjectPart
 from transferd.config import Config
 from transferd.storage.base import Blob, Found, Outcome, Storage
 from transferd.storage.lru import Use
@@ -26,24 +26,24 @@ _WORST_FIRST = (Found.FAILED, Found.MISSING, Found.STORED, Found.EXISTS, Found.F
 _BADNESS = {found: rank for rank, found in enumerate(reversed(_WORST_FIRST))}
 
 
-def divided(storage: Storage, parts: Sequence[Part]) -> Storage:
-    """`storage` for blocks of these parts: itself, where a block is one object under its own name."""
+def divided(storage: Storage, parts: Sequence[ObjectPart]) -> Storage:
+    """`storage` for blocks of these parts: `storage` itself if a block is one object under its own name."""
     return storage if [part.suffix for part in parts] == [""] else DividedStorage(storage, parts)
 
 
 class DividedStorage(Storage):
-    """See the module. Borrows the storage behind it, whose life is its owner's: open and close do nothing."""
+    """See the module. Borrows the storage behind it: `open` and `close` do nothing, its owner does that."""
 
-    def __init__(self, storage: Storage, parts: Sequence[Part]) -> None:
+    def __init__(self, storage: Storage, parts: Sequence[ObjectPart]) -> None:
         self.backend = storage.backend
         self._storage = storage
         self._parts = tuple(parts)
 
     async def open(self) -> None:
-        """Its owner opens what is behind."""
+        """Does nothing: the owner opens the storage behind."""
 
     async def close(self) -> None:
-        """Its owner closes what is behind."""
+        """Does nothing: the owner closes the storage behind."""
 
     def register(self, memory: HostMemory) -> None:
         self._storage.register(memory)
@@ -58,7 +58,7 @@ class DividedStorage(Storage):
         return self._storage.statistics()
 
     def tell_departures(self, left: Callable[[str], None]) -> bool:
-        """A block leaves with each of its objects."""
+        """Reports a block when any of its objects leaves."""
         suffixes = tuple(part.suffix for part in self._parts)
 
         def object_left(name: str) -> None:
@@ -88,7 +88,7 @@ class DividedStorage(Storage):
             await self._storage.quarantine(name + part.suffix)
 
     def _objects(self, names: Sequence[str]) -> list[str]:
-        """In order of the parts, so that what a pool says of a block comes from one moment if it can."""
+        """A block's objects together, so that a pool answers for the whole block at one moment if it can."""
         return [name + part.suffix for name in names for part in self._parts]
 
     def _whole(self, found: Sequence[bool]) -> list[bool]:

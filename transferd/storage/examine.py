@@ -1,7 +1,7 @@
-"""Reading one stored file piece by piece and checking it against its own name. Blocking; for the scrub and `verify`.
+"""Reads one stored file piece by piece and checks it against its own name. Blocking; for the scrub and `verify`.
 
-Nothing here knows a layout: name and footer say all that is needed (footer.py). Memory is one piece,
-whatever the object's size.
+It needs no layout: name and footer contain everything (footer.py). It uses memory for one piece, whatever the
+object's size.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from dataclasses import dataclass
 
 from transferd.blocks.footer import FOOTER_BYTES, Damage, Inspection, NotSealed
 
-# What is in an object's place need not be a file: a FIFO or a device must neither hang the open nor be read.
+# An object's path may hold something else than a file: a FIFO or device must not hang `open`, and is not read.
 READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
-PIECE_BYTES = 1024**2  # large enough for a disk, small enough to wait for
+PIECE_BYTES = 1024**2  # large enough for a disk, small enough that a stop can wait for it
 
 
 @dataclass(slots=True)
 class Examination:
-    """One file under way. After `pieces` is exhausted, exactly one of these is known:
+    """The examination of one file. After `pieces` is exhausted, at most one of these is set:
 
-    damage: what is wrong with it. gone: it was replaced or removed meanwhile. unsealed: nothing in it
-    tells whether it is whole. None of them: it is whole.
+    damage: what is wrong with the object. gone: it was replaced or removed meanwhile. unsealed: it has nothing to
+    check it by. If none is set, the object is intact.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Examination:
     nbytes: int = 0
 
     def pieces(self, buffer: memoryview) -> Iterator[int]:
-        """Read the object through `buffer`; yields the bytes of each piece. Raises OSError for what is no damage."""
+        """Read the object through `buffer`; yields the size of each piece. Raises OSError for errors besides damage."""
         try:
             fd = os.open(self.path, READ_FLAGS)
         except FileNotFoundError:
@@ -44,7 +44,7 @@ class Examination:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 self.damage = Damage.UNREADABLE
                 return
-            # What only a check has read need not stay in the page cache; a hint, from Linux 6.3 on.
+            # A hint (from Linux 6.3): pages that only a check has read need not stay in the page cache.
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_NOREUSE)
             yield from self._inspect(fd, buffer)
             if self.damage is not None and not self._still_there(fd):
@@ -68,18 +68,18 @@ class Examination:
             done = 0
             while done < inspection.payload_bytes:
                 count = os.preadv(fd, [buffer[: inspection.payload_bytes - done]], done)
-                if not count:  # cut short under our eyes
+                if not count:  # truncated while we read it
                     self.damage = Damage.LENGTH
                     return
                 inspection.payload(buffer[:count])
                 done += count
                 yield count
             self.damage = inspection.damage()
-        except OSError:  # the medium does not give it back
+        except OSError:  # the medium cannot read it
             self.damage = Damage.UNREADABLE
 
     def _still_there(self, fd: int) -> bool:
-        """Is it still the file that we have open?"""
+        """Whether the path still names the file that we have open."""
         try:
             return os.path.samestat(os.stat(self.path, follow_symlinks=False), os.fstat(fd))
         except OSError:

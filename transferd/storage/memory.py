@@ -1,8 +1,8 @@
 """Storage in this process's own memory: for tests, and as a second host tier that needs no disk.
 
-Objects are copied in and out, within `storage.memory.capacity`; see indexed.py for everything that
-is decided. Batches up to INLINE_BYTES are copied on the event loop, larger ones in threads. numpy's
-copy is used because, unlike `bytes()` and slice assignment, it lets other threads run meanwhile.
+It copies objects in and out, within `storage.memory.capacity`; indexed.py makes all decisions. Batches up to
+INLINE_BYTES are copied on the event loop, larger ones in threads. It uses numpy's copy because, unlike
+`bytes()` and slice assignment, that lets other threads run meanwhile.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ COPY_THREADS = 2  # two saturate the memory bus of most machines
 
 
 class MemoryStorage(IndexedStorage):
-    """A dict of arrays with an LRU bound. Owns the copies it makes; its objects end with it.
+    """A dict of arrays with an LRU bound. Owns its copies, which do not outlive it.
 
-    threads: where large copies run; default two threads for each direction.
+    threads: run large copies; default: two threads per direction.
     """
 
     backend = "memory"
@@ -37,18 +37,18 @@ class MemoryStorage(IndexedStorage):
         self._objects: dict[str, npt.NDArray[np.uint8]] = {}
 
     async def open(self) -> None:
-        """Nothing to make ready but the threads. Raises NoThreads."""
+        """Start the threads. Raises NoThreads."""
         self._threads.open()
 
     def reconfigure(self, config: Config) -> None:
-        """Take over `storage.memory.capacity`."""
+        """Apply `storage.memory.capacity`."""
         self.set_capacity(config.storage.memory.capacity)
 
     def _write(self, name: str, data: memoryview) -> None:
         self._objects[name] = np.asarray(data).copy()
 
     def _read(self, name: str, data: memoryview) -> bool:
-        stored = self._objects.get(name)  # held here: an eviction meanwhile does not free it
+        stored = self._objects.get(name)  # our reference keeps it alive if it is evicted meanwhile
         if stored is None:
             return False
         if stored.nbytes != data.nbytes:

@@ -9,7 +9,7 @@ where the fan comes from a hash of the name. Every byte of a part outside
 `A-Z a-z 0-9 _ . -` is written %XX, a leading dot too, and an empty part is a lone `%`. So no part is
 hidden, `.` or `..`; `/`, `@` and `~` mean only what they mean here; and two names never share a path.
 
-A path that is not exactly what a name would give belongs to somebody else.
+A path that no name maps to is not ours.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from urllib.parse import unquote_to_bytes
 
 from transferd.blocks.keys import encode_text
 
-FAN_DIGITS = 2  # 256 directories: some hundred files in each at a hundred thousand objects
+FAN_DIGITS = 2  # 256 directories: with a hundred thousand objects, a few hundred files in each
 
 _UNSAFE = re.compile(rb"\A\.|[^A-Za-z0-9_.-]")
 _PART = re.compile(r"(?!\.)[A-Za-z0-9_.%-]+")
@@ -39,7 +39,7 @@ def path_of(name: str) -> str:
 
 
 def name_of(path: str) -> str | None:
-    """The name whose `path_of` this is; None if there is none."""
+    """The inverse of `path_of`; None if no name has this path."""
     space, _, leaf = path.rpartition("/")
     space = space.rpartition("/")[0]  # without the fan directory
     digest, at, rank = leaf.partition("@")
@@ -54,23 +54,23 @@ def name_of(path: str) -> str | None:
 
 
 def is_directory_of_ours(name: str) -> bool:
-    """Could a directory of this name, anywhere below the objects directory, hold objects?"""
+    """Whether a directory of this name, anywhere below the objects directory, could hold objects."""
     return _PART.fullmatch(name) is not None
 
 
 def temporary_of(path: str, number: int) -> str:
-    """Where the object is written before it appears under `path`, in the same directory."""
+    """The path, in the same directory, where the object is written before it appears under `path`."""
     return f"{path}~{number}"
 
 
 def is_temporary(path: str) -> bool:
-    """Is this where an object was being written? Relative to the objects directory, as for `name_of`."""
+    """Whether `temporary_of` makes this path, which is relative to the objects directory."""
     path, tilde, number = path.rpartition("~")
     return bool(tilde) and number.isascii() and number.isdigit() and name_of(path) is not None
 
 
 def is_set_aside(name: str) -> bool:
-    """Is a file of this name in the quarantine one of ours?"""
+    """Whether a file of this name in the quarantine directory is ours."""
     return _SET_ASIDE.fullmatch(name) is not None
 
 

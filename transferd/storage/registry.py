@@ -1,8 +1,8 @@
-"""Which class a backend name stands for. A new keyed backend is one file and one line here.
+"""Maps backend names to classes. A new keyed backend needs one file, and one line here.
 
-A name with a colon is a class outside this package: `package.module:Class`. Every backend class is
-called as `Class(config, clock=clock)` and must be a `Storage`. Modules are imported only when they
-are chosen, so an absent extra matters to nobody else.
+A name with a colon is a class outside this package: `package.module:Class`. Every backend class is called as
+`Class(config, clock=clock)` and must be a `Storage`. Only the chosen module is imported, so a missing extra
+affects only those who use it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ NO_BACKEND = "none"
 def create_token_storage(
     config: Config, clock: Clock = SYSTEM_CLOCK, keyed: Storage | None = None
 ) -> TokenStorage | None:
-    """Token-indexed storage, where that is configured, not yet open; else None. Raises ConfigError.
+    """The configured token-indexed storage, not yet open; None if there is none. Raises ConfigError.
 
-    keyed: holds the bytes of the open index in place of the configured backend.
+    keyed: replaces the configured backend that holds the open index's bytes.
     """
     if config.storage.backend != TOKEN_INDEXED:
         return None
@@ -48,9 +48,9 @@ def create_token_storage(
 def create_storages(
     config: Config, clock: Clock = SYSTEM_CLOCK, keyed: Storage | None = None
 ) -> tuple[TokenStorage | None, Storage | None]:
-    """Token-indexed storage, where that is configured, and the keyed storage behind it or in its place.
+    """The configured token-indexed storage, if any, and the keyed storage behind it or instead of it.
 
-    keyed: is used in place of the configured one. Raises ConfigError.
+    keyed: replaces the configured keyed storage. Raises ConfigError.
     """
     tokens = create_token_storage(config, clock, keyed)
     if tokens is not None:
@@ -83,12 +83,12 @@ def _load(key: str, name: str, target: str) -> type:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
-            problem = f"there is no module {module_name} in this installation"
+            problem = f"this installation has no module {module_name}"
         else:
             problem = f"needs the Python package {error.name}, which is not installed"
         raise ConfigError(key, problem, name) from error
-    except (ImportError, ValueError) as error:  # a shared library that is missing; an empty module name
-        raise ConfigError(key, f"cannot be loaded: {error}", name) from error
+    except (ImportError, ValueError) as error:  # a missing shared library; an empty module name
+        raise ConfigError(key, f"fails to load: {error}", name) from error
     backend = getattr(module, class_name, None)
     if not (isinstance(backend, type) and issubclass(backend, Storage)):
         raise ConfigError(key, f"{module_name} has no Storage class {class_name!r}", name)

@@ -1,15 +1,15 @@
-"""A scrub: reads every stored object in the background, slowly, so that damage is found before a read finds it.
+"""A scrub: slowly reads every stored object in the background, to find damage before a task does.
 
 Theory of operation
 -------------------
-A disk that loses bits loses them in objects that nobody reads, too. A scrub walks the directory, reads
-each object piece by piece and checks it against its own name; one that is damaged leaves the index and goes
-to the quarantine, as if a read had found it. Then it rests, and begins again.
+A failing disk also loses bits in objects that no task reads. The scrub walks the directory, reads each object
+piece by piece and checks it against its own name. A damaged object leaves the index and goes to quarantine, as
+if a read had found it. Then the scrub rests and starts again.
 
-It never reads faster than `rate` bytes a second, and steps aside for traffic: before each piece it waits
-until no load or store is under way, at most PATIENCE_S, so a store that is never idle is still scrubbed,
-slowly. It holds one piece of memory and one open directory for each level, whatever the store holds. With
-a rate of 0 there is no task, no timer and no memory.
+It never reads faster than `rate` bytes a second, and yields to traffic: before each piece it waits until no load
+or store runs, for at most PATIENCE_S. So a store that is never idle is scrubbed, too, only more slowly. It needs
+memory for one piece, and one open directory per level, whatever the store holds. With a rate of 0 it has no
+task, no timer and no memory.
 
 Time comes from the loop, so a simulation can run it.
 """
@@ -31,14 +31,14 @@ from transferd.storage.traffic import Traffic
 
 log = structlog.get_logger(__name__)
 
-PATIENCE_S = 0.5  # that one piece waits for traffic
-REST_S = 60.0  # between two passes: an empty store is not looked at without end
+PATIENCE_S = 0.5  # how long a piece waits for traffic to pause
+REST_S = 60.0  # between two passes, so that an empty store is not walked in a busy loop
 
 
 class Scrub:
     """One directory's scrub. Changed on the event loop only.
 
-    traffic: what it steps aside for. bad: makes an object unreachable; awaited for each one found damaged.
+    traffic: the traffic it yields to. bad: makes an object unreachable; awaited for each damaged one.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Scrub:
         self._task: asyncio.Task[None] | None = None
 
     def set_rate(self, rate: int) -> None:
-        """Bytes a second from now on; 0 ends the scrub after the piece it is reading. Call on the event loop."""
+        """Set bytes per second; 0 ends the scrub after its current piece. Call on the event loop."""
         self._rate = rate
         if self._task is None:
             if rate:
@@ -69,13 +69,13 @@ class Scrub:
             self._task.cancel()
 
     async def close(self) -> None:
-        """End it; returns when the piece under way has been read."""
+        """End the scrub, and wait until its current piece has been read."""
         self.set_rate(0)
         if self._task is not None:
             await asyncio.wait({self._task})
 
     def statistics(self) -> dict[str, Any]:
-        """rate, whole passes, and what was read in them and since: objects, bytes, damaged, unsealed, errors."""
+        """rate, complete passes, and what it has read in total: objects, bytes, damaged, unsealed, errors."""
         keys = ("passes", "objects", "bytes", "damaged", "unsealed", "errors")
         return {"rate": self._rate} | {key: self._counts[key] for key in keys}
 
@@ -95,11 +95,11 @@ class Scrub:
                 await self._pass(buffer)
             except OSError as error:
                 self._counts["errors"] += 1
-                log.warning("scrub cannot list the objects", problem=str(error))
+                log.warning("scrub could not list the objects", problem=str(error))
             await asyncio.sleep(REST_S)
 
     async def _pass(self, buffer: memoryview) -> None:
-        """Every object once. Raises OSError for a directory that cannot be read."""
+        """Examine every object once. Raises OSError if a directory cannot be read."""
         steps = self._steps(buffer)
         due = self._now()
         try:
@@ -108,7 +108,7 @@ class Scrub:
                     await self._examined(step)
                     continue
                 self._counts["bytes"] += step
-                # What was not read in its time is not caught up with: that would be a burst.
+                # Do not catch up after a delay: that would be a burst.
                 due = max(due, self._now() - PATIENCE_S) + step / max(1, self._rate)
                 await asyncio.sleep(max(0.0, due - self._now()))
             self._counts["passes"] += 1
@@ -116,18 +116,18 @@ class Scrub:
             steps.close()
 
     async def _next(self, steps: Iterator[int | Examination]) -> int | Examination | None:
-        """The next step, once traffic lets it. A cancellation comes through when the thread has let go."""
+        """The next step, once traffic permits. A cancellation takes effect when the thread has finished the step."""
         await self._traffic.quiet(PATIENCE_S)
         return await self._threads.run(Direction.OUT, lambda: next(steps, None), "scrub")
 
     def _steps(self, buffer: memoryview) -> Generator[int | Examination, None, None]:
-        """In a thread, one step a call: the bytes of each piece, then the examination that they belonged to."""
+        """Runs in a thread, one step per call: yields the size of each piece, then the examination of the object."""
         for file in self._directory.objects():
             examination = Examination(file.name, self._directory.path(file.name))
             try:
                 yield from examination.pieces(buffer)
             except OSError as error:
-                log.warning("scrub cannot read an object", name=file.name, problem=str(error))
+                log.warning("scrub could not read an object", name=file.name, problem=str(error))
                 self._counts["errors"] += 1
             else:
                 yield examination

@@ -1,30 +1,30 @@
-"""The contract of token-indexed storage: blocks are found by the tokens that lead to them, not by keys of a caller.
+"""The contract of token-indexed storage, which finds blocks by the tokens that lead to them, not by a caller's keys.
 
 A *path* is the token ids of a sequence from its first token. Its block i is the KV of tokens
-i·block_size … (i+1)·block_size - 1 given all tokens before; what follows changes nothing, so paths with
-a common beginning share blocks. Only full blocks count. Every call names a path and the index `start` of
-the first block it is about; blocks are answered as a count from `start` on, because a block is of no use
-to an engine without the ones before it.
+i·block_size … (i+1)·block_size - 1 given all tokens before. Later tokens do not change it, so paths with a
+common prefix share blocks. Only full blocks count. Every call names a path and the index `start` of its first
+block, and answers with a number of blocks from `start` on, because a block is useless to an engine without the
+blocks before it.
 
-Besides bytes there is an *index*: on which nodes a block lies in device memory right now, so that others
-can find it. `flush_token_index` tells it.
+Besides bytes there is an *index*: it knows which nodes have a block in device memory right now, so that others
+can find it. `flush_token_index` updates it.
 
 Guaranteed by the caller (workers):
 
-1. `open` before anything else; then `attach` once for each rank, then `ready`, before the first transfer;
-   `detach` of each rank and then `close` after every call has returned. A rank whose memory went and came
-   again is detached and attached again, and `ready` is asked again before the next transfer.
-2. Device blocks of a transfer belong to it until the call on it has returned.
+1. `open` comes first, then `attach` once for each rank, then `ready`, then transfers. After every call has
+   returned come `detach` for each rank, and then `close`. If a rank's memory is cleared and restored, the rank is
+   detached and attached again, and `ready` is called again before the next transfer.
+2. The device blocks of a transfer belong to it until its call has returned.
 3. A path covers every block that a call names.
 
 Duties of an implementation:
 
-1. `read` delivers the leading blocks from `start` that are stored for this rank, each of them whole, and
-   says how many; fewer than asked for is no error. `write` stores from `start` on; what it says is
+1. `read` delivers the leading blocks from `start` that are stored for this rank, each complete, and returns how
+   many. Fewer than requested is no error. `write` stores blocks from `start` on; every block that it reports as
    stored can be read.
-2. Errors are part of the outcome, never swallowed and never an exception that hides what was done.
-3. Bytes move only while the call runs: after it returned, no device block is touched.
-4. A transfer that is told to stop ends after the call that is under way, which is bounded in time.
+2. Errors are part of the outcome. They are never swallowed, and never an exception that hides what was done.
+3. Bytes move only while the call runs: once it has returned, it touches no device block.
+4. A transfer that is stopped ends after its current call to the store, which is bounded in time.
 5. `flush_token_index` moves no bytes and waits for no transfer.
 6. Nothing blocks the event loop.
 """
@@ -76,27 +76,27 @@ class Transfer(Protocol):
 
     @property
     def stopped(self) -> bool:
-        """The task was told to end early."""
+        """Whether the task has been stopped."""
         ...
 
     async def race(self, future: asyncio.Future[Any]) -> bool:
-        """Wait until `future` is done (True) or the task is told to end (False). Never cancels `future`."""
+        """Wait until `future` is done (True) or the task is stopped (False). Never cancels `future`."""
         ...
 
     async def by_keys(self, keys: Sequence[str]) -> RankOutcome:
-        """Move the blocks through keyed storage, keys[i] naming blocks[i]: checksummed, pipelined, on staging alone."""
+        """Move the blocks through keyed storage, with checksums, pipelined, in staging. keys[i] names blocks[i]."""
         ...
 
     def ended(self, moved: int, error: TransferError | None, storage_s: float) -> RankOutcome:
-        """The outcome of having moved the first `moved` blocks."""
+        """The outcome after the first `moved` blocks were moved."""
         ...
 
 
 class TokenStorage(abc.ABC):
     """Token-indexed storage. See the module's contract.
 
-    keyed: the storage that holds the bytes, where there is one; its life belongs to this object.
-    paths: the keys under which blocks of a path are announced to others.
+    keyed: the storage that holds the bytes, if there is one; this object opens and closes it.
+    paths: the keys under which KV events announce a path's blocks.
     """
 
     backend: str
@@ -105,23 +105,23 @@ class TokenStorage(abc.ABC):
 
     @abc.abstractmethod
     async def open(self) -> None:
-        """Make ready, as far as that needs no rank. Raises StorageError or ConfigError."""
+        """Do the set-up that needs no rank. Raises StorageError or ConfigError."""
 
     @abc.abstractmethod
     async def attach(self, port: RankPort) -> None:
-        """A rank is ready: its device memory is there. Raises StorageError or ConfigError."""
+        """A rank's device memory is open. Raises StorageError or ConfigError."""
 
     async def ready(self) -> None:
-        """Every rank is attached: return when transfers can begin. Raises StorageError."""
+        """Every rank is attached: wait until transfers can begin. Raises StorageError."""
 
     def detach(self, rank: int) -> None:
         """A rank's device memory is about to be freed."""
 
     def reconfigure(self, config: Config) -> None:
-        """Take over what may change while running; called on SIGHUP, on the event loop."""
+        """Apply settings that may change at run time. Called on SIGHUP, on the event loop."""
 
     def check_generation(self, generation: str) -> None:
-        """Raise RequestError where blocks of another generation could not be kept apart."""
+        """Raise RequestError if the store cannot keep blocks of this generation apart from others."""
 
     @abc.abstractmethod
     async def match(self, path: TokenIds, start: int, generation: str) -> int:
@@ -148,4 +148,4 @@ class TokenStorage(abc.ABC):
 
     @abc.abstractmethod
     def statistics(self) -> dict[str, Any]:
-        """At least objects and bytes (None where that cannot be known cheaply), hits, misses, errors."""
+        """At least objects and bytes (None if they cannot be known cheaply), hits, misses, errors."""

@@ -1,4 +1,4 @@
-"""Whether loads and stores are under way, for background work that should step aside."""
+"""Whether loads and stores run, for background work that should yield to them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import TracebackType
 
 
 class Traffic:
-    """Counts calls under way: `with traffic: …` around each. Used on one event loop."""
+    """Counts running calls: wrap each in `with traffic:`. Used on one event loop."""
 
     def __init__(self) -> None:
         self._under_way = 0
@@ -26,7 +26,7 @@ class Traffic:
                     future.set_result(None)
 
     async def quiet(self, patience: float) -> bool:
-        """Wait for a moment without traffic, at most `patience` seconds. False: there was none."""
+        """Wait for a moment without traffic, at most `patience` seconds. False: no such moment came."""
         if not self._under_way:
             return True
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -298,7 +298,7 @@ async def test_an_answer_that_means_nobody_opens_the_breaker_and_a_probe_closes_
         with pytest.raises(StorageUnavailable, match="does not answer"):
             await harness.storage.exists(["a"])
         for call in (harness.put(("a", b"x")), harness.get(("a", 1)), harness.storage.exists(["a"])):
-            with pytest.raises(StorageUnavailable, match="asked again in the background"):
+            with pytest.raises(StorageUnavailable, match="until a background probe succeeds"):
                 await call
         assert not any(operation in ("put", "get") for operation, _ in pool.calls), "nothing was called"
         pool._scripted.clear()
@@ -391,7 +391,7 @@ async def test_with_the_breaker_open_nobody_waits_for_a_thread(start: Start, poo
     harness = await start(timeout=60.0, probe_interval=30.0)
     held, hanging = await all_threads_hang(harness, pool)
     harness.storage._breaker.failed("gone")
-    with pytest.raises(StorageUnavailable, match=r"gone.*asked again in the background"):
+    with pytest.raises(StorageUnavailable, match=r"gone.*until a background probe succeeds"):
         await harness.get(("late", 1))
     held.release.set()
     await asyncio.gather(*hanging)

@@ -1,22 +1,22 @@
-"""What a block is: an ordered list of byte segments, one for each (layer, plane).
+"""A block is an ordered list of byte segments, one for each (layer, plane).
 
-The rest of the package never asks which attention a model has. A layout file (gqa, mla, dsa) turns
-the configuration into planes; from there on a block is `segments`, layer-major, planes in the order
-key, value, key_scale, value_scale, indexer. The order is part of the stored format and never
-depends on a dict or on the order of registration.
+The rest of the package does not know which attention a model has. A layout file (gqa, mla, dsa) turns the
+configuration into planes. From there on a block is a list of segments: layer-major, with planes in the order key,
+value, key_scale, value_scale, indexer. The order is part of the stored format, and never depends on a dict or
+on the order of registration.
 
-Where segments lie in memory is an `Arena`: segment s of block b starts at
+An `Arena` places segments in memory. Segment s of block b starts at
 
     origin + offsets[s] + b * strides[s]
 
-This one formula describes both shapes that memory comes in:
+This formula describes both shapes of memory:
 
 * *layer-major* (device tensors): each segment is an array of all blocks; strides[s] = nbytes[s];
 * *packed* (the host pool, staging slots, stored objects): a block's segments lie one after the other;
-  strides[s] = the slot size. One block is then one range, which a DMA engine moves at full speed where
-  a range for each segment would be too small for it (docs/adr/0007).
+  strides[s] = the slot size. So one block is one range, which a DMA engine moves at full speed; one range per
+  segment would be too short for that (docs/adr/0007).
 
-Copying between any two places is therefore one function (copyplan), for every direction and plane.
+So one function (copyplan) copies between any two places, for every direction and plane.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from transferd.config import CacheSection
 
 PLANE_ORDER = ("key", "value", "key_scale", "value_scale", "indexer")
 
-# Element types by config name: (numpy type that carries the bytes, bytes per element). numpy has no
-# bfloat16; uint16 stands for it, and adapters give the true type back.
+# Element types by config name, as the numpy type that carries the bytes. numpy has no bfloat16: uint16 stands
+# for it, and adapters restore the true type.
 ELEMENT_TYPES = {"bfloat16": "uint16", "float16": "float16", "float32": "float32", "uint8": "uint8"}
 
 
@@ -43,7 +43,7 @@ ELEMENT_TYPES = {"bfloat16": "uint16", "float16": "float16", "float32": "float32
 class Plane:
     """One kind of bytes in a block.
 
-    shape: of one block in one layer, without the block axis, e.g. (kv_heads, block_size, head_dim).
+    shape: one block in one layer, without the block axis, e.g. (kv_heads, block_size, head_dim).
     dtype: the true element type, a key of ELEMENT_TYPES.
     """
 
@@ -63,7 +63,7 @@ class Plane:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The bytes of one plane in one layer of a block. `offset` is its place in a packed block."""
+    """The bytes of one plane in one layer of a block. offset: its start in a packed block."""
 
     layer: int
     plane: Plane
@@ -76,9 +76,9 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Geometry:
-    """Where each segment of each block lies, relative to an origin. Immutable; compare by identity.
+    """The location of each segment of each block, relative to an origin. Immutable; compare by identity.
 
-    offsets, strides, nbytes: int64 [segments]. blocks: ids 0 … blocks-1 are legal in every segment.
+    offsets, strides, nbytes: int64 [segments]. blocks: ids 0 … blocks-1 are valid in every segment.
     extent: bytes from the origin to the end of the last block.
     """
 
@@ -91,7 +91,7 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class Arena:
-    """A geometry at an address. Borrows the memory; whoever made it says in its docs who owns it."""
+    """A geometry at an address. Borrows the memory; the maker's docs say who owns it."""
 
     geometry: Geometry
     origin: int
@@ -99,12 +99,12 @@ class Arena:
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """A model's KV block on one rank: what it holds and how it is laid out everywhere.
+    """A model's KV block on one rank: its content, and its layout in every place.
 
-    planes: in PLANE_ORDER. layers: main layers; mtp_layers follow them as further layers.
-    device_blocks, mtp_blocks, host_blocks: how many blocks each place has (MTP layers may have more
-    device blocks than the main ones; a block id is legal if every layer has it).
-    identity: everything that makes two caches incompatible, as text; its digest is the fingerprint.
+    planes: in PLANE_ORDER. layers: main layers; mtp_layers follow them. device_blocks, mtp_blocks, host_blocks: the
+    number of blocks in each place (MTP layers may have more device blocks than the main layers; a block id is valid
+    if every layer has it). identity: a text with everything that makes two caches incompatible; its digest is the
+    fingerprint.
     """
 
     planes: tuple[Plane, ...]
@@ -117,7 +117,7 @@ class BlockLayout:
 
     @functools.cached_property
     def segments(self) -> tuple[Segment, ...]:
-        """Every segment of a block in packed order: layer by layer, planes in order within it."""
+        """Every segment of a block in packed order: layer by layer, with planes in order."""
         segments: list[Segment] = []
         offset = 0
         for layer in range(self.layers + self.mtp_layers):
@@ -133,11 +133,11 @@ class BlockLayout:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """16 hex digits; equal only for caches whose stored bytes mean the same."""
+        """16 hex digits. Equal only for caches whose stored bytes mean the same."""
         return xxhash.xxh3_64_hexdigest(self.identity.encode())
 
     def device_blocks_of(self, layer: int) -> int:
-        """How many device blocks this layer has: MTP layers, which follow the main ones, have their own count."""
+        """How many device blocks this layer has. MTP layers, which follow the main ones, have their own count."""
         return self.device_blocks if layer < self.layers else self.mtp_blocks
 
     @functools.cached_property
@@ -160,7 +160,7 @@ class BlockLayout:
     def packed(self, slots: int, slot_bytes: int, offsets: npt.NDArray[np.int64] | None = None) -> Geometry:
         """`slots` packed blocks, each at the start of a slot of `slot_bytes` (>= block_bytes).
 
-        offsets: where each segment begins in its slot; packed order if None.
+        offsets: the start of each segment in its slot; None: packed order.
         """
         assert slot_bytes >= self.block_bytes
         in_order = np.array([s.offset for s in self.segments], dtype=np.int64)
@@ -173,16 +173,16 @@ class BlockLayout:
         )
 
 
-ALIGNMENT = 256  # bytes: what cudaMalloc guarantees and vector loads like; applied to each segment's start
+ALIGNMENT = 256  # bytes, of each segment's start: cudaMalloc guarantees it, and vector loads need it
 
 
 def align(nbytes: int, to: int = ALIGNMENT) -> int:
-    """The next multiple of `to` at or above nbytes."""
+    """`nbytes` rounded up to a multiple of `to`."""
     return -(-nbytes // to) * to
 
 
 def assemble(cache: CacheSection, planes: Sequence[Plane]) -> BlockLayout:
-    """The layout that these planes make with the configured counts; what the layout files end with."""
+    """The layout of these planes with the configured counts. Every layout file ends with it."""
     ordered = tuple(sorted(planes, key=lambda plane: PLANE_ORDER.index(plane.name)))
     shapes = ";".join(f"{plane.name}:{'x'.join(map(str, plane.shape))}:{plane.dtype}" for plane in ordered)
     identity = (

@@ -1,4 +1,4 @@
-"""DSA (DeepSeek V3.2 sparse attention): an fp8 latent with its scales and rope inside, and an indexer.
+"""DSA (DeepSeek V3.2 sparse attention): an fp8 latent that includes its scales and rope, and an indexer.
 
 Per token the key holds kv_lora_rank fp8 bytes, one float32 scale for each 128 of them, and
 qk_rope_head_dim bfloat16 values: 512 + 4·4 + 2·64 = 656 bytes. The indexer holds index_head_dim fp8

@@ -1,6 +1,6 @@
 """GQA, MQA and MHA: a key and a value plane; block_wise_fp8 adds one scale per head and token to each.
 
-Shapes as FastDeploy's append and flash attention backends have them, without the block axis:
+The shapes are those of FastDeploy's append and flash attention backends, without the block axis:
 key, value [kv_heads, block_size, head_dim]; scales [kv_heads, block_size] (reference: its
 append_attn and block_wise_fp8 backends).
 """

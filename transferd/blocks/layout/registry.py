@@ -1,4 +1,4 @@
-"""Which layout file an attention name stands for. A new family is one file and one line here."""
+"""Maps attention names to layout files. A new family needs one file, and one line here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transferd.config import CacheSection
 from transferd.errors import ConfigError
 
 _MODULES = {
-    "gqa": "transferd.blocks.layout.gqa",  # also MHA and MQA: they differ in kv_heads only
+    "gqa": "transferd.blocks.layout.gqa",  # also MHA and MQA: they differ only in kv_heads
     "mla": "transferd.blocks.layout.mla",
     "dsa": "transferd.blocks.layout.dsa",
 }
