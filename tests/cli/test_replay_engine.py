@@ -25,7 +25,7 @@ from tests.support.simulation.world import SimWorld
 from transferd.blocks.copyplan import CopyPlan
 from transferd.cli.replay.engine import Engine, Tiers
 from transferd.cli.replay.kvdata import POISON, KvData
-from transferd.cli.replay.report import Report
+from transferd.cli.replay.report import ReplayReport
 from transferd.cli.replay.trace import TraceRequest, generated_workload
 from transferd.config import from_tree
 from transferd.errors import DaemonLost, TransferError
@@ -69,7 +69,7 @@ class Stage:
         )
         self.world = SimWorld(loop, config, capacity=capacity)
         self.client = self.world.client("engine")
-        self.report = Report()
+        self.report = ReplayReport()
         self._tiers = Tiers(device_blocks, host_blocks, storage)
         self._threads = SimThreads(rng=loop.stream("engine's threads"))
 
@@ -100,10 +100,10 @@ def play(
     weather: Weather = CALM,
     prepare: Callable[[Stage], None] = lambda _: None,
     **options: Any,
-) -> Report:
+) -> ReplayReport:
     """One replay on one seed."""
 
-    async def main(loop: SimLoop) -> Report:
+    async def main(loop: SimLoop) -> ReplayReport:
         stage = Stage(loop, **options)
         await stage.open()
         prepare(stage)

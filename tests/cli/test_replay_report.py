@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from transferd.cli.replay.kvdata import Mismatch
-from transferd.cli.replay.report import Report
+from transferd.cli.replay.report import ReplayReport
 from transferd.tasks import ErrorInfo, ReadStorageTask, Status, SwapInTask, TaskResult
 
 READ = ReadStorageTask(task_id="r[1]", keys=["a"], gpu_block_ids=[0])
@@ -22,14 +22,14 @@ def result(status: Status, error: str = "", nbytes: int = 0) -> TaskResult:
     return TaskResult(task_id="r[1]", status=status, error=told, bytes=nbytes)
 
 
-def told(report: Report) -> str:
+def told(report: ReplayReport) -> str:
     out = io.StringIO()
     report.print(Console(file=out, width=100))
     return out.getvalue()
 
 
 def test_the_tree_has_the_keys_of_the_contract_and_is_json() -> None:
-    report = Report(requests=2, blocks_written=3, blocks_read=1, seconds=2.0)
+    report = ReplayReport(requests=2, blocks_written=3, blocks_read=1, seconds=2.0)
     report.hits.update({"device": 1, "storage": 1, "none": 2})
     for seconds in (0.001, 0.002, 0.003):
         report.task(READ, result(Status.OK, nbytes=10**9), seconds)
@@ -46,7 +46,7 @@ def test_the_tree_has_the_keys_of_the_contract_and_is_json() -> None:
 
 
 def test_an_empty_report_divides_by_nothing() -> None:
-    tree = Report().tree()
+    tree = ReplayReport().tree()
     assert tree["hit_rate"] == dict.fromkeys(("device", "host", "storage", "none"), 0.0)
     assert tree["gb_per_s"] == 0.0
     assert tree["latency_ms"] == {}
@@ -54,7 +54,7 @@ def test_an_empty_report_divides_by_nothing() -> None:
 
 @pytest.mark.parametrize("status", [Status.OK, Status.PARTIAL, Status.MISS])
 def test_what_happens_in_a_healthy_run_is_good(status: Status) -> None:
-    report = Report()
+    report = ReplayReport()
     report.task(READ, result(status), 0.001)
     assert report.good
 
@@ -73,8 +73,8 @@ def test_what_happens_in_a_healthy_run_is_good(status: Status) -> None:
     ],
     ids=["failed", "partial with an error", "expired", "rejected", "cancelled", "wrong bytes", "error", "ended early"],
 )
-def test_anything_else_is_not(spoil: Callable[[Report], None]) -> None:
-    report = Report()
+def test_anything_else_is_not(spoil: Callable[[ReplayReport], None]) -> None:
+    report = ReplayReport()
     report.task(READ, result(Status.OK), 0.001)
     assert report.good
     spoil(report)
@@ -82,7 +82,7 @@ def test_anything_else_is_not(spoil: Callable[[Report], None]) -> None:
 
 
 def test_every_mismatch_is_counted_and_the_first_few_are_named() -> None:
-    report = Report()
+    report = ReplayReport()
     for content in range(0, 8, 2):
         report.verified(10, [Mismatch(content, 3, 1, "key", 2, 9), Mismatch(content + 1, 4, 0, "value", 0, 0)])
     tree = report.tree()
@@ -95,7 +95,7 @@ def test_every_mismatch_is_counted_and_the_first_few_are_named() -> None:
 
 
 def test_errors_are_told_as_they_are_also_with_brackets() -> None:
-    report = Report(aborted="rank [0] gone")
+    report = ReplayReport(aborted="rank [0] gone")
     report.task(READ, result(Status.FAILED, "[Errno 28] no space"), 0.1)
     text = told(report)
     assert "read r[1]: failed: [Errno 28] no space" in text
@@ -103,7 +103,7 @@ def test_errors_are_told_as_they_are_also_with_brackets() -> None:
 
 
 def test_the_text_names_what_a_good_run_shows_and_nothing_that_did_not_happen() -> None:
-    report = Report(requests=1, seconds=1.0)
+    report = ReplayReport(requests=1, seconds=1.0)
     report.task(READ, result(Status.OK), 0.001)
     text = told(report)
     assert "verify failures" in text

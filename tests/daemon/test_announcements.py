@@ -69,7 +69,7 @@ class World:
         return self.take()
 
     def take(self) -> list[KvEvent]:
-        events = self.residency.take()
+        events = self.residency.drain()
         for event in events:
             if isinstance(event, BlockStored):
                 assert not self.believed[event.medium] & set(event.block_hashes), "announced twice"
@@ -193,13 +193,13 @@ def test_what_is_stored_already_is_not_announced_again() -> None:
 
 def test_a_block_that_left_before_the_answer_is_not_announced() -> None:
     gone = {OBJECTS.ids(["b"])[0]}
-    world = World(holds=lambda digest: digest not in gone, tells=True)
+    world = World(holds=lambda digest: digest not in gone, reports_departures=True)
     world.end(write(["a", "b", "c"], [1, 2, 3]))
     assert world.believed["STORAGE"] == hashes(["a", "c"])
 
 
 def test_a_departure_is_told_once_whatever_the_number_of_ranks() -> None:
-    world = World(tells=True)
+    world = World(reports_departures=True)
     world.end(write(["a", "b"], [1, 2]))
     for _rank in range(3):
         world.residency.object_left(OBJECTS.ids(["a"])[0])
@@ -239,7 +239,7 @@ def test_a_read_that_failed_says_nothing_about_storage() -> None:
 
 
 def test_a_storage_that_tells_is_believed_over_a_read_that_missed() -> None:
-    world = World(tells=True)
+    world = World(reports_departures=True)
     world.end(write(["a"], [1]))
     world.end(read(["a"], [4]), Status.MISS)
     assert world.believed["STORAGE"] == hashes(["a"])
@@ -389,7 +389,7 @@ def test_beyond_max_blocks_the_longest_unused_claims_are_withdrawn() -> None:
 
 
 def test_events_are_bounded_in_size() -> None:
-    world = World(max_blocks=1, tells=True)
+    world = World(max_blocks=1, reports_departures=True)
     keys = [f"k{i}" for i in range(HASHES_PER_EVENT + 10)]
     world.residency.task_ended(
         write(keys, list(range(len(keys)))), TaskResult(task_id="w", status=Status.OK, ranks=RANKS), ""

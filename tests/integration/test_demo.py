@@ -10,12 +10,12 @@ from rich.console import Console
 
 from transferd.cli import demo
 from transferd.cli.replay.kvdata import Mismatch
-from transferd.cli.replay.report import Report
+from transferd.cli.replay.report import ReplayReport
 
 
-def told(report: Report) -> str:
+def told(report: ReplayReport) -> str:
     out = io.StringIO()
-    demo.explain(report, Console(file=out, width=1000))
+    demo.print_summary(report, Console(file=out, width=1000))
     return out.getvalue()
 
 
@@ -35,7 +35,7 @@ def test_a_short_demo_uses_every_tier_tells_of_it_and_cleans_up(
 
 
 def test_the_words_say_what_the_figures_say() -> None:
-    report = Report(requests=3, blocks_verified=60)
+    report = ReplayReport(requests=3, blocks_verified=60)
     report.hits.update({"device": 40, "host": 15, "storage": 5, "none": 40})
     text = told(report)
     assert "100 prefix blocks" in text
@@ -44,7 +44,7 @@ def test_the_words_say_what_the_figures_say() -> None:
 
 
 def test_wrong_bytes_are_not_talked_away() -> None:
-    report = Report(requests=3)
+    report = ReplayReport(requests=3)
     report.verified(10, [Mismatch(1, 2, 0, "key", 0, 0)])
     text = told(report)
     assert "wrong bytes" in text
@@ -52,7 +52,7 @@ def test_wrong_bytes_are_not_talked_away() -> None:
 
 
 def test_a_replay_that_ended_early_is_not_called_a_success() -> None:
-    report = Report(requests=3, aborted="the daemon was lost")
+    report = ReplayReport(requests=3, aborted="the daemon was lost")
     text = told(report)
     assert "the daemon was lost" in text
     assert "no difference" not in text

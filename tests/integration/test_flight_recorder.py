@@ -159,7 +159,7 @@ def test_a_daemon_whose_loop_is_stuck_still_dumps_and_says_where_it_is_stuck(tmp
                     break
                 assert time.monotonic() < give_up
                 dump.path.unlink()
-            assert "put" in last_of_each_rank(dump.explain("w"))
+            assert "put" in last_of_each_rank(dump.story("w"))
             daemon.signal(signal.SIGABRT)  # as systemd's watchdog does
             assert daemon.process.wait(30) == -signal.SIGABRT
     finally:
@@ -167,7 +167,7 @@ def test_a_daemon_whose_loop_is_stuck_still_dumps_and_says_where_it_is_stuck(tmp
     dump = dump_of(daemon, "abort")
     main = next(stack for name, stack in dump.header["threads"].items() if name.startswith("MainThread"))
     assert main[-1].endswith("never_returns")
-    assert "put" in last_of_each_rank(dump.explain("w"))
+    assert "put" in last_of_each_rank(dump.story("w"))
     assert "Fatal Python error: Aborted" in daemon.log
     assert "never_returns" in daemon.log
 

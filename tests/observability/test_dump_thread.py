@@ -14,7 +14,7 @@ import pytest
 from transferd.config import RecorderSection
 from transferd.errors import ConfigError, InvariantError
 from transferd.observability.dump_file import read_dump, write_dump
-from transferd.observability.dump_thread import MOST_FAILURES, Dumper
+from transferd.observability.dump_thread import MOST_FAILURES, DumpThread
 from transferd.observability.recorder import Recorder
 from transferd.runtime.signals import hold_dump_signals
 
@@ -27,8 +27,8 @@ def held() -> Iterator[None]:
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def dumper(directory: Path, recorder: Recorder) -> Dumper:
-    return Dumper(RecorderSection(directory=str(directory)), recorder, boot_id="b")
+def dumps(directory: Path, recorder: Recorder) -> DumpThread:
+    return DumpThread(RecorderSection(directory=str(directory)), recorder, boot_id="b")
 
 
 def reasons(directory: Path) -> list[str]:
@@ -37,7 +37,7 @@ def reasons(directory: Path) -> list[str]:
 
 async def test_a_callback_that_raises_is_a_failure_with_its_story(tmp_path: Path) -> None:
     recorder = Recorder()
-    with dumper(tmp_path, recorder):
+    with dumps(tmp_path, recorder):
         recorder.note("t", "slack used up")
 
         def broken() -> None:
@@ -53,7 +53,7 @@ async def test_a_callback_that_raises_is_a_failure_with_its_story(tmp_path: Path
 
 async def test_the_first_failures_of_a_life_are_kept_and_later_ones_only_noted(tmp_path: Path) -> None:
     recorder = Recorder()
-    with dumper(tmp_path, recorder):
+    with dumps(tmp_path, recorder):
         for i in range(MOST_FAILURES + 5):
             recorder.failure("t", f"failure {i}")
     problems = sorted(read_dump(path).header["problem"] for path in tmp_path.glob("*.jsonl"))
@@ -80,7 +80,7 @@ async def test_a_failure_during_a_dump_is_no_operators_signal_and_hides_none(
 
     monkeypatch.setattr("transferd.observability.dump_thread.write_dump", interrupted)
     monkeypatch.setattr("transferd.observability.dump_thread.signal.sigwait", counted)
-    with dumper(tmp_path, recorder):
+    with dumps(tmp_path, recorder):
         recorder.failure("t", "the first")
         for _ in range(3 + asked):  # for the first, for the second that was written with it, for the operator's, idle
             assert await asyncio.to_thread(waits.acquire, timeout=30)
@@ -88,23 +88,23 @@ async def test_a_failure_during_a_dump_is_no_operators_signal_and_hides_none(
 
 
 async def test_the_end_by_an_exception_is_a_crash_and_the_exception_goes_its_way(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), dumper(tmp_path, Recorder()):
+    with pytest.raises(ZeroDivisionError), dumps(tmp_path, Recorder()):
         raise ZeroDivisionError
     assert reasons(tmp_path) == ["crash"]
     assert "exception" in read_dump(tmp_path).header["threads"]
 
 
 async def test_a_bad_configuration_and_a_good_end_leave_no_dump(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError), dumper(tmp_path, Recorder()):
+    with pytest.raises(ConfigError), dumps(tmp_path, Recorder()):
         raise ConfigError("server.endpoint", "is in use")
-    with dumper(tmp_path, Recorder()):
+    with dumps(tmp_path, Recorder()):
         pass
     assert reasons(tmp_path) == []
 
 
 async def test_after_its_end_nothing_is_dumped_and_the_loops_handler_is_as_before(tmp_path: Path) -> None:
     recorder, loop = Recorder(), asyncio.get_running_loop()
-    with dumper(tmp_path, recorder):
+    with dumps(tmp_path, recorder):
         assert loop.get_exception_handler() is not None
     assert loop.get_exception_handler() is None
     recorder.failure("t", "late")

@@ -19,7 +19,7 @@ from transferd.daemon.daemon import Daemon
 from transferd.errors import ConfigError, StorageUnavailable
 from transferd.observability import logs
 from transferd.observability.http import MAX_CONNECTIONS, MAX_HEADER_BYTES, HttpServer, Page
-from transferd.observability.metrics import Reports
+from transferd.observability.metrics import StatusServer
 from transferd.storage.mooncake import MooncakeStorage, error_codes
 from transferd.tasks import ErrorInfo, Merged, RankOutcome, RankResult, Status, SwapInTask, TaskResult
 
@@ -183,7 +183,7 @@ async def daemon() -> AsyncIterator[Daemon]:
     await built.stop(lambda: 5.0)
 
 
-def port_of(reports: Reports) -> int:
+def port_of(reports: StatusServer) -> int:
     assert reports.http is not None
     return reports.http.port
 

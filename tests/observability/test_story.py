@@ -6,14 +6,14 @@ import pytest
 
 from transferd.errors import RequestError
 from transferd.observability.recorder import Note
-from transferd.observability.story import MAX_NOTES, as_text, explain
+from transferd.observability.story import MAX_NOTES, as_text, task_story
 
 ADMITTED = {"kind": "read", "blocks": 2, "client": b"\x01"}
 
 
 def tell(*notes: tuple[float, str, dict[str, object]], task_id: str = "t") -> dict[str, object]:
     kept = [Note(at, task_id, what, dict(detail)) for at, what, detail in notes]
-    return explain(task_id, kept, wall=1_000_100.0, monotonic=100.0)
+    return task_story(task_id, kept, wall=1_000_100.0, monotonic=100.0)
 
 
 def test_times_are_since_admission_and_what_a_rank_did_stands_under_it() -> None:
@@ -65,7 +65,7 @@ def test_a_life_whose_beginning_is_forgotten_starts_with_what_is_left() -> None:
 
 def test_an_unknown_task_is_one_line() -> None:
     with pytest.raises(RequestError, match=r"nothing is known of task 'a\\nb'") as refused:
-        explain("a\nb", [], wall=0.0, monotonic=0.0)
+        task_story("a\nb", [], wall=0.0, monotonic=0.0)
     assert refused.value.reason == "unknown_task"
     assert "\n" not in str(refused.value)
 

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from transferd.cli.replay import command
-from transferd.cli.replay.report import Report
+from transferd.cli.replay.report import ReplayReport
 from transferd.cli.replay.trace import generated_workload
 from transferd.errors import one_line
 
@@ -18,7 +18,7 @@ SEED = 7
 CACHE = {"device_blocks": 160, "host_blocks": 96}
 
 
-def run(console: Console) -> Report:
+def run(console: Console) -> ReplayReport:
     """Replay a generated workload against an own daemon."""
     requests = generated_workload(SEED, REQUESTS)
     console.print(
@@ -36,7 +36,7 @@ def run(console: Console) -> Report:
     )
 
 
-def explain(report: Report, console: Console) -> None:
+def print_summary(report: ReplayReport, console: Console) -> None:
     """What the figures mean, for somebody who knows LLM serving and not us."""
     hits = report.hits
     total = max(1, hits.total())

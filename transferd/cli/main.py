@@ -219,14 +219,14 @@ def explain(
     format_: FormatOption = Format.TEXT,
 ) -> None:
     """Tell the life of one task, rank by rank: from a running daemon, or from a dump of its flight recorder."""
-    from transferd.observability import story as explanation
+    from transferd.observability import story as stories
     from transferd.observability.dump_file import read_dump
 
     if dump is None:
         story = ask(lambda client: client.explain(task_id), endpoint, timeout, key_file, server_key_file)
     else:
-        story = read_dump(dump).explain(task_id)
-    print(json.dumps(story) if format_ is Format.JSON else explanation.as_text(story))
+        story = read_dump(dump).story(task_id)
+    print(json.dumps(story) if format_ is Format.JSON else stories.as_text(story))
 
 
 @app.command()
@@ -278,7 +278,7 @@ def demo(
         print(json.dumps(report.tree()))
     else:
         report.print(console)
-        show.explain(report, console)
+        show.print_summary(report, console)
     raise typer.Exit(0 if report.good else 1)
 
 
@@ -286,7 +286,7 @@ def _demo_pd(console: Console, format_: Format) -> NoReturn:
     from transferd.cli.demo_pd import command
 
     reports = command.run(console)
-    command.explain(reports, console)
+    command.print_summary(reports, console)
     if format_ is Format.JSON:
         print(json.dumps({report.mode: report.tree() for report in reports}))
     raise typer.Exit(0 if all(report.good for report in reports) else 1)

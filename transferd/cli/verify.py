@@ -27,7 +27,7 @@ TOLD = 1000  # damaged objects that a report names; the others are counted
 
 
 @dataclass
-class Report:
+class VerifyReport:
     """What a store holds. bad: (name, damage) of the first TOLD damaged objects; damage: how many of which kind.
 
     unsealed: objects in which nothing tells whether they are whole. errors: files that could not be looked at.
@@ -84,7 +84,7 @@ class Report:
         )
 
 
-def verify(path: str, *, quarantine: bool = False, progress: Callable[[int], None] = lambda _: None) -> Report:
+def verify(path: str, *, quarantine: bool = False, progress: Callable[[int], None] = lambda _: None) -> VerifyReport:
     """Check every object below `path`. progress: hears of each piece's bytes.
 
     Raises ConfigError when there is no store, and with `quarantine` when a daemon is using it.
@@ -92,7 +92,7 @@ def verify(path: str, *, quarantine: bool = False, progress: Callable[[int], Non
     if not (Path(path) / "objects").is_dir():
         raise ConfigError("storage.file.path", "holds no store", path)
     directory = ObjectDirectory(Path(path), fsync=False, clock=SYSTEM_CLOCK)
-    report, began = Report(path), SYSTEM_CLOCK.monotonic()
+    report, began = VerifyReport(path), SYSTEM_CLOCK.monotonic()
     if quarantine:
         directory.open()
     try:
@@ -117,7 +117,7 @@ def verify(path: str, *, quarantine: bool = False, progress: Callable[[int], Non
     return report
 
 
-def verify_with_progress(path: str, console: Console, *, quarantine: bool = False) -> Report:
+def verify_with_progress(path: str, console: Console, *, quarantine: bool = False) -> VerifyReport:
     """`verify`, with a progress bar where somebody is looking."""
     if not console.is_terminal:
         return verify(path, quarantine=quarantine)
@@ -128,7 +128,7 @@ def verify_with_progress(path: str, console: Console, *, quarantine: bool = Fals
         return verify(path, quarantine=quarantine, progress=lambda nbytes: bar.advance(task, nbytes))
 
 
-def _count(report: Report, examination: Examination) -> None:
+def _count(report: VerifyReport, examination: Examination) -> None:
     if examination.gone:
         return
     report.objects += 1

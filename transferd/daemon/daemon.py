@@ -32,9 +32,9 @@ from transferd.daemon.preflight import build
 from transferd.daemon.server import Server
 from transferd.daemon.shutdown import Shutdown
 from transferd.observability.history import TaskHistory
-from transferd.observability.metrics import Reports
+from transferd.observability.metrics import StatusServer
 from transferd.observability.recorder import Recorder
-from transferd.observability.story import explain
+from transferd.observability.story import task_story
 from transferd.runtime.aio import every
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.threads import ThreadPools, Threads
@@ -106,7 +106,7 @@ class Daemon:
         self.cache = self.coordinator.cache = self._build_cache()
         self.coordinator.stats = lambda: report.stats(self)
         self.coordinator.explain = self._explain
-        self.reports = Reports(
+        self.reports = StatusServer(
             config.metrics.listen, self.coordinator.stats, lambda: self.alive, lambda: self.not_ready
         )
         self.events = create_feed(
@@ -296,7 +296,7 @@ class Daemon:
 
     def _explain(self, task_id: str) -> dict[str, Any]:
         notes = self.recorder.notes(task_id)
-        return explain(task_id, notes, wall=self.clock.wall(), monotonic=self.clock.monotonic())
+        return task_story(task_id, notes, wall=self.clock.wall(), monotonic=self.clock.monotonic())
 
     @property
     def alive(self) -> bool:

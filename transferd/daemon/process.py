@@ -25,7 +25,7 @@ from transferd.daemon.reload import Reloader
 from transferd.daemon.systemd import Notifier, Watchdog
 from transferd.errors import ConfigError, TransferError
 from transferd.observability import logs
-from transferd.observability.dump_thread import Dumper
+from transferd.observability.dump_thread import DumpThread
 from transferd.runtime.descriptors import raise_limit
 from transferd.runtime.signals import Signals
 from transferd.runtime.threads import require_threads
@@ -45,7 +45,7 @@ def serve(config: Config, *, reload: Callable[[], Config] | None = None) -> int:
 
     reload: reads the configuration again, for SIGHUP (reload.py says what takes effect).
 
-    The caller has held the dumper's signals before any thread was made (signals.hold_dump_signals).
+    The caller must block the dump signals before any thread exists (signals.hold_dump_signals).
 
     Raises ConfigError for what only starting can tell (socket or port in use, directory not writable).
     """
@@ -70,9 +70,9 @@ def serve(config: Config, *, reload: Callable[[], Config] | None = None) -> int:
 async def _serve(config: Config, reload: Callable[[], Config] | None) -> int:
     examine(config, build(config))
     daemon = Daemon(config)  # a configuration that cannot be built is told before anything is logged or touched
-    with Dumper(config.recorder, daemon.recorder, boot_id=daemon.dispatcher.boot_id) as dumper:
+    with DumpThread(config.recorder, daemon.recorder, boot_id=daemon.dispatcher.boot_id) as dump_thread:
         code = await _live(daemon, reload)
-    return STILL_RUNNING if dumper.hangs else code
+    return STILL_RUNNING if dump_thread.hangs else code
 
 
 async def _live(daemon: Daemon, reload: Callable[[], Config] | None) -> int:

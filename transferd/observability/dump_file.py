@@ -30,7 +30,7 @@ import msgspec
 
 from transferd.errors import RequestError
 from transferd.observability.recorder import LONGEST_TEXT, Note
-from transferd.observability.story import explain
+from transferd.observability.story import task_story
 
 FORMAT = "transferd-flight"
 FORMAT_VERSION = 1
@@ -46,10 +46,10 @@ class Dump:
     header: dict[str, Any]
     notes: list[Note]
 
-    def explain(self, task_id: str) -> dict[str, Any]:
+    def story(self, task_id: str) -> dict[str, Any]:
         """As story.py tells it. Raises RequestError for a task that is not in the dump."""
         mine = [note for note in self.notes if note.task_id in (task_id, task_id[:LONGEST_TEXT])]
-        return explain(task_id, mine, wall=self.header["wall"], monotonic=self.header["monotonic"])
+        return task_story(task_id, mine, wall=self.header["wall"], monotonic=self.header["monotonic"])
 
 
 def write_dump(directory: Path, header: Mapping[str, Any], notes: Iterable[Note], *, keep: int) -> Path:

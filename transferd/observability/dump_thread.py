@@ -49,7 +49,7 @@ MOST_FAILURES = 3  # dumps of failures in one life
 MOST_THREADS, MOST_FRAMES = 64, 50
 
 
-class Dumper:
+class DumpThread:
     """Context manager around a daemon's life on a running loop. Owns its thread and the loop's exception handler.
 
     Entering raises NoThreads.

@@ -200,7 +200,7 @@ def _counter(name: str, text: str, labels: list[str], values: dict[str, Any]) ->
     return family
 
 
-class Reports:
+class StatusServer:
     """/metrics /healthz /readyz /status.
 
     stats: the report. alive: the dispatcher moves or is idle. not_ready: why not, or "" when ready.

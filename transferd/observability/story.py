@@ -26,7 +26,7 @@ MAX_NOTES = 1000  # told of one task: an answer's bound
 _FIRST = 100  # of these, when there are more, are the oldest
 
 
-def explain(task_id: str, notes: Sequence[Note], *, wall: float, monotonic: float) -> dict[str, Any]:
+def task_story(task_id: str, notes: Sequence[Note], *, wall: float, monotonic: float) -> dict[str, Any]:
     """Tell the life of a task from its notes (oldest first). wall, monotonic: one moment on both clocks.
 
     Raises RequestError, code `unknown_task`, when there is none.

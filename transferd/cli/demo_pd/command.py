@@ -15,7 +15,7 @@ import msgspec
 from rich.console import Console
 
 from transferd.cli.demo_pd.network import Network, Node, two_nodes
-from transferd.cli.demo_pd.play import Prompt, Rehearsal, Report, Side, most_blocks, prompts
+from transferd.cli.demo_pd.play import PdDemo, PdDemoReport, Prompt, Side, most_blocks, prompts
 from transferd.cli.pool.master import free_port, master_command
 from transferd.cli.replay.kvdata import KvData
 from transferd.cli.replay.trace import TRACE_BLOCK_TOKENS, TraceRequest, generated_workload
@@ -33,7 +33,9 @@ STAGING = "2MiB"
 SEGMENT = "512MiB"  # that each node lends to the pool; Linux hands out only what is written to
 
 
-def run(console: Console, requests: Sequence[TraceRequest] | None = None, modes: Sequence[str] = MODES) -> list[Report]:
+def run(
+    console: Console, requests: Sequence[TraceRequest] | None = None, modes: Sequence[str] = MODES
+) -> list[PdDemoReport]:
     """Rehearse in each mode, with generated requests or these. Raises TransferError when a part does not start."""
     import uvloop
 
@@ -47,7 +49,7 @@ def run(console: Console, requests: Sequence[TraceRequest] | None = None, modes:
                 _daemons(mode, network, Path(directory)) as (prefill, decode),
                 asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
             ):
-                reports.append(runner.run(_play(Report(mode, network.kind), prefill, decode, todo)))
+                reports.append(runner.run(_play(PdDemoReport(mode, network.kind), prefill, decode, todo)))
     return reports
 
 
@@ -60,9 +62,11 @@ def _generated() -> list[TraceRequest]:
     ]
 
 
-async def _play(report: Report, prefill: DaemonProcess, decode: DaemonProcess, todo: Sequence[Prompt]) -> Report:
+async def _play(
+    report: PdDemoReport, prefill: DaemonProcess, decode: DaemonProcess, todo: Sequence[Prompt]
+) -> PdDemoReport:
     async with _engine(prefill) as sender, _engine(decode) as receiver:
-        await Rehearsal(sender, receiver, report).play(todo, CONCURRENCY, lambda: None)
+        await PdDemo(sender, receiver, report).play(todo, CONCURRENCY, lambda: None)
     return report
 
 
@@ -119,7 +123,7 @@ def _master(node: Node, directory: Path) -> Iterator[str]:
         process.wait()
 
 
-def explain(reports: Sequence[Report], console: Console) -> None:
+def print_summary(reports: Sequence[PdDemoReport], console: Console) -> None:
     """What happened, for somebody who knows LLM serving and not us."""
     for report in reports:
         how = "stored in a Mooncake pool and loaded from it" if report.mode == "storage" else "written node to node"

@@ -25,7 +25,7 @@ TOLD = 5  # errors that a report names; all are counted
 
 
 @dataclass(slots=True)
-class Report:
+class PdDemoReport:
     """One rehearsal in one mode."""
 
     mode: str
@@ -99,10 +99,10 @@ def prompts(requests: Sequence[TraceRequest], block_size: int, most: int) -> lis
     return made
 
 
-class Rehearsal:
+class PdDemo:
     """Plays sequences over two sides. Each sequence uses blocks of its own while it is under way."""
 
-    def __init__(self, prefill: Side, decode: Side, report: Report) -> None:
+    def __init__(self, prefill: Side, decode: Side, report: PdDemoReport) -> None:
         self._prefill = prefill
         self._decode = decode
         self._report = report

@@ -17,20 +17,20 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transferd.cli.replay.engine import Engine, Tiers
 from transferd.cli.replay.kvdata import KvData
 from transferd.cli.replay.own import own_daemon
-from transferd.cli.replay.report import Report
+from transferd.cli.replay.report import ReplayReport
 from transferd.cli.replay.trace import TraceRequest
 from transferd.client.client import Client
 from transferd.errors import TransferError
 from transferd.runtime.threads import ThreadPools
 
 
-async def replay(endpoint: str, requests: Sequence[TraceRequest], concurrency: int, console: Console) -> Report:
+async def replay(endpoint: str, requests: Sequence[TraceRequest], concurrency: int, console: Console) -> ReplayReport:
     """Play requests against the daemon at `endpoint`; the progress bar shows on a terminal only.
 
     A replay that had to end early says so in its report. Raises ConnectTimeout, and TierError where the
     daemon's device memory cannot be attached as arrays.
     """
-    report = Report()
+    report = ReplayReport()
     threads = ThreadPools(1)
     try:
         async with Client(endpoint) as client:
@@ -64,7 +64,7 @@ def run(
     concurrency: int,
     quiet: bool,
     cache: Mapping[str, Any] = MappingProxyType({}),
-) -> Report:
+) -> ReplayReport:
     """Replay against `endpoint`, or against an own daemon. Progress goes to stderr.
 
     cache: overrides of own.CACHE for an own daemon without a configuration file. quiet: no progress bar.

@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 
 from transferd.cli.replay.kvdata import VERSION, KvData
 from transferd.cli.replay.pool import Admission, BlockPool, Entry
-from transferd.cli.replay.report import Report
+from transferd.cli.replay.report import ReplayReport
 from transferd.cli.replay.trace import TraceRequest
 from transferd.client.client import Client
 from transferd.errors import DaemonLost, TransferError
@@ -77,7 +77,7 @@ class Engine:
         client: Client,
         data: KvData,
         tiers: Tiers,
-        report: Report,
+        report: ReplayReport,
         threads: Threads,
         *,
         clock: Clock = SYSTEM_CLOCK,

@@ -22,7 +22,7 @@ GOOD = frozenset({Status.OK, Status.PARTIAL, Status.MISS})
 
 
 @dataclass(slots=True)
-class Report:
+class ReplayReport:
     """Counts of one replay. Filled by the engine."""
 
     requests: int = 0  # played to their end

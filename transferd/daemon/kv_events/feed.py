@@ -63,7 +63,7 @@ class EventFeed:
         self._ranks = range(config.cache.ranks)
         self._generation = generation
         self._token_ids = config.events.token_ids
-        tells = storage is not None and storage.tell_departures(self._object_left)
+        reports = storage is not None and storage.tell_departures(self._object_left)
         self.residency = Residency(
             objects,
             block_size=config.cache.block_size,
@@ -71,8 +71,8 @@ class EventFeed:
             token_ids=config.events.token_ids,
             keys_of=self._keys_of,
             only_flush=only_flush,
-            holds=self._holds if tells else lambda _: True,
-            tells=tells,
+            holds=self._holds if reports else lambda _: True,
+            reports_departures=reports,
             changed=self._soon,
         )
         self.sockets: EventSockets | None = None
@@ -145,7 +145,7 @@ class EventFeed:
 
     def _send(self) -> None:
         self._flush = None
-        events = self.residency.take()
+        events = self.residency.drain()
         if self._index is not None:
             for event in events:
                 self._index.apply(self._node, event)
