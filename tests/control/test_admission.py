@@ -11,12 +11,12 @@ import pytest
 from tests.support.dispatch import limits
 from transferd.control.admission import (
     Limits,
+    Prepared,
     argument_bytes,
     check_task,
     content_hash,
     footprint_of,
-    is_flush,
-    moved_bytes,
+    prepare,
     withdraws_the_rest,
 )
 from transferd.errors import RequestError
@@ -212,11 +212,12 @@ def test_a_direct_transfer_needs_no_path_where_storage_is_token_indexed() -> Non
 
 
 def test_only_a_write_of_a_daemon_that_only_flushes_is_a_flush() -> None:
-    assert is_flush(write(), FLUSH)
-    assert not is_flush(write(), TOKENS)
-    assert not is_flush(read(), FLUSH)
-    assert not is_flush(send(), FLUSH)
-    assert not is_flush(swap_out([1], [1]), FLUSH)
+    path = TokenIds(range(36))
+    assert prepare(write(token_ids=path), FLUSH).flush
+    assert not prepare(write(token_ids=path), TOKENS).flush
+    assert not prepare(read(token_ids=path), FLUSH).flush
+    assert not prepare(send(), FLUSH).flush
+    assert not prepare(swap_out([1], [1]), FLUSH).flush
 
 
 def test_a_flush_may_name_no_device_blocks_and_more_than_there_are() -> None:
@@ -236,11 +237,21 @@ def test_an_eviction_that_names_no_blocks_withdraws_the_rest_of_its_path(exists:
 
 
 def test_a_task_moves_its_blocks_on_every_rank_and_a_flush_moves_nothing() -> None:
-    assert moved_bytes(write("abc"), LIMITS) == 3 * 100 * 2
-    assert moved_bytes(read("abc", [1, 2, 3, 4]), LIMITS) == 3 * 100 * 2
-    assert moved_bytes(swap_in([1, 2], [1, 2]), LIMITS) == 2 * 100 * 2
-    assert moved_bytes(write("abc"), FLUSH) == 0
-    assert moved_bytes(read("abc"), FLUSH) == 3 * 100 * 2
+    path = TokenIds(range(36))
+    assert prepare(write("abc"), LIMITS).nbytes == 3 * 100 * 2
+    assert prepare(read("abc", [1, 2, 3, 4]), LIMITS).nbytes == 3 * 100 * 2
+    assert prepare(swap_in([1, 2], [1, 2]), LIMITS).nbytes == 2 * 100 * 2
+    assert prepare(write("abc", token_ids=path), FLUSH).nbytes == 0
+    assert prepare(read("abc", token_ids=path), FLUSH).nbytes == 3 * 100 * 2
+
+
+def test_a_prepared_task_says_what_the_others_ask_of_it() -> None:
+    task = write("abc")
+    assert prepare(task, LIMITS) == Prepared(
+        task, task.lane, 3, 600, argument_bytes(task), footprint_of(task, LIMITS), flush=False
+    )
+    with pytest.raises(RequestError, match="the device has 8"):
+        prepare(write("abcdefghi"), LIMITS)
 
 
 def test_arguments_count_1600_bytes_a_task_300_a_key_and_its_length_250_an_id_and_the_token_ids() -> None:

@@ -16,7 +16,7 @@ from tests.support.dispatch import limits
 from transferd.control import events as ev
 from transferd.control.admission import ID_BYTES, KEY_BYTES, TASK_BYTES, argument_bytes
 from transferd.control.dispatcher import Dispatcher
-from transferd.control.results import RESULT_BYTES, ResultMemory
+from transferd.control.results import RESULT_BYTES, ResultCache
 from transferd.observability.recorder import Recorder
 from transferd.tasks import (
     ErrorInfo,
@@ -102,7 +102,7 @@ def test_the_bytes_counted_for_a_kept_result_are_what_it_holds(blocks: int) -> N
         ids = list(range(1000 + blocks * i, 1000 + blocks * (i + 1)))
         return TaskResult(task_id=f"t{i}", status=Status.PARTIAL, block_ids=ids, ranks=ranks, error=error)
 
-    memory = ResultMemory(60.0, 10**6, 10**12)
+    memory = ResultCache(60.0, 10**6, 10**12)
 
     def keep() -> None:
         for i in range(200):
@@ -110,13 +110,13 @@ def test_the_bytes_counted_for_a_kept_result_are_what_it_holds(blocks: int) -> N
 
     held = traced(keep)
     assert 0.75 * memory.nbytes <= held <= 1.1 * memory.nbytes, (held, memory.nbytes)
-    kept = memory.get("t3")
+    kept = memory.recall("t3", 0.0)
     assert kept is not None
     assert kept.result == result(3), "packed, and whole again"
 
 
 def test_a_result_that_no_message_can_hold_is_not_kept_and_breaks_nothing() -> None:
-    memory = ResultMemory(60.0, 10, 10**6)
+    memory = ResultCache(60.0, 10, 10**6)
     error = ErrorInfo("storage_io", "cannot read /data/\udcff")
     memory.keep(TaskResult(task_id="t", status=Status.FAILED, error=error), 1, 0, 0.0)
     assert (len(memory), memory.nbytes) == (0, 0)
@@ -216,7 +216,7 @@ def test_results_kept_are_bounded_in_bytes() -> None:
 
 def test_results_that_fill_the_bound_exactly_are_kept() -> None:
     def kept(most_bytes: int) -> int:
-        memory = ResultMemory(60.0, 10, most_bytes)
+        memory = ResultCache(60.0, 10, most_bytes)
         for i in range(3):
             memory.keep(TaskResult(task_id=f"t{i}", status=Status.OK), i, 0, 0.0)
         return len(memory)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from transferd.control.gate import DRAINING, STARTING, Door, Hold
+from transferd.control.gate import DRAINING, STARTING, Gate, Hold
 from transferd.tasks import ErrorInfo, Status
 
 DIED = ErrorInfo("rank_died", "rank 1 died")
@@ -12,11 +12,11 @@ CLEARED = ErrorInfo("cleared", "the cache was cleared")
 
 
 @pytest.fixture
-def gate() -> Door:
-    return Door(memory=True)
+def gate() -> Gate:
+    return Gate(memory=True)
 
 
-def test_a_gate_with_memory_admits_and_starts(gate: Door) -> None:
+def test_a_gate_with_memory_admits_and_starts(gate: Gate) -> None:
     assert gate.refusal is None
     assert gate.starts
     assert gate.alive
@@ -26,14 +26,14 @@ def test_a_gate_with_memory_admits_and_starts(gate: Door) -> None:
 
 
 def test_without_memory_at_the_start_the_answer_is_busy_until_there_is_some() -> None:
-    gate = Door(memory=False)
+    gate = Gate(memory=False)
     assert gate.refusal == (Status.BUSY, STARTING)
     assert gate.starts
     gate.memory_there()
     assert gate.refusal is None
 
 
-def test_memory_that_was_taken_away_rejects_until_there_is_some_again(gate: Door) -> None:
+def test_memory_that_was_taken_away_rejects_until_there_is_some_again(gate: Gate) -> None:
     gate.memory_gone(CLEARED)
     assert gate.refusal == (Status.REJECTED, CLEARED)
     assert gate.alive
@@ -41,7 +41,7 @@ def test_memory_that_was_taken_away_rejects_until_there_is_some_again(gate: Door
     assert gate.refusal is None
 
 
-def test_a_pause_admits_and_does_not_start(gate: Door) -> None:
+def test_a_pause_admits_and_does_not_start(gate: Gate) -> None:
     gate.hold("pause", "a", b"a1", 1.0)
     assert gate.paused
     assert not gate.starts
@@ -52,7 +52,7 @@ def test_a_pause_admits_and_does_not_start(gate: Door) -> None:
     assert not gate.paused
 
 
-def test_a_drain_starts_and_does_not_admit(gate: Door) -> None:
+def test_a_drain_starts_and_does_not_admit(gate: Gate) -> None:
     gate.hold("drain", "a", b"a1", 1.0)
     assert gate.draining
     assert gate.starts
@@ -62,7 +62,7 @@ def test_a_drain_starts_and_does_not_admit(gate: Door) -> None:
     assert gate.refusal is None
 
 
-def test_a_shutdown_neither_admits_nor_starts_and_nothing_undoes_it(gate: Door) -> None:
+def test_a_shutdown_neither_admits_nor_starts_and_nothing_undoes_it(gate: Gate) -> None:
     gate.shut()
     gate.resume("operator")
     gate.memory_there()
@@ -72,7 +72,7 @@ def test_a_shutdown_neither_admits_nor_starts_and_nothing_undoes_it(gate: Door) 
     assert not gate.alive
 
 
-def test_a_dead_rank_fails_every_task_and_nothing_undoes_it(gate: Door) -> None:
+def test_a_dead_rank_fails_every_task_and_nothing_undoes_it(gate: Gate) -> None:
     gate.rank_died(DIED)
     gate.resume("operator")
     gate.memory_there()
@@ -82,7 +82,7 @@ def test_a_dead_rank_fails_every_task_and_nothing_undoes_it(gate: Door) -> None:
     assert not gate.draining
 
 
-def test_the_weightiest_reason_is_told_first(gate: Door) -> None:
+def test_the_weightiest_reason_is_told_first(gate: Gate) -> None:
     gate.memory_gone(CLEARED)
     gate.hold("drain", "a", b"a1", 1.0)
     assert gate.refusal == (Status.REJECTED, DRAINING)
@@ -90,7 +90,7 @@ def test_the_weightiest_reason_is_told_first(gate: Door) -> None:
     assert gate.refusal == (Status.FAILED, DIED)
 
 
-def test_what_is_held_is_told_the_oldest_first_whoever_came_first_into_the_table(gate: Door) -> None:
+def test_what_is_held_is_told_the_oldest_first_whoever_came_first_into_the_table(gate: Gate) -> None:
     gate.hold("pause", "a", b"a1", 3.0)
     gate.hold("drain", "b", b"b1", 1.0)
     gate.hold("drain", "a", b"a1", 2.0)
@@ -101,7 +101,7 @@ def test_what_is_held_is_told_the_oldest_first_whoever_came_first_into_the_table
     ]
 
 
-def test_a_holder_that_asks_again_keeps_its_time_and_ends_with_its_new_connection(gate: Door) -> None:
+def test_a_holder_that_asks_again_keeps_its_time_and_ends_with_its_new_connection(gate: Gate) -> None:
     gate.hold("pause", "a", b"a1", 1.0)
     gate.hold("pause", "a", b"a2", 5.0)
     assert gate.held == [Hold("pause", "a", b"a2", 1.0)]
@@ -109,7 +109,7 @@ def test_a_holder_that_asks_again_keeps_its_time_and_ends_with_its_new_connectio
     assert gate.paused
 
 
-def test_a_resume_lets_go_of_all_that_its_holder_holds_and_of_nothing_else(gate: Door) -> None:
+def test_a_resume_lets_go_of_all_that_its_holder_holds_and_of_nothing_else(gate: Gate) -> None:
     gate.hold("pause", "a", b"a1", 1.0)
     gate.hold("drain", "a", b"a1", 2.0)
     gate.hold("pause", "b", b"b1", 3.0)
@@ -117,14 +117,14 @@ def test_a_resume_lets_go_of_all_that_its_holder_holds_and_of_nothing_else(gate:
     assert gate.held == [Hold("pause", "b", b"b1", 3.0)]
 
 
-def test_a_resume_of_somebody_who_holds_nothing_lets_go_of_everything(gate: Door) -> None:
+def test_a_resume_of_somebody_who_holds_nothing_lets_go_of_everything(gate: Gate) -> None:
     gate.hold("pause", "a", b"a1", 1.0)
     gate.hold("drain", "b", b"b1", 2.0)
     gate.resume("operator")
     assert gate.held == []
 
 
-def test_what_a_client_held_ends_with_its_connection_and_is_told(gate: Door) -> None:
+def test_what_a_client_held_ends_with_its_connection_and_is_told(gate: Gate) -> None:
     gate.hold("pause", "a", b"a1", 1.0)
     gate.hold("drain", "a", b"a1", 2.0)
     gate.hold("pause", "b", b"b1", 3.0)

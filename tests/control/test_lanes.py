@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.support.dispatch import limits, record_of
+from transferd.control.admission import Prepared
 from transferd.control.lanes import RETRY_AFTER_S, Lanes
-from transferd.control.task_state import Record, State
+from transferd.control.task_state import State, TaskState
 from transferd.tasks import ErrorInfo, Lane, ReadStorageTask, Task, WriteStorageTask
 
 LIMITS = limits(max_queued=4, max_queued_bytes=1000, max_bytes=2000, lane_depth=2)
@@ -20,7 +21,7 @@ def write(task_id: str) -> WriteStorageTask:
     return WriteStorageTask(task_id=task_id, keys=["k"], gpu_block_ids=[1])
 
 
-def admit(lanes: Lanes, task: Task, nbytes: int = 0, *, ready: bool = True) -> Record:
+def admit(lanes: Lanes, task: Task, nbytes: int = 0, *, ready: bool = True) -> TaskState:
     record = record_of(task, nbytes=nbytes)
     lanes.enter(record)
     if ready:
@@ -28,7 +29,7 @@ def admit(lanes: Lanes, task: Task, nbytes: int = 0, *, ready: bool = True) -> R
     return record
 
 
-def move(lanes: Lanes, record: Record, state: State) -> None:
+def move(lanes: Lanes, record: TaskState, state: State) -> None:
     old, record.state = record.state, state
     lanes.moved(record, old)
 
@@ -42,18 +43,24 @@ def start(lanes: Lanes) -> list[str]:
     return started
 
 
-def answer(lanes: Lanes, record: Record) -> None:
+def answer(lanes: Lanes, record: TaskState) -> None:
     move(lanes, record, State.DONE)
     lanes.leave(record)
 
 
-def refusal(lanes: Lanes, task: Task, nbytes: int = 0, arguments: int = 0, held: int = 0) -> ErrorInfo | None:
-    busy = lanes.too_much(task, nbytes, arguments, held)
+def prepared(task: Task, nbytes: int = 0, arguments: int = 0, *, flush: bool = False) -> Prepared:
+    return Prepared(task, task.lane, task.blocks, nbytes, arguments, task.footprint(), flush)
+
+
+def refusal(
+    lanes: Lanes, task: Task, nbytes: int = 0, arguments: int = 0, held: int = 0, *, flush: bool = False
+) -> ErrorInfo | None:
+    busy = lanes.too_much(prepared(task, nbytes, arguments, flush=flush), held)
     return None if busy is None else busy[0]
 
 
 def hint(lanes: Lanes, task: Task, nbytes: int) -> float:
-    busy = lanes.too_much(task, nbytes, 0, 0)
+    busy = lanes.too_much(prepared(task, nbytes), 0)
     assert busy is not None
     return busy[1]
 
@@ -154,10 +161,10 @@ def test_flushes_take_half_of_the_queue_at_most_rounded_up(bound: int, allowed: 
     admit(lanes, write("running"))
     start(lanes)
     for i in range(allowed):
-        assert refusal(lanes, write("w")) is None
+        assert refusal(lanes, write("w"), flush=True) is None
         admit(lanes, write(f"w{i}"))
     told = f"{allowed} flushes are queued, half of all that may be"
-    assert refusal(lanes, write("w")) == ErrorInfo("queue_full", told)
+    assert refusal(lanes, write("w"), flush=True) == ErrorInfo("queue_full", told)
     assert refusal(lanes, read("r")) is None, "the other half is for the rest"
 
 
@@ -241,11 +248,11 @@ def test_every_refusal_says_when_to_ask_again() -> None:
         lanes.spent(record_of(lane_task), 0.4)
     for i in range(2):
         admit(lanes, write(f"w{i}"), ready=False)
-    flush = lanes.too_much(write("w"), 0, 0, 0)
-    arguments = lanes.too_much(read("r"), 0, 10, 1)
+    flush = lanes.too_much(prepared(write("w"), flush=True), 0)
+    arguments = lanes.too_much(prepared(read("r"), arguments=10), 1)
     for i in range(2):
         admit(lanes, read(f"r{i}"), ready=False)
-    full = lanes.too_much(read("r"), 0, 0, 0)
+    full = lanes.too_much(prepared(read("r")), 0)
     assert flush is not None
     assert arguments is not None
     assert full is not None

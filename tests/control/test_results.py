@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from transferd.control.results import RESULT_BYTES, ResultMemory
+from transferd.control.results import RESULT_BYTES, ResultCache
 from transferd.tasks import ErrorInfo, RankResult, Status, TaskResult
 
 
@@ -14,13 +14,13 @@ def result(task_id: str, message: str = "") -> TaskResult:
 
 
 def size_of(kept: TaskResult) -> int:
-    memory = ResultMemory(1.0, 1, 10**6)
+    memory = ResultCache(1.0, 1, 10**6)
     memory.keep(kept, 0, 0, 0.0)
     return memory.nbytes
 
 
 def test_a_result_comes_back_as_it_was_kept_with_what_it_answered() -> None:
-    memory = ResultMemory(ttl=10.0, most=5, most_bytes=10**6)
+    memory = ResultCache(ttl=10.0, most=5, most_bytes=10**6)
     whole = TaskResult(
         task_id="t",
         status=Status.PARTIAL,
@@ -32,17 +32,17 @@ def test_a_result_comes_back_as_it_was_kept_with_what_it_answered() -> None:
         generation="g",
         boot_id="b",
     )
-    memory.keep(whole, content=17, memory=3, now=5.0)
-    kept = memory.get("t")
+    memory.keep(whole, content=17, memory_epoch=3, now=5.0)
+    kept = memory.recall("t", 5.0)
     assert kept is not None
-    assert (kept.result, kept.content, kept.memory, kept.expires) == (whole, 17, 3, 15.0)
+    assert (kept.result, kept.content, kept.memory_epoch, kept.expires) == (whole, 17, 3, 15.0)
     assert "t" in memory
     assert "u" not in memory
-    assert memory.get("u") is None
+    assert memory.recall("u", 5.0) is None
 
 
 def test_a_result_is_forgotten_in_the_moment_its_time_is_over() -> None:
-    memory = ResultMemory(ttl=10.0, most=5, most_bytes=10**6)
+    memory = ResultCache(ttl=10.0, most=5, most_bytes=10**6)
     memory.keep(result("t"), 0, 0, 5.0)
     memory.forget(14.999)
     assert "t" in memory
@@ -59,7 +59,7 @@ def test_a_result_whose_time_was_over_long_ago_is_forgotten_too() -> None:
 
 
 def test_past_the_number_allowed_the_oldest_leaves() -> None:
-    memory = ResultMemory(ttl=10.0, most=2, most_bytes=10**6)
+    memory = ResultCache(ttl=10.0, most=2, most_bytes=10**6)
     for task_id in "abc":
         memory.keep(result(task_id), 0, 0, 0.0)
     assert [task_id in memory for task_id in "abc"] == [False, True, True]
@@ -68,7 +68,7 @@ def test_past_the_number_allowed_the_oldest_leaves() -> None:
 
 def test_past_the_memory_allowed_the_oldest_leave_and_what_just_fits_stays() -> None:
     size = size_of(result("a"))
-    memory = ResultMemory(ttl=10.0, most=9, most_bytes=2 * size)
+    memory = ResultCache(ttl=10.0, most=9, most_bytes=2 * size)
     memory.keep(result("a"), 0, 0, 0.0)
     memory.keep(result("b"), 0, 0, 0.0)
     assert (len(memory), memory.nbytes) == (2, 2 * size)
@@ -78,7 +78,7 @@ def test_past_the_memory_allowed_the_oldest_leave_and_what_just_fits_stays() -> 
 
 
 def test_a_result_that_passes_the_bound_alone_is_not_kept_and_leaves_nothing_behind() -> None:
-    memory = ResultMemory(ttl=10.0, most=9, most_bytes=RESULT_BYTES + 200)
+    memory = ResultCache(ttl=10.0, most=9, most_bytes=RESULT_BYTES + 200)
     memory.keep(result("small"), 0, 0, 0.0)
     memory.keep(result("large", "x" * 1000), 0, 0, 0.0)
     assert (len(memory), memory.nbytes) == (0, 0)
@@ -91,6 +91,6 @@ def test_a_result_counts_its_packed_form_and_550_bytes() -> None:
 
 @pytest.mark.parametrize("text", ["\ud800", "half \udcff of a name"])
 def test_a_result_that_fits_no_message_is_not_kept(text: str) -> None:
-    memory = ResultMemory(ttl=10.0, most=9, most_bytes=10**6)
+    memory = ResultCache(ttl=10.0, most=9, most_bytes=10**6)
     memory.keep(result("t", text), 0, 0, 0.0)
     assert (len(memory), memory.nbytes) == (0, 0)

@@ -19,10 +19,10 @@ import structlog
 import zmq
 import zmq.asyncio
 
-from tests.support.memory_core import MemoryCore
+from tests.support.memory_core import MemoryCore, serve
 from transferd.client.client import Client
 from transferd.config import ServerSection
-from transferd.daemon.server import OBSERVERS_MAY, Server
+from transferd.daemon.server import OBSERVERS_MAY
 from transferd.errors import ConfigError, TransferError
 from transferd.runtime.bucket import Bucket
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
@@ -66,8 +66,7 @@ class Daemon:
         config = ServerSection(**section)
         self.core = MemoryCore()
         self.transport = ZmqServerTransport(config)
-        self.server = Server(self.transport, self.core, clock=clock, observer_rate=config.observer_rate)
-        self.core.deliver = self.server.deliver
+        self.server = serve(self.transport, self.core, clock=clock, observer_rate=config.observer_rate)
 
     async def __aenter__(self) -> Self:
         await self.server.start()

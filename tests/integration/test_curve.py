@@ -11,10 +11,9 @@ import pytest
 import structlog
 import zmq
 
-from tests.support.memory_core import MemoryCore
+from tests.support.memory_core import MemoryCore, serve
 from transferd.client.client import Client
 from transferd.config import CurveSection, ServerSection
-from transferd.daemon.server import Server
 from transferd.errors import ConfigError, ConnectTimeout
 from transferd.tasks import Status, SwapOutTask
 from transferd.wire.curve import ClientCurve
@@ -38,8 +37,7 @@ class Daemon:
     def __init__(self, curve: CurveSection) -> None:
         core = MemoryCore()
         self.transport = ZmqServerTransport(ServerSection(endpoint="tcp://127.0.0.1:*", curve=curve))
-        self.server = Server(self.transport, core)
-        core.deliver = self.server.deliver
+        self.server = serve(self.transport, core)
 
     def client(self, curve: ClientCurve | None, timeout: float) -> Client:
         endpoint = self.transport.endpoints[0]
@@ -183,8 +181,7 @@ async def test_keys_are_for_tcp_and_on_a_unix_socket_of_the_same_daemon_nobody_n
     core = MemoryCore()
     listens = ServerSection(endpoint=["tcp://127.0.0.1:*", unix], observer_endpoint=window, curve=section)
     transport = ZmqServerTransport(listens)
-    server = Server(transport, core)
-    core.deliver = server.deliver
+    server = serve(transport, core)
     await server.start()
     tcp = transport.endpoints[0]
     assert (tcp.startswith("tcp://"), transport.endpoints[1]) == (True, unix)

@@ -17,10 +17,9 @@ from typing import Any, Self
 import pytest
 import zmq
 
-from tests.support.memory_core import MemoryCore
+from tests.support.memory_core import MemoryCore, serve
 from transferd.client.client import Client
 from transferd.config import ServerSection
-from transferd.daemon.server import Server
 from transferd.errors import Closed, ConfigError, TransferError
 from transferd.tasks import Status, SwapOutTask, TaskResult, WriteStorageTask
 from transferd.wire import protocol as wire
@@ -36,8 +35,7 @@ class Daemon:
         section = ServerSection(endpoint=endpoint, **{"max_message": MAX_MESSAGE, **options})
         self.core = MemoryCore(boot_id)
         self.transport = ZmqServerTransport(section)
-        self.server = Server(self.transport, self.core, max_message=section.max_message)
-        self.core.deliver = self.server.deliver
+        self.server = serve(self.transport, self.core, max_message=section.max_message)
 
     async def __aenter__(self) -> Self:
         await self.server.start()
@@ -210,7 +208,7 @@ def _gone(daemon: Daemon, peer: bytes, task_id: str) -> bool:
     """Push and finish one more for the vanished peer, until its connection is known to be away."""
     if task_id in daemon.core.held:
         daemon.core.finish(task_id)
-    daemon.server.deliver(peer, 1, TaskResult(task_id=task_id, status=Status.OK))
+    daemon.server._clients.deliver(peer, 1, TaskResult(task_id=task_id, status=Status.OK))
     return bool(daemon.server.statistics()["undeliverable"])
 
 
@@ -398,14 +396,12 @@ async def test_closing_a_client_of_a_stopped_daemon_does_not_hang(tmp_path: Path
 SERVE = """
 import asyncio, sys
 from transferd.config import ServerSection
-from transferd.daemon.server import Server
-from tests.support.memory_core import MemoryCore
+from tests.support.memory_core import MemoryCore, serve
 from transferd.wire.transport import ZmqServerTransport
 
 async def main(endpoint, boot_id):
     core = MemoryCore(boot_id, hold=True)
-    server = Server(ZmqServerTransport(ServerSection(endpoint=endpoint)), core)
-    core.deliver = server.deliver
+    server = serve(ZmqServerTransport(ServerSection(endpoint=endpoint)), core)
     await server.start()
     print("listening", flush=True)
     await asyncio.Event().wait()

@@ -105,22 +105,22 @@ MUTANTS = (
     Mutant(
         "a lease returns when the put begins",
         "workers/write.py",
-        "                put.add_done_callback(lambda _: lease.release())",
-        "                lease.release()",
+        "            put.add_done_callback(lambda _: lease.release())",
+        "            lease.release()",
     ),
     Mutant(
         "a block is sealed before it is copied",
         "workers/write.py",
-        "            if not await job.stop.copied(context.device.copy_out(plan, staging.memory)):\n"
+        "            if not await job.stop.copied(device.copy_out(plan, staging.memory)):\n"
         "                return False\n"
-        "            await context.seal(lease.slots, job.generation, context.ids(job, positions))",
-        "            await context.seal(lease.slots, job.generation, context.ids(job, positions))\n"
-        "            await job.stop.copied(context.device.copy_out(plan, staging.memory))",
+        "            await context.seal(slots, job, positions)",
+        "            await context.seal(slots, job, positions)\n"
+        "            await job.stop.copied(device.copy_out(plan, staging.memory))",
     ),
     Mutant(
         "a write arrives before its puts",
         "workers/write.py",
-        "            await self._wait(job, account, in_flight)",
+        "            await self._wait(account, in_flight)",
         "            account.done([i for chunk in in_flight for i in chunk.positions], 0)",
     ),
     Mutant(
@@ -217,8 +217,8 @@ MUTANTS = (
     Mutant(
         "a resume starts nothing",
         "control/dispatcher.py",
-        "        self._door.resume(event.holder)\n        self._start_ready()",
-        "        self._door.resume(event.holder)",
+        "        self._gate.resume(event.holder)\n        self._start_ready()",
+        "        self._gate.resume(event.holder)",
     ),
     Mutant(
         "a pause outlives its client",
@@ -307,7 +307,7 @@ MUTANTS = (
     ),
     Mutant(
         "an answer whose sending raised is not asked for again",
-        "daemon/server.py",
+        "daemon/clients.py",
         "            self._answer_lost(client, seq)\n            raise\n",
         "            raise\n",
     ),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.memory_core import MemoryCore
+from tests.support.memory_core import MemoryCore, serve
 from tests.support.simulation.clock import SimClock
 from tests.support.simulation.faults import Latency, NetworkFaults
 from tests.support.simulation.loop import SimLoop, simulate
@@ -40,8 +40,7 @@ class World:
 
     async def serve(self, boot_id: str = "boot-1", **options: Any) -> None:
         self.core = MemoryCore(boot_id, **options)
-        self.server = Server(self.network.server(), self.core, clock=self.clock, max_message=4096)
-        self.core.deliver = self.server.deliver
+        self.server = serve(self.network.server(), self.core, clock=self.clock, max_message=4096)
         await self.server.start()
 
     async def die(self) -> None:

@@ -27,7 +27,7 @@ from transferd.tiers.staging import Staging
 from transferd.wire.kv_events import MEDIUM_GPU, block_hash
 from transferd.workers.context import Background, RankContext
 from transferd.workers.job import Job
-from transferd.workers.read import Reader
+from transferd.workers.read import Reader, StorageSource
 from transferd.workers.tokens import TokenHandler, TokenTransfer
 from transferd.workers.write import Writer
 
@@ -92,7 +92,7 @@ class Rank:
             block_size=BLOCK,
             only_flush=bool(config.storage.attention_store.only_flush),
         )
-        self.reader, self.writer = Reader(self.context), Writer(self.context)
+        self.reader, self.writer = Reader(self.context, StorageSource(self.context.storage)), Writer(self.context)
         self.handler = TokenHandler(self.context, storage, self.reader, self.writer)
 
     def segments(self, block: int) -> list[np.ndarray[Any, Any]]:
@@ -159,10 +159,11 @@ class TokenWorld:
         """Through the contract itself: the transfer that a worker makes of this job."""
         if isinstance(job.task, WriteStorageTask):
             return await self.storage.write(
-                TokenTransfer(rank.context, job, job.task.start_write_block_idx, rank.writer.run)
+                TokenTransfer(rank.context, job, job.task.start_write_block_idx, rank.writer.store)
             )
         assert isinstance(job.task, ReadStorageTask)
-        return await self.storage.read(TokenTransfer(rank.context, job, job.task.start_read_block_idx, rank.reader.run))
+        transfer = TokenTransfer(rank.context, job, job.task.start_read_block_idx, rank.reader.load)
+        return await self.storage.read(transfer)
 
     async def match(self, path: Sequence[int], start: int = 0) -> int:
         return await self.storage.match(TokenIds(path), start, GENERATION)

@@ -7,7 +7,7 @@ from typing import Any
 from transferd.config import ServerSection
 from transferd.control.admission import Limits, argument_bytes, footprint_of
 from transferd.control.dispatcher import Dispatcher
-from transferd.control.task_state import AT_WORK, Record, State
+from transferd.control.task_state import AT_WORK, State, TaskState
 from transferd.tasks import Task
 
 
@@ -35,7 +35,7 @@ def limits(**more: Any) -> Limits:
     return Limits(**usual | more)
 
 
-def record_of(task: Task, **more: Any) -> Record:
+def record_of(task: Task, **more: Any) -> TaskState:
     """A task that was just admitted at time 0 for one client, but for `more`."""
     usual: dict[str, Any] = {
         "task": task,
@@ -43,13 +43,13 @@ def record_of(task: Task, **more: Any) -> Record:
         "lane": task.lane,
         "content": 0,
         "generation": "g1",
-        "memory": 0,
+        "memory_epoch": 0,
         "admitted_at": 0.0,
         "deadline": task.timeout,
         "nbytes": 0,
         "waiters": [(b"engine", 1)],
     }
-    return Record(**usual | more)
+    return TaskState(**usual | more)
 
 
 def check_dispatcher(dispatcher: Dispatcher) -> None:

@@ -11,22 +11,25 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from transferd.daemon.clients import Clients
+from transferd.daemon.server import Greeting, Server
 from transferd.errors import RequestError, TierError, TransferError
 from transferd.tasks import ErrorInfo, Status, Task, TaskResult
 from transferd.tiers.base import DeviceHandle
+from transferd.wire.transport import ServerTransport
 
 
 class MemoryCore:
     """Answers every task `ok` at once; with `hold`, when `finish` is called.
 
     ran: how often each task_id was really done. gone: clients that were given up. busy: refuse new tasks.
-    `deliver` is set to the server's before the first task.
+    `serve` sets `deliver` before the first task.
     """
 
     def __init__(self, boot_id: str = "boot-1", *, hold: bool = False) -> None:
         self.boot_id = boot_id
         self.generation = ""
-        self.cache = MemoryCache()
+        self.cache = MemoryCache(self)
         self.ready = True
         self.hold = hold
         self.busy = False
@@ -96,11 +99,6 @@ class MemoryCore:
         """A bug, on purpose: what the server does with an error that is not ours."""
         raise ZeroDivisionError("a bug in drain")
 
-    def set_generation(self, generation: str) -> None:
-        if not generation.isprintable():
-            raise RequestError("a generation is printable", code="bad_value")
-        self.generation = generation
-
     def client_gone(self, client: bytes) -> None:
         self.gone.append(client)
         for task_id, waiters in list(self._waiters.items()):
@@ -120,18 +118,32 @@ class MemoryCore:
         return {"task_id": task_id, "lives": [], "omitted": 0}
 
 
+def serve(transport: ServerTransport, core: MemoryCore, *, max_message: int = 64 * 1024**2, **more: Any) -> Server:
+    """A server in front of a core that is its own cache and look-up. more: of the Server."""
+    clients = Clients(transport, core.boot_id)
+    core.deliver = clients.deliver
+    greeting = Greeting(max_message=max_message)
+    return Server(
+        clients, core, core.cache, core, greeting=greeting, stats=core.stats, explain=core.explain, listing=core, **more
+    )
+
+
 class MemoryCache:
     """The cache of a MemoryCore: has no memory, and remembers what was asked of it.
 
     asked: (what, client, arguments). refuse: raised by every request while it is set.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, core: MemoryCore) -> None:
+        self._core = core
         self.missing: list[int] = []
         self.why = ""
         self.epoch = 1
         self.asked: list[tuple[str, bytes, object]] = []
         self.refuse: TransferError | None = None
+
+    def client_gone(self, client: bytes) -> None:
+        """It had nothing mapped."""
 
     def _note(self, what: str, client: bytes, detail: object) -> None:
         self.asked.append((what, client, detail))
@@ -143,6 +155,11 @@ class MemoryCache:
         if rank:
             raise TierError(f"rank {rank} cannot be shared")
         return DeviceHandle("none", {})
+
+    def set_generation(self, generation: str) -> None:
+        if not generation.isprintable():
+            raise RequestError("a generation is printable", code="bad_value")
+        self._core.generation = generation
 
     def detach(self, client: bytes, rank: int) -> None:
         self._note("detach", client, rank)

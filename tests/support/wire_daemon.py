@@ -13,9 +13,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from tests.support.memory_core import MemoryCore
+from tests.support.memory_core import MemoryCore, serve
 from transferd.config import ServerSection
-from transferd.daemon.server import Server
 from transferd.tasks import Task
 from transferd.wire.transport import ZmqServerTransport
 
@@ -46,8 +45,7 @@ async def _serve(endpoint: str, boot_id: str, ready: str) -> None:
     core = HoldsSome(boot_id)
     core.ready = ready == "ready"
     core.cache.why = "" if core.ready else "no engine has offered memory"
-    server = Server(ZmqServerTransport(ServerSection(endpoint=endpoint)), core)
-    core.deliver = server.deliver
+    server = serve(ZmqServerTransport(ServerSection(endpoint=endpoint)), core)
     await server.start()
     print("listening", flush=True)
     await asyncio.Event().wait()

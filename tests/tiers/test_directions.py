@@ -68,7 +68,7 @@ class Rig:
         self.device = [view(context.device.handle()) for context in self.contexts]
         self.random = np.random.default_rng(seed)
         self._answers: asyncio.Queue[TaskResult] = asyncio.Queue()
-        daemon.coordinator.deliver = lambda _client, _seq, result: self._answers.put_nowait(result)
+        daemon.coordinator.listeners.deliver = lambda _client, _seq, result: self._answers.put_nowait(result)
 
     async def run(self, task: Task) -> TaskResult:
         self.daemon.coordinator.submit(b"test", 1, task)

@@ -100,9 +100,7 @@ class Rig:
         )
         self.arrived: list[tuple[Job, RankOutcome]] = []
         self.died: list[tuple[int, str]] = []
-        self.worker = RankWorker(
-            context, lambda *arrival: self.arrived.append(arrival), lambda *death: self.died.append(death)
-        )
+        self.worker = RankWorker(context)
 
     @property
     def sim_device(self) -> SimDevice:
@@ -183,7 +181,7 @@ class Rig:
 
     def start(self, task: Task) -> Job:
         job = Job(task, GENERATION, admitted_at=1.0, started_at=3.0)
-        self.worker.start(job)
+        self.worker.start(job, lambda *arrival: self.arrived.append(arrival), lambda *death: self.died.append(death))
         return job
 
     def outcome(self, job: Job) -> RankOutcome | None:

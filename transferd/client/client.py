@@ -210,7 +210,7 @@ class Client(Observing):
         return pending.future
 
     def _pushed(self, task: Task, *, ack: bool) -> PendingTask:
-        pending = PendingTask(self._conversation, task, self._limit(task), ack=ack)
+        pending = self._conversation.new_task(task, self._limit(task), ack=ack)
         if self._attached.orphaned and len(task.gpu_block_ids):
             pending.fail(self._attached.refusal())
         else:
@@ -218,8 +218,10 @@ class Client(Observing):
         return pending
 
     def _limit(self, task: Task) -> float:
-        timeout = as_seconds(task.timeout) or 0.0  # the daemon rejects anything but a finite number
-        return self._conversation.now + (max(timeout, 0.0) if math.isfinite(timeout) else 0.0) + NO_ANSWER_S
+        timeout = task.timeout if type(task.timeout) is float else as_seconds(task.timeout) or 0.0
+        if not 0.0 < timeout < math.inf:  # the daemon rejects it
+            timeout = 0.0
+        return self._clock.monotonic() + timeout + NO_ANSWER_S
 
     async def cancel(self, task_id: str) -> bool:
         """Cancel a task. Its future ends as `cancelled`, or with the result that it already has.

@@ -74,25 +74,22 @@ TRANSITIONS: dict[Presence, dict[Sign, Presence]] = {
 
 
 class Heartbeat:
-    """The heartbeat of one conversation, from `opened` to `closed`. It can be opened again."""
+    """The heartbeat of one conversation, from `opened` to `closed`. It can be opened again.
+
+    open: not CLOSED. lost: LOST. asked_at: when the oldest Hello was sent since anything was heard. None: nothing
+    is owed, and `heard` would change nothing.
+    """
 
     def __init__(self) -> None:
         self.presence = Presence.CLOSED
+        self.open = self.lost = False
         self._reset()
 
     def _reset(self) -> None:
         self._hello = 0  # number of the newest Hello
         self._welcomed = 0  # number of the Hello that the newest Welcome answers
-        self._asked_at: float | None = None  # when the oldest Hello was sent since we last heard anything
+        self.asked_at: float | None = None
         self._hello_delay = FIRST_HELLO_S
-
-    @property
-    def open(self) -> bool:
-        return self.presence is not Presence.CLOSED
-
-    @property
-    def lost(self) -> bool:
-        return self.presence is Presence.LOST
 
     @property
     def hello_under_way(self) -> bool:
@@ -108,13 +105,13 @@ class Heartbeat:
 
     def said_hello(self, number: int, now: float) -> None:
         self._hello = number
-        if self._asked_at is None:
-            self._asked_at = now
+        if self.asked_at is None:
+            self.asked_at = now
 
     def heard(self) -> None:
         """Note that any message arrived."""
         self._move(Sign.HEARD)
-        self._asked_at = None
+        self.asked_at = None
 
     def welcomed(self, number: int) -> bool:
         """Note a Welcome that answers Hello `number`. Returns False if it is stale: a newer one came first."""
@@ -127,7 +124,7 @@ class Heartbeat:
     def look(self, now: float) -> Presence | None:
         """Judge the silence. Returns the new presence, DOUBTED or LOST, or None for no change."""
         before = self.presence
-        if self._asked_at is not None and now - self._asked_at >= SILENCE_S - TIMER_RESOLUTION_S:
+        if self.asked_at is not None and now - self.asked_at >= SILENCE_S - TIMER_RESOLUTION_S:
             self._move(Sign.SILENT)
         return self.presence if self.presence is not before else None
 
@@ -139,7 +136,7 @@ class Heartbeat:
             self._hello_delay = min(2 * self._hello_delay, SLOWEST_HELLO_S)
             return self._hello_delay
         self._hello_delay = FIRST_HELLO_S
-        asked_at = now if self._asked_at is None else self._asked_at
+        asked_at = now if self.asked_at is None else self.asked_at
         return min(HEARTBEAT_S, max(asked_at + SILENCE_S - now, 0.0))
 
     def _move(self, sign: Sign) -> None:
@@ -147,3 +144,4 @@ class Heartbeat:
         if after is None:
             raise InvariantError(f"a {self.presence} heartbeat was {sign}")
         self.presence = after
+        self.open, self.lost = after is not Presence.CLOSED, after is Presence.LOST

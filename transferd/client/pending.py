@@ -41,7 +41,7 @@ class Pending:
 
 
 class PendingTask(Pending):
-    """A pending task; it always ends in a TaskResult. Raises Closed if the conversation is not open.
+    """A pending task; it always ends in a TaskResult.
 
     admitted: done once the task is admitted or has ended; None without ack.
     """
@@ -49,12 +49,19 @@ class PendingTask(Pending):
     __slots__ = ("admitted", "conversation")
     body: Task
 
-    def __init__(self, conversation: Conversation, task: Task, deadline: float, *, ack: bool) -> None:
+    def __init__(
+        self,
+        conversation: Conversation,
+        task: Task,
+        future: asyncio.Future[Any],
+        deadline: float,
+        admitted: asyncio.Future[None] | None,
+    ) -> None:
         if type(task.timeout) not in (float, int) and (seconds := as_seconds(task.timeout)) is not None:
             task = msgspec.structs.replace(task, timeout=seconds)
-        super().__init__(task, conversation.new_future(), deadline, ack=ack)
+        super().__init__(task, future, deadline, ack=admitted is not None)
         self.conversation = conversation
-        self.admitted: asyncio.Future[None] | None = conversation.new_future() if ack else None
+        self.admitted = admitted
 
     def accepted(self) -> None:
         if self.admitted is not None and not self.admitted.done():

@@ -53,6 +53,7 @@ from transferd.errors import (
     TransferError,
 )
 from transferd.runtime.clock import Clock
+from transferd.tasks import Task
 from transferd.wire import protocol as wire
 from transferd.wire.transport import ClientTransport
 
@@ -228,6 +229,11 @@ class Conversation:
             raise self.unusable()
         return loop.create_future()
 
+    def new_task(self, task: Task, deadline: float, *, ack: bool) -> PendingTask:
+        """A task that waits to be asked. Raises Closed."""
+        admitted = self.new_future() if ack else None
+        return PendingTask(self, task, self.new_future(), deadline, admitted)
+
     def ask(self, pending: Pending) -> int:
         """Send a request; return its seq. `pending` ends in any case, at the latest soon after its deadline."""
         self._seq = seq = self._seq + 1
@@ -297,7 +303,8 @@ class Conversation:
             reply = wire.decode_reply(payload)
         except wire.Malformed:
             return  # not a daemon of our version; we will notice its silence
-        self._heart.heard()
+        if self._heart.asked_at is not None:
+            self._heart.heard()
         seq, body = reply.seq, reply.body
         if isinstance(body, wire.Result):
             self._answer(seq, body.result)

@@ -7,6 +7,8 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
+import msgspec
+
 from transferd.blocks.copyplan import check_ids
 from transferd.errors import RequestError
 from transferd.tasks import (
@@ -60,6 +62,38 @@ class Limits:
     max_result_bytes: int
 
 
+class Prepared(msgspec.Struct, frozen=True, gc=False):
+    """A task that can succeed, with all that ordering and counting need to know of it: worked out once.
+
+    nbytes: counted against its lane's bytes in flight, of all ranks together. arguments: bytes of memory that the
+    task itself takes while it is admitted. flush: it moves nothing and tells the token index.
+    """
+
+    task: Task
+    lane: Lane
+    blocks: int
+    nbytes: int
+    arguments: int
+    footprint: Footprint
+    flush: bool
+
+
+def prepare(task: Task, limits: Limits) -> Prepared:
+    """Raises RequestError, with a code, for a task that can never succeed on this daemon."""
+    check_task(task, limits)
+    lane, blocks = task.lane, task.blocks
+    flush = limits.only_flush and lane is Lane.WRITE
+    return Prepared(
+        task,
+        lane,
+        blocks,
+        0 if flush else blocks * limits.block_bytes * limits.ranks,
+        argument_bytes(task),
+        footprint_of(task, limits),
+        flush,
+    )
+
+
 def check_task(task: Task, limits: Limits) -> None:
     """Raise RequestError, with a code, for a task that can never succeed on this daemon."""
     if not 0 < len(task.task_id) <= MAX_TASK_ID:
@@ -77,11 +111,6 @@ def check_task(task: Task, limits: Limits) -> None:
         _check_write(task, limits)
 
 
-def moved_bytes(task: Task, limits: Limits) -> int:
-    """What a task counts against its lane's bytes in flight: of all ranks together."""
-    return 0 if is_flush(task, limits) else task.blocks * limits.block_bytes * limits.ranks
-
-
 def argument_bytes(task: Task) -> int:
     """About how much memory a task takes while it is admitted: keys, ids, token ids, its place in the order."""
     if isinstance(task, SwapOutTask | SwapInTask):
@@ -97,8 +126,7 @@ def footprint_of(task: Task, limits: Limits) -> Footprint:
     A flush touches no block. It is kept in order with other flushes of the same keys, and with nothing else; one that
     withdraws the rest of a path, whose keys it does not know, with all flushes of paths with the same first block.
     """
-    if is_flush(task, limits):
-        assert isinstance(task, WriteStorageTask)
+    if limits.only_flush and isinstance(task, WriteStorageTask) and task.lane is Lane.WRITE:
         entries = [f"{_INDEX_ENTRY}{key}" for key in task.keys]
         first = () if task.token_ids is None else task.token_ids.array[: limits.token_block].tolist()
         tree = str(first)
@@ -109,11 +137,6 @@ def footprint_of(task: Task, limits: Limits) -> Footprint:
 
 
 _INDEX_ENTRY = "index entry of "  # set before a key: another thing than the object of that key
-
-
-def is_flush(task: Task, limits: Limits) -> bool:
-    """A write task that moves nothing and tells the token index."""
-    return limits.only_flush and task.lane is Lane.WRITE
 
 
 def withdraws_the_rest(flush: WriteStorageTask) -> bool:
@@ -141,7 +164,7 @@ def _check_read(task: ReadStorageTask, limits: Limits) -> None:
 
 def _check_write(task: WriteStorageTask, limits: Limits) -> None:
     keys, ids = _check_storage(task, task.start_write_block_idx, limits)
-    flush = is_flush(task, limits)
+    flush = limits.only_flush and task.lane is Lane.WRITE
     if ids != keys and not (flush and not ids):  # of blocks that were evicted there is nothing but their place
         raise RequestError(f"keys has {keys} entries, gpu_block_ids {ids}", code="length_mismatch")
     if keys > limits.device_blocks and not flush:  # a read or swap of so many would name a target twice
@@ -189,10 +212,10 @@ def _check_path(task: ReadStorageTask | WriteStorageTask, start: int, block_size
 def content_hash(task: Task) -> int:
     """Equal for equal requests within one process; the timeout may differ between pushes of one task."""
     if isinstance(task, SwapOutTask | SwapInTask):
-        return hash((task.kind, tuple(task.gpu_block_ids), tuple(task.cpu_block_ids)))
+        return hash((task.lane, tuple(task.gpu_block_ids), tuple(task.cpu_block_ids)))
     transfer = task.transfer_id if isinstance(task, SendTask | ReceiveTask) else None
     if isinstance(task, WriteStorageTask):
         place: tuple[int, bool | None] = (task.start_write_block_idx, task.flush_cache_exists)
     else:
         place = (task.start_read_block_idx, None)
-    return hash((task.kind, transfer, tuple(task.keys), tuple(task.gpu_block_ids), task.token_ids, place))
+    return hash((task.lane, transfer, tuple(task.keys), tuple(task.gpu_block_ids), task.token_ids, place))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from transferd.control.hazards import HazardTable
-from transferd.control.task_state import Record, State
+from transferd.control.task_state import State, TaskState
 from transferd.tasks import ErrorInfo, Merged, SwapInTask, SwapOutTask, Task
 
 
@@ -77,7 +77,7 @@ def _will_be_filled(block: int, hazards: HazardTable) -> bool:
     claim = hazards.host_writer(block)
     if claim is None:
         return False
-    assert isinstance(claim.owner, Record)
+    assert isinstance(claim.owner, TaskState)
     # The claim of a task that was taken back stays while tasks before it are at work, which may be swap-outs.
     return claim.abandoned or claim.owner.state is not State.DONE
 

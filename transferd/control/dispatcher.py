@@ -42,22 +42,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from transferd.control import events as ev
-from transferd.control.admission import (
-    Limits,
-    argument_bytes,
-    check_task,
-    content_hash,
-    footprint_of,
-    is_flush,
-    moved_bytes,
-)
+from transferd.control.admission import Limits, Prepared, content_hash, prepare
 from transferd.control.alarms import Alarms
 from transferd.control.contents import Contents
-from transferd.control.gate import Door, Hold
+from transferd.control.gate import Gate, Hold
 from transferd.control.hazards import HazardTable
 from transferd.control.lanes import RETRY_AFTER_S, Lanes
-from transferd.control.results import ResultMemory
-from transferd.control.task_state import AT_WORK, TRANSITIONS, Record, State
+from transferd.control.results import ResultCache
+from transferd.control.task_state import AT_WORK, TRANSITIONS, State, TaskState
 from transferd.errors import InvariantError, RequestError
 from transferd.observability.recorder import LONGEST_TEXT, Recorder
 from transferd.tasks import ErrorInfo, Lane, Merged, Status, Stop, SwapOutTask, TaskResult
@@ -104,17 +96,17 @@ class Dispatcher:
         self.boot_id = boot_id
         self.generation = generation
         self._recorder = recorder if recorder is not None else Recorder()
-        self._records: dict[str, Record] = {}  # queued, running, cancelling
-        self._stragglers: dict[str, Record] = {}  # done, but a rank has not let go
-        self._results = ResultMemory(limits.result_ttl, limits.max_results, limits.max_result_bytes)
+        self._records: dict[str, TaskState] = {}  # queued, running, cancelling
+        self._stragglers: dict[str, TaskState] = {}  # done, but a rank has not let go
+        self._results = ResultCache(limits.result_ttl, limits.max_results, limits.max_result_bytes)
         self._hazards = HazardTable()
         self._lanes = Lanes(limits)
-        self._door = Door(memory=admitting)
+        self._gate = Gate(memory=admitting)
         self._contents = Contents(limits.ranks, limits.host_blocks, mapped=admitting)
         self._starting = False  # inside _start_ready
         self._now = 0.0  # of the event that is being heard
-        self._memories = 0  # how often the cache's memory was taken away
-        self._alarms: Alarms[Record] = Alarms(lambda record: record.state is State.DONE)
+        self._memory_epoch = 0  # how often the cache's memory was taken away
+        self._alarms: Alarms[TaskState] = Alarms(lambda record: record.state is State.DONE)
         self._wake_at = math.inf  # what was last asked for and has not come
         self._statuses: Counter[str] = Counter()
         self._rejects: Counter[str] = Counter()
@@ -160,12 +152,12 @@ class Dispatcher:
 
     @property
     def admitting(self) -> bool:
-        return self._door.refusal is None
+        return self._gate.refusal is None
 
     @property
     def alive(self) -> bool:
         """No rank has died, and no shutdown was asked for."""
-        return self._door.alive
+        return self._gate.alive
 
     @property
     def next_alarm(self) -> float:
@@ -178,7 +170,7 @@ class Dispatcher:
         return list(self._records)
 
     @property
-    def admitted(self) -> Iterable[Record]:
+    def admitted(self) -> Iterable[TaskState]:
         """All tasks that are admitted and not answered. To be read at once, and not changed."""
         return self._records.values()
 
@@ -200,9 +192,9 @@ class Dispatcher:
             tasks=dict(self._statuses),
             rejects=dict(self._rejects),
             lanes=self._lanes.statistics(),
-            paused=self._door.paused,
-            draining=self._door.draining,
-            held=self._door.held,
+            paused=self._gate.paused,
+            draining=self._gate.draining,
+            held=self._gate.held,
         )
 
     def __repr__(self) -> str:
@@ -215,42 +207,40 @@ class Dispatcher:
         """Answer from what is known, refuse, or admit; exactly one of these."""
         task = event.task
         content = content_hash(task)
-        self._results.forget(event.now)
         if self._join(event, content):
             return
-        refusal = self._door.refusal
+        refusal = self._gate.refusal
         if refusal is not None:
             status, error = refusal
             self._refuse(event, status, error, RETRY_AFTER_S[1] if status is Status.BUSY else None)
             return
         try:
-            check_task(task, self.limits)
+            prepared = prepare(task, self.limits)
         except RequestError as error:
             self._refuse(event, Status.REJECTED, ErrorInfo(error.reason, str(error)))
             return
-        absent = None if is_flush(task, self.limits) else self._contents.refusal(event.client, task, self._hazards)
+        absent = None if prepared.flush else self._contents.refusal(event.client, task, self._hazards)
         if absent is not None:
             self._refuse(event, Status.REJECTED, absent)
             return
-        nbytes, arguments = moved_bytes(task, self.limits), argument_bytes(task)
-        busy = self._lanes.too_much(task, nbytes, arguments, self._hazards.nbytes)
+        busy = self._lanes.too_much(prepared, self._hazards.nbytes)
         if busy is not None:
             self._refuse(event, Status.BUSY, *busy)
             return
-        self._admit(event, content, nbytes, arguments)
+        self._admit(event, prepared, content)
 
     def _join(self, event: ev.TaskSubmitted, content: int) -> bool:
         """Treat a push of a task_id that is known. True: it was treated."""
         task_id = event.task.task_id
         record = self._records.get(task_id) or self._stragglers.get(task_id)
-        kept = self._results.get(task_id)
+        kept = self._results.recall(task_id, event.now)
         if record is None and kept is None:
             return False
         asked_before = record.content if record is not None else kept.content if kept is not None else None
         if asked_before != content:
             what = f"another task was pushed under the id {task_id[:80]!r} before"
             self._refuse(event, Status.REJECTED, ErrorInfo("task_id_conflict", what))
-        elif kept is not None and kept.memory != self._memories:
+        elif kept is not None and kept.memory_epoch != self._memory_epoch:
             what = "this task has ended, and the memory that its result speaks of was taken away since"
             self._refuse(event, Status.REJECTED, ErrorInfo("cache_gone", what))
         elif kept is not None:
@@ -263,26 +253,26 @@ class Dispatcher:
             self._refuse(event, Status.BUSY, ErrorInfo("task_id_busy", "this task_id is taken"), RETRY_AFTER_S[1])
         return True
 
-    def _admit(self, event: ev.TaskSubmitted, content: int, nbytes: int, arguments: int) -> None:
-        task, now = event.task, event.now
-        record = Record(
+    def _admit(self, event: ev.TaskSubmitted, prepared: Prepared, content: int) -> None:
+        task, now = prepared.task, event.now
+        record = TaskState(
             task=task,
             task_id=task.task_id,
-            lane=task.lane,
+            lane=prepared.lane,
             content=content,
             generation=self.generation,
-            memory=self._memories,
+            memory_epoch=self._memory_epoch,
             admitted_at=now,
             deadline=now + task.timeout,
-            nbytes=nbytes,
+            nbytes=prepared.nbytes,
             waiters=[(event.client, event.seq)],
         )
-        record.claim = self._hazards.enter(record, footprint_of(task, self.limits), arguments)
+        record.claim = self._hazards.enter(record, prepared.footprint, prepared.arguments)
         self._records[task.task_id] = record
         self._lanes.enter(record)
-        self._recorder.admitted(task.task_id, ADMITTED[task.lane], task.blocks, event.client)
+        self._recorder.admitted(task.task_id, ADMITTED[prepared.lane], prepared.blocks, event.client)
         self._set_alarm(record.deadline, record)
-        if record.claim.ready:
+        if not record.claim.blockers:
             self._lanes.ready(record)
             self._start_ready()
         else:
@@ -307,7 +297,7 @@ class Dispatcher:
     # --- running ------------------------------------------------------------------------------------
 
     def _start_ready(self) -> None:
-        if self._starting or not self._door.starts:
+        if self._starting or not self._gate.starts:
             return
         self._starting = True  # a task that ends here lets others have their turn: in this loop, not in a deeper one
         try:
@@ -316,11 +306,10 @@ class Dispatcher:
         finally:
             self._starting = False
 
-    def _start(self, record: Record) -> bool:
+    def _start(self, record: TaskState) -> bool:
         """Its turn has come. True: it has ended instead, and others may have their turn now."""
         assert record.task is not None
-        hollow = self._contents.hollow(record.task)
-        if hollow is not None:
+        if record.lane is Lane.SWAP_IN and (hollow := self._contents.hollow(record.task)) is not None:
             self._finish_early(record, Status.FAILED, hollow, self._now)
             return True
         self._move(record, State.RUNNING)
@@ -357,7 +346,7 @@ class Dispatcher:
     def _rank_died(self, event: ev.RankDied) -> None:
         error = ErrorInfo("rank_died", f"rank {event.rank} died: {event.cause}")
         self._recorder.aside("", "rank died", event.rank, event.cause[:LONGEST_TEXT])
-        self._door.rank_died(error)
+        self._gate.rank_died(error)
         self._fail_queued(error, event.now)
         for task_id, record in list(self._stragglers.items()):
             self._rank_left(ev.RankLeft(task_id, event.rank, event.now))
@@ -374,7 +363,7 @@ class Dispatcher:
             if not waiters:
                 self._recorder.note(record.task_id, "nobody waits", event.client)
                 self._end(record, Stop.CANCELLED, event.now)
-        for hold in self._door.client_gone(event.client):
+        for hold in self._gate.client_gone(event.client):
             self._recorder.aside("", "hold ended", hold.what, hold.holder)
         self._start_ready()
 
@@ -395,7 +384,7 @@ class Dispatcher:
                 self._end(record, Stop.EXPIRED, event.now)
         self._ask_for_wake()
 
-    def _end(self, record: Record, reason: Stop, now: float) -> None:
+    def _end(self, record: TaskState, reason: Stop, now: float) -> None:
         if record.state is State.QUEUED:
             waited = f"{'deadline reached' if reason is Stop.EXPIRED else 'cancelled'} while queued"
             self._finish_early(record, Status(reason.value), ErrorInfo(str(reason), waited), now)
@@ -419,21 +408,21 @@ class Dispatcher:
 
     def _pause_requested(self, event: ev.PauseRequested) -> None:
         self._recorder.aside("", "pause", event.holder)
-        self._door.hold("pause", event.holder, event.client, event.now)
+        self._gate.hold("pause", event.holder, event.client, event.now)
 
     def _resume_requested(self, event: ev.ResumeRequested) -> None:
         self._recorder.aside("", "resume", event.holder)
-        self._door.resume(event.holder)
+        self._gate.resume(event.holder)
         self._start_ready()
 
     def _drain_requested(self, event: ev.DrainRequested) -> None:
         self._recorder.aside("", "drain", event.holder)
-        self._door.hold("drain", event.holder, event.client, event.now)
+        self._gate.hold("drain", event.holder, event.client, event.now)
 
     def _cache_withdrawn(self, event: ev.CacheWithdrawn) -> None:
         self._recorder.aside("", "cache withdrawn", event.error.message[:LONGEST_TEXT])
-        self._door.memory_gone(event.error)
-        self._memories += 1
+        self._gate.memory_gone(event.error)
+        self._memory_epoch += 1
         if event.end:
             self._fail_queued(event.error, event.now)
             for record in list(self._records.values()):
@@ -441,7 +430,7 @@ class Dispatcher:
 
     def _cache_ready(self, _: ev.CacheReady) -> None:
         self._recorder.aside("", "cache ready")
-        self._door.memory_there()
+        self._gate.memory_there()
 
     def _mappings_changed(self, event: ev.MappingsChanged) -> None:
         self._contents.mappings(event.unmapped, event.outdated)
@@ -451,7 +440,7 @@ class Dispatcher:
 
     def _shutdown_requested(self, _: ev.ShutdownRequested) -> None:
         self._recorder.aside("", "shutdown")
-        self._door.shut()
+        self._gate.shut()
 
     def _generation_bumped(self, event: ev.GenerationBumped) -> None:
         self._recorder.aside("", "generation", self.generation, event.generation)
@@ -459,11 +448,11 @@ class Dispatcher:
 
     # --- ending -------------------------------------------------------------------------------------
 
-    def _finish_early(self, record: Record, status: Status, error: ErrorInfo, now: float) -> None:
+    def _finish_early(self, record: TaskState, status: Status, error: ErrorInfo, now: float) -> None:
         """Answer a task that no rank has seen."""
         self._finish(record, status, Merged(status, [], [], error), now)
 
-    def _finish(self, record: Record, status: Status, merged: Merged, now: float) -> None:
+    def _finish(self, record: TaskState, status: Status, merged: Merged, now: float) -> None:
         task_id, task = record.task_id, record.task
         assert task is not None
         self._move(record, State.DONE)
@@ -488,7 +477,7 @@ class Dispatcher:
         record.task, record.waiters = None, []
         del self._records[task_id]
         self._lanes.leave(record)
-        self._results.keep(result, record.content, record.memory, now)
+        self._results.keep(result, record.content, record.memory_epoch, now)
         if record.straggling:
             self._stragglers[task_id] = record
             self._recorder.note(task_id, "straggling", str(sorted(record.straggling)))
@@ -496,19 +485,19 @@ class Dispatcher:
         else:
             self._release(record)
 
-    def _release(self, record: Record) -> None:
+    def _release(self, record: TaskState) -> None:
         """The task's blocks are free; whoever waited for them gets its turn."""
         claim, record.claim = record.claim, None  # no cycle is left for the collector to find
         assert claim is not None
         for ready in self._hazards.leave(claim):
             waiting = ready.owner
-            assert isinstance(waiting, Record)
+            assert isinstance(waiting, TaskState)
             if waiting.state is State.QUEUED:
                 self._recorder.note(waiting.task_id, "blocks free", record.task_id)
                 self._lanes.ready(waiting)
         self._start_ready()
 
-    def _move(self, record: Record, state: State) -> None:
+    def _move(self, record: TaskState, state: State) -> None:
         if state not in TRANSITIONS[record.state]:
             task_id = record.task_id
             story = self._recorder.story(task_id)
@@ -518,9 +507,11 @@ class Dispatcher:
 
     # --- alarms -------------------------------------------------------------------------------------
 
-    def _set_alarm(self, when: float, record: Record) -> None:
+    def _set_alarm(self, when: float, record: TaskState) -> None:
         self._alarms.set(when, record)
-        self._ask_for_wake()
+        if when < self._wake_at:  # else it was asked for, or an earlier one
+            self._wake_at = when
+            self._out.append(ev.WakeAt(when))
 
     def _ask_for_wake(self) -> None:
         soonest = self._alarms.next()

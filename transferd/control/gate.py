@@ -32,74 +32,79 @@ class Hold(NamedTuple):
     since: float
 
 
-class Door:
-    """Changed by the dispatcher, as events say."""
+class Gate:
+    """Changed by the dispatcher, as events say.
+
+    refusal: what a task is answered that would be admitted otherwise. starts: admitted tasks are started.
+    paused, draining: somebody asked for it; a shutdown drains, too. alive: no rank has died, and no shutdown was
+    asked for.
+    """
+
+    refusal: tuple[Status, ErrorInfo] | None
+    starts: bool
+    paused: bool
+    draining: bool
 
     def __init__(self, *, memory: bool) -> None:
         """memory: False while the daemon starts."""
         self._held: dict[tuple[str, str], Hold] = {}  # by what and holder
         self._shut = False
-        self.alive = True  # no rank has died, and no shutdown was asked for
+        self.alive = True
         self._dead: ErrorInfo | None = None
         self._absent: tuple[Status, ErrorInfo] | None = None if memory else (Status.BUSY, STARTING)
+        self._changed()
 
-    @property
-    def refusal(self) -> tuple[Status, ErrorInfo] | None:
-        """What a task is answered that would be admitted otherwise."""
+    def _changed(self) -> None:
+        """Work out what every task asks; far fewer events change it."""
+        wanted = {hold.what for hold in self._held.values()}
+        self.paused = "pause" in wanted
+        self.draining = self._shut or "drain" in wanted
+        self.starts = self.alive and not self.paused
         if self._dead is not None:
-            return Status.FAILED, self._dead
-        return (Status.REJECTED, DRAINING) if self.draining else self._absent
-
-    @property
-    def draining(self) -> bool:
-        """A drain or a shutdown was asked for."""
-        return self._shut or self._holds("drain")
-
-    @property
-    def paused(self) -> bool:
-        return self._holds("pause")
+            self.refusal = Status.FAILED, self._dead
+        else:
+            self.refusal = (Status.REJECTED, DRAINING) if self.draining else self._absent
 
     @property
     def held(self) -> list[Hold]:
         """Every pause and drain, the oldest first."""
         return sorted(self._held.values(), key=lambda hold: hold.since)
 
-    @property
-    def starts(self) -> bool:
-        """Admitted tasks are started."""
-        return self.alive and not self.paused
-
     def hold(self, what: str, holder: str, client: bytes, now: float) -> None:
         """Pause or drain. Held already by the same holder: it ends with this connection of it from now on."""
         before = self._held.get((what, holder))
         self._held[what, holder] = Hold(what, holder, client, now if before is None else before.since)
+        self._changed()
 
     def resume(self, holder: str) -> None:
         """Let go of what `holder` holds, or, if that is nothing, of everything."""
         others = {key: hold for key, hold in self._held.items() if hold.holder != holder}
         self._held = others if len(others) < len(self._held) else {}
+        self._changed()
 
     def client_gone(self, client: bytes) -> list[Hold]:
         """Let go of what ends with this connection; returns it."""
         ended = [hold for hold in self._held.values() if hold.client == client]
         for hold in ended:
             del self._held[hold.what, hold.holder]
+        self._changed()
         return ended
-
-    def _holds(self, what: str) -> bool:
-        return any(hold.what == what for hold in self._held.values())
 
     def shut(self) -> None:
         """Admit and start nothing any more."""
         self._shut = True
         self.alive = False
+        self._changed()
 
     def rank_died(self, error: ErrorInfo) -> None:
         self._dead = error
         self.alive = False
+        self._changed()
 
     def memory_gone(self, error: ErrorInfo) -> None:
         self._absent = (Status.REJECTED, error)
+        self._changed()
 
     def memory_there(self) -> None:
         self._absent = None
+        self._changed()

@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from transferd.control.admission import Limits, is_flush
-from transferd.control.task_state import AT_WORK, Record, State
-from transferd.tasks import ErrorInfo, Lane, Task
+from transferd.control.admission import Limits, Prepared
+from transferd.control.task_state import AT_WORK, State, TaskState
+from transferd.tasks import ErrorInfo, Lane
 
 RETRY_AFTER_S = (0.005, 5.0)  # the shortest and the longest hint given with `busy`
 
@@ -21,7 +21,7 @@ RETRY_AFTER_S = (0.005, 5.0)  # the shortest and the longest hint given with `bu
 class LaneLoad:
     """What one lane has to do."""
 
-    ready: deque[Record] = field(default_factory=deque)  # in the order in which they became ready
+    ready: deque[TaskState] = field(default_factory=deque)  # in the order in which they became ready
     running: int = 0
     tasks: int = 0  # queued and running
     nbytes: int = 0  # of those
@@ -40,23 +40,23 @@ class Lanes:
     def running(self) -> int:
         return sum(load.running for load in self.loads.values())
 
-    def too_much(self, task: Task, nbytes: int, arguments: int, held: int) -> tuple[ErrorInfo, float] | None:
+    def too_much(self, prepared: Prepared, held: int) -> tuple[ErrorInfo, float] | None:
         """Why one more task is not admitted now, and after how many seconds to ask again.
 
-        nbytes: that it moves. arguments: bytes of the task itself; held: of those that are admitted.
+        held: bytes of the arguments of tasks that are admitted.
         """
-        load = self.loads[task.lane]
+        load, arguments = self.loads[prepared.lane], prepared.arguments
         if self.queued >= self._limits.max_queued:
             return ErrorInfo("queue_full", f"{self.queued} tasks are queued, the most allowed"), self._hint(load)
         # An index that hangs holds up every flush until its deadline, and an engine that evicts has many of them.
         waiting = load.tasks - load.running
-        if is_flush(task, self._limits) and waiting >= (self._limits.max_queued + 1) // 2:
+        if prepared.flush and waiting >= (self._limits.max_queued + 1) // 2:
             return ErrorInfo("queue_full", f"{waiting} flushes are queued, half of all that may be"), self._hint(load)
         # One task alone may be larger than a bound: refusing it for ever would not be "retry later".
         if held and held + arguments > self._limits.max_queued_bytes:
             told = f"admitted tasks hold {held} bytes of keys, ids and token_ids, this one would add {arguments}"
             return ErrorInfo("queue_full", told), self._hint(load)
-        if load.tasks and load.nbytes + nbytes > self._limits.max_bytes:
+        if load.tasks and load.nbytes + prepared.nbytes > self._limits.max_bytes:
             told = f"{load.nbytes} bytes are under way in this lane"
             return ErrorInfo("bytes_in_flight", told), self._hint(load)
         return None
@@ -67,18 +67,18 @@ class Lanes:
         estimate = load.seconds * waiting / self._limits.lane_depth / 4
         return min(max(estimate, RETRY_AFTER_S[0]), RETRY_AFTER_S[1])
 
-    def enter(self, record: Record) -> None:
+    def enter(self, record: TaskState) -> None:
         """A task was admitted."""
         load = self.loads[record.lane]
         load.tasks += 1
         load.nbytes += record.nbytes
         self.queued += 1
 
-    def ready(self, record: Record) -> None:
+    def ready(self, record: TaskState) -> None:
         """Its blocks are free: it may run when there is a place."""
         self.loads[record.lane].ready.append(record)
 
-    def startable(self) -> Iterator[Record]:
+    def startable(self) -> Iterator[TaskState]:
         """Tasks that run now, one by one; each must have been moved to running before the next is asked for."""
         for load in self.loads.values():
             while load.ready and load.running < self._limits.lane_depth:
@@ -86,19 +86,19 @@ class Lanes:
                 if record.state is State.QUEUED:  # else it was taken back while it waited for a place
                     yield record
 
-    def moved(self, record: Record, old: State) -> None:
+    def moved(self, record: TaskState, old: State) -> None:
         """A task has another state."""
         load = self.loads[record.lane]
         if old is State.QUEUED:
             self.queued -= 1
         load.running += (record.state in AT_WORK) - (old in AT_WORK)
 
-    def spent(self, record: Record, now: float) -> None:
+    def spent(self, record: TaskState, now: float) -> None:
         """A round of a task has ended."""
         load, spent = self.loads[record.lane], now - record.admitted_at
         load.seconds = spent if not load.seconds else 0.9 * load.seconds + 0.1 * spent
 
-    def leave(self, record: Record) -> None:
+    def leave(self, record: TaskState) -> None:
         """A task was answered."""
         load = self.loads[record.lane]
         load.tasks -= 1

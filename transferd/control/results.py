@@ -21,7 +21,7 @@ class Kept(NamedTuple):
 
     packed: bytes
     content: int
-    memory: int
+    memory_epoch: int
     expires: float
 
     @property
@@ -33,7 +33,7 @@ class Kept(NamedTuple):
         return RESULT_BYTES + len(self.packed)
 
 
-class ResultMemory:
+class ResultCache:
     """Bounded by age (`ttl` seconds), by number (`most`) and by memory (`most_bytes`). All results live
     equally long, so they leave in the order in which they came."""
 
@@ -44,17 +44,19 @@ class ResultMemory:
         self._kept: OrderedDict[str, Kept] = OrderedDict()
         self.nbytes = 0
 
-    def keep(self, result: TaskResult, content: int, memory: int, now: float) -> None:
+    def keep(self, result: TaskResult, content: int, memory_epoch: int, now: float) -> None:
         """Of a task_id that is not kept. A result that passes the bound alone, or fits no message, is not kept."""
         try:
             packed = bytes(memoryview(msgspec.msgpack.encode(result)))  # a copy: what msgspec returns has room to grow
         except UnicodeEncodeError:  # half a character, as in an error about a file's name
             return
-        kept = self._kept[result.task_id] = Kept(packed, content, memory, now + self._ttl)
+        kept = self._kept[result.task_id] = Kept(packed, content, memory_epoch, now + self._ttl)
         self.nbytes += kept.nbytes
         self.forget(now)
 
-    def get(self, task_id: str) -> Kept | None:
+    def recall(self, task_id: str, now: float) -> Kept | None:
+        """None for a task whose result is not kept any more."""
+        self.forget(now)
         return self._kept.get(task_id)
 
     def forget(self, now: float) -> None:

@@ -30,7 +30,7 @@ AT_WORK = frozenset({State.RUNNING, State.CANCELLING})
 
 
 @dataclass(slots=True, eq=False)
-class Record:
+class TaskState:
     """Changed by the dispatcher only."""
 
     task: Task | None  # None once it is done: its keys and token ids may be many, and alarms keep the record
@@ -38,7 +38,7 @@ class Record:
     lane: Lane
     content: int  # hash of what is asked; a re-push of the same id must ask the same
     generation: str
-    memory: int  # which of the cache's memories its blocks are in
+    memory_epoch: int  # which of the cache's memories its blocks are in
     admitted_at: float
     deadline: float
     nbytes: int  # counted against the lane's bytes in flight

@@ -36,11 +36,12 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 
 from transferd.config.ownership import Creator
+from transferd.daemon.coordinator import Coordinator
 from transferd.daemon.mappings import Mappings
 from transferd.errors import EngineGone, RequestError, TransferError
 from transferd.storage.tokens import TokenStorage
@@ -56,21 +57,6 @@ log = structlog.get_logger(__name__)
 
 MAX_GENERATION = 256  # characters; part of every object's name
 CLEARED = ErrorInfo("cleared", "the cache was cleared; restore_cache makes it anew")
-
-
-class Core(Protocol):
-    """What the cache asks of the coordinator."""
-
-    @property
-    def generation(self) -> str: ...
-    def announce_ready(self) -> None: ...
-    def withdraw(self, error: ErrorInfo, *, end: bool) -> None: ...
-    async def settled(self) -> None: ...
-    def memory_gone(self, *, stored: bool) -> None: ...
-    def mappings(self, unmapped: tuple[int, ...], outdated: dict[bytes, tuple[int, ...]]) -> None: ...
-    def epoch_began(self) -> None: ...
-    def check_generation(self, generation: str) -> None: ...
-    def set_generation(self, generation: str) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -100,13 +86,13 @@ class _Rank:
     attempts: list[_Attempt] = field(default_factory=list)
 
 
-class Cache:
+class CacheMemory:
     """Opens, maps, clears and restores every rank's memory. Changed on the loop only, one change at a time."""
 
     def __init__(
         self,
         workers: Sequence[RankWorker],
-        core: Core,
+        core: Coordinator,
         creator: Creator,
         *,
         tokens: TokenStorage | None = None,
@@ -295,7 +281,7 @@ class Cache:
 
     async def _let_go(self, client: bytes) -> None:
         async with self._change:
-            await self._core.settled()
+            await self._core.empty()
             self._core.memory_gone(stored=False)
             for number, rank in enumerate(self._ranks):
                 if rank.offer is not None and rank.offer.client == client:
@@ -327,7 +313,7 @@ class Cache:
                 self._tokens.check_generation(f"{self._core.generation}, and another")  # or nothing could be restored
             self._core.withdraw(CLEARED, end=False)
             self.cleared = True
-            await self._core.settled()
+            await self._core.empty()
             self._closed_generations.add(self._core.generation)
             self._core.memory_gone(stored=True)
             self.epoch += 1
@@ -365,7 +351,7 @@ class Cache:
             reopened = same_weights and generation in self._closed_generations
             if reopened:
                 self._closed_generations.discard(generation)
-            self._core.check_generation(generation)
+            self.check_generation(generation)
             try:
                 for rank in self._ranks:
                     await rank.worker.allocate_host()
@@ -391,6 +377,11 @@ class Cache:
     def _unnamed(self) -> str:
         return self._core.generation if self._next_generation is None else self._next_generation()
 
+    def set_generation(self, generation: str) -> None:
+        """Name objects of `generation` from now on; every older one is out of reach. Raises RequestError."""
+        self.check_generation(generation)
+        self._core.set_generation(generation)
+
     def check_generation(self, generation: str) -> None:
         """Raise RequestError for what is no name, or one that a clear has closed: it is never read again."""
         if len(generation) > MAX_GENERATION or not generation.isprintable():
@@ -401,6 +392,8 @@ class Cache:
                 f"the generation {generation[:80]!r} ended with a clear of the cache; its blocks are never read again"
             )
             raise RequestError(what, code="closed_generation")
+        if self._tokens is not None:
+            self._tokens.check_generation(generation)
 
     def _check_unmapped(self) -> None:
         for number, rank in enumerate(self._ranks):

@@ -20,79 +20,70 @@ import asyncio
 import contextlib
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
 
 from transferd.barrier import Arrival, RankBarrier, Round
-from transferd.blocks.formats import ObjectFormat
-from transferd.blocks.keys import block_keys
 from transferd.control import events as ev
 from transferd.control.dispatcher import Dispatcher
 from transferd.control.task_state import State
-from transferd.daemon.cache_memory import Cache
-from transferd.errors import InvariantError, RequestError
+from transferd.errors import InvariantError
 from transferd.observability.recorder import Recorder
-from transferd.runtime.aio import every
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
-from transferd.storage.attention_store.index import TokenIndex
-from transferd.storage.base import Storage
-from transferd.storage.lru import Use
-from transferd.storage.tokens import TokenStorage
-from transferd.tasks import ErrorInfo, Merged, RankOutcome, Status, Stop, Task, TaskResult, TokenIds
-from transferd.wire.kv_events import block_hash
+from transferd.tasks import ErrorInfo, Merged, RankOutcome, Status, Stop, Task, TaskResult
 from transferd.workers.job import Job
 from transferd.workers.rank import RankWorker
 
 log = structlog.get_logger(__name__)
 
 Deliver = Callable[[bytes, int, TaskResult], None]
-Observe = Callable[[Task, TaskResult], None]
 EFFECT_RETRY_S = 0.01
 MISTAKEN = frozenset({"not_attached", "empty_block"})  # refusals that say that an engine missed a restart or a clear
-MAX_MATCH_KEYS = 65536  # keeps one request from holding up the loop; longer than any sequence's blocks
+
+
+@dataclass(slots=True)
+class Listeners:
+    """Who hears of what, in the step in which it happens.
+
+    deliver: one terminal result for one waiting client (`Clients.deliver`). ended: every task that was admitted, once
+    it is answered. memory_gone: no block is in device or host memory any more; True: nor is one in storage.
+    generation_changed: objects are named by another generation. epoch_began: the cache was cleared.
+    """
+
+    deliver: Deliver
+    ended: Callable[[Task, TaskResult], None]
+    memory_gone: Callable[[bool], None]
+    generation_changed: Callable[[str], None]
+    epoch_began: Callable[[], None]
 
 
 class Coordinator:
-    """Runs tasks on all ranks. Built by the daemon, driven by the server; see the module's diagram.
+    """Runs tasks on all ranks, as the dispatcher decides; see the module's diagram.
 
-    deliver: hands one terminal result to one waiting client. observe: hears of every task
-    that was admitted and has ended (metrics, events). renamed: hears of another generation. All are
-    set before the first submit. effects_failed: how often carrying out an instruction raised, by its kind.
+    ready: tasks are served. effects_failed: how often carrying out an instruction raised, by its kind.
     """
 
     def __init__(
         self,
         dispatcher: Dispatcher,
         barrier: RankBarrier,
-        objects: ObjectFormat,
-        storage: Storage | None,
+        workers: Sequence[RankWorker],
+        listeners: Listeners,
         *,
-        tokens: TokenStorage | None = None,
         clock: Clock = SYSTEM_CLOCK,
         recorder: Recorder | None = None,
     ) -> None:
-        """tokens: where storage is token-indexed; `storage` is then what it keeps its bytes in."""
+        self.workers = workers
+        self.listeners = listeners
         self._recorder = recorder if recorder is not None else Recorder()
         self.effects_failed: Counter[str] = Counter()
         self._todo: deque[ev.Instruction] = deque()
         self._carrying_out = False
-        self._tokens = tokens
         self._dispatcher = dispatcher
         self._barrier = barrier
-        self._objects = objects
-        self._storage = storage
         self._clock = clock
-        self.workers: list[RankWorker] = []
-        self.deliver: Deliver = _nobody_listens
-        self.observe: Observe = _nobody_watches
-        self.index: Callable[[], TokenIndex | None] = lambda: None  # where blocks are, for `locate`
-        self.forget: Callable[[bool], None] = lambda _: None  # hears of memory that has gone, see `memory_gone`
-        self.renamed: Callable[[str], None] = lambda _: None
-        self.announce_epoch: Callable[[], None] = lambda: None  # tells clients that the cache was cleared
-        self.stats: Callable[[], dict[str, Any]] = dict  # the daemon's report
-        self.explain: Callable[[str], dict[str, Any]] = _nobody_remembers  # the life of a task
-        self.cache: Cache  # set by the daemon once the workers are there
         self.ready = False
         self._jobs: dict[str, Job] = {}  # running tasks, and those that a straggler still holds
         self._alarm: asyncio.TimerHandle | None = None
@@ -137,52 +128,13 @@ class Coordinator:
         self._hear(ev.CancelRequested(task_id, self._clock.monotonic()))
         return known
 
-    async def match(self, keys: Sequence[str]) -> int:
-        """How many leading keys every rank could load now. Raises StorageError; RequestError without storage."""
-        if self.cache.missing:
-            return 0
-        if self._tokens is not None:
-            raise RequestError("storage is token-indexed: match token_ids, not keys", code="token_ids_required")
-        if self._storage is None:
-            raise RequestError('this daemon has no storage tier (storage.backend = "none")', code="no_storage_tier")
-        if len(keys) > MAX_MATCH_KEYS:
-            raise RequestError(
-                f"{len(keys)} keys, at most {MAX_MATCH_KEYS} can be matched at once", code="too_many_keys"
-            )
-        ids = self._objects.ids(keys)
-        names = [self._objects.names(self.generation, ids, worker.rank) for worker in self.workers]
-        use = Use()
-        return min(await every(w.match(n, use) for w, n in zip(self.workers, names, strict=True)))
-
-    async def match_tokens(self, path: TokenIds, start: int) -> int:
-        """How many blocks of a path, from block `start` on, every rank could load now. Raises as `match`."""
-        if self._tokens is None:
-            raise RequestError("storage is not token-indexed: match keys", code="not_token_indexed")
-        blocks = len(path) // self._dispatcher.limits.token_block
-        if not 0 <= start <= blocks <= MAX_MATCH_KEYS:
-            what = f"start must be 0 to the path's {blocks} blocks (at most {MAX_MATCH_KEYS}), not {start}"
-            raise RequestError(what, code="bad_value")
-        if self.cache.missing:
-            return 0
-        return await self._tokens.match(path, start, self.generation)
-
-    def locate(self, path: TokenIds) -> dict[str, dict[str, int]]:
-        """On which nodes, and in which media, how many leading blocks of a path are. Raises RequestError."""
-        index = self.index()
-        if index is None:
-            raise RequestError("this daemon keeps no open token index", code="no_token_index")
-        block_size = self._dispatcher.limits.token_block
-        if len(path) // block_size > MAX_MATCH_KEYS:
-            raise RequestError(f"a path of more than {MAX_MATCH_KEYS} blocks", code="bad_value")
-        return index.locate([block_hash(key) for key in block_keys(path, block_size, partial=False)])
-
     async def pause(self, client: bytes = b"", holder: str = "") -> None:
         """Start nothing more; return once no rank touches any block. Admission goes on.
 
         It ends with the holder's resume, or with the client, unless the holder has come back as another one.
         """
         self._hear(ev.PauseRequested(self._clock.monotonic(), client, holder))
-        await self._until(lambda: self._dispatcher.quiet)
+        await self.quiet()
 
     def resume(self, holder: str = "") -> None:
         """End the holder's pauses and drains; everybody's, if it has none."""
@@ -191,19 +143,10 @@ class Coordinator:
     async def drain(self, client: bytes = b"", holder: str = "") -> None:
         """Admit nothing more; return once everything admitted is answered. Ends as a pause does."""
         self._hear(ev.DrainRequested(self._clock.monotonic(), client, holder))
-        await self.settled()
-
-    def set_generation(self, generation: str) -> None:
-        """Name objects of `generation` from now on; every older one is out of reach. Raises RequestError."""
-        self.check_generation(generation)
-        before = self.generation
-        self._hear(ev.GenerationBumped(generation, self._clock.monotonic()))
-        if generation != before:
-            self.renamed(generation)
+        await self.empty()
 
     def client_gone(self, client: bytes) -> None:
         self._hear(ev.ClientGone(client, self._clock.monotonic()))
-        self.cache.client_gone(client)
 
     # --- what the cache asks ------------------------------------------------------------------------
 
@@ -213,19 +156,20 @@ class Coordinator:
         self.ready = self._dispatcher.alive
 
     def withdraw(self, error: ErrorInfo, *, end: bool) -> None:
-        """Memory is about to go: admit nothing, and with `end` finish nothing either. `settled` says when it may."""
+        """Memory is about to go: admit nothing, and with `end` finish nothing either. `empty` says when it may."""
         self.ready = False
         self._hear(ev.CacheWithdrawn(error, end, self._clock.monotonic()))
 
-    def check_generation(self, generation: str) -> None:
-        """Raise RequestError for a generation that cannot be served from now on."""
-        self.cache.check_generation(generation)
-        if self._tokens is not None:
-            self._tokens.check_generation(generation)
+    def set_generation(self, generation: str) -> None:
+        """Name objects of `generation` from now on; every older one is out of reach."""
+        before = self.generation
+        self._hear(ev.GenerationBumped(generation, self._clock.monotonic()))
+        if generation != before:
+            self.listeners.generation_changed(generation)
 
     def memory_gone(self, *, stored: bool) -> None:
         """No block is in device or host memory any more; with `stored`, none can be read from storage either."""
-        self.forget(stored)
+        self.listeners.memory_gone(stored)
 
     def mappings(self, unmapped: tuple[int, ...], outdated: dict[bytes, tuple[int, ...]]) -> None:
         """Which ranks' memory no client has mapped, and which clients have earlier memory mapped."""
@@ -234,9 +178,15 @@ class Coordinator:
     def epoch_began(self) -> None:
         """The cache was cleared: host blocks hold nothing, and what clients have mapped is not served any more."""
         self._hear(ev.HostEmptied(self._clock.monotonic()))
-        self.announce_epoch()
+        self.listeners.epoch_began()
 
-    async def settled(self) -> None:
+    # --- waiting ------------------------------------------------------------------------------------
+
+    async def quiet(self) -> None:
+        """Wait until no rank touches any block. The caller sets the time limit."""
+        await self._until(lambda: self._dispatcher.quiet)
+
+    async def empty(self) -> None:
         """Wait until everything admitted is answered and no rank touches any block."""
         await self._until(lambda: self._dispatcher.empty)
 
@@ -244,10 +194,6 @@ class Coordinator:
 
     def stop_admitting(self) -> None:
         self._hear(ev.ShutdownRequested(self._clock.monotonic()))
-
-    async def running_done(self) -> None:
-        """Wait until no rank touches any block. The caller sets the time limit."""
-        await self._until(lambda: self._dispatcher.quiet)
 
     def cancel_running(self) -> int:
         """Tell all running tasks to end now. Returns how many were told."""
@@ -291,7 +237,7 @@ class Coordinator:
         """Count it and tell it. What the dispatcher would never ask for again is done again; never raises.
 
         Start      the rank arrives with this error; without a round, the task ends with it (`_start`)
-        Reply      the server begins a new session, in which the client asks again (`Server.deliver`)
+        Reply      a new session begins, in which the client asks again (`Clients.deliver`)
         Publish    is lost: the task is answered all the same
         the rest   soon once more, until it works
         """
@@ -332,7 +278,7 @@ class Coordinator:
             return
         for worker in self.workers:
             try:
-                worker.start(job)
+                worker.start(job, self.rank_arrived, self.rank_died)
             except Exception as error:  # noqa: BLE001 - nobody else would arrive for this rank
                 self.rank_arrived(job, RankOutcome(worker.rank, error=self._effect_raised(start, error)))
 
@@ -351,11 +297,11 @@ class Coordinator:
         if result.status is Status.REJECTED and result.error is not None and result.error.code in MISTAKEN:
             code, problem = result.error.code, result.error.message
             log.warning("task refused", task_id=result.task_id, code=code, problem=problem, client=reply.client.hex())
-        self.deliver(reply.client, reply.seq, result)
+        self.listeners.deliver(reply.client, reply.seq, result)
 
     def _publish(self, publish: ev.Publish) -> None:
         task, result = publish.task, publish.result
-        self.observe(task, result)
+        self.listeners.ended(task, result)
         if result.error is not None:
             log.warning(
                 "task ended with an error",
@@ -420,10 +366,6 @@ class Coordinator:
                 future.set_result(None)
 
 
-def _nobody_listens(client: bytes, seq: int, result: TaskResult) -> None:
-    log.error("a result has no way to its client", task_id=result.task_id, client=client, seq=seq)
-
-
 def _task_id(instruction: ev.Instruction) -> str:
     """Whose it is; "" for nobody's."""
     if isinstance(instruction, ev.Start | ev.Publish):
@@ -431,11 +373,3 @@ def _task_id(instruction: ev.Instruction) -> str:
     if isinstance(instruction, ev.Reply):
         return instruction.result.task_id
     return "" if isinstance(instruction, ev.WakeAt) else instruction.task_id
-
-
-def _nobody_remembers(task_id: str) -> dict[str, Any]:
-    raise RequestError(f"no record of tasks is kept, nor of {task_id[:80]!r}", code="unknown_task")
-
-
-def _nobody_watches(task: Task, result: TaskResult) -> None:
-    """Metrics are optional."""

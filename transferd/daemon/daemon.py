@@ -10,7 +10,7 @@ process.py runs one from its start to its end.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import structlog
@@ -24,12 +24,14 @@ from transferd.config.ownership import creator
 from transferd.control.admission import Limits
 from transferd.control.dispatcher import Dispatcher
 from transferd.daemon import stats as report
-from transferd.daemon.cache_memory import Cache
-from transferd.daemon.coordinator import Coordinator
-from transferd.daemon.kv_events.feed import create_feed
+from transferd.daemon.cache_memory import CacheMemory
+from transferd.daemon.clients import Clients
+from transferd.daemon.coordinator import Coordinator, Listeners
+from transferd.daemon.kv_events.feed import EventFeed, create_feed
 from transferd.daemon.listing import Listing
+from transferd.daemon.lookup import Lookup
 from transferd.daemon.preflight import build
-from transferd.daemon.server import Server
+from transferd.daemon.server import Greeting, Server
 from transferd.daemon.shutdown import Shutdown
 from transferd.observability.history import TaskHistory
 from transferd.observability.metrics import StatusServer
@@ -43,6 +45,7 @@ from transferd.storage.base import Storage
 from transferd.storage.divided import divided
 from transferd.storage.peer.transfer_engine import TransferEngineCarrier
 from transferd.storage.peer.transport import PeerTransport
+from transferd.storage.tokens import TokenStorage
 from transferd.tasks import Task, TaskResult
 from transferd.tiers.pinned import HostPool
 from transferd.tiers.registry import create_device_tier, create_pinning
@@ -85,94 +88,42 @@ class Daemon:
         self.blocks = None if self.storage is None else divided(self.storage, self.objects.parts)
         if self.storage is not None:
             self.storage.expect(self.objects.possible)
-        self.dispatcher = Dispatcher(
-            limits_of(
-                config,
-                self.layout,
-                storage=self.storage is not None or self.tokens is not None,
-                token_block=0 if self.tokens is None else config.cache.block_size,
-                only_flush=self.only_flush,
-                direct=config.pd.mode == "direct",
-            ),
-            boot_id=clock.fresh_id(),
-            generation=plan.generation,
+        self.dispatcher = self._build_dispatcher(plan.generation)
+        self.barrier = RankBarrier(config.cache.ranks)
+        self.peers = _build_peers(config)
+        self.workers = [self._build_rank(rank, self.peers) for rank in range(config.cache.ranks)]
+        self.transport = transport if transport is not None else ZmqServerTransport(config.server)
+        self.clients = Clients(self.transport, self.dispatcher.boot_id, recorder=self.recorder)
+        self.reports = StatusServer(config.metrics.listen, self.stats, lambda: self.alive, lambda: self.not_ready)
+        self.events = self._build_events()
+        listeners = _listeners(self.clients, self.reports, self.history, self.events, clock)
+        self.coordinator = Coordinator(
+            self.dispatcher, self.barrier, self.workers, listeners, clock=clock, recorder=self.recorder
+        )
+        self.cache = _build_cache(config, self.workers, self.coordinator, self.tokens)
+        self.lookup = self._build_lookup(self.workers, self.cache, self.events)
+        self.server = self._build_server(self.clients, self.coordinator, self.cache, self.lookup)
+        self.started_at = clock.monotonic()
+
+    def _build_dispatcher(self, generation: str) -> Dispatcher:
+        config = self.config
+        limits = limits_of(
+            config,
+            self.layout,
+            storage=self.storage is not None or self.tokens is not None,
+            token_block=0 if self.tokens is None else config.cache.block_size,
+            only_flush=self.only_flush,
+            direct=config.pd.mode == "direct",
+        )
+        return Dispatcher(
+            limits,
+            boot_id=self.clock.fresh_id(),
+            generation=generation,
             recorder=self.recorder,
             admitting=False,
         )
-        self.barrier = RankBarrier(config.cache.ranks)
-        self.peers = self._build_peers()
-        self.coordinator = self._build_coordinator()
-        self.coordinator.workers = [self._build_rank(rank) for rank in range(config.cache.ranks)]
-        self.cache = self.coordinator.cache = self._build_cache()
-        self.coordinator.stats = lambda: report.stats(self)
-        self.coordinator.explain = self._explain
-        self.reports = StatusServer(
-            config.metrics.listen, self.coordinator.stats, lambda: self.alive, lambda: self.not_ready
-        )
-        self.events = create_feed(
-            config,
-            self.objects,
-            self.blocks,
-            generation=self.dispatcher.generation,
-            tokens=self.tokens,
-            only_flush=self.only_flush,
-            clock=clock,
-        )
-        self.coordinator.observe = self._task_ended
-        if self.events is not None:
-            self.coordinator.index = self.events.up_to_date
-            self.coordinator.renamed = self.events.generation_changed
-            self.coordinator.forget = self.events.memory_gone
-        self.transport = transport if transport is not None else ZmqServerTransport(config.server)
-        self.server = self._build_server()
-        self.coordinator.deliver = self.server.deliver
-        self.coordinator.announce_epoch = self.server.announce_epoch
-        self.started_at = clock.monotonic()
 
-    def _build_coordinator(self) -> Coordinator:
-        return Coordinator(
-            self.dispatcher,
-            self.barrier,
-            self.objects,
-            self.storage,
-            tokens=self.tokens,
-            clock=self.clock,
-            recorder=self.recorder,
-        )
-
-    def _build_server(self) -> Server:
-        config = self.config
-        return Server(
-            self.transport,
-            self.coordinator,
-            clock=self.clock,
-            max_message=config.server.max_message,
-            client_timeout=config.server.client_timeout,
-            observer_rate=config.server.observer_rate,
-            recorder=self.recorder,
-            listing=Listing(self),
-            block_size=config.cache.block_size,
-            pd_mode=config.pd.mode,
-            pd_address=lambda: "" if self.peers is None else self.peers.address,
-        )
-
-    def _build_cache(self) -> Cache:
-        file = self.config.storage.version_file
-        return Cache(
-            self.coordinator.workers,
-            self.coordinator,
-            creator(self.config),
-            tokens=self.tokens,
-            next_generation=functools.partial(generation_of, file) if file else None,
-        )
-
-    def _build_peers(self) -> PeerTransport | None:
-        """In pd.mode "direct", what other daemons send to and receive from."""
-        if self.config.pd.mode != "direct":
-            return None
-        return PeerTransport(TransferEngineCarrier(self.config), self.config.pd.listen, self.config.cache.ranks)
-
-    def _build_rank(self, rank: int) -> RankWorker:
+    def _build_rank(self, rank: int, peers: PeerTransport | None) -> RankWorker:
         config, layout = self.config, self.layout
         device = create_device_tier(config, layout, rank, self.threads)
         pinning = create_pinning(config, rank)
@@ -190,20 +141,57 @@ class Daemon:
             clock=self.clock,
             recorder=self.recorder,
             background=Background(),
-            peer=self._peer_path(),
+            peer=None if peers is None else _peer_path(config, layout, peers),
             inline_check_bytes=self._inline_check_bytes,
             tokens=self.tokens,
             block_size=config.cache.block_size,
             only_flush=self.only_flush,
         )
-        return RankWorker(context, self.coordinator.rank_arrived, self.coordinator.rank_died)
+        return RankWorker(context)
 
-    def _peer_path(self) -> PeerPath | None:
-        if self.peers is None:
-            return None
-        sealed = SealedBlocks(self.config.storage.model, self.layout)  # between daemons, whatever storage has
-        staging = Staging(self.layout, self.config.pd.staging, sealed.slot_bytes, sealed.offsets, key="pd.staging")
-        return PeerPath(self.peers, staging, sealed)
+    def _build_events(self) -> EventFeed | None:
+        return create_feed(
+            self.config,
+            self.objects,
+            self.blocks,
+            generation=self.dispatcher.generation,
+            tokens=self.tokens,
+            only_flush=self.only_flush,
+            clock=self.clock,
+        )
+
+    def _build_lookup(self, workers: Sequence[RankWorker], cache: CacheMemory, events: EventFeed | None) -> Lookup:
+        return Lookup(
+            workers,
+            self.dispatcher,
+            cache,
+            self.objects,
+            storage=self.storage is not None,
+            tokens=self.tokens,
+            index=(lambda: None) if events is None else events.up_to_date,
+        )
+
+    def _build_server(self, clients: Clients, coordinator: Coordinator, cache: CacheMemory, lookup: Lookup) -> Server:
+        config, peers = self.config, self.peers
+        return Server(
+            clients,
+            coordinator,
+            cache,
+            lookup,
+            greeting=Greeting(
+                max_message=config.server.max_message,
+                block_size=config.cache.block_size,
+                pd_mode=config.pd.mode,
+                pd_address=str if peers is None else lambda: peers.address,
+            ),
+            stats=self.stats,
+            explain=self.explain,
+            listing=Listing(self),
+            client_timeout=config.server.client_timeout,
+            observer_rate=config.server.observer_rate,
+            clock=self.clock,
+            recorder=self.recorder,
+        )
 
     # --- life ---------------------------------------------------------------------------------------
 
@@ -225,7 +213,7 @@ class Daemon:
             await self.storage.open()
         if self.peers is not None:
             await self.peers.open()
-        for worker in self.coordinator.workers:
+        for worker in self.workers:
             await worker.open()
         await self.cache.open()
 
@@ -243,10 +231,10 @@ class Daemon:
         coordinator.ready = False
         coordinator.stop_admitting()
         # 2. Wait for running tasks; when half of the budget is gone, tell them to end with what they have.
-        if not await shutdown.within(budget_s() * RUNNING_SHARE, coordinator.running_done()):
+        if not await shutdown.within(budget_s() * RUNNING_SHARE, coordinator.quiet()):
             log.warning("ending running tasks", tasks=coordinator.cancel_running())
             ending_s = max(budget_s() * RUNNING_SHARE, self.config.server.deadline_slack)
-            await shutdown.within(ending_s, coordinator.running_done())
+            await shutdown.within(ending_s, coordinator.quiet())
         # 3. Fail what is queued, each task with its result.
         coordinator.fail_queued()
         # 4. Close what faces outward: events and reports, then the server once its results have left.
@@ -275,7 +263,7 @@ class Daemon:
 
     async def _close_ranks(self, shutdown: Shutdown) -> None:
         """All ranks wait for their bytes together; then each one's memory is freed, unless bytes still move in it."""
-        workers = self.coordinator.workers
+        workers = self.workers
         names = [f"rank {worker.rank}" for worker in workers]
         settled = await every(
             shutdown.step(f"{name}: bytes in flight", worker.settled())
@@ -285,16 +273,14 @@ class Daemon:
             if quiet:
                 await shutdown.step(name, worker.close())
 
-    def _task_ended(self, task: Task, result: TaskResult) -> None:
-        """Called by the coordinator once per admitted task, after its answer was sent."""
-        self.reports.tasks.observe_result(task, result)
-        self.history.ended(task, result, self.clock.monotonic())
-        if self.events is not None:
-            self.events.task_ended(task, result)
-
     # --- what can be seen from outside --------------------------------------------------------------
 
-    def _explain(self, task_id: str) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
+        """See stats.py."""
+        return report.stats(self)
+
+    def explain(self, task_id: str) -> dict[str, Any]:
+        """The life of a task. Raises RequestError, code `unknown_task`."""
         notes = self.recorder.notes(task_id)
         return task_story(task_id, notes, wall=self.clock.wall(), monotonic=self.clock.monotonic())
 
@@ -312,6 +298,41 @@ class Daemon:
         if not self.coordinator.ready:
             return self.cache.why or "stopping, or a rank has died"
         return "" if self.coordinator.admitting else "draining"
+
+
+def _build_peers(config: Config) -> PeerTransport | None:
+    """In pd.mode "direct", what other daemons send to and receive from."""
+    if config.pd.mode != "direct":
+        return None
+    return PeerTransport(TransferEngineCarrier(config), config.pd.listen, config.cache.ranks)
+
+
+def _peer_path(config: Config, layout: BlockLayout, peers: PeerTransport) -> PeerPath:
+    sealed = SealedBlocks(config.storage.model, layout)  # between daemons, whatever storage has
+    staging = Staging(layout, config.pd.staging, sealed.slot_bytes, sealed.offsets, key="pd.staging")
+    return PeerPath(peers, staging, sealed)
+
+
+def _listeners(
+    clients: Clients, reports: StatusServer, history: TaskHistory, events: EventFeed | None, clock: Clock
+) -> Listeners:
+    def ended(task: Task, result: TaskResult) -> None:
+        reports.tasks.observe_result(task, result)
+        history.ended(task, result, clock.monotonic())
+        if events is not None:
+            events.task_ended(task, result)
+
+    if events is None:
+        return Listeners(clients.deliver, ended, lambda _: None, lambda _: None, clients.announce_epoch)
+    return Listeners(clients.deliver, ended, events.memory_gone, events.generation_changed, clients.announce_epoch)
+
+
+def _build_cache(
+    config: Config, workers: Sequence[RankWorker], coordinator: Coordinator, tokens: TokenStorage | None
+) -> CacheMemory:
+    file = config.storage.version_file
+    next_generation = functools.partial(generation_of, file) if file else None
+    return CacheMemory(workers, coordinator, creator(config), tokens=tokens, next_generation=next_generation)
 
 
 def limits_of(

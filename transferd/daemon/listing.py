@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from transferd.control.task_state import Record, State
+from transferd.control.task_state import State, TaskState
 from transferd.observability.history import Ended
 
 if TYPE_CHECKING:
@@ -58,7 +58,8 @@ class Listing:
         for record in self._daemon.dispatcher.admitted:
             for client, _ in record.waiters:
                 waits[client.hex()] = waits.get(client.hex(), 0) + 1
-        return [row | {"tasks": waits.get(row["client"], 0)} for row in self._daemon.server.clients(limit)]
+        rows = self._daemon.clients.rows(limit, self._daemon.clock.monotonic())
+        return [row | {"tasks": waits.get(row["client"], 0)} for row in rows]
 
     def _failed(self, limit: int) -> list[dict[str, Any]]:
         now = self._daemon.clock.monotonic()
@@ -67,12 +68,12 @@ class Listing:
             rows.append(_row(task_id, "", status, ended_s=now - at, code=code))
         return sorted(rows, key=lambda row: row["ended_s"])[:limit]
 
-    def _under_way(self, records: list[Record]) -> list[dict[str, Any]]:
+    def _under_way(self, records: list[TaskState]) -> list[dict[str, Any]]:
         """With the newest step of each rank, found in one look through what the recorder has kept."""
         steps = self._daemon.recorder.last_steps({record.task_id for record in records})
         return [self._waiting(record, steps.get(record.task_id, {})) for record in records]
 
-    def _waiting(self, record: Record, steps: dict[int, str]) -> dict[str, Any]:
+    def _waiting(self, record: TaskState, steps: dict[int, str]) -> dict[str, Any]:
         assert record.task is not None
         now = self._daemon.clock.monotonic()
         ranks: list[dict[str, Any]] = []

@@ -1,36 +1,33 @@
 """The daemon's side of the wire: decodes, routes, answers. Decides nothing about tasks.
 
-Bad input is answered with a typed refusal and counted; it never reaches the coordinator. Clients are
-known by the name their connection has; one that is silent for `client_timeout` has gone. While no
-client is known, no timer runs.
-
-Each client has a session (see protocol.py), from its first message until it has gone. An answer that
-could not be handed to it begins a new one: the client then knows that it must ask again, and does.
+Bad input is answered with a typed refusal and counted; it never reaches the coordinator. A client
+(clients.py) that is silent for `client_timeout` has gone. While no client is known, no timer runs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import itertools
-import zlib
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
 
 import structlog
 
+from transferd.daemon.cache_memory import CacheMemory
+from transferd.daemon.clients import Clients, Peer
+from transferd.daemon.coordinator import Coordinator
+from transferd.daemon.listing import Listing
+from transferd.daemon.lookup import Lookup
 from transferd.errors import InvariantError, OutOfMemory, RequestError, TransferError
 from transferd.observability.recorder import Recorder
 from transferd.runtime.bucket import Bucket
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.version import VERSION
-from transferd.tasks import ErrorInfo, Status, Task, TaskResult, TokenIds
+from transferd.tasks import ErrorInfo, Status, Task, TaskResult
 from transferd.tiers.base import DeviceHandle
 from transferd.wire import protocol as wire
-from transferd.wire.credentials import process_of
-from transferd.wire.transport import ServerTransport
 
 log = structlog.get_logger(__name__)
 
@@ -42,64 +39,17 @@ KEY_BYTES = 64  # of a key in memory, besides its text
 OBSERVERS_MAY = (wire.Hello, wire.Bye, wire.Stats, wire.Explain, wire.Tasks, wire.Clients)
 
 
-class Cache(Protocol):
-    """What the server asks of the ranks' memory; see cache_memory.py."""
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """What every client is told in the Welcome, besides the state of things.
 
-    @property
-    def missing(self) -> list[int]: ...
-    @property
-    def why(self) -> str: ...
-    @property
-    def epoch(self) -> int: ...
-    def handle(self, client: bytes, rank: int, epoch: int) -> DeviceHandle: ...
-    def detach(self, client: bytes, rank: int) -> object: ...
-    async def offer(self, client: bytes, rank: int, handle: DeviceHandle, epoch: int) -> str | None: ...
-    async def clear(self) -> int: ...
-    async def restore(self, generation: str | None, *, same_weights: bool = False) -> int: ...
+    max_message: bytes of a request. pd_address: where other daemons reach this one; known once it is open.
+    """
 
-
-class Listing(Protocol):
-    """What the server asks for lists; see listing.py."""
-
-    def tasks(self, which: str, limit: int) -> list[dict[str, Any]]: ...
-    def clients(self, limit: int) -> list[dict[str, Any]]: ...
-
-
-class Coordinator(Protocol):
-    """What the server asks of the core; see coordinator.py."""
-
-    @property
-    def cache(self) -> Cache: ...
-    @property
-    def ready(self) -> bool: ...
-    @property
-    def boot_id(self) -> str: ...
-    @property
-    def generation(self) -> str: ...
-    def submit(self, client: bytes, seq: int, task: Task) -> bool: ...
-    def cancel(self, task_id: str) -> bool: ...
-    async def match(self, keys: list[str]) -> int: ...
-    async def match_tokens(self, path: TokenIds, start: int) -> int: ...
-    def locate(self, path: TokenIds) -> dict[str, dict[str, int]]: ...
-    async def pause(self, client: bytes, holder: str) -> None: ...
-    def resume(self, holder: str) -> object: ...
-    async def drain(self, client: bytes, holder: str) -> None: ...
-    def set_generation(self, generation: str) -> object: ...
-    def client_gone(self, client: bytes) -> None: ...
-    def stats(self) -> dict[str, Any]: ...
-    def explain(self, task_id: str) -> dict[str, Any]: ...
-
-
-@dataclass(slots=True, eq=False)
-class _Client:
-    """A peer that is known. Its number in the world is bounded by connections, which descriptors bound."""
-
-    first_session: int  # of this connection; its sessions since then have greater numbers
-    session: int
-    came_at: float
-    seen_at: float
-    observer: bool = False  # may only look
-    waiting: set[asyncio.Task[None]] = field(default_factory=set)  # its requests that wait for something
+    max_message: int = 64 * 1024**2
+    block_size: int = 0
+    pd_mode: str = "storage"
+    pd_address: Callable[[], str] = str
 
 
 class Server:
@@ -107,91 +57,70 @@ class Server:
 
     def __init__(
         self,
-        transport: ServerTransport,
+        clients: Clients,
         coordinator: Coordinator,
+        cache: CacheMemory,
+        lookup: Lookup,
         *,
-        clock: Clock = SYSTEM_CLOCK,
-        max_message: int = 64 * 1024**2,
+        greeting: Greeting,
+        stats: Callable[[], dict[str, Any]],
+        explain: Callable[[str], dict[str, Any]],
         client_timeout: float = 5.0,
         observer_rate: float = 100.0,
+        clock: Clock = SYSTEM_CLOCK,
         recorder: Recorder | None = None,
-        listing: Listing | None = None,
-        block_size: int = 0,
-        pd_mode: str = "storage",
-        pd_address: Callable[[], str] = str,
+        listing: Listing,
     ) -> None:
         """observer_rate: requests a second of all clients together that may only look.
 
-        block_size, pd_mode, pd_address: told to clients in the Welcome.
+        stats: what the daemon says of itself. explain: the life of a task; raises RequestError.
         """
         self._recorder = recorder if recorder is not None else Recorder(capacity=1)
         self._listing = listing
-        self._transport = transport
+        self._transport = clients.transport
+        self._clients = clients
         self._coordinator = coordinator
-        self._clock = clock
-        self._max_message = max_message
+        self._cache = cache
+        self._lookup = lookup
+        self._report = stats
+        self._story = explain
+        self._greeting = greeting
+        self._max_message = greeting.max_message
         self._client_timeout = client_timeout
         self._looks = Bucket(observer_rate, burst=2 * observer_rate)
-        self._block_size = block_size
-        self._pd_mode = pd_mode
-        self._pd_address = pd_address
-        self._clients: dict[bytes, _Client] = {}
+        self._now = clock.monotonic
         self._lost = 0  # clients that fell silent without a Bye
-        self._sessions: Iterator[int] = itertools.count(1)
         self._reaper: asyncio.TimerHandle | None = None
         self._reap_due = 0.0
         self._waiting: set[asyncio.Task[None]] = set()
         self._waiting_bytes = 0
         self._rejects: Counter[str] = Counter()
         self._messages = 0
-        self._undeliverable = 0
+        self._send = clients.send
         self._handlers: dict[type, Callable[[bytes, int, Any], None]] = {
             wire.Hello: self._hello,
             wire.Bye: self._bye,
-            wire.Cancel: lambda peer, seq, m: self._value(peer, seq, self._coordinator.cancel(m.task_id)),
+            wire.Cancel: self._cancel,
             wire.Match: self._match,
-            wire.Locate: lambda peer, seq, m: self._value(peer, seq, self._coordinator.locate(m.token_ids)),
-            wire.Pause: lambda peer, seq, m: self._later(peer, seq, self._coordinator.pause(peer, _holder(peer, m))),
-            wire.Resume: lambda peer, seq, m: self._value(peer, seq, self._coordinator.resume(_holder(peer, m))),
-            wire.Drain: lambda peer, seq, m: self._later(peer, seq, self._coordinator.drain(peer, _holder(peer, m))),
-            wire.SetGeneration: lambda peer, seq, m: self._value(
-                peer, seq, self._coordinator.set_generation(m.generation)
-            ),
-            wire.Stats: lambda peer, seq, _: self._value(peer, seq, self._coordinator.stats()),
-            wire.Explain: lambda peer, seq, m: self._value(peer, seq, self._coordinator.explain(m.task_id)),
+            wire.Locate: self._locate,
+            wire.Pause: self._pause,
+            wire.Resume: self._resume,
+            wire.Drain: self._drain,
+            wire.SetGeneration: self._set_generation,
+            wire.Stats: self._stats,
+            wire.Explain: self._explain,
             wire.Attach: self._attach,
-            wire.Tasks: lambda peer, seq, m: self._value(peer, seq, self._lists.tasks(m.which, m.limit)),
-            wire.Clients: lambda peer, seq, m: self._value(peer, seq, self._lists.clients(m.limit)),
-            wire.Detach: lambda peer, seq, m: self._value(peer, seq, self._coordinator.cache.detach(peer, m.rank)),
+            wire.Tasks: self._tasks,
+            wire.Clients: self._list_clients,
+            wire.Detach: self._detach,
             wire.Offer: self._offer,
-            wire.ClearCache: lambda peer, seq, _: self._later(peer, seq, self._coordinator.cache.clear()),
-            wire.RestoreCache: lambda peer, seq, m: self._later(
-                peer, seq, self._coordinator.cache.restore(m.generation, same_weights=m.same_weights)
-            ),
+            wire.ClearCache: self._clear_cache,
+            wire.RestoreCache: self._restore_cache,
         }
 
     async def start(self) -> None:
         """Listen. Raises ConfigError."""
-        # Numbers that a daemon before or after this one does not use, and that fit an int of any language.
-        self._sessions = itertools.count((zlib.crc32(self._coordinator.boot_id.encode()) << 20) + 1)
         self._transport.start(self._received)
-
-    def deliver(self, client: bytes, seq: int, result: TaskResult) -> None:
-        """Send one terminal result to the client that waits for it; one that has gone costs nothing.
-
-        Raises what sending raises; the client then asks again, as for any answer that was lost.
-        """
-        try:
-            self._send(client, seq, wire.Result(result))
-        except Exception:
-            self._answer_lost(client, seq)
-            raise
-
-    def announce_epoch(self) -> None:
-        """Make every client say Hello, so that it learns from the Welcome at once that the cache was cleared."""
-        again = wire.Refused(ErrorInfo(wire.STALE_SESSION, "the cache was cleared; say Hello"))
-        for peer in list(self._clients):
-            self._send(peer, 0, again)
 
     async def close(self) -> None:
         """Stop listening; what was sent is handed out within the transport's linger."""
@@ -210,27 +139,9 @@ class Server:
             "waiting": len(self._waiting),
             "waiting_bytes": self._waiting_bytes,
             "messages": self._messages,
-            "undeliverable": self._undeliverable,
+            "undeliverable": self._clients.undeliverable,
             "rejects": dict(self._rejects),
         }
-
-    def clients(self, limit: int) -> list[dict[str, Any]]:
-        """At most so many of those who are connected, and since when; uid and pid where the socket knows them."""
-        now, rows = self._clock.monotonic(), []
-        for peer, client in itertools.islice(self._clients.items(), limit):
-            who = self._transport.describe(peer)
-            uid, pid = process_of(who)
-            times = {"connected_s": now - client.came_at, "silent_s": now - client.seen_at}
-            rows.append(
-                {"client": peer.hex(), "peer": who, "uid": uid, "pid": pid, "observer": client.observer} | times
-            )
-        return rows
-
-    @property
-    def _lists(self) -> Listing:
-        if self._listing is None:
-            raise RequestError("this daemon keeps no lists", code="no_lists")
-        return self._listing
 
     # --- receiving ----------------------------------------------------------------------------------
 
@@ -242,7 +153,7 @@ class Server:
             self._refuse(peer, error)
             return
         client = self._clients.get(peer) or self._meet(peer)
-        client.seen_at = self._clock.monotonic()
+        client.seen_at = self._now()
         seq, body = request.seq, request.body
         if client.observer and not self._observer_may(peer, seq, body):
             return
@@ -268,7 +179,7 @@ class Server:
             task_id = body.task_id if isinstance(body, Task) else None
             self._refuse(peer, wire.Malformed(what, code="forbidden", seq=seq, task_id=task_id))
             return False
-        if isinstance(body, wire.Bye) or self._looks.take(self._clock.monotonic()):
+        if isinstance(body, wire.Bye) or self._looks.take(self._now()):
             return True
         self._rejects["too_often"] += 1
         self._warn(peer, "too_often")
@@ -298,58 +209,88 @@ class Server:
     def _warn(self, peer: bytes, reason: str) -> None:
         log.warning("request refused", reason=reason, client=peer.hex(), peer=self._transport.describe(peer))
 
+    # --- requests -----------------------------------------------------------------------------------
+
     def _hello(self, peer: bytes, seq: int, _: wire.Hello) -> None:
-        core, cache = self._coordinator, self._coordinator.cache
+        core, cache, greeting = self._coordinator, self._cache, self._greeting
         welcome = wire.Welcome(
             boot_id=core.boot_id,
             ready=core.ready,
             version=VERSION,
             generation=core.generation,
-            max_message=self._max_message,
+            max_message=greeting.max_message,
             session=self._clients[peer].session,
-            block_size=self._block_size,
-            pd_mode=self._pd_mode,
-            pd_address=self._pd_address(),
+            block_size=greeting.block_size,
+            pd_mode=greeting.pd_mode,
+            pd_address=greeting.pd_address(),
             missing=cache.missing,
             why="" if core.ready else cache.why or "the daemon is stopping, or a rank has died",
             epoch=cache.epoch,
         )
         self._send(peer, seq, welcome)
 
-    def _attach(self, peer: bytes, seq: int, attach: wire.Attach) -> None:
-        cache = self._coordinator.cache
-        handle = cache.handle(peer, attach.rank, attach.epoch)
-        epoch = {"boot_id": self._coordinator.boot_id, "epoch": cache.epoch}
-        self._value(peer, seq, {"kind": handle.kind, "data": handle.data} | epoch)
-
-    def _offer(self, peer: bytes, seq: int, offer: wire.Offer) -> None:
-        handle = DeviceHandle(offer.kind, wire.handle_data(offer))
-        self._later(peer, seq, self._coordinator.cache.offer(peer, offer.rank, handle, offer.epoch))
-
     def _bye(self, peer: bytes, _seq: int, _: wire.Bye) -> None:
         self._recorder.aside("", "client left", peer)
         self._forget(peer)
 
+    def _cancel(self, peer: bytes, seq: int, cancel: wire.Cancel) -> None:
+        self._value(peer, seq, self._coordinator.cancel(cancel.task_id))
+
     def _match(self, peer: bytes, seq: int, match: wire.Match) -> None:
         by_keys, path = match.keys, match.token_ids
-        core = self._coordinator
-        work = core.match(by_keys) if path is None else core.match_tokens(path, match.start)
+        work = self._lookup.match(by_keys) if path is None else self._lookup.match_tokens(path, match.start)
         nbytes = sum(map(len, by_keys)) + KEY_BYTES * len(by_keys) if path is None else path.array.nbytes
         self._later(peer, seq, work, nbytes)
 
+    def _locate(self, peer: bytes, seq: int, locate: wire.Locate) -> None:
+        self._value(peer, seq, self._lookup.locate(locate.token_ids))
+
+    def _pause(self, peer: bytes, seq: int, pause: wire.Pause) -> None:
+        self._later(peer, seq, self._coordinator.pause(peer, _holder(peer, pause)))
+
+    def _resume(self, peer: bytes, seq: int, resume: wire.Resume) -> None:
+        self._coordinator.resume(_holder(peer, resume))
+        self._value(peer, seq, None)
+
+    def _drain(self, peer: bytes, seq: int, drain: wire.Drain) -> None:
+        self._later(peer, seq, self._coordinator.drain(peer, _holder(peer, drain)))
+
+    def _set_generation(self, peer: bytes, seq: int, change: wire.SetGeneration) -> None:
+        self._cache.set_generation(change.generation)
+        self._value(peer, seq, None)
+
+    def _stats(self, peer: bytes, seq: int, _: wire.Stats) -> None:
+        self._value(peer, seq, self._report())
+
+    def _explain(self, peer: bytes, seq: int, explain: wire.Explain) -> None:
+        self._value(peer, seq, self._story(explain.task_id))
+
+    def _tasks(self, peer: bytes, seq: int, tasks: wire.Tasks) -> None:
+        self._value(peer, seq, self._listing.tasks(tasks.which, tasks.limit))
+
+    def _list_clients(self, peer: bytes, seq: int, clients: wire.Clients) -> None:
+        self._value(peer, seq, self._listing.clients(clients.limit))
+
+    def _attach(self, peer: bytes, seq: int, attach: wire.Attach) -> None:
+        handle = self._cache.handle(peer, attach.rank, attach.epoch)
+        epoch = {"boot_id": self._coordinator.boot_id, "epoch": self._cache.epoch}
+        self._value(peer, seq, {"kind": handle.kind, "data": handle.data} | epoch)
+
+    def _detach(self, peer: bytes, seq: int, detach: wire.Detach) -> None:
+        self._cache.detach(peer, detach.rank)
+        self._value(peer, seq, None)
+
+    def _offer(self, peer: bytes, seq: int, offer: wire.Offer) -> None:
+        handle = DeviceHandle(offer.kind, wire.handle_data(offer))
+        self._later(peer, seq, self._cache.offer(peer, offer.rank, handle, offer.epoch))
+
+    def _clear_cache(self, peer: bytes, seq: int, _: wire.ClearCache) -> None:
+        self._later(peer, seq, self._cache.clear())
+
+    def _restore_cache(self, peer: bytes, seq: int, restore: wire.RestoreCache) -> None:
+        self._later(peer, seq, self._cache.restore(restore.generation, same_weights=restore.same_weights))
+
     # --- answering ----------------------------------------------------------------------------------
-
-    def _send(self, peer: bytes, seq: int, body: wire.ReplyBody) -> None:
-        if not self._transport.send(peer, wire.encode_reply(seq, body)):
-            self._answer_lost(peer, seq)
-
-    def _answer_lost(self, peer: bytes, seq: int) -> None:
-        """Begin a new session: the client finds its own to be over, and asks again for what it waits for."""
-        self._undeliverable += 1
-        client = self._clients.get(peer)
-        if client is not None:
-            client.session = next(self._sessions)
-            self._recorder.aside("", "answer lost", peer, seq, client.session)
 
     def _value(self, peer: bytes, seq: int, value: Any) -> None:
         try:
@@ -391,7 +332,7 @@ class Server:
         self,
         peer: bytes,
         seq: int,
-        client: _Client,
+        client: Peer,
         work: Coroutine[Any, Any, Any],
         nbytes: int,
         task: asyncio.Task[None],
@@ -401,7 +342,7 @@ class Server:
         client.waiting.discard(task)
         work.close()  # of a task that was cancelled before its first step, it was never begun
         if task.cancelled():
-            if peer in self._clients:  # else nobody is left to hear it
+            if self._clients.get(peer) is not None:  # else nobody is left to hear it
                 self._refused(peer, seq, TransferError("the daemon is shutting down", code="shutdown"))
         elif (error := task.exception()) is not None:
             self._failed(peer, seq, error)
@@ -412,40 +353,37 @@ class Server:
             log.error("out of memory for a request", client=peer.hex())
             self._refused(peer, seq, OutOfMemory("no memory to carry it out; try again later"))
             return
-        log.error("a request failed in a way it must not", exc_info=error)
+        log.error("unhandled exception while handling a request (bug)", exc_info=error)
         self._refused(peer, seq, InvariantError(f"{type(error).__name__}: {error}"))
 
     # --- who is there -------------------------------------------------------------------------------
 
-    def _meet(self, peer: bytes) -> _Client:
-        session = next(self._sessions)
-        now = self._clock.monotonic()
-        client = _Client(session, session, now, now, self._transport.observes(peer))
-        self._clients[peer] = client
-        self._recorder.aside("", "client came", peer, client.session)
+    def _meet(self, peer: bytes) -> Peer:
+        client = self._clients.meet(peer, self._now())
         if self._reaper is None:
             self._look_later()
         return client
 
     def _forget(self, peer: bytes) -> None:
-        client = self._clients.pop(peer, None)
+        client = self._clients.leave(peer)
         if client is None:
             return
         for task in client.waiting:
             task.cancel()
         self._coordinator.client_gone(peer)
+        self._cache.client_gone(peer)
 
     def _look_later(self) -> None:
         delay = self._client_timeout / 2
-        self._reap_due = self._clock.monotonic() + delay
+        self._reap_due = self._now() + delay
         self._reaper = asyncio.get_running_loop().call_later(delay, self._reap)
 
     def _reap(self) -> None:
         self._reaper = None
-        now = self._clock.monotonic()
+        now = self._now()
         # Late: this process was held up, and what clients said meanwhile lies unread in the socket.
         if now - self._reap_due < self._client_timeout / 4:
-            silent = [peer for peer, client in self._clients.items() if now - client.seen_at > self._client_timeout]
+            silent = [peer for peer in self._clients if now - self._clients[peer].seen_at > self._client_timeout]
             for peer in silent:
                 log.warning("client gone", client=peer.hex(), silent_s=round(now - self._clients[peer].seen_at, 3))
                 self._recorder.aside("", "client silent", peer)

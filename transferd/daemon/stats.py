@@ -62,7 +62,7 @@ def _held(daemon: Daemon, holds: list[Hold]) -> list[dict[str, Any]]:
 
 
 def _ranks(daemon: Daemon, lanes: dict[str, dict[str, int]]) -> list[dict[str, Any]]:
-    ranks = [worker.statistics() for worker in daemon.coordinator.workers]
+    ranks = [worker.statistics() for worker in daemon.workers]
     for rank in ranks:
         for name, lane in rank["lanes"].items():
             lane["queued"] = lanes[name]["queued"]  # one queue for all ranks: the dispatcher's
@@ -70,7 +70,7 @@ def _ranks(daemon: Daemon, lanes: dict[str, dict[str, int]]) -> list[dict[str, A
 
 
 def _host(daemon: Daemon) -> dict[str, Any]:
-    pools = [w.context.host.statistics() for w in daemon.coordinator.workers if w.context.host is not None]
+    pools = [w.context.host.statistics() for w in daemon.workers if w.context.host is not None]
     return {
         "blocks": daemon.layout.host_blocks,  # per rank
         "bytes": sum(pool["bytes"] for pool in pools),
@@ -81,7 +81,7 @@ def _host(daemon: Daemon) -> dict[str, Any]:
 def _degraded(daemon: Daemon) -> list[str]:
     """Why it works, but slower than it should; empty when all is as it should be."""
     reasons: list[str] = []
-    for worker in daemon.coordinator.workers:
+    for worker in daemon.workers:
         context = worker.context
         regions = {"staging": context.staging.memory} | ({"host": context.host.memory} if context.host else {})
         reasons += [
@@ -93,7 +93,7 @@ def _degraded(daemon: Daemon) -> list[str]:
 
 
 def _staging(daemon: Daemon) -> dict[str, int]:
-    contexts = [worker.context for worker in daemon.coordinator.workers]
+    contexts = [worker.context for worker in daemon.workers]
     stagings = [c.staging for c in contexts] + [c.peer.staging for c in contexts if c.peer is not None]
     each = [staging.statistics() for staging in stagings]
     return {key: sum(one[key] for one in each) for key in ("capacity", "used", "peak")}
@@ -105,7 +105,7 @@ def _storage(daemon: Daemon) -> dict[str, Any]:
     storage = daemon.tokens or daemon.storage
     if storage is not None:
         report |= storage.statistics()
-    workers = daemon.coordinator.workers
+    workers = daemon.workers
     if "corrupt" not in report:  # a backend that counts what is set aside knows of ours, too
         report["corrupt"] = sum(worker.corrupt for worker in workers)
     report["misses"] = (report["misses"] or 0) + sum(worker.missed for worker in workers)

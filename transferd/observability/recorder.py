@@ -141,8 +141,9 @@ class Recorder:
 
     def admitted(self, task_id: str, what: str, blocks: int, client: bytes) -> None:
         """Record a task's first steps. what: "admitted" and its kind."""
-        self.step(task_id, what, -1, blocks)
-        self.step(task_id, "from", -1, client)
+        now = self._now()
+        self._steps.append((now, task_id, what, -1, blocks))
+        self._steps.append((now, task_id, "from", -1, client))
 
     def step(self, task_id: str, what: str, rank: int, number: int | bytes) -> None:
         """Record what an admitted task goes through. what: one of STEPS; rank: -1 for none."""

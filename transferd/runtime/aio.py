@@ -6,7 +6,27 @@ import asyncio
 from collections.abc import Awaitable, Coroutine, Iterable
 from typing import Any, TypeVar
 
+from transferd.errors import InvariantError
+
 T = TypeVar("T")
+
+
+def answered(value: T) -> asyncio.Future[T]:
+    """An answer for which nobody had to wait, in the form of one that somebody might have to."""
+    future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+    future.set_result(value)
+    return future
+
+
+def at_once(work: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that waits for nothing. Raises InvariantError for one that does."""
+    try:
+        work.send(None)
+    except StopIteration as end:
+        value: T = end.value
+        return value
+    work.close()
+    raise InvariantError(f"{work!r} was not to wait for anything")
 
 
 async def uncancelled(work: Coroutine[Any, Any, T]) -> T:

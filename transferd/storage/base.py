@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import abc
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,13 +119,16 @@ class Storage(abc.ABC):
     async def exists(self, names: Sequence[str]) -> list[bool]:
         """Which of these a get would find. Raises StorageError if the backend cannot tell."""
 
-    async def look_up(self, names: Sequence[str], use: Use) -> list[bool]:  # noqa: ARG002 - a default
-        """`exists` for one chain of names, root to leaf, counted as part of a use. For backends that evict by use."""
-        return await self.exists(names)
+    def look_up(self, names: Sequence[str], use: Use) -> Awaitable[list[bool]]:  # noqa: ARG002 - a default
+        """`exists` for one chain of names, root to leaf, counted as part of a use. For backends that evict by use.
+
+        A coroutine, or a future that is done if there was nothing to wait for. So is what `put` returns.
+        """
+        return self.exists(names)
 
     @abc.abstractmethod
-    async def put(self, blobs: Sequence[Blob]) -> list[Outcome]:
-        """Store each. Outcomes have the blobs' order and number."""
+    def put(self, blobs: Sequence[Blob]) -> Awaitable[list[Outcome]]:
+        """Store each. Outcomes have the blobs' order and number. If it is a future, it is done, and so is the work."""
 
     @abc.abstractmethod
     async def get(self, blobs: Sequence[Blob]) -> list[Outcome]:

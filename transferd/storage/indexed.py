@@ -33,14 +33,14 @@ from __future__ import annotations
 import abc
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
 from transferd.errors import Closed, StillRunning, StorageError, StorageFull
-from transferd.runtime.aio import every, uncancelled
+from transferd.runtime.aio import answered, at_once, every, uncancelled
 from transferd.runtime.threads import Direction, Stripe, Threads
 from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found, Outcome, Storage
+from transferd.storage.batch import Batch, Write
 from transferd.storage.lru import Entry, LruIndex, NoRoom, Use, Victim
 from transferd.storage.traffic import Traffic
 
@@ -57,17 +57,6 @@ class Damaged(Exception):
     def __init__(self, error: StorageError | None = None) -> None:
         super().__init__(error)
         self.error = error
-
-
-@dataclass(slots=True)
-class _Write:
-    """One object on its way in. `position` is its place in the caller's batch."""
-
-    position: int
-    blob: Blob
-    use: Use
-    victims: list[Victim]  # make room: removed before the write, left in this list if that failed
-    error: StorageError | None = None
 
 
 class IndexedStorage(Storage):
@@ -113,16 +102,20 @@ class IndexedStorage(Storage):
         """From the index. Counts as a use: who asks is about to load, or not to store because it is here."""
         return await self.look_up(names, Use())
 
-    async def look_up(self, names: Sequence[str], use: Use) -> list[bool]:
+    def look_up(self, names: Sequence[str], use: Use) -> asyncio.Future[list[bool]]:
+        """Done at once: the index is in memory."""
         self._check_open()
-        found = [name in self._index for name in names]
-        self._index.touch(names, use)
-        return found
+        return answered(self._index.find(names, use))
 
-    async def put(self, blobs: Sequence[Blob]) -> list[Outcome]:
-        self._check_open()
-        with self._traffic:
-            return await uncancelled(self._put(blobs))
+    def put(self, blobs: Sequence[Blob]) -> Awaitable[list[Outcome]]:
+        """Done at once when it is few bytes, copied here, and no other effect has to be waited for."""
+        batch = Batch(blobs, range(len(blobs)))
+        if not self._closed and self._inline_bytes and sum(blob.data.nbytes for blob in blobs) <= self._inline_bytes:
+            while batch.todo and (wave := self._decide_all(batch)):
+                at_once(self._write_wave(wave, batch))
+            if not batch.todo:
+                return answered([batch.outcomes[position] for position in range(len(batch.blobs))])
+        return self._put(batch)
 
     async def get(self, blobs: Sequence[Blob]) -> list[Outcome]:
         self._check_open()
@@ -196,34 +189,41 @@ class IndexedStorage(Storage):
 
     # --- put ----------------------------------------------------------------------------------------
 
-    async def _put(self, blobs: Sequence[Blob]) -> list[Outcome]:
-        outcomes: dict[int, Outcome] = {}
-        todo: Sequence[int] = range(len(blobs))
-        alone = Use()  # of blobs that name no use
-        while todo:
-            wave: list[_Write] = []
-            waits: set[asyncio.Future[None]] = set()
-            done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            later = []
-            for position in todo:
-                decision = self._decide(position, blobs[position], blobs[position].use or alone)
-                if isinstance(decision, Outcome):
-                    outcomes[position] = decision
-                elif isinstance(decision, _Write):
-                    wave.append(decision)
-                    self._occupy([decision.blob.name, *(victim.name for victim in decision.victims)], done)
-                else:
-                    later.append(position)
-                    waits.update(decision)
-            todo = later
-            if wave:
-                await self._write_wave(wave, done)
-                outcomes.update((write.position, self._stored(write)) for write in wave)
-            elif waits:
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        return [outcomes[position] for position in range(len(blobs))]
+    async def _put(self, batch: Batch) -> list[Outcome]:
+        self._check_open()
+        with self._traffic:
+            await uncancelled(self._write_all_waves(batch))
+        return [batch.outcomes[position] for position in range(len(batch.blobs))]
 
-    def _decide(self, position: int, blob: Blob, use: Use) -> Outcome | _Write | list[asyncio.Future[None]]:
+    async def _write_all_waves(self, batch: Batch) -> None:
+        while batch.todo:
+            wave = self._decide_all(batch)
+            if wave:
+                await self._write_wave(wave, batch)
+            elif batch.waits:
+                await asyncio.wait(batch.waits, return_when=asyncio.FIRST_COMPLETED)
+
+    def _decide_all(self, batch: Batch) -> list[Write]:
+        """Decide whatever can be decided now. Returns what is to be written; `batch` knows the rest."""
+        wave: list[Write] = []
+        waits: set[asyncio.Future[None]] = set()
+        later = []
+        batch.written = asyncio.get_running_loop().create_future()
+        for position in batch.todo:
+            blob = batch.blobs[position]
+            decision = self._decide(position, blob, blob.use or batch.alone)
+            if isinstance(decision, Outcome):
+                batch.outcomes[position] = decision
+            elif isinstance(decision, Write):
+                wave.append(decision)
+                self._occupy([blob.name, *(victim.name for victim in decision.victims)], batch.written)
+            else:
+                later.append(position)
+                waits.update(decision)
+        batch.todo, batch.waits = later, waits
+        return wave
+
+    def _decide(self, position: int, blob: Blob, use: Use) -> Outcome | Write | list[asyncio.Future[None]]:
         """The answer, or a write to do now, or what to wait for before deciding again."""
         name, nbytes = blob.name, blob.data.nbytes
         if name in self._busy:
@@ -247,10 +247,12 @@ class IndexedStorage(Storage):
             what = f"no room for an object of {nbytes} bytes: this task and later ones fill {self._bound}"
             return self._failed(StorageFull(what))
         self._counts["evictions"] += len(victims)
-        return _Write(position, blob, use, victims)
+        return Write(position, blob, use, victims)
 
-    async def _write_wave(self, wave: list[_Write], done: asyncio.Future[None]) -> None:
+    async def _write_wave(self, wave: list[Write], batch: Batch) -> None:
         """Write all, close the books of each, then let go of their names."""
+        done = batch.written
+        assert done is not None
         occupied = {name for name, future in self._busy.items() if future is done}
         unsettled = {write.blob.name for write in wave}
         try:
@@ -268,12 +270,13 @@ class IndexedStorage(Storage):
             for name in unsettled:  # only after a bug in an effect
                 self._index.release(name)
             self._vacate(occupied, done)
+        batch.outcomes.update((write.position, self._stored(write)) for write in wave)
 
-    async def _write_all(self, writes: list[_Write]) -> None:
+    async def _write_all(self, writes: list[Write]) -> None:
         nbytes = sum(write.blob.data.nbytes for write in writes)
         await self._run(Direction.OUT, nbytes, writes, self._write_one)
 
-    def _write_one(self, write: _Write) -> None:
+    def _write_one(self, write: Write) -> None:
         """In a thread: first the victims go, then the object comes."""
         write.error = None
         try:
@@ -284,7 +287,7 @@ class IndexedStorage(Storage):
         except StorageError as error:
             write.error = _bare(error)
 
-    def _make_room(self, write: _Write) -> bool:
+    def _make_room(self, write: Write) -> bool:
         """The medium is fuller than the index knew: evict this object's own size. False: nothing to evict."""
         more = self._index.evict(write.blob.data.nbytes, write.use, _depth(write.blob, write.position))
         self._counts["evictions"] += len(more)
@@ -292,7 +295,7 @@ class IndexedStorage(Storage):
         write.victims.extend(more)
         return bool(more)
 
-    def _settle(self, write: _Write) -> None:
+    def _settle(self, write: Write) -> None:
         """Back on the loop: the index learns how the write ended."""
         if write.error is None:
             depth = _depth(write.blob, write.position)
@@ -303,7 +306,7 @@ class IndexedStorage(Storage):
             self._index.restore(*victim)
             self._counts["evictions"] -= 1
 
-    def _stored(self, write: _Write) -> Outcome:
+    def _stored(self, write: Write) -> Outcome:
         if write.error is not None:
             return self._failed(write.error)
         self._counts["stored"] += 1
@@ -444,7 +447,7 @@ def _depth(blob: Blob, position: int) -> int:
 
 def _name_of(item: object) -> str:
     """The object that an effect is given, whatever it is wrapped in."""
-    if isinstance(item, _Write):
+    if isinstance(item, Write):
         return item.blob.name
     return item[1].name if isinstance(item, tuple) else str(item)
 

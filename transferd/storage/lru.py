@@ -224,6 +224,12 @@ class LruIndex:
 
     # --- use and leaving ----------------------------------------------------------------------------
 
+    def find(self, names: Sequence[str], use: Use) -> list[bool]:
+        """Which of these are present. They count as used by `use`, as one chain from root to leaf."""
+        found = [name in self._present for name in names]
+        self.touch(names, use)
+        return found
+
     def touch(self, names: Sequence[str], use: Use | None = None, depths: Sequence[int] | None = None) -> None:
         """Used just now, by `use` (None: by one of its own). Absent names are skipped.
 

@@ -23,20 +23,14 @@ def copy_runs_python(source_address: int, target_address: int, runs: npt.NDArray
         memmove(target_address + target, source_address + source, nbytes)
 
 
-def copy_runs(source_address: int, target_address: int, runs: npt.NDArray[np.int64], /) -> None:
-    """Copy runs[i] = (source offset, target offset, nbytes), relative to the two addresses.
-
-    The caller owns both ranges and guarantees that every run lies inside them and that no run's
-    target overlaps any source.
-    """
-    _fastest(source_address, target_address, runs)
-
-
+# copy_runs(source address, target address, runs): copy runs[i] = (source offset, target offset, nbytes), relative to
+# the two addresses. The caller owns both ranges and guarantees that every run lies inside them and that no run's
+# target overlaps any source.
 try:
     from transferd.tiers import _copyruns
 except ImportError:
-    _fastest: _CopyRuns = copy_runs_python
+    copy_runs: _CopyRuns = copy_runs_python
 else:
-    _fastest = _copyruns.copy_runs
+    copy_runs = _copyruns.copy_runs
 
-NATIVE: bool = _fastest is not copy_runs_python
+NATIVE: bool = copy_runs is not copy_runs_python

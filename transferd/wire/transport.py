@@ -18,10 +18,11 @@ the loop to wake us. A drain does so itself; after sends from elsewhere, one che
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import zmq
 
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from transferd.wire.connection_limit import ConnectionLimit
 
 # A plain int: combining two flags of the enum at every send costs more than the frame.
-_MORE = int(zmq.SNDMORE | zmq.DONTWAIT)
+_MORE, _READABLE = int(zmq.SNDMORE | zmq.DONTWAIT), int(zmq.POLLIN)
 # The ZAP domain of each socket's unix endpoints (that of tcp is zap.KEYS).
 _EVERYBODY, _OBSERVERS = b"endpoint", b"observer_endpoint"
 REFUSALS = ("unknown_key", "unknown_user", "handshake_failed", "too_many_connections")
@@ -129,6 +130,7 @@ class Channel:
         self._reading = False
         self._check_scheduled = False
         self._fd = number_of(socket, zmq.FD)
+        self._events = cast("Callable[[], int]", functools.partial(socket.getsockopt, zmq.EVENTS))
         self._freed = free_with(self, socket, context if owns_context else None)
         self._loop.add_reader(self._fd, self._wake)
         self._check_soon()  # messages that arrived before now cause no new edge
@@ -176,10 +178,10 @@ class Channel:
         # A failing receive costs four times as much as checking EVENTS. So a single message, the usual case,
         # is read between two checks, and only a burst is read until a receive fails.
         socket = self.socket
-        if not number_of(socket, zmq.EVENTS) & zmq.POLLIN:
+        if not self._events() & _READABLE:
             return True
         self._receive(socket)
-        if socket.closed or not number_of(socket, zmq.EVENTS) & zmq.POLLIN:
+        if socket.closed or not self._events() & _READABLE:
             return True
         try:
             for _ in range(DRAIN_LIMIT):

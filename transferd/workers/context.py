@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -39,7 +39,7 @@ class Background:
     """
 
     def __init__(self) -> None:
-        self._running: set[asyncio.Task[Any]] = set()
+        self._running: set[asyncio.Future[Any]] = set()
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(work)
@@ -47,7 +47,15 @@ class Background:
         task.add_done_callback(self._ended)
         return task
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
+    def begin(self, work: Awaitable[T]) -> asyncio.Future[T]:
+        """`spawn`, unless there is nothing to wait for: an answer that is there already is returned as it is."""
+        begun = asyncio.ensure_future(work)
+        if not begun.done():
+            self._running.add(begun)
+            begun.add_done_callback(self._ended)
+        return begun
+
+    def _ended(self, task: asyncio.Future[Any]) -> None:
         self._running.discard(task)
         if not task.cancelled():
             task.exception()  # mark it as retrieved: its waiter has seen it, or there is no waiter left
@@ -99,32 +107,30 @@ class RankContext:
     block_size: int = 0
     only_flush: bool = False
 
-    def names(self, job: Job, positions: Sequence[int] | None = None) -> list[str]:
-        """Object names of the job's keys (or of those at `positions`) on this rank."""
-        return self.format.names(job.generation, self.ids(job, positions), self.rank)
+    def names(self, job: Job) -> list[str]:
+        """Object names of the job's keys on this rank."""
+        return self.format.names(job.generation, job.key_ids(self.format), self.rank)
 
-    def ids(self, job: Job, positions: Sequence[int] | None = None) -> list[str]:
-        """The part of each key that goes into its object name."""
-        ids = job.key_ids(self.format)
-        return ids if positions is None else [ids[i] for i in positions]
+    async def seal(self, slots: Sequence[memoryview], job: Job, positions: Sequence[int]) -> None:
+        """Turn slots that hold the packed blocks at `positions` into complete objects, ready to be stored."""
+        ids = [job.ids[i] for i in positions]
+        if self._cheap(slots):
+            self.format.seal(slots, job.generation, ids, self.rank)
+        else:
+            work = functools.partial(self.format.seal, slots, job.generation, ids, self.rank)
+            await self.threads.run(Direction.OUT, work, "checksums")
 
-    async def seal(self, slots: Sequence[int], generation: str, ids: Sequence[str]) -> None:
-        """Turn staging slots that hold packed blocks into complete objects, ready to be stored."""
-        views = [self.staging.slot_view(slot, self.staging.object_bytes) for slot in slots]
-        work = functools.partial(self.format.seal, views, generation, ids, self.rank)
-        await self._over(Direction.OUT, len(slots), work)
+    async def check(self, slots: Sequence[memoryview], job: Job, positions: Sequence[int]) -> list[Damage | None]:
+        """Verify the objects in these slots, the blocks at `positions`: None for a good one, otherwise the damage."""
+        ids = [job.ids[i] for i in positions]
+        if self._cheap(slots):
+            return self.format.check(slots, job.generation, ids, self.rank)
+        work = functools.partial(self.format.check, slots, job.generation, ids, self.rank)
+        return await self.threads.run(Direction.IN, work, "checksums")
 
-    async def check(self, slots: Sequence[int], generation: str, ids: Sequence[str]) -> list[Damage | None]:
-        """Verify the objects in these staging slots: None for a good one, otherwise the damage."""
-        views = [self.staging.slot_view(slot, self.staging.object_bytes) for slot in slots]
-        work = functools.partial(self.format.check, views, generation, ids, self.rank)
-        return await self._over(Direction.IN, len(slots), work)
-
-    async def _over(self, direction: Direction, blocks: int, work: Callable[[], T]) -> T:
-        """Run work that reads every byte of `blocks` blocks: on the loop if that is cheap, otherwise in a thread."""
-        if self.format.checked_bytes * blocks <= self.inline_check_bytes:
-            return work()
-        return await self.threads.run(direction, work, "checksums")
+    def _cheap(self, slots: Sequence[memoryview]) -> bool:
+        """Reading every byte of these slots costs less on the loop than a trip to a thread."""
+        return self.format.checked_bytes * len(slots) <= self.inline_check_bytes
 
 
 @dataclass(slots=True)

@@ -89,6 +89,7 @@ class Job:
     """A started task, shared by all its ranks. It caches what is the same for each of them.
 
     started_at, admitted_at: monotonic seconds. use: groups every rank's storage accesses as one use (storage/lru.py).
+    ids: the part of each key that goes into its object name, in order; empty before `key_ids`, and for swaps.
     """
 
     task: Task
@@ -97,19 +98,18 @@ class Job:
     started_at: float
     stop: StopSignal = field(default_factory=StopSignal)
     use: Use = field(default_factory=Use)
-    _ids: dict[ObjectFormat, list[str]] = field(default_factory=dict)
+    ids: Sequence[str] = ()
     _plans: dict[Hashable, CopyPlan] = field(default_factory=dict)
 
-    def key_ids(self, objects: ObjectFormat) -> list[str]:
-        """ObjectFormat.ids of the task's keys, in order. Computed on first use; empty for swaps."""
-        ids = self._ids.get(objects)
-        if ids is None:
-            ids = self._ids[objects] = objects.ids(getattr(self.task, "keys", ()))
-        return ids
+    def key_ids(self, objects: ObjectFormat) -> Sequence[str]:
+        """`ids`, computed by the first rank that asks: all ranks name the task's objects in one format."""
+        if not self.ids:
+            self.ids = objects.ids(getattr(self.task, "keys", ()))
+        return self.ids
 
     def under(self, objects: ObjectFormat, keys: Sequence[str]) -> Job:
         """The same job with its blocks named by these keys instead of the task's."""
-        return dataclasses.replace(self, _ids={objects: objects.ids(keys)})
+        return dataclasses.replace(self, ids=objects.ids(keys))
 
     @property
     def queue_s(self) -> float:

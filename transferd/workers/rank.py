@@ -23,7 +23,7 @@ from transferd.tiers.base import DeviceHandle
 from transferd.workers.context import RankContext
 from transferd.workers.job import Job
 from transferd.workers.peer import PeerHandler
-from transferd.workers.read import Reader
+from transferd.workers.read import Reader, StorageSource
 from transferd.workers.swap import Swapper
 from transferd.workers.tokens import TokenHandler
 from transferd.workers.write import Writer
@@ -45,32 +45,29 @@ class LaneCounters:
 
 
 class RankWorker:
-    """Runs jobs on one rank. Owns the rank's device tier, host pool and staging through its context.
+    """Runs jobs on one rank. Owns the rank's device tier, host pool and staging through its context."""
 
-    arrive: called once per job with its outcome. died: called once, if the device is lost.
-    """
-
-    def __init__(self, context: RankContext, arrive: Arrive, died: Died) -> None:
+    def __init__(self, context: RankContext) -> None:
         self.context = context
         self.rank = context.rank
         self.lanes = {lane: LaneCounters() for lane in Lane}
-        self._arrive = arrive
-        self._died = died
-        self._reader = Reader(context)
-        self._peer = peer = PeerHandler(context)
-        swap, write = Swapper(context), Writer(context)
+        self._source = StorageSource(context.storage)
+        self._reader = reader = Reader(context, self._source)
+        swap, writer = Swapper(context), Writer(context)
         self._handlers: dict[Lane, Callable[[Job], Awaitable[RankOutcome]]] = {
             Lane.SWAP_OUT: swap.run,
             Lane.SWAP_IN: swap.run,
-            Lane.READ: self._reader.run,
-            Lane.WRITE: write.run,
-            Lane.SEND: peer.send,
-            Lane.RECEIVE: peer.receive,
+            Lane.READ: reader.load,
+            Lane.WRITE: writer.store,
         }
         self._tokens: TokenHandler | None = None
+        self._peer: PeerHandler | None = None
         if context.tokens is not None:
-            self._tokens = TokenHandler(context, context.tokens, self._reader, write)
+            self._tokens = TokenHandler(context, context.tokens, reader, writer)
             self._handlers |= {Lane.READ: self._tokens.read, Lane.WRITE: self._tokens.write}
+        if context.peer is not None:
+            peer = self._peer = PeerHandler(context, context.peer)
+            self._handlers |= {Lane.SEND: peer.send, Lane.RECEIVE: peer.receive}
         self._jobs: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
@@ -121,17 +118,20 @@ class RankWorker:
         if self.context.host is not None:
             await self.context.threads.run(Direction.IN, self.context.host.allocate)
 
-    def start(self, job: Job) -> None:
-        """Begin this rank's share of a task. Returns at once; the outcome goes to `arrive`."""
-        task = asyncio.get_running_loop().create_task(self._run(job))
+    def start(self, job: Job, arrive: Arrive, died: Died) -> None:
+        """Begin this rank's share of a task. Returns at once.
+
+        arrive: called once with the outcome. died: called after it if the device is lost.
+        """
+        task = asyncio.get_running_loop().create_task(self._run(job, arrive, died))
         self._jobs.add(task)
         task.add_done_callback(self._jobs.discard)
 
     async def match(self, names: Sequence[str], use: Use) -> int:
         """How many leading objects this rank could load now; counts as part of `use`. Raises StorageError."""
-        return await self._reader.match(names, use)
+        return await self._source.available(names, use)
 
-    async def _run(self, job: Job) -> None:
+    async def _run(self, job: Job, arrive: Arrive, died: Died) -> None:
         lane = self.lanes[job.task.lane]
         lane.running += 1
         try:
@@ -151,9 +151,9 @@ class RankWorker:
         else:
             lane.failed += 1
         self.context.recorder.step(job.task.task_id, "arrived", self.rank, len(outcome.moved))
-        self._arrive(job, outcome)
+        arrive(job, outcome)
         if outcome.error is not None and outcome.error.code == DeviceLost.code:
-            self._died(self.rank, outcome.error.message)
+            died(self.rank, outcome.error.message)
 
     def _failure(self, code: str, message: str, job: Job) -> RankOutcome:
         self.context.recorder.note(job.task.task_id, "error", self.rank, code, message[:LONGEST_TEXT])
@@ -195,7 +195,7 @@ class RankWorker:
     @property
     def corrupt(self) -> int:
         """Objects that were found and failed their check."""
-        return self._reader.corrupt + self._peer.corrupt
+        return self._source.corrupt + (0 if self._peer is None else self._peer.corrupt)
 
     @property
     def missed(self) -> int:
@@ -217,7 +217,7 @@ class RankWorker:
                 for name, lane in self.lanes.items()
             },
             "background": len(self.context.background),
-            "shared_loads": self._reader.flights.joined,
+            "shared_loads": self._source.flights.joined,
         }
 
 

@@ -1,6 +1,8 @@
-"""Read: storage → staging → device, for the leading keys that storage has.
+"""Read: a source → staging → device, for the leading blocks that the source has.
 
-    match ─ how many leading keys does storage have?
+The source of a ReadStorageTask is storage; a peer is one more (peer.py).
+
+    available ─ how many leading blocks does it have?
     for each chunk:  fetch (lease slots, get, verify)  →  copy slots → device
 
 A few chunks are in flight at a time: while chunk k is copied to the device, chunk k+1 is being
@@ -15,13 +17,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections.abc import Awaitable, Sequence
+from typing import Protocol
 
 from transferd.blocks.copyplan import plan_copy
 from transferd.errors import TransferError
 from transferd.runtime.aio import every
-from transferd.storage.base import MISSING, Blob, Found, Outcome
+from transferd.storage.base import MISSING, Blob, Found, Outcome, Storage
 from transferd.storage.lru import Use
 from transferd.tasks import RankOutcome, ReadStorageTask
 from transferd.workers.context import Account, RankContext, require
@@ -31,32 +33,74 @@ from transferd.workers.job import Job
 CHUNKS_UNDER_WAY = 3  # one being copied, one being verified, one being fetched; slots bound them, too
 
 
+class Source(Protocol):
+    """Where objects of one rank come from.
+
+    flights: the fetches from it that are under way, for tasks that want the same object to share.
+    corrupt: objects that it gave and that failed their check.
+    """
+
+    flights: Flights
+    corrupt: int
+
+    def available(self, names: Sequence[str], use: Use) -> Awaitable[int]:
+        """How many leading objects it has. Counts as part of `use`. Raises TransferError."""
+        ...
+
+    def get(self, blobs: Sequence[Blob]) -> Awaitable[list[Outcome]]:
+        """As Storage.get."""
+        ...
+
+    def quarantine(self, name: str) -> Awaitable[None]:
+        """As Storage.quarantine."""
+        ...
+
+
+class StorageSource:
+    """Storage as a source, shared by all tasks of a rank."""
+
+    def __init__(self, storage: Storage | None) -> None:
+        """storage: None where no task reads, as admission has made sure."""
+        self.flights = Flights()
+        self.corrupt = 0
+        self._storage = storage
+
+    async def available(self, names: Sequence[str], use: Use) -> int:
+        stored = await require(self._storage).look_up(names, use)
+        return next((i for i, there in enumerate(stored) if not there), len(stored))
+
+    def get(self, blobs: Sequence[Blob]) -> Awaitable[list[Outcome]]:
+        return require(self._storage).get(blobs)
+
+    def quarantine(self, name: str) -> Awaitable[None]:
+        return require(self._storage).quarantine(name)
+
+
 class Reader:
-    """Runs ReadStorageTask on one rank."""
+    """Brings the blocks of one rank's tasks from their source to the device.
+
+    missed: blocks that tasks asked for beyond what the source had.
+    """
 
     consumer = "read"
 
-    def __init__(self, context: RankContext) -> None:
+    def __init__(self, context: RankContext, source: Source) -> None:
+        self.source = source
         self._context = context
         self._chunk_blocks = context.staging.chunk_slots(self.consumer)
-        self.flights = Flights()
-        self.corrupt = 0  # objects that were found and failed their check
-        self.missed = 0  # keys beyond the prefix that storage had when a task asked
+        self.missed = 0
 
-    async def match(self, names: Sequence[str], use: Use) -> int:
-        """How many leading objects of `names` storage has. Counts as part of `use`. Raises StorageError."""
-        stored = await require(self._context.storage).look_up(names, use)
-        return next((i for i, there in enumerate(stored) if not there), len(stored))
-
-    async def run(self, job: Job) -> RankOutcome:
+    async def load(self, job: Job) -> RankOutcome:
+        """Run a ReadStorageTask."""
         account = Account(job, self._context)
         under_way: deque[asyncio.Task[bool]] = deque()
         whole = True
         try:
-            available = await self._available(job, account)
+            names, available = await self._available(account)
             for start in range(0, available, self._chunk_blocks):
                 positions = range(start, min(start + self._chunk_blocks, available))
-                under_way.append(self._context.background.spawn(self._load(job, account, positions)))
+                loading = self._load(account, names[positions.start : positions.stop], positions)
+                under_way.append(self._context.background.spawn(loading))
                 if len(under_way) == CHUNKS_UNDER_WAY:
                     whole = await under_way.popleft()
                 if not whole or account.stopped is not None:
@@ -68,51 +112,54 @@ class Reader:
             await every(under_way)
         return account.outcome()
 
-    async def _available(self, job: Job, account: Account) -> int:
-        before = self._context.clock.monotonic()
-        matching = self._context.background.spawn(self.match(self._context.names(job), job.use))
-        answered = await job.stop.race(matching)
-        account.storage_s += self._context.clock.monotonic() - before
+    async def _available(self, account: Account) -> tuple[Sequence[str], int]:
+        """Names of all objects of the task, and how many leading ones the source has."""
+        context, job = self._context, account.job
+        names = context.names(job)
+        before = context.clock.monotonic()
+        asked = context.background.begin(self.source.available(names, job.use))
+        answered = asked.done() or await job.stop.race(asked)
+        account.storage_s += context.clock.monotonic() - before
         if not answered:
-            return 0
-        available = matching.result()
+            return names, 0
+        available = asked.result()
         self.missed += job.task.blocks - available
-        self._context.recorder.step(job.task.task_id, "found", self._context.rank, available)
-        return available
+        context.recorder.step(job.task.task_id, "found", context.rank, available)
+        return names, available
 
-    async def _load(self, job: Job, account: Account, positions: range) -> bool:
+    async def _load(self, account: Account, names: Sequence[str], positions: range) -> bool:
         """Load one chunk, joining fetches that are already in flight. True: every block arrived."""
-        names = self._context.names(job, positions)
-        parts, lead = self.flights.board(names)
+        job, flights = account.job, self.source.flights
+        parts, lead = flights.board(names)
         shared = len(names) - (0 if lead is None else len(lead.names))
         if shared:
             self._context.recorder.step(job.task.task_id, "shares fetch", self._context.rank, shared)
         if lead is not None:
-            place_of = dict(zip(names, zip(self._context.ids(job, positions), positions, strict=True), strict=True))
+            place_of = dict(zip(names, positions, strict=True))
             places = [place_of[name] for name in lead.names]
             lead.fetch = self._context.background.spawn(self._fetch(lead, job, places))
-            lead.fetch.add_done_callback(lambda _: self.flights.fetched(lead))
-        arrivals = [self._consume(job, account, batch, names, positions, mine) for batch, mine in parts]
+            lead.fetch.add_done_callback(lambda _: flights.fetched(lead))
+        arrivals = [self._consume(account, batch, names, positions, mine) for batch, mine in parts]
         if len(arrivals) == 1:
             return await arrivals[0]
         return all(await every(arrivals))
 
     async def _consume(
-        self, job: Job, account: Account, batch: SharedFetch, names: Sequence[str], positions: range, mine: list[int]
+        self, account: Account, batch: SharedFetch, names: Sequence[str], positions: range, mine: list[int]
     ) -> bool:
         """Copy this task's share of a batch to the device as soon as it is fetched."""
         assert batch.fetch is not None
         clock = self._context.clock
         try:
             before = clock.monotonic()
-            fetched = await job.stop.race(batch.fetch)
+            fetched = await account.job.stop.race(batch.fetch)
             account.storage_s += clock.monotonic() - before
             if not fetched or account.stopped is not None:
                 return False
             outcomes = [batch.outcome(names[i]) for i in mine]
             good = [i for i, outcome in zip(mine, outcomes, strict=True) if outcome.found is Found.FOUND]
             if good:
-                await self._scatter(job, account, batch, names, positions, good)
+                await self._scatter(account, batch, names, positions, good)
             for outcome in outcomes:
                 if outcome.error is not None:
                     account.failed(outcome.error)
@@ -121,12 +168,13 @@ class Reader:
             account.failed(error)
             return False
         finally:
-            self.flights.leave(batch)
+            self.source.flights.leave(batch)
 
     async def _scatter(
-        self, job: Job, account: Account, batch: SharedFetch, names: Sequence[str], positions: range, good: list[int]
+        self, account: Account, batch: SharedFetch, names: Sequence[str], positions: range, good: list[int]
     ) -> None:
-        context, task = self._context, job.task
+        context, job = self._context, account.job
+        task = job.task
         assert isinstance(task, ReadStorageTask)
         slots = [batch.slot(names[i]) for i in good]
         blocks = [task.gpu_block_ids[positions[i]] for i in good]
@@ -140,35 +188,26 @@ class Reader:
         if copied:
             account.done([positions[i] for i in good], plan.nbytes)
 
-    async def _fetch(self, batch: SharedFetch, job: Job, places: Sequence[tuple[str, int]]) -> list[Outcome]:
-        """Storage → slots, verified. Belongs to the batch, not to the task that started it.
+    async def _fetch(self, batch: SharedFetch, job: Job, places: Sequence[int]) -> list[Outcome]:
+        """Source → slots, verified. Belongs to the batch, not to the task that started it.
 
-        places: for each object of the batch, its id and its position in the task.
+        places: for each object of the batch, its position in the task.
         """
-        context, generation, holder = self._context, job.generation, job.task.task_id
-        ids = [place[0] for place in places]
+        context, holder = self._context, job.task.task_id
         staging = context.staging
         context.recorder.step(holder, "fetch", context.rank, len(batch.names))
         batch.lease = await staging.acquire(self.consumer, len(batch.names), holder)
         if not batch.consumers:  # all consumers were stopped while this waited for slots
             return [MISSING] * len(batch.names)
-        slots = batch.lease.slots
-        views = (staging.slot_view(slot, staging.object_bytes) for slot in slots)
-        wanted = zip(batch.names, views, places, strict=True)
-        outcomes = await self._get([Blob(name, view, job.use, depth) for name, view, (_, depth) in wanted])
+        slots = [staging.slot_view(slot, staging.object_bytes) for slot in batch.lease.slots]
+        wanted = zip(batch.names, slots, places, strict=True)
+        outcomes = await self.source.get([Blob(name, slot, job.use, depth) for name, slot, depth in wanted])
         found = [i for i, outcome in enumerate(outcomes) if outcome.found is Found.FOUND]
-        reasons = await context.check([slots[i] for i in found], generation, [ids[i] for i in found])
+        reasons = await context.check([slots[i] for i in found], job, [places[i] for i in found])
         for i, reason in zip(found, reasons, strict=True):
             if reason is not None:
                 outcomes[i] = MISSING
-                self.corrupt += 1
+                self.source.corrupt += 1
                 context.recorder.note(holder, "corrupt object", context.rank, batch.names[i], str(reason))
-                context.background.spawn(self._quarantine(batch.names[i]))
+                context.background.begin(self.source.quarantine(batch.names[i]))
         return outcomes
-
-    def _get(self, blobs: Sequence[Blob]) -> Coroutine[Any, Any, list[Outcome]]:
-        """Where objects come from."""
-        return require(self._context.storage).get(blobs)
-
-    def _quarantine(self, name: str) -> Coroutine[Any, Any, None]:
-        return require(self._context.storage).quarantine(name)

@@ -79,18 +79,18 @@ class TokenHandler:
 
     async def match(self, generation: str, keys: Sequence[str]) -> int:
         objects = self._context.format
-        return await self._reader.match(objects.names(generation, objects.ids(keys), self.rank), Use())
+        return await self._reader.source.available(objects.names(generation, objects.ids(keys), self.rank), Use())
 
     async def read(self, job: Job) -> RankOutcome:
         assert isinstance(job.task, ReadStorageTask)
-        through = self._reader.run
+        through = self._reader.load
         return await self._tokens.read(TokenTransfer(self._context, job, job.task.start_read_block_idx, through))
 
     async def write(self, job: Job) -> RankOutcome:
         assert isinstance(job.task, WriteStorageTask)
         if self._context.only_flush:
             return await self._flush(job, job.task)
-        through = self._writer.run
+        through = self._writer.store
         return await self._tokens.write(TokenTransfer(self._context, job, job.task.start_write_block_idx, through))
 
     async def _flush(self, job: Job, task: WriteStorageTask) -> RankOutcome:

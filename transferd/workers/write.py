@@ -1,39 +1,92 @@
-"""Write: device → staging → storage, for the keys that storage does not have yet.
+"""Write: device → staging → a sink, in chunks. The sink of a WriteStorageTask is storage; a peer is one more (peer.py).
 
-    look up ─ skip what is stored
-    for each chunk:  lease slots → copy device → slots → seal (formats.py) → put, in background
+    until the sink wants no more:  lease slots → copy device → slots → seal (formats.py) → put
 
-While chunk k is being put, chunk k+1 is gathered: staging has room for two chunks, and k+1 gets its lease
-as soon as slots are free. A put that has begun is never aborted. When the task is stopped, it stops waiting,
-and its slots are released when the put has ended.
+While chunk k is being put, chunk k+1 is gathered: staging has room for two chunks, and k+1 gets its lease as soon as
+slots are free. A put that has begun is never aborted. When the task is stopped, it stops waiting, and its slots are
+released when the put has ended.
+
+Whatever can be answered at once is: a free slot, a look-up in memory and a put of few bytes cost no asyncio task.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 from transferd.blocks.copyplan import plan_copy
 from transferd.errors import TransferError
-from transferd.storage.base import Blob, Found, Outcome
+from transferd.storage.base import Blob, Found, Outcome, Storage
 from transferd.tasks import RankOutcome, WriteStorageTask
 from transferd.tiers.staging import Lease
 from transferd.workers.context import Account, RankContext, require
 from transferd.workers.job import Job
 
 
+class Sink(Protocol):
+    """Where the objects of one job on one rank go.
+
+    names: of the objects, one for each block of the task.
+    """
+
+    names: Sequence[str]
+
+    async def wanted(self, account: Account, limit: int) -> Sequence[int]:
+        """Positions in the task of the blocks to send next, at most `limit`; [] at the end, or if the task is stopped.
+
+        Raises TransferError.
+        """
+        ...
+
+    def put(self, blobs: Sequence[Blob]) -> Awaitable[list[Outcome]]:
+        """As Storage.put."""
+        ...
+
+
+class StorageSink:
+    """Storage as a sink: it wants the blocks that it does not have. The others count as written at once."""
+
+    def __init__(self, storage: Storage, names: Sequence[str]) -> None:
+        self.names = names
+        self.put = storage.put
+        self._storage = storage
+        self._missing: Sequence[int] | None = None
+        self._next = 0
+
+    async def wanted(self, account: Account, limit: int) -> Sequence[int]:
+        if self._missing is None:
+            self._missing = await self._look_up(account)
+        start, self._next = self._next, self._next + limit
+        return self._missing[start : self._next]
+
+    async def _look_up(self, account: Account) -> Sequence[int]:
+        job, context = account.job, account.context
+        before = context.clock.monotonic()
+        asked = context.background.begin(self._storage.look_up(self.names, job.use))
+        answered = asked.done() or await job.stop.race(asked)
+        account.storage_s += context.clock.monotonic() - before
+        if not answered:
+            return ()
+        stored = asked.result()
+        missing = [i for i, there in enumerate(stored) if not there]
+        if len(missing) < len(stored):
+            account.done([i for i, there in enumerate(stored) if there], 0)
+        context.recorder.step(job.task.task_id, "to store", context.rank, len(missing))
+        return missing
+
+
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Positions of the task that are put together."""
+    """Consecutive positions of the task that travel together. put: its end."""
 
     positions: Sequence[int]
-    put: asyncio.Task[list[Outcome]]
+    put: asyncio.Future[list[Outcome]]
 
 
 class Writer:
-    """Runs WriteStorageTask on one rank."""
+    """Sends the blocks of one rank's tasks to their sinks."""
 
     consumer = "write"
 
@@ -41,13 +94,18 @@ class Writer:
         self._context = context
         self._chunk_blocks = context.staging.chunk_slots(self.consumer)
 
-    async def run(self, job: Job) -> RankOutcome:
+    async def store(self, job: Job) -> RankOutcome:
+        """Run a WriteStorageTask."""
         account = Account(job, self._context)
+        await self.send(account, StorageSink(require(self._context.storage), self._context.names(job)))
+        return account.outcome()
+
+    async def send(self, account: Account, sink: Sink) -> None:
+        """Send what the sink wants. Returns when nothing of it touches the device, and no put is waited for."""
         in_flight: list[_Chunk] = []
         try:
-            missing = await self._missing(job, account)
-            for positions in _chunks(missing, self._chunk_blocks):
-                chunk = await self._send(job, account, positions)
+            while positions := await sink.wanted(account, self._chunk_blocks):
+                chunk = await self._begin(account, sink, positions)
                 if chunk is None:
                     break
                 in_flight.append(chunk)
@@ -57,81 +115,68 @@ class Writer:
         except TransferError as error:
             account.failed(error)
         finally:
-            await self._wait(job, account, in_flight)
-        return account.outcome()
+            await self._wait(account, in_flight)
 
-    async def _missing(self, job: Job, account: Account) -> list[int]:
-        """Positions of the keys that storage does not have. Counts the others as written."""
-        storage = require(self._context.storage)
-        before = self._context.clock.monotonic()
-        asked = self._context.background.spawn(storage.look_up(self._context.names(job), job.use))
-        answered = await job.stop.race(asked)
-        account.storage_s += self._context.clock.monotonic() - before
-        if not answered:
-            return []
-        stored = asked.result()
-        account.done([i for i, there in enumerate(stored) if there], 0)
-        missing = [i for i, there in enumerate(stored) if not there]
-        self._context.recorder.step(job.task.task_id, "to store", self._context.rank, len(missing))
-        return missing
-
-    async def _send(self, job: Job, account: Account, positions: Sequence[int]) -> _Chunk | None:
+    async def _begin(self, account: Account, sink: Sink, positions: Sequence[int]) -> _Chunk | None:
         """Copy and seal one chunk and start its put. None: the task was stopped before."""
-        lease = await self._lease(job, len(positions))
+        lease = await self._lease(account, len(positions))
         if lease is None:
             return None
+        context, job = self._context, account.job
         try:
-            if await self._gather(job, account, positions, lease):
-                blobs = self._blobs(job, positions, lease)
-                self._context.recorder.step(job.task.task_id, "put", self._context.rank, len(blobs))
-                put = self._context.background.spawn(self._put(blobs))
-                # From here the put owns the lease: it is released when the bytes have left the slots.
-                put.add_done_callback(lambda _: lease.release())
-                return _Chunk(positions, put)
+            slots = [context.staging.slot_view(slot, context.staging.object_bytes) for slot in lease.slots]
+            if not await self._gather(account, positions, lease, slots):
+                lease.release()
+                return None
+            blobs = [
+                Blob(sink.names[position], slot, job.use, position)
+                for slot, position in zip(slots, positions, strict=True)
+            ]
+            context.recorder.step(job.task.task_id, "put", context.rank, len(blobs))
+            put = context.background.begin(sink.put(blobs))
         except BaseException:
             lease.release()
             raise
-        lease.release()
-        return None
+        # From here the put owns the lease: it is released when the bytes have left the slots.
+        if put.done():
+            lease.release()
+        else:
+            put.add_done_callback(lambda _: lease.release())
+        return _Chunk(positions, put)
 
-    async def _lease(self, job: Job, slots: int) -> Lease | None:
+    async def _lease(self, account: Account, slots: int) -> Lease | None:
         """Slots for one chunk, or None if the task is stopped first; a lease granted later is released at once."""
-        acquiring = self._context.background.spawn(
-            self._context.staging.acquire(self.consumer, slots, job.task.task_id)
-        )
+        if account.stopped is not None:
+            return None
+        staging, job = self._context.staging, account.job
+        lease = staging.try_acquire(self.consumer, slots, job.task.task_id)
+        if lease is not None:
+            return lease
+        acquiring = self._context.background.begin(staging.acquire(self.consumer, slots, job.task.task_id))
         if await job.stop.race(acquiring):
             return acquiring.result()
         acquiring.add_done_callback(lambda late: late.result().release())
         return None
 
-    async def _gather(self, job: Job, account: Account, positions: Sequence[int], lease: Lease) -> bool:
+    async def _gather(
+        self, account: Account, positions: Sequence[int], lease: Lease, slots: Sequence[memoryview]
+    ) -> bool:
         """Copy blocks to slots and seal them. False: the task was stopped before the copy began."""
-        context, task = self._context, job.task
+        context, job = self._context, account.job
+        task = job.task
         assert isinstance(task, WriteStorageTask)
-        staging, device = context.staging, context.device.arena.geometry
+        staging, device = context.staging, context.device
         blocks = [task.gpu_block_ids[i] for i in positions]
-        plan = plan_copy(device, blocks, staging.packed, lease.slots)
+        plan = plan_copy(device.arena.geometry, blocks, staging.packed, lease.slots)
         context.recorder.step(task.task_id, "copy", context.rank, len(positions))
         before = context.clock.monotonic()
         try:
-            if not await job.stop.copied(context.device.copy_out(plan, staging.memory)):
+            if not await job.stop.copied(device.copy_out(plan, staging.memory)):
                 return False
-            await context.seal(lease.slots, job.generation, context.ids(job, positions))
+            await context.seal(slots, job, positions)
         finally:
             account.copy_s += context.clock.monotonic() - before
         return True
-
-    def _blobs(self, job: Job, positions: Sequence[int], lease: Lease) -> list[Blob]:
-        staging = self._context.staging
-        names = self._context.names(job, positions)
-        return [
-            Blob(name, staging.slot_view(slot, staging.object_bytes), job.use, position)
-            for name, slot, position in zip(names, lease.slots, positions, strict=True)
-        ]
-
-    def _put(self, blobs: Sequence[Blob]) -> Coroutine[Any, Any, list[Outcome]]:
-        """Store sealed objects."""
-        return require(self._context.storage).put(blobs)
 
     def _collect(self, account: Account, in_flight: list[_Chunk]) -> None:
         """Account for the puts that have ended so far."""
@@ -153,14 +198,9 @@ class Writer:
             if outcome.error is not None:
                 account.failed(outcome.error)
 
-    async def _wait(self, job: Job, account: Account, in_flight: list[_Chunk]) -> None:
+    async def _wait(self, account: Account, in_flight: list[_Chunk]) -> None:
         before = self._context.clock.monotonic()
         for chunk in in_flight:
-            if await job.stop.race(chunk.put):
+            if chunk.put.done() or await account.job.stop.race(chunk.put):
                 self._take(account, chunk)
         account.storage_s += self._context.clock.monotonic() - before
-
-
-def _chunks(positions: Sequence[int], size: int) -> Iterator[Sequence[int]]:
-    for start in range(0, len(positions), size):
-        yield positions[start : start + size]

@@ -40,9 +40,9 @@ class Oracle:
         self._moved = False
         daemon = world.daemon
         self._handle = daemon.dispatcher.handle
-        self._deliver = daemon.coordinator.deliver
+        self._deliver = daemon.coordinator.listeners.deliver
         daemon.dispatcher.handle = self._heard  # type: ignore[method-assign] # an instrument, of this world only
-        daemon.coordinator.deliver = self._answered
+        daemon.coordinator.listeners.deliver = self._answered
         for rank, device in enumerate(world.devices):
             device.begins = functools.partial(self._copy_begins, rank)
         world.loop.after_step = self._after_step

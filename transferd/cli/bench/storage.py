@@ -143,7 +143,7 @@ async def _run(subject: Subject) -> list[Row]:
     tree = {"cache": CACHE | {"host_blocks": 0}, "storage": subject.section, "metrics": {"listen": ""}}
     config, desk = from_tree(tree), _Desk()
     daemon = Daemon(config, transport=desk, storage=subject.storage(config) if subject.storage else None)
-    daemon.coordinator.deliver = desk.deliver
+    daemon.coordinator.listeners.deliver = desk.deliver
     await daemon.open()
     try:
         return await _measure(subject, daemon, desk)

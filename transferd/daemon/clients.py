@@ -1,0 +1,109 @@
+"""The daemon's clients: who is there, in which session, and everything that is sent to them.
+
+Clients are known by the name that their connection has. Each has a session (see protocol.py), from its first
+message until it has gone. An answer that could not be handed to it begins a new one: the client then knows that it
+must ask again, and does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from transferd.observability.recorder import Recorder
+from transferd.tasks import ErrorInfo, TaskResult
+from transferd.wire import protocol as wire
+from transferd.wire.credentials import process_of
+from transferd.wire.transport import ServerTransport
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """A client that is known. Its number in the world is bounded by connections, which descriptors bound."""
+
+    first_session: int  # of this connection; its sessions since then have greater numbers
+    session: int
+    came_at: float
+    seen_at: float
+    observer: bool = False  # may only look
+    waiting: set[asyncio.Task[None]] = field(default_factory=set)  # its requests that wait for something
+
+
+class Clients:
+    """Borrows the transport, which the server starts and closes. undeliverable: answers whose client had gone."""
+
+    def __init__(self, transport: ServerTransport, boot_id: str, *, recorder: Recorder | None = None) -> None:
+        self.transport = transport
+        self.boot_id = boot_id
+        self.undeliverable = 0
+        self._recorder = recorder if recorder is not None else Recorder(capacity=1)
+        self._peers: dict[bytes, Peer] = {}
+        self.get = self._peers.get
+        # Numbers that a daemon before or after this one does not use, and that fit an int of any language.
+        self._sessions = itertools.count((zlib.crc32(boot_id.encode()) << 20) + 1)
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(list(self._peers))
+
+    def __getitem__(self, peer: bytes) -> Peer:
+        return self._peers[peer]
+
+    def meet(self, peer: bytes, now: float) -> Peer:
+        """Its first message has come."""
+        session = next(self._sessions)
+        client = self._peers[peer] = Peer(session, session, now, now, self.transport.observes(peer))
+        self._recorder.aside("", "client came", peer, client.session)
+        return client
+
+    def leave(self, peer: bytes) -> Peer | None:
+        """It has gone. None: it was not known."""
+        return self._peers.pop(peer, None)
+
+    def send(self, peer: bytes, seq: int, body: wire.ReplyBody) -> None:
+        """An answer. To one that has gone it costs nothing."""
+        if not self.transport.send(peer, wire.encode_reply(seq, body)):
+            self._answer_lost(peer, seq)
+
+    def deliver(self, client: bytes, seq: int, result: TaskResult) -> None:
+        """Send one terminal result to the client that waits for it.
+
+        Raises what sending raises; the client then asks again, as for any answer that was lost.
+        """
+        try:
+            self.send(client, seq, wire.Result(result))
+        except Exception:
+            self._answer_lost(client, seq)
+            raise
+
+    def announce_epoch(self) -> None:
+        """Make every client say Hello, so that it learns from the Welcome at once that the cache was cleared."""
+        again = wire.Refused(ErrorInfo(wire.STALE_SESSION, "the cache was cleared; say Hello"))
+        for peer in self:
+            self.send(peer, 0, again)
+
+    def rows(self, limit: int, now: float) -> list[dict[str, Any]]:
+        """At most so many of those who are connected, and since when; uid and pid where the socket knows them."""
+        rows = []
+        for peer, client in itertools.islice(self._peers.items(), limit):
+            who = self.transport.describe(peer)
+            uid, pid = process_of(who)
+            times = {"connected_s": now - client.came_at, "silent_s": now - client.seen_at}
+            rows.append(
+                {"client": peer.hex(), "peer": who, "uid": uid, "pid": pid, "observer": client.observer} | times
+            )
+        return rows
+
+    def _answer_lost(self, peer: bytes, seq: int) -> None:
+        """Begin a new session: the client finds its own to be over, and asks again for what it waits for."""
+        self.undeliverable += 1
+        client = self._peers.get(peer)
+        if client is not None:
+            client.session = next(self._sessions)
+            self._recorder.aside("", "answer lost", peer, seq, client.session)

@@ -1,0 +1,86 @@
+"""What could be loaded now, and where blocks are: questions that move nothing and change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from transferd.blocks.formats import ObjectFormat
+from transferd.blocks.keys import block_keys
+from transferd.control.dispatcher import Dispatcher
+from transferd.daemon.cache_memory import CacheMemory
+from transferd.errors import RequestError
+from transferd.runtime.aio import every
+from transferd.storage.attention_store.index import TokenIndex
+from transferd.storage.lru import Use
+from transferd.storage.tokens import TokenStorage
+from transferd.tasks import TokenIds
+from transferd.wire.kv_events import block_hash
+from transferd.workers.rank import RankWorker
+
+MAX_MATCH_KEYS = 65536  # keeps one request from holding up the loop; longer than any sequence's blocks
+
+
+class Lookup:
+    """Asks the ranks, the token storage or the token index, whichever there is.
+
+    storage: there is a storage backend. tokens: where it is token-indexed. index: the open token index, up to date.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[RankWorker],
+        dispatcher: Dispatcher,
+        cache: CacheMemory,
+        objects: ObjectFormat,
+        *,
+        storage: bool,
+        tokens: TokenStorage | None,
+        index: Callable[[], TokenIndex | None],
+    ) -> None:
+        self._workers = workers
+        self._dispatcher = dispatcher
+        self._cache = cache
+        self._objects = objects
+        self._storage = storage
+        self._tokens = tokens
+        self._index = index
+        self._block_size = dispatcher.limits.token_block
+
+    async def match(self, keys: Sequence[str]) -> int:
+        """How many leading keys every rank could load now. Raises StorageError; RequestError without storage."""
+        if self._cache.missing:
+            return 0
+        if self._tokens is not None:
+            raise RequestError("storage is token-indexed: match token_ids, not keys", code="token_ids_required")
+        if not self._storage:
+            raise RequestError('this daemon has no storage tier (storage.backend = "none")', code="no_storage_tier")
+        if len(keys) > MAX_MATCH_KEYS:
+            raise RequestError(
+                f"{len(keys)} keys, at most {MAX_MATCH_KEYS} can be matched at once", code="too_many_keys"
+            )
+        ids = self._objects.ids(keys)
+        names = [self._objects.names(self._dispatcher.generation, ids, worker.rank) for worker in self._workers]
+        use = Use()
+        return min(await every(w.match(n, use) for w, n in zip(self._workers, names, strict=True)))
+
+    async def match_tokens(self, path: TokenIds, start: int) -> int:
+        """How many blocks of a path, from block `start` on, every rank could load now. Raises as `match`."""
+        if self._tokens is None:
+            raise RequestError("storage is not token-indexed: match keys", code="not_token_indexed")
+        blocks = len(path) // self._block_size
+        if not 0 <= start <= blocks <= MAX_MATCH_KEYS:
+            what = f"start must be 0 to the path's {blocks} blocks (at most {MAX_MATCH_KEYS}), not {start}"
+            raise RequestError(what, code="bad_value")
+        if self._cache.missing:
+            return 0
+        return await self._tokens.match(path, start, self._dispatcher.generation)
+
+    def locate(self, path: TokenIds) -> dict[str, dict[str, int]]:
+        """On which nodes, and in which media, how many leading blocks of a path are. Raises RequestError."""
+        index = self._index()
+        if index is None:
+            raise RequestError("this daemon keeps no open token index", code="no_token_index")
+        block_size = self._block_size
+        if len(path) // block_size > MAX_MATCH_KEYS:
+            raise RequestError(f"a path of more than {MAX_MATCH_KEYS} blocks", code="bad_value")
+        return index.locate([block_hash(key) for key in block_keys(path, block_size, partial=False)])
