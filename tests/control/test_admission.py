@@ -248,7 +248,7 @@ def test_a_task_moves_its_blocks_on_every_rank_and_a_flush_moves_nothing() -> No
 def test_a_prepared_task_says_what_the_others_ask_of_it() -> None:
     task = write("abc")
     assert prepare(task, LIMITS) == Prepared(
-        task, task.lane, 3, 600, argument_bytes(task), footprint_of(task, LIMITS), flush=False
+        task, task.lane, 3, 600, argument_bytes(task), footprint_of(task, LIMITS), content_hash(task), flush=False
     )
     with pytest.raises(RequestError, match="the device has 8"):
         prepare(write("abcdefghi"), LIMITS)

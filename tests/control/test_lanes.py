@@ -49,7 +49,7 @@ def answer(lanes: Lanes, record: TaskState) -> None:
 
 
 def prepared(task: Task, nbytes: int = 0, arguments: int = 0, *, flush: bool = False) -> Prepared:
-    return Prepared(task, task.lane, task.blocks, nbytes, arguments, task.footprint(), flush)
+    return Prepared(task, task.lane, task.blocks, nbytes, arguments, task.footprint(), 0, flush)
 
 
 def refusal(

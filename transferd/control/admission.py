@@ -66,7 +66,7 @@ class Prepared(msgspec.Struct, frozen=True, gc=False):
     """A task that can succeed, with all that ordering and counting need to know of it: worked out once.
 
     nbytes: counted against its lane's bytes in flight, of all ranks together. arguments: bytes of memory that the
-    task itself takes while it is admitted. flush: it moves nothing and tells the token index.
+    task itself takes while it is admitted. content: `content_hash`. flush: it moves nothing and tells the token index.
     """
 
     task: Task
@@ -75,6 +75,7 @@ class Prepared(msgspec.Struct, frozen=True, gc=False):
     nbytes: int
     arguments: int
     footprint: Footprint
+    content: int
     flush: bool
 
 
@@ -90,6 +91,7 @@ def prepare(task: Task, limits: Limits) -> Prepared:
         0 if flush else blocks * limits.block_bytes * limits.ranks,
         argument_bytes(task),
         footprint_of(task, limits),
+        content_hash(task),
         flush,
     )
 

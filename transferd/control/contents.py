@@ -15,16 +15,21 @@ from transferd.tasks import ErrorInfo, Merged, SwapInTask, SwapOutTask, Task
 
 
 class Contents:
-    """Changed by the dispatcher only, as events say. Costs one look for most tasks, and one a block for swaps."""
+    """Changed by the dispatcher only, as events say. Costs one look for most tasks, and one a block for swaps.
+
+    all_mapped: every rank's memory is mapped, and nobody has earlier memory mapped. Then only swap-ins need `refusal`.
+    """
 
     def __init__(self, ranks: int, host_blocks: int, *, mapped: bool) -> None:
         """mapped: False while the daemon starts: nobody has any rank's memory mapped."""
         self._unmapped: Sequence[int] = () if mapped else range(ranks)
+        self.all_mapped = mapped
         self._outdated: Mapping[bytes, Sequence[int]] = {}  # clients that still have earlier memory mapped: ranks
         self._filled = bytearray(host_blocks)  # 1: holds what a swap-out has brought
 
     def mappings(self, unmapped: Sequence[int], outdated: Mapping[bytes, Sequence[int]]) -> None:
         self._unmapped, self._outdated = unmapped, outdated
+        self.all_mapped = not (unmapped or outdated)
 
     def host_emptied(self) -> None:
         """The host pool was given up; the next one is empty."""

@@ -206,8 +206,7 @@ class Dispatcher:
     def _submitted(self, event: ev.TaskSubmitted) -> None:
         """Answer from what is known, refuse, or admit; exactly one of these."""
         task = event.task
-        content = content_hash(task)
-        if self._join(event, content):
+        if self._join(event):
             return
         refusal = self._gate.refusal
         if refusal is not None:
@@ -219,17 +218,18 @@ class Dispatcher:
         except RequestError as error:
             self._refuse(event, Status.REJECTED, ErrorInfo(error.reason, str(error)))
             return
-        absent = None if prepared.flush else self._contents.refusal(event.client, task, self._hazards)
-        if absent is not None:
-            self._refuse(event, Status.REJECTED, absent)
-            return
+        if not prepared.flush and (prepared.lane is Lane.SWAP_IN or not self._contents.all_mapped):
+            absent = self._contents.refusal(event.client, task, self._hazards)
+            if absent is not None:
+                self._refuse(event, Status.REJECTED, absent)
+                return
         busy = self._lanes.too_much(prepared, self._hazards.nbytes)
         if busy is not None:
             self._refuse(event, Status.BUSY, *busy)
             return
-        self._admit(event, prepared, content)
+        self._admit(event, prepared)
 
-    def _join(self, event: ev.TaskSubmitted, content: int) -> bool:
+    def _join(self, event: ev.TaskSubmitted) -> bool:
         """Treat a push of a task_id that is known. True: it was treated."""
         task_id = event.task.task_id
         record = self._records.get(task_id) or self._stragglers.get(task_id)
@@ -237,7 +237,7 @@ class Dispatcher:
         if record is None and kept is None:
             return False
         asked_before = record.content if record is not None else kept.content if kept is not None else None
-        if asked_before != content:
+        if asked_before != content_hash(event.task):
             what = f"another task was pushed under the id {task_id[:80]!r} before"
             self._refuse(event, Status.REJECTED, ErrorInfo("task_id_conflict", what))
         elif kept is not None and kept.memory_epoch != self._memory_epoch:
@@ -253,13 +253,13 @@ class Dispatcher:
             self._refuse(event, Status.BUSY, ErrorInfo("task_id_busy", "this task_id is taken"), RETRY_AFTER_S[1])
         return True
 
-    def _admit(self, event: ev.TaskSubmitted, prepared: Prepared, content: int) -> None:
+    def _admit(self, event: ev.TaskSubmitted, prepared: Prepared) -> None:
         task, now = prepared.task, event.now
         record = TaskState(
             task=task,
             task_id=task.task_id,
             lane=prepared.lane,
-            content=content,
+            content=prepared.content,
             generation=self.generation,
             memory_epoch=self._memory_epoch,
             admitted_at=now,
@@ -301,21 +301,20 @@ class Dispatcher:
             return
         self._starting = True  # a task that ends here lets others have their turn: in this loop, not in a deeper one
         try:
-            while any(self._start(record) for record in self._lanes.startable()):
-                pass
+            while (record := next(self._lanes.startable(), None)) is not None:
+                self._start(record)
         finally:
             self._starting = False
 
-    def _start(self, record: TaskState) -> bool:
-        """Its turn has come. True: it has ended instead, and others may have their turn now."""
+    def _start(self, record: TaskState) -> None:
+        """Its turn has come. One that would read what was never written ends instead, and others may have theirs."""
         assert record.task is not None
         if record.lane is Lane.SWAP_IN and (hollow := self._contents.hollow(record.task)) is not None:
             self._finish_early(record, Status.FAILED, hollow, self._now)
-            return True
+            return
         self._move(record, State.RUNNING)
         self._recorder.step(record.task_id, "started", -1, 0)
         self._out.append(ev.Start(record.task, record.generation, record.admitted_at))
-        return False
 
     def _merged(self, event: ev.RoundMerged) -> None:
         record = self._records.get(event.task_id)
@@ -456,6 +455,7 @@ class Dispatcher:
         task_id, task = record.task_id, record.task
         assert task is not None
         self._move(record, State.DONE)
+        self._lanes.leave(record)
         result = TaskResult(
             task_id=task_id,
             status=status,
@@ -476,7 +476,6 @@ class Dispatcher:
         self._out.append(ev.Publish(task, result))
         record.task, record.waiters = None, []
         del self._records[task_id]
-        self._lanes.leave(record)
         self._results.keep(result, record.content, record.memory_epoch, now)
         if record.straggling:
             self._stragglers[task_id] = record

@@ -79,7 +79,7 @@ class Lanes:
         self.loads[record.lane].ready.append(record)
 
     def startable(self) -> Iterator[TaskState]:
-        """Tasks that run now, one by one; each must have been moved to running before the next is asked for."""
+        """Tasks that run now, one by one; each must have been moved to running, or have ended, before the next."""
         for load in self.loads.values():
             while load.ready and load.running < self._limits.lane_depth:
                 record = load.ready.popleft()

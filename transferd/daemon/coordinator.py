@@ -120,7 +120,10 @@ class Coordinator:
         """Admit or answer a task. True: a result follows later; False: it was delivered during this call."""
         instructions = self._dispatcher.handle(ev.TaskSubmitted(client, seq, task, self._clock.monotonic()))
         self._carry_out(instructions)
-        return not any(type(i) is ev.Reply and i.seq == seq and i.client == client for i in instructions)
+        for instruction in instructions:
+            if type(instruction) is ev.Reply and instruction.seq == seq and instruction.client == client:
+                return False
+        return True
 
     def cancel(self, task_id: str) -> bool:
         """Take a task back. False when there is nothing to take back."""

@@ -225,13 +225,13 @@ class IndexedStorage(Storage):
 
     def _decide(self, position: int, blob: Blob, use: Use) -> Outcome | Write | list[asyncio.Future[None]]:
         """The answer, or a write to do now, or what to wait for before deciding again."""
-        name, nbytes = blob.name, blob.data.nbytes
+        name, nbytes, depth = blob.name, blob.data.nbytes, _depth(blob, position)
         if name in self._busy:
             return [self._busy[name]]
         present = self._index.get(name)
         if present is not None and present.nbytes == nbytes:
             # Now, or a neighbour of this batch could push it out.
-            self._index.touch([name], use, [_depth(blob, position)])
+            self._index.touch([name], use, [depth])
             return EXISTS
         if present is not None:  # of another length, so nobody could ever load it
             self._counts["wrong_length"] += 1
@@ -240,7 +240,7 @@ class IndexedStorage(Storage):
             return [self._busy[name]]
         if nbytes > self._index.capacity:
             return self._failed(StorageFull(f"an object of {nbytes} bytes is larger than {self._bound}"))
-        victims = self._index.reserve(name, nbytes, use, _depth(blob, position))
+        victims = self._index.reserve(name, nbytes, use, depth)
         if victims is NoRoom.LATER:
             return list(self._busy.values())
         if victims is NoRoom.FULL:

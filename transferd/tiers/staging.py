@@ -159,6 +159,10 @@ class Staging:
                 share.serve()  # the one behind may fit now
             raise
 
+    def views(self, lease: Lease) -> list[memoryview]:
+        """The room for one object in each leased slot, writable. Borrowed until the lease is released."""
+        return [self.slot_view(slot, self.object_bytes) for slot in lease.slots]
+
     def slot_view(self, slot: int, nbytes: int) -> memoryview:
         """The first `nbytes` of a slot, writable. Borrowed from the region."""
         start = slot * self._slot_bytes

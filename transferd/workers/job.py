@@ -15,6 +15,7 @@ from transferd.storage.lru import Use
 from transferd.tasks import Stop, Task
 
 
+@dataclass(slots=True, eq=False)
 class StopSignal:
     """Tells every rank of one task to end early, and wakes those that are waiting.
 
@@ -22,10 +23,11 @@ class StopSignal:
     memory they use stays leased until they have ended.
     """
 
-    def __init__(self) -> None:
-        self.reason: Stop | None = None
-        self._waiters: set[asyncio.Future[None]] = set()
-        self._copies: dict[int, list[asyncio.Future[Any]]] = {}  # each copy's work in threads, by the list's id()
+    reason: Stop | None = None
+    _waiters: set[asyncio.Future[None]] = field(default_factory=set)
+    _copies: dict[int, list[asyncio.Future[Any]]] = field(
+        default_factory=dict
+    )  # by the id() of the list: each copy's work
 
     def set(self, reason: Stop) -> None:
         if self.reason is None:

@@ -199,7 +199,7 @@ class Reader:
         batch.lease = await staging.acquire(self.consumer, len(batch.names), holder)
         if not batch.consumers:  # all consumers were stopped while this waited for slots
             return [MISSING] * len(batch.names)
-        slots = [staging.slot_view(slot, staging.object_bytes) for slot in batch.lease.slots]
+        slots = staging.views(batch.lease)
         wanted = zip(batch.names, slots, places, strict=True)
         outcomes = await self.source.get([Blob(name, slot, job.use, depth) for name, slot, depth in wanted])
         found = [i for i, outcome in enumerate(outcomes) if outcome.found is Found.FOUND]

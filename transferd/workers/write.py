@@ -124,7 +124,7 @@ class Writer:
             return None
         context, job = self._context, account.job
         try:
-            slots = [context.staging.slot_view(slot, context.staging.object_bytes) for slot in lease.slots]
+            slots = context.staging.views(lease)
             if not await self._gather(account, positions, lease, slots):
                 lease.release()
                 return None
@@ -146,9 +146,9 @@ class Writer:
 
     async def _lease(self, account: Account, slots: int) -> Lease | None:
         """Slots for one chunk, or None if the task is stopped first; a lease granted later is released at once."""
-        if account.stopped is not None:
-            return None
         staging, job = self._context.staging, account.job
+        if job.stop.reason is not None:
+            return None
         lease = staging.try_acquire(self.consumer, slots, job.task.task_id)
         if lease is not None:
             return lease

@@ -1,0 +1,56 @@
+"""One write's way through the tree stays short: scripts/walk_task.py counts it, docs/adr/0036 says what it costs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from scripts.walk_task import Walk, walk_write
+
+MOST_FILES, MOST_CHANGES, MOST_CALLS = 36, 115, 270
+
+
+@pytest.fixture(scope="module")
+def walk(tmp_path_factory: pytest.TempPathFactory) -> Walk:
+    # The count is of one loop's callbacks in order, so one kind of loop is enough.
+    return asyncio.run(walk_write(tmp_path_factory.mktemp("walk")))
+
+
+def test_a_write_crosses_few_files_and_rarely_changes_from_one_to_another(walk: Walk) -> None:
+    assert len(walk.files) <= MOST_FILES, walk.files
+    assert walk.changes <= MOST_CHANGES
+    assert len(walk.calls) <= MOST_CALLS
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        "prepare",  # what admission computes is handed on
+        "content_hash",
+        "WriteStorageTask.footprint",
+        "ObjectNamer.digests",  # once a task
+        "ObjectNamer.names",  # once a rank
+        "RankWorker.start",
+    ],
+)
+def test_what_can_be_worked_out_once_is(walk: Walk, function: str) -> None:
+    assert [name for _, name in walk.calls].count(function) == 1
+
+
+def test_a_small_write_costs_one_asyncio_task_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A free staging slot, an index in memory and a copy of few bytes are answered at once."""
+    made: list[str] = []
+    real: Callable[..., asyncio.Task[object]] = asyncio.BaseEventLoop.create_task
+
+    def create_task(self: asyncio.BaseEventLoop, work: object, **more: object) -> asyncio.Task[object]:
+        made.append(getattr(work, "__qualname__", str(work)))
+        return real(self, work, **more)
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "create_task", create_task)
+    asyncio.run(walk_write(tmp_path))
+    assert made.count("RankWorker._run") == 3  # three writes on one rank
+    ours = [name for name in made if name.startswith(("Writer.", "StorageSink.", "IndexedStorage._", "Staging."))]
+    assert ours == [], "somebody was given a task to wait in for what was there already"
