@@ -52,7 +52,7 @@ def test_a_result_is_forgotten_in_the_moment_its_time_is_over() -> None:
 
 
 def test_a_result_whose_time_was_over_long_ago_is_forgotten_too() -> None:
-    memory = ResultMemory(ttl=10.0, most=5, most_bytes=10**6)
+    memory = ResultCache(ttl=10.0, most=5, most_bytes=10**6)
     memory.keep(result("t"), 0, 0, 5.0)
     memory.forget(1000.0)
     assert "t" not in memory
