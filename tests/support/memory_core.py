@@ -122,10 +122,8 @@ def serve(transport: ServerTransport, core: MemoryCore, *, max_message: int = 64
     """A server in front of a core that is its own cache and look-up. more: of the Server."""
     clients = Clients(transport, core.boot_id)
     core.deliver = clients.deliver
-    greeting = Greeting(max_message=max_message)
-    return Server(
-        clients, core, core.cache, core, greeting=greeting, stats=core.stats, explain=core.explain, listing=core, **more
-    )
+    reports: dict[str, Any] = {"stats": lambda: core.stats(), "explain": core.explain, "listing": core}
+    return Server(clients, core, core.cache, core, greeting=Greeting(max_message=max_message), **reports, **more)
 
 
 class MemoryCache:
