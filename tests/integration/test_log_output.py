@@ -159,9 +159,14 @@ def test_a_mistake_in_the_configuration_is_exit_code_2_though_nobody_can_be_told
     fifo.die()
 
 
-def test_a_closed_descriptor_2_is_not_given_to_a_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with writing_to("0<&- 2>&-", tmp_path, monkeypatch) as case:
-        assert [os.readlink(f"/proc/{case.daemon.pid}/fd/{n}") for n in (0, 2)] == ["/dev/null", "/dev/null"]
+@pytest.mark.parametrize("closed", [(0, 2), (1,), (0, 1, 2)])
+def test_a_daemon_serves_with_standard_descriptors_closed_and_gives_none_of_them_to_a_socket(
+    closed: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with writing_to(" ".join(f"{number}>&-" for number in closed), tmp_path, monkeypatch) as case:
+        opened = [os.readlink(f"/proc/{case.daemon.pid}/fd/{number}") for number in closed]
+        assert opened == ["/dev/null"] * len(closed)
+        stops_cleanly(case.daemon)
 
 
 @pytest.mark.parametrize(("stdout", "told"), [("fifo", ""), ("/dev/full", "stdout: No space left on device\n")])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.integration.caches import attached
 from tests.support import native
 from transferd.client import Client
 from transferd.client.launch import DaemonProcess, running, start
@@ -46,13 +47,13 @@ async def test_a_read_that_never_returns_ends_with_its_deadline_and_the_daemon_w
     tmp_path: Path, call: str, twice: bool
 ) -> None:
     with running(TREE, tmp_path) as before:
-        async with Client(before.endpoint) as client:
+        async with attached(before.endpoint) as client:
             stored = await client.submit(WriteStorageTask(task_id="w", keys=KEYS, gpu_block_ids=IDS))
             assert stored.status is Status.OK
     hang = native.under(f"{call}:0:1:{native.NEVER}", "/objects/demo")
     daemon = await asyncio.to_thread(start, TREE, tmp_path, name="hanging", prefix=hang)
     try:
-        async with Client(daemon.endpoint) as client:
+        async with attached(daemon.endpoint) as client:
             read = await client.submit(ReadStorageTask(task_id="r", keys=KEYS, gpu_block_ids=IDS, timeout=0.3))
             assert read.status is Status.EXPIRED
         assert segments(daemon)
@@ -65,7 +66,7 @@ async def test_a_read_that_never_returns_ends_with_its_deadline_and_the_daemon_w
     assert any(("transferd-file-in-" in what and "read_one" in what and KEYS[0]) or "" for what in last["hanging"])
     assert not [event for event in told if event["event"] == "stopped"]
     with running(TREE, tmp_path, name="hanging") as successor:  # on the same socket and the same store
-        async with Client(successor.endpoint) as client:
+        async with attached(successor.endpoint) as client:
             again = await client.submit(ReadStorageTask(task_id="r", keys=KEYS, gpu_block_ids=IDS))
             assert again.status is Status.OK
         assert successor.stop() == 0
@@ -75,14 +76,14 @@ async def test_a_write_that_never_returns_leaves_no_half_object(tmp_path: Path) 
     hang = native.under(f"pwrite:0:1:{native.NEVER}", "/objects/demo")
     daemon = await asyncio.to_thread(start, TREE, tmp_path, prefix=hang)
     try:
-        async with Client(daemon.endpoint) as client:
+        async with attached(daemon.endpoint) as client:
             task = WriteStorageTask(task_id="w", keys=KEYS, gpu_block_ids=IDS, timeout=0.3)
             assert (await client.submit(task)).status in (Status.EXPIRED, Status.PARTIAL)
         assert await end(daemon) == STILL_RUNNING
     finally:
         daemon.kill()
     with running(TREE, tmp_path) as successor:
-        async with Client(successor.endpoint) as client:
+        async with attached(successor.endpoint) as client:
             assert (
                 await client.submit(WriteStorageTask(task_id="w2", keys=KEYS, gpu_block_ids=IDS))
             ).status is Status.OK
@@ -123,7 +124,7 @@ async def test_a_daemon_that_is_up_needs_no_more_threads(tmp_path: Path) -> None
     tree = TREE | {"cache": TREE["cache"] | {"host_blocks": 16}}
     refuse = native.under("pthread_create:60:-1:11")
     with running(tree, tmp_path, prefix=refuse) as daemon:
-        async with Client(daemon.endpoint) as client:
+        async with attached(daemon.endpoint) as client:
             for round_ in range(20):
                 keys = [f"{round_}-{key}" for key in KEYS]
                 stored = await client.submit(WriteStorageTask(task_id=f"w{round_}", keys=keys, gpu_block_ids=IDS))

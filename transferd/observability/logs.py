@@ -166,6 +166,7 @@ def configure(section: LogSection) -> None:
     structlog.configure(
         processors=[structlog.contextvars.merge_contextvars, _from_structlog],
         wrapper_class=structlog.make_filtering_bound_logger(logging.NOTSET),
+        logger_factory=structlog.ReturnLoggerFactory(),  # the default wants a stdout, and that may be closed
         cache_logger_on_first_use=False,
     )
     root = logging.getLogger()

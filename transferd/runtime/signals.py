@@ -60,6 +60,7 @@ class Signals:
     ) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             self._loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)
 
     def _stop_asked(self, name: str) -> None:
         now = time.monotonic()
