@@ -60,7 +60,7 @@ def test_all_is_well_is_said_only_then(report: dict[str, Any]) -> None:
         ("storage", {"corrupt": 2}, "2 damaged objects"),
         ("storage", {"errors": 1}, "1 storage calls failed"),
         ("tasks", {"expired": 3}, "3 tasks missed their deadline"),
-        ("refused", {"unknown_key": 4}, "refused connections: unknown_key 4"),
+        ("refused", {"unknown_key": 4}, "refused connections since the start: unknown_key 4"),
         ("effects_failed", {"Start": 1}, "internal errors"),
         ("", {"ready": False}, "not ready"),
         ("", {"draining": True}, "the daemon is stopping"),

@@ -96,6 +96,13 @@ def test_an_unwritable_directory_and_a_port_in_use_are_one_line_and_exit_2(tmp_p
     assert done.stderr.startswith("storage.file.path: ")
 
 
+def test_the_command_line_loads_no_numpy_before_its_verb_does() -> None:
+    """`serve` must hold its signals before numpy's own threads are made."""
+    code = "import sys, transferd.cli.main; print(sorted({'numpy', 'zmq', 'prometheus_client'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout == "[]\n"
+
+
 @pytest.mark.parametrize("arguments", ["serve --no-such-option", "no-such-verb", "ping --timeout soon", "replay /no"])
 def test_bad_usage_is_one_line_with_what_was_given_and_exit_2(arguments: str) -> None:
     done = transferd(*arguments.split())

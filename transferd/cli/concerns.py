@@ -59,7 +59,9 @@ def _quality(report: dict[str, Any]) -> list[str]:
         found.append(f"{report['log_dropped']} log lines were lost: whoever reads stderr is too slow")
     refused = {reason: n for reason, n in report["refused"].items() if n}
     if refused:
-        found.append("refused connections: " + ", ".join(f"{reason} {n}" for reason, n in refused.items()))
+        found.append(
+            "refused connections since the start: " + ", ".join(f"{reason} {n}" for reason, n in refused.items())
+        )
     return found
 
 

@@ -22,6 +22,7 @@ from transferd import config as configuration
 from transferd.cli import lists
 from transferd.cli.asking import EndpointOption, KeyFileOption, ServerKeyFileOption, TimeoutOption, ask, client_for
 from transferd.cli.bench.command import app as bench_app
+from transferd.cli.doctor.command import doctor
 from transferd.cli.init import app as config_app
 from transferd.cli.options import Format, FormatOption
 from transferd.cli.pool.command import app as pool_app
@@ -52,6 +53,7 @@ app.add_typer(config_app)
 app.command()(lists.tasks)
 app.command()(lists.clients)
 app.command()(top)
+app.command()(doctor)
 
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="TOML configuration file.", dir_okay=False)]

@@ -1,0 +1,231 @@
+"""The checks: each looks at one thing and gives one finding. A check decides, machine.py looks.
+
+A `fail` keeps the daemon from starting or serving as configured; a `warn` lets it run, more slowly or less safely.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from transferd.cli.doctor.machine import NO_LIMIT, Machine
+from transferd.cli.units import size
+from transferd.config import Config
+from transferd.daemon.preflight import SHARED_MEMORY, Plan
+from transferd.runtime.descriptors import LEAST as LEAST_DESCRIPTORS
+from transferd.runtime.descriptors import OTHERS
+from transferd.runtime.threads import LEAST as THREADS
+from transferd.runtime.version import VERSION
+from transferd.wire.obstacle import obstacle_at
+
+GIB = 1024**3
+ENGINES = ("fastdeploy-gpu", "fastdeploy-xpu", "vllm", "paddlepaddle", "paddlepaddle-gpu")
+NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "ceph", "9p")
+PASSING_FILE_SYSTEMS = ("tmpfs", "ramfs", "overlay")
+
+
+class Level(enum.StrEnum):
+    """How bad it is."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line. remedy: what to do, in one line; "" where nothing is to be done."""
+
+    name: str
+    level: Level
+    found: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Patient:
+    """What is examined: a machine, and the configuration that it is to run."""
+
+    machine: Machine
+    config: Config
+    plan: Plan
+
+
+def ok(name: str, found: str) -> Finding:
+    return Finding(name, Level.OK, found)
+
+
+def warn(name: str, found: str, remedy: str) -> Finding:
+    return Finding(name, Level.WARN, found, remedy)
+
+
+def fail(name: str, found: str, remedy: str) -> Finding:
+    return Finding(name, Level.FAIL, found, remedy)
+
+
+def local(patient: Patient) -> Iterator[Finding]:
+    """Every check that needs no daemon, in the order in which they are shown."""
+    for check in CHECKS:
+        yield check(patient)
+
+
+def versions(patient: Patient) -> Finding:
+    engines = [f"{name} {found}" for name in ENGINES if (found := patient.machine.package(name))]
+    return ok("versions", f"transferd {VERSION}; beside it {', '.join(engines) or 'no engine'}")
+
+
+def memlock(patient: Patient) -> Finding:
+    needed = patient.plan.sizes.host + patient.plan.sizes.staging
+    limit = NO_LIMIT if patient.machine.may_lock_any_memory() else patient.machine.limit("MEMLOCK")
+    if limit >= needed:
+        return ok("memlock", f"{size(needed)} of host memory can be pinned")
+    what = f"{size(needed)} of host memory should be pinned, and this user may pin {size(limit)}: copies are slower"
+    return warn("memlock", what, "set LimitMEMLOCK=infinity in the unit, or ulimit -l unlimited")
+
+
+def hugepages(patient: Patient) -> Finding:
+    mode = patient.machine.text("/sys/kernel/mm/transparent_hugepage/enabled")
+    if mode is None or "[never]" not in mode:
+        return ok("hugepages", f"transparent huge pages: {mode or 'this kernel has none'}")
+    remedy = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
+    return warn("hugepages", "transparent huge pages are off: large host pools cost more TLB misses", remedy)
+
+
+def shared_memory(patient: Patient) -> Finding:
+    needed = patient.plan.sizes.shared
+    if not needed:
+        return ok(SHARED_MEMORY, "not needed: the device cache is not shared memory of the daemon's")
+    _, free = patient.machine.space(SHARED_MEMORY)
+    if free >= needed:
+        return ok(SHARED_MEMORY, f"{size(needed)} needed, {size(free)} free")
+    remedy = (
+        f"mount -o remount,size=… {SHARED_MEMORY} (containers: --shm-size), stop what fills it, or fewer device_blocks"
+    )
+    return fail(SHARED_MEMORY, f"{size(needed)} needed, {size(free)} free (a daemon that runs counts)", remedy)
+
+
+def numa(patient: Patient) -> Finding:
+    nodes = [name for name in patient.machine.entries("/sys/devices/system/node") if name.startswith("node")]
+    if len(nodes) > 1 and patient.machine.text("/proc/sys/kernel/numa_balancing") not in (None, "0"):
+        what = f"{len(nodes)} nodes, and the kernel moves pages between them while they are copied"
+        return warn("numa", what, "sysctl kernel.numa_balancing=0")
+    return ok("numa", f"{len(nodes) or 1} node{'s' if len(nodes) > 1 else ''}")
+
+
+def store(patient: Patient) -> Finding:
+    machine, section = patient.machine, patient.config.storage.file
+    if patient.config.storage.backend != "file":
+        return ok("store", f"no directory: the backend is {patient.config.storage.backend}")
+    there = machine.existing(section.path)
+    if not machine.writable(there):
+        remedy = (
+            f"run the doctor as the daemon's user, or give it the directory (chown, StateDirectory=): {section.path}"
+        )
+        return fail("store", f"{there} cannot be written by this user", remedy)
+    whole, free = machine.space(section.path)
+    if free < min(GIB, section.capacity):
+        return fail(
+            "store", f"{size(free)} are free in {there}", "free space there, or choose another storage.file.path"
+        )
+    if section.capacity > whole:
+        what = f"capacity {section.capacity} is more than the {size(whole)} of its file system"
+        return warn("store", what, "lower storage.file.capacity: a full disk costs a failed write before each eviction")
+    kind = machine.file_system(there)
+    if kind in NETWORK_FILE_SYSTEMS:
+        return warn("store", f"{there} is on {kind}: a server that hangs holds up tasks", "use a local disk")
+    if kind in PASSING_FILE_SYSTEMS:
+        return warn("store", f"{there} is on {kind}: it does not outlive a reboot, or this container", "use a disk")
+    return ok("store", f"{size(free)} free of {size(whole)} on {kind or 'its file system'}, for {section.capacity}")
+
+
+def threads(patient: Patient) -> Finding:
+    machine = patient.machine
+    limits = {
+        "ulimit -u": NO_LIMIT if machine.has_no_thread_limit() else machine.limit("NPROC") - machine.tasks_of_user()
+    }
+    pids = machine.text("/sys/fs/cgroup/pids.max")
+    if pids is not None and pids.isdigit():
+        limits["pids.max"] = int(pids) - int(machine.text("/sys/fs/cgroup/pids.current") or 0)
+    name, left = min(limits.items(), key=lambda item: item[1])
+    if left >= THREADS:
+        return ok("threads", "no limit" if left == NO_LIMIT else f"{left} more can start")
+    remedy = "raise TasksMax= of the unit, pids.max of the cgroup, or ulimit -u"
+    return fail("threads", f"{max(0, left)} more can start ({name}), and the daemon needs {THREADS}", remedy)
+
+
+def descriptors(patient: Patient) -> Finding:
+    limit, wanted = patient.machine.hard_limit("NOFILE"), patient.config.server.max_connections + OTHERS
+    remedy = "raise LimitNOFILE= of the unit, or ulimit -Hn"
+    if limit < LEAST_DESCRIPTORS:
+        return fail("descriptors", f"at most {limit}, and the daemon needs {LEAST_DESCRIPTORS}", remedy)
+    if limit < wanted:
+        return warn("descriptors", f"at most {limit}: fewer clients than server.max_connections fit", remedy)
+    return ok("descriptors", "no limit" if limit == NO_LIMIT else f"{limit}, {wanted} wanted")
+
+
+def gpu(patient: Patient) -> Finding:
+    machine, ranks = patient.machine, patient.config.cache.ranks
+    if patient.config.cache.device != "cuda":
+        return ok("gpu", f'not used: cache.device = "{patient.config.cache.device}"')
+    driver = machine.text("/proc/driver/nvidia/version")
+    if driver is None:
+        return fail(
+            "gpu", "no NVIDIA driver is loaded, or this container has none", "install it, or run with --gpus all"
+        )
+    for module in ("cuda.bindings", "cuda.bindings.nvrtc"):
+        if not machine.module(module):
+            return fail("gpu", f"the Python module {module} is missing", "pip install 'transferd[cuda]'")
+    there = len(machine.entries("/proc/driver/nvidia/gpus"))
+    if there <= max(patient.config.cache.device_of_rank):
+        return fail("gpu", f"{there} GPUs, and {ranks} ranks name more", "correct cache.ranks or cache.devices")
+    release = driver.splitlines()[0]
+    if machine.entries("/tmp/nvidia-mps"):
+        return warn(
+            "gpu", f"{there} GPUs; an MPS server may run", "CUDA IPC needs daemon and engine under the same MPS server"
+        )
+    return ok("gpu", f"{there} GPUs; {release}")
+
+
+def mooncake(patient: Patient) -> Finding:
+    if not patient.plan.sizes.pool:
+        return ok("mooncake", "not used")
+    if not patient.machine.module("mooncake"):
+        return fail("mooncake", "the Python package mooncake is missing", "pip install 'transferd[mooncake]'")
+    address = patient.config.storage.mooncake.master_server_addr
+    host, _, port = address.rpartition(":")
+    if "://" in address or not port.isdigit():
+        return ok("mooncake", f"{address}: found through its own directory, which is not asked here")
+    problem = patient.machine.connects(host, int(port))
+    if problem:
+        return fail(
+            "mooncake", f"no master at {address}: {problem}", "start it (`transferd pool master`), or open the firewall"
+        )
+    return ok("mooncake", f"a master listens at {address}")
+
+
+def clock(patient: Patient) -> Finding:
+    if patient.machine.clock_synchronized() is False:
+        what = "the clock does not follow a time server: log lines of several nodes cannot be compared"
+        return warn("clock", what, "start chrony or systemd-timesyncd on the host")
+    return ok("clock", "synchronized, as far as the kernel says")
+
+
+def socket(patient: Patient) -> Finding:
+    """Permissions of a socket that is there; whether somebody answers behind it, command.py asks."""
+    for endpoint in patient.config.server.endpoints:
+        path = endpoint.removeprefix("ipc://")
+        # A connection that says nothing would be counted and logged as a failed handshake: none where it could be made.
+        closed = endpoint.startswith("ipc:///") and not os.access(path, os.W_OK)
+        problem = obstacle_at(path) if closed else ""
+        if problem.startswith("permission denied"):
+            return fail(
+                "socket", f"{endpoint}: {problem}", "add this user to that group (usermod -aG), and log in again"
+            )
+    return ok("socket", ", ".join(patient.config.server.endpoints))
+
+
+CHECKS: tuple[Callable[[Patient], Finding], ...] = (
+    versions, memlock, hugepages, shared_memory, numa, store, threads, descriptors, socket, gpu, mooncake, clock,
+)  # fmt: skip

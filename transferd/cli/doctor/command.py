@@ -1,0 +1,40 @@
+"""`transferd doctor`: its options. What it does is loaded when it is called, as it loads the whole daemon."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from transferd import config as configuration
+from transferd.cli.asking import EndpointOption, KeyFileOption, ServerKeyFileOption, TimeoutOption
+from transferd.cli.options import Format, FormatOption
+
+
+def doctor(
+    config: Annotated[Path | None, typer.Option("--config", help="The daemon's configuration.", dir_okay=False)] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, over the file.")] = None,
+    endpoint: EndpointOption = None,
+    timeout: TimeoutOption = 2.0,
+    key_file: KeyFileOption = None,
+    server_key_file: ServerKeyFileOption = None,
+    format_: FormatOption = Format.TEXT,
+) -> None:
+    """Examine this machine and the daemon on it; exit 1 when something fails. Each trouble comes with its remedy."""
+    from rich.console import Console
+
+    from transferd.cli.doctor import report
+    from transferd.cli.doctor.checks import Level
+    from transferd.cli.doctor.machine import Machine
+
+    findings = report.examine(Machine(), config, set_ or [])
+    where = endpoint or configuration.load(config, overrides=set_ or ()).server.endpoints[0]
+    findings.append(report.daemon(where, timeout, key_file, server_key_file))
+    if format_ is Format.JSON:
+        print(json.dumps([asdict(finding) for finding in findings]))
+    else:
+        Console(highlight=False).print(report.table(findings))
+    raise typer.Exit(1 if any(finding.level is Level.FAIL for finding in findings) else 0)

@@ -1,0 +1,122 @@
+"""What the doctor looks at: each question to this machine is one method, so that a test can answer for a sick one."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import importlib.util
+import os
+import resource
+import socket
+from pathlib import Path
+
+NO_LIMIT = 2**63
+_CAP_IPC_LOCK = 14  # linux/capability.h: may lock memory beyond RLIMIT_MEMLOCK
+_CAP_SYS_RESOURCE = 24
+_TIME_ERROR = 5  # adjtimex(2): the clock is not synchronized
+
+
+class Machine:
+    """This machine. Nothing here writes, and nothing waits for longer than a second."""
+
+    def text(self, path: str) -> str | None:
+        """A small file of /proc or /sys; None if it is not there."""
+        try:
+            return Path(path).read_text(errors="replace").strip()
+        except OSError:
+            return None
+
+    def entries(self, path: str) -> list[str]:
+        try:
+            return sorted(os.listdir(path))
+        except OSError:
+            return []
+
+    def limit(self, name: str) -> int:
+        """A soft limit by its name in the resource module: "NOFILE"."""
+        soft, _ = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))
+        return NO_LIMIT if soft == resource.RLIM_INFINITY else soft
+
+    def hard_limit(self, name: str) -> int:
+        _, hard = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))
+        return NO_LIMIT if hard == resource.RLIM_INFINITY else hard
+
+    def may_lock_any_memory(self) -> bool:
+        return self._has_capability(_CAP_IPC_LOCK)
+
+    def has_no_thread_limit(self) -> bool:
+        """RLIMIT_NPROC does not bind who may exceed it."""
+        return os.geteuid() == 0 or self._has_capability(_CAP_SYS_RESOURCE)
+
+    def _has_capability(self, number: int) -> bool:
+        status = self.text("/proc/self/status") or ""
+        line = next((line for line in status.splitlines() if line.startswith("CapEff:")), "CapEff: 0")
+        return bool(int(line.split()[1], 16) >> number & 1)
+
+    def space(self, path: str) -> tuple[int, int]:
+        """(all, free for this user) bytes of the file system that a path is in, or would be."""
+        found = os.statvfs(self.existing(path))
+        return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+
+    def existing(self, path: str) -> str:
+        """The path, or what there is of it."""
+        there = Path(path).absolute()
+        while not there.exists() and there != there.parent:
+            there = there.parent
+        return str(there)
+
+    def writable(self, path: str) -> bool:
+        return os.access(path, os.W_OK | os.X_OK)
+
+    def file_system(self, path: str) -> str:
+        """The type of the file system that a path is in: the mount whose point is the longest part of it."""
+        best, kind = "", ""
+        for line in (self.text("/proc/self/mountinfo") or "").splitlines():
+            before, _, after = line.partition(" - ")
+            point = before.split()[4].replace("\\040", " ")
+            inside = path == point or path.startswith(point.rstrip("/") + "/")
+            if inside and len(point) >= len(best):
+                best, kind = point, after.split()[0]
+        return kind
+
+    def tasks_of_user(self) -> int:
+        """Threads that this user has, of all its processes that can be seen."""
+        count = 0
+        for entry in self.entries("/proc"):
+            if entry.isdigit():
+                status = self.text(f"/proc/{entry}/status") or ""
+                words = {key: value.split() for key, _, value in (line.partition(":") for line in status.splitlines())}
+                if words.get("Uid", ["-1"])[0] == str(os.getuid()):
+                    count += int(words.get("Threads", ["1"])[0])
+        return count
+
+    def package(self, name: str) -> str | None:
+        """The version of a distribution that is installed; None if it is not."""
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    def module(self, name: str) -> bool:
+        """Whether a module can be found, without importing what it is in more than needed."""
+        try:
+            return importlib.util.find_spec(name) is not None
+        except (ImportError, ValueError):
+            return False
+
+    def connects(self, host: str, port: int) -> str:
+        """Why nobody can be connected to there by tcp within a second; "" if somebody can."""
+        try:
+            with socket.create_connection((host, port), timeout=1.0):
+                return ""
+        except OSError as error:
+            return error.strerror or str(error)
+
+    def clock_synchronized(self) -> bool | None:
+        """Whether the kernel's clock follows a time server; None where it does not say."""
+        try:
+            return bool(
+                ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(256)) != _TIME_ERROR
+            )  # modes 0: only asks
+        except (OSError, AttributeError):
+            return None
