@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -252,6 +253,13 @@ def test_a_prepared_task_says_what_the_others_ask_of_it() -> None:
     )
     with pytest.raises(RequestError, match="the device has 8"):
         prepare(write("abcdefghi"), LIMITS)
+
+
+def test_a_prepared_task_never_changes_and_is_no_work_for_the_garbage_collector() -> None:
+    prepared = prepare(write("abc"), LIMITS)
+    with pytest.raises(AttributeError):
+        prepared.nbytes = 0  # type: ignore[misc]
+    assert not gc.is_tracked(prepared)
 
 
 def test_arguments_count_1600_bytes_a_task_300_a_key_and_its_length_250_an_id_and_the_token_ids() -> None:

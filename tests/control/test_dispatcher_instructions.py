@@ -83,6 +83,16 @@ def test_a_refusal_says_who_refused_why_and_when_to_ask_again() -> None:
     ]
 
 
+def test_a_lane_that_took_long_is_to_be_asked_again_later() -> None:
+    speaker = Speaker(max_bytes=1, lane_depth=1)
+    speaker.submit(read("r", 1))
+    speaker.merge("r", OK, 8.0)
+    speaker.submit(read("s", 1))
+    [reply] = speaker.submit(read("t", 2))
+    assert isinstance(reply, ev.Reply)
+    assert reply.result.retry_after == 8.0 / 4
+
+
 def test_what_can_never_succeed_is_not_to_be_asked_again() -> None:
     desk = Desk()
     desk.hear(ev.DrainRequested(desk.now))
@@ -168,6 +178,16 @@ def test_what_waited_for_a_task_that_could_not_start_has_its_turn_whatever_its_l
     desk.finish("o", moved=0)
     assert desk.answers[hollow].status is Status.FAILED
     assert desk.started == ["o", "behind"]
+
+
+def test_a_task_that_cannot_start_says_how_long_it_waited() -> None:
+    desk = Desk()
+    desk.submit(swap_out("o", [1], [3]))
+    desk.now = 1.0
+    hollow = desk.submit(swap_in("i", [2], [3]))
+    desk.now = 4.5
+    desk.finish("o", moved=0)
+    assert desk.answers[hollow].duration == 3.5
 
 
 def test_tasks_that_cannot_start_one_after_another_need_no_deep_stack() -> None:
