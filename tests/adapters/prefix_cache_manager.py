@@ -46,6 +46,16 @@ class CacheStatus(enum.Enum):
     GPU2STORAGE = 5
 
 
+class Pool(BlockPool):
+    """A BlockPool whose blocks can leave it otherwise than by eviction."""
+
+    def drop(self, entry: Entry) -> None:
+        """Its only user says that the content is not needed here any more: the block is free."""
+        assert entry.users == 1
+        del self._entries[entry.content]
+        self._free.append(entry.block)
+
+
 @dataclass
 class Waiting:
     """One call that waits for its answers."""
@@ -79,8 +89,8 @@ class PrefixCacheManager:
         self._only_flush = only_flush
         self._parents: dict[int, int | None] = {}  # content -> the one before it in every chain
         self._data = data
-        self._device = BlockPool(device_blocks)
-        self._host = BlockPool(host_blocks)
+        self._device = Pool(device_blocks)
+        self._host = Pool(host_blocks)
         self._ranks = queue.num_client
         self._stored: set[int] = set()  # every rank has said so
         self._waiting: dict[tuple[str, str], Waiting] = {}

@@ -23,6 +23,7 @@ import msgspec
 from transferd.blocks.copyplan import CopyPlan
 from transferd.errors import StorageError, TierError
 from transferd.storage.base import Blob, Found, Outcome
+from transferd.storage.lru import Use
 from transferd.storage.memory import MemoryStorage
 from transferd.tiers.base import HostMemory
 from transferd.tiers.shm import ShmDeviceTier
@@ -108,6 +109,11 @@ class SabotagedStorage(MemoryStorage):
         if await self._struck("exists", names):
             raise StorageError("exists fails as ordered")
         return await super().exists(names)
+
+    async def look_up(self, names: Sequence[str], use: Use) -> list[bool]:
+        if await self._struck("exists", names):
+            raise StorageError("exists fails as ordered")
+        return await super().look_up(names, use)
 
     async def put(self, blobs: Sequence[Blob]) -> list[Outcome]:
         struck = await self._struck("put", [blob.name for blob in blobs])
