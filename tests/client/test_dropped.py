@@ -189,8 +189,9 @@ def test_one_that_was_never_connected_or_was_closed_does_not_warn(play: Callable
 FORKED_SYNC = """
 client = SyncClient(endpoint)
 client.connect()
-held = client.push(task("held"))
+held, begun = client.push(task("held")), client.start(task("held too"))
 calls = {
+    "pushed before": lambda: held.result(20), "started before": lambda: begun.result(20),
     "stats": client.stats, "ping": client.ping, "connect": client.connect, "wait_ready": client.wait_ready,
     "submit": lambda: client.submit(task("t")), "push": lambda: client.push(task("t")),
     "start": lambda: client.start(task("t")).result(), "match": lambda: client.match(["a"]),
@@ -216,10 +217,10 @@ def leaves():
         print("left")
 
 def drops():
-    global client, calls, held
+    global client, calls, held, begun
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        del client, calls, held
+        del client, calls, held, begun
         gc.collect()
 
 for function in (child, leaves, drops):

@@ -181,9 +181,9 @@ class Runner:
         idle, self._idle = self._idle, None
         idle.go(json.dumps(order))
 
-    def _told(self, task_id: str) -> list[dict[str, object]]:
+    def _told(self, task_id: str, event: str = "told") -> list[dict[str, object]]:
         lines = [json.loads(line) for line in self.world.journal.read_text().splitlines()]
-        return [line for line in lines if line["event"] == "told" and line["task_id"] == task_id]
+        return [line for line in lines if line["event"] == event and line["task_id"] == task_id]
 
     def _judge_result(self, cell: Cell, task_id: str, began: float, row: Row) -> None:
         told = self._told(task_id)
@@ -214,3 +214,7 @@ class Runner:
             told = self._told(task_id)
             if [(line["status"], line["right"]) for line in told] != [("ok", True)]:
                 row.problems.append(f"the engine's next {kind}: {told}")
+        if cell.fault == "kill -9" and cell.victim == "daemon":
+            went_on = self._told(f"after-{self._cells}-write", "went on")
+            if [(line["status"], line["code"], line["blocks"]) for line in went_on] != [("rejected", "not_attached", 0)]:
+                row.problems.append(f"the engine that went on in memory of the dead daemon: {went_on}")

@@ -49,13 +49,22 @@ class SyncClient:
         self._on_new_boot: Callable[[], object] | None = None
         self._thread: threading.Thread | None = None
         self._pid = 0  # of the process whose thread that is
-        self.new_locks()
+        self._given = weakref.WeakSet[concurrent.futures.Future[Any]]()  # futures that callers hold
+        self._new_locks()
         _made.add(self)
 
-    def new_locks(self) -> None:
-        """Make new locks: at construction, and in a forked child, where another thread may have held the old ones."""
+    def _new_locks(self) -> None:
         self._life = threading.RLock()  # held to connect or close
         self._entry = threading.RLock()  # `close` ends every call that began under this lock
+
+    def forked(self) -> None:
+        """Called in a forked child. Another thread may have held the locks, and no thread ends a pending future."""
+        self._new_locks()
+        for future in list(self._given):
+            future._condition = threading.Condition()
+            future._done_callbacks.clear()  # type: ignore[attr-defined] # they belong on the client's thread
+            if not future.done():
+                future.set_exception(self._client.unusable())
 
     def __enter__(self) -> Self:
         self.connect()
@@ -170,11 +179,14 @@ class SyncClient:
 
         Tasks from one thread are pushed in the order of its calls. Raises Closed.
         """
-        return self._begin(self._client.insist(task))
+        future = self._begin(self._client.insist(task))
+        self._given.add(future)
+        return future
 
     def push(self, task: Task) -> concurrent.futures.Future[TaskResult]:
         """Push a task; return once it is admitted or answered. The future is already done if rejected or busy."""
         outside: concurrent.futures.Future[TaskResult] = concurrent.futures.Future()
+        self._given.add(outside)
         outside.set_running_or_notify_cancel()  # it cannot be cancelled: `cancel` takes the task back
 
         async def push() -> None:
@@ -319,7 +331,7 @@ _made: weakref.WeakSet[SyncClient] = weakref.WeakSet()
 
 def _after_fork() -> None:
     for client in list(_made):
-        client.new_locks()
+        client.forked()
 
 
 os.register_at_fork(after_in_child=_after_fork)
