@@ -180,6 +180,7 @@ async def a_daemon_is_killed(machine: Machine) -> str:
     before = machine.free()
     daemon = start_daemon(tree(machine), directory)
     async with Client(daemon.endpoint) as client:
+        mapped = await attached(machine, client)
         pending = [
             await client.push(
                 SwapOutTask(task_id=f"t{i}", gpu_block_ids=list(range(32)), cpu_block_ids=list(range(32)))
@@ -193,10 +194,13 @@ async def a_daemon_is_killed(machine: Machine) -> str:
         codes = {result.error.code for result in results if result.error is not None}
         if codes - {"daemon_lost"}:
             raise Failed(f"tasks of a daemon that was killed ended with {sorted(codes)}")
+        mapped.ranks.clear()  # unmapped, or the memory could not come back
     await _comes_back(machine, before)
     with running(tree(machine), directory) as again:
         async with Client(again.endpoint) as client:
+            mapped = await attached(machine, client)
             await done(client, SwapOutTask(task_id="t", gpu_block_ids=[1], cpu_block_ids=[2]))
+            mapped.ranks.clear()
     lost = sum(result.error is not None for result in results)
     return f"{lost} of {len(results)} were lost, told after {waited:.1f} s; memory is back"
 

@@ -18,6 +18,7 @@ import itertools
 import json
 import sys
 from collections import Counter
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -32,10 +33,13 @@ BLOCKS = 8
 KEYS = [f"key-{i}" for i in range(BLOCKS)]
 
 
+async def attach_all(client: Client) -> list[dict[str, list[Any]]]:
+    return [await client.attach(rank) for rank in range(len((await client.stats())["ranks"]))]
+
+
 async def roundtrip() -> None:
     async with Client() as client:
-        ranks = len((await client.stats())["ranks"])
-        caches = [await client.attach(rank) for rank in range(ranks)]
+        caches = await attach_all(client)
         layers = [layer for cache in caches for plane in cache.values() for layer in plane]
         random = np.random.default_rng(1)
         for layer in layers:
@@ -53,13 +57,12 @@ async def roundtrip() -> None:
         same = [
             [layer[blocks].tobytes() for layer in layers] == before for blocks in (target, [i + BLOCKS for i in target])
         ]
-    print(json.dumps({"ranks": ranks, "ok": all(s is Status.OK for s in statuses), "same": all(same)}))
+    print(json.dumps({"ranks": len(caches), "ok": all(s is Status.OK for s in statuses), "same": all(same)}))
 
 
 async def flood(tasks: int) -> None:
     async with Client() as client:
-        for rank in range(len((await client.stats())["ranks"])):
-            await client.attach(rank)
+        await attach_all(client)
         futures = [
             await client.push(
                 WriteStorageTask(task_id=f"t{i}", keys=[f"{i}-{k}" for k in KEYS], gpu_block_ids=list(range(BLOCKS)))
@@ -87,6 +90,7 @@ async def events(endpoint: str) -> None:
         socket.setsockopt(zmq.SUBSCRIBE, b"")
         socket.connect(endpoint)
         async with asyncio.timeout(30), Client() as client:
+            await attach_all(client)
             numbers = itertools.count()
             while not await socket.poll(100):
                 task_id = f"event-{next(numbers)}"

@@ -61,8 +61,8 @@ class SyncClient:
         """Called in a forked child. Another thread may have held the locks, and no thread ends a pending future."""
         self._new_locks()
         for future in list(self._given):
-            future._condition = threading.Condition()
-            future._done_callbacks.clear()  # type: ignore[attr-defined] # they belong on the client's thread
+            future._condition = threading.Condition()  # noqa: SLF001 - the old one may be held for ever
+            future._done_callbacks.clear()  # type: ignore[attr-defined] # noqa: SLF001 - for the client's thread only
             if not future.done():
                 future.set_exception(self._client.unusable())
 
