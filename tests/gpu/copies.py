@@ -178,7 +178,7 @@ async def what_cannot_be_is_one_line(machine: Machine) -> str:
         layout = build_layout(CacheSection(**(SMALL | cache)))
         await CudaDeviceTier(layout, 0, index, threads).open()
 
-    with raising(TierError, saying="device 99 is not there", what="an absent device"):
+    with raising(TierError, saying="there is no device 99", what="an absent device"):
         await opened(99)
     with raising(TierError, saying="has too little free memory: the cache needs", what="too large a cache"):
         await opened(machine.index, layers=1000, kv_heads=64, head_dim=256, block_size=128, device_blocks=4096)

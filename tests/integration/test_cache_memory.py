@@ -572,7 +572,7 @@ async def test_an_engine_that_is_killed_takes_its_memory_and_the_next_one_may_of
         assert daemon.not_ready == "no engine has offered the memory of rank 1"
         result = await client.submit(write("w2", ["k"], [0]))
         assert (result.status, code(result)) == (Status.REJECTED, "engine_gone")
-        with pytest.raises(EngineGone, match=f"the process that made the handle, {first.pid}, has gone"):
+        with pytest.raises(EngineGone, match=f"the process that made the handle, {first.pid}, has ended"):
             await client.offer(1, handle)
         (DIRECTORY / handle.data["name"]).unlink(missing_ok=True)  # as the start of any daemon does
         second = await engine_process(endpoint, 1)

@@ -61,13 +61,14 @@ def test_check_config_prints_the_effective_configuration(tmp_path: Path) -> None
         (["--set", "cache.attention=linear"], "cache.attention: expected one of"),
         (
             ["--set", "cache.ownership=attach", "--set", "cache.device=tests.support.simulation.device:SimDevice"],
-            "cache.ownership: the tests.support.simulation.device:SimDevice device is always created by the daemon",
+            "cache.ownership: the tests.support.simulation.device:SimDevice device cannot attach to an engine's "
+            'memory: set "create", so that the daemon allocates it',
         ),
         (["--set", "cache.device=tpu"], "cache.device: expected one of"),
         (["--set", "storage.backend=tape"], "storage.backend: expected one of"),
         (
             ["--set", "host.staging=1KiB"],
-            "host.staging: must be at least 270336 bytes, one block for each of read, write (1024)",
+            "host.staging: must be at least 270336 bytes: one block each for read, write (1024)",
         ),
         (["--config", "/nonexistent.toml"], "/nonexistent.toml: cannot be read"),
     ],

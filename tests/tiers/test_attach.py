@@ -20,7 +20,7 @@ from transferd.tiers.base import DeviceHandle, DeviceTier
 from transferd.tiers.owner import as_data, this_process
 from transferd.tiers.paddle import PaddleDeviceTier
 from transferd.tiers.pinned import HostPool
-from transferd.tiers.segment import DIRECTORY, PREFIX, Segment, attach_arrays
+from transferd.tiers.segment import DIRECTORY, PREFIX, SharedSegment, attach_arrays
 from transferd.tiers.shm import ShmDeviceTier
 
 LAYOUT = build_layout(
@@ -89,7 +89,7 @@ async def test_blocks_go_between_host_memory_and_what_the_engine_made(tier: Devi
 
 async def test_arrays_may_lie_anywhere_in_the_memory(tier: DeviceTier) -> None:
     places, nbytes = moved_apart()
-    segment = Segment(f"{PREFIX}test.{id(tier):x}", nbytes, create=True)
+    segment = SharedSegment(f"{PREFIX}test.{id(tier):x}", nbytes, create=True)
     data = {"name": segment.name, "nbytes": nbytes, "arrays": places, "owner": as_data(this_process())}
     await tier.attach(DeviceHandle("shm", data))
     caches = attach_arrays(data)
@@ -113,13 +113,13 @@ async def test_arrays_may_lie_anywhere_in_the_memory(tier: DeviceTier) -> None:
 @pytest.mark.parametrize(
     ("change", "error", "said"),
     [
-        ({"nbytes": LAYOUT.device.extent // 2}, RequestError, "not inside its region"),
-        ({"nbytes": LAYOUT.device.extent * 4}, TierError, "are needed"),
+        ({"nbytes": LAYOUT.device.extent // 2}, RequestError, "extends past its region"),
+        ({"nbytes": LAYOUT.device.extent * 4}, TierError, "bytes; \\d+ are needed"),
         ({"nbytes": "7"}, RequestError, "nbytes"),
         ({"nbytes": 0}, RequestError, "nbytes"),
         ({"name": 7}, RequestError, "name"),
-        ({"name": "../x"}, RequestError, "not the name"),
-        ({"name": "a\0b"}, RequestError, "not the name"),
+        ({"name": "../x"}, RequestError, "not a valid name"),
+        ({"name": "a\0b"}, RequestError, "not a valid name"),
         ({"name": "transferd.nobody"}, TierError, "cannot open"),
         ({"arrays": []}, RequestError, "missing"),
     ],

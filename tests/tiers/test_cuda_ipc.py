@@ -383,7 +383,7 @@ async def test_a_handle_that_does_not_fit_is_refused_whole(
 
 
 async def test_a_handle_of_another_kind_is_refused(daemon: CudaDeviceTier) -> None:
-    with pytest.raises(RequestError, match="kind 'shm'; 'cuda_ipc' is needed"):
+    with pytest.raises(RequestError, match="kind 'shm'; this daemon's device tier needs 'cuda_ipc'"):
         await daemon.attach(DeviceHandle("shm", {}))
 
 

@@ -19,7 +19,7 @@ from transferd.tiers.base import DeviceHandle
 from transferd.tiers.extents import Extent, overlap
 from transferd.tiers.owner import as_data, this_process
 from transferd.tiers.paddle import PaddleDeviceTier
-from transferd.tiers.segment import DIRECTORY, PREFIX, Segment
+from transferd.tiers.segment import DIRECTORY, PREFIX, SharedSegment
 from transferd.tiers.shm import ShmDeviceTier
 
 LAYOUT = build_layout(CacheSection(layers=2, device_blocks=3, block_size=4, kv_heads=2, head_dim=8))
@@ -43,20 +43,20 @@ def test_overlap_means_a_byte_in_common(one: list[Extent], other: list[Extent]) 
 
 
 @pytest.fixture
-def segment() -> Iterator[Segment]:
-    made = Segment(f"{PREFIX}test.{os.getpid()}.extents", 2 * EXTENT, create=True)
+def segment() -> Iterator[SharedSegment]:
+    made = SharedSegment(f"{PREFIX}test.{os.getpid()}.extents", 2 * EXTENT, create=True)
     yield made
     made.close()
 
 
-def handle(segment: Segment, start: int = 0, name: str = "") -> DeviceHandle:
+def handle(segment: SharedSegment, start: int = 0, name: str = "") -> DeviceHandle:
     places = [place | {"offset": place["offset"] + start} for place in describe(LAYOUT)]
     data: dict[str, Any] = {"name": name or segment.name, "nbytes": 2 * EXTENT, "arrays": places}
     return DeviceHandle("shm", data | {"owner": as_data(this_process())})
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_mappings_of_one_segment_overlap_where_their_arrays_do(kind: str, segment: Segment) -> None:
+async def test_mappings_of_one_segment_overlap_where_their_arrays_do(kind: str, segment: SharedSegment) -> None:
     if kind == "paddle":
         pytest.importorskip("paddle", reason="the paddle extra is not installed")
     alias = DIRECTORY / f"{segment.name}.alias"

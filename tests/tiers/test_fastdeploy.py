@@ -85,8 +85,8 @@ def test_a_publication_replaces_that_of_a_dead_engine_and_is_withdrawn_once(tmp_
     ("content", "said"),
     [
         (None, "has not published"),
-        (b"", "has 0 bytes"),
-        (bytes(71), "has 71 bytes"),
+        (b"", "has only 0 bytes"),
+        (bytes(71), "has only 71 bytes"),
         (bytes(72), "still empty"),
     ],
 )

@@ -41,18 +41,18 @@ def test_another_process_is_known_until_it_dies(other: subprocess.Popen[str]) ->
     assert check_owner(data).pid == other.pid
     other.kill()
     other.wait()
-    with pytest.raises(EngineGone, match=f"{other.pid}, has gone"):
+    with pytest.raises(EngineGone, match=f"{other.pid}, has ended"):
         check_owner(data)
 
 
 def test_a_process_id_that_was_given_out_again_is_another_process() -> None:
     data = as_data(this_process())
-    with pytest.raises(EngineGone, match="has gone"):
+    with pytest.raises(EngineGone, match="has ended"):
         check_owner(data | {"started": data["started"] - 1})
 
 
 def test_a_handle_from_before_the_machine_started_is_refused() -> None:
-    with pytest.raises(EngineGone, match="before this one was started"):
+    with pytest.raises(EngineGone, match="before this machine's last boot"):
         check_owner(as_data(this_process()) | {"boot": "another"})
 
 
@@ -63,7 +63,7 @@ def test_a_process_of_another_container_cannot_be_looked_up_and_passes() -> None
 
 @pytest.mark.parametrize("pid", [0, -1, 2**22 + 1, 2**62])
 def test_process_ids_that_nobody_has_are_refused(pid: int) -> None:
-    with pytest.raises(EngineGone, match="has gone"):
+    with pytest.raises(EngineGone, match="has ended"):
         check_owner(as_data(this_process()) | {"pid": pid})
 
 

@@ -199,10 +199,10 @@ def changed(data: dict[str, Any], **change: Any) -> dict[str, Any]:
     ("change", "error", "said"),
     [
         ({"names": None}, RequestError, "no list of names"),
-        ({"names": ["../x"] * MANY}, RequestError, "not the name"),
+        ({"names": ["../x"] * MANY}, RequestError, "not a valid name"),
         ({"names": ["x"]}, RequestError, "one name for each array"),
         ({"names": ["x"] * MANY}, EngineGone, "x is not published"),
-        ({"arrays": [{}] * MANY}, RequestError, "cannot be read"),
+        ({"arrays": [{}] * MANY}, RequestError, "malformed"),
     ],
 )
 async def test_handles_that_cannot_be_adopted_are_refused(

@@ -100,7 +100,7 @@ def test_the_kernel_is_asked_for_a_node_before_the_first_page_is_there(monkeypat
 def test_a_refused_node_is_named() -> None:
     region = HostRegion(4096, Pins())
     assert "EINVAL" in prefer_node(region.address + 1, 4096, 0), "not at a page's start"
-    assert prefer_node(region.address, 4096, 5000) == "not known here"
+    assert prefer_node(region.address, 4096, 5000).startswith("mbind is not supported on ")
     region.close()
 
 

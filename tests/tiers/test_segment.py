@@ -17,12 +17,12 @@ import pytest
 
 from transferd.errors import RequestError, TierError
 from transferd.tiers import segment as module
-from transferd.tiers.segment import DIRECTORY, PREFIX, Segment, attach_arrays, remove_stale_segments
+from transferd.tiers.segment import DIRECTORY, PREFIX, SharedSegment, attach_arrays, remove_stale_segments
 
 OWNER = """
 import sys
-from transferd.tiers.segment import Segment
-segment = Segment(sys.argv[1], 8192, create=True)
+from transferd.tiers.segment import SharedSegment
+segment = SharedSegment(sys.argv[1], 8192, create=True)
 print("made", flush=True)
 sys.stdin.read()
 """
@@ -47,7 +47,7 @@ def end(process: subprocess.Popen[str]) -> None:
 
 
 def test_what_one_process_writes_another_sees() -> None:
-    segment = Segment(name("shared"), 4096, create=True)
+    segment = SharedSegment(name("shared"), 4096, create=True)
     data = {
         "name": segment.name,
         "nbytes": 4096,
@@ -81,16 +81,16 @@ def test_segments_of_the_dead_are_removed_and_those_of_the_living_are_not() -> N
 
 
 def test_a_name_in_use_is_refused_and_left_alone() -> None:
-    segment = Segment(name("taken"), 4096, create=True)
-    with pytest.raises(TierError, match="exists already"):
-        Segment(name("taken"), 4096, create=True)
+    segment = SharedSegment(name("taken"), 4096, create=True)
+    with pytest.raises(TierError, match="already exists"):
+        SharedSegment(name("taken"), 4096, create=True)
     assert (DIRECTORY / name("taken")).exists()
     segment.close()
 
 
 def test_more_memory_than_there_is_is_an_error_and_not_a_signal_later() -> None:
     with pytest.raises(TierError, match="cannot allocate"):
-        Segment(name("huge"), 2**46, create=True)
+        SharedSegment(name("huge"), 2**46, create=True)
     assert not (DIRECTORY / name("huge")).exists()
 
 
@@ -98,7 +98,7 @@ def test_more_memory_than_there_is_is_an_error_and_not_a_signal_later() -> None:
     "wrong", ["", ".", "..", "../etc/passwd", "a\0b", "\ud800", "\x1b[2J", "x\n", "x" * 256, "é" * 128]
 )
 def test_what_cannot_be_the_name_of_a_segment_is_a_bad_request(wrong: str) -> None:
-    with pytest.raises(RequestError, match="not the name of shared memory") as caught:
+    with pytest.raises(RequestError, match="not a valid name of shared memory") as caught:
         attach_arrays({"name": wrong, "nbytes": 1, "arrays": []})
     assert caught.value.reason == "bad_value"
     assert str(caught.value).isprintable()
@@ -143,7 +143,7 @@ def test_only_regular_files_are_mapped() -> None:
 def test_the_mode_does_not_depend_on_the_umask(mask: int) -> None:
     before = os.umask(mask)
     try:
-        segment = Segment(name("mode"), 4096, create=True)
+        segment = SharedSegment(name("mode"), 4096, create=True)
     finally:
         os.umask(before)
     assert stat.S_IMODE((DIRECTORY / segment.name).stat().st_mode) == 0o660
@@ -166,7 +166,7 @@ def janitors(monkeypatch: pytest.MonkeyPatch, times: int) -> list[str]:
 
 def test_a_janitor_that_comes_between_creation_and_lock_costs_another_try(monkeypatch: pytest.MonkeyPatch) -> None:
     removed = janitors(monkeypatch, 3)
-    segment = Segment(name("swept"), 4096, create=True)
+    segment = SharedSegment(name("swept"), 4096, create=True)
     assert removed == [name("swept")] * 3
     here = (DIRECTORY / segment.name).stat()
     assert here.st_size == 4096
@@ -180,8 +180,8 @@ def test_a_janitor_that_comes_between_creation_and_lock_costs_another_try(monkey
 
 def test_janitors_without_end_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     janitors(monkeypatch, 10_000)
-    with pytest.raises(TierError, match="was removed while it was being made"):
-        Segment(name("swept"), 4096, create=True)
+    with pytest.raises(TierError, match="was removed while it was being created"):
+        SharedSegment(name("swept"), 4096, create=True)
     assert not (DIRECTORY / name("swept")).exists()
 
 
@@ -189,13 +189,13 @@ def test_a_janitor_leaves_a_successor_under_the_same_name_alone(monkeypatch: pyt
     """It has opened a dead segment; before it has the lock, another takes the name."""
     dead = owner(name("again"))
     end(dead)
-    made: list[Segment] = []
+    made: list[SharedSegment] = []
     flock = fcntl.flock
 
     def replaced(fd: int, operation: int) -> None:
         if operation & fcntl.LOCK_NB and not made and os.fstat(fd).st_ino == (DIRECTORY / name("again")).stat().st_ino:
             (DIRECTORY / name("again")).unlink()
-            made.append(Segment(name("again"), 4096, create=True))
+            made.append(SharedSegment(name("again"), 4096, create=True))
         flock(fd, operation)
 
     monkeypatch.setattr(module.fcntl, "flock", replaced)
@@ -205,8 +205,8 @@ def test_a_janitor_leaves_a_successor_under_the_same_name_alone(monkeypatch: pyt
 
 
 def test_a_segment_that_is_too_small_is_refused() -> None:
-    segment = Segment(name("small"), 4096, create=True)
-    with pytest.raises(TierError, match="has 4096 bytes, 8192 are needed"):
+    segment = SharedSegment(name("small"), 4096, create=True)
+    with pytest.raises(TierError, match="has only 4096 bytes; 8192 are needed"):
         attach_arrays({"name": segment.name, "nbytes": 8192, "arrays": []})
     segment.close()
 

@@ -19,7 +19,7 @@ from transferd.tiers.base import DeviceHandle
 from transferd.tiers.cuda import ipc
 from transferd.tiers.owner import as_data, check_owner, this_process
 from transferd.tiers.paddle_ops import names_of
-from transferd.tiers.segment import PREFIX, Segment
+from transferd.tiers.segment import PREFIX, SharedSegment
 from transferd.tiers.shm import KIND, created_handle, map_offered
 from transferd.wire.canary import taken_from
 
@@ -55,8 +55,8 @@ def spoilt(data: Data, path: tuple[Any, ...], value: Any) -> Data:
 
 
 @pytest.fixture(scope="module")
-def segment() -> Iterator[Segment]:
-    made = Segment(f"{PREFIX}test.{os.getpid()}.spoilt", LAYOUT.device.extent, create=True)
+def segment() -> Iterator[SharedSegment]:
+    made = SharedSegment(f"{PREFIX}test.{os.getpid()}.spoilt", LAYOUT.device.extent, create=True)
     yield made
     made.close()
 
@@ -75,7 +75,7 @@ def paddle(data: Data) -> None:
     names_of(LAYOUT, DeviceHandle("fastdeploy_ops", data))
 
 
-def good(kind: str, segment: Segment) -> Data:
+def good(kind: str, segment: SharedSegment) -> Data:
     arrays, owner = describe(LAYOUT), as_data(this_process())
     if kind == "shm":
         return dict(created_handle(LAYOUT, segment).data)
@@ -104,7 +104,7 @@ def refusal(kind: str, data: Data) -> str:
 @settings(max_examples=300)
 @given(draw=st.data())
 def test_anything_in_the_place_of_anything_is_mapped_or_a_typed_refusal(
-    kind: str, segment: Segment, draw: st.DataObject
+    kind: str, segment: SharedSegment, draw: st.DataObject
 ) -> None:
     data = good(kind, segment) | {"canary": {"block": 1, "sums": {"key": ["0" * 16], "value": ["f" * 16]}}}
     wrong = spoilt(data, draw.draw(st.sampled_from(list(places(data)))), draw.draw(anything))
@@ -113,5 +113,5 @@ def test_anything_in_the_place_of_anything_is_mapped_or_a_typed_refusal(
 
 
 @pytest.mark.parametrize("kind", READERS)
-def test_what_is_spoilt_was_good(kind: str, segment: Segment) -> None:
+def test_what_is_spoilt_was_good(kind: str, segment: SharedSegment) -> None:
     READERS[kind](good(kind, segment))

@@ -16,7 +16,7 @@ from typing import Any, Self
 from transferd.blocks.layout import build_layout
 from transferd.config import from_tree
 from transferd.tiers.base import DeviceHandle
-from transferd.tiers.segment import PREFIX, Segment, attach_arrays
+from transferd.tiers.segment import PREFIX, SharedSegment, attach_arrays
 from transferd.tiers.shm import created_handle
 
 _numbers = itertools.count()
@@ -33,7 +33,7 @@ class SharedCaches:
     def __init__(self, cache: Mapping[str, Any]) -> None:
         layout = build_layout(from_tree({"cache": dict(cache)}).cache)
         name = f"{PREFIX}engine.{os.getpid()}.{next(_numbers)}"
-        self._segment = Segment(name, layout.device.extent, create=True)
+        self._segment = SharedSegment(name, layout.device.extent, create=True)
         self.handle: DeviceHandle = created_handle(layout, self._segment)
         self.caches = attach_arrays(self.handle.data)
 

@@ -1,10 +1,10 @@
-"""Where the arrays of a cache lie: said in a handle by whoever allocated it, checked by whoever maps it.
+"""The arrays of a cache: the process that allocates it describes them in a handle; the one that maps it checks them.
 
-A rank's device memory is one or more *regions*; each (plane, layer) of the layout is one array in one of
-them: contiguous, blocks along its first axis. The daemon describes its own memory with `describe`; what
-an engine hands over is checked and located with `locate`, which trusts nothing: an array that is missing,
-twice there, of another shape or type, outside its region or over another one is refused, because a copy
-plan made from it would write where it must not.
+A rank's device memory is one or more *regions*. Each (plane, layer) of the layout is one contiguous array in one
+of them, with blocks along its first axis. The daemon describes its own memory with `describe`. It checks and
+locates an engine's arrays with `locate`, which trusts nothing: it rejects an array that is missing, duplicate, of
+another shape or type, outside its region, or overlapping another one, because a copy plan made from it would write
+to the wrong place.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class ArrayPlace(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A range of device memory that is mapped here. Borrowed; whoever mapped it owns the mapping."""
+    """A range of mapped device memory. Borrowed: the process part that mapped it owns the mapping."""
 
     address: int
     nbytes: int
 
 
 def describe(layout: BlockLayout) -> list[dict[str, Any]]:
-    """The arrays of memory that is laid out as `layout.device` says, in one region; plain data for a handle."""
+    """The arrays of memory with the geometry `layout.device`, in one region. Plain data for a handle."""
     return [
         msgspec.to_builtins(
             ArrayPlace(
@@ -59,30 +59,30 @@ def describe(layout: BlockLayout) -> list[dict[str, Any]]:
 
 
 def locate(layout: BlockLayout, arrays: object, regions: Sequence[Region]) -> Arena:
-    """The arena that these arrays make, its origin the lowest address of them.
+    """The arena of these arrays. Its origin is their lowest address.
 
-    arrays: as in a handle, in any order; an array may have more blocks than the layout, never fewer.
-    Raises RequestError with code `layout_mismatch`, naming the array.
+    arrays: as in a handle, in any order. An array may have more blocks than the layout, never fewer.
+    Raises RequestError with code `layout_mismatch` that names the array.
     """
     try:
         places = msgspec.convert(arrays, list[ArrayPlace])
     except msgspec.ValidationError as error:
-        raise RequestError(f"the arrays of the handle cannot be read: {error}", code=MISMATCH) from None
+        raise RequestError(f"the handle's arrays are malformed: {error}", code=MISMATCH) from None
     found: dict[tuple[str, int], ArrayPlace] = {}
     for place in places:
         if found.setdefault((place.plane, place.layer), place) is not place:
-            raise _mismatch(place, "is there twice")
+            raise _mismatch(place, "occurs twice")
     starts: list[int] = []
     ends: list[int] = []
     for part in layout.segments:
         chosen = found.pop((part.plane.name, part.layer), None)
         if chosen is None:
-            raise RequestError(f"{part.plane.name} of layer {part.layer} is missing", code=MISMATCH)
+            raise RequestError(f"{part.plane.name} of layer {part.layer} is missing from the handle", code=MISMATCH)
         _check(layout, part, chosen, regions)
         starts.append(regions[chosen.region].address + chosen.offset)
         ends.append(starts[-1] + chosen.shape[0] * part.nbytes)
     if found:
-        raise _mismatch(next(iter(found.values())), "is not in this layout")
+        raise _mismatch(next(iter(found.values())), "is not part of this layout")
     _check_apart(layout, starts, ends)
     origin = min(starts)
     nbytes = np.array([part.nbytes for part in layout.segments], dtype=np.int64)
@@ -92,19 +92,19 @@ def locate(layout: BlockLayout, arrays: object, regions: Sequence[Region]) -> Ar
 
 
 def _check(layout: BlockLayout, part: Segment, place: ArrayPlace, regions: Sequence[Region]) -> None:
-    """One array against the layout and its region."""
+    """Check one array against the layout and its region."""
     plane, blocks = part.plane, layout.device_blocks_of(part.layer)
     if place.dtype != plane.numpy_dtype.name:
-        raise _mismatch(place, f"has elements of type {place.dtype[:20]!r}, the layout {plane.numpy_dtype.name}")
+        raise _mismatch(place, f"has elements of type {place.dtype[:20]!r}; the layout needs {plane.numpy_dtype.name}")
     if tuple(place.shape[1:]) != plane.shape or not place.shape or place.shape[0] < blocks:
-        raise _mismatch(place, f"has the shape {place.shape}, the layout {[blocks, *plane.shape]}")
+        raise _mismatch(place, f"has the shape {place.shape}; the layout needs {[blocks, *plane.shape]}")
     if not 0 <= place.region < len(regions):
-        raise _mismatch(place, f"is in region {place.region} of {len(regions)}")
+        raise _mismatch(place, f"names region {place.region}; the handle has {len(regions)}")
     room = regions[place.region].nbytes
     if place.offset < 0 or place.offset + place.shape[0] * part.nbytes > room:
-        raise _mismatch(place, f"is not inside its region, which has {room} bytes")
+        raise _mismatch(place, f"extends past its region, which has {room} bytes")
     if place.offset % plane.numpy_dtype.itemsize:
-        raise _mismatch(place, f"starts at byte {place.offset}, between two of its elements")
+        raise _mismatch(place, f"starts at byte {place.offset}, which is not a multiple of its element size")
 
 
 def _check_apart(layout: BlockLayout, starts: list[int], ends: list[int]) -> None:

@@ -2,29 +2,28 @@
 
 Guaranteed by the caller (workers):
 
-1. Plans come from `copyplan.plan_copy`: every run lies inside the device arena and inside the host
-   region given with it, targets do not overlap, and a plan's host side fits `host.staging` or is
-   the pinned pool.
-2. No two copies under way touch the same device bytes with at least one writing (dispatch orders
-   them); any number of other copies may be under way at once, in both directions.
-3. `open`, or `attach` in its place, is awaited before anything else, `close` after every copy has returned.
-   After `close`, `open` or `attach` may come again: a cache is cleared and made anew.
+1. Plans come from `copyplan.plan_copy`: every run lies inside the device arena and inside the host region passed
+   with the plan, targets do not overlap, and the host side is staging or the pinned pool.
+2. Two running copies never touch the same device bytes if one of them writes (the dispatcher orders them). Any
+   number of other copies may run at the same time, in both directions.
+3. `open`, or `attach` instead of it, comes before everything else; `close` comes after every copy has returned.
+   `open` or `attach` may follow again: clearing a cache closes its memory, restoring it opens new memory.
 
 Duties of an implementation:
 
-1. `copy_out` / `copy_in` return after the last byte has arrived, and not before; they copy any byte
-   count exactly and touch nothing outside the runs.
+1. `copy_out` / `copy_in` return only after the last byte has arrived. They copy any byte count exactly and touch
+   nothing outside the runs.
 2. They never block the event loop for longer than a copy of INLINE_BYTES takes.
-3. Once started, a copy runs to its end: cancelling the awaiting task must not leave a copy running
-   that the caller does not know of. (Callers shield; a tier need not handle cancellation.)
+3. Once started, a copy runs to its end: cancelling the awaiting task must not leave a running copy that the caller
+   does not know about. (Callers shield; a tier need not handle cancellation.)
 4. A failed copy raises `TierError`; a device that will never work again raises `DeviceLost`.
-5. `close` frees everything that `open` made, or unmaps what `attach` mapped, exactly once, and keeps the
-   first error.
-6. A class that can do more than create for itself says so: `attaches = True`: `attach` works;
-   `outlives_close = True`: who has its memory mapped may keep it mapped over `close`.
-7. Memory that `open` returns holds nothing of anyone's: what a cache held before it was closed is not in it.
+5. `close` frees everything that `open` allocated, or unmaps what `attach` mapped, exactly once. It finishes even if
+   a step fails, and raises the first error.
+6. A class states what it supports besides `open`. `attaches = True`: `attach` works. `outlives_close = True`:
+   another process may keep the memory mapped after `close`.
+7. Memory that `open` returns contains no old data, neither of this cache before `close` nor of another process.
 8. A class with `attaches` also has `extents() -> list[Extent]`: which bytes of which memory `attach` has mapped
-   (extents.py), so that no byte is given to two ranks.
+   (extents.py), so that no two ranks get the same byte.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ from typing import Any, Protocol
 from transferd.blocks.copyplan import CopyPlan
 from transferd.blocks.layout.base import Arena
 
-# Up to this many bytes a copy on the loop costs less than handing it to a thread and back.
+# A copy of up to this many bytes costs less on the loop than a trip to a thread and back.
 INLINE_BYTES = 256 * 1024
 
 
 class HostMemory(Protocol):
-    """A page-aligned range of host memory (staging or the pinned pool). Owned by whoever made it."""
+    """A page-aligned range of host memory (staging or the pinned pool). Its maker owns it."""
 
     @property
     def address(self) -> int: ...
@@ -53,15 +52,15 @@ class HostMemory(Protocol):
 
     @property
     def pinned(self) -> bool:
-        """False when locking it in memory was refused; copies still work, more slowly."""
+        """False if the memory could not be pinned; copies still work, more slowly."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceHandle:
-    """What another process needs to map this memory. `kind` names the mechanism, `data` is its own.
+    """What another process needs to map this memory. kind: the mechanism. data: the mechanism's own fields.
 
-    All kinds have in `data` the `owner` (owner.py) and the `arrays` (arrays.py).
+    The data of every kind includes `owner` (owner.py) and `arrays` (arrays.py).
     """
 
     kind: str
@@ -76,19 +75,19 @@ class DeviceTier(Protocol):
 
     @property
     def arena(self) -> Arena:
-        """Where the blocks lie. Valid between open and close."""
+        """The location of the blocks. Valid between `open` and `close`."""
         ...
 
     async def open(self) -> None:
-        """Allocate (or attach) and make ready. Raises TierError; then nothing is left behind."""
+        """Allocate the memory. Raises TierError; then nothing is left behind."""
         ...
 
     async def attach(self, handle: DeviceHandle) -> None:
-        """Map memory that the engine made, in place of `open`; the engine goes on owning it.
+        """Map memory that an engine allocated, instead of `open`. The engine still owns it.
 
-        The caller has checked that the handle's owner lives. Raises RequestError (code `layout_mismatch`)
-        for memory that does not fit the layout, TierError when it cannot be mapped; then nothing is left
-        behind. Only classes that say `attaches = True` are asked.
+        The caller has checked that the handle's owner is alive. Raises RequestError (code `layout_mismatch`) if the
+        memory does not fit the layout, TierError if it cannot be mapped; then nothing is left behind. Called only on
+        classes with `attaches = True`.
         """
         ...
 
@@ -101,7 +100,7 @@ class DeviceTier(Protocol):
         ...
 
     def handle(self) -> DeviceHandle:
-        """For an engine that attaches. Raises TierError where this tier cannot be shared."""
+        """A handle for an engine that attaches. Raises TierError if this tier's memory cannot be shared."""
         ...
 
     async def close(self) -> None: ...

@@ -1,7 +1,7 @@
-"""Which bytes a rank's arrays take, so that two ranks are never given the same ones.
+"""The bytes that a rank's arrays occupy, so that two ranks never get the same ones.
 
-Addresses cannot tell: a process that maps one piece of memory twice has it at two of them. So an extent names
-the memory itself, in whatever way its kind has, and a range of bytes in it.
+Addresses cannot tell, because a process may map the same memory at two addresses. So an extent identifies the
+memory itself, in the way of its kind, and a range of bytes in it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from transferd.blocks.layout.base import Arena, BlockLayout
 
 
 class Extent(NamedTuple):
-    """Bytes start … end-1 of one piece of memory. memory: equal for the same piece, however it was reached."""
+    """Bytes start … end-1 of one piece of memory. memory: equal for the same piece, however it was mapped."""
 
     memory: Hashable
     start: int
@@ -21,7 +21,7 @@ class Extent(NamedTuple):
 
 
 def extents_of(layout: BlockLayout, arena: Arena, memory: Hashable, base: int = 0) -> list[Extent]:
-    """One extent for each array. base: the address that counts as byte 0 of `memory`."""
+    """One extent per array. base: the address of byte 0 of `memory`."""
     made: list[Extent] = []
     for part, offset in zip(layout.segments, arena.geometry.offsets, strict=True):
         start = arena.origin + int(offset) - base

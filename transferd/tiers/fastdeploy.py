@@ -7,14 +7,14 @@ Its operator set_data_ipc writes the object, share_external_data reads it, unset
              8 … 71  the IPC handle of the tensor's allocation (cudaIpcMemHandle_t, 64 bytes)
 
 (FastDeploy, custom_ops/gpu_ops: cuda_multiprocess.h, share_external_data.cu, unset_data_ipc.cu;
-cache_transfer_manager.py for the names. rank is that within the tensor-parallel group, device the index as
-the engine counts it.) The same object serves XPU with a handle of its own in the same place.
+cache_transfer_manager.py for the names. rank is the rank within the tensor-parallel group, device the index as
+the engine counts it.) XPU uses the same object, with its own handle in the same place.
 
-What the format cannot say, and a reader has to know from elsewhere: an offset (the handle names a whole
-allocation, so a tensor has to be its beginning), a size or shape, and which process wrote it. An engine
-that died leaves its objects behind; only opening the handle shows that it is dead.
+The format lacks an offset (the handle names a whole allocation, so a tensor must start at its beginning), a size or
+shape, and the process that wrote it; a reader must know these from elsewhere. An engine that died leaves its
+objects behind; only opening the handle shows that it is dead.
 
-`read` and `publish` know files only; opening handles is for the device tiers.
+`read` and `publish` handle only files; the device tiers open the handles.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from transferd.tiers.segment import DIRECTORY, MODE
 
 HANDLE_BYTES = 64
 COUNT_BYTES = 8
-LONGEST = 4096  # bytes that are read: the operators make a page of it
+LONGEST = 4096  # bytes to read: the operators create one page
 NAMES = {
     "key": "key_caches",
     "value": "value_caches",
@@ -40,14 +40,14 @@ NAMES = {
 
 
 def segment_name(plane: str, layer: int, rank: int, device: int) -> str:
-    """What FastDeploy calls the object of one tensor."""
+    """FastDeploy's name for the object of one tensor."""
     return f"{NAMES[plane]}_{layer}_rank{rank}.device{device}"
 
 
 def read(name: str, directory: Path = DIRECTORY) -> bytes:
     """The 64 bytes of the handle in the object `name`.
 
-    Raises EngineGone when the engine has not published it, not yet, or not all of it.
+    Raises EngineGone if the engine has not published it, or not completely.
     """
     try:
         fd = os.open(directory / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -58,22 +58,22 @@ def read(name: str, directory: Path = DIRECTORY) -> bytes:
         raise EngineGone(f"the engine has not published {name}: {why}") from error
     handle = content[COUNT_BYTES : COUNT_BYTES + HANDLE_BYTES]
     if len(handle) != HANDLE_BYTES:
-        raise EngineGone(f"{name} has {len(content)} bytes: no IPC handle is in it")
-    if not any(handle):  # set_data_ipc makes the object first and fills it in afterwards
+        raise EngineGone(f"{name} has only {len(content)} bytes, too few for an IPC handle")
+    if not any(handle):  # set_data_ipc creates the object first and fills it in afterwards
         raise EngineGone(f"{name} is still empty: the engine has not published its handle yet")
     return handle
 
 
 def publish(name: str, handle: bytes, directory: Path = DIRECTORY) -> None:
-    """Make the object `name` say `handle`, for share_external_data to read; in one step, so never half.
+    """Write `handle` to the object `name`, atomically, for share_external_data to read.
 
-    One that is there is replaced: its writer may be long dead. Raises TierError.
+    Replaces an existing object, whose writer may be dead. Raises TierError.
     """
     if len(handle) != HANDLE_BYTES:
-        raise TierError(f"an IPC handle has {HANDLE_BYTES} bytes, not {len(handle)}")
+        raise TierError(f"an IPC handle must have {HANDLE_BYTES} bytes, not {len(handle)}")
     temporary = directory / f".{name}.{os.getpid()}"
     try:
-        temporary.unlink(missing_ok=True)  # of a dead process that had this pid, or laid out by somebody
+        temporary.unlink(missing_ok=True)  # left by a dead process with our pid, or planted by another user
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, MODE)
         try:
             os.fchmod(fd, MODE)
@@ -88,7 +88,7 @@ def publish(name: str, handle: bytes, directory: Path = DIRECTORY) -> None:
 
 
 def withdraw(name: str, handle: bytes, directory: Path = DIRECTORY) -> bool:
-    """Remove the object `name` if it still says `handle`. False: it does not, and is somebody else's or gone."""
+    """Remove the object `name` if it still holds `handle`. False: it is gone, or holds another one."""
     try:
         if read(name, directory) != handle:
             return False

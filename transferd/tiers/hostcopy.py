@@ -1,8 +1,8 @@
-"""Executing a copy plan between two ranges of host memory.
+"""Executes a copy plan between two ranges of host memory.
 
-The fast way is a small C extension that walks the runs with the GIL released: on 16 KiB runs a Python
-loop of memmove calls reaches a third of memcpy's speed, because a call costs as much as the copy.
-The slow twin does the same and needs no compiler; `NATIVE` says which one is in use.
+The fast version is a small C extension that walks the runs without the GIL. On 16 KiB runs a Python loop of
+memmove calls reaches only a third of memcpy's speed, because a call costs as much as the copy. The slow version
+does the same and needs no compiler. `NATIVE` tells which one is in use.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _CopyRuns = Callable[[int, int, npt.NDArray[np.int64]], None]
 
 
 def copy_runs_python(source_address: int, target_address: int, runs: npt.NDArray[np.int64], /) -> None:
-    """The slow twin. Releases the GIL in each copy only."""
+    """The slow version of `copy_runs`. Releases the GIL only during each copy."""
     memmove = ctypes.memmove
     for source, target, nbytes in runs.tolist():
         memmove(target_address + target, source_address + source, nbytes)

@@ -1,6 +1,6 @@
-"""NUMA: which node a device is next to, and asking for memory there.
+"""NUMA: finds the node next to a device, and requests memory there.
 
-glibc wraps neither, and libnuma is one more package, for one system call: mbind(2), by its number.
+glibc does not wrap mbind(2), and libnuma would be one more package for one system call. So we call it by number.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def node_of_pci(address: str, sysfs: Path = Path("/sys/bus/pci/devices")) -> int | None:
-    """The node next to a PCI device (0000:17:00.0), as the kernel says it; None where it does not."""
+    """The node next to a PCI device (0000:17:00.0), according to the kernel; None if it does not know."""
     try:
         node = int((sysfs / address / "numa_node").read_text())
     except (OSError, ValueError):
@@ -27,10 +27,10 @@ def node_of_pci(address: str, sysfs: Path = Path("/sys/bus/pci/devices")) -> int
 
 
 def prefer_node(address: int, nbytes: int, node: int) -> str:
-    """Have pages of this range that are not there yet come from `node`. Returns why not, or ""."""
+    """Make the kernel take the range's pages from `node`, except those that exist already. Returns "", or why not."""
     number = _MBIND.get(platform.machine())
     if number is None or not 0 <= node < 1024:
-        return "not known here"
+        return f"mbind is not supported on {platform.machine()} with node {node}"
     words = node // 64 + 1
     mask = (ctypes.c_uint64 * words)()
     mask[node // 64] = 1 << (node % 64)

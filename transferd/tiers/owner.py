@@ -1,11 +1,10 @@
-"""Which process owns memory that was handed over, and whether that process is still there.
+"""The process that owns shared memory, and whether it is still alive.
 
-A handle outlives the memory it names: in a message that was sent late, in a file that nobody removed.
-So it carries its owner: the machine's boot, the process, and when that process started, since process
-ids are given out again. A process in another pid namespace (another container) cannot be looked up
-from here; of such an owner only the boot is checked.
+A handle can outlive the memory it names, in a late message or a stale file. So it names its owner: the machine's
+boot, the process, and the start time of the process, because the kernel reuses process ids. A process in another
+pid namespace (another container) cannot be looked up from here; for such an owner only the boot is checked.
 
-Standard library and msgspec only: a client imports this to say who it is.
+Uses only the standard library and msgspec: clients import this to identify themselves.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Owner(msgspec.Struct, frozen=True):
 
 
 def this_process() -> Owner:
-    """Who we are. Costs three small files; not cached, since a fork is another process."""
+    """This process as an owner. Reads three small files; not cached, because a fork is another process."""
     return Owner(_boot(), _namespace(), os.getpid(), _started(os.getpid()))
 
 
@@ -42,18 +41,18 @@ def as_data(owner: Owner) -> dict[str, Any]:
 
 
 def check_owner(data: object) -> Owner:
-    """The owner that a handle names, known to be alive as far as can be told from here.
+    """The owner that a handle names, checked to be alive as far as this process can tell.
 
-    Raises RequestError for what is no owner, EngineGone for one that is no more.
+    Raises RequestError if the data is no owner, EngineGone if the owner is dead.
     """
     try:
         owner = msgspec.convert(data, Owner)
     except msgspec.ValidationError as error:
-        raise RequestError(f"the owner of the handle cannot be read: {error}", code="bad_value") from None
+        raise RequestError(f"the handle's owner is malformed: {error}", code="bad_value") from None
     if owner.boot != _boot():
-        raise EngineGone("the handle is from another machine, or from before this one was started")
+        raise EngineGone("the handle is from another machine, or from before this machine's last boot")
     if owner.namespace == _namespace() and not _alive(owner):
-        raise EngineGone(f"the process that made the handle, {owner.pid}, has gone")
+        raise EngineGone(f"the process that made the handle, {owner.pid}, has ended")
     return owner
 
 
@@ -65,7 +64,7 @@ def _alive(owner: Owner) -> bool:
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
-        pass  # it is another user's, and alive
+        pass  # alive, but another user's
     return owner.started in (0, _started(owner.pid) or owner.started)
 
 
@@ -78,7 +77,7 @@ def _namespace() -> int:
 
 
 def _started(pid: int) -> int:
-    """Field 22 of proc(5)'s stat, after the command's name, which may hold anything; 0 if it cannot be read."""
+    """Field 22 of proc(5)'s stat, after the command name, which may contain anything; 0 if it cannot be read."""
     try:
         text = (PROC / str(pid) / "stat").read_text()
     except OSError:

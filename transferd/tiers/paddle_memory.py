@@ -17,7 +17,7 @@ from transferd.errors import ConfigError, TierError
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.extents import Extent, extents_of
 from transferd.tiers.paddle_ops import KIND, Operators, handle_of, names_of
-from transferd.tiers.segment import Segment
+from transferd.tiers.segment import SharedSegment
 from transferd.tiers.shm import created_handle, map_offered
 
 ELEMENTS = (("int64", 8), ("int32", 4), ("int16", 2), ("uint8", 1))  # widest first
@@ -40,7 +40,7 @@ class SharedMemory:
 
     outlives_close = True  # a mapping stays good when the name and its maker are gone
 
-    def __init__(self, paddle: Any, layout: BlockLayout, segment: Segment, arena: Arena) -> None:
+    def __init__(self, paddle: Any, layout: BlockLayout, segment: SharedSegment, arena: Arena) -> None:
         memory = np.frombuffer(segment.buffer, dtype=np.uint8)
         element = _element(layout, arena)
         self.arena = arena
@@ -55,7 +55,7 @@ class SharedMemory:
     @classmethod
     def create(cls, paddle: Any, layout: BlockLayout, name: str) -> Self:
         """Raises TierError."""
-        segment = Segment(name, layout.device.extent, create=True)
+        segment = SharedSegment(name, layout.device.extent, create=True)
         return cls(paddle, layout, segment, Arena(layout.device, segment.address))
 
     @classmethod

@@ -1,8 +1,8 @@
-"""Host memory that stays where it is: page-aligned, populated, next to its device, and pinned where that is allowed.
+"""Host memory that stays in place: page-aligned, populated, next to its device, and pinned if that is allowed.
 
-Copies to and from a GPU, and zero-copy transfers over a network, need memory that the kernel does not
-move. How it is pinned is the device's to know (pinning.py). Where it is refused the memory works all the
-same, more slowly: `degraded` says why, stats say so, and one warning a process is logged.
+Copies to and from a GPU, and zero-copy transfers over a network, need memory that the kernel does not move. The
+device's class decides how to pin it (pinning.py). If pinning is refused, the memory still works, only more slowly:
+`degraded` says why, stats report it, and the process logs one warning.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _warned = False
 class HostRegion:
     """An anonymous range of host memory. Owns it, and its pinning, from construction until `close`.
 
-    degraded: why it is not pinned; "" when it is. Raises TierError when there is not that much memory.
+    degraded: why it is not pinned; "" if it is. Raises TierError if there is not enough memory.
     """
 
     def __init__(self, nbytes: int, pinning: Pinning = MEMORY_LOCK) -> None:
@@ -40,7 +40,7 @@ class HostRegion:
             self._map = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             self._anchor = (ctypes.c_char * self.nbytes).from_buffer(self._map)
             self.address = ctypes.addressof(self._anchor)
-            if pinning.node is not None:  # before the first page is there; best effort, speed is all that hangs on it
+            if pinning.node is not None:  # before the first page exists; best effort, because it only affects speed
                 prefer_node(self.address, self.nbytes, pinning.node)
             _populate(self._map)
         except (OSError, ValueError) as error:
@@ -53,7 +53,7 @@ class HostRegion:
             _warn(self.degraded)
 
     def close(self) -> None:
-        """Unlock and give the memory back. Idempotent; no view of it may be in use any more."""
+        """Unpin and free the memory. Idempotent. No view of it may be in use."""
         if self.address == 0:
             return
         address, self.address = self.address, 0
@@ -70,8 +70,8 @@ class HostRegion:
         with contextlib.suppress(BufferError):
             self._map.close()
             return
-        # The traceback of a failed transfer holds the view it worked on, in a cycle with the task that
-        # raised it: such views are nobody's any more, but only the collector frees them.
+        # The traceback of a failed transfer holds the view that it used, in a cycle with the task that raised it.
+        # Such views are garbage, but only the collector frees them.
         gc.collect()
         try:
             self._map.close()
@@ -80,7 +80,7 @@ class HostRegion:
 
 
 def _populate(memory: mmap.mmap) -> None:
-    """Make every page real now, huge ones where the kernel has them: copies of scattered blocks miss the TLB less."""
+    """Allocate every page now, as huge pages if possible: copies of scattered blocks then miss the TLB less."""
     with contextlib.suppress(OSError):  # a kernel without transparent huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     try:
@@ -102,7 +102,7 @@ def _warn(reason: str) -> None:
 
 
 class HostPool:
-    """One rank's host tier: `host_blocks` packed blocks in one region that it owns."""
+    """One rank's host tier: `host_blocks` packed blocks. Owns its memory."""
 
     def __init__(self, layout: BlockLayout, rank: int, pinning: Pinning = MEMORY_LOCK) -> None:
         self.rank = rank
@@ -112,7 +112,7 @@ class HostPool:
         self.arena = Arena(layout.host, self.memory.address)
 
     def allocate(self) -> None:
-        """Make the memory again after `close`, zeroed; nothing if it is there. Raises TierError."""
+        """Allocate the memory again after `close`, zeroed. Does nothing if it is allocated. Raises TierError."""
         if self.memory.address == 0:
             self.memory = HostRegion(self._layout.host.extent, self._pinning)
             self.arena = Arena(self._layout.host, self.memory.address)

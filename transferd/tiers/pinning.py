@@ -1,4 +1,4 @@
-"""How host memory is kept in place: what a region asks of whoever knows how its device likes that done."""
+"""Pinning keeps host memory in place. Each kind of device may bring its own way to pin."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ _libc.munlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 
 class Pinning(Protocol):
-    """Pins ranges of host memory. Refusal is an answer, not an error: the memory works all the same."""
+    """Pins ranges of host memory. A refusal is an answer, not an error: unpinned memory works, too."""
 
     @property
     def node(self) -> int | None:
-        """The NUMA node that memory should come from; None: any."""
+        """The preferred NUMA node of the memory; None: any."""
         ...
 
     def pin(self, address: int, nbytes: int) -> str:
-        """Returns why not, or "" when it is pinned."""
+        """Pin the range. Returns "", or why it was refused."""
         ...
 
     def unpin(self, address: int, nbytes: int) -> None:
-        """Undo a `pin` that worked, once. Raises TierError."""
+        """Undo a successful `pin`, once. Raises TierError."""
         ...
 
 
 class MemoryLock:
-    """mlock(2). Asks for RLIMIT_MEMLOCK."""
+    """mlock(2). Limited by RLIMIT_MEMLOCK."""
 
     node: int | None = None
 

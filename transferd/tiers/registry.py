@@ -1,4 +1,4 @@
-"""Which class a device name stands for. A new tier is one file and one line here.
+"""Maps device names to classes. A new tier needs one file, and one line here.
 
 A name with a colon is a class outside this package: "package.module:Class".
 """
@@ -30,18 +30,19 @@ def create_device_tier(config: Config, layout: BlockLayout, rank: int, threads: 
 
 
 def check_device(config: Config) -> Any:
-    """The class of the configured device, importable here and able to do what is asked. Raises ConfigError."""
+    """The class of the configured device, checked to load and to support `cache.ownership`. Raises ConfigError."""
     factory = _class_of(config)
     if creator(config) is Creator.ENGINE and not getattr(factory, "attaches", False):
         name, ownership = config.cache.device, config.cache.ownership
-        raise ConfigError("cache.ownership", f"the {name} device is always created by the daemon", ownership)
+        what = f'the {name} device cannot attach to an engine\'s memory: set "create", so that the daemon allocates it'
+        raise ConfigError("cache.ownership", what, ownership)
     return factory
 
 
 def create_pinning(config: Config, rank: int) -> Pinning:
-    """How host memory for a rank's device is pinned: what the device's class says (`pinning(device)`), else mlock.
+    """The Pinning for a rank's host memory: the device class's own (`pinning(device)`), otherwise mlock.
 
-    Raises ConfigError, and TierError where the device itself has to be asked and is not there.
+    Raises ConfigError, or TierError if the class needs the device and there is none.
     """
     make = getattr(_class_of(config), "pinning", None)
     return MEMORY_LOCK if make is None else cast("Pinning", make(config.cache.device_of_rank[rank]))
@@ -56,4 +57,4 @@ def _class_of(config: Config) -> Any:
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise ConfigError("cache.device", f"cannot be loaded, is its extra installed? {error}", name) from error
+        raise ConfigError("cache.device", f"fails to load; is its extra installed? {error}", name) from error

@@ -1,14 +1,14 @@
-"""POSIX shared memory that two processes map: the daemon makes it, the engine attaches.
+"""POSIX shared memory that two processes map: the daemon creates it, the engine attaches.
 
-A segment is a file in /dev/shm, made and mapped with plain system calls. (The standard library's
-SharedMemory hands every attached segment to a tracker that unlinks it when *any* attaching process
-ends.) Its owner holds an flock on it for as long as it lives. The kernel drops the lock with the
-owner, also after kill -9, so `remove_stale_segments` can tell the dead from the living without
-trusting process ids, which mean nothing across pid namespaces.
+A segment is a file in /dev/shm, created and mapped with plain system calls. (The standard library's SharedMemory
+registers every attached segment with a tracker, which unlinks it when *any* attaching process ends.) Its owner
+holds an flock on it for life. The kernel drops the lock when the owner ends, even after kill -9. So
+`remove_stale_segments` can tell dead owners from live ones without process ids, which mean nothing across pid
+namespaces.
 
-Memory is allocated when the segment is made: a full /dev/shm is an error then, not a SIGBUS later.
+Creating a segment allocates its memory: a full /dev/shm is an error then, not a SIGBUS later.
 
-This module is what a client imports to attach: numpy and the standard library only.
+A client imports this module to attach, so it uses only numpy and the standard library.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from transferd.errors import RequestError, TierError
 
 DIRECTORY = Path("/dev/shm")
 PREFIX = "transferd."
-MODE = 0o660  # the daemon's group attaches, whatever the umask is
+MODE = 0o660  # whatever the umask is, so that the daemon's group can attach
 LONGEST_NAME = 255  # bytes: NAME_MAX
-CREATIONS = 100  # tries: each is lost only to a janitor that comes within some microseconds
+CREATIONS = 100  # attempts: one fails only if `remove_stale_segments` runs within the same few microseconds
 
-_made_here: weakref.WeakSet[Segment] = weakref.WeakSet()
+_made_here: weakref.WeakSet[SharedSegment] = weakref.WeakSet()
 
 Caches = dict[str, list[npt.NDArray[Any]]]
 
 
-class Segment:
-    """A mapped segment. The one that made it owns it: its `close` also unlinks; others only unmap."""
+class SharedSegment:
+    """A mapped segment. Its creator owns it: `close` then also unlinks it; others only unmap."""
 
     def __init__(self, name: str, nbytes: int, *, create: bool) -> None:
         self.name = name
@@ -61,7 +61,7 @@ class Segment:
 
     @property
     def identity(self) -> tuple[int, int]:
-        """Device and inode: the same for everybody who maps it, whatever name it was opened by."""
+        """Device and inode: the same for every mapping, whatever name it was opened by."""
         found = os.fstat(self._fd)
         return found.st_dev, found.st_ino
 
@@ -70,7 +70,7 @@ class Segment:
         return self._map
 
     def close(self) -> None:
-        """Unlink if this is the owner's, unmap, unlock. Idempotent. Raises TierError if arrays still use it."""
+        """Unlink it if we own it, unmap, unlock. Idempotent. Raises TierError if arrays still use it."""
         if self._fd < 0:
             return
         self.unlink()
@@ -83,25 +83,25 @@ class Segment:
             raise TierError(f"shared memory {self.name} is still in use at close: {error}") from error
 
     def unlink(self) -> None:
-        """Take the name back, if this is the owner's; what is mapped stays mapped."""
+        """Remove the name if we own the segment. Mappings stay valid."""
         if self._owner and self._fd >= 0:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(DIRECTORY / self.name)
 
 
 def unlink_all() -> None:
-    """Take back every name that this process gave: it is about to end, and something may still use the memory."""
+    """Remove the name of every segment of this process, which is about to end while the memory may be in use."""
     for segment in list(_made_here):
         segment.unlink()
 
 
 def check_name(name: object) -> str:
-    """The name of a file in DIRECTORY, and nothing that a path could be. Raises RequestError."""
-    # What is printable has no NUL, and can be encoded and logged.
+    """`name`, checked to be a plain file name in DIRECTORY. Raises RequestError."""
+    # Printable text has no NUL, and can be encoded and logged.
     if not isinstance(name, str) or not name.isprintable() or "/" in name or name in ("", ".", ".."):
-        raise RequestError(f"{str(name)[:80]!r} is not the name of shared memory", code="bad_value")
+        raise RequestError(f"{str(name)[:80]!r} is not a valid name of shared memory", code="bad_value")
     if len(os.fsencode(name)) > LONGEST_NAME:
-        raise RequestError(f"{name[:80]!r}… is not the name of shared memory: it is too long", code="bad_value")
+        raise RequestError(f"{name[:80]!r}… is not a valid name of shared memory: too long", code="bad_value")
     return name
 
 
@@ -110,16 +110,16 @@ def _create(name: str, nbytes: int) -> int:
         fd = _create_once(check_name(name), nbytes)
         if fd is not None:
             return fd
-    raise TierError(f"shared memory {name!r} was removed while it was being made, {CREATIONS} times")
+    raise TierError(f"shared memory {name!r} was removed while it was being created, {CREATIONS} times in a row")
 
 
 def _create_once(name: str, nbytes: int) -> int | None:
-    """The descriptor, locked; None if a janitor took the segment for a dead one before it was locked."""
+    """The locked descriptor; None if `remove_stale_segments` of another process removed it before it was locked."""
     path = DIRECTORY / name
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, MODE)
     except FileExistsError as error:
-        raise TierError(f"shared memory {name!r} exists already") from error
+        raise TierError(f"shared memory {name!r} already exists") from error
     except OSError as error:
         raise TierError(f"cannot create shared memory {name!r}: {error.strerror}") from error
     try:
@@ -137,9 +137,9 @@ def _create_once(name: str, nbytes: int) -> int | None:
 
 
 def _open(name: str, nbytes: int) -> int:
-    """The descriptor of a regular file in DIRECTORY. Whoever offers a name may have put anything there."""
+    """The descriptor of a regular file in DIRECTORY. Trusts nothing: the name may lead to any kind of file."""
     try:
-        # O_NONBLOCK: nothing that lies there makes the open wait. It means nothing to a regular file.
+        # O_NONBLOCK: so that a FIFO or device cannot block the open. It does not affect a regular file.
         fd = os.open(DIRECTORY / check_name(name), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         why = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
@@ -150,11 +150,11 @@ def _open(name: str, nbytes: int) -> int:
     os.close(fd)
     if not stat.S_ISREG(found.st_mode):
         raise TierError(f"cannot open shared memory {name!r}: it is not a regular file")
-    raise TierError(f"shared memory {name!r} has {found.st_size} bytes, {nbytes} are needed")
+    raise TierError(f"shared memory {name!r} has only {found.st_size} bytes; {nbytes} are needed")
 
 
 def remove_stale_segments() -> list[str]:
-    """Unlink every segment of ours whose owner is dead. Returns their names."""
+    """Unlink every transferd segment whose owner is dead. Returns their names."""
     return [path.name for path in sorted(DIRECTORY.glob(f"{PREFIX}*")) if _removed(path)]
 
 
@@ -165,22 +165,22 @@ def _removed(path: Path) -> bool:
         return False  # gone meanwhile, or another user's
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Since the open, the name may have passed to another segment, whose owner lives.
+        # Since the open, the name may have passed to another segment with a live owner.
         if not os.path.samestat(os.fstat(fd), os.lstat(path)):
             return False
         os.unlink(path)
     except OSError:
-        return False  # its owner lives, or it is not ours to remove
+        return False  # its owner is alive, or we may not remove it
     finally:
         os.close(fd)
     return True
 
 
 def attach_arrays(data: dict[str, Any]) -> Caches:
-    """Map a segment that a DeviceHandle of kind "shm" describes: {plane: [one array per layer]}, zero-copy.
+    """Map the segment that a DeviceHandle of kind "shm" describes: {plane: [one array per layer]}, zero-copy.
 
-    data: {name, nbytes, arrays: [{plane, layer, offset, shape, dtype}]}. The arrays keep the mapping
-    alive; it goes with the last of them. Raises TierError, RequestError for what is no name.
+    data: {name, nbytes, arrays: [{plane, layer, offset, shape, dtype}]}. The mapping lives as long as any of the
+    arrays. Raises TierError, or RequestError for an invalid name.
     """
     name, nbytes = check_name(data["name"]), int(data["nbytes"])
     fd = _open(name, nbytes)

@@ -1,8 +1,7 @@
-"""The device tier without a device: shared memory that stands in for it.
+"""The device tier without a device: shared memory stands in for it.
 
-It is what the daemon runs on where there is no accelerator, and what every other tier must equal byte
-for byte. Daemon and engine map the same memory (segment.py), so "device" blocks are shared without a copy;
-either of them may be the one that makes it.
+The daemon uses it on machines without an accelerator, and every other tier must match it byte for byte. Daemon and
+engine map the same memory (segment.py), so they share "device" blocks without a copy. Either of them may create it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from transferd.tiers.base import INLINE_BYTES, DeviceHandle, HostMemory
 from transferd.tiers.extents import Extent, extents_of
 from transferd.tiers.hostcopy import copy_runs
 from transferd.tiers.owner import as_data, this_process
-from transferd.tiers.segment import PREFIX, Segment
+from transferd.tiers.segment import PREFIX, SharedSegment
 
 KIND = "shm"
 
@@ -27,19 +26,19 @@ KIND = "shm"
 class ShmDeviceTier:
     """One rank's blocks in POSIX shared memory.
 
-    Owns the segment between `open` and `close`; between `attach` and `close` it owns a mapping of the
-    engine's.
+    Owns the segment between `open` and `close`. Between `attach` and `close` it owns only a mapping of the engine's
+    segment.
     """
 
     attaches = True
-    outlives_close = True  # a mapping of shared memory stays good when its name and its maker are gone
+    outlives_close = True  # a mapping stays valid after the name and the creator are gone
 
     def __init__(self, layout: BlockLayout, rank: int, device: int, threads: Threads) -> None:
         self.rank = rank
         self.device = device
         self._layout = layout
         self._threads = threads
-        self._segment: Segment | None = None
+        self._segment: SharedSegment | None = None
         self._arena: Arena | None = None
 
     @property
@@ -49,7 +48,7 @@ class ShmDeviceTier:
         return self._arena
 
     @property
-    def _mapped(self) -> Segment:
+    def _mapped(self) -> SharedSegment:
         if self._segment is None:
             raise TierError(f"the device memory of rank {self.rank} is not open")
         return self._segment
@@ -57,7 +56,7 @@ class ShmDeviceTier:
     async def open(self) -> None:
         self._check_closed()
         name = f"{PREFIX}{os.getpid()}.{id(self):x}.rank{self.rank}"
-        self._segment = Segment(name, self._layout.device.extent, create=True)
+        self._segment = SharedSegment(name, self._layout.device.extent, create=True)
         self._arena = Arena(self._layout.device, self._segment.address)
 
     async def attach(self, handle: DeviceHandle) -> None:
@@ -98,8 +97,8 @@ class ShmDeviceTier:
         return {"bytes": self._layout.device.extent, "open": self._segment is not None}
 
 
-def created_handle(layout: BlockLayout, segment: Segment) -> DeviceHandle:
-    """Of memory that this process laid out as `layout.device` says: the segment, its arrays, its owner."""
+def created_handle(layout: BlockLayout, segment: SharedSegment) -> DeviceHandle:
+    """A handle of memory that this process created with the geometry `layout.device`."""
     data = {
         "name": segment.name,
         "nbytes": segment.nbytes,
@@ -109,18 +108,19 @@ def created_handle(layout: BlockLayout, segment: Segment) -> DeviceHandle:
     return DeviceHandle(KIND, data)
 
 
-def map_offered(layout: BlockLayout, handle: DeviceHandle) -> tuple[Segment, Arena]:
-    """Map a segment that another process made; the caller owns the mapping, not the segment.
+def map_offered(layout: BlockLayout, handle: DeviceHandle) -> tuple[SharedSegment, Arena]:
+    """Map a segment that another process created. The caller owns the mapping, not the segment.
 
-    handle.data: as in `created_handle`; the arrays may lie anywhere in the segment, in any order.
-    Raises RequestError for a handle that is none or does not fit the layout, TierError if it cannot be mapped.
+    handle.data: as in `created_handle`; the arrays may lie anywhere in the segment, in any order. Raises
+    RequestError if the handle is malformed or does not fit the layout, TierError if it cannot be mapped.
     """
     if handle.kind != KIND:
-        raise RequestError(f"a handle of kind {handle.kind[:40]!r}; {KIND!r} is needed", code="wrong_kind")
+        what = f"the handle is of kind {handle.kind[:40]!r}; this daemon's device tier needs {KIND!r}"
+        raise RequestError(what, code="wrong_kind")
     name, nbytes = handle.data.get("name"), handle.data.get("nbytes")
     if not isinstance(name, str) or not isinstance(nbytes, int) or nbytes <= 0:
-        raise RequestError("the handle names no shared memory: name and nbytes are needed", code="bad_value")
-    segment = Segment(name, nbytes, create=False)
+        raise RequestError("the handle names no shared memory: it needs a name and nbytes above 0", code="bad_value")
+    segment = SharedSegment(name, nbytes, create=False)
     try:
         return segment, locate(layout, handle.data.get("arrays"), [Region(segment.address, segment.nbytes)])
     except RequestError:

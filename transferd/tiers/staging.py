@@ -1,12 +1,11 @@
 """Staging: the only memory that storage I/O touches. Bounded, leased, and empty at close.
 
-A rank's staging is one region cut into slots; a slot holds one packed block and its footer. The pool
-is a sum of named consumers, each with slots of its own, so a read never waits for a slot that a write
-holds. A chunk takes at most half of its consumer's slots: while one chunk is in I/O, the next one
-can be filled.
+A rank's staging is one region cut into slots. A slot holds one packed block and its footer. Each consumer has
+slots of its own, so a read never waits for a slot that a write holds. A chunk takes at most half of its consumer's
+slots, so the next chunk can be filled while one is in I/O.
 
-A lease belongs to whatever moves bytes in its slots, not to whoever waits for the result: it is
-released when the copy or the transfer has really ended, which may be long after its waiter left.
+A lease belongs to the operation that moves bytes in its slots, not to the caller that waits for the result. It is
+released when the copy or transfer has really ended, which may be long after the caller stopped waiting.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from transferd.errors import ConfigError, InvariantError
 from transferd.tiers.pinned import HostRegion
 from transferd.tiers.pinning import MEMORY_LOCK, Pinning
 
-SLOT_ALIGNMENT = 4096  # bytes: what direct I/O and RDMA registration like
+SLOT_ALIGNMENT = 4096  # bytes: direct I/O needs it, and RDMA registration prefers it
 CONSUMERS = ("read", "write")
-CHUNK_BYTES = 8 * 1024**2  # large enough that a chunk's fixed costs vanish, small enough to overlap
+CHUNK_BYTES = 8 * 1024**2  # large enough to make a chunk's fixed cost negligible, small enough to overlap
 
 
 class Lease:
-    """Slots that are yours until `release`. Releasing twice is nothing."""
+    """Slots that the holder owns until `release`. Releasing twice does nothing."""
 
     def __init__(self, share: _Share, slots: tuple[int, ...], holder: str) -> None:
         self.slots = slots
@@ -49,7 +48,7 @@ class Lease:
 
 @dataclass(slots=True, eq=False)
 class _Share:
-    """One consumer's slots. Waiters are served in order; a later small one does not overtake."""
+    """One consumer's slots. Serves waiters in order; a small request does not overtake a large one."""
 
     total: int
     free: list[int]
@@ -83,11 +82,11 @@ class _Share:
 
 
 def slots_in(nbytes: int, object_bytes: int, consumers: Sequence[str] = CONSUMERS, key: str = "host.staging") -> int:
-    """How many objects staging of that size holds. Raises ConfigError naming `key` for less than one a consumer."""
+    """How many objects fit into `nbytes`. Raises ConfigError that names `key` if that is less than one per consumer."""
     slot_bytes = align(object_bytes, SLOT_ALIGNMENT)
     slots = nbytes // slot_bytes
     if slots < len(consumers):
-        what = f"must be at least {slot_bytes * len(consumers)} bytes, one block for each of {', '.join(consumers)}"
+        what = f"must be at least {slot_bytes * len(consumers)} bytes: one block each for {', '.join(consumers)}"
         raise ConfigError(key, what, nbytes)
     return slots
 
@@ -95,10 +94,10 @@ def slots_in(nbytes: int, object_bytes: int, consumers: Sequence[str] = CONSUMER
 class Staging:
     """One rank's staging memory. Owns the region.
 
-    object_bytes: what a slot holds, block and footer. offsets: where each segment of the block begins in it;
-    packed order if None. packed: the slots' geometry for copy plans, relative to memory.address.
+    object_bytes: the content of a slot, block and footer. offsets: the start of each segment in it; None: packed
+    order. packed: the slots' geometry for copy plans, relative to memory.address.
 
-    Raises ConfigError naming `key` when not every consumer gets a slot.
+    Raises ConfigError that names `key` if there is not a slot for every consumer.
     """
 
     def __init__(
@@ -127,20 +126,20 @@ class Staging:
         assert first == slots
 
     def chunk_slots(self, consumer: str) -> int:
-        """How many blocks a chunk of this consumer should have: two chunks fit, each about CHUNK_BYTES."""
+        """How many blocks a chunk of this consumer should have: at most CHUNK_BYTES, and two chunks must fit."""
         return max(1, min(self._shares[consumer].total // 2, CHUNK_BYTES // self._slot_bytes))
 
     def try_acquire(self, consumer: str, count: int, holder: str) -> Lease | None:
-        """A lease if one can be had without waiting and without overtaking."""
+        """A lease, if one is available without waiting and without overtaking; otherwise None."""
         share = self._shares[consumer]
         if share.waiters or count > len(share.free):
             return None
         return share.grant(count, holder)
 
     async def acquire(self, consumer: str, count: int, holder: str) -> Lease:
-        """Wait in line for `count` slots. Cancelling gives back what was granted meanwhile.
+        """Queue for `count` slots. If cancelled, releases slots that were granted meanwhile.
 
-        Raises InvariantError when the consumer has fewer slots than that.
+        Raises InvariantError if the consumer has fewer slots in total.
         """
         share = self._shares[consumer]
         if count > share.total:
@@ -156,7 +155,7 @@ class Staging:
             if future.done() and not future.cancelled():
                 future.result().release()
             else:
-                share.serve()  # the one behind may fit now
+                share.serve()  # the next waiter may fit now
             raise
 
     def views(self, lease: Lease) -> list[memoryview]:
@@ -169,10 +168,10 @@ class Staging:
         return self.memory.view[start : start + nbytes]
 
     def close(self) -> None:
-        """Free the memory. Raises InvariantError naming the holders if a lease is out; then nothing is freed."""
+        """Free the memory. Raises InvariantError that names the holders of open leases; then nothing is freed."""
         out = [lease for share in self._shares.values() for lease in share.leases]
         if out:
-            raise InvariantError(f"staging is closed with leases out: {out}")
+            raise InvariantError(f"staging cannot be closed while leases are held: {out}")
         self.memory.close()
 
     def statistics(self) -> dict[str, Any]:

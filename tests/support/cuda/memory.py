@@ -10,7 +10,7 @@ from typing import Literal
 
 from transferd.blocks.layout.base import align
 from transferd.errors import TierError
-from transferd.tiers.segment import DIRECTORY, PREFIX, Segment
+from transferd.tiers.segment import DIRECTORY, PREFIX, SharedSegment
 
 _numbers = itertools.count()
 POISON = 0xDB  # what fresh device memory holds: nobody may rely on zeros
@@ -25,7 +25,7 @@ class Allocation:
     start: int
     nbytes: int
     name: str = ""
-    segment: Segment | None = None
+    segment: SharedSegment | None = None
 
     def close(self) -> None:
         """Give its shared memory back. Idempotent."""
@@ -65,7 +65,7 @@ class Memory:
         """None when there is no room."""
         if nbytes <= 0 or self.used + nbytes > self.capacity:
             return None
-        segment = Segment(f"{PREFIX}fake-gpu.{os.getpid()}.{next(_numbers)}", align(nbytes) + GUARD, create=True)
+        segment = SharedSegment(f"{PREFIX}fake-gpu.{os.getpid()}.{next(_numbers)}", align(nbytes) + GUARD, create=True)
         made = Allocation("device", segment.address, nbytes, segment.name, segment)
         view = memoryview(segment.buffer)
         view[:] = bytes([POISON]) * len(view)
@@ -84,7 +84,7 @@ class Memory:
         if not name.startswith(PREFIX) or not _lives(name):
             raise TierError(f"there is no {name}")
         nbytes = (DIRECTORY / name).stat().st_size
-        segment = Segment(name, nbytes, create=False)
+        segment = SharedSegment(name, nbytes, create=False)
         opened = Allocation("mapped", segment.address, nbytes - GUARD, name, segment)
         self.opened[opened.start] = opened
         return opened

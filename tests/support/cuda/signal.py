@@ -7,7 +7,7 @@ import os
 
 import numpy as np
 
-from transferd.tiers.segment import PREFIX, Segment
+from transferd.tiers.segment import PREFIX, SharedSegment
 
 _numbers = itertools.count()
 
@@ -20,10 +20,10 @@ class Signal:
 
     def __init__(self, *, shared: bool = False, name: str = "") -> None:
         self.foreign = shared  # somebody else may move it on
-        self._segment: Segment | None = None
+        self._segment: SharedSegment | None = None
         if shared:
             own = name or f"{PREFIX}fake-event.{os.getpid()}.{next(_numbers)}"
-            self._segment = Segment(own, 4096, create=not name)
+            self._segment = SharedSegment(own, 4096, create=not name)
             self._counters = np.frombuffer(self._segment.buffer, dtype=np.int64, count=2)
         else:
             self._counters = np.zeros(2, dtype=np.int64)
