@@ -176,6 +176,29 @@ async def test_clearing_frees_the_memory_and_restoring_makes_it_anew_and_empty(s
         assert (report["ready"], report["generation"], report["cache"]["missing"]) == (True, "G2", [])
 
 
+async def test_an_engine_that_slept_finds_what_it_stored_under_the_same_weights(start: Start, endpoint: str) -> None:
+    await start()
+    async with Client(endpoint) as client:
+        caches = await attach(client)
+        for cache in caches:
+            paint(cache, 7)
+        assert (await client.submit(write("w", ["k1"], [0]))).status == Status.OK
+        await client.clear_cache()
+        with pytest.raises(RequestError, match="'G1' ended"):
+            await client.restore_cache("G1")
+        await client.restore_cache("G1", same_weights=True)
+        await client.wait_ready(5)
+        caches = await attach(client)
+        assert (await client.submit(read("r", ["k1"], [3]))).block_ids == [3]
+        for cache in caches:
+            assert {
+                int(c) for layers in cache.values() for array in layers for c in array[3].view(np.uint8).ravel()
+            } == {7}
+        await client.clear_cache()
+        with pytest.raises(RequestError, match="'G1' ended"):
+            await client.restore_cache("G1")  # it is closed again
+
+
 async def test_blocks_of_the_generation_that_was_cleared_can_never_be_read(start: Start, endpoint: str) -> None:
     await start()
     async with Client(endpoint) as client:
