@@ -269,9 +269,9 @@ class Dispatcher:
         )
         record.claim = self._hazards.enter(record, prepared.footprint, prepared.arguments)
         self._records[task.task_id] = record
-        self._lanes.enter(record)
         self._recorder.admitted(task.task_id, ADMITTED[prepared.lane], prepared.blocks, event.client)
         self._set_alarm(record.deadline, record)
+        self._lanes.enter(record)
         if not record.claim.blockers:
             self._lanes.ready(record)
             self._start_ready()

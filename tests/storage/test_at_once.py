@@ -1,0 +1,102 @@
+"""What a store in memory answers at once, and what it must not begin before somebody waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from transferd.config import from_tree
+from transferd.errors import Closed, InvariantError
+from transferd.runtime.aio import answered, at_once
+from transferd.storage.base import EXISTS, FOUND, STORED, Blob
+from transferd.storage.lru import Use
+from transferd.storage.memory import MemoryStorage
+from transferd.tiers.base import INLINE_BYTES
+from transferd.workers.context import Background
+
+
+@pytest.fixture
+async def storage() -> AsyncIterator[MemoryStorage]:
+    opened = MemoryStorage(from_tree({"storage": {"backend": "memory", "memory": {"capacity": "2MiB"}}}))
+    await opened.open()
+    yield opened
+    await opened.close()
+
+
+def blob(name: str, content: bytes) -> Blob:
+    return Blob(name, memoryview(bytearray(content)))
+
+
+async def test_a_look_up_and_a_small_put_are_done_at_once(storage: MemoryStorage) -> None:
+    sent = blob("a", b"before")
+    putting = storage.put([sent, blob("b", b"b")])
+    assert isinstance(putting, asyncio.Future)
+    assert putting.result() == [STORED, STORED]
+    sent.data[:] = b"after!"  # the buffer is the caller's again
+    asked = storage.look_up(["a", "c"], Use())
+    assert asked.result() == [True, False]
+    again = storage.put([blob("a", b"before")])
+    assert isinstance(again, asyncio.Future)
+    assert again.result() == [EXISTS]
+    got = blob("a", bytes(6))
+    assert await storage.get([got]) == [FOUND]
+    assert bytes(got.data) == b"before"
+
+
+async def test_a_large_put_begins_when_it_is_awaited(storage: MemoryStorage) -> None:
+    """Else a caller that is cancelled before would leave a thread at work on its buffer."""
+    putting = storage.put([blob("a", bytes(INLINE_BYTES + 1))])
+    assert asyncio.iscoroutine(putting)
+    await asyncio.sleep(0)
+    assert not storage.holds("a")
+    assert await putting == [STORED]
+
+
+async def test_a_small_put_waits_for_what_is_under_way_on_its_name(storage: MemoryStorage) -> None:
+    first = asyncio.ensure_future(storage.put([blob("a", bytes(INLINE_BYTES + 1))]))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # its thread has the name
+    second = storage.put([blob("a", b"short"), blob("b", b"b")])
+    assert not isinstance(second, asyncio.Future)
+    assert await second == [STORED, STORED]  # of another length, so the first was no object of this name
+    assert await first == [STORED]
+    got = blob("a", bytes(5))
+    assert await storage.get([got]) == [FOUND]
+    assert bytes(got.data) == b"short"
+
+
+async def test_a_closed_store_says_so_when_it_is_awaited() -> None:
+    storage = MemoryStorage(from_tree({"storage": {"backend": "memory"}}))
+    await storage.close()
+    putting = storage.put([blob("a", b"a")])
+    with pytest.raises(Closed):
+        await putting
+
+
+async def test_what_is_answered_needs_no_task_and_all_else_is_kept_until_it_ends() -> None:
+    background, gate = Background(), asyncio.Event()
+
+    async def waits() -> str:
+        await gate.wait()
+        return "late"
+
+    there = answered("there")
+    assert background.begin(there) is there
+    assert len(background) == 0
+    begun: asyncio.Future[Any] = background.begin(waits())
+    assert len(background) == 1
+    gate.set()
+    await background.settled()
+    assert begun.result() == "late"
+
+
+async def test_a_coroutine_that_waits_is_not_done_at_once() -> None:
+    async def adds(one: int, other: int) -> int:
+        return one + other
+
+    assert at_once(adds(1, 2)) == 3
+    with pytest.raises(InvariantError, match="was not to wait"):
+        at_once(asyncio.sleep(0))
