@@ -75,8 +75,8 @@ MUTANTS = (
     Mutant(
         "the result of the last rank is lost",
         "tasks.py",
-        "        for o in sorted(outcomes, key=lambda o: o.rank)\n    ]\n    # Ranks that",
-        "        for o in sorted(outcomes, key=lambda o: o.rank)[: max(1, len(outcomes) - 1)]\n    ]\n    # Ranks that",
+        "        for o in sorted(outcomes, key=lambda o: o.rank)\n    ]\n    # If all",
+        "        for o in sorted(outcomes, key=lambda o: o.rank)[: max(1, len(outcomes) - 1)]\n    ]\n    # If all",
     ),
     Mutant(
         "a read is merged by the longest prefix",
