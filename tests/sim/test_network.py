@@ -88,7 +88,7 @@ async def test_it_works_on_real_loops_too() -> None:
     assert heard == [b"1", b"2"]
 
 
-def test_without_on_writable_messages_wait_for_the_daemon() -> None:
+def test_messages_wait_for_the_daemon() -> None:
     async def program(wire: Wire) -> None:
         wire.client.start(lambda _: None)
         assert wire.client.send(b"\x01")
@@ -102,25 +102,18 @@ def test_without_on_writable_messages_wait_for_the_daemon() -> None:
     run(program)
 
 
-def test_with_on_writable_messages_are_refused_until_it_is_called() -> None:
+def test_what_is_not_taken_is_refused_and_counted_at_either_end() -> None:
     async def program(wire: Wire) -> None:
-        writable: list[float] = []
-        wire.client.start(lambda _: None, lambda: writable.append(wire.loop.time() - START))
-        assert not wire.client.send(b"\x01")
-        await asyncio.sleep(5)
-        assert writable == []
-        wire.start_server()
-        assert writable == [], "never inside another call"
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert writable == [5]
-        assert wire.client.send(b"\x02")
-        wire.network.cut("engine")
-        assert not wire.client.send(b"\x03")
-        wire.network.mend("engine")
-        wire.client.close()
+        server, client = wire.both_up()
+        wire.network.faults = NetworkFaults(refuse=1.0)
+        assert not client.send(b"\x01")
+        assert not server.send(b"engine/1", b"\x02")
+        assert (wire.network.refused, set(wire.network.refused_at)) == (2, {b"engine/1"})
+        wire.network.faults = NetworkFaults()
+        assert client.send(b"\x03")
+        assert server.send(b"engine/1", b"\x04")
         await asyncio.sleep(1)
-        assert writable == [5], "nor after close"
+        assert (wire.heard, wire.at_client) == ([3], [4])
 
     run(program)
 

@@ -7,6 +7,7 @@ import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Self
 
 from tests.support import native
 
@@ -36,8 +37,18 @@ class FaultPage:
     """Owns the page; `prefix` puts a command under it. The process may outlive the object."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
         path.write_bytes(bytes(ctypes.sizeof(_Plan)))
+        self._map(path)
+
+    @classmethod
+    def mapped(cls, path: Path) -> Self:
+        """A page that is there."""
+        page = cls.__new__(cls)
+        page._map(path)
+        return page
+
+    def _map(self, path: Path) -> None:
+        self._path = path
         with path.open("r+b") as file:
             self._plan = _Plan.from_buffer(mmap.mmap(file.fileno(), ctypes.sizeof(_Plan)))
 

@@ -146,9 +146,11 @@ class SimEngine:
             self.world.network.mend(link)
 
     def _cut(self) -> float:
-        """When answers were last lost on their way. One that the daemon lost is noticed with the next Hello."""
+        """When messages were last lost on their way. One that was not taken is noticed with the next Hello."""
         mine = f"{self.link}/".encode()
-        lost = [at for peer, at in self.world.effects.lost.items() if peer.startswith(mine)]
+        world = self.world
+        told = [*world.effects.lost.items(), *world.network.refused_at.items()]
+        lost = [at for peer, at in told if peer.startswith(mine)]
         return max(self.cut_at, *(at + HELLO_S for at in lost), -1.0)
 
     async def leave(self) -> None:

@@ -87,15 +87,17 @@ class ThreadFaults:
 
 @dataclass(frozen=True, slots=True)
 class NetworkFaults:
-    """Of a connection that breaks. lose: of each message on its way, that it and all behind it are lost.
+    """refuse: of each message that either end sends, that it is not taken (EAGAIN: the other end does not read).
 
-    duplicate: of each of the last few messages that had arrived, that the client sends it again on its
-    next connection (it cannot know better).
+    Of a connection that breaks. lose: of each message on its way, that it and all behind it are lost. duplicate: of
+    each of the last few messages that had arrived, that the client sends it again on its next connection (it cannot
+    know better).
     """
 
     latency: Latency = NOW
     lose: float = 0.0
     duplicate: float = 0.0
+    refuse: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

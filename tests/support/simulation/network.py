@@ -2,8 +2,9 @@
 
 What holds of ZeroMQ holds here. Messages of one connection arrive in the order sent; a connection
 that breaks loses the tail of what was in it; the next one has another name at the daemon, so an
-answer to the old name goes nowhere. A client that gave `on_writable` is refused while nobody is
-connected and told when it may try again; for one that did not, messages wait for the connection.
+answer to the old name goes nowhere. What a client sends while nobody is connected waits for the
+connection, up to a bound; past it, and when a peer does not read, `send` takes nothing (EAGAIN).
+The real transports pass the same suite: tests/wire/test_transport_contract.py.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from tests.support.simulation.faults import NetworkFaults, note
 from transferd.errors import Closed, ConfigError
 
+SEND_HWM = 1024  # messages that wait for a daemon that is not there, or for a peer that does not read
 REMEMBERED = 8  # messages of a connection that may be sent again on the next one
 ENDPOINT = "sim://daemon"
 
@@ -32,7 +34,19 @@ class _Pipe:
         self._last_arrival = 0.0
         self.arrived: deque[bytes] = deque(maxlen=REMEMBERED)
 
-    def send(self, payload: bytes) -> None:
+    def send(self, payload: bytes) -> bool:
+        """False: too much is on its way, or the other end does not read."""
+        network = self._network
+        refuse = network.faults.refuse
+        if len(self._on_the_way) >= SEND_HWM or (refuse and network.rng.random() < refuse):
+            network.refused += 1
+            note(f"{self._label}: not taken")
+            return False
+        self.put(payload)
+        return True
+
+    def put(self, payload: bytes) -> None:
+        """What was taken before: it goes."""
         loop, network = asyncio.get_running_loop(), self._network
         # Never before the message ahead; those due together each deliver the head of the line.
         due = max(self._last_arrival, loop.time() + network.faults.latency.draw(network.rng))
@@ -74,7 +88,8 @@ class _Connection:
 class SimNetwork:
     """Connects clients to one daemon at a time. `server()` and `client(name)` make the transports.
 
-    faults: the plan, may be replaced at any time. lost, duplicated: messages so far.
+    faults: the plan, may be replaced at any time. lost, duplicated, refused: messages so far. refused_at: when one
+    for this connection, or of it, was refused last.
     """
 
     def __init__(self, *, faults: NetworkFaults | None = None, rng: random.Random | None = None) -> None:
@@ -82,6 +97,8 @@ class SimNetwork:
         self.rng = rng or random.Random(0)
         self.lost = 0
         self.duplicated = 0
+        self.refused = 0
+        self.refused_at: dict[bytes, float] = {}
         self._server: SimServerTransport | None = None
         self._clients: dict[str, SimClientTransport] = {}
         self._connections: dict[bytes, _Connection] = {}  # standing ones, by the daemon's name for them
@@ -152,8 +169,15 @@ class SimNetwork:
         connection = self._connections.get(peer)
         if connection is None:
             return False
-        connection.inward.send(payload)
-        return True
+        return self._taken(connection, connection.inward.send(payload))
+
+    def to_daemon(self, connection: _Connection, payload: bytes) -> bool:
+        return self._taken(connection, connection.outward.send(payload))
+
+    def _taken(self, connection: _Connection, taken: bool) -> bool:
+        if not taken:
+            self.refused_at[connection.peer] = asyncio.get_running_loop().time()
+        return taken
 
     def to_server(self, peer: bytes, payload: bytes) -> None:
         if self._server is not None:
@@ -241,26 +265,23 @@ class SimClientTransport:
         self.again: deque[bytes] = deque()
         self._network = network
         self._on_message: Callable[[bytes], None] | None = None
-        self._on_writable: Callable[[], None] | None = None
 
-    def start(self, on_message: Callable[[bytes], None], on_writable: Callable[[], None] | None = None) -> None:
+    def start(self, on_message: Callable[[bytes], None]) -> None:
         self._on_message = on_message
-        self._on_writable = on_writable
         self._network.join(self)
 
     def send(self, payload: bytes) -> bool:
         if self._on_message is None:
             raise Closed("the client is closed")
         if self.connection is not None:
-            self.connection.outward.send(payload)
-        elif self._on_writable is not None:
+            return self._network.to_daemon(self.connection, payload)
+        if len(self.again) >= SEND_HWM:
             return False
-        else:
-            self.again.append(payload)
+        self.again.append(payload)
         return True
 
     def close(self) -> None:
-        self._on_message = self._on_writable = None
+        self._on_message = None
         self._network.leave(self)
 
     async def obstacle(self) -> str:
@@ -271,14 +292,8 @@ class SimClientTransport:
     def connected(self) -> None:
         assert self.connection is not None
         while self.again:
-            self.connection.outward.send(self.again.popleft())
-        if self._on_writable is not None:
-            asyncio.get_running_loop().call_soon(self._tell_writable)
+            self.connection.outward.put(self.again.popleft())
 
     def received(self, payload: bytes) -> None:
         if self._on_message is not None:
             self._on_message(payload)
-
-    def _tell_writable(self) -> None:
-        if self._on_writable is not None:
-            self._on_writable()

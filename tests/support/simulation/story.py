@@ -202,8 +202,7 @@ class Story:
             noise = chance.randbytes(chance.randrange(64))
             odd = encode_request(2, Match(["k" * 9000]))  # a message, if one that no engine would send
             sent = chance.choice((cut, b"\x01" + noise, noise, odd))
-            vandal.send(sent)
-            self.garbage += sent != odd
+            self.garbage += vandal.send(sent) and sent != odd
         await asyncio.sleep(1)
         vandal.close()
 
