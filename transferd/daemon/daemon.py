@@ -94,7 +94,15 @@ class Daemon:
         self.workers = [self._build_rank(rank, self.peers) for rank in range(config.cache.ranks)]
         self.transport = transport if transport is not None else ZmqServerTransport(config.server)
         self.clients = Clients(self.transport, self.dispatcher.boot_id, recorder=self.recorder)
-        self.reports = StatusServer(config.metrics.listen, self.stats, lambda: self.alive, lambda: self.not_ready)
+        self.listing = Listing(self)
+        self.reports = StatusServer(
+            config.metrics.listen,
+            self.stats,
+            lambda: self.alive,
+            lambda: self.not_ready,
+            tasks=self.listing.timeline,
+            explain=self.explain,
+        )
         self.events = self._build_events()
         listeners = _listeners(self.clients, self.reports, self.history, self.events, clock)
         self.coordinator = Coordinator(
@@ -186,7 +194,7 @@ class Daemon:
             ),
             stats=self.stats,
             explain=self.explain,
-            listing=Listing(self),
+            listing=self.listing,
             client_timeout=config.server.client_timeout,
             observer_rate=config.server.observer_rate,
             clock=self.clock,

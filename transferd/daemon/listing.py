@@ -52,6 +52,16 @@ class Listing:
         newest = list(recent)[-(limit - len(rows)) :] if limit > len(rows) else []
         return rows + [_ended(one, now) for one in reversed(newest)]
 
+    def timeline(self, limit: int) -> list[dict[str, Any]]:
+        """What is under way and what ended last, with `stages`: [{queue_s, copy_s, storage_s}] of each rank."""
+        now, recent = self._daemon.clock.monotonic(), self._daemon.history.recent
+        under_way = sorted(self._daemon.dispatcher.admitted, key=lambda record: record.admitted_at)[: limit // 2]
+        rows = [row | {"stages": []} for row in self._under_way(under_way)]
+        for one in list(reversed(recent))[: limit - len(rows)]:
+            stages = [{"queue_s": r.queue_s, "copy_s": r.copy_s, "storage_s": r.storage_s} for r in one.ranks]
+            rows.append(_ended(one, now) | {"stages": stages})
+        return rows
+
     def clients(self, limit: int) -> list[dict[str, Any]]:
         """At most `limit` clients, who came first first; `tasks`: those that it waits for."""
         waits: dict[str, int] = {}

@@ -43,6 +43,7 @@ class Page:
 
 
 Route = Callable[[], Page]
+Asked = Callable[[str], Page]  # with what follows the question mark
 
 
 class HttpServer:
@@ -51,9 +52,17 @@ class HttpServer:
     refused: requests and connections that were refused since the start, by reason.
     """
 
-    def __init__(self, listen: str, routes: Mapping[str, Route], *, max_connections: int = MAX_CONNECTIONS) -> None:
+    def __init__(
+        self,
+        listen: str,
+        routes: Mapping[str, Route],
+        *,
+        asked: Mapping[str, Asked] | None = None,
+        max_connections: int = MAX_CONNECTIONS,
+    ) -> None:
         self._listen = listen
         self._routes = dict(routes)
+        self._asked = dict(asked or {})
         self._max_connections = max_connections
         self._server: asyncio.Server | None = None
         self._connections: dict[_Connection, None] = {}  # oldest first
@@ -101,6 +110,8 @@ class HttpServer:
         if request.method not in (b"GET", b"HEAD"):
             return Page(b"only GET and HEAD\n", status=405, headers=(("allow", "GET, HEAD"),))
         path = request.target.partition(b"?")[0].decode("ascii", "replace")
+        if (asked := self._asked.get(path)) is not None:
+            return asked(request.target.partition(b"?")[2].decode("ascii", "replace"))
         route = self._routes.get(path)
         if route is None:
             return Page(f"not here; try {' '.join(self._routes)}\n".encode(), status=404)

@@ -5,6 +5,7 @@ Labels are bounded by construction: ranks, lanes, statuses, codes, tiers.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +13,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 
-from transferd.observability.http import MAX_CONNECTIONS, HttpServer, Page
+from transferd.observability.http import MAX_CONNECTIONS, Asked, HttpServer, Page, Route
+from transferd.observability.page import ROWS, as_json, front_page, story_page
 from transferd.observability.task_metrics import TaskMetrics
 from transferd.runtime.descriptors import spare
 from transferd.tasks import Status
@@ -201,12 +203,22 @@ def _counter(name: str, text: str, labels: list[str], values: dict[str, Any]) ->
 
 
 class StatusServer:
-    """/metrics /healthz /readyz /status.
+    """/metrics /healthz /readyz /status, and the page at / with what it polls.
 
     stats: the report. alive: the dispatcher moves or is idle. not_ready: why not, or "" when ready.
+    tasks: the newest tasks, at most so many. explain: the story of one. Without these two there is no page.
     """
 
-    def __init__(self, listen: str, stats: Stats, alive: Callable[[], bool], not_ready: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        listen: str,
+        stats: Stats,
+        alive: Callable[[], bool],
+        not_ready: Callable[[], str],
+        *,
+        tasks: Callable[[int], list[dict[str, Any]]] | None = None,
+        explain: Callable[[str], dict[str, Any]] | None = None,
+    ) -> None:
         self._stats = stats
         self._alive = alive
         self._not_ready = not_ready
@@ -215,13 +227,18 @@ class StatusServer:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a series for each series, and no use
         ProcessCollector(registry=self._registry)
         self.tasks = TaskMetrics(self._registry)
-        routes = {
+        routes: dict[str, Route] = {
             "/metrics": self._metrics,
             "/healthz": self._healthz,
             "/readyz": self._readyz,
             "/status": self._status,
         }
-        self.http = HttpServer(listen, routes, max_connections=spare(MAX_CONNECTIONS)) if listen else None
+        asked: dict[str, Asked] = {}
+        if tasks is not None and explain is not None:
+            routes["/"] = front_page
+            routes["/live"] = lambda: self._live(tasks)
+            asked["/explain"] = functools.partial(story_page, explain)
+        self.http = HttpServer(listen, routes, asked=asked, max_connections=spare(MAX_CONNECTIONS)) if listen else None
 
     def refused(self) -> dict[str, int]:
         """HTTP requests and connections that were refused, by reason."""
@@ -245,6 +262,9 @@ class StatusServer:
     def _readyz(self) -> Page:
         reason = self._not_ready()
         return Page(f"{reason}\n".encode(), status=503) if reason else Page(b"ready\n")
+
+    def _live(self, tasks: Callable[[int], list[dict[str, Any]]]) -> Page:
+        return as_json({"report": self._stats(), "not_ready": self._not_ready(), "tasks": tasks(ROWS)})
 
     def _status(self) -> Page:
         return Page(json.dumps(self._stats(), default=str).encode() + b"\n", "application/json")

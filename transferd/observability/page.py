@@ -1,0 +1,62 @@
+"""The page at `/` of the metrics port: one file that loads nothing else, and what it polls.
+
+Its own script and style are allowed by their hashes, and nothing else: what a client names can be text only.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs
+
+from transferd.errors import RequestError
+from transferd.observability.http import Page
+
+FILE = Path(__file__).with_name("page.html")
+ROWS = 300  # tasks of one look: the timeline's ten seconds of a daemon with 30 tasks a second
+
+
+@functools.cache
+def front_page() -> Page:
+    text = FILE.read_text(encoding="utf-8")
+    policy = "; ".join(
+        [
+            "default-src 'none'",
+            f"script-src {_hash(text, 'script')}",
+            f"style-src {_hash(text, 'style')}",
+            *("connect-src 'self'", "img-src data:", "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'"),
+        ]
+    )
+    headers = (
+        ("content-security-policy", policy),
+        ("x-content-type-options", "nosniff"),
+        ("referrer-policy", "no-referrer"),
+    )
+    return Page(text.encode(), "text/html; charset=utf-8", headers=headers)
+
+
+def _hash(text: str, tag: str) -> str:
+    (inside,) = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+    return f"'sha256-{base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()}'"
+
+
+def as_json(value: Any, status: int = 200) -> Page:
+    headers = (("x-content-type-options", "nosniff"),)
+    return Page(json.dumps(value, default=str).encode() + b"\n", "application/json", status, headers)
+
+
+def story_page(explain: Callable[[str], dict[str, Any]], query: str) -> Page:
+    """The story of the task in `task=…`; 404 and why not, where nothing is known of it."""
+    try:
+        task_id = parse_qs(query, max_num_fields=4).get("task", [""])[0]
+        if not task_id:
+            return Page(b"expected ?task=ID\n", status=404)
+        return as_json(explain(task_id))
+    except (RequestError, ValueError) as error:  # ValueError: more fields than that
+        return Page(f"{error}\n".encode(errors="replace"), status=404)
