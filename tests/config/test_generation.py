@@ -39,7 +39,7 @@ def test_the_first_two_parts_of_the_version_are_the_generation(tmp_path: Path, t
 def test_a_file_without_a_version_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "version.yaml"
     file.write_text(text)
-    with pytest.raises(ConfigError, match=r"storage\.version_file: has no line"):
+    with pytest.raises(ConfigError, match=r"storage\.version_file: the file has no line"):
         generation_of(file)
 
 

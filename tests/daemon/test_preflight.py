@@ -216,10 +216,10 @@ def test_sizes_are_held_against_the_memory_of_this_machine(tmp_path: Path, monke
     limit = tmp_path / "memory.max"
     limit.write_text(f"{128 * 2**20}\n")
     monkeypatch.setattr(preflight, "MEMORY_LIMIT", limit)
-    assert refusal(tree).startswith("cache.host_blocks: the daemon would take ")
+    assert refusal(tree).startswith("cache.host_blocks: the daemon needs ")
     shm = os.statvfs("/dev/shm")
     blocks = shm.f_blocks * shm.f_frsize // 131072 + 1
-    assert refusal({"cache": {"device_blocks": blocks}}).startswith("cache.device_blocks: all ranks need ")
+    assert refusal({"cache": {"device_blocks": blocks}}).startswith("cache.device_blocks: the ranks need ")
 
 
 def test_a_package_that_is_missing_is_said_before_a_master_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,4 +249,4 @@ def test_the_command_prints_sizes_that_are_still_toml_and_refuses_in_one_line(tm
     command += ["--set", f"cache.host_blocks={2**31 - 1}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=env)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert done.stderr.startswith("cache.host_blocks: the daemon would take ")
+    assert done.stderr.startswith("cache.host_blocks: the daemon needs ")

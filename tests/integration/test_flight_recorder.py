@@ -109,7 +109,7 @@ def test_the_command_tells_the_same_from_the_daemon_and_from_a_dump(daemon: Daem
 def test_an_unknown_task_or_dump_is_one_line_and_exit_1(daemon: DaemonProcess, tmp_path: Path) -> None:
     nowhere = tmp_path / "nowhere"
     for arguments, problem in (
-        (["nope", "--endpoint", daemon.endpoint], "nothing is known of task 'nope'"),
+        (["nope", "--endpoint", daemon.endpoint], "unknown task 'nope'"),
         (["w", "--dump", str(nowhere)], f"{nowhere}: cannot be read"),
         (["w", "--endpoint", f"ipc://{nowhere}", "--timeout", "0.2"], f"ipc://{nowhere}: no daemon answered"),
     ):

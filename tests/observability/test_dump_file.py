@@ -72,13 +72,13 @@ def test_text_that_is_no_unicode_does_not_cost_the_dump(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"", "not a dump"),
-        (b"hello", "not a dump"),
-        (b'{"format": "else"}\n', "not a dump"),
-        (b'{"format": "transferd-flight", "format_version": 9}\n', "format version 9, this reads 1"),
-        (b'{"format": "transferd-flight", "format_version": 1}\n{"at": 1.0}\n', "not a dump"),
-        (b'{"format": "transferd-flight", "format_version": 1}\n[]\n', "not a dump"),
-        (b"\xff\xfe", "not a dump"),
+        (b"", "not a flight recorder dump"),
+        (b"hello", "not a flight recorder dump"),
+        (b'{"format": "else"}\n', "not a flight recorder dump"),
+        (b'{"format": "transferd-flight", "format_version": 9}\n', "dump format version 9 is not supported; this transferd reads 1"),
+        (b'{"format": "transferd-flight", "format_version": 1}\n{"at": 1.0}\n', "not a flight recorder dump"),
+        (b'{"format": "transferd-flight", "format_version": 1}\n[]\n', "not a flight recorder dump"),
+        (b"\xff\xfe", "not a flight recorder dump"),
     ],
 )
 def test_what_is_no_dump_is_refused_in_one_line(tmp_path: Path, content: bytes, problem: str) -> None:
@@ -92,5 +92,5 @@ def test_what_is_no_dump_is_refused_in_one_line(tmp_path: Path, content: bytes, 
 def test_a_missing_file_and_an_empty_directory_are_named(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="nowhere: cannot be read: No such file"):
         dumps.read_dump(tmp_path / "nowhere")
-    with pytest.raises(RequestError, match="no dump is in this directory"):
+    with pytest.raises(RequestError, match="the directory contains no dump"):
         dumps.read_dump(tmp_path)

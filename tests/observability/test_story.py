@@ -64,7 +64,7 @@ def test_a_life_whose_beginning_is_forgotten_starts_with_what_is_left() -> None:
 
 
 def test_an_unknown_task_is_one_line() -> None:
-    with pytest.raises(RequestError, match=r"nothing is known of task 'a\\nb'") as refused:
+    with pytest.raises(RequestError, match=r"unknown task 'a\\nb'") as refused:
         task_story("a\nb", [], wall=0.0, monotonic=0.0)
     assert refused.value.reason == "unknown_task"
     assert "\n" not in str(refused.value)

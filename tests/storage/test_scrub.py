@@ -246,7 +246,7 @@ def test_what_is_not_sealed_is_counted_and_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_scrub_needs_a_backend_that_can_list_its_objects() -> None:
-    with pytest.raises(ConfigError, match=r"storage.scrub_rate: needs a backend that can list its objects.*memory"):
+    with pytest.raises(ConfigError, match=r"storage.scrub_rate: requires a backend that can list its objects.*memory"):
         from_tree({"storage": {"backend": "memory", "scrub_rate": "1MiB"}})
 
 

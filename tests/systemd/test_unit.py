@@ -224,7 +224,7 @@ def test_sigusr1_dumps_the_flight_recorder_into_the_state_directory(daemon: Inst
     assert dump.stat().st_mode & 0o777 == 0o640
     told = daemon.run("transferd", "explain", "nobody", "--dump", "/var/lib/transferd/flight", check=False)
     assert (told.returncode, told.stdout) == (1, "")
-    assert told.stderr.splitlines()[-1].startswith("nothing is known of task 'nobody'")
+    assert told.stderr.splitlines()[-1].startswith("unknown task 'nobody'")
 
 
 def test_lists_of_users_need_the_drop_in_that_shows_users_and_work_with_it(installed: Installed) -> None:

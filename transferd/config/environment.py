@@ -1,8 +1,8 @@
-"""Variables of FastDeploy, Mooncake and AttentionStore: read once, here, where the configuration is made.
+"""Environment variables of FastDeploy, Mooncake and AttentionStore: read once, when the configuration is loaded.
 
-They fill what the configuration leaves open; every key of ours counts before them. Mooncake's and AttentionStore's are
-read where that storage is configured, so that a variable meant for something else is no error. For each of Mooncake's
-settings the first of these counts:
+They set keys that the configuration leaves open; transferd's own keys take precedence. Variables of Mooncake and
+AttentionStore are read only if that storage is configured, so that unrelated variables cause no error. For each of
+Mooncake's settings the first of these applies:
 
 1. the key in [storage.mooncake] (file, TRANSFERD_STORAGE__MOONCAKE__…, --set);
 2. the JSON file at MOONCAKE_CONFIG_PATH; when it is named, the variables below are not looked at;
@@ -44,9 +44,9 @@ _OTHER_NAMES = {
 
 
 def fold(tree: dict[str, Any], env: Mapping[str, str]) -> None:
-    """Set in `tree` what these variables say and the tree does not. Raises ConfigError naming the variable.
+    """Set keys that are absent from `tree` and set by these variables. Raises ConfigError naming the variable.
 
-    A section that is no table is left for the conversion to report.
+    `from_tree` reports a section that is not a table.
     """
     for name, key in FASTDEPLOY_VARIABLES.items():
         if env.get(name):
@@ -185,12 +185,12 @@ def _mooncake_value(name: str, value: Any, source: str) -> Any:
 
 
 def read_text(path: str | os.PathLike[str], most: int) -> str:
-    """A regular file of at most so many bytes. Raises OSError, and ValueError for anything else; never waits."""
+    """Read a regular file of at most `most` bytes. Raises OSError, or ValueError for anything else; never blocks."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError("it is not a regular file")
+            raise ValueError("not a regular file")
         data = file.read(most + 1)
     if len(data) > most:
-        raise ValueError(f"it has more than {most} bytes")
+        raise ValueError(f"larger than {most} bytes")
     return data.decode("utf-8")

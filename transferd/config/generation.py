@@ -1,4 +1,4 @@
-"""Which weight version stored blocks belong to, where a file beside the model says so.
+"""The weight version of stored blocks, read from a file beside the model.
 
 FastDeploy's reinforcement-learning loop writes `version.yaml` into the model's directory and names its
 stored blocks after the first two dash-separated parts of the field `version`:
@@ -35,7 +35,7 @@ def generation_of(path: str | Path) -> str:
     match = _FIELD.search(text.replace("\r\n", "\n"))
     version = next((group for group in match.groups() if group), "").strip() if match else ""
     if not version or not version.isprintable():
-        raise ConfigError("storage.version_file", "has no line 'version: …'", str(path))
+        raise ConfigError("storage.version_file", "the file has no line 'version: …'", str(path))
     return generation_named(version)
 
 

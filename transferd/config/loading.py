@@ -1,4 +1,4 @@
-"""From four sources to one checked value; every mistake becomes one line that names key and value."""
+"""Merges the four sources into one checked value. Every mistake becomes one line that names key and value."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ENV_PREFIX = "TRANSFERD_"
 
 LONGEST_FILE = 256 * 1024  # bytes
 MOST_DOTS = 64  # in a line: the parser's time for a key grows with the square of its dots
-MOST_BYTES = 2**60  # what is more fits no counter of the kernel or of libzmq
+MOST_BYTES = 2**60  # larger sizes do not fit the counters of the kernel and libzmq
 
 
 def load(
@@ -31,7 +31,7 @@ def load(
 ) -> Config:
     """Read, merge, convert and check the configuration.
 
-    Variables of FastDeploy, Mooncake and AttentionStore count before the defaults and after everything else.
+    Variables of FastDeploy, Mooncake and AttentionStore override only the defaults.
 
     overrides: `section.key=value` texts, the value as TOML where it parses as TOML, else as text.
     env: the environment to read TRANSFERD_SECTION__KEY from; default os.environ.

@@ -9,7 +9,7 @@ import re
 from transferd.config.sections import Config, EventsSection, PeerSection, ServerSection
 from transferd.errors import ConfigError
 
-# Clients say Hello once a second (client/heartbeat.py): one that is late, or was lost, must not look like an end.
+# Clients send Hello once a second (client/heartbeat.py): one late or lost Hello must not end a client.
 LEAST_CLIENT_TIMEOUT_S = 2.5
 MOST_MESSAGE = 1024**3  # the transport takes twice as much before it cuts a connection, and counts in 31 bits
 _PORT = re.compile(r".+:(\d{1,5})")
@@ -19,9 +19,9 @@ def check(config: Config) -> None:
     """The rules that join several keys. Raises ConfigError naming the one to change."""
     cache = config.cache
     if len(cache.device_of_rank) != cache.ranks:
-        raise ConfigError("cache.devices", f"needs one device index per rank, {cache.ranks} of them", cache.devices)
+        raise ConfigError("cache.devices", f"must have one device index per rank ({cache.ranks} ranks)", cache.devices)
     if cache.mtp_blocks is not None and not cache.mtp_layers:
-        raise ConfigError("cache.mtp_blocks", "has a meaning only with cache.mtp_layers", cache.mtp_blocks)
+        raise ConfigError("cache.mtp_blocks", "requires cache.mtp_layers", cache.mtp_blocks)
     if cache.mtp_blocks is not None and cache.mtp_blocks < cache.device_blocks:
         # A block id names the same block in every layer, so an MTP layer has at least the main layers' blocks.
         raise ConfigError(
@@ -35,14 +35,14 @@ def check(config: Config) -> None:
         _check_event_endpoints(f"storage.attention_store.peers.{name}", peer)
     if config.storage.version_file and config.storage.generation:
         raise ConfigError(
-            "storage.generation", "is read from storage.version_file, which is set, too", config.storage.generation
+            "storage.generation", "conflicts with storage.version_file; set only one of them", config.storage.generation
         )
     if config.storage.scrub_rate and config.storage.backend in ("memory", "mooncake", "attention_store", "none"):
-        what = f"needs a backend that can list its objects, and {config.storage.backend} cannot"
+        what = f"requires a backend that can list its objects; {config.storage.backend} cannot"
         raise ConfigError("storage.scrub_rate", what, str(config.storage.scrub_rate))
     listen = config.metrics.listen
     if listen and not _has_port(listen):
-        raise ConfigError("metrics.listen", "expected host:port or nothing", listen)
+        raise ConfigError("metrics.listen", 'expected host:port, or "" to turn it off', listen)
     if not _has_port(config.pd.listen):
         raise ConfigError("pd.listen", "expected host:port", config.pd.listen)
 
@@ -54,7 +54,7 @@ def _has_port(address: str) -> bool:
 
 def _check_events(events: EventsSection) -> None:
     if events.replay_endpoint and not events.endpoint:
-        raise ConfigError("events.replay_endpoint", "needs events.endpoint", events.replay_endpoint)
+        raise ConfigError("events.replay_endpoint", "requires events.endpoint", events.replay_endpoint)
     _check_event_endpoints("events", events)
 
 
@@ -74,7 +74,7 @@ def _check_server(server: ServerSection) -> None:
     if not server.endpoints:
         raise ConfigError("server.endpoint", "needs at least one endpoint", server.endpoint)
     if server.client_timeout < LEAST_CLIENT_TIMEOUT_S:
-        what = f"must be at least {LEAST_CLIENT_TIMEOUT_S:g}: clients say once a second that they are there"
+        what = f"must be at least {LEAST_CLIENT_TIMEOUT_S:g}: clients send a heartbeat once a second"
         raise ConfigError("server.client_timeout", what, server.client_timeout)
     if server.max_message > MOST_MESSAGE:
         raise ConfigError("server.max_message", f"must be at most {MOST_MESSAGE} (1GiB)", str(server.max_message))
@@ -84,7 +84,8 @@ def _check_server(server: ServerSection) -> None:
             _check_endpoint(f"server.{key}", endpoint, server.curve is not None)
             if endpoint.startswith("tcp://") and (server.allowed_uids or server.observer_uids):
                 uids = "server.allowed_uids" if server.allowed_uids else "server.observer_uids"
-                raise ConfigError(f"server.{key}", f"nobody has a uid at the other end of tcp://, and {uids} is set")
+                what = f"peer uids are not available on tcp://; remove {uids} or use ipc://"
+                raise ConfigError(f"server.{key}", what, endpoint)
     for key in ("socket_mode", "observer_mode"):
         mode = getattr(server, key)
         if not re.fullmatch(r"0?[0-7]{3}", mode):
@@ -96,13 +97,13 @@ def _check_endpoint(key: str, endpoint: str, curve: bool) -> None:
     if scheme == "ipc" and address:
         # sockaddr_un holds 108 bytes with its terminator; libzmq's own message does not name the path.
         if len(os.fsencode(address)) > 107:
-            raise ConfigError(key, "is longer than a unix socket path may be (107 bytes)", endpoint)
+            raise ConfigError(key, "the path is too long for a unix socket (limit 107 bytes)", endpoint)
         return
     if scheme == "tcp" and (_has_port(address) or re.fullmatch(r".+:\*", address)):
         host = address.rpartition(":")[0].strip("[]")
         if curve or _is_loopback(host):
             return
-        raise ConfigError(key, "tcp:// beyond loopback needs [server.curve]", endpoint)
+        raise ConfigError(key, "tcp:// beyond loopback requires [server.curve]", endpoint)
     raise ConfigError(key, "expected ipc://PATH or tcp://HOST:PORT", endpoint)
 
 

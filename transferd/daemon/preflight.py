@@ -1,8 +1,8 @@
-"""What a configuration comes to, and whether this machine can run it: asked before anything is opened.
+"""Checks before anything is opened: what a configuration means, and whether this machine can run it.
 
-`build` works out what follows from the configuration alone. `examine` looks at this machine. Neither allocates,
-listens, writes or waits. `transferd check-config` and the daemon's start call both, so what the one accepts the other
-starts with, as far as a look can tell: a directory or port that somebody else takes meanwhile only the start can see.
+`build` derives everything that follows from the configuration alone. `examine` checks this machine. Neither
+allocates, listens, writes or waits. `transferd check-config` and the daemon's start call both, so they accept the
+same configurations; only the start can notice a directory or port that another process takes in between.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def build(config: Config, clock: Clock = SYSTEM_CLOCK, storage: Storage | None =
     """
     layout = build_layout(config.cache)
     if layout.block_bytes > MOST_BLOCK_BYTES:
-        problem = f"one block of one rank would have {layout.block_bytes} bytes; at most {Size(MOST_BLOCK_BYTES)} work"
+        problem = f"one block of one rank has {layout.block_bytes} bytes, the limit is {Size(MOST_BLOCK_BYTES)}"
         raise ConfigError("cache.layers", problem, config.cache.layers)
     check_device(config)
     objects = object_format(config.storage, layout)
@@ -182,7 +182,7 @@ def _examine_memory(config: Config, sizes: Sizes) -> None:
     if sizes.shared:
         there = os.statvfs(SHARED_MEMORY)
         if sizes.shared > (room := there.f_blocks * there.f_frsize):
-            problem = f"all ranks need {sizes.shared} bytes of shared memory, and {SHARED_MEMORY} has {room}"
+            problem = f"the ranks need {sizes.shared} bytes of shared memory, but {SHARED_MEMORY} has only {room}"
             raise ConfigError("cache.device_blocks", problem, cache.device_blocks)
     if sizes.memory > (memory := _memory()):
         values = {
@@ -193,7 +193,7 @@ def _examine_memory(config: Config, sizes: Sizes) -> None:
         }
         key = max(values, key=lambda name: values[name][0])
         problem = (
-            f"the daemon would take {sizes.memory} bytes, {values[key][0]} of them for this, and there are {memory}"
+            f"the daemon needs {sizes.memory} bytes, {values[key][0]} of them for this, but only {memory} are available"
         )
         raise ConfigError(key, problem, values[key][1])
 

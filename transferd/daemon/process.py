@@ -1,11 +1,10 @@
 """A daemon as a process: from its configuration to its exit code.
 
-start     the limit of descriptors is raised, shared memory of dead owners goes, the parts are opened; a signal may
-          come before that is done
-serve     tell the supervisor, feed its watchdog, wait for a signal
-end       stop within the budget, whatever happened before and whatever does not end
+start     raise the descriptor limit, remove shared memory of dead owners, open the parts; a signal may come meanwhile
+serve     notify the supervisor, feed its watchdog, wait for a signal
+end       stop within the budget, whatever happened before and whatever hangs
 
-Signals are in signals.py, what the supervisor is told in systemd.py, dumps in dump_thread.py.
+signals.py handles signals, systemd.py the supervisor, dump_thread.py dumps.
 """
 
 from __future__ import annotations
@@ -55,7 +54,8 @@ def serve(config: Config, *, reload: Callable[[], Config] | None = None) -> int:
     try:
         logs.take_over_stderr()
     except RuntimeError as error:
-        raise ConfigError("RLIMIT_NPROC", f"not one thread can be started: {error} (TasksMax in the unit)") from error
+        problem = f"cannot start a thread: {error}; raise the process limit (TasksMax in the unit, ulimit -u)"
+        raise ConfigError("RLIMIT_NPROC", problem) from error
     raise_limit()
     require_threads()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -99,7 +99,7 @@ async def _live(daemon: Daemon, reload: Callable[[], Config] | None) -> int:
         notifier.notify("STOPPING=1", "STATUS=draining")
         hanging = await daemon.stop(signals.budget)
     if hanging:
-        log.error("stopped, but something does not end: the process ends without it", hanging=hanging)
+        log.error("stopped with hanging work; exiting without waiting for it", hanging=hanging)
         return STILL_RUNNING
     log.info("stopped", uptime_s=round(daemon.clock.monotonic() - daemon.started_at, 3))
     return 0
@@ -115,7 +115,7 @@ async def _started(daemon: Daemon, signals: Signals) -> bool:
     opening.cancel()  # held back while a thread works for it; if that hangs, `stop` finds and names it
     await asyncio.wait({opening}, timeout=signals.budget() / 2)
     if opening.done() and not opening.cancelled() and (error := opening.exception()) is not None:
-        log.warning("the start was called off, and failed", problem=str(error))
+        log.warning("start interrupted by a signal, and failed", problem=str(error))
     return False
 
 

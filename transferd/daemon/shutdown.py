@@ -1,7 +1,7 @@
-"""The steps of a shutdown under one time budget: none is skipped, none can take longer than is left.
+"""The steps of a shutdown under one time budget: no step is skipped, and none takes longer than the budget allows.
 
-A step that does not end within its time is left behind, and so is all that it works on: `hanging` names it, and
-the process must end without waiting for it (process.py). Its memory is not freed under it.
+A step that does not end in time is abandoned with everything that it uses: `hanging` names it, and the process must
+exit without waiting for it (process.py). Its memory is not freed.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Shutdown:
         return True
 
     def _hangs(self, what: str) -> None:
-        log.error("shutdown step does not end; what it works on stays as it is", step=what)
+        log.error("shutdown step hangs; abandoning it and the memory it uses", step=what)
         self.hanging.append(what)
 
     async def _ended(self, task: asyncio.Future[Any], seconds: float, *, least: float) -> bool:
@@ -76,6 +76,6 @@ class Shutdown:
 
 
 def _seen(task: asyncio.Future[Any]) -> None:
-    """What it ended with, after all, is nobody's any more."""
+    """Mark the result of an abandoned step as retrieved."""
     if not task.cancelled():
         task.exception()

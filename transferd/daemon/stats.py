@@ -1,4 +1,4 @@
-"""What the daemon says of itself: one dict, read by `transferd stats`, /status and /metrics alike."""
+"""The daemon's report: one dict, used by `transferd stats`, /status and /metrics."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _host(daemon: Daemon) -> dict[str, Any]:
 
 
 def _degraded(daemon: Daemon) -> list[str]:
-    """Why it works, but slower than it should; empty when all is as it should be."""
+    """The reasons why the daemon runs slower than it should; empty if there are none."""
     reasons: list[str] = []
     for worker in daemon.workers:
         context = worker.context

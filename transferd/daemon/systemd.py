@@ -1,7 +1,7 @@
-"""What systemd is told (sd_notify), and the watchdog that is fed only while the daemon really works.
+"""Notifies systemd (sd_notify), and feeds its watchdog only while the daemon makes progress.
 
 Protocol: one datagram of `KEY=value` lines to the socket named by NOTIFY_SOCKET (sd_notify(3)).
-Nothing here is ever fatal: a daemon that nobody supervises runs the same.
+Nothing here is fatal: an unsupervised daemon runs the same.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Notifier:
         return cls((os.environ if env is None else env).get("NOTIFY_SOCKET", ""))
 
     def notify(self, *states: str) -> bool:
-        """Send e.g. "READY=1", "STATUS=…". False if there is nobody, or it did not work."""
+        """Send e.g. "READY=1", "STATUS=…". Returns False if there is no supervisor or sending failed."""
         if not self._address:
             return False
         try:
@@ -37,12 +37,12 @@ class Notifier:
                 sock.setblocking(False)
                 sock.sendto("\n".join(states).encode(), self._address)
         except OSError as error:
-            log.debug("the supervisor was not reached", problem=str(error))
+            log.debug("cannot notify the supervisor", problem=str(error))
             return False
         return True
 
     def reloading(self) -> bool:
-        """RELOADING=1 with the time stamp that Type=notify-reload asks for. Follow it by READY=1."""
+        """Send RELOADING=1 with the timestamp that Type=notify-reload requires. Follow it with READY=1."""
         return self.notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
 
@@ -93,5 +93,5 @@ class Watchdog:
         if self._alive():
             self._notifier.notify("WATCHDOG=1", *([] if self._status is None else [f"STATUS={self._status()}"]))
         else:
-            log.error("work is under way and nothing moves: the watchdog is not fed")
+            log.error("dispatcher stalled: a deadline is overdue; withholding the watchdog ping")
         self._timer = asyncio.get_running_loop().call_later(self._interval / 2, self._tick)

@@ -1,4 +1,4 @@
-"""How the daemon tells what it does: flight recorder, task stories, dumps, metrics and logs.
+"""How the daemon reports what it does: flight recorder, task stories, dumps, metrics and logs.
 
-Every other folder may report through this one; it asks nothing of them.
+Every folder above may report through this one; it knows none of them.
 """

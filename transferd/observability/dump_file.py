@@ -1,4 +1,4 @@
-"""Dumps of the flight recorder: files that say what a daemon did before something went wrong.
+"""Dumps of the flight recorder: files that show what a daemon did before something went wrong.
 
 Format, version 1: text, one JSON object a line.
 
@@ -40,20 +40,20 @@ _OWN_KEYS = frozenset({"at", "task", "what"})
 
 @dataclass(frozen=True, slots=True)
 class Dump:
-    """A dump that was read. `header` as in the module's description."""
+    """A dump read from a file. The module docstring describes `header`."""
 
     path: Path
     header: dict[str, Any]
     notes: list[Note]
 
     def story(self, task_id: str) -> dict[str, Any]:
-        """As story.py tells it. Raises RequestError for a task that is not in the dump."""
+        """Return the story of a task; story.py describes it. Raises RequestError if the dump has no such task."""
         mine = [note for note in self.notes if note.task_id in (task_id, task_id[:LONGEST_TEXT])]
         return task_story(task_id, mine, wall=self.header["wall"], monotonic=self.header["monotonic"])
 
 
 def write_dump(directory: Path, header: Mapping[str, Any], notes: Iterable[Note], *, keep: int) -> Path:
-    """Write one dump and remove the oldest beyond `keep`. Makes the directory (0750). Raises OSError.
+    """Write one dump and remove the oldest beyond `keep`. Creates the directory (0750). Raises OSError.
 
     header: needs `wall`, `pid` and `reason`; `format`, `format_version` and `notes` are filled in.
     """
@@ -80,25 +80,26 @@ def write_dump(directory: Path, header: Mapping[str, Any], notes: Iterable[Note]
 
 
 def read_dump(path: Path) -> Dump:
-    """Read a dump; of a directory, the newest in it. Raises RequestError (code `bad_dump`), one line."""
+    """Read a dump, or the newest dump in a directory. Raises RequestError (code `bad_dump`), one line."""
     try:
         if path.is_dir():
             newest = max(_dumps(path), default=None)
             if newest is None:
-                raise RequestError(f"{path}: no dump is in this directory", code="bad_dump")
+                raise RequestError(f"{path}: the directory contains no dump", code="bad_dump")
             path = newest
         head, *rest = path.read_bytes().splitlines()
         header: dict[str, Any] = msgspec.json.decode(head, type=dict[str, Any])
         if header.get("format") != FORMAT:
-            raise RequestError(f"{path}: not a dump of transferd's flight recorder", code="bad_dump")
+            raise RequestError(f"{path}: not a flight recorder dump of transferd", code="bad_dump")
         if header.get("format_version") != FORMAT_VERSION:
-            what = f"{path}: a dump of format version {header.get('format_version')}, this reads {FORMAT_VERSION}"
+            version = header.get("format_version")
+            what = f"{path}: dump format version {version} is not supported; this transferd reads {FORMAT_VERSION}"
             raise RequestError(what, code="bad_dump")
         return Dump(path, header, [decode_note(line) for line in rest])
     except OSError as error:
         raise RequestError(f"{path}: cannot be read: {error.strerror}", code="bad_dump") from error
     except (ValueError, KeyError, TypeError) as error:  # msgspec's errors are ValueErrors
-        raise RequestError(f"{path}: not a dump of transferd's flight recorder: {error}", code="bad_dump") from error
+        raise RequestError(f"{path}: not a flight recorder dump of transferd: {error}", code="bad_dump") from error
 
 
 def encode_note(note: Note) -> bytes:
@@ -134,7 +135,7 @@ def _dumps(directory: Path) -> list[Path]:
 
 
 def _prune(directory: Path, keep: int) -> None:
-    """Remove all but the newest, and what a killed daemon left half written."""
+    """Remove all but the newest dumps, and partial files that a killed daemon left."""
     old = sorted(_dumps(directory))[:-keep]
     for path in (*old, *directory.glob(f".{_PREFIX}*{_PART}")):
         with contextlib.suppress(OSError):

@@ -1,17 +1,16 @@
-"""When the flight recorder is dumped, and who does it: a thread that can do so while the event loop is stuck.
+"""The thread that dumps the flight recorder. It works even while the event loop is stuck.
 
-SIGUSR1             a dump; the daemon goes on
-SIGABRT             a dump, the stack of every thread on stderr, and the process dies as SIGABRT wants. This
-                    is what systemd's watchdog sends, so a daemon whose loop is stuck tells what it was doing
-a failure           an invariant broke, or a callback of the loop raised: a dump, the daemon goes on. The
-                    first few of one daemon's life only: the first is the one to look at, and a disk is finite
-a crash             the daemon ends by an exception: a dump, then the exception goes its way
+SIGUSR1             dump and continue
+SIGABRT             dump, write the stack of every thread to stderr, and die by SIGABRT. systemd's watchdog sends
+                    it, so a daemon whose loop is stuck reports what it was doing
+a failure           an invariant broke, or a callback of the loop raised: dump and continue. Only for the first few
+                    failures of a daemon's life: the first one matters most, and disks are finite
+a crash             the daemon ends with an exception: dump, then let the exception propagate
 
-The signals are blocked in every thread and taken with sigwait by one thread, which sleeps in the kernel
-until then. The daemon itself wakes it with a signal of its own (WAKE), so that none of an operator's is
-mistaken for that or the reverse. A handler of the event loop would hear them only while the loop turns,
-which is when a dump is needed least. What kills without asking (SIGSEGV, SIGKILL, abort() in a library)
-leaves no dump; the interpreter's faulthandler still writes the stacks of the first and the last to stderr.
+Every thread blocks the signals, and one thread receives them with sigwait. The daemon wakes that thread with a
+separate signal (WAKE), so that an operator's signal is never mistaken for a wake-up or the reverse. A handler of
+the event loop would run only while the loop does, which is when a dump is least needed. Sudden deaths (SIGSEGV,
+SIGKILL, abort() in a library) leave no dump; for SIGSEGV and abort() faulthandler still writes stacks to stderr.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ from transferd.runtime.version import VERSION
 
 log = structlog.get_logger(__name__)
 
-END_S = 2.0  # that the end waits for dumps under way
-MOST_FAILURES = 3  # dumps of failures in one life
+END_S = 2.0  # how long the exit waits for a dump in progress
+MOST_FAILURES = 3  # dumps of failures per process
 MOST_THREADS, MOST_FRAMES = 64, 50
 
 
@@ -66,11 +65,11 @@ class DumpThread:
         self._pending: deque[Callable[[], None]] = deque()  # what the thread was woken for
         self._ending = False
         self._thread: threading.Thread | None = None
-        self.hangs = False  # after the end: a dump never ended, its disk hangs
+        self.hangs = False  # after the exit: a dump did not end, because its disk hangs
 
     def __enter__(self) -> Self:
         if not faulthandler.is_enabled():
-            faulthandler.enable(never_waiting(STDERR))  # or a reader that sleeps could keep a crash from its end
+            faulthandler.enable(never_waiting(STDERR))  # otherwise a slow reader could block a crash
         self._thread = start_thread("flight-recorder", self._wait)
         self._recorder.on_failure = self._failed
         asyncio.get_running_loop().set_exception_handler(self._callback_raised)
@@ -90,12 +89,12 @@ class DumpThread:
         self._thread.join(END_S)
         self.hangs = self._thread.is_alive()
         if self.hangs:
-            log.error("a dump does not end: its disk hangs", directory=self._config.directory)
+            log.error("flight recorder dump hangs; check the disk", directory=self._config.directory)
 
-    # --- what calls for a dump ----------------------------------------------------------------------
+    # --- reasons for a dump -------------------------------------------------------------------------
 
     def _failed(self, problem: str) -> None:
-        """Write what is known at this moment, in the thread: the loop does not wait for a disk."""
+        """Take the notes now and write them in the thread, so that the loop does not wait for the disk."""
         self._failures += 1
         if self._failures > MOST_FAILURES:
             return
@@ -105,9 +104,9 @@ class DumpThread:
 
     def _callback_raised(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
-        told = f"{type(error).__name__}: {error}" if error is not None else str(context.get("message"))
-        log.error("a callback of the event loop raised", problem=told, exc_info=error)
-        self._recorder.failure("", told)
+        problem = f"{type(error).__name__}: {error}" if error is not None else str(context.get("message"))
+        log.error("unhandled exception in a callback of the event loop (bug)", problem=problem, exc_info=error)
+        self._recorder.failure("", problem)
 
     def _wait(self) -> None:
         while True:
@@ -148,12 +147,15 @@ class DumpThread:
 
     def _write(self, header: dict[str, Any], notes: list[Note]) -> None:
         if not self._config.directory:
-            log.warning("no dump: recorder.directory is empty", reason=header["reason"])
+            log.warning("flight recorder not dumped: recorder.directory is not set", reason=header["reason"])
             return
         try:
             path = write_dump(Path(self._config.directory), header, notes, keep=self._config.keep)
         except OSError as error:
-            log.error("no dump", reason=header["reason"], directory=self._config.directory, problem=str(error))
+            directory = self._config.directory
+            log.error(
+                "cannot dump the flight recorder", reason=header["reason"], directory=directory, problem=str(error)
+            )
         else:
             log.warning("dumped the flight recorder", reason=header["reason"], file=str(path), notes=len(notes))
 
@@ -175,4 +177,4 @@ def _lines(stack: traceback.StackSummary) -> list[str]:
 
 
 def _nobody(problem: str) -> None:
-    """After the end nobody writes dumps."""
+    """After the exit, failures are no longer dumped."""

@@ -1,9 +1,8 @@
-"""A small HTTP/1.1 server for reports: GET and HEAD of a few fixed paths, one request a connection.
+"""A small HTTP/1.1 server for status pages: GET and HEAD of a few fixed paths, one request per connection.
 
-Parsing is h11's. Everything is bounded: connections, header bytes, and the time a connection may take. A connection
-that says nothing must not keep a probe out, so when all places are taken the oldest one that has sent no whole
-request goes, not the newest: whoever asks is answered, however many are silent. A request is answered as soon as its
-last byte is read, because routes never wait.
+h11 does the parsing. Connections, header bytes and the time of a connection are bounded. A silent connection must not
+block a probe: when all places are taken, the server drops the oldest connection without a complete request instead of
+refusing the newest. A request is answered as soon as its last byte is read, because routes never wait.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from transferd.errors import ConfigError
 
 log = structlog.get_logger(__name__)
 
-# More than the kernel's queue hands over at once, so that a request that came with a crowd is read before it is the
-# oldest; and few enough to cost clients of the daemon no descriptor (runtime/descriptors.py).
+# More than the kernel's queue delivers at once, so that a request is read before its connection is the oldest; and
+# few enough not to take descriptors from the daemon's clients (runtime/descriptors.py).
 MAX_CONNECTIONS = 512
 BACKLOG = 256
 MAX_HEADER_BYTES = 16 * 1024
 PIECE_BYTES = 4096  # h11 bounds a header that is not complete: it must see one grow
 REQUEST_TIMEOUT_S = 5.0
-LINGER_S = 1.0  # how long an answered client may take to close; what it still sends is thrown away
+LINGER_S = 1.0  # how long an answered client may take to close; further input is discarded
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +91,7 @@ class HttpServer:
         self._server = None
 
     def opened(self, connection: _Connection) -> None:
-        """Take a connection in, and let the oldest one go that has no answer to come when there are too many."""
+        """Note a new connection; if there are too many, drop the oldest one."""
         self._connections[connection] = None
         if len(self._connections) > self._max_connections:
             oldest = next(iter(self._connections))
@@ -108,13 +107,13 @@ class HttpServer:
     def answer(self, request: h11.Request) -> Page:
         """The page for a request; never raises for what a client asks."""
         if request.method not in (b"GET", b"HEAD"):
-            return Page(b"only GET and HEAD\n", status=405, headers=(("allow", "GET, HEAD"),))
+            return Page(b"method not allowed; use GET or HEAD\n", status=405, headers=(("allow", "GET, HEAD"),))
         path = request.target.partition(b"?")[0].decode("ascii", "replace")
         if (asked := self._asked.get(path)) is not None:
             return asked(request.target.partition(b"?")[2].decode("ascii", "replace"))
         route = self._routes.get(path)
         if route is None:
-            return Page(f"not here; try {' '.join(self._routes)}\n".encode(), status=404)
+            return Page(f"no such page; try {' '.join(self._routes)}\n".encode(), status=404)
         return route()
 
 
@@ -186,9 +185,9 @@ class _Connection(asyncio.Protocol):
         self._timer = asyncio.get_running_loop().call_later(seconds, self.drop, "http_silent")
 
     def drop(self, reason: str = "") -> None:
-        """End it now. reason: why, if that is a refusal; one that was answered has nothing to complain of."""
+        """Close it now. reason: the reason to report, unless the request was already answered."""
         assert self._transport is not None
         if reason and not self._answered:
-            self._server.refuse(reason, self._peer, "sent no whole request")
+            self._server.refuse(reason, self._peer, "no complete request was received")
         self._server.closed(self)
         self._transport.abort()

@@ -1,4 +1,4 @@
-"""How often one kind of log line may come: a burst, then a steady rate, and a count of what was left out."""
+"""Limits how often one kind of log line is written: a burst, then a steady rate, with a count of omitted lines."""
 
 from __future__ import annotations
 

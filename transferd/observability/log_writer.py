@@ -1,4 +1,4 @@
-"""Writes log lines from a thread of its own, so that whoever logs never waits for a pipe, a disk or a terminal.
+"""Writes log lines from a separate thread, so that logging never waits for a pipe, a disk or a terminal.
 
 The queue between them is bounded in bytes. A line that does not fit, or that cannot be written, is dropped and
 counted. The thread may hang in write(2) for as long as it likes: it is a daemon thread, and `flush` has a limit.

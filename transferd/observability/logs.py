@@ -2,13 +2,13 @@
 
     log.warning(…) → level → rate of its kind → rendered → queue → a thread → file descriptor 2
 
-Whoever logs gets as far as the queue. From there on nothing comes back: no wait, no exception. Lines that are lost
-are counted (`statistics`). Text is rendered before it is queued, so that what was logged cannot change meanwhile,
-and it is escaped: nothing that came from outside reaches a terminal as anything but printable characters.
+A caller only puts a line into the queue: it never waits, and logging never raises. Lost lines are counted
+(`statistics`). Text is rendered before it is queued, so that later changes do not affect it, and it is escaped: text
+from outside reaches a terminal only as printable characters.
 
 Under systemd each line begins with its priority (sd-daemon(3)), for `journalctl -p warning`.
 
-What libraries in C write to descriptor 2 themselves (Mooncake's glog) does not come through here.
+Output that C libraries write directly to descriptor 2 (Mooncake's glog) does not pass through here.
 """
 
 from __future__ import annotations

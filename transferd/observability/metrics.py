@@ -245,7 +245,7 @@ class StatusServer:
         return {} if self.http is None else dict(self.http.refused)
 
     async def start(self) -> None:
-        """Raises ConfigError when the address cannot be had."""
+        """Listen. Raises ConfigError if the address cannot be bound."""
         if self.http is not None:
             await self.http.start()
 
@@ -257,7 +257,8 @@ class StatusServer:
         return Page(generate_latest(self._registry), "text/plain; version=0.0.4; charset=utf-8")
 
     def _healthz(self) -> Page:
-        return Page(b"ok\n") if self._alive() else Page(b"work is under way and nothing moves\n", status=503)
+        stalled = b"dispatcher stalled: tasks are running and a deadline is overdue\n"
+        return Page(b"ok\n") if self._alive() else Page(stalled, status=503)
 
     def _readyz(self) -> Page:
         reason = self._not_ready()

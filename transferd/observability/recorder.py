@@ -1,11 +1,11 @@
-"""The flight recorder: the last thousands of things that happened, at the price of a few stores each.
+"""The flight recorder: the last thousands of events, for the cost of a few stores each.
 
-Every part that decides or begins something notes it here under the task it concerns. An invariant
-failure tells the story of its task from these notes, `transferd explain` tells it to people
-(story.py), and a dump of all notes explains a crash (dump_file.py).
+Every part that decides or starts something records it here under the task's id. An invariant failure carries the
+story of its task, `transferd explain` prints it (story.py), and a dump of all notes explains a crash
+(dump_file.py).
 
-A note marks the *beginning* of each step that may take long, so a task that hangs shows where; the
-next note says when that step ended. There are three rings:
+A note marks the *beginning* of each step that may take long, so a hanging task shows where it hangs; the next note
+shows when the step ended. There are three rings:
 
     steps    what every task goes through: a word, a rank and a number
     notes    what few tasks go through, with details: a cancel, an error, a wait for another task

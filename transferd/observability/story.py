@@ -1,9 +1,9 @@
-"""The life of one task, told from the flight recorder's notes: as data, and as text for people.
+"""The story of one task, from the flight recorder's notes: as data, and as text for people.
 
-A task_id may have lived more than once (pushed again after its result was forgotten), so there is a
-list of lives. Each begins with its admission, and times are seconds since then; what happened to the
-id before it was admitted (a `busy`, a refusal) belongs to the life that followed, with times below 0.
-What the task as a whole went through is in `events`, what one rank did is under that rank.
+A task_id may have several lives (pushed again after its result was forgotten), so the story has a list of lives.
+Each begins with its admission, and times are seconds since then. Earlier events of the id (a `busy`, a refusal)
+belong to the life that followed, with negative times. `events` has the events of the whole task; each rank has
+its own.
 
     {"task_id", "lives": [{"kind", "blocks", "status", "seconds", "began", "complete",
                            "events": [{"t", "what", …}], "ranks": [{"rank", "events": […]}]}],
@@ -27,12 +27,12 @@ _FIRST = 100  # of these, when there are more, are the oldest
 
 
 def task_story(task_id: str, notes: Sequence[Note], *, wall: float, monotonic: float) -> dict[str, Any]:
-    """Tell the life of a task from its notes (oldest first). wall, monotonic: one moment on both clocks.
+    """Build the story of a task from its notes, oldest first. wall, monotonic: the same moment on both clocks.
 
-    Raises RequestError, code `unknown_task`, when there is none.
+    Raises RequestError, code `unknown_task`, if there are no notes.
     """
     if not notes:
-        what = f"nothing is known of task {task_id[:80]!r}: it was not pushed here, or too long ago"
+        what = f"unknown task {task_id[:80]!r}: it was never pushed here, or the flight recorder has forgotten it"
         raise RequestError(what, code="unknown_task")
     omitted = max(0, len(notes) - MAX_NOTES)
     if omitted:

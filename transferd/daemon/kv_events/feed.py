@@ -1,7 +1,7 @@
-"""Joins residency to those who follow it: routers on sockets, and the open token index of this daemon.
+"""Connects residency to its followers: routers on sockets, and the open token index of this daemon.
 
-Events are collected and sent as one batch by the loop's next turn, so an answer to a client never
-waits for them, and what becomes true together is told together.
+Events are collected and sent as one batch in the loop's next iteration, so answers to clients never wait for them,
+and events of one moment share a batch.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ log = structlog.get_logger(__name__)
 
 
 class EventFeed:
-    """Follows every change of residency from `start` to `close`.
+    """Publishes every change of residency from `start` to `close`.
 
-    The first batch of a daemon's life and the last are AllBlocksCleared: with a daemon goes what it
-    knew, and a subscriber that missed its end learns of it from its successor.
+    A daemon's first and last batches are AllBlocksCleared: a daemon's announcements end with it, and a subscriber
+    that missed its end learns of it from its successor.
 
-    index: told of everything under the name `node`, and of other nodes by `peers`. sockets: None when
+    index: receives all events under the name `node`, and those of other nodes through `peers`. sockets: None if
     `events.endpoint` is empty.
     """
 
@@ -97,7 +97,7 @@ class EventFeed:
             peer.start()
 
     def close(self) -> None:
-        """Tell that nothing is here any more, and stop. Idempotent."""
+        """Retract all announcements and stop. Idempotent."""
         if self._running:
             self._running = False
             if self._flush is not None:
@@ -187,7 +187,7 @@ def create_feed(
         index, node = tokens.index, tokens.node
         for name, peer in config.storage.attention_store.peers.items():
             if name == node:
-                raise ConfigError("storage.attention_store.peers", "this node is no peer of its own", name)
+                raise ConfigError("storage.attention_store.peers", "must not contain this node itself; remove it", name)
             peers.append(Peer(name, peer, index, config.events.max_blocks))
     if not config.events.endpoint and index is None:
         return None

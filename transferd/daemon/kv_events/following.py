@@ -1,17 +1,17 @@
-"""How to follow a publisher of KV events without believing what is no longer so. Pure logic, no socket.
+"""Follows a publisher of KV events without trusting stale announcements. Pure logic, no socket.
 
-Batches carry a sequence that counts from 0. Three things can go wrong with it, each with one cure:
+Batches carry sequence numbers from 0. Three things can go wrong, each with one remedy:
 
-    a number that is not the next     batches were missed: ask for a replay from the first missed one
-    a number that goes back           another daemon under the same address: begin anew
-    the connection breaks             whatever was true may not be: forget, and begin anew when it is back
+    a gap                             batches were missed: request a replay from the first missed one
+    a number that goes back           another daemon at the same address: start over
+    the connection breaks             announcements may be stale: forget them, and start over when it is back
 
-While a replay is asked for, live batches are put aside; they count once the replay has ended, as far as it
-did not bring them. A replay that begins later than it was asked for has lost the rest for good: what
-was believed is forgotten, and what the replay brings is all there is.
+During a replay, live batches are set aside; those that the replay did not contain are applied when it ends. If a
+replay begins later than requested, the batches before it are lost for good: all announcements of the node are
+forgotten, and only those of the replay count.
 
-What comes in is not trusted: what cannot be read is counted and skipped, and a node may announce
-`max_blocks` at most; one that announces more is forgotten and begins anew.
+Input is not trusted: unreadable batches are counted and skipped, and a node that announces more than `max_blocks` is
+forgotten and followed from the start.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How events travel: a PUB socket for what is new, a ROUTER for what was missed.
+"""The sockets of KV events: a PUB socket for new batches, a ROUTER socket for replays.
 
     PUB      [topic, sequence, batch]; the sequence counts batches from 0, 8 bytes big-endian
     ROUTER   asked   [sequence]                    from which batch on, 8 bytes big-endian
@@ -164,7 +164,7 @@ class EventSockets:
             del frames[4:]  # a peer may send any number of frames; four are already one too many
         peer, *request = frames
         if len(request) != 2 or request[0] or len(request[1]) != SEQUENCE_BYTES:
-            log.warning("not a request for events", frames=[len(frame) for frame in request])
+            log.warning("malformed request for a KV event replay", frames=[len(frame) for frame in request])
             return
         waiting = self._replays.get(peer)
         if len(self._replays) >= MAX_PEERS if waiting is None else len(waiting) >= MAX_REPLAYS_PER_PEER:

@@ -1,8 +1,7 @@
-"""Other nodes in the open token index: follows what they publish (residency/following.py says how).
+"""Subscribes to the KV events of other nodes, for the open token index (following.py has the rules).
 
-For each peer a SUB socket, a monitor on it that tells of connections made and broken, and a DEALER for
-replays. Nothing polls: libzmq connects again by itself, and a replay that is not answered is asked for
-again after a while.
+Each peer has a SUB socket, a monitor that reports its connects and disconnects, and a DEALER socket for replays.
+Nothing polls: libzmq reconnects by itself, and an unanswered replay request is repeated after a while.
 """
 
 from __future__ import annotations
@@ -112,7 +111,7 @@ class Peer:
             log.info("following the KV events of a node", node=node, endpoint=self._section.endpoint)
             self.follower.connected()
         elif event == zmq.EVENT_DISCONNECTED:
-            log.info("a node has gone, and with it what it announced", node=node)
+            log.info("lost the connection to a node; forgetting its announcements", node=node)
             self.follower.disconnected()
 
     # --- what goes out ------------------------------------------------------------------------------
@@ -148,7 +147,7 @@ class Peer:
 
 
 def _frames(socket: zmq.Socket[bytes]) -> list[bytes]:
-    """One message's frames, five of them at most: more than that is nothing that is known."""
+    """Read one message, but at most five of its frames: no known message has more."""
     frames = [socket.recv(zmq.DONTWAIT)]
     while socket.getsockopt(zmq.RCVMORE):
         frames.append(socket.recv(zmq.DONTWAIT))
