@@ -75,7 +75,10 @@ def test_text_that_is_no_unicode_does_not_cost_the_dump(tmp_path: Path) -> None:
         (b"", "not a flight recorder dump"),
         (b"hello", "not a flight recorder dump"),
         (b'{"format": "else"}\n', "not a flight recorder dump"),
-        (b'{"format": "transferd-flight", "format_version": 9}\n', "dump format version 9 is not supported; this transferd reads 1"),
+        (
+            b'{"format": "transferd-flight", "format_version": 9}\n',
+            "dump format version 9 is not supported; this transferd reads 1",
+        ),
         (b'{"format": "transferd-flight", "format_version": 1}\n{"at": 1.0}\n', "not a flight recorder dump"),
         (b'{"format": "transferd-flight", "format_version": 1}\n[]\n', "not a flight recorder dump"),
         (b"\xff\xfe", "not a flight recorder dump"),
