@@ -74,7 +74,7 @@ def test_parsing_is_streaming() -> None:
 
 @pytest.mark.parametrize("content", ["", "\n\n"])
 def test_a_trace_without_requests_is_refused(tmp_path: Path, content: str) -> None:
-    with pytest.raises(RequestError, match="holds no requests"):
+    with pytest.raises(RequestError, match="the trace contains no requests"):
         read_trace(write(tmp_path / "t.jsonl", content))
 
 

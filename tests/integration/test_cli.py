@@ -165,7 +165,7 @@ def test_no_answer_in_time_is_one_line_and_exit_1(
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert cli.logs.flush()
-    assert (ended.value.code, capfd.readouterr().err) == (1, "no answer in time\n")
+    assert (ended.value.code, capfd.readouterr().err) == (1, "the daemon did not answer in time\n")
 
 
 def test_a_stale_socket_file_does_not_hinder_a_start(tmp_path: Path) -> None:

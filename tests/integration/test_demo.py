@@ -39,7 +39,7 @@ def test_the_words_say_what_the_figures_say() -> None:
     report.hits.update({"device": 40, "host": 15, "storage": 5, "none": 40})
     text = told(report)
     assert "100 prefix blocks" in text
-    assert "60 of them (60%) were not computed again" in text
+    assert "60 of them (60%) were not recomputed" in text
     assert "no difference" in text
 
 

@@ -172,8 +172,8 @@ def test_the_command_says_it_in_text_and_json_and_by_its_exit_code(tmp_path: Pat
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--path", "/nowhere"], "storage.file.path: holds no store ('/nowhere')"),
-        (["--set", 'storage.backend="memory"'], "storage.backend: only a file store can be verified ('memory')"),
+        (["--path", "/nowhere"], "storage.file.path: the directory contains no store ('/nowhere')"),
+        (["--set", 'storage.backend="memory"'], "storage.backend: verify supports only the file backend ('memory')"),
     ],
 )
 def test_what_is_no_file_store_is_bad_usage(arguments: list[str], told: str) -> None:

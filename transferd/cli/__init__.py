@@ -1,1 +1,1 @@
-"""The command line: one module or folder for each verb. Nothing else imports it."""
+"""The command line: one module or folder per verb. No other folder imports it."""

@@ -1,4 +1,4 @@
-"""`transferd demo`: the main job in under a minute, on any machine, told in plain words."""
+"""`transferd demo`: the main job in under a minute, on any machine, explained in plain words."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ CACHE = {"device_blocks": 160, "host_blocks": 96}
 
 
 def run(console: Console) -> ReplayReport:
-    """Replay a generated workload against an own daemon."""
+    """Replay a generated workload against a private daemon."""
     requests = generated_workload(SEED, REQUESTS)
     console.print(
         f"Starting a daemon with {RANKS} ranks. Its 'GPU memory' is shared memory, its storage a temporary directory.\n"
-        f"Then a small engine serves {REQUESTS} requests of many-turn conversations, {CONCURRENCY} at a time.\n"
+        f"A small engine then serves {REQUESTS} requests of multi-turn conversations, {CONCURRENCY} at a time.\n"
     )
     return command.run(
         requests,
@@ -37,29 +37,29 @@ def run(console: Console) -> ReplayReport:
 
 
 def print_summary(report: ReplayReport, console: Console) -> None:
-    """What the figures mean, for somebody who knows LLM serving and not us."""
+    """Explain the figures to a reader who knows LLM serving but not transferd."""
     hits = report.hits
     total = max(1, hits.total())
     saved = total - hits["none"]
     console.print("\n[bold]What just happened[/]")
     console.print(
-        f"The requests had {total:,} prefix blocks. {saved:,} of them ({saved / total:.0%}) were not computed again:\n"
+        f"The requests had {total:,} prefix blocks. {saved:,} of them ({saved / total:.0%}) were not recomputed:\n"
         f"  {hits['device']:,} were still in device memory,\n"
         f"  {hits['host']:,} had been swapped out to pinned host memory and came back (swap_in),\n"
         f"  {hits['storage']:,} had left both and were read from the storage pool (read).\n"
-        f"The other {hits['none']:,} were computed, and stored for the next time (write). "
-        "When device memory was full, blocks that nobody used went to host memory (swap_out).\n"
-        f"Each task ran on {RANKS} ranks at once and was answered once, with what every rank really did: "
-        f"{report.statuses.total():,} tasks pushed, as many results."
+        f"The other {hits['none']:,} were computed and stored for the next request (write). "
+        "When device memory was full, idle blocks went to host memory (swap_out).\n"
+        f"Each task ran on {RANKS} ranks at once and got one answer that says what every rank really did: "
+        f"{report.statuses.total():,} tasks, {report.statuses.total():,} results."
     )
     if report.verify_failures:
         console.print(f"[bold red]{report.verify_failures} blocks had wrong bytes. This is a bug.[/]")
     elif report.good:
         console.print(
-            f"{report.blocks_verified:,} times a block that came back, or was used again, was compared with what had "
-            "been computed, every byte of it on every rank: no difference."
+            f"{report.blocks_verified:,} times, a block that was loaded or reused was compared with the computed one, "
+            "byte by byte on every rank: no difference."
         )
     else:
-        console.print("[bold red]It did not go well:[/]", escape(one_line(report.aborted or "; ".join(report.errors))))
+        console.print("[bold red]The demo failed:[/]", escape(one_line(report.aborted or "; ".join(report.errors))))
     # True when this is read: a daemon that ends badly or leaves something is an error of its own (replay/own.py).
     console.print("The daemon was stopped with SIGTERM and left nothing behind.")

@@ -61,7 +61,7 @@ def make_keys(directory: Path, client: str) -> Keys:
     client_secret, client_public = where / f"{client}.secret", clients / f"{client}.public"
     for path in (client_secret, client_public):
         if path.exists():
-            raise ConfigError(str(path), "is there already; choose another --client, or remove it")
+            raise ConfigError(str(path), "already exists; choose another --client, or remove the file")
     if secret.exists() != public.exists():
         raise ConfigError(str(secret), "is there without its other half, or the other half alone; remove it")
     made = not secret.exists()

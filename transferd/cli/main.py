@@ -1,7 +1,7 @@
-"""The command line: start the daemon, ask it, replay traffic against it, measure it.
+"""The command line: start the daemon, query it, replay traffic against it, measure it.
 
-Exit codes: 0 good, 1 failed, 2 bad usage or configuration (one line on stderr names key and value).
-JSON goes to stdout alone; logs go to stderr.
+Exit codes: 0 success, 1 failure, 2 bad usage or configuration (one line on stderr names key and value).
+Only JSON and reports go to stdout; logs go to stderr.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ app.command()(doctor)
 
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="TOML configuration file.", dir_okay=False)]
-SetOption = Annotated[list[str] | None, typer.Option("--set", help="section.key=value, over file and environment.")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", help="section.key=value; overrides file and environment.")
+]
 
 
 def _print_version(wanted: bool) -> None:
@@ -80,8 +82,8 @@ def serve(config: ConfigOption = None, set_: SetOption = None) -> None:
     """Run the daemon until SIGTERM or SIGINT."""
     from transferd.runtime.signals import hold_dump_signals
 
-    hold_dump_signals()  # before the next import: numpy's own threads are made as it is imported
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # nothing here multiplies; one for each core would be for naught
+    hold_dump_signals()  # before the next import: importing numpy starts threads
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # transferd does no linear algebra
     from transferd.daemon.process import serve as run
 
     def read() -> configuration.Config:
@@ -92,7 +94,7 @@ def serve(config: ConfigOption = None, set_: SetOption = None) -> None:
 
 @app.command("check-config")
 def check_config(config: ConfigOption = None, set_: SetOption = None, format_: FormatOption = Format.TEXT) -> None:
-    """Print the effective configuration and what it takes, or what is wrong with it on this machine."""
+    """Print the effective configuration and the memory it needs, or what is wrong with it on this machine."""
     from transferd.config.toml import to_toml
     from transferd.daemon.preflight import build, examine
 
@@ -114,11 +116,13 @@ def check_config(config: ConfigOption = None, set_: SetOption = None, format_: F
 def verify(
     config: ConfigOption = None,
     set_: SetOption = None,
-    path: Annotated[Path | None, typer.Option("--path", help="A store's directory, instead of the configured.")] = None,
-    quarantine: Annotated[bool, typer.Option("--quarantine", help="Set damaged objects aside (no daemon).")] = False,
+    path: Annotated[Path | None, typer.Option("--path", help="Store directory (default: the configured one).")] = None,
+    quarantine: Annotated[
+        bool, typer.Option("--quarantine", help="Set damaged objects aside; stop the daemon first.")
+    ] = False,
     format_: FormatOption = Format.TEXT,
 ) -> None:
-    """Check every object of a file store, without its daemon; exit 1 when one is damaged."""
+    """Check every object of a file store, without its daemon; exit 1 if one is damaged."""
     from rich.console import Console
 
     from transferd.cli.verify import verify_with_progress
@@ -126,7 +130,7 @@ def verify(
     if path is None:
         storage = configuration.load(config, overrides=set_ or ()).storage
         if storage.backend != "file":
-            raise ConfigError("storage.backend", "only a file store can be verified", storage.backend)
+            raise ConfigError("storage.backend", "verify supports only the file backend", storage.backend)
         path = Path(storage.file.path)
     report = verify_with_progress(str(path), Console(stderr=True), quarantine=quarantine)
     if format_ is Format.JSON:
@@ -147,15 +151,15 @@ def version(format_: FormatOption = Format.TEXT) -> None:
 @app.command()
 def ping(
     endpoint: EndpointOption = None,
-    ready: Annotated[bool, typer.Option("--ready", help="Exit 1 also when the daemon is not ready.")] = False,
+    ready: Annotated[bool, typer.Option("--ready", help="Also exit 1 if the daemon is not ready.")] = False,
     timeout: TimeoutOption = 2.0,
     key_file: KeyFileOption = None,
     server_key_file: ServerKeyFileOption = None,
     format_: FormatOption = Format.TEXT,
 ) -> None:
-    """Print the daemon's boot_id and the round trip; exit 1 when nobody answers.
+    """Print the daemon's boot_id and round-trip time; exit 1 if no daemon answers.
 
-    Waits for a daemon that is not ready; one that still is not when the time is over says why on stderr.
+    Waits until the daemon is ready; if it is not ready in time, prints the reason on stderr.
     """
 
     async def question() -> tuple[str, float, bool]:
@@ -199,11 +203,11 @@ def stats(
 
 @app.command()
 def keygen(
-    directory: Annotated[Path, typer.Argument(help="Where the files go; made if it is not there.", file_okay=False)],
-    client: Annotated[str, typer.Option("--client", help="Name of the client that the second pair is for.")] = "client",
+    directory: Annotated[Path, typer.Argument(help="Directory for the key files; created if absent.", file_okay=False)],
+    client: Annotated[str, typer.Option("--client", help="Name of the client that gets the second pair.")] = "client",
     format_: FormatOption = Format.TEXT,
 ) -> None:
-    """Make CURVE keys for a tcp:// endpoint: the daemon's pair, unless it is there already, and one client's."""
+    """Create CURVE keys for a tcp:// endpoint: the daemon's pair, unless it exists, and a client's pair."""
     from transferd.cli.keygen import make_keys
 
     keys = make_keys(directory, client)
@@ -212,15 +216,17 @@ def keygen(
 
 @app.command()
 def explain(
-    task_id: Annotated[str, typer.Argument(help="As it was pushed.")],
+    task_id: Annotated[str, typer.Argument(help="The task's id.")],
     endpoint: EndpointOption = None,
-    dump: Annotated[Path | None, typer.Option("--dump", help="A dump, or a directory: the newest in it.")] = None,
+    dump: Annotated[
+        Path | None, typer.Option("--dump", help="A dump file, or a directory: its newest dump is used.")
+    ] = None,
     timeout: TimeoutOption = 2.0,
     key_file: KeyFileOption = None,
     server_key_file: ServerKeyFileOption = None,
     format_: FormatOption = Format.TEXT,
 ) -> None:
-    """Tell the life of one task, rank by rank: from a running daemon, or from a dump of its flight recorder."""
+    """Show the story of one task, rank by rank, from a running daemon or from a flight recorder dump."""
     from transferd.observability import story as stories
     from transferd.observability.dump_file import read_dump
 
@@ -234,14 +240,14 @@ def explain(
 @app.command()
 def replay(
     trace: Annotated[Path, typer.Argument(help="A trace in Mooncake's format (JSON lines).", exists=True)],
-    requests: Annotated[int | None, typer.Option(min=1, help="Play so many requests; default all.")] = None,
-    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks of the own daemon.")] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 8,
+    requests: Annotated[int | None, typer.Option(min=1, help="Number of requests to replay (default: all).")] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Number of ranks of the private daemon.")] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Number of requests in flight.")] = 8,
     config: ConfigOption = None,
     endpoint: EndpointOption = None,
     format_: FormatOption = Format.TEXT,
 ) -> None:
-    """Replay a request trace and check every byte that comes back; without --endpoint, on an own daemon."""
+    """Replay a request trace and check every byte that comes back. Without --endpoint, starts a private daemon."""
     from transferd.cli.replay import command
     from transferd.cli.replay.trace import read_trace
 
@@ -264,10 +270,10 @@ def replay(
 
 @app.command()
 def demo(
-    pd: Annotated[bool, typer.Option("--pd", help="A prefill and a decode node instead, in both modes.")] = False,
+    pd: Annotated[bool, typer.Option("--pd", help="Show prefill to decode between two nodes, in both modes.")] = False,
     format_: FormatOption = Format.TEXT,
 ) -> None:
-    """Show the main job on a generated workload, in under a minute, with an own daemon."""
+    """Show the main job on a generated workload, in under a minute, on a private daemon."""
     from rich.console import Console
 
     from transferd.cli import demo as show
@@ -298,7 +304,7 @@ _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # what print
 
 
 def main() -> NoReturn:
-    """The entry point: turns errors into one line and an exit code."""
+    """The entry point: turn errors into one line and an exit code."""
     fill_standard()
     # stdout is for reports alone; `serve` sets up its own logging from the configuration.
     logs.configure(configuration.LogSection(level="warning", format="console"))
@@ -314,7 +320,7 @@ def main() -> NoReturn:
         logs.say(str(error))
         _end(2)
     except (TransferError, TimeoutError) as error:
-        logs.say(str(error) or "no answer in time")
+        logs.say(str(error) or "the daemon did not answer in time")
         _end(1)
     except OSError as error:
         if error.errno not in _UNWRITABLE or error.filename is not None:
@@ -325,7 +331,7 @@ def main() -> NoReturn:
 
 
 def _end(code: int) -> NoReturn:
-    """Exit. A report that could not be written is a failure, told here instead of by the interpreter on its way out."""
+    """Exit. A report that cannot be written is a failure; report it here, before the interpreter does at exit."""
     try:
         sys.stdout.flush()
     except OSError as error:

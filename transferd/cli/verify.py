@@ -1,9 +1,9 @@
-"""`transferd verify`: read every object of a file store and say which are damaged, without its daemon.
+"""`transferd verify`: read every object of a file store and list the damaged ones, without its daemon.
 
-Objects are checked against their own names (storage/examine.py), so the store may hold objects of any
-number of models, layouts and generations, and no configuration of them is needed. A daemon may be using
-the store meanwhile: objects are immutable and appear whole; one that goes away while it is read is not
-counted. Setting bad objects aside changes the store, so that needs it for itself.
+Objects are checked against their own names (storage/examine.py), so the store may hold objects of any number of
+models, layouts and generations, and verify needs no configuration for them. A daemon may use the store meanwhile:
+objects are immutable and appear atomically, and one that disappears while it is read is not counted. Setting
+damaged objects aside changes the store, so it requires that no daemon is using it.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def verify(path: str, *, quarantine: bool = False, progress: Callable[[int], Non
     Raises ConfigError when there is no store, and with `quarantine` when a daemon is using it.
     """
     if not (Path(path) / "objects").is_dir():
-        raise ConfigError("storage.file.path", "holds no store", path)
+        raise ConfigError("storage.file.path", "the directory contains no store", path)
     directory = ObjectDirectory(Path(path), fsync=False, clock=SYSTEM_CLOCK)
     report, began = VerifyReport(path), SYSTEM_CLOCK.monotonic()
     if quarantine:

@@ -1,4 +1,4 @@
-"""`transferd bench`: one verb a question."""
+"""`transferd bench`: one verb per benchmark."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ app = typer.Typer(name="bench", help="Measure this machine against its own limit
 
 @app.command()
 def control(format_: FormatOption = Format.TEXT) -> None:
-    """What a task costs besides its bytes, against a raw ZeroMQ echo."""
+    """Measure the cost of a task besides moving its bytes, against a raw ZeroMQ echo."""
     from transferd.cli.bench import control as bench
 
     _run("control", bench.run, format_)
@@ -28,7 +28,7 @@ def copy(
     device: Annotated[str, typer.Option(help="The device tier to measure.")] = "shm",
     format_: FormatOption = Format.TEXT,
 ) -> None:
-    """Swaps between device and host memory, against one memcpy; on a GPU against one large pinned copy."""
+    """Measure swaps between device and host memory, against one memcpy; on a GPU, against one large pinned copy."""
     if device == "cuda":
         from transferd.cli.bench import copy_cuda
 
@@ -44,7 +44,7 @@ def storage(
     backend: Annotated[str, typer.Option(help="file, memory or mooncake.")] = "file",
     format_: FormatOption = Format.TEXT,
 ) -> None:
-    """Writes and reads through a rank, against the backend's own raw calls."""
+    """Measure writes and reads through a rank, against the backend's own raw calls."""
     from transferd.cli.bench import storage as bench
 
     _run("storage", lambda: bench.run(backend), format_)

@@ -124,7 +124,7 @@ def _master(node: Node, directory: Path) -> Iterator[str]:
 
 
 def print_summary(reports: Sequence[PdDemoReport], console: Console) -> None:
-    """What happened, for somebody who knows LLM serving and not us."""
+    """Explain the figures to a reader who knows LLM serving but not transferd."""
     for report in reports:
         how = "stored in a Mooncake pool and loaded from it" if report.mode == "storage" else "written node to node"
         console.print(
@@ -133,10 +133,10 @@ def print_summary(reports: Sequence[PdDemoReport], console: Console) -> None:
             f"({report.bytes / 1e6:,.0f} MB)."
         )
         if report.good:
-            console.print("  Every byte on the decode node was compared with what prefill had computed: no difference.")
+            console.print("  Every byte on the decode node was compared with what prefill computed: no difference.")
         for error in report.errors:
             console.print(f"  {one_line(error)}", style="red", markup=False)
         if report.verify_failures:
             console.print(f"  [bold red]{report.verify_failures} blocks had wrong bytes. This is a bug.[/]")
         if report.failures:
-            console.print(f"  [bold red]{report.failures} requests were not handed over.[/]")
+            console.print(f"  [bold red]{report.failures} handovers failed.[/]")

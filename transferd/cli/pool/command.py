@@ -20,7 +20,7 @@ app = typer.Typer(name="pool", help="A small Mooncake pool, and a look into any 
 def master(
     listen: Annotated[str, typer.Option(help="host:port for the pool's members.")] = f"127.0.0.1:{DEFAULT_PORT}",
     metrics_port: Annotated[int, typer.Option(min=1, max=65535, help="HTTP, on the same host.")] = DEFAULT_METRICS_PORT,
-    lease: Annotated[str, typer.Option(help="How long what was asked for is safe from eviction.")] = "5s",
+    lease: Annotated[str, typer.Option(help="How long an object is protected from eviction after a lookup.")] = "5s",
 ) -> None:
     """Run a Mooncake master in the foreground, until SIGTERM or SIGINT."""
     host, _, port = listen.rpartition(":")
@@ -29,7 +29,7 @@ def master(
     command = master_command(host.strip("[]"), int(port), metrics_port, lease)
     logs.say(
         f'Mooncake master on {listen}: set storage.mooncake.master_server_addr = "{listen}".\n'
-        f"Look into it with: transferd pool status --metrics {host}:{metrics_port}",
+        f"Show its status with: transferd pool status --metrics {host}:{metrics_port}",
         level="info",
     )
     logs.flush()
@@ -41,11 +41,11 @@ def status(
     metrics: Annotated[
         str, typer.Option(help="host:port of the master's HTTP pages.", envvar="TRANSFERD_POOL_METRICS")
     ] = f"127.0.0.1:{DEFAULT_METRICS_PORT}",
-    keys: Annotated[int, typer.Option(min=0, help="Also list so many keys.")] = 0,
+    keys: Annotated[int, typer.Option(min=0, help="Number of keys to list.")] = 0,
     timeout: Annotated[float, typer.Option(min=0.0, help="Seconds to wait for an answer.")] = 2.0,
     format_: FormatOption = Format.TEXT,
 ) -> None:
-    """Show a pool's health, segments, capacity and keys; exit 1 when it does not serve."""
+    """Show a pool's health, segments, capacity and keys; exit 1 if it is not serving."""
     from rich.console import Console
 
     from transferd.cli.pool.status import print_status, read_status

@@ -314,8 +314,8 @@ class Engine:
             raise DaemonLost(f"{task.kind} {task.task_id}: {result.error.message}", code=result.error.code)
         behind = [rank.rank for rank in result.ranks if rank.error is not None and rank.error.code in LEFT_BEHIND]
         if behind:
-            what = f"rank {', '.join(map(str, behind))} was left behind at work on {task.kind} {task.task_id}"
-            raise TransferError(f"{what}: its blocks cannot be used again", code="left_behind")
+            what = f"rank {', '.join(map(str, behind))} may still be working on {task.kind} {task.task_id}"
+            raise TransferError(f"{what}, so its blocks cannot be reused", code="left_behind")
         return result
 
     async def _verify(self, blocks: Sequence[tuple[int, int]]) -> None:

@@ -1,4 +1,4 @@
-"""The daemon that a replay starts for itself: in a process of its own, in a directory that goes away."""
+"""The private daemon of a replay: a separate process, in a temporary directory."""
 
 from __future__ import annotations
 

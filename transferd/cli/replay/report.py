@@ -1,4 +1,4 @@
-"""What a replay found, as data and as text. Keys as in the public contract, and more."""
+"""The report of a replay, as data and as text. It has the keys of the public contract, and more."""
 
 from __future__ import annotations
 

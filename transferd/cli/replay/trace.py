@@ -45,7 +45,7 @@ def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
     except OSError as error:
         raise RequestError(f"{path}: cannot be read: {error.strerror}", code="bad_trace") from error
     if not requests:
-        raise RequestError(f"{path}: holds no requests", code="bad_trace")
+        raise RequestError(f"{path}: the trace contains no requests", code="bad_trace")
     return requests
 
 
