@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,6 +117,22 @@ def test_new_weights_find_nothing_of_the_old_ones(made: Engine, service: Service
     service.ask("update_weights")
     service.ask("resume")
     assert made.run(tokens)["storage_match_token_num"] == 40, "those of before are still under their name"
+
+
+def test_new_weights_without_a_name_find_nothing_of_the_old_ones(place: Path, tp: int) -> None:
+    """No version.yaml: FastDeploy would go on with the same keys, and serve blocks of the old weights."""
+    (tokens,) = prompts(1)
+    with (
+        engine(tp=tp, gpu_blocks=16, cpu_blocks=0, backend="file") as made,
+        contextlib.closing(Service(made)) as service,
+    ):
+        for args in ({}, {"version": "RL-STEP09-20261121-x"}):
+            made.run(tokens)
+            service.ask("pause")
+            service.ask("update_weights", **args)
+            service.ask("resume")
+            assert made.run(tokens)["storage_match_token_num"] == 0
+        assert made.queue.client.generation == "RL-STEP09"
 
 
 def test_sleep_and_wakeup_with_the_same_weights(made: Engine, service: Service, tp: int) -> None:

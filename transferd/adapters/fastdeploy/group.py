@@ -23,7 +23,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from transferd.adapters.fastdeploy.arguments import TransferArguments, configuration, read_command
@@ -34,7 +35,7 @@ from transferd.adapters.fastdeploy.replies import Replies
 from transferd.adapters.fastdeploy.signals import Signals
 from transferd.client.sync_client import SyncClient
 from transferd.config import Config
-from transferd.config.generation import generation_of
+from transferd.config.generation import generation_named, generation_of
 from transferd.errors import RequestError, TransferError
 
 log = logging.getLogger(__name__)
@@ -131,7 +132,7 @@ class Group:
         )
         client = self._client = SyncClient(companion.endpoint, await_ready=False)
         client.connect()
-        self._join_memory()
+        self._join_memory(None)
         if first.host_blocks:
             signals.swap_space_ready(True)
         signals.inited()
@@ -139,8 +140,11 @@ class Group:
         self._watcher = threading.Thread(target=self._watch, name="transferd-signals", daemon=True)
         self._watcher.start()
 
-    def _join_memory(self) -> None:
-        """Make the daemon and the workers see the same device memory, and tell whoever waits for it."""
+    def _join_memory(self, timeout: float | None) -> None:
+        """Make the daemon and the workers see the same device memory, and tell whoever waits for it.
+
+        timeout: seconds for workers that create it; at start None, since FastDeploy waits for them as long as it takes.
+        """
         client, signals, first = self.client, _there(self._signals), self._launched[0]
         if first.creates:
             client.wait_ready(READY_TIMEOUT_S)
@@ -148,7 +152,7 @@ class Group:
                 client.device_handle(rank)  # on behalf of the worker, which maps it when it sees the signal
             signals.cache_ready(True)
         else:
-            signals.await_cache(True, self._closing, None)
+            signals.await_cache(True, self._closing, timeout)
             offer_published(client, _there(self._config), [self._launched[r].device for r in range(first.ranks)])
             client.wait_ready(READY_TIMEOUT_S)
 
@@ -188,7 +192,7 @@ class Group:
         return {
             "pause": lambda _: self._pause(),
             "resume": lambda _: self._resume(),
-            "update_weights": lambda _: self._take_generation(),
+            "update_weights": lambda item: self.client.set_generation(self._new_generation(item.args)),
             "sleep": self._sleep,
             "wakeup": self._wakeup,
         }
@@ -214,6 +218,12 @@ class Group:
         if version is not None and version != self.client.generation:
             self.client.set_generation(version)
 
+    def _new_generation(self, args: Mapping[str, Any]) -> str:
+        """Of weights that are new. Where nobody names them, a name of its own: nothing of before is theirs."""
+        version = args.get("version")
+        named = generation_named(version) if isinstance(version, str) and version else None
+        return self._generation() or named or f"unnamed-{uuid.uuid4().hex[:16]}"
+
     def _generation(self) -> str | None:
         file = self._launched[0].version_file
         return generation_of(file) if file.is_file() else None
@@ -225,7 +235,7 @@ class Group:
 
     def _wakeup(self, item: ControlItem) -> None:
         if is_about_the_cache(item.args) and self._asleep:
-            self._restore()
+            self._restore(self._generation() or self.client.generation)
             self._asleep = False
 
     def _clear(self) -> None:
@@ -239,10 +249,10 @@ class Group:
         signals.swap_space_ready(False)
         signals.cache_ready(False)
 
-    def _restore(self) -> None:
-        """Make the memory anew, for the weights that are served now: new ones, or those of before."""
-        self.client.restore_cache(self._generation() or self.client.generation, same_weights=True)
-        self._join_memory()
+    def _restore(self, generation: str) -> None:
+        """Make the memory anew. generation: of the weights that are served now; those of before have the same."""
+        self.client.restore_cache(generation, same_weights=True)
+        self._join_memory(READY_TIMEOUT_S)
         _there(self._signals).swap_space_ready(bool(self._launched[0].host_blocks))
 
     # --- weights cleared and updated through kv_cache_status ----------------------------------------
@@ -273,7 +283,7 @@ class Group:
     def _update_weights(self) -> None:
         with _told("restoring the KV cache"):
             self._only_mixed()
-            self._restore()
+            self._restore(self._new_generation({}))
             self._resume()
 
     def _only_mixed(self) -> None:
