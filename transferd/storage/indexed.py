@@ -433,7 +433,7 @@ class IndexedStorage(Storage):
 
     @property
     def _bound(self) -> str:
-        return f"storage.{self.backend}.capacity, {self._index.capacity} bytes"
+        return f"storage.{self.backend}.capacity, {int(self._index.capacity)} bytes"
 
     def _check_open(self) -> None:
         if self._closed:
