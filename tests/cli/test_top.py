@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -179,5 +180,18 @@ def test_a_run_on_a_terminal(daemon: DaemonProcess, engine: SyncClient) -> None:
         assert (
             max(frame.count("\n") for frame in frames) == 23
         )  # the last line has no end, or the first would scroll away
+    finally:
+        terminal.close()
+
+
+def test_control_c_ends_it_and_leaves_the_terminal_as_it_was(daemon: DaemonProcess, engine: SyncClient) -> None:
+    terminal = Terminal("top", "--endpoint", daemon.endpoint)
+    try:
+        terminal.until("slowest first")
+        terminal.process.send_signal(signal.SIGINT)
+        terminal.until("\x1b[?1049l")  # the screen of before
+        assert terminal.process.wait(30) == 0
+        assert "Traceback" not in terminal.all
+        assert termios.tcgetattr(terminal.theirs) == terminal.before
     finally:
         terminal.close()

@@ -6,6 +6,7 @@ A task costs one histogram step and a few additions, so that eight ranks at thou
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, Metric
@@ -21,6 +22,15 @@ STAGES = ("queue", "copy", "storage")  # of a rank: waiting for its turn, moving
 MISSED = ("queued", "running")  # where a task was at its deadline
 
 
+@dataclass(slots=True)
+class _Lane:
+    """The tasks of one kind."""
+
+    durations: dict[Status, Histogram]
+    stages: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    missed: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MISSED, 0))
+
+
 class TaskMetrics:
     """Fed by the daemon, once for each admitted task. Every label value is there from the start, at 0."""
 
@@ -32,30 +42,32 @@ class TaskMetrics:
             buckets=LATENCY_BUCKETS_S,
             registry=registry,
         )
-        pairs = [(lane, status) for lane in Lane for status in ENDED]
-        self._durations = {pair: histogram.labels(*map(str, pair)) for pair in pairs}
-        self._stages = {(lane, stage): 0.0 for lane in Lane for stage in STAGES}
-        self._missed = {(lane, where): 0 for lane in Lane for where in MISSED}
+        self._lanes = {lane: _Lane({one: histogram.labels(str(lane), str(one)) for one in ENDED}) for lane in Lane}
         registry.register(self)
 
     def observe_result(self, task: Task, result: TaskResult) -> None:
-        lane = Lane(task.lane)
-        self._durations[lane, result.status].observe(result.duration)
-        stages = self._stages
+        lane = self._lanes[task.lane]
+        lane.durations[result.status].observe(result.duration)
+        queue = copy = storage = 0.0  # summed here: every look-up by an enum costs as much as several additions
         for rank in result.ranks:
-            stages[lane, "queue"] += rank.queue_s
-            stages[lane, "copy"] += rank.copy_s
-            stages[lane, "storage"] += rank.storage_s
+            queue += rank.queue_s
+            copy += rank.copy_s
+            storage += rank.storage_s
+        lane.stages["queue"] += queue
+        lane.stages["copy"] += copy
+        lane.stages["storage"] += storage
         if result.error is not None and result.error.code == Status.EXPIRED:
-            self._missed[lane, "running" if result.ranks else "queued"] += 1
+            lane.missed["running" if result.ranks else "queued"] += 1
 
     def collect(self) -> Iterator[Metric]:
         text = "Seconds that ranks have spent on tasks, all ranks together"
         stages = CounterMetricFamily("transferd_stage_seconds", text, labels=["kind", "stage"])
-        for (lane, stage), seconds in self._stages.items():
-            stages.add_metric([str(lane), stage], seconds)
+        for name, lane in self._lanes.items():
+            for stage, seconds in lane.stages.items():
+                stages.add_metric([str(name), stage], seconds)
         text = "Tasks that were not done at their deadline, by where they were then"
         missed = CounterMetricFamily("transferd_deadlines_missed", text, labels=["kind", "where"])
-        for (lane, where), count in self._missed.items():
-            missed.add_metric([str(lane), where], count)
+        for name, lane in self._lanes.items():
+            for where, count in lane.missed.items():
+                missed.add_metric([str(name), where], count)
         yield from (stages, missed)

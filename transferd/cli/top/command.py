@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 ROWS = 400  # tasks that are asked for each time: enough for percentiles, about 100 KB
 _KEYS = {"\x1b[A": "up", "\x1b[B": "down", "k": "up", "j": "down", "\r": "enter", "\n": "enter", "e": "enter"}
-_KEYS |= {"\x1b": "back", "q": "quit", "\x03": "quit", "s": "sort", "p": "pause", " ": "pause"}
+_KEYS |= {"\x1b": "back", "q": "quit", "s": "sort", "p": "pause", " ": "pause"}
 
 
 def top(
@@ -45,7 +45,8 @@ def top(
     if not once and not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigError("top", "needs a terminal; use `transferd top --once`")
     client = client_for(endpoint, timeout, key_file, server_key_file)
-    asyncio.run(_print_once(client, interval, format_) if once else _Live(client, interval).run())
+    with contextlib.suppress(KeyboardInterrupt):  # ends it as `q` does
+        asyncio.run(_print_once(client, interval, format_) if once else _Live(client, interval).run())
 
 
 async def _print_once(client: Client, interval: float, format_: Format) -> None:
