@@ -148,7 +148,8 @@ class PaddleDeviceTier:
             # Shared memory is made here and now: a start that is called off must not leave a thread making it.
             self._memory = make() if self._shared else await self._threads.run(Direction.IN, make)
         except ERRORS as error:
-            raise TierError(f"rank {self.rank}: memory of {self.place} cannot be had: {_line(error)}") from error
+            what = f"rank {self.rank}: cannot allocate or map memory on {self.place}"
+            raise TierError(f"{what}: {_line(error)}") from error
         device = "" if self._shared else self.place
         self._copier = _Copier(self._paddle, self._memory.tensors, self._layout, device)
 
@@ -160,7 +161,7 @@ class PaddleDeviceTier:
             return
         moves = plan.moves
         if moves is None:
-            raise InvariantError("the paddle tier moves blocks; a plan of byte runs alone was given")
+            raise InvariantError("the paddle tier moves only blocks; it cannot execute a plan made only of byte runs")
         try:
             # Always in a thread: one operation costs little, but a plan may need two for each layer and plane.
             await self._threads.run(direction, lambda: work(copier, moves), "copy between device and host")

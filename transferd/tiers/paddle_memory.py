@@ -126,7 +126,8 @@ class DeviceMemory:
     ) -> Self:
         """Raises RequestError, TierError, and what Paddle does."""
         if handle.kind != KIND or operators is None:
-            raise TierError(f"memory of {place} is attached by FastDeploy's operators; this is {handle.kind[:40]!r}")
+            what = f"attaching memory of {place} needs FastDeploy's operators and a handle of kind {KIND!r}"
+            raise TierError(f"{what}; this one is of kind {handle.kind[:40]!r}")
         made = cls(paddle, layout, place, operators)
         made._adopted = True
         try:

@@ -11,7 +11,7 @@ that runs there has them installed:
 (FastDeploy, custom_ops/{gpu,xpu}_ops and cache_manager/ops.py; the objects they write: tiers/fastdeploy.py.)
 What they write holds neither size nor offset, so the shape has to come with the handle.
 
-Tested with a double of these operators (testing/paddleops.py), not on a device.
+Tested with a double of these operators (tests/support/paddle_ops.py), not on a device.
 """
 
 from __future__ import annotations

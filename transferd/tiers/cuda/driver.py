@@ -1,6 +1,6 @@
 """What the tier needs of CUDA: some thirty calls of the driver API, in plain integers and bytes.
 
-`Driver` is the seam. `bindings.BindingsDriver` is the real one; `testing.cuda` has a double that moves
+`Driver` is the seam. `bindings.BindingsDriver` is the real one; `tests.support.cuda` has a double that moves
 bytes and keeps account of who may touch what when. Everything above this file knows CUDA's rules
 (ordering, lifetimes, what is asynchronous) and nothing of its bindings; everything below knows calling
 conventions and no rule.

@@ -84,7 +84,7 @@ class DeviceArray:
     def view(self, dtype: str) -> DeviceArray:
         """The same bytes as elements of another type of the same size."""
         if np.dtype(dtype).itemsize != self.dtype.itemsize:
-            raise RequestError(f"{dtype} is not as long as {self.dtype.name}")
+            raise RequestError(f"cannot view {self.dtype.name} as {dtype}: the element sizes differ")
         return DeviceArray(self.address, self.shape, dtype, self.device, self._owner)
 
     @property
@@ -151,7 +151,7 @@ def _device_with(driver: Driver, uuid: str) -> DeviceInfo:
         info = driver.describe(index)
         if info.uuid == uuid:
             return info
-    raise TierError(f"GPU {uuid} is not visible to this process (CUDA_VISIBLE_DEVICES?)", code="no_cuda")
+    raise TierError(f"GPU {uuid} is not visible to this process: check CUDA_VISIBLE_DEVICES", code="no_cuda")
 
 
 def export(
@@ -160,8 +160,8 @@ def export(
     """The data of a handle over memory that this process has on GPU `device`.
 
     caches: {plane: [one array per layer]}, contiguous, anything with `__cuda_array_interface__`. event: 64
-    bytes of an IPC event (torch.cuda.Event(interprocess=True).ipc_handle()). The memory stays the caller's,
-    and must stay where it is until the daemon was told to let go.
+    bytes of an IPC event (torch.cuda.Event(interprocess=True).ipc_handle()). The caller still owns the memory, and
+    must keep it allocated until the daemon has released it.
 
     Raises RequestError for arrays that are not contiguous or of unknown type, TierError for memory that
     cannot be shared: not from cudaMalloc (an allocator's expandable segments, a memory pool).

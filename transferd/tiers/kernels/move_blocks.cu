@@ -15,7 +15,7 @@
  * push the engine's out of the L2 cache.
  *
  * No header is included and the code is C as well as C++, so NVRTC compiles it as it is, and a C compiler
- * with the few definitions of testing/cuda/shim.c runs it on the CPU. The struct is mirrored in
+ * with the few definitions of tests/support/cuda/shim.c runs it on the CPU. The struct is mirrored in
  * tiers/cuda/kernel.py; a test compares sizes and offsets.
  */
 #define TILE 16384
