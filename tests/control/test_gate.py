@@ -62,6 +62,22 @@ def test_a_drain_starts_and_does_not_admit(gate: Gate) -> None:
     assert gate.refusal is None
 
 
+def test_a_shutdown_counts_at_once(gate: Gate) -> None:
+    gate.shut()
+    assert gate.refusal == (Status.REJECTED, DRAINING)
+    assert gate.draining
+    assert not gate.starts
+
+
+def test_a_gate_is_open_again_once_those_who_shut_it_have_gone(gate: Gate) -> None:
+    gate.hold("pause", "a", b"a1", 1.0)
+    gate.hold("drain", "a", b"a1", 2.0)
+    gate.client_gone(b"a1")
+    assert gate.refusal is None
+    assert gate.starts
+    assert (gate.paused, gate.draining) == (False, False)
+
+
 def test_a_shutdown_neither_admits_nor_starts_and_nothing_undoes_it(gate: Gate) -> None:
     gate.shut()
     gate.resume("operator")

@@ -51,6 +51,13 @@ def test_a_result_is_forgotten_in_the_moment_its_time_is_over() -> None:
     assert memory.nbytes == 0
 
 
+def test_a_result_is_not_recalled_once_its_time_is_over() -> None:
+    memory = ResultCache(ttl=10.0, most=5, most_bytes=10**6)
+    memory.keep(result("t"), 0, 0, 5.0)
+    assert memory.recall("t", 14.999) is not None
+    assert memory.recall("t", 15.0) is None
+
+
 def test_a_result_whose_time_was_over_long_ago_is_forgotten_too() -> None:
     memory = ResultCache(ttl=10.0, most=5, most_bytes=10**6)
     memory.keep(result("t"), 0, 0, 5.0)
