@@ -170,6 +170,12 @@ def test_what_a_shutdown_leaves_in_the_queue_says_so() -> None:
     assert desk.answers[queued].error == ErrorInfo("shutdown", "the daemon shut down before this task started")
 
 
+def test_a_swap_in_of_a_host_block_that_holds_nothing_is_refused_before_it_waits() -> None:
+    desk = Desk()
+    refused = desk.answers[desk.submit(swap_in("i", [2], [3]))]
+    assert (refused.status, refused.error and refused.error.code) == (Status.REJECTED, "empty_block")
+
+
 def test_what_waited_for_a_task_that_could_not_start_has_its_turn_whatever_its_lane() -> None:
     desk = Desk()
     desk.submit(swap_out("o", [1], [3]))
@@ -322,6 +328,23 @@ def test_a_task_that_a_rank_holds_on_to_is_done_even_when_no_result_is_kept() ->
     desk.hear(ev.CancelRequested("r", desk.now))
     desk.finish("r", missing=(1,))
     assert desk.dispatcher.state_of("r") is State.DONE
+
+
+def test_tasks_are_listed_until_they_are_answered() -> None:
+    desk = Desk()
+    desk.submit(write("a", 1))
+    desk.submit(write("b", 1))
+    assert [record.task_id for record in desk.dispatcher.admitted] == ["a", "b"]
+    desk.finish("a")
+    assert [record.task_id for record in desk.dispatcher.admitted] == ["b"]
+
+
+def test_no_task_leaves_its_law_of_states() -> None:
+    desk = Desk()
+    desk.submit(write("w", 1))
+    [record] = desk.dispatcher.admitted
+    with pytest.raises(InvariantError, match=r"(?s)'w' cannot go from running to queued\n.*admitted.*started"):
+        desk.dispatcher._move(record, State.QUEUED)
 
 
 def test_ids_of_tasks_are_known_until_they_are_answered() -> None:
