@@ -297,6 +297,9 @@ class Engine:
             asyncio.run(tier.close())
         for one in self.signals.values():
             one.clear()
+        for name in ("shm_cache_task_flag_broadcast", "cache_task_is_paused_signal", "cache_task_inflight_signal"):
+            if hasattr(self.manager, name):  # its launch makes them
+                getattr(self.manager, name).clear()
 
 
 def chain(tokens: Sequence[int]) -> list[str]:

@@ -60,6 +60,7 @@ class Service:
     def close(self) -> None:
         for queue in self.service._ctrl_output_queues.values():
             queue.socket.close()
+            Path(queue.endpoint.address).unlink(missing_ok=True)
 
 
 @pytest.fixture(params=[1, 2], ids=["tp1", "tp2"])
