@@ -17,7 +17,8 @@ Nothing of FastDeploy is imported: an event is known by the name of its enum mem
 where that is known (1 and 2, the swaps; storage events have had no published numbers); a task is known by
 its attributes, and those that came later may be missing.
 
-Source of the shapes: FastDeploy's cache_transfer_manager.py and prefix_cache_manager.py, releases 2.0 to 2.4.
+The shapes are those of FastDeploy's cache_transfer_manager.py and prefix_cache_manager.py from release 2.0 on;
+release/2.6 and develop are run against (tests/with_fastdeploy).
 """
 
 from __future__ import annotations
