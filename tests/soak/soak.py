@@ -228,6 +228,7 @@ class Soak:
         first, before = len(self._journals), await self._counted()
         for home in range(PROCESSES):
             await self._start(home)
+        await self._all_have_done_something(first)
         watch = Watch(self.daemon.pid)
         watching = asyncio.ensure_future(watch.run(interval))
         end, kills = time.monotonic() + seconds, 0
@@ -245,6 +246,13 @@ class Soak:
         await asyncio.sleep(2 * CLIENT_TIMEOUT_S)  # until the last one killed has been given up
         self._judge_mixed(kills, seconds, self._tally(first), before, await self._counted(), watch, report)
         await self._judge_rest(report)
+
+    async def _all_have_done_something(self, first: int) -> None:
+        """Wait until each engine was told its first `ok`; on a busy machine starting takes longer than a short run."""
+        async with asyncio.timeout(ANSWER_S):
+            for journal in self._journals[first:]:
+                while " ok " not in journal.read_text():  # noqa: ASYNC110 - a file of another process
+                    await asyncio.sleep(0.1)
 
     async def _replace(self, place: int) -> None:
         """Kill the engine at a place; another one starts, on other blocks."""
