@@ -214,7 +214,7 @@ async def an_engine_is_killed(machine: Machine) -> str:
                     ends.append("done")
                 except TierError as error:
                     ends.append(error.reason)
-        with raising(TransferError, saying="has gone", what="the handle of a process that was killed"):
+        with raising(TransferError, saying="has ended", what="the handle of a process that was killed"):
             check_owner(data["owner"])
         before = machine.free()
         with contextlib.suppress(TierError):
