@@ -10,11 +10,12 @@ from transferd import Client, ReadStorageTask, WriteStorageTask
 
 async def main(endpoint: str | None) -> None:
     async with Client(endpoint) as client:  # waits until every rank is ready
-        caches = await client.attach(rank=0)  # {plane: [one array per layer]}, zero-copy
-        caches["key"][0][3] = 42  # compute something into block 3
+        ranks = [await client.attach(rank) for rank in (0, 1)]  # of each: {plane: [one array per layer]}, zero-copy
+        for caches in ranks:
+            caches["key"][0][3] = 42  # compute something into block 3
         written = await client.submit(WriteStorageTask(task_id="w1", keys=["block-a"], gpu_block_ids=[3]))
         loaded = await client.submit(ReadStorageTask(task_id="r1", keys=["block-a"], gpu_block_ids=[7]))
-        print(written.status, loaded.status, loaded.block_ids, caches["key"][0][7].flat[0])
+        print(written.status, loaded.status, loaded.block_ids, ranks[1]["key"][0][7].flat[0])
 
 
 if __name__ == "__main__":
