@@ -107,7 +107,7 @@ def test_each_sickness_is_found_alone_and_has_a_remedy(
 
 
 def test_a_socket_that_this_user_may_not_open_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "obstacle_at", lambda path: f"permission denied: {path} is for group transferd")
+    monkeypatch.setattr(checks, "obstacle_at", lambda path: f"permission denied: {path} allows group transferd")
     finding = examine(Machine(), {"server": {"endpoint": f"ipc://{tmp_path}/s"}})["socket"]
     assert (finding.level, finding.remedy.startswith("add this user to that group")) == (Level.FAIL, True)
 

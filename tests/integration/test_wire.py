@@ -318,7 +318,9 @@ async def test_a_file_that_is_no_socket_is_not_removed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("directory", ["missing", "file"])
 async def test_a_socket_that_cannot_be_made_is_one_clear_line(tmp_path: Path, directory: str) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"^server\.endpoint: cannot make the lock file .*\.lock: .* \('ipc://.*'\)$"):
+    with pytest.raises(
+        ConfigError, match=r"^server\.endpoint: cannot create the lock file .*\.lock: .* \('ipc://.*'\)$"
+    ):
         await Daemon(f"ipc://{tmp_path}/{directory}/d.sock").server.start()
 
 
