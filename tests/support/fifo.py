@@ -11,7 +11,7 @@ from pathlib import Path
 
 F_SETPIPE_SZ = 1031
 CAPACITY = 4096  # the least that a pipe can have: a dozen lines
-SHORTEST_LINE = 64
+SHORTEST_LINE = 80  # a warning as JSON: 70 bytes, and an event of ten letters
 
 
 class Fifo:
