@@ -176,6 +176,14 @@ def test_a_swap_in_of_a_host_block_that_holds_nothing_is_refused_before_it_waits
     assert (refused.status, refused.error and refused.error.code) == (Status.REJECTED, "empty_block")
 
 
+def test_a_flush_needs_no_memory_that_an_engine_has_mapped() -> None:
+    desk = Desk()
+    desk.dispatcher = Dispatcher(limits(only_flush=True), admitting=False)
+    desk.hear(ev.CacheReady(desk.now))
+    desk.submit(write("flush", 1))
+    assert desk.started == ["flush"]
+
+
 def test_what_waited_for_a_task_that_could_not_start_has_its_turn_whatever_its_lane() -> None:
     desk = Desk()
     desk.submit(swap_out("o", [1], [3]))
