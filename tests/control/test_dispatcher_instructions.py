@@ -141,6 +141,23 @@ def test_a_wake_that_comes_too_early_asks_for_the_next_one() -> None:
     speaker = Speaker()
     speaker.submit(write("a", 1, timeout=9.0))
     assert speaker.dispatcher.handle(ev.DeadlineReached(4.0)) == [ev.WakeAt(9.0)]
+    later = write("b", 2, timeout=20.0)
+    assert speaker.submit(later, now=4.0) == [ev.Start(later, "g1", 4.0)], "the one that was asked for will do"
+
+
+def test_the_deadline_of_a_task_whose_ranks_were_left_behind_leaves_them_behind_no_second_time() -> None:
+    speaker = Speaker(deadline_slack=1.0)
+    speaker.submit(write("w", 1, timeout=5.0))
+    speaker.dispatcher.handle(ev.CancelRequested("w", 1.0))
+    assert speaker.dispatcher.handle(ev.DeadlineReached(2.0)) == [ev.ExpireRound("w"), ev.WakeAt(5.0)]
+    assert speaker.dispatcher.handle(ev.DeadlineReached(5.0)) == []
+
+
+def test_host_blocks_hold_nothing_once_their_pool_was_given_up() -> None:
+    desk = Desk()
+    desk.fill_host(3)
+    desk.hear(ev.HostEmptied(desk.now))
+    assert desk.answers[desk.submit(swap_in("i", [2], [3]))].status is Status.REJECTED
 
 
 def test_no_wake_is_asked_for_when_nothing_is_left() -> None:
