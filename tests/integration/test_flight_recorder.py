@@ -195,7 +195,10 @@ def test_a_daemon_that_ends_by_an_exception_leaves_a_dump(tmp_path: Path) -> Non
 
 def test_without_a_directory_or_with_one_that_cannot_be_made_the_daemon_says_so_and_lives(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    for name, directory, told in (("a", "", "recorder.directory is empty"), ("b", f"{tmp_path}/file/x", "no dump")):
+    for name, directory, told in (
+        ("a", "", "recorder.directory is not set"),
+        ("b", f"{tmp_path}/file/x", "cannot dump"),
+    ):
         with (
             running(tree(directory=directory), tmp_path, name=name) as daemon,
             attached_sync(daemon.endpoint) as client,

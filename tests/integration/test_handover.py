@@ -174,7 +174,7 @@ async def test_bad_input_is_the_callers_fault_not_a_502(tmp_path: Path) -> None:
             await node.client.read_all("r1", TOKENS, [1, 2, 3, 4, 5, 6], peer="nowhere")
         with pytest.raises(RequestError, match="gpu_block_ids"):
             await node.client.write_all("r1", TOKENS, [1, 2, 3])
-        with pytest.raises(RequestError, match="without tokens"):
+        with pytest.raises(RequestError, match="token_ids is empty"):
             await node.client.write_all("r1", [], [])
 
 
