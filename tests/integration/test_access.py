@@ -349,10 +349,13 @@ def test_a_uid_that_looks_like_nobody_in_this_namespace_is_refused(
 @pytest.mark.parametrize(
     ("section", "problem"),
     [
-        ({"endpoint": "tcp://127.0.0.1:*", "allowed_uids": [0]}, "server.endpoint: nobody has a uid"),
+        (
+            {"endpoint": "tcp://127.0.0.1:*", "allowed_uids": [0]},
+            "server.endpoint: peer uids are not available on tcp://",
+        ),
         (
             {"observer_endpoint": "tcp://127.0.0.1:*", "observer_uids": [0]},
-            "server.observer_endpoint: nobody has a uid",
+            "server.observer_endpoint: peer uids are not available on tcp://",
         ),
         ({"observer_endpoint": "tcp://0.0.0.0:1"}, "server.observer_endpoint: tcp:// beyond loopback"),
         ({"observer_endpoint": "nowhere"}, "server.observer_endpoint: expected ipc://PATH"),

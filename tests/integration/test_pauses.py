@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.integration.caches import attached
 from transferd import Client, Status, SwapOutTask
 from transferd.client.launch import DaemonProcess, running, start
 
@@ -69,7 +70,7 @@ async def stats_until(client: Client, condition: Callable[[dict[str, Any]], bool
 
 @pytest.mark.parametrize("what", ["pause", "drain"])
 async def test_what_a_client_holds_ends_when_it_is_killed(daemon: DaemonProcess, what: str) -> None:
-    async with Client(daemon.endpoint) as client:
+    async with attached(daemon.endpoint) as client:
         dead = holder(daemon.endpoint, what)
         [held] = (await client.stats())["held"]
         assert held["what"] == what
@@ -90,7 +91,7 @@ async def test_what_a_client_holds_ends_when_it_is_killed(daemon: DaemonProcess,
 
 
 async def test_a_pause_ends_with_a_client_that_closes_and_says_nothing_else(daemon: DaemonProcess) -> None:
-    async with Client(daemon.endpoint) as client:
+    async with attached(daemon.endpoint) as client:
         async with Client(daemon.endpoint) as other:
             await other.pause()
             future = await client.push(swap(1))
@@ -98,7 +99,7 @@ async def test_a_pause_ends_with_a_client_that_closes_and_says_nothing_else(daem
 
 
 async def test_of_several_pauses_the_living_ones_stay(daemon: DaemonProcess) -> None:
-    async with Client(daemon.endpoint) as client, Client(daemon.endpoint, name="living") as living:
+    async with attached(daemon.endpoint) as client, Client(daemon.endpoint, name="living") as living:
         dead = holder(daemon.endpoint, "pause")
         await living.pause()
         future = await client.push(swap(1))
@@ -112,7 +113,11 @@ async def test_of_several_pauses_the_living_ones_stay(daemon: DaemonProcess) -> 
 
 
 async def test_another_client_can_overrule_a_pause(daemon: DaemonProcess) -> None:
-    async with Client(daemon.endpoint) as hangs, Client(daemon.endpoint) as client, Client(daemon.endpoint) as operator:
+    async with (
+        Client(daemon.endpoint) as hangs,
+        attached(daemon.endpoint) as client,
+        Client(daemon.endpoint) as operator,
+    ):
         await hangs.pause()
         await hangs.drain()
         await operator.resume()
@@ -129,7 +134,7 @@ async def test_a_pause_is_asked_for_again_after_a_restart_and_a_resumed_one_is_n
             boot = resumed.boot_id
             first.kill()
             first = start(TREE, tmp_path)
-            async with Client(first.endpoint) as client:
+            async with attached(first.endpoint) as client:
                 await stats_until(client, lambda stats: bool(stats["held"]))
                 # What it says to a new session it says when it hears of it: an answer after that comes after that.
                 await stats_until(client, lambda _: resumed.connected and resumed.boot_id != boot)
