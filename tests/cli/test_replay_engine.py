@@ -76,6 +76,7 @@ class Stage:
     async def open(self) -> None:
         await self.world.open()
         await self.client.connect()
+        await self.world.attach(self.client)
         geometry = self.world.daemon.layout.device
         places = zip(geometry.offsets.tolist(), geometry.nbytes.tolist(), strict=True)
         shares = [(slice(offset, offset + size * geometry.blocks), size) for offset, size in places]
