@@ -228,7 +228,7 @@ async def test_a_missing_file_or_directory_is_named(section: CurveSection) -> No
         ("é" * 40, "other characters"),
         (b"~" * 40, "other characters"),
         (None, "NoneType"),
-        (SERVER_PUBLIC + b"\n", "41 characters"),
+        pytest.param(SERVER_PUBLIC + b"\n", "41 characters", id="drawn at import: the same name for every worker"),
     ],
 )
 def test_a_clients_key_that_is_none_is_named_and_not_shown(key: Any, found: str) -> None:
