@@ -137,7 +137,7 @@ def test_tables_are_written_between_their_markers_and_again_the_same(page: Calla
 
 
 def test_a_result_without_a_place_in_the_docs_is_an_error(page: Callable[..., str]) -> None:
-    with pytest.raises(SystemExit, match=r"no place for copy\.json"):
+    with pytest.raises(SystemExit, match=r"a place for copy\.json"):
         page("nothing here", copy=[])
 
 
