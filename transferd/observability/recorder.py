@@ -145,7 +145,7 @@ class Recorder:
         self._steps.append((now, task_id, what, -1, blocks))
         self._steps.append((now, task_id, "from", -1, client))
 
-    def step(self, task_id: str, what: str, rank: int, number: int | bytes) -> None:
+    def step(self, task_id: str, what: str, rank: int, number: int) -> None:
         """Record what an admitted task goes through. what: one of STEPS; rank: -1 for none."""
         self._steps.append((self._now(), task_id, what, rank, number))
 
