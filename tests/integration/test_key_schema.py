@@ -110,7 +110,9 @@ def test_what_fastdeploy_wrote_is_read_and_a_block_without_all_its_planes_is_not
 
 def test_another_version_is_out_of_reach(tmp_path: Path) -> None:
     with running(tree(CACHES["gqa"]), tmp_path) as daemon, SyncClient(daemon.endpoint) as client:
-        client.submit(WriteStorageTask(task_id="w", keys=KEYS, gpu_block_ids=[1, 2, 3]))
+        attach(client)
+        written = client.submit(WriteStorageTask(task_id="w", keys=KEYS, gpu_block_ids=[1, 2, 3]))
+        assert written.status is Status.OK
         assert client.match(KEYS) == 3
         client.set_generation("RL-STEP04")
         assert client.match(KEYS) == 0
@@ -125,8 +127,10 @@ def test_the_version_comes_from_version_yaml(tmp_path: Path) -> None:
     settings = tree(CACHES["gqa"], generation="", version_file=str(file))
     with running(settings, tmp_path) as daemon, SyncClient(daemon.endpoint) as client:
         assert client.generation == client.stats()["generation"] == "RL-STEP03"
-        client.submit(WriteStorageTask(task_id="w", keys=KEYS[:1], gpu_block_ids=[1]))
-        for name in as_fastdeploy_stores(attach(client), [1, 1, 1]):
+        caches = attach(client)
+        written = client.submit(WriteStorageTask(task_id="w", keys=KEYS[:1], gpu_block_ids=[1]))
+        assert written.status is Status.OK
+        for name in as_fastdeploy_stores(caches, [1, 1, 1]):
             if KEYS[0] in name:
                 assert (tmp_path / "blocks" / "objects" / path_of(name)).exists()
 
