@@ -29,14 +29,23 @@ def task(task_id: str) -> SwapOutTask:
     return SwapOutTask(task_id=task_id, gpu_block_ids=[1], cpu_block_ids=[2])
 
 
-def threads() -> list[threading.Thread]:
+def running() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "transferd-client"]
+
+
+@pytest.fixture
+def threads() -> Callable[[], list[threading.Thread]]:
+    """The threads of clients that began during the test: other tests of this process may have left theirs."""
+    before = running()
+    return lambda: [thread for thread in running() if thread not in before]
 
 
 # --- lives ----------------------------------------------------------------------------------------
 
 
-def test_a_client_that_could_not_connect_connects_once_the_daemon_is_there(tmp_path: Path) -> None:
+def test_a_client_that_could_not_connect_connects_once_the_daemon_is_there(
+    tmp_path: Path, threads: Callable[[], list[threading.Thread]]
+) -> None:
     address = f"ipc://{tmp_path}/d.sock"
     client = SyncClient(address, connect_timeout=0.05)
     for _ in range(2):
@@ -51,7 +60,9 @@ def test_a_client_that_could_not_connect_connects_once_the_daemon_is_there(tmp_p
         assert not threads()
 
 
-def test_connecting_a_connected_client_changes_nothing(endpoint: str) -> None:
+def test_connecting_a_connected_client_changes_nothing(
+    endpoint: str, threads: Callable[[], list[threading.Thread]]
+) -> None:
     with SyncClient(endpoint) as client:
         [thread] = threads()
         client.connect()
@@ -62,7 +73,7 @@ def test_connecting_a_connected_client_changes_nothing(endpoint: str) -> None:
             client.ping()
 
 
-def test_a_bad_endpoint_is_told_and_leaves_no_thread() -> None:
+def test_a_bad_endpoint_is_told_and_leaves_no_thread(threads: Callable[[], list[threading.Thread]]) -> None:
     client = SyncClient("nowhere")
     for _ in range(2):
         with pytest.raises(ConfigError, match="nowhere"):
@@ -70,7 +81,7 @@ def test_a_bad_endpoint_is_told_and_leaves_no_thread() -> None:
     assert not threads()
 
 
-def test_a_close_ends_a_connect_that_still_waits(tmp_path: Path) -> None:
+def test_a_close_ends_a_connect_that_still_waits(tmp_path: Path, threads: Callable[[], list[threading.Thread]]) -> None:
     client = SyncClient(f"ipc://{tmp_path}/nobody.sock", connect_timeout=1000)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         connecting = pool.submit(client.connect)
@@ -124,7 +135,9 @@ def _until_closed(client: SyncClient, kind: str, number: int, begun: threading.B
     raise AssertionError
 
 
-def test_calls_that_race_with_a_close_are_closed_and_nothing_else(endpoint: str) -> None:
+def test_calls_that_race_with_a_close_are_closed_and_nothing_else(
+    endpoint: str, threads: Callable[[], list[threading.Thread]]
+) -> None:
     with concurrent.futures.ThreadPoolExecutor(len(CALLS)) as pool:
         for number in range(30):
             client = SyncClient(endpoint)
@@ -161,7 +174,7 @@ def test_a_start_that_waits_for_a_busy_daemon_ends(
     client.close()
 
 
-def test_many_closes_at_once_are_one(endpoint: str) -> None:
+def test_many_closes_at_once_are_one(endpoint: str, threads: Callable[[], list[threading.Thread]]) -> None:
     client = SyncClient(endpoint)
     client.connect()
     with concurrent.futures.ThreadPoolExecutor(8) as pool:

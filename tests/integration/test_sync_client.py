@@ -6,7 +6,7 @@ import concurrent.futures
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,18 @@ def task(task_id: str, **more: Any) -> SwapOutTask:
     return SwapOutTask(task_id=task_id, gpu_block_ids=[1], cpu_block_ids=[2], **more)
 
 
-def threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name == "transferd-client"]
+def running() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "transferd-client"]
 
 
-def test_every_method_blocks_and_answers(endpoint: str) -> None:
+@pytest.fixture
+def threads() -> Callable[[], list[threading.Thread]]:
+    """The threads of clients that began during the test: other tests of this process may have left theirs."""
+    before = running()
+    return lambda: [thread for thread in running() if thread not in before]
+
+
+def test_every_method_blocks_and_answers(endpoint: str, threads: Callable[[], list[threading.Thread]]) -> None:
     with SyncClient(endpoint) as client:
         assert client.submit(task("s-1")).status is Status.OK
         assert client.push(task("s-2")).result(10).status is Status.OK
@@ -69,7 +76,7 @@ def test_many_threads_share_one_client(endpoint: str) -> None:
             assert names == [f"{number}-{i}" for i in range(20)]
 
 
-def test_closing_ends_what_other_threads_wait_for(endpoint: str) -> None:
+def test_closing_ends_what_other_threads_wait_for(endpoint: str, threads: Callable[[], list[threading.Thread]]) -> None:
     client = SyncClient(endpoint)
     client.connect()
     future = client.push(task("held-2"))
@@ -100,7 +107,7 @@ def test_a_client_can_be_entered_again(endpoint: str) -> None:
             assert client.submit(task(f"turn-{turn}")).status is Status.OK
 
 
-def test_connecting_to_nobody_leaves_no_thread(tmp_path: Path) -> None:
+def test_connecting_to_nobody_leaves_no_thread(tmp_path: Path, threads: Callable[[], list[threading.Thread]]) -> None:
     client = SyncClient(f"ipc://{tmp_path}/nobody.sock", connect_timeout=0.2)
     with pytest.raises(ConnectTimeout, match="no daemon answered"), client:
         pass
@@ -109,7 +116,7 @@ def test_connecting_to_nobody_leaves_no_thread(tmp_path: Path) -> None:
 
 
 INTERRUPTED = """
-import os, signal, sys, threading
+import os, signal, sys, threading, time
 from transferd import SwapOutTask, SyncClient
 
 def task(task_id):
@@ -117,7 +124,8 @@ def task(task_id):
 
 def interrupt():
     while not client._client._conversation._pending:  # until the main thread waits for the held task
-        pass
+        time.sleep(0.01)
+    time.sleep(0.5)  # and sleeps: a signal between its last look and its sleep would wake nobody
     os.kill(os.getpid(), signal.SIGINT)
 
 with SyncClient(sys.argv[1]) as client:

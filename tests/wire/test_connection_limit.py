@@ -7,6 +7,7 @@ import gc
 import os
 import resource
 import socket
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,7 +32,9 @@ def listening(endpoint: str, places: int) -> Iterator[tuple[zmq.Socket[bytes], s
 @contextlib.contextmanager
 def no_gaps() -> Iterator[None]:
     """Take the free numbers between the descriptors that earlier tests left open: the next ones then count up."""
-    gc.collect()  # what earlier tests left to the collector must not be closed in the middle of this one
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # about what earlier tests left, not about this one
+        gc.collect()  # what they left to the collector must not be closed in the middle of this one
     highest = max(int(name) for name in os.listdir("/proc/self/fd"))
     taken = [os.dup(0)]
     while taken[-1] < highest:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,12 +28,11 @@ async def why(endpoint: str, curve: ClientCurve | None = None) -> str:
 
 
 @pytest.fixture
-def listener(tmp_path: Path) -> Iterator[Path]:
-    """A unix socket that listens, reachable by every user as far as directories go."""
-    for directory in (tmp_path, *tmp_path.parents[:2]):
-        directory.chmod(0o755)
-    path = tmp_path / "d.sock"
-    with socket.socket(socket.AF_UNIX) as listening:
+def listener() -> Iterator[Path]:
+    """A unix socket that listens, reachable by every user as far as directories go: those above tmp_path may not be."""
+    with tempfile.TemporaryDirectory() as directory, socket.socket(socket.AF_UNIX) as listening:
+        path = Path(directory, "d.sock")
+        path.parent.chmod(0o755)
         listening.bind(str(path))
         listening.listen(1)
         yield path
