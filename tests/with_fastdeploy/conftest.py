@@ -12,13 +12,11 @@ from pathlib import Path
 
 import pytest
 
-os.environ.setdefault("FD_PLUGINS", "transferd")
-os.environ.setdefault("TRANSFERD_CACHE__DEVICE", "shm")
-os.environ.setdefault("FD_LOG_DIR", tempfile.mkdtemp(prefix="tfd-log."))  # FastDeploy logs from its import on
-
 MISSING = next((name for name in ("paddle", "fastdeploy") if importlib.util.find_spec(name) is None), None)
 
 if MISSING is None:
+    os.environ.setdefault("FD_PLUGINS", "transferd")
+    os.environ.setdefault("FD_LOG_DIR", tempfile.mkdtemp(prefix="tfd-log."))  # FastDeploy logs from its import on
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Paddle and FastDeploy themselves
         import fastdeploy.cache_manager.prefix_cache_manager
@@ -47,6 +45,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.one_loop)
             item.add_marker(pytest.mark.filterwarnings("ignore::DeprecationWarning"))
             item.add_marker(pytest.mark.filterwarnings("ignore::UserWarning"))
+
+
+@pytest.fixture(autouse=True)
+def shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device of the tests here, and of no others: pytest imports this file before it runs any test."""
+    if "TRANSFERD_CACHE__DEVICE" not in os.environ:
+        monkeypatch.setenv("TRANSFERD_CACHE__DEVICE", "shm")
 
 
 @pytest.fixture
