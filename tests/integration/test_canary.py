@@ -112,7 +112,7 @@ async def test_a_handle_that_leads_elsewhere_is_refused_and_nothing_is_kept(
         assert daemon.cache.missing == [0, 1]
         assert not daemon.coordinator.workers[0].context.device.statistics()["open"]
         assert content(zero) == before
-        with pytest.raises(RequestError, match=r"whether it is this rank's") as caught:
+        with pytest.raises(RequestError, match=r"12 of 12 arrays differ.*that it belongs to this rank") as caught:
             await client.offer(1, zero.handle, caches=one.caches)  # the other rank's handle
         assert caught.value.reason == "canary_mismatch"
         await client.offer(0, zero.handle, caches=zero.caches)
@@ -185,7 +185,7 @@ def test_bytes_come_back_also_when_the_offer_fails_and_bad_blocks_are_refused() 
         for block in (-1, 8):
             with pytest.raises(RequestError, match="the caches have 8 blocks"), laid(zero.caches, block):
                 pass
-        with pytest.raises(RequestError, match="not to list"), laid({"key": [[1, 2]]}):
+        with pytest.raises(RequestError, match=r"not list$"), laid({"key": [[1, 2]]}):
             pass
 
 
