@@ -116,7 +116,7 @@ def test_connecting_to_nobody_leaves_no_thread(tmp_path: Path, threads: Callable
 
 
 INTERRUPTED = """
-import os, signal, sys, threading, time
+import os, signal, sys, threading
 from transferd import SwapOutTask, SyncClient
 
 def task(task_id):
@@ -124,10 +124,10 @@ def task(task_id):
 
 def interrupt():
     while not client._client._conversation._pending:  # until the main thread waits for the held task
-        time.sleep(0.01)
-    time.sleep(0.5)  # and sleeps: a signal between its last look and its sleep would wake nobody
+        pass
     os.kill(os.getpid(), signal.SIGINT)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, its children too
 with SyncClient(sys.argv[1]) as client:
     try:
         threading.Thread(target=interrupt).start()
