@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
@@ -12,10 +13,12 @@ import structlog
 from tests.support.simulation.engine import SimEngine
 from tests.support.simulation.loop import SimLoop, simulate
 from tests.support.simulation.oracle import Oracle
+from tests.support.simulation.threads import SimThreads
 from tests.support.simulation.world import SimWorld, small_config
 from transferd.blocks.copyplan import plan_copy
 from transferd.errors import TransferError
-from transferd.tasks import ReadStorageTask, Status, SwapOutTask, WriteStorageTask
+from transferd.runtime.threads import Direction
+from transferd.tasks import ReadStorageTask, Status, SwapInTask, SwapOutTask, WriteStorageTask
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +60,31 @@ def test_a_deadline_is_answered_after_the_running_copy_with_the_blocks_done_so_f
 
     for seed in range(10):
         calm(program, seed)
+
+
+def test_a_copy_that_waits_for_a_thread_when_its_rank_dies_never_begins() -> None:
+    async def program(world: SimWorld, engine: SimEngine) -> None:
+        before = SwapOutTask(task_id="before", gpu_block_ids=[1], cpu_block_ids=[1])
+        assert (await engine.client.submit(before)).status is Status.OK
+        device, threads, begun = world.devices[1], SimThreads(), list[str]()
+        threads.gates[Direction.OUT].hold()
+        device._threads = threads
+        device.begins = lambda operation, _plan, _host: begun.append(operation)
+        device.dice.script("copy_in", "lost")
+        waiting = asyncio.ensure_future(
+            engine.client.submit(SwapOutTask(task_id="waiting", gpu_block_ids=[0], cpu_block_ids=[0]))
+        )
+        await asyncio.sleep(0.5)
+        assert world.daemon.barrier.missing("waiting") == (1,)
+        fatal = await engine.client.submit(SwapInTask(task_id="fatal", gpu_block_ids=[1], cpu_block_ids=[1]))
+        for result in (await waiting, fatal):
+            assert result.error is not None
+            assert result.error.code in ("rank_died", "device_lost")
+        threads.gates[Direction.OUT].release()
+        await asyncio.sleep(1)
+        assert begun == ["copy_in"]
+
+    calm(program)
 
 
 def test_a_failed_transfer_does_not_keep_the_memory_it_was_working_on() -> None:

@@ -5,6 +5,7 @@ SEEDS says how many; CI runs the default. `make sim SEEDS=100000` is the same wi
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -115,12 +116,14 @@ def test_a_kind_of_fault_can_be_left_out_of_the_weather() -> None:
     assert "storage.flip 0.03" in str(STORM)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of stories dropped where they failed
 def test_a_failing_story_is_made_small_and_names_the_task(monkeypatch: pytest.MonkeyPatch) -> None:
     def keeps_nothing(self: Staging, slot: int, nbytes: int) -> memoryview:
         return self.memory.view[:nbytes]  # every block through one slot: the last one wins
 
     monkeypatch.setattr(Staging, "slot_view", keeps_nothing)
-    failure = next(found for seed in range(50) if (found := attempt(draw_plan(seed))) is not None)
+    # From 1 on: in the small story of seed 0, two blocks meet in the slot only because faults delay a read.
+    failure = next(found for seed in range(1, 50) if (found := attempt(draw_plan(seed))) is not None)
     smallest = shrink(failure, 60)
     assert smallest.kind == failure.kind
     assert len(smallest.plan.deeds) < len(failure.plan.deeds)
@@ -128,6 +131,7 @@ def test_a_failing_story_is_made_small_and_names_the_task(monkeypatch: pytest.Mo
     assert f"seed {failure.plan.seed}" in told
     assert "weather: calm" in told
     assert "the last steps:" in told
+    gc.collect()  # here, where it is expected, and not in the next test
 
 
 def test_a_campaign_stops_at_the_first_failure_and_a_limit_ends_it_early() -> None:

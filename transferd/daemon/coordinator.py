@@ -345,8 +345,9 @@ class Coordinator:
         job = self._jobs.pop(round_.task_id)
         assert round_.merged is not None
         missing = round_.missing
-        if missing:
-            # Ranks that go on working must not touch blocks any longer than the copy they are in.
+        if missing or not self._dispatcher.alive:
+            # Ranks that go on working must not touch blocks any longer than the copy they are in. `missing` names
+            # live ranks only, but copies of a dead rank may still wait for a thread: they must never begin.
             job.stop.set(Stop.EXPIRED)
         self._hear(ev.RoundMerged(round_.task_id, round_.merged, missing, self._clock.monotonic()))
 

@@ -62,7 +62,7 @@ class _SimCrew(Crew):
         self._owner = owner
         self._gate = gate
         self._queue: Any = _SimQueue(self._serve_next)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], Work[object]] = {}
         self._busy = 0
 
     def _start(self, name: str) -> Any:
@@ -81,8 +81,16 @@ class _SimCrew(Crew):
                 continue
             self._busy += 1
             task = asyncio.get_running_loop().create_task(self._work(work), name="work")
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks[task] = work
+            task.add_done_callback(self._tasks.pop)
+
+    def close(self, within: float = CLOSE_S) -> list[str]:
+        """As Crew.close. A thread about to take a function that was withdrawn ends here: it runs nothing."""
+        running = super().close(within)
+        for task, work in self._tasks.items():
+            if work.done():
+                task.cancel()
+        return running
 
     async def _work(self, work: Work[object]) -> None:
         await self._gate.passed()
