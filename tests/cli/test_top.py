@@ -132,7 +132,12 @@ class Terminal:
         self.theirs = theirs
         command = [sys.executable, "-m", "transferd", *arguments]
         environment = os.environ | {"TERM": "xterm-256color"}
-        self.process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+        # As from a terminal, where SIGINT interrupts: a shell's background jobs ignore it, and so do their children.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            self.process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+        finally:
+            signal.signal(signal.SIGINT, before)
         self.shown = self.all = ""
 
     def press(self, keys: str) -> None:

@@ -308,7 +308,9 @@ def main() -> NoReturn:
     fill_standard()
     # stdout is for reports alone; `serve` sets up its own logging from the configuration.
     logs.configure(configuration.LogSection(level="warning", format="console"))
-    logging.getLogger("transferd.client").setLevel(logging.ERROR)  # the error at the end says what it waited for
+    client_log = logging.getLogger("transferd.client")
+    level = client_log.level
+    client_log.setLevel(logging.ERROR)  # the error at the end says what it waited for
     try:
         code = app(standalone_mode=False)
     except _UsageError as error:
@@ -327,6 +329,8 @@ def main() -> NoReturn:
             raise
         logs.say(f"stdout: {error.strerror}")
         _end(1)
+    finally:
+        client_log.setLevel(level)
     _end(code or 0)
 
 
