@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from transferd.cli.concerns import concerns
 from transferd.cli.stats_view import lane_totals, view
+from transferd.observability.concerns import concerns
 
 
 def shown(report: dict[str, Any]) -> str:
@@ -47,6 +47,11 @@ def test_all_is_well_is_said_only_then(report: dict[str, Any]) -> None:
     report["degraded"] = ["rank 0: staging memory is not pinned: no room"]
     assert "all is well" not in shown(report)
     assert "! rank 0: staging memory is not pinned: no room" in shown(report)
+
+
+def test_a_reason_for_not_being_ready_is_told(report: dict[str, Any]) -> None:
+    report["ready"] = False
+    assert concerns(report, "rank 1 is opening") == ["not ready: rank 1 is opening"]
 
 
 @pytest.mark.parametrize(

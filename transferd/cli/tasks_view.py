@@ -7,8 +7,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from transferd.cli.units import count, span
 from transferd.errors import one_line
+from transferd.observability.units import count, span
 
 STYLES = {"ok": "green", "miss": "green", "running": "bold", "failed": "red", "expired": "red", "rejected": "red"}
 SHORT_ID = 26  # characters of an id, where a line has to be one line

@@ -13,6 +13,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 
+from transferd.observability.concerns import concerns
 from transferd.observability.http import MAX_CONNECTIONS, Asked, HttpServer, Page, Route
 from transferd.observability.page import ROWS, as_json, front_page, story_page
 from transferd.observability.task_metrics import TaskMetrics
@@ -265,7 +266,9 @@ class StatusServer:
         return Page(f"{reason}\n".encode(), status=503) if reason else Page(b"ready\n")
 
     def _live(self, tasks: Callable[[int], list[dict[str, Any]]]) -> Page:
-        return as_json({"report": self._stats(), "not_ready": self._not_ready(), "tasks": tasks(ROWS)})
+        report, not_ready = self._stats(), self._not_ready()
+        troubles = concerns(report, not_ready)
+        return as_json({"report": report, "not_ready": not_ready, "concerns": troubles, "tasks": tasks(ROWS)})
 
     def _status(self) -> Page:
         return Page(json.dumps(self._stats(), default=str).encode() + b"\n", "application/json")

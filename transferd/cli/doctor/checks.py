@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from transferd.cli.doctor.machine import NO_LIMIT, Machine
-from transferd.cli.units import size
 from transferd.config import Config
 from transferd.daemon.preflight import SHARED_MEMORY, Plan
+from transferd.observability.units import size
 from transferd.runtime.descriptors import LEAST as LEAST_DESCRIPTORS
 from transferd.runtime.descriptors import OTHERS
 from transferd.runtime.threads import LEAST as THREADS

@@ -9,11 +9,11 @@ from rich.text import Text
 
 from transferd import config as configuration
 from transferd.cli.asking import ask
-from transferd.cli.concerns import concerns
 from transferd.cli.doctor.checks import Finding, Level, Patient, fail, local, ok, warn
 from transferd.cli.doctor.machine import Machine
 from transferd.daemon import preflight
 from transferd.errors import ConfigError, TransferError, one_line
+from transferd.observability.concerns import concerns
 from transferd.runtime.version import VERSION
 
 STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}

@@ -6,8 +6,8 @@ from collections import Counter, deque
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from transferd.cli.concerns import concerns
 from transferd.cli.stats_view import MAIN_LANES, lane_totals
+from transferd.observability.concerns import concerns
 
 WINDOW = 60  # samples that sparklines have
 RECENT_S = 60.0  # percentiles are of tasks that ended within it

@@ -10,8 +10,8 @@ from rich.text import Text
 from transferd.cli.stats_view import identity
 from transferd.cli.tasks_view import STYLES, where
 from transferd.cli.top.figures import Figures
-from transferd.cli.units import bar, count, share, size, span, sparkline
 from transferd.errors import one_line
+from transferd.observability.units import bar, count, share, size, span, sparkline
 
 SORTS = ("slowest", "newest", "largest")
 KEYS = "q quit   s sort   p pause   ↑↓ choose   enter story   esc back"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from transferd.cli import units
+from transferd.observability import units
 
 
 @pytest.mark.parametrize(

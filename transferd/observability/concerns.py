@@ -1,23 +1,27 @@
-"""What a daemon's report says is wrong or slower than it should be, in sentences that say what to do.
+"""What is wrong with a daemon, or slower than it should be, read from its report. Each sentence says what to do.
 
-`transferd stats` and `transferd top` show the same list.
+`transferd stats`, `transferd top`, `transferd doctor` and the page at `/` show this one list.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from transferd.cli.units import span
 from transferd.errors import one_line
+from transferd.observability.units import span
 
 
-def concerns(report: dict[str, Any]) -> list[str]:
-    """Everything in stats() that an operator should know of, the most urgent first; empty when all is well."""
-    return [one_line(text) for text in (*_service(report), *_storage(report["storage"]), *_quality(report))]
+def concerns(report: dict[str, Any], not_ready: str = "") -> list[str]:
+    """List what an operator should know, the most urgent first; empty when all is well.
+
+    report: stats(). not_ready: why tasks are not served, where the caller knows it (what /readyz says).
+    """
+    found = (*_service(report, not_ready), *_storage(report["storage"]), *_quality(report))
+    return [one_line(text) for text in found]
 
 
-def _service(report: dict[str, Any]) -> list[str]:
-    """Why tasks are not served, or not all of them."""
+def _service(report: dict[str, Any], not_ready: str) -> list[str]:
+    """Why no tasks are served, or only some."""
     cache, found = report["cache"], []
     found += [f"rank {rank} has died: restart the daemon" for rank in report["barrier"]["dead"]]
     if cache["cleared"]:
@@ -25,7 +29,7 @@ def _service(report: dict[str, Any]) -> list[str]:
     elif cache["missing"]:
         found.append(f"ranks {_listed(cache['missing'])} have no memory: no engine has offered it")
     elif not report["ready"]:
-        found.append("not ready: see /readyz and the log")
+        found.append(f"not ready: {not_ready or 'see /readyz and the log'}")
     elif cache["unmapped"] and report["server"]["clients"] and sum(report["tasks"].values()):
         found.append(f"no engine has ranks {_listed(cache['unmapped'])} attached: tasks are rejected, not_attached")
     for hold in report["held"]:

@@ -1,4 +1,4 @@
-"""How the command line writes numbers for people: sizes, times, shares, and small pictures of them."""
+"""How numbers are written for people: sizes, times, shares, and small pictures of them."""
 
 from __future__ import annotations
 
