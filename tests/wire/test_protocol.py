@@ -27,6 +27,7 @@ from transferd.tasks import (
     TokenIds,
     WriteStorageTask,
 )
+from transferd.wire import malformed
 from transferd.wire import protocol as wire
 
 pack = msgspec.msgpack.encode
@@ -215,7 +216,7 @@ def test_a_message_that_there_is_no_memory_for_is_not_malformed_and_still_named(
     refused = refusal(data)
     assert (refused.reason, refused.seq) == ("out_of_memory", 7)
     assert refused.task_id == ("t" if isinstance(body, SwapOutTask) else None)
-    monkeypatch.setattr(wire, "_loose_decoder", NoMemory())
+    monkeypatch.setattr(malformed, "_loose_decoder", NoMemory())
     assert refusal(data).reason == "out_of_memory"
 
 
@@ -312,6 +313,7 @@ def test_no_damage_to_a_good_message_raises_anything_but_a_refusal(data: st.Data
 # A message of 8 MiB of empty lists is half a gigabyte as Python objects.
 BOMBS = """
 import resource, sys
+from transferd.wire import malformed
 from transferd.wire import protocol as wire
 lists = b"\\xdd\\x00\\x80\\x00\\x00" + b"\\x90" * (8 << 20)
 head = b"\\x01\\x93\\x07\\xc2"

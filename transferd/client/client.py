@@ -24,6 +24,7 @@ from transferd.client import handover
 from transferd.client.attachments import Attachments, arrays
 from transferd.client.busy_retry import BusyRetry
 from transferd.client.holds import QUIET_TIMEOUT_S, Holds
+from transferd.client.lookup import StorageLookup
 from transferd.client.observing import Observing
 from transferd.client.offers import DeviceHandle, Offers
 from transferd.client.pending import Pending, PendingTask
@@ -32,7 +33,7 @@ from transferd.client.session import Conversation
 from transferd.config import DEFAULT_ENDPOINT
 from transferd.errors import Closed
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
-from transferd.tasks import DEFAULT_TIMEOUT_S, Task, TaskResult, TokenIds
+from transferd.tasks import DEFAULT_TIMEOUT_S, Task, TaskResult
 from transferd.wire import protocol as wire
 from transferd.wire.transport import ClientTransport, ZmqClientTransport
 
@@ -46,7 +47,7 @@ def default_endpoint() -> str:
     return os.environ.get("TRANSFERD_ENDPOINT") or DEFAULT_ENDPOINT
 
 
-class Client(Observing):
+class Client(Observing, StorageLookup):
     """An asyncio client of one daemon. `async with` waits until the daemon is ready.
 
     endpoint: default_endpoint() if None. connect_timeout: seconds to wait for a ready daemon.
@@ -298,26 +299,6 @@ class Client(Observing):
         )
 
     # --- control ------------------------------------------------------------------------------------
-
-    async def match(self, keys: Sequence[str]) -> int:
-        """Return how many leading blocks every rank can load."""
-        return int(await self._ask(wire.Match(list(keys))))
-
-    async def match_tokens(self, token_ids: handover.Tokens, start: int = 0) -> int:
-        """Like `match`, for token-indexed storage: how many blocks of this sequence, from block `start` on.
-
-        token_ids: the sequence from its first token; an incomplete last block does not count.
-        """
-        return int(await self._ask(wire.Match(token_ids=TokenIds(token_ids), start=start)))
-
-    async def locate(self, token_ids: handover.Tokens) -> dict[str, dict[str, int]]:
-        """Return where the blocks of this sequence are, as far as the open token index knows.
-
-        {node: {"GPU": leading blocks, "CPU": …, "STORAGE": …, "any": in any of them}}. Nodes and media that lack
-        the first block are left out.
-        """
-        where: dict[str, dict[str, int]] = await self._ask(wire.Locate(TokenIds(token_ids)))
-        return where
 
     async def pause(self) -> None:
         """Stop starting tasks; return once no task touches a block. New tasks are still admitted, and wait.

@@ -39,7 +39,7 @@ Versioning
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -57,6 +57,9 @@ from transferd.tasks import (
     TokenIds,
     WriteStorageTask,
 )
+from transferd.wire.malformed import UNREADABLE, Malformed, as_malformed, check_token_ids
+
+__all__ = ["UNREADABLE", "Malformed"]  # besides all that is defined here
 
 PROTOCOL_VERSION = 1
 ANY_SESSION = 0
@@ -294,15 +297,6 @@ _request_decoder = msgspec.msgpack.Decoder(Request, dec_hook=_decode_hook)
 _reply_decoder = msgspec.msgpack.Decoder(Reply)
 
 
-class Malformed(ProtocolError):
-    """Bytes that are not a request. seq and task_id identify it as far as they were readable."""
-
-    def __init__(self, message: str, *, code: str, seq: int = 0, task_id: str | None = None) -> None:
-        super().__init__(message, code=code)
-        self.seq = seq
-        self.task_id = task_id
-
-
 def encode_request(seq: int, body: Body, *, ack: bool = False, session: int = ANY_SESSION) -> bytes:
     """Raises ValueError, TypeError or OverflowError for a body that msgpack cannot encode."""
     return _VERSION_BYTE + _encoder.encode(Request(seq, ack, body, session))
@@ -319,18 +313,17 @@ def decode_request(data: bytes | memoryview, max_message: int | None = None) -> 
     content = memoryview(data)[1:]
     if max_message is not None and len(data) > max_message:
         problem = f"the message has {len(data)} bytes, the limit is {max_message} (server.max_message)"
-        raise _as_malformed(content, problem, "too_large")
+        raise _named(content, problem, "too_large")
     try:
-        if len(content) > CAREFUL_BYTES:
-            _token_ids_decoder.decode(content)
+        check_token_ids(content)
         return _request_decoder.decode(content)
     except msgspec.ValidationError as error:
-        raise _as_malformed(content, str(error), "bad_value") from None
+        raise _named(content, str(error), "bad_value") from None
     except MemoryError:
         problem = f"out of memory while reading a message of {len(data)} bytes; retry later"
-        raise _as_malformed(content, problem, OutOfMemory.code) from None
+        raise _named(content, problem, OutOfMemory.code) from None
     except UNREADABLE as error:
-        raise _as_malformed(content, f"not msgpack: {error}", "malformed") from None
+        raise _named(content, f"not msgpack: {error}", "malformed") from None
 
 
 def decode_reply(data: bytes | memoryview) -> Reply:
@@ -340,11 +333,6 @@ def decode_reply(data: bytes | memoryview) -> Reply:
         return _reply_decoder.decode(memoryview(data)[1:])
     except UNREADABLE as error:
         raise Malformed(str(error), code="malformed") from None
-
-
-# What msgspec raises for bytes that are not msgpack of the expected shape. ValueError: for example, text that
-# is not UTF-8. RecursionError: nesting too deep. MemoryError: out of memory.
-UNREADABLE = (msgspec.DecodeError, ValueError, OverflowError, RecursionError, MemoryError)
 
 
 def _check_version(data: bytes | memoryview) -> None:
@@ -376,79 +364,9 @@ def handle_data(offer: Offer) -> dict[str, Any]:
 _handle_decoder = msgspec.msgpack.Decoder(dict[str, Any])
 
 
-# --- reading a malformed request ------------------------------------------------------------------
-#
-# Nothing here builds objects from the whole message; unused parts are skipped as bytes. Otherwise a message of
-# empty lists could take 60 times its size in the daemon's memory.
-
-
-class _LooseRequest(msgspec.Struct, array_like=True):
-    seq: msgspec.Raw
-    ack: msgspec.Raw
-    body: msgspec.Raw
-
-
-class _LooseBody(msgspec.Struct):
-    type: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    task_id: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-
-
-class _TokenIdsBody(msgspec.Struct):
-    token_ids: memoryview | None = None
-
-
-class _TokenIdsRequest(msgspec.Struct, array_like=True):
-    seq: msgspec.Raw
-    ack: msgspec.Raw
-    body: _TokenIdsBody
-
-
-# msgspec decodes a value of an unknown type (TokenIds) to plain objects before it calls the hook. Above this
-# size, check first that token_ids are bytes.
-CAREFUL_BYTES = 64 * 1024
-_token_ids_decoder = msgspec.msgpack.Decoder(_TokenIdsRequest)
-_loose_decoder = msgspec.msgpack.Decoder(_LooseRequest)
-_loose_body_decoder = msgspec.msgpack.Decoder(_LooseBody)
-_int_decoder = msgspec.msgpack.Decoder(int)
-_text_decoder = msgspec.msgpack.Decoder(str)
-
 _TASK_TAGS = frozenset(str(kind.__struct_config__.tag) for kind in TASK_TYPES)
-_KNOWN_TAGS = _TASK_TAGS | {str(kind.__struct_config__.tag) for kind in get_args(Control)}
-T = TypeVar("T")
+_CONTROL_TAGS = frozenset(str(kind.__struct_config__.tag) for kind in get_args(Control))
 
 
-def _as_malformed(content: memoryview, problem: str, code: str) -> Malformed:
-    """Build the error, with the seq and task_id of the message if they are readable."""
-    try:
-        loose = _loose_decoder.decode(content)
-    except UNREADABLE:
-        return Malformed(problem, code=_code_of_no_request(code))
-    seq = _read(_int_decoder, loose.seq)
-    seq = seq if seq is not None and 0 <= seq < 2**63 else 0
-    try:
-        body = _loose_body_decoder.decode(loose.body)
-    except UNREADABLE:
-        return Malformed(problem, code=_code_of_no_request(code), seq=seq)
-    kind, task_id = _read(_text_decoder, body.type), _read(_text_decoder, body.task_id)
-    if kind not in _KNOWN_TAGS:
-        if code == "bad_value":
-            shown = "missing" if body.type is msgspec.UNSET else repr(kind[:80]) if kind is not None else "not text"
-            return Malformed(f"unknown type: {shown}", code="unknown_type", seq=seq, task_id=task_id)
-        return Malformed(problem, code=code, seq=seq, task_id=task_id)
-    # msgspec's path starts at the envelope; make it start at the task.
-    problem = problem.replace("`$[2]", "`$")
-    return Malformed(problem, code=code, seq=seq, task_id=task_id if kind in _TASK_TAGS else None)
-
-
-def _code_of_no_request(code: str) -> str:
-    return code if code in ("too_large", OutOfMemory.code) else "malformed"
-
-
-def _read(decoder: msgspec.msgpack.Decoder[T], raw: msgspec.Raw | msgspec.UnsetType) -> T | None:
-    """Decode the value; None if it is not of the decoder's type."""
-    if raw is msgspec.UNSET:
-        return None
-    try:
-        return decoder.decode(raw)
-    except UNREADABLE:
-        return None
+def _named(content: memoryview, problem: str, code: str) -> Malformed:
+    return as_malformed(content, problem, code, tasks=_TASK_TAGS, control=_CONTROL_TAGS)

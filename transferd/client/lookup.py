@@ -1,0 +1,37 @@
+"""What a client asks about storage: which blocks could be loaded now, and where blocks are. It moves nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transferd.client.handover import Tokens
+from transferd.tasks import TokenIds
+from transferd.wire import protocol as wire
+
+
+class StorageLookup:
+    """The questions about storage. `_ask` sends one and waits for its answer."""
+
+    async def _ask(self, body: wire.Control) -> Any:
+        raise NotImplementedError
+
+    async def match(self, keys: Sequence[str]) -> int:
+        """Return how many leading blocks every rank can load."""
+        return int(await self._ask(wire.Match(list(keys))))
+
+    async def match_tokens(self, token_ids: Tokens, start: int = 0) -> int:
+        """Like `match`, for token-indexed storage: how many blocks of this sequence, from block `start` on.
+
+        token_ids: the sequence from its first token; an incomplete last block does not count.
+        """
+        return int(await self._ask(wire.Match(token_ids=TokenIds(token_ids), start=start)))
+
+    async def locate(self, token_ids: Tokens) -> dict[str, dict[str, int]]:
+        """Return where the blocks of this sequence are, as far as the open token index knows.
+
+        {node: {"GPU": leading blocks, "CPU": …, "STORAGE": …, "any": in any of them}}. Nodes and media that lack
+        the first block are left out.
+        """
+        where: dict[str, dict[str, int]] = await self._ask(wire.Locate(TokenIds(token_ids)))
+        return where
