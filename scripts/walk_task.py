@@ -2,8 +2,8 @@
 
     python scripts/walk_task.py [--calls]
 
-Client and daemon run in one process on one event loop; the task is the second of its kind, so nothing is loaded or
-made for the first time. Counts calls into transferd/ on the event loop's thread, resumed coroutines included.
+Client and daemon run in one process on one event loop; of several tasks the shortest way counts, so that nothing is
+loaded or made for the first time. Counts calls into transferd/ on the event loop's thread, resumed coroutines included.
 """
 
 from __future__ import annotations
@@ -50,8 +50,11 @@ class Walk:
         return sum(a != b for a, b in itertools.pairwise(files))
 
 
-async def walk_write(directory: Path) -> Walk:
-    """Write one block, whose key is new, on one rank with storage in memory."""
+async def walk_write(directory: Path, tasks: int = 8) -> Walk:
+    """Write one block, whose key is new, on one rank with storage in memory; the shortest way of several such tasks.
+
+    The others also counted what happened to come between: a heartbeat, a timer, a collected object.
+    """
     endpoint = f"ipc://{directory}/t.sock"
     tree = {
         "server": {"endpoint": endpoint},
@@ -61,20 +64,21 @@ async def walk_write(directory: Path) -> Walk:
     }
     daemon = Daemon(from_tree(tree))
     await daemon.open()
-    walk = Walk()
+    walks: list[Walk] = []
     try:
         async with Client(endpoint) as client:
             await client.attach(rank=0)
-            for number in range(3):
-                task = WriteStorageTask(task_id=f"t{number}", keys=[f"k{number}"], gpu_block_ids=[number])
-                sys.setprofile(walk if number == 2 else None)
+            for number in range(tasks):
+                task = WriteStorageTask(task_id=f"t{number}", keys=[f"k{number}"], gpu_block_ids=[number % 4])
+                walks.append(Walk())
+                sys.setprofile(walks[-1])
                 result = await client.submit(task)
                 sys.setprofile(None)
                 assert result.status is Status.OK, result
     finally:
         sys.setprofile(None)
         await daemon.stop(lambda: 5.0)
-    return walk
+    return min(walks, key=lambda walk: len(walk.calls))
 
 
 def main() -> None:

@@ -107,6 +107,8 @@ async def test_every_task_is_answered_in_time_though_no_log_line_can_be_written(
     with writing_to(stderr, tmp_path, monkeypatch) as case:
         if reader == "dead":
             case.fifo.die()
+        elif reader == "asleep":
+            case.fifo.fill()
         results = await pairs_that_expire(case)
         assert [result.status for result in results] == [Status.EXPIRED] * (2 * PAIRS)
         stats = await serves(case)

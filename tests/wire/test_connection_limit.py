@@ -7,11 +7,14 @@ import gc
 import os
 import resource
 import socket
+import struct
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
+import structlog
 import zmq
 
 from transferd.errors import ConfigError
@@ -114,6 +117,48 @@ def test_a_crowd_is_refused_and_a_client_that_was_there_goes_on(scheme: str, tmp
         late.connect(bound)
         late.send(b"there is room again")
         assert router.recv_multipart()[1] == b"there is room again"
+
+
+class Monitored:
+    """A socket whose monitor says what the test says."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self._monitor = context.socket(zmq.PAIR)
+        self._monitor.setsockopt(zmq.LINGER, 0)
+
+    def monitor(self, address: str, _events: int) -> None:
+        self._monitor.bind(address)
+
+    def says(self, *events: tuple[int, int]) -> None:
+        for event, value in events:
+            self._monitor.send_multipart([struct.pack("=Hi", event, value), b"endpoint"])
+
+    def disable_monitor(self) -> None:
+        self.says((zmq.EVENT_MONITOR_STOPPED, 0))
+
+    def close(self) -> None:
+        self._monitor.close()
+
+
+@pytest.mark.parametrize("number", ["closed", "reused by a file"])
+def test_a_failed_handshake_counts_even_if_its_connection_is_gone_before_anybody_looks(
+    number: str, tmp_path: Path
+) -> None:
+    with zmq.Context() as context, open(tmp_path / "file", "wb") as file:
+        gone = file.fileno() if number == "reused by a file" else 1_000_000
+        socket = Monitored(context)
+        limit = ConnectionLimit(context, cast("Any", socket), first_refused=2_000_000)
+        before = len(os.listdir("/proc/self/fd"))
+        with structlog.testing.capture_logs() as logs:
+            socket.says((zmq.EVENT_ACCEPTED, gone), (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, 1))
+            socket.says((zmq.EVENT_DISCONNECTED, gone))
+            limit.close()
+        assert limit.refused == {"handshake_failed": 1, "too_many_connections": 0}
+        assert [(line["reason"], line["peer"]) for line in logs] == [
+            ("handshake_failed", "unknown, it was closed at once")
+        ]
+        assert len(os.listdir("/proc/self/fd")) <= before
+        socket.close()
 
 
 def test_the_limit_is_raised_to_what_the_process_may_have(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,8 @@ refused client reconnects by itself, with growing delays, and succeeds once ther
 
 The monitor also reports each failed handshake: no key, a wrong or replayed key, bytes that are not ZeroMQ, silence.
 That event does not name the connection, but the disconnect event of the same connection follows it, and the peer of
-each descriptor was noted when it was accepted. (zap.py refuses unknown keys and users, and reports them itself.)
+each descriptor was noted when it was accepted, unless libzmq closed the connection before our thread looked.
+(zap.py refuses unknown keys and users, and reports them itself.)
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ _WATCHED = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_MONITOR_STOPPED
 )
+_GONE = "unknown, it was closed at once"
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _numbers = itertools.count()
 
@@ -82,17 +84,21 @@ class ConnectionLimit:
                     self._failed = True
                 elif event == zmq.EVENT_DISCONNECTED:
                     self._ended(descriptor)
+                elif event == zmq.EVENT_LISTENING:
+                    with contextlib.suppress(OSError), _duplicate(descriptor) as there:
+                        self._listening.add(_name(there))
                 else:
-                    with contextlib.suppress(OSError), sockets.socket(fileno=os.dup(descriptor)) as there:
-                        self._begun(there, descriptor, listens=event == zmq.EVENT_LISTENING)
+                    self._begun(descriptor)
 
-    def _begun(self, there: sockets.socket, descriptor: int, *, listens: bool) -> None:
-        if listens:
-            self._listening.add(_name(there))
-        elif descriptor >= self._first_refused:
-            self._refuse(there)
-        else:
-            self._peers[descriptor] = _peer(there)
+    def _begun(self, descriptor: int) -> None:
+        try:
+            with _duplicate(descriptor) as there:
+                if descriptor >= self._first_refused:
+                    self._refuse(there)
+                else:
+                    self._peers[descriptor] = _peer(there)
+        except OSError:  # libzmq has closed it already; the events of its end follow
+            self._peers[descriptor] = _GONE
 
     def _ended(self, descriptor: int) -> None:
         peer, failed, self._failed = self._peers.pop(descriptor, ""), self._failed, False
@@ -118,11 +124,21 @@ class ConnectionLimit:
         """End every tcp connection; return how many. Clients reconnect by themselves. Thread-safe."""
         ended = 0
         for descriptor in list(self._peers):
-            with contextlib.suppress(OSError), sockets.socket(fileno=os.dup(descriptor)) as there:
+            with contextlib.suppress(OSError), _duplicate(descriptor) as there:
                 if there.family != sockets.AF_UNIX and self._is_client(there):
                     there.shutdown(sockets.SHUT_RDWR)
                     ended += 1
         return ended
+
+
+def _duplicate(descriptor: int) -> sockets.socket:
+    """The connection behind a descriptor of libzmq's. Raises OSError if it is closed, or something else by now."""
+    duplicate = os.dup(descriptor)
+    try:
+        return sockets.socket(fileno=duplicate)
+    except OSError:
+        os.close(duplicate)
+        raise
 
 
 def _peer(connection: sockets.socket) -> str:
