@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -25,7 +26,9 @@ def config() -> None:
 
 @app.command()
 def init(
-    path: str = typer.Option(STORE, "--store", help="Where blocks will be stored; its free space sets the capacity."),
+    path: Annotated[
+        str, typer.Option("--store", help="Where blocks will be stored; its free space sets the capacity.")
+    ] = STORE,
 ) -> None:
     """Print a commented configuration for this machine to stdout: every setting, what it means, its default."""
     print(template(for_this_machine(path)), end="")
