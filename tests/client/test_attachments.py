@@ -9,12 +9,17 @@ from typing import Any
 
 import pytest
 
-from tests.client.test_session import World
+from tests.client.test_session import Recorder, World
+from tests.support.simulation.clock import SimClock
 from tests.support.simulation.loop import SimLoop, simulate
 from transferd.client.attachments import Attachments
+from transferd.client.client import Client
+from transferd.client.offers import _Offer
+from transferd.tasks import SwapOutTask
 from transferd.wire import protocol as wire
 
 HANDLE = {"kind": "shm", "data": {}}
+SWAP = SwapOutTask(task_id="t", gpu_block_ids=[1], cpu_block_ids=[2])
 
 
 class Shared:
@@ -174,3 +179,34 @@ def test_a_listener_may_be_a_coroutine_function_and_may_fail(caplog: pytest.LogC
     assert heard == ["b2"]
     told = [record.getMessage() for record in caplog.records if record.name == "transferd.client.attachments"]
     assert told == ["on_new_boot failed: RuntimeError('in the engine')", "on_new_boot failed"]
+
+
+def test_what_a_session_repeats_replaces_what_the_session_before_has_repeated() -> None:
+    """Else each answer that is lost adds repetitions, whose answers are lost in turn."""
+
+    async def main(loop: SimLoop) -> None:
+        daemon = Recorder()
+        client = Client("sim://daemon", transport=daemon, clock=SimClock(loop), await_ready=False)
+        client._conversation.open()
+        daemon.welcome(session=5, epoch=1)
+        for rank in (0, 1):
+            client._attached.attach(rank, HANDLE)
+        client._offers._made[1] = _Offer(1, "shm", {}, 1)
+        client._holds._held.add(wire.Pause("me"))
+        pushed = client._pushed(SWAP, ack=False)
+        for session in (6, 7, 8):
+            daemon.said.clear()
+            client._conversation._greet()
+            daemon.welcome(session=session, epoch=1)
+            kinds = [type(request.body).__name__ for request in daemon.others]
+            assert kinds == ["Attach", "Attach", "Offer", "Pause", "SwapOutTask"], session
+        daemon.said.clear()
+        client._conversation._greet()
+        daemon.welcome(session=8, epoch=2)
+        kinds = [type(request.body).__name__ for request in daemon.others]
+        assert kinds == ["Attach", "Attach", "Pause"], "an epoch ends the offers of others"
+        assert len(client._conversation._pending) == len(kinds) + 1
+        assert not pushed.future.done()
+        await client.close()
+
+    simulate(main, 0)

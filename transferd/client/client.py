@@ -27,7 +27,7 @@ from transferd.client.holds import QUIET_TIMEOUT_S, Holds
 from transferd.client.lookup import StorageLookup
 from transferd.client.observing import Observing
 from transferd.client.offers import DeviceHandle, Offers
-from transferd.client.pending import Pending, PendingTask
+from transferd.client.pending import PendingTask
 from transferd.client.seconds import as_seconds, seconds_to_wait
 from transferd.client.session import Conversation
 from transferd.config import DEFAULT_ENDPOINT
@@ -421,10 +421,8 @@ class Client(Observing, StorageLookup):
         again = self._attached.again()
         if (boot_id, number) != (now.boot_id, now.session):  # a clear has ended the offers of other epochs
             again += self._offers.again(now.epoch if boot_id == now.boot_id else epoch, now.epoch)
-            again += self._holds.again()
-        for body in again:
-            limit = QUIET_TIMEOUT_S if isinstance(body, wire.Pause | wire.Drain) else CONTROL_TIMEOUT_S
-            self._conversation.ask(Pending(body, self._conversation.new_future(), self._conversation.now + limit))
+        holds = self._holds.again()
+        self._conversation.repeat([(body, CONTROL_TIMEOUT_S) for body in again] + [(b, QUIET_TIMEOUT_S) for b in holds])
         self._attached.renewed()
 
     async def _ask(self, body: wire.Control, timeout: float = CONTROL_TIMEOUT_S) -> Any:

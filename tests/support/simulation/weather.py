@@ -101,16 +101,21 @@ _EFFECTS = {
 }
 _BUGGY = 0.2  # of all storms
 _FULL_LOG = 0.2
+_FULL_PIPES = 0.2  # storms in which sends are refused, as when a peer does not read
 
 
 def with_bugs(weather: Weather, chance: random.Random) -> Weather:
-    """The same storm, and perhaps effects that raise and a log that refuses, of the dice's choice."""
+    """The same storm, perhaps with effects that raise, a log that refuses lines and a network that refuses sends."""
     buggy, full = chance.random() < _BUGGY, chance.random() < _FULL_LOG
     drawn = {kind: middle * chance.uniform(0.3, 2.0) for kind, middle in _EFFECTS.items() if chance.random() < 0.5}
+    log = LogFaults(refuse=chance.uniform(0.1, 1.0)) if full else READ
+    # Drawn last, so that a seed's older draws stay what they were.
+    refuse = chance.uniform(0.01, 0.3) if chance.random() < _FULL_PIPES else 0.0
     return replace(
         weather,
         effects=EffectFaults(**drawn) if buggy else SOUND,
-        log=LogFaults(refuse=chance.uniform(0.1, 1.0)) if full else READ,
+        log=log,
+        network=replace(weather.network, refuse=refuse),
     )
 
 
