@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transferd.client.client import Client
     from transferd.client.sync_client import SyncClient
-    from transferd.errors import HandoverFailed, TransferError
+    from transferd.errors import (
+        Closed,
+        ConfigError,
+        ConnectTimeout,
+        DaemonLost,
+        HandoverFailed,
+        RequestError,
+        TierError,
+        TransferError,
+    )
     from transferd.tasks import (
         RankResult,
         ReadStorageTask,
@@ -26,24 +35,37 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Client",
+    "Closed",
+    "ConfigError",
+    "ConnectTimeout",
+    "DaemonLost",
     "HandoverFailed",
     "RankResult",
     "ReadStorageTask",
+    "RequestError",
     "Status",
     "SwapInTask",
     "SwapOutTask",
     "SyncClient",
     "TaskResult",
+    "TierError",
     "TransferError",
     "WriteStorageTask",
 ]
 
-_HOMES = {
-    "Client": "transferd.client.client",
-    "SyncClient": "transferd.client.sync_client",
-    "HandoverFailed": "transferd.errors",
-    "TransferError": "transferd.errors",
-}
+_ERRORS = (
+    "Closed",
+    "ConfigError",
+    "ConnectTimeout",
+    "DaemonLost",
+    "HandoverFailed",
+    "RequestError",
+    "TierError",
+    "TransferError",
+)
+_HOMES = {"Client": "transferd.client.client", "SyncClient": "transferd.client.sync_client"} | dict.fromkeys(
+    _ERRORS, "transferd.errors"
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -13,15 +13,22 @@ from typing import Any
 import numpy as np
 import pytest
 
+import transferd
 from tests.support.wire_daemon import serving
 from transferd.client.client import NO_ANSWER_S, Client
 from transferd.client.seconds import as_seconds
-from transferd.errors import Closed, ConfigError, ConnectTimeout
+from transferd.errors import Closed, ConfigError, ConnectTimeout, DaemonLost, RequestError, TierError, TransferError
 from transferd.tasks import Status, SwapOutTask
 
 
 def task(task_id: str, **more: object) -> SwapOutTask:
     return SwapOutTask(task_id=task_id, gpu_block_ids=[1], cpu_block_ids=[2], **more)  # type: ignore[arg-type]
+
+
+def test_what_a_client_raises_can_be_imported_from_the_package() -> None:
+    for kind in (ConfigError, Closed, ConnectTimeout, DaemonLost, RequestError, TierError, TransferError):
+        assert getattr(transferd, kind.__name__) is kind
+        assert kind.__name__ in transferd.__all__
 
 
 @pytest.fixture

@@ -306,7 +306,7 @@ def test_requests_that_differ_in_anything_are_different() -> None:
         write(flush_cache_exists=True), write(flush_cache_exists=False),
         read(), read("ac"), read(ids=[1, 2]), read(token_ids=path), read(start_read_block_idx=1),
         send(), send(transfer_id="u"), send(start_write_block_idx=1),
-        receive(), receive(transfer_id="u"), receive(start_read_block_idx=1),
+        receive(), receive(transfer_id="u"), receive(start_read_block_idx=1), receive(peer="other:1"),
         swap_out([1], [2]), swap_out([2], [2]), swap_out([1], [1]), swap_in([1], [2]),
     ]  # fmt: skip
     assert len({content_hash(task) for task in asked}) == len(asked)

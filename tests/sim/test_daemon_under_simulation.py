@@ -16,7 +16,7 @@ from tests.support.simulation.oracle import Oracle
 from tests.support.simulation.threads import SimThreads
 from tests.support.simulation.world import SimWorld, small_config
 from transferd.blocks.copyplan import plan_copy
-from transferd.errors import TransferError
+from transferd.errors import RequestError, TransferError
 from transferd.runtime.threads import Direction
 from transferd.tasks import ReadStorageTask, Status, SwapInTask, SwapOutTask, WriteStorageTask
 
@@ -150,3 +150,15 @@ def test_the_oracle_sees_a_copy_to_a_block_that_no_task_names() -> None:
 
     with pytest.raises(AssertionError, match=r"copy_in of rank 1 writes to device blocks \[41\], which no task names"):
         simulate(main, 0)
+
+
+def test_the_daemons_own_notes_are_no_story_of_a_task() -> None:
+    """They are noted under the empty id, which no task may have."""
+
+    async def program(world: SimWorld, engine: SimEngine) -> None:
+        assert world.daemon.recorder.notes("")
+        with pytest.raises(RequestError) as refused:
+            await engine.client.explain("")
+        assert refused.value.reason == "unknown_task"
+
+    calm(program)

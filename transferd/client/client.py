@@ -83,10 +83,11 @@ class Client(Observing, StorageLookup):
         renewed = weakref.WeakMethod(self._renewed)  # the loop holds the conversation; it must not hold us as well
         self._conversation.renewed = lambda: (tell := renewed()) and tell()
         self._known = "", 0, 0  # boot_id, session and epoch that were renewed last
+        self._repeated: list[int] = []  # requests that the newest session was told again
         self._dropped = False
         self._offers = Offers(self._conversation.request, CONTROL_TIMEOUT_S)
         self._attached = Attachments(self._conversation)
-        self._holds = Holds(name, clock.fresh_id(), self._conversation.request)
+        self._holds = Holds(name, clock.fresh_id, self._conversation.request)
         self._busy = BusyRetry(self._conversation)
 
     @property
@@ -421,8 +422,9 @@ class Client(Observing, StorageLookup):
         again = self._attached.again()
         if (boot_id, number) != (now.boot_id, now.session):  # a clear has ended the offers of other epochs
             again += self._offers.again(now.epoch if boot_id == now.boot_id else epoch, now.epoch)
-        holds = self._holds.again()
-        self._conversation.repeat([(body, CONTROL_TIMEOUT_S) for body in again] + [(b, QUIET_TIMEOUT_S) for b in holds])
+        requests = [(body, CONTROL_TIMEOUT_S) for body in again] + [(b, QUIET_TIMEOUT_S) for b in self._holds.again()]
+        if requests or self._repeated:
+            self._repeated = self._conversation.repeat(requests, self._repeated)
         self._attached.renewed()
 
     async def _ask(self, body: wire.Control, timeout: float = CONTROL_TIMEOUT_S) -> Any:

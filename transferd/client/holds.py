@@ -14,19 +14,25 @@ QUIET_TIMEOUT_S = 24 * 3600.0  # a pause and a drain wait for tasks, which have 
 
 
 class Holds:
-    """A client's pause and drain. ask: sends a request and returns its value, or raises TransferError."""
+    """A client's pause and drain. ask: sends a request and returns its value, or raises TransferError.
 
-    def __init__(self, name: str, fresh_id: str, ask: Ask) -> None:
-        self._holder = f"{name[:64] or f'pid {os.getpid()}'} ({fresh_id[:8]})"
+    A client that was made before a fork is another holder in each process that uses it: one process must not resume
+    what another holds.
+    """
+
+    def __init__(self, name: str, fresh_id: Callable[[], str], ask: Ask) -> None:
+        self._name = name[:64]
+        self._fresh_id = fresh_id
+        self._known_as: tuple[int, str] = 0, ""  # in this process
         self._ask = ask
         self._held: set[wire.Control] = set()
         self._resumes = 0
 
     async def pause(self) -> None:
-        await self._hold(wire.Pause(self._holder))
+        await self._hold(wire.Pause(self._holder()))
 
     async def drain(self) -> None:
-        await self._hold(wire.Drain(self._holder))
+        await self._hold(wire.Drain(self._holder()))
 
     async def _hold(self, hold: wire.Pause | wire.Drain) -> None:
         held, resumes = True, self._resumes
@@ -41,7 +47,7 @@ class Holds:
 
     async def resume(self, timeout: float) -> None:
         self.clear()
-        await self._ask(wire.Resume(self._holder), timeout)
+        await self._ask(wire.Resume(self._holder()), timeout)
 
     def clear(self) -> None:
         """Forget the pause and the drain: they were resumed, or the client is closed."""
@@ -51,3 +57,9 @@ class Holds:
     def again(self) -> list[wire.Control]:
         """The requests to repeat in a new session."""
         return list(self._held)
+
+    def _holder(self) -> str:
+        process = os.getpid()
+        if self._known_as[0] != process:
+            self._known_as = process, f"{self._name or f'pid {process}'} ({self._fresh_id()[:8]})"
+        return self._known_as[1]

@@ -101,7 +101,6 @@ class Conversation:
         self._seq = 0
         self._pending: dict[int, Pending] = {}  # in the order asked
         self._unsent: deque[int] = deque()
-        self._repeated: list[int] = []  # what the newest session was told again; nobody waits for the answers
         self._beat_timer: asyncio.TimerHandle | None = None
         self._overdue_at = math.inf
         self._waiters: dict[asyncio.Future[None], bool] = {}  # for a daemon; True: for a ready one
@@ -249,15 +248,15 @@ class Conversation:
             self._unsent.append(seq)
         return seq
 
-    def repeat(self, requests: Iterable[tuple[wire.Control, float]]) -> None:
-        """Tell a new session what an earlier one knew: each request with its time limit in seconds.
+    def repeat(self, requests: Iterable[tuple[wire.Control, float]], before: Iterable[int]) -> list[int]:
+        """Tell a new session what an earlier one knew: requests, with their time limits, for which nobody waits.
 
-        These replace what the session before was told again: it would be sent once more as well, so that requests
-        pile up as long as answers are lost.
+        before: what this returned for the session before. Those requests are dropped: each session sends what is
+        pending once more, so they would pile up for as long as answers are lost.
         """
-        for seq in self._repeated:
+        for seq in before:
             self._pending.pop(seq, None)
-        self._repeated = [self.ask(Pending(body, self.new_future(), self.now + limit)) for body, limit in requests]
+        return [self.ask(Pending(body, self.new_future(), self.now + limit)) for body, limit in requests]
 
     async def request(self, body: wire.Control, timeout: float) -> Any:
         """Send a request and wait for its value. Raises the daemon's error, DaemonLost, Closed, or `no_answer`."""

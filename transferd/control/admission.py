@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ import msgspec
 
 from transferd.blocks.copyplan import check_ids
 from transferd.errors import RequestError
+from transferd.runtime.address import host_and_port
 from transferd.tasks import (
     Footprint,
     Lane,
@@ -25,7 +25,6 @@ from transferd.tasks import (
 
 MAX_TASK_ID = 1024  # characters; task ids are kept for as long as results are
 MAX_TIMEOUT_S = 24 * 3600.0
-_PORT = re.compile("[0-9]{1,5}")  # str.isdigit() also takes digits that int() does not, and thousands of them
 
 # What an admitted task holds of memory besides its texts and token ids: a block named by a key, or by an id,
 # with its place in the hazard table; and all the rest. Measured; tests/control/test_bytes.py compares.
@@ -195,10 +194,8 @@ def _check_direct(task: SendTask | ReceiveTask, limits: Limits) -> None:
         raise RequestError('this daemon hands nothing over directly (pd.mode = "storage")', code="no_direct_mode")
     if not 0 < len(task.transfer_id) <= MAX_TASK_ID:
         raise RequestError(f"transfer_id must have 1 to {MAX_TASK_ID} characters", code="bad_value")
-    if isinstance(task, ReceiveTask):
-        host, _, port = task.peer.rpartition(":")
-        if not host or not _PORT.fullmatch(port) or not 0 < int(port) < 65536:
-            raise RequestError(f"peer must be host:port, not {task.peer[:80]!r}", code="bad_value")
+    if isinstance(task, ReceiveTask) and host_and_port(task.peer) is None:
+        raise RequestError(f"peer must be host:port, not {task.peer[:80]!r}", code="bad_value")
 
 
 def _check_path(task: ReadStorageTask | WriteStorageTask, start: int, block_size: int) -> None:
@@ -215,7 +212,7 @@ def content_hash(task: Task) -> int:
     """Equal for equal requests within one process; the timeout may differ between pushes of one task."""
     if isinstance(task, SwapOutTask | SwapInTask):
         return hash((task.lane, tuple(task.gpu_block_ids), tuple(task.cpu_block_ids)))
-    transfer = task.transfer_id if isinstance(task, SendTask | ReceiveTask) else None
+    transfer = (task.transfer_id, getattr(task, "peer", "")) if isinstance(task, SendTask | ReceiveTask) else None
     if isinstance(task, WriteStorageTask):
         place: tuple[int, bool | None] = (task.start_write_block_idx, task.flush_cache_exists)
     else:

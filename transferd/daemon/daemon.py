@@ -289,7 +289,7 @@ class Daemon:
 
     def explain(self, task_id: str) -> dict[str, Any]:
         """The life of a task. Raises RequestError, code `unknown_task`."""
-        notes = self.recorder.notes(task_id)
+        notes = self.recorder.notes(task_id) if task_id else []  # "" has the daemon's own notes
         return task_story(task_id, notes, wall=self.clock.wall(), monotonic=self.clock.monotonic())
 
     @property

@@ -77,7 +77,7 @@ class Watchdog:
         env = os.environ if env is None else env
         usec, pid = env.get("WATCHDOG_USEC", ""), env.get("WATCHDOG_PID", "")
         mine = not pid or pid == str(os.getpid())
-        return cls(notifier, int(usec) / 1e6 if usec.isdigit() and int(usec) and mine else None, alive, status)
+        return cls(notifier, int(usec) / 1e6 if usec.isdecimal() and int(usec) and mine else None, alive, status)
 
     def start(self) -> None:
         if self._interval is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from collections.abc import Callable, Coroutine, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -58,7 +59,8 @@ class StopSignal:
                 raise
             return False
         finally:
-            noted.reset(before)
+            with contextlib.suppress(ValueError):  # forgotten by its task and collected in another context
+                noted.reset(before)
             del self._copies[id(works)]
         return True
 

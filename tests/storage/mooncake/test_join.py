@@ -108,6 +108,11 @@ def test_an_address_that_cannot_be_dialled_is_named(address: str) -> None:
         dial_address(address)
 
 
+def test_a_port_of_thousands_of_digits_is_refused_as_any_other() -> None:
+    with pytest.raises(ConfigError, match="expected host:port"):
+        dial_address("host:" + "1" * 5000)  # more digits than Python converts
+
+
 async def test_a_host_name_that_does_not_exist_is_waited_for_like_a_master_that_does_not() -> None:
     for name in ("no..such", "no-such-host.invalid"):
         storage = MooncakeStorage(config(master_server_addr=f"{name}:1", connect_timeout=0.01))

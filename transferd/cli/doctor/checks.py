@@ -14,6 +14,7 @@ from transferd.cli.doctor.machine import NO_LIMIT, Machine
 from transferd.config import Config
 from transferd.daemon.preflight import SHARED_MEMORY, Plan
 from transferd.observability.units import size
+from transferd.runtime.address import host_and_port
 from transferd.runtime.descriptors import LEAST as LEAST_DESCRIPTORS
 from transferd.runtime.descriptors import OTHERS
 from transferd.runtime.threads import LEAST as THREADS
@@ -194,10 +195,10 @@ def mooncake(patient: Patient) -> Finding:
     if not patient.machine.module("mooncake"):
         return fail("mooncake", "the Python package mooncake is missing", "pip install 'transferd[mooncake]'")
     address = patient.config.storage.mooncake.master_server_addr
-    host, _, port = address.rpartition(":")
-    if "://" in address or not port.isdigit():
+    target = host_and_port(address)
+    if "://" in address or target is None:
         return ok("mooncake", f"{address}: found through its own directory, which is not asked here")
-    problem = patient.machine.connects(host, int(port))
+    problem = patient.machine.connects(*target)
     if problem:
         return fail(
             "mooncake", f"no master at {address}: {problem}", "start it (`transferd pool master`), or open the firewall"

@@ -12,6 +12,7 @@ from transferd.cli.options import Format, FormatOption
 from transferd.cli.pool.master import DEFAULT_METRICS_PORT, DEFAULT_PORT, master_command
 from transferd.errors import ConfigError
 from transferd.observability import logs
+from transferd.runtime.address import host_and_port
 
 app = typer.Typer(name="pool", help="A small Mooncake pool, and a look into any pool.", no_args_is_help=True)
 
@@ -23,13 +24,14 @@ def master(
     lease: Annotated[str, typer.Option(help="How long an object is protected from eviction after a lookup.")] = "5s",
 ) -> None:
     """Run a Mooncake master in the foreground, until SIGTERM or SIGINT."""
-    host, _, port = listen.rpartition(":")
-    if not host or not (port.isascii() and port.isdigit()):
+    address = host_and_port(listen)
+    if address is None:
         raise ConfigError("--listen", "expected host:port", listen)
-    command = master_command(host.strip("[]"), int(port), metrics_port, lease)
+    host, port = address
+    command = master_command(host, port, metrics_port, lease)
     logs.say(
         f'Mooncake master on {listen}: set storage.mooncake.master_server_addr = "{listen}".\n'
-        f"Show its status with: transferd pool status --metrics {host}:{metrics_port}",
+        f"Show its status with: transferd pool status --metrics {listen.rpartition(':')[0]}:{metrics_port}",
         level="info",
     )
     logs.flush()

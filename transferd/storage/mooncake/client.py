@@ -182,7 +182,7 @@ class NativeClient:
 def stall_limit() -> float:
     """Seconds after which the transport fails a transfer that moves no bytes."""
     limits = [os.environ.get(name, "") for name in STALL_LIMITS]
-    return float(max((int(text) for text in limits if text.isdigit()), default=STALL_S))
+    return float(max((int(text) for text in limits if text.isdecimal()), default=STALL_S))
 
 
 def _set_limits(section: MooncakeStorageSection) -> None:

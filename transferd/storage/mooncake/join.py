@@ -15,6 +15,7 @@ import structlog
 
 from transferd.config import MooncakeStorageSection
 from transferd.errors import ConfigError, StorageUnavailable
+from transferd.runtime.address import host_and_port
 from transferd.runtime.aio import uncancelled
 from transferd.runtime.clock import Clock
 from transferd.storage.mooncake.client import PoolClient
@@ -68,10 +69,10 @@ def dial_address(master: str) -> tuple[str, int] | None:
     """Where to dial; None if the library finds the master itself (etcd://…). Raises ConfigError."""
     if "://" in master:
         return None
-    host, _, port = master.rpartition(":")
-    if not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
+    address = host_and_port(master)
+    if address is None:
         raise ConfigError("storage.mooncake.master_server_addr", "expected host:port", master)
-    return host.removeprefix("[").removesuffix("]"), int(port)
+    return address
 
 
 async def _dial(address: tuple[str, int] | None) -> None:

@@ -1,0 +1,59 @@
+"""Whose pause it is: one holder for each client in each process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from transferd.client.holds import Holds
+from transferd.wire import protocol as wire
+
+
+def said_by(holds: Holds, asked: list[wire.Control]) -> str:
+    """The holder that it names."""
+    with pytest.raises(StopIteration):
+        holds.pause().send(None)
+    pause = asked.pop()
+    assert isinstance(pause, wire.Pause)
+    return pause.holder
+
+
+@pytest.fixture
+def asked() -> list[wire.Control]:
+    return []
+
+
+@pytest.fixture
+def ids() -> Iterator[str]:
+    return (f"{number:08d}" for number in range(9))
+
+
+def made(asked: list[wire.Control], ids: Iterator[str], name: str = "") -> Holds:
+    async def ask(body: wire.Control, _timeout: float) -> Any:
+        asked.append(body)
+
+    return Holds(name, ids.__next__, ask)
+
+
+def test_a_holder_is_named_once(asked: list[wire.Control], ids: Iterator[str]) -> None:
+    holds = made(asked, ids, "engine")
+    assert [said_by(holds, asked) for _ in range(2)] == ["engine (00000000)"] * 2
+    assert said_by(made(asked, ids), asked) == f"pid {os.getpid()} (00000001)"
+
+
+def test_each_child_that_uses_a_client_made_before_the_fork_has_its_own_pause(
+    asked: list[wire.Control], ids: Iterator[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else one child's resume would end what the other still needs."""
+    for name in ("", "engine"):
+        holds, process = made(asked, ids, name), 77
+        holders = {said_by(holds, asked)}
+        for process in (78, 79):
+            monkeypatch.setattr(os, "getpid", lambda process=process: process)
+            holders |= {said_by(holds, asked), said_by(holds, asked)}
+        assert len(holders) == 3
+        assert (f"pid {process}" in said_by(holds, asked)) == (not name)
+        monkeypatch.undo()

@@ -1,0 +1,37 @@
+"""The stop signal of a job, where a copy that waits on it is given up."""
+
+from __future__ import annotations
+
+import contextvars
+
+import pytest
+
+from transferd.runtime.threads import noted
+from transferd.workers.job import StopSignal
+
+
+class Never:
+    """Awaited, it never comes back."""
+
+    def __await__(self):  # type: ignore[no-untyped-def]
+        yield
+
+
+async def never() -> None:
+    await Never()
+
+
+def test_a_forgotten_copy_is_collected_in_any_context(recwarn: pytest.WarningsRecorder) -> None:
+    """A loop that ends with copies in flight leaves them to the collector, which runs wherever it likes."""
+    stop = StopSignal()
+    copying = stop.copied(never())
+    contextvars.copy_context().run(copying.send, None)
+    others: list[object] = []
+    there = noted.set(others)  # type: ignore[arg-type]
+    try:
+        copying.close()
+        assert noted.get() is others, "what another context notes is not ours to change"
+    finally:
+        noted.reset(there)
+    assert not stop._copies
+    assert not recwarn.list
