@@ -7,14 +7,17 @@ import subprocess
 import sys
 import typing
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+import zmq
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from transferd.client.launch import running
 from transferd.errors import ProtocolError
 from transferd.tasks import (
     ErrorInfo,
@@ -129,6 +132,27 @@ def test_the_worked_example_of_the_documentation_is_true_to_the_byte() -> None:
     assert payload.hex(" ") == documented("request")
     result = TaskResult(task_id="t1", status=Status.OK, block_ids=[3], bytes=4096, boot_id="b")
     assert wire.encode_reply(1, wire.Result(result)).hex(" ") == documented("reply")
+
+
+def test_the_handshake_of_the_documentation_is_what_a_daemon_says(tmp_path: Path) -> None:
+    hello, welcome = bytes.fromhex(documented("hello")), bytes.fromhex(documented("welcome"))
+    request = wire.decode_request(hello, 2**20)
+    assert (request.seq, request.body, request.session) == (1, wire.Hello(), wire.ANY_SESSION)
+    said = wire.decode_reply(welcome)
+    assert isinstance(said.body, wire.Welcome)
+    with running({"metrics": {"listen": ""}}, tmp_path) as daemon, zmq.Context() as context:
+        socket = context.socket(zmq.DEALER)
+        socket.linger = 0
+        socket.connect(daemon.endpoint)
+        socket.send(hello)
+        assert socket.poll(30_000)
+        answer = socket.recv()
+        socket.close()
+    found = wire.decode_reply(answer)
+    assert isinstance(found.body, wire.Welcome)
+    own = {"boot_id": "b", "session": 9, "version": "0.1.0"}
+    assert msgspec.structs.replace(found.body, **own) == said.body
+    assert list(msgspec.msgpack.decode(answer[1:])[1]) == list(msgspec.msgpack.decode(welcome[1:])[1])
 
 
 def documented(name: str) -> str:

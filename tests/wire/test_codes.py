@@ -1,0 +1,97 @@
+"""The table of codes: it names what the source raises, nothing else, and the documentation prints it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from transferd.observability.metrics import REJECTS
+from transferd.tasks import Status
+from transferd.wire.codes import CODES, STATUSES, code_table, status_table
+
+pytestmark = pytest.mark.one_loop
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "transferd"
+# Folders whose errors travel to a client. Those of adapters and of the command line end in their own process.
+FOLDERS = ("blocks", "client", "control", "daemon", "storage", "tiers", "wire", "workers")
+FILES = ("barrier.py", "errors.py", "tasks.py")
+NOT_SENT = {
+    "bad_config": "ends the start, or the making of a client",
+    "busy": "a peer's answer that the sender asks again after",
+}
+
+
+def literals(path: Path) -> Iterator[str]:
+    """Codes that a module names: `code="…"`, `code = "…"` of a class, `ErrorInfo("…", …)`, and constants used so."""
+    tree = ast.parse(path.read_text())
+    constants = {
+        target.id: node.value.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    for node in ast.walk(tree):
+        found: list[ast.expr] = []
+        if isinstance(node, ast.Call):
+            found = [one.value for one in node.keywords if one.arg == "code"]
+            name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+            position = {"ErrorInfo": 0, "_refuse": 2}.get(name)
+            if position is not None and len(node.args) > position:
+                found.append(node.args[position])
+        elif isinstance(node, ast.ClassDef):
+            found = [
+                one.value
+                for one in node.body
+                if isinstance(one, ast.Assign | ast.AnnAssign) and one.value is not None
+                for target in (one.targets if isinstance(one, ast.Assign) else [one.target])
+                if getattr(target, "id", "") == "code"
+            ]
+        for one in found:
+            if isinstance(one, ast.Constant) and isinstance(one.value, str):
+                yield one.value
+            elif isinstance(one, ast.Name) and isinstance(constants.get(one.id), str):
+                yield constants[one.id]
+
+
+def raised() -> dict[str, str]:
+    paths = [PACKAGE / name for name in FILES]
+    paths += [path for name in FOLDERS for path in sorted((PACKAGE / name).rglob("*.py"))]
+    return {code: str(path.relative_to(PACKAGE)) for path in paths for code in literals(path)}
+
+
+def test_every_code_that_is_raised_is_in_the_table() -> None:
+    found = raised()
+    assert {"task_id_conflict", "storage_full", "out_of_memory", "layout_mismatch"} <= set(found)
+    missing = {code: where for code, where in found.items() if code not in CODES and code not in NOT_SENT}
+    assert not missing
+
+
+def test_the_table_names_no_code_that_nothing_raises() -> None:
+    text = "".join(path.read_text() for path in PACKAGE.rglob("*.py") if path.name != "codes.py")
+    assert [code for code in CODES if f'"{code}"' not in text] == []
+
+
+def test_what_the_metrics_count_is_in_the_table() -> None:
+    assert set(REJECTS) <= set(CODES)
+
+
+def test_every_status_has_its_duty() -> None:
+    assert set(STATUSES) == set(Status)
+
+
+def test_answers_are_statuses_or_refusals() -> None:
+    known = {*map(str, Status), "refused", "client"}
+    for code, row in CODES.items():
+        assert set(row.answer.split(", ")) <= known, code
+
+
+@pytest.mark.parametrize(("name", "rows"), [("statuses", status_table()), ("codes", code_table())])
+def test_the_documentation_prints_the_tables(name: str, rows: list[str]) -> None:
+    text = (ROOT / "docs" / "protocol.md").read_text()
+    table = text.split(f"<!-- {name} -->\n")[1].split("\n\n")[0].splitlines()
+    assert table[2:] == rows

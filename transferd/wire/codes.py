@@ -1,0 +1,162 @@
+"""Every status and error code that a client can see, and what the client has to do.
+
+docs/protocol.md prints both tables. A test compares them with it, and with the codes that the source raises.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from transferd.tasks import Status
+
+STATUSES: dict[Status, tuple[str, str]] = {
+    Status.OK: ("every block moved on every rank", "use the blocks"),
+    Status.PARTIAL: (
+        "only `block_ids` moved, on every rank; `error` says why, if something failed",
+        "read: use this prefix and compute the rest. write: the other blocks are not stored",
+    ),
+    Status.MISS: ("a read found none of its blocks; nothing failed", "compute them"),
+    Status.FAILED: ("no block moved; `error` says why", "see its code; assume nothing of the target blocks' contents"),
+    Status.EXPIRED: (
+        "no block moved within `timeout`",
+        "compute the blocks, or push again under a new id. If `error` names a rank that is still working, the daemon "
+        "gives these blocks to no other task until that rank has finished; do not use them before",
+    ),
+    Status.CANCELLED: ("the task was taken back; `block_ids` had moved by then", "use `block_ids` alone, or nothing"),
+    Status.REJECTED: (
+        "the task cannot work as it is, or not in this state; nothing was touched",
+        "see its code; pushing it again unchanged changes nothing",
+    ),
+    Status.BUSY: ("not admitted now; nothing was touched", "push it again after `retry_after` seconds"),
+}
+
+
+class Code(NamedTuple):
+    """One error code. answer: the status of a task's result, `refused`, or `client` for what our client itself says."""
+
+    answer: str
+    meaning: str
+    action: str
+
+
+_CORRECT = "correct the request"
+_COMPUTE = "compute the blocks; later tasks may work"
+_CONFIGURE = "correct the configuration of the engine or the daemon"
+_REPORT = "report it, with the daemon's log"
+_LATER = "ask again later"
+
+CODES: dict[str, Code] = {
+    # not admitted now
+    "queue_full": Code("busy", "`server.max_queued_tasks` or `max_queued_bytes` is reached", "wait `retry_after`"),
+    "bytes_in_flight": Code("busy", "`server.max_inflight_bytes` of this lane is reached", "wait `retry_after`"),
+    "starting": Code("busy, refused", "the daemon is not ready yet", "wait for a `welcome` that says `ready`"),
+    "task_id_busy": Code(
+        "busy", "a rank still works on the earlier task of this id, or too many wait for it", "wait `retry_after`"
+    ),
+    # not in this state
+    "draining": Code("rejected", "the daemon is drained, or stops", "push it after the `resume`, or to a new daemon"),
+    "not_attached": Code(
+        "rejected",
+        "device memory is named that this client, or nobody, has mapped",
+        "attach every rank, push again",
+    ),
+    "empty_block": Code("rejected", "a swap-in names a host block that no swap-out has filled", "compute the block"),
+    "cleared": Code("rejected", "the cache was cleared", "wait for `restore_cache`; then attach again"),
+    "cache_gone": Code(
+        "rejected", "the task had ended, and the memory of its result is gone", "attach again, and push under a new id"
+    ),
+    "engine_gone": Code(
+        "rejected, failed, refused",
+        "the process that owns the device memory has ended",
+        "wait until one has offered",
+    ),
+    "rank_died": Code("rejected, failed", "a rank's device is lost", "wait for a restarted daemon; compute the blocks"),
+    # cannot work as it is
+    "bad_value": Code("rejected, refused", "a field is missing, of the wrong type, or out of its range", _CORRECT),
+    "bad_request": Code("rejected, refused", "the request cannot be carried out", _CORRECT),
+    "length_mismatch": Code("rejected", "lists that belong together differ in length", _CORRECT),
+    "id_out_of_range": Code("rejected", "a block id is not of this cache", _CORRECT),
+    "duplicate_id": Code("rejected", "a list names one target block twice", _CORRECT),
+    "duplicate_key": Code("rejected", "a write names one key twice", _CORRECT),
+    "too_many_blocks": Code("rejected", "a write has more blocks than the device", "split the task"),
+    "token_ids_required": Code("rejected, refused", "storage is token-indexed", "send `token_ids`"),
+    "token_ids_too_short": Code("rejected", "`token_ids` end before the last block does", "send the whole path"),
+    "task_id_conflict": Code("rejected", "another task was pushed under this id", "push it under a new id"),
+    "no_storage_tier": Code("rejected, refused", "the daemon has no storage", _CONFIGURE),
+    "no_host_tier": Code("rejected", "the daemon has no host blocks", _CONFIGURE),
+    "no_direct_mode": Code("rejected", 'the daemon has `pd.mode = "storage"`', _CONFIGURE),
+    # the world failed
+    "expired": Code("expired, partial", "the deadline passed", "as for the status"),
+    "cancelled": Code("cancelled, failed", "the task was taken back, here or by the peer", "as for the status"),
+    "shutdown": Code("failed, refused", "the daemon stopped before the task began", "push it to the next daemon"),
+    "storage_error": Code("failed, partial, refused", "the pool failed for these objects", _COMPUTE),
+    "storage_full": Code("failed, partial", "the pool has no room", "the blocks are not stored; later ones may be"),
+    "storage_unavailable": Code("failed, partial, refused", "the pool does not answer", _COMPUTE),
+    "tier_error": Code("failed, partial, refused", "a copy failed", "compute the blocks: their contents are unknown"),
+    "device_lost": Code("failed, refused", "the GPU context is lost", "wait for a restarted daemon; compute blocks"),
+    "device_stuck": Code("failed, refused", "a copy on the device does not end", "wait for a restarted daemon"),
+    "out_of_device_memory": Code("failed, refused", "the GPU has no memory left", "free some, then try again"),
+    "no_cuda": Code("failed, refused", "no CUDA driver, device or compiler can be used", _CONFIGURE),
+    "out_of_memory": Code("failed, refused", "the daemon's host has no memory left", "try again later, with less"),
+    "no_threads": Code("failed", "the daemon's host starts no more threads", "try again later"),
+    "still_running": Code("failed, refused", "a storage call or a copy does not end", "wait for a restarted daemon"),
+    "damaged": Code("failed, partial", "a block that a peer sent does not match its checksum", _COMPUTE),
+    "internal": Code("failed, rejected, refused", "a bug in transferd", _REPORT),
+    "error": Code("failed, refused", "something without a more precise code", "read the message"),
+    # direct transfers
+    "peer_lost": Code("failed, partial", "the other daemon is gone", _COMPUTE),
+    "peer_refused": Code("failed", "the other daemon refused or took back the transfer", _COMPUTE),
+    "already_sending": Code("failed", "this transfer_id is being sent already", "use a new transfer_id"),
+    "model_mismatch": Code("failed", "the daemons serve different models", _CONFIGURE),
+    "layout_mismatch": Code("failed, refused", "memory or ranks do not fit the configured layout", _CONFIGURE),
+    "generation_mismatch": Code("failed", "the daemons have different weight generations", "set the same generation"),
+    "blocks_mismatch": Code("failed", "sender and receiver name different blocks", "name the same keys on both sides"),
+    "version_mismatch": Code("failed", "the daemons speak different versions", "upgrade the older daemon"),
+    # messages and requests
+    "malformed": Code("rejected, refused, failed", "bytes that are no message of this protocol", "correct the client"),
+    "unsupported_version": Code("rejected, refused", "the first byte is another version", "speak the daemon's version"),
+    "unknown_type": Code(
+        "rejected, refused", "the daemon does not know the `type`", "correct it or upgrade the daemon"
+    ),
+    "too_large": Code("rejected, refused, failed", "longer than `max_message`", "send several smaller tasks"),
+    "stale_session": Code("refused", "of an earlier session; nothing was done", "say `hello`, then repeat it"),
+    "forbidden": Code("rejected, refused", "an observer may not ask this", "use an endpoint for engines"),
+    "too_often": Code("refused", "`server.observer_rate` is reached", _LATER),
+    "too_many_requests": Code("refused", "too many requests of clients wait already", _LATER),
+    "too_many_keys": Code("refused", "more keys than one `match` takes", "ask in parts"),
+    "unknown_task": Code("refused", "the flight recorder holds no such task any more", "look into a dump"),
+    "not_token_indexed": Code("refused", "storage is found by keys", "match `keys`"),
+    "no_token_index": Code("refused", "the daemon keeps no open token index", _CONFIGURE),
+    # memory
+    "not_ready": Code("refused", "the rank has no memory now", "wait for `ready`, then ask again"),
+    "stale_epoch": Code("refused", "what is mapped is of an earlier epoch", "attach again, with epoch 0"),
+    "stale_offer": Code("refused", "the offer was made before a clear", "offer again after `restore_cache`"),
+    "already_attached": Code("refused", "the rank has memory, or the bytes are another rank's", "offer each byte once"),
+    "not_attachable": Code("refused", "the daemon allocates this memory itself", "attach instead of offering"),
+    "canary_mismatch": Code("refused", "the block that was read is not the one that was written", _CORRECT),
+    "wrong_kind": Code("refused", "the handle is not of the daemon's device tier", _CONFIGURE),
+    "wrong_device": Code("refused", "the memory is on another GPU than the rank", _CONFIGURE),
+    "still_mapped": Code("refused", "clients have the memory mapped", "let them detach, then ask again"),
+    "not_cleared": Code("refused", "nothing was cleared", "none: the cache is there"),
+    "closed_generation": Code("refused", "a clear has closed this generation", "name a new one, or `same_weights`"),
+    "fixed_generation": Code("refused", "AttentionStore's SDK cannot change its generation", "restart the daemon"),
+    # what our own client says
+    "connect_timeout": Code("client", "no daemon answered, or it was not ready in time", "the message says which"),
+    "daemon_lost": Code(
+        "client", "the daemon went silent or was restarted", "attach again; the task's outcome is unknown"
+    ),
+    "no_answer": Code("client", "the daemon lives and did not answer in time", "ask `explain`; report it"),
+    "closed": Code("client", "the client was closed", "make a new one"),
+    "wrong_thread": Code("client", "a SyncClient was called from its own thread", "call it from another one"),
+    "handover_failed": Code("client", "a sequence was not handed over whole", "compute it; see the result"),
+}
+
+
+def status_table() -> list[str]:
+    """The statuses as rows of Markdown."""
+    return [f"| `{status}` | {meaning} | {action} |" for status, (meaning, action) in STATUSES.items()]
+
+
+def code_table() -> list[str]:
+    """The codes as rows of Markdown."""
+    return [f"| `{name}` | {one.answer} | {one.meaning} | {one.action} |" for name, one in CODES.items()]
