@@ -77,7 +77,7 @@ class Stage:
         await self.world.open()
         await self.client.connect()
         await self.world.attach(self.client)
-        geometry = self.world.daemon.layout.device
+        geometry = self.world.daemon.default.layout.device
         places = zip(geometry.offsets.tolist(), geometry.nbytes.tolist(), strict=True)
         shares = [(slice(offset, offset + size * geometry.blocks), size) for offset, size in places]
         caches = [{"raw": [d.memory[where].reshape(-1, size) for where, size in shares]} for d in self.world.devices]
@@ -338,7 +338,7 @@ def test_bytes_in_a_block_that_no_task_named_are_found() -> None:
 
         async def copy_too_much(plan: CopyPlan, host: HostMemory) -> None:
             await copy_in(plan, host)
-            for offset, nbytes in zip(*(stage.world.daemon.layout.device.offsets, [32] * 4), strict=True):
+            for offset, nbytes in zip(*(stage.world.daemon.default.layout.device.offsets, [32] * 4), strict=True):
                 spare = device.memory[int(offset) : int(offset) + nbytes * 48].reshape(48, nbytes)
                 spare[(spare == POISON).all(axis=1)] = 0
 

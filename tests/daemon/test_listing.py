@@ -20,8 +20,9 @@ def parts(**more: Any) -> SimpleNamespace:
     recorder = Recorder(capacity=64)
     dispatcher = Dispatcher(limits(lane_depth=2, **more), recorder=recorder)
     clock = SimpleNamespace(monotonic=lambda: 10.0)
+    engine = SimpleNamespace(name="default", dispatcher=dispatcher, barrier=RankBarrier(2))
     return SimpleNamespace(
-        recorder=recorder, dispatcher=dispatcher, barrier=RankBarrier(2), history=TaskHistory(), clock=clock
+        recorder=recorder, default=engine, engines={"default": engine}, history=TaskHistory(), clock=clock
     )
 
 
@@ -30,9 +31,9 @@ def read(task_id: str, block: int) -> ReadStorageTask:
 
 
 def push(daemon: SimpleNamespace, task: ReadStorageTask, now: float) -> None:
-    for instruction in daemon.dispatcher.handle(ev.TaskSubmitted(b"engine", 1, task, now)):
+    for instruction in daemon.default.dispatcher.handle(ev.TaskSubmitted(b"engine", 1, task, now)):
         if isinstance(instruction, ev.Start):
-            daemon.barrier.open(task.task_id, task.merge, lambda _: None)
+            daemon.default.barrier.open(task.task_id, task.merge, lambda _: None)
 
 
 def test_a_round_names_the_ranks_that_it_waits_for_and_what_they_do() -> None:
@@ -45,7 +46,7 @@ def test_a_round_names_the_ranks_that_it_waits_for_and_what_they_do() -> None:
     (row,) = listing.tasks("running", 10)
     assert (row["status"], row["seconds"], row["ended_s"]) == ("running", 6.0, None)
     assert row["ranks"] == [{"rank": 0, "step": "fetch"}, {"rank": 1, "step": "copy"}]
-    daemon.barrier.arrive("a", RankOutcome(0, error=ErrorInfo("x", "y")))
+    daemon.default.barrier.arrive("a", RankOutcome(0, error=ErrorInfo("x", "y")))
     (row,) = listing.tasks("running", 10)
     assert (row["waits_for"], row["ranks"]) == ("rank 1 copy", [{"rank": 1, "step": "copy"}])
 
@@ -58,7 +59,7 @@ def test_a_queued_task_says_what_is_before_it() -> None:
     rows = {row["task_id"]: row["waits_for"] for row in Listing(daemon).tasks("running", 10)}  # type: ignore[arg-type]
     assert rows["c"] == rows["d"] == "a place in its lane"
     assert rows["e"] == "1 tasks before it on its blocks"
-    daemon.dispatcher.handle(ev.PauseRequested(6.0, b"engine", "me"))
+    daemon.default.dispatcher.handle(ev.PauseRequested(6.0, b"engine", "me"))
     rows = {row["task_id"]: row["waits_for"] for row in Listing(daemon).tasks("running", 10)}  # type: ignore[arg-type]
     assert rows["c"] == "resume"
 

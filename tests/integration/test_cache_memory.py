@@ -154,7 +154,7 @@ class Engine:
 async def test_clearing_frees_the_memory_and_restoring_makes_it_anew_and_empty(start: Start, endpoint: str) -> None:
     daemon = await start()
     async with Client(endpoint) as client:
-        names = [daemon.cache.handle(b"test", rank).data["name"] for rank in range(2)]
+        names = [daemon.default.cache.handle(b"test", rank).data["name"] for rank in range(2)]
         for rank in range(2):
             paint(await client.attach(rank), 0x77)
         assert (await client.submit(SwapOutTask(task_id="o", gpu_block_ids=[1], cpu_block_ids=[2]))).status == Status.OK
@@ -281,7 +281,7 @@ async def test_a_clear_waits_for_what_was_admitted_and_refuses_what_comes_later(
         await client.pause()
         waiting = await client.push(write("early", ["k"], [0]))
         clearing = asyncio.ensure_future(client.clear_cache())
-        await until(lambda: daemon.cache.cleared, "the clear has begun")
+        await until(lambda: daemon.default.cache.cleared, "the clear has begun")
         assert code(await client.submit(write("late", ["k"], [0]))) == "cleared"
         assert not clearing.done()
         assert not waiting.done()
@@ -298,7 +298,7 @@ async def test_clearing_twice_is_once_and_restoring_twice_is_refused(start: Star
             await client.restore_cache("G2")
         assert caught.value.reason == "not_cleared"
         await asyncio.gather(client.clear_cache(), client.clear_cache())
-        assert daemon.cache.epoch == 2
+        assert daemon.default.cache.epoch == 2
         for bad in ("x" * 300, "a\nb"):
             with pytest.raises(RequestError, match="printable"):
                 await client.restore_cache(bad)
@@ -311,7 +311,7 @@ async def test_a_restore_without_room_leaves_the_cache_cleared_and_may_be_tried_
     start: Start, endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     daemon = await start()
-    tier = daemon.coordinator.workers[1].context.device
+    tier = daemon.default.coordinator.workers[1].context.device
 
     async def full() -> None:
         raise TierError("no room on device 1")
@@ -338,12 +338,12 @@ async def test_whoever_asked_for_a_clear_may_leave_and_it_is_done_all_the_same(s
         waiting = await other.push(write("early", ["k"], [0]))
         async with Client(endpoint) as client:
             asking = asyncio.ensure_future(client.clear_cache())
-            await until(lambda: daemon.cache.cleared, "the clear has begun")
+            await until(lambda: daemon.default.cache.cleared, "the clear has begun")
         with pytest.raises(TransferError):
             await asking
         await other.resume()
         assert (await waiting).status == Status.OK
-        await until(lambda: daemon.cache.epoch == 2, "the clear goes on without its client")
+        await until(lambda: daemon.default.cache.epoch == 2, "the clear goes on without its client")
         await other.restore_cache("G2")
 
 
@@ -388,7 +388,7 @@ async def test_memory_that_does_not_outlive_its_creator_is_not_cleared_under_tho
     start: Start, endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     daemon = await start()
-    monkeypatch.setattr(type(daemon.coordinator.workers[0].context.device), "outlives_close", False)
+    monkeypatch.setattr(type(daemon.default.coordinator.workers[0].context.device), "outlives_close", False)
     async with Client(endpoint) as client:
         caches = await client.attach(1)
         await client.attach(0)
@@ -403,7 +403,9 @@ async def test_memory_that_does_not_outlive_its_creator_is_not_cleared_under_tho
                 await client.clear_cache()
             assert caught.value.reason == "still_mapped"
             assert colours(await client.attach(1)) == {0x12}
-        await until(lambda: daemon.cache.statistics()["mapped"] == [0, 1], "a client that has gone maps nothing")
+        await until(
+            lambda: daemon.default.cache.statistics()["mapped"] == [0, 1], "a client that has gone maps nothing"
+        )
         await client.detach(1)
         await client.clear_cache()
         await client.restore_cache("G2")
@@ -469,8 +471,8 @@ async def test_memory_of_one_rank_is_not_taken_for_another(start: Start, endpoin
                 with pytest.raises(RequestError, match="rank 1 overlaps that of rank 0") as caught:
                     await client.offer(1, DeviceHandle("shm", engine.handle(0).data | {"name": name}))
                 assert caught.value.reason == "already_attached"
-                assert daemon.cache.missing == [1]
-                assert not daemon.coordinator.workers[1].context.device.statistics()["open"], "nothing is kept"
+                assert daemon.default.cache.missing == [1]
+                assert not daemon.default.coordinator.workers[1].context.device.statistics()["open"], "nothing is kept"
         finally:
             alias.unlink()
         await client.offer(1, engine.handle(1))
@@ -526,7 +528,7 @@ async def test_a_handle_that_cannot_be_used_is_a_typed_refusal_and_nothing_is_ke
             await client.offer(0, DeviceHandle(handle.kind, handle.data | change))
         assert caught.value.reason == reason
         assert "\n" not in str(caught.value)
-        assert daemon.cache.missing == [0]
+        assert daemon.default.cache.missing == [0]
         await engine.offer(client, 0)
         await client.wait_ready(5)
 
@@ -586,12 +588,12 @@ async def test_an_engine_that_is_killed_takes_its_memory_and_the_next_one_may_of
         await client.submit(write("w", ["k"], [0]))
         await client.pause()
         waiting = await client.push(write("queued", ["q"], [0]))
-        handle = daemon.cache.handle(b"test", 1)
+        handle = daemon.default.cache.handle(b"test", 1)
         first.send_signal(signal.SIGKILL)
         await asyncio.wait_for(first.communicate(), 20)  # with input it would write to a pipe that the dead has closed
         result = await asyncio.wait_for(waiting, 20)
         assert (result.status, code(result)) == (Status.FAILED, "engine_gone")
-        await until(lambda: daemon.cache.missing == [1], "the memory is unmapped")
+        await until(lambda: daemon.default.cache.missing == [1], "the memory is unmapped")
         assert daemon.not_ready == "no engine has offered the memory of rank 1"
         result = await client.submit(write("w2", ["k"], [0]))
         assert (result.status, code(result)) == (Status.REJECTED, "engine_gone")
@@ -605,7 +607,7 @@ async def test_an_engine_that_is_killed_takes_its_memory_and_the_next_one_may_of
         assert second.stdin is not None
         second.stdin.close()
         await asyncio.wait_for(second.communicate(), 20)
-        await until(lambda: daemon.cache.missing == [1], "one that says Bye is gone at once", 10)
+        await until(lambda: daemon.default.cache.missing == [1], "one that says Bye is gone at once", 10)
 
 
 async def test_an_engine_that_reconnects_keeps_its_memory_mapped(start: Start, endpoint: str) -> None:
@@ -615,12 +617,12 @@ async def test_an_engine_that_reconnects_keeps_its_memory_mapped(start: Start, e
         [first] = daemon.server._clients
         second = b"another connection"
         for rank in range(2):
-            await daemon.cache.offer(second, rank, engine.handle(rank), daemon.cache.epoch)
-        daemon.cache.client_gone(first)
-        assert daemon.cache.missing == []
+            await daemon.default.cache.offer(second, rank, engine.handle(rank), daemon.default.cache.epoch)
+        daemon.default.cache.client_gone(first)
+        assert daemon.default.cache.missing == []
         assert daemon.not_ready == ""
-        daemon.cache.client_gone(second)
-        await until(lambda: daemon.cache.missing == [0, 1], "the offer went with its last connection")
+        daemon.default.cache.client_gone(second)
+        await until(lambda: daemon.default.cache.missing == [0, 1], "the offer went with its last connection")
 
 
 @pytest.mark.parametrize("device", ["shm"])
@@ -633,7 +635,7 @@ async def test_an_engine_offers_again_by_itself_to_a_daemon_that_was_restarted(s
         await first.stop(lambda: 5.0)
         second = await start(ownership="attach")
         await until(lambda: client.boot_id != boot and client.connected, "offered, and ready")
-        assert second.cache.missing == []
+        assert second.default.cache.missing == []
         assert (await client.submit(write("w", ["k"], [0]))).status == Status.OK
 
 
@@ -665,12 +667,12 @@ async def test_after_a_clear_the_engine_offers_anew_and_an_old_offer_is_refused(
     async with Engine() as engine, Engine() as renewed, Client(endpoint, await_ready=False) as client:
         await engine.offer(client)
         await client.clear_cache()
-        for tier in daemon.coordinator.workers:
+        for tier in daemon.default.coordinator.workers:
             assert not tier.context.device.statistics()["open"], "unmapped"
         await client.restore_cache("G2")
         assert daemon.not_ready == "no engine has offered the memory of ranks 0, 1"
         with pytest.raises(RequestError, match="before the cache was cleared") as caught:
-            await daemon.cache.offer(b"late", 0, engine.handle(0), 1)
+            await daemon.default.cache.offer(b"late", 0, engine.handle(0), 1)
         assert caught.value.reason == "stale_offer"
         client._renewed()  # its connection breaks: what the clear has ended is not offered again
         assert not client._offers
@@ -683,7 +685,7 @@ async def test_a_client_that_leaves_while_its_memory_is_being_mapped_leaves_noth
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     daemon = await start(ownership="attach")
-    tier = daemon.coordinator.workers[0].context.device
+    tier = daemon.default.coordinator.workers[0].context.device
     attach, gate = tier.attach, asyncio.Event()
 
     async def slow(handle: DeviceHandle) -> None:
@@ -692,14 +694,16 @@ async def test_a_client_that_leaves_while_its_memory_is_being_mapped_leaves_noth
 
     monkeypatch.setattr(tier, "attach", slow)
     async with Engine() as engine:
-        offering = asyncio.ensure_future(daemon.cache.offer(b"engine", 0, engine.handle(0), daemon.cache.epoch))
-        await until(lambda: bool(daemon.cache._ranks[0].attempts), "the offer is under way")
-        daemon.cache.client_gone(b"engine")
+        offering = asyncio.ensure_future(
+            daemon.default.cache.offer(b"engine", 0, engine.handle(0), daemon.default.cache.epoch)
+        )
+        await until(lambda: bool(daemon.default.cache._ranks[0].attempts), "the offer is under way")
+        daemon.default.cache.client_gone(b"engine")
         offering.cancel()
         await asyncio.gather(offering, return_exceptions=True)
         gate.set()
-        await until(lambda: not daemon.cache._changes, "it ends")
-        assert daemon.cache.missing == [0, 1]
+        await until(lambda: not daemon.default.cache._changes, "it ends")
+        assert daemon.default.cache.missing == [0, 1]
         assert not tier.statistics()["open"]
 
 
@@ -733,7 +737,7 @@ async def test_restoring_without_a_name_takes_what_the_version_file_says_now(tmp
                 await client.restore_cache()
             file.write_text("version: RL-STEP02-c-d")
             await client.restore_cache()
-            assert client.generation == daemon.coordinator.generation == "RL-STEP02"
+            assert client.generation == daemon.default.coordinator.generation == "RL-STEP02"
             await client.wait_ready(5)
     finally:
         await daemon.stop(lambda: 5.0)

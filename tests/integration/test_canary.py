@@ -69,7 +69,7 @@ async def test_a_handle_that_leads_to_the_engines_bytes_is_taken_and_no_byte_has
     with filled(0) as zero, filled(1) as one:
         before = content(zero), content(one)
         await client.offer(0, zero.handle, caches=zero.caches)
-        assert daemon.cache.missing == [1]
+        assert daemon.default.cache.missing == [1]
         await client.offer(1, one.handle, caches=one.caches, block=7)
         await client.wait_ready(5)
         assert (content(zero), content(one)) == before
@@ -109,8 +109,8 @@ async def test_a_handle_that_leads_elsewhere_is_refused_and_nothing_is_kept(
         with pytest.raises(RequestError, match=said) as caught:
             await client.offer(0, DeviceHandle("shm", data), caches=zero.caches)
         assert caught.value.reason in ("canary_mismatch", "layout_mismatch")
-        assert daemon.cache.missing == [0, 1]
-        assert not daemon.coordinator.workers[0].context.device.statistics()["open"]
+        assert daemon.default.cache.missing == [0, 1]
+        assert not daemon.default.coordinator.workers[0].context.device.statistics()["open"]
         assert content(zero) == before
         with pytest.raises(RequestError, match=r"12 of 12 arrays differ.*that it belongs to this rank") as caught:
             await client.offer(1, zero.handle, caches=one.caches)  # the other rank's handle
@@ -127,11 +127,11 @@ async def test_an_offer_counts_only_once_the_engine_has_its_bytes_back(daemon: D
     with filled(0) as zero:
         with laid(zero.caches) as canary:
             handle = DeviceHandle("shm", zero.handle.data | {"canary": canary})
-            assert await daemon.cache.offer(b"engine", 0, handle, daemon.cache.epoch) == "checked"
-            assert daemon.cache.missing == [0, 1]
-            assert not daemon.coordinator.workers[0].context.device.statistics()["open"]
+            assert await daemon.default.cache.offer(b"engine", 0, handle, daemon.default.cache.epoch) == "checked"
+            assert daemon.default.cache.missing == [0, 1]
+            assert not daemon.default.coordinator.workers[0].context.device.statistics()["open"]
         await client.offer(0, zero.handle)
-        assert daemon.cache.missing == [1]
+        assert daemon.default.cache.missing == [1]
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ async def test_what_is_no_canary_is_a_typed_refusal(
         with pytest.raises(TransferError) as caught:
             await client.offer(0, handle)
         assert caught.value.reason == reason
-        assert daemon.cache.missing == [0, 1]
+        assert daemon.default.cache.missing == [0, 1]
 
 
 @pytest.mark.parametrize("daemon", ["shm"], indirect=True)
@@ -166,7 +166,7 @@ async def test_a_daemon_that_knows_no_canaries_takes_the_offer(
     with filled(0) as zero:
         before = content(zero)
         await client.offer(0, zero.handle, caches=zero.caches)
-        assert daemon.cache.missing == [1]
+        assert daemon.default.cache.missing == [1]
         assert content(zero) == before
 
 

@@ -256,11 +256,11 @@ class Campaign:
 
     @property
     def _size(self) -> int:
-        return self.daemon.objects.slot_bytes
+        return self.daemon.default.objects.slot_bytes
 
     def _name(self, key: str, rank: int) -> str:
-        objects = self.daemon.objects
-        return objects.names(self.daemon.dispatcher.generation, objects.ids([key]), rank)[0]
+        objects = self.daemon.default.objects
+        return objects.names(self.daemon.default.dispatcher.generation, objects.ids([key]), rank)[0]
 
     async def _read(self, key: str, block: int) -> Any:
         return await self.client.submit(
@@ -269,13 +269,13 @@ class Campaign:
 
     def _noticed(self) -> int:
         """Objects that failed their check, and objects of a length that cannot be right."""
-        workers = self.daemon.coordinator.workers
+        workers = self.daemon.default.coordinator.workers
         length: int = self.tamper.storage.statistics()["wrong_length"]
         return sum(worker.corrupt for worker in workers) + length
 
     async def _settled(self, noticed: int) -> None:
         """Bad objects are set aside in the background, after the answer."""
-        for worker in self.daemon.coordinator.workers:
+        for worker in self.daemon.default.coordinator.workers:
             await worker.context.background.settled()
         assert self._noticed() == noticed, "each is counted, and nothing else is"
 

@@ -96,7 +96,7 @@ class World:
                 await self.client.offer(rank, self._engine[rank].handle())
         await self.client.wait_ready()
         for rank in range(RANKS):
-            self.caches.append(attach_arrays(self.daemon.cache.handle(b"test", rank).data))
+            self.caches.append(attach_arrays(self.daemon.default.cache.handle(b"test", rank).data))
 
     async def close(self) -> None:
         self.threads.release()
@@ -191,11 +191,11 @@ async def test_memory_is_not_cleared_under_a_copy(world: World) -> None:
     clearing = asyncio.ensure_future(world.client.clear_cache())
     await world.everything_heard()
     assert not clearing.done()
-    assert all(worker.context.device.statistics()["open"] for worker in world.daemon.coordinator.workers)
+    assert all(worker.context.device.statistics()["open"] for worker in world.daemon.default.coordinator.workers)
     world.threads.release()
     assert (await result).status is Status.OK
     await clearing
-    assert not any(worker.context.device.statistics()["open"] for worker in world.daemon.coordinator.workers)
+    assert not any(worker.context.device.statistics()["open"] for worker in world.daemon.default.coordinator.workers)
 
 
 async def test_memory_is_not_unmapped_under_a_copy_when_its_engine_leaves(tmp_path: Path) -> None:
@@ -209,13 +209,13 @@ async def test_memory_is_not_unmapped_under_a_copy_when_its_engine_leaves(tmp_pa
         await world.client.close()
         for _ in range(3):
             await other.ping()
-        assert world.daemon.cache.missing == []
-        assert all(worker.context.device.statistics()["open"] for worker in world.daemon.coordinator.workers)
+        assert world.daemon.default.cache.missing == []
+        assert all(worker.context.device.statistics()["open"] for worker in world.daemon.default.coordinator.workers)
         world.threads.release()
         answer = await asyncio.wait_for(result, 20)
         assert answer.status in (Status.OK, Status.CANCELLED)
         async with asyncio.timeout(20):
-            while world.daemon.cache.missing != [0, 1]:  # noqa: ASYNC110
+            while world.daemon.default.cache.missing != [0, 1]:  # noqa: ASYNC110
                 await asyncio.sleep(0.002)
     world.caches.clear()
     await world.close()

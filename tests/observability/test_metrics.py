@@ -191,11 +191,11 @@ async def test_readiness_follows_the_daemon_and_says_why_not(daemon: Daemon) -> 
     port = port_of(daemon.reports)
     status, body = await get(port, "/readyz")
     assert (status, body) == (503, b"the daemon is starting\n")
-    assert daemon.dispatcher.statistics().draining is False, "it starts, and nobody asked it to drain"
-    await daemon.cache.open()
+    assert daemon.default.dispatcher.statistics().draining is False, "it starts, and nobody asked it to drain"
+    await daemon.default.cache.open()
     assert await get(port, "/readyz") == (200, b"ready\n")
     assert b"\ntransferd_ready 1.0\n" in (await get(port, "/metrics"))[1]
-    await daemon.coordinator.drain()
+    await daemon.default.coordinator.drain()
     assert await get(port, "/readyz") == (503, b"draining\n")
     assert b"\ntransferd_ready 0.0\n" in (await get(port, "/metrics"))[1]
     assert await get(port, "/healthz") == (200, b"ok\n")
@@ -276,10 +276,10 @@ async def test_a_pool_that_dies_is_noticed_without_a_task(monkeypatch: pytest.Mo
 
 async def test_arrivals_that_the_barrier_dropped_reach_the_operator(daemon: Daemon) -> None:
     merged = Merged(Status.FAILED, [], [], None)
-    daemon.barrier.open("t", lambda _: merged)
-    daemon.barrier.expire("t")
+    daemon.default.barrier.open("t", lambda _: merged)
+    daemon.default.barrier.expire("t")
     for rank in range(2):
-        daemon.barrier.arrive("t", RankOutcome(rank))
+        daemon.default.barrier.arrive("t", RankOutcome(rank))
     _, body = await get(port_of(daemon.reports), "/metrics")
     families = {family.name: family for family in text_string_to_metric_families(body.decode())}
     told = {name: family.samples[0].value for name, family in families.items() if name.startswith("transferd_barrier_")}
@@ -323,7 +323,7 @@ async def test_status_is_the_stats_report_with_every_key_of_the_contract(daemon:
     status, body = await get(port_of(daemon.reports), "/status")
     report = json.loads(body)
     assert status == 200
-    assert report["boot_id"] == daemon.dispatcher.boot_id
+    assert report["boot_id"] == daemon.boot_id
     promised = (
         "version boot_id uptime_s ready endpoint generation ranks tasks queued running rejects host staging storage"
     )

@@ -50,7 +50,7 @@ class Story:
 
     async def run(self) -> None:
         await self.world.open()
-        core = self.world.daemon.coordinator
+        core = self.world.daemon.default.coordinator
         announce = core.announce_ready
 
         def announced() -> None:
@@ -65,7 +65,7 @@ class Story:
                 group.create_task(self.engine(f"engine-{number}", range(16 * number, 16 * number + 16)))
         self.world.weather = CALM
         await asyncio.sleep(13.0)
-        dispatcher = self.world.daemon.dispatcher
+        dispatcher = self.world.daemon.default.dispatcher
         assert dispatcher.empty
         check_dispatcher(dispatcher)
         await self.new_work_goes_well()
@@ -92,13 +92,13 @@ class Story:
         await client.restore_cache(generation)
 
     def check_gone(self) -> None:
-        for worker in self.world.daemon.coordinator.workers:
+        for worker in self.world.daemon.default.coordinator.workers:
             assert not worker.context.device.statistics()["open"]
             assert worker.context.host is not None
             assert worker.context.host.statistics()["bytes"] == 0
 
     def check_zero(self) -> None:
-        for worker, device in zip(self.world.daemon.coordinator.workers, self.world.devices, strict=True):
+        for worker, device in zip(self.world.daemon.default.coordinator.workers, self.world.devices, strict=True):
             assert not device.memory.any(), "new device memory holds something"
             assert worker.context.host is not None
             assert not np.frombuffer(worker.context.host.memory.view, dtype=np.uint8).any()
@@ -150,7 +150,7 @@ class Story:
             self.seen[result.error.code] += 1
             assert result.error.code not in ("internal", "rank_died"), result
         if isinstance(task, ReadStorageTask):
-            namer, names = self.world.daemon.objects, self.world.storage.objects
+            namer, names = self.world.daemon.default.objects, self.world.storage.objects
             for key in task.keys[: len(result.block_ids)]:
                 [name] = namer.names(result.generation, namer.ids([key]), 0)
                 assert name in names or self.world.storage.counts["quarantined"], f"{key} was never stored: {result}"

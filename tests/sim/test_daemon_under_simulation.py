@@ -75,7 +75,7 @@ def test_a_copy_that_waits_for_a_thread_when_its_rank_dies_never_begins() -> Non
             engine.client.submit(SwapOutTask(task_id="waiting", gpu_block_ids=[0], cpu_block_ids=[0]))
         )
         await asyncio.sleep(0.5)
-        assert world.daemon.barrier.missing("waiting") == (1,)
+        assert world.daemon.default.barrier.missing("waiting") == (1,)
         fatal = await engine.client.submit(SwapInTask(task_id="fatal", gpu_block_ids=[1], cpu_block_ids=[1]))
         for result in (await waiting, fatal):
             assert result.error is not None
@@ -144,7 +144,7 @@ def test_the_oracle_sees_a_copy_to_a_block_that_no_task_names() -> None:
         world = SimWorld(loop, small_config())
         Oracle(world)
         await world.open()
-        context = world.daemon.coordinator.workers[1].context
+        context = world.daemon.default.coordinator.workers[1].context
         plan = plan_copy(context.staging.packed, [0], context.device.arena.geometry, [41])
         await context.device.copy_in(plan, context.staging.memory)
 

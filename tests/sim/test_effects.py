@@ -64,7 +64,7 @@ def test_a_rank_whose_start_raises_arrives_with_that(ranks: tuple[str | None, ..
         assert result.error.code == "internal"
         assert "Start raised EffectRaised" in result.error.message
         assert [rank.error is not None for rank in result.ranks] == [rank is not None for rank in ranks]
-        assert world.daemon.coordinator.effects_failed == {"Start": sum(rank is not None for rank in ranks)}
+        assert world.daemon.default.coordinator.effects_failed == {"Start": sum(rank is not None for rank in ranks)}
 
     play(program)
 
@@ -96,7 +96,7 @@ def test_what_waits_behind_a_task_whose_reply_and_publish_raise_is_started() -> 
         dice.script("Publish", "publish")
         first, second = await engine.client.push(swap("a")), await engine.client.push(swap("b"))
         assert ((await first).status, (await second).status) == (Status.OK, Status.OK)
-        assert world.daemon.coordinator.effects_failed == {"Reply": 1, "Publish": 1}
+        assert world.daemon.default.coordinator.effects_failed == {"Reply": 1, "Publish": 1}
         note = next(note for note in world.daemon.recorder.notes() if note.what == "failure")
         assert "raised EffectRaised" in note.detail["problem"]
 
@@ -149,7 +149,7 @@ def test_decisions_are_carried_out_in_their_order() -> None:
     """What one effect leads to comes after what was decided before it."""
 
     async def program(world: SimWorld, engine: SimEngine) -> None:
-        coordinator = world.daemon.coordinator
+        coordinator = world.daemon.default.coordinator
         seen: list[str] = []
 
         def reply(instruction: ev.Reply) -> None:
@@ -176,6 +176,6 @@ def test_a_log_that_refuses_every_line_changes_nothing() -> None:
         assert ((await first).status, (await second).status) == (Status.EXPIRED, Status.EXPIRED)
         let_go(world)
         assert world.log.dropped >= 3
-        assert world.daemon.coordinator.effects_failed == {}
+        assert world.daemon.default.coordinator.effects_failed == {}
 
     play(program)

@@ -150,7 +150,7 @@ class Story:
         world.build(self.life)
         await world.open()
         memories = [device.memory for device in world.devices]
-        self.blocks = Blocks.of(world.daemon.layout.device, memories, range(48))
+        self.blocks = Blocks.of(world.daemon.default.layout.device, memories, range(48))
 
     def kill(self, victim: str) -> None:
         self.dead_at[victim] = self.loop.time()
@@ -198,8 +198,8 @@ class Story:
         await asyncio.sleep(daemon.config.server.client_timeout * 1.5 + SETTLED_S)
         assert client.outdated == (list(range(daemon.config.cache.ranks)) if "daemon" in self.victims else [])
         await self.world.attach(client)
-        assert daemon.dispatcher.empty
-        assert daemon.barrier.statistics().open == 0
+        assert daemon.default.dispatcher.empty
+        assert daemon.default.barrier.statistics().open == 0
         assert daemon.server.statistics()["clients"] == len(self.clients) - ("engine" in self.victims)
         for key in self.keys:
             self.blocks.fill(0, "junk")
@@ -207,7 +207,7 @@ class Story:
             assert result.status in (Status.OK, Status.MISS), result
             assert result.status is Status.OK or key not in self.claimed, f"{key} was called stored and is gone"
             assert result.status is Status.MISS or self.blocks.holds(0, key), f"wrong bytes of {key}"
-        workers = daemon.coordinator.workers
+        workers = daemon.default.coordinator.workers
         assert sum(worker.corrupt for worker in workers) == self.torn, "torn objects that were read"
         self.blocks.fill(0, "new")
         for task in (
@@ -216,7 +216,7 @@ class Story:
         ):
             assert (await client.submit(task)).status is Status.OK
         assert self.blocks.holds(1, "new")
-        check_dispatcher(daemon.dispatcher)
+        check_dispatcher(daemon.default.dispatcher)
         assert all(worker.context.staging.statistics()["used"] == 0 for worker in workers)
 
 

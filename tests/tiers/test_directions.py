@@ -63,15 +63,15 @@ class Rig:
 
     def __init__(self, daemon: Daemon, view: Callable[[DeviceHandle], Arrays], seed: int) -> None:
         self.daemon = daemon
-        self.layout = daemon.layout
-        self.contexts = [worker.context for worker in daemon.coordinator.workers]
-        self.device = [view(daemon.cache.handle(b"test", context.rank)) for context in self.contexts]
+        self.layout = daemon.default.layout
+        self.contexts = [worker.context for worker in daemon.default.coordinator.workers]
+        self.device = [view(daemon.default.cache.handle(b"test", context.rank)) for context in self.contexts]
         self.random = np.random.default_rng(seed)
         self._answers: asyncio.Queue[TaskResult] = asyncio.Queue()
-        daemon.coordinator.listeners.deliver = lambda _client, _seq, result: self._answers.put_nowait(result)
+        daemon.default.coordinator.listeners.deliver = lambda _client, _seq, result: self._answers.put_nowait(result)
 
     async def run(self, task: Task) -> TaskResult:
-        self.daemon.coordinator.submit(b"test", 1, task)
+        self.daemon.default.coordinator.submit(b"test", 1, task)
         return await asyncio.wait_for(self._answers.get(), 30)
 
     def fill(self) -> None:
@@ -107,7 +107,7 @@ class Rig:
     def stamp_of(self, rank: int, key: str) -> Any:
         config = self.daemon.config.storage
         return stamps(
-            self.daemon.objects.ids([key]),
+            self.daemon.default.objects.ids([key]),
             model=config.model,
             fingerprint=self.layout.fingerprint,
             generation=config.generation,
@@ -115,7 +115,7 @@ class Rig:
         )[0]
 
     def name_of(self, rank: int, key: str) -> str:
-        objects = self.daemon.objects
+        objects = self.daemon.default.objects
         return objects.names(self.daemon.config.storage.generation, objects.ids([key]), rank)[0]
 
 

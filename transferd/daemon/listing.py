@@ -39,7 +39,7 @@ class Listing:
         """
         if which == "failed":
             return self._failed(limit)
-        under_way = sorted(self._daemon.dispatcher.admitted, key=lambda record: record.admitted_at)
+        under_way = sorted(self._daemon.default.dispatcher.admitted, key=lambda record: record.admitted_at)
         if which == "running":
             return self._under_way(under_way[:limit])
         now, recent = self._daemon.clock.monotonic(), self._daemon.history.recent
@@ -55,7 +55,9 @@ class Listing:
     def timeline(self, limit: int) -> list[dict[str, Any]]:
         """What is under way and what ended last, with `stages`: [{queue_s, copy_s, storage_s}] of each rank."""
         now, recent = self._daemon.clock.monotonic(), self._daemon.history.recent
-        under_way = sorted(self._daemon.dispatcher.admitted, key=lambda record: record.admitted_at)[: limit // 2]
+        under_way = sorted(self._daemon.default.dispatcher.admitted, key=lambda record: record.admitted_at)[
+            : limit // 2
+        ]
         rows = [row | {"stages": []} for row in self._under_way(under_way)]
         for one in list(reversed(recent))[: limit - len(rows)]:
             stages = [{"queue_s": r.queue_s, "copy_s": r.copy_s, "storage_s": r.storage_s} for r in one.ranks]
@@ -65,7 +67,7 @@ class Listing:
     def clients(self, limit: int) -> list[dict[str, Any]]:
         """At most `limit` clients, who came first first; `tasks`: those that it waits for."""
         waits: dict[str, int] = {}
-        for record in self._daemon.dispatcher.admitted:
+        for record in self._daemon.default.dispatcher.admitted:
             for client, _ in record.waiters:
                 waits[client.hex()] = waits.get(client.hex(), 0) + 1
         rows = self._daemon.clients.rows(limit, self._daemon.clock.monotonic())
@@ -92,10 +94,10 @@ class Listing:
             waits = "a place in its lane"
             if before:
                 waits = f"{before} tasks before it on its blocks"
-            elif self._daemon.dispatcher.statistics().paused:
+            elif self._daemon.default.dispatcher.statistics().paused:
                 waits = "resume"
         else:
-            missing = self._daemon.barrier.missing(record.task_id)
+            missing = self._daemon.default.barrier.missing(record.task_id)
             ranks = [{"rank": rank, "step": steps.get(rank, "")} for rank in missing]
             waits = ", ".join(f"rank {one['rank']} {one['step']}".rstrip() for one in ranks) or "its answer"
         return _row(

@@ -70,7 +70,7 @@ def serve(config: Config, *, reload: Callable[[], Config] | None = None) -> int:
 async def _serve(config: Config, reload: Callable[[], Config] | None) -> int:
     examine(config, build(config))
     daemon = Daemon(config)  # a configuration that cannot be built is told before anything is logged or touched
-    with DumpThread(config.recorder, daemon.recorder, boot_id=daemon.dispatcher.boot_id) as dump_thread:
+    with DumpThread(config.recorder, daemon.recorder, boot_id=daemon.boot_id) as dump_thread:
         code = await _live(daemon, reload)
     return STILL_RUNNING if dump_thread.hangs else code
 
@@ -123,13 +123,13 @@ async def _serving(daemon: Daemon, notifier: Notifier, signals: Signals, reloade
     """From readiness to the first signal."""
     quiet_collector()
     log.info(
-        "ready" if daemon.coordinator.ready else "listening",
-        waiting_for=daemon.cache.why or None,
-        boot_id=daemon.dispatcher.boot_id,
+        "ready" if daemon.default.coordinator.ready else "listening",
+        waiting_for=daemon.default.cache.why or None,
+        boot_id=daemon.boot_id,
         endpoint=daemon.transport.endpoints,
         ranks=daemon.config.cache.ranks,
-        block_bytes=daemon.layout.block_bytes,
-        fingerprint=daemon.layout.fingerprint,
+        block_bytes=daemon.default.layout.block_bytes,
+        fingerprint=daemon.default.layout.fingerprint,
     )
     notifier.notify("READY=1", f"STATUS={reloader.status()}")
     reloader.serving = True

@@ -82,7 +82,7 @@ def _state(daemon: Daemon) -> str:
     if daemon.not_ready:
         return f"not serving: {daemon.not_ready}"
     serving = f"serving {daemon.config.cache.ranks} ranks on {daemon.transport.endpoints[0]}"
-    pauses = [hold for hold in daemon.dispatcher.statistics().held if hold.what == "pause"]
+    pauses = [hold for hold in daemon.default.dispatcher.statistics().held if hold.what == "pause"]
     if not pauses:
         return serving
     longest = daemon.clock.monotonic() - pauses[0].since

@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 def stats(daemon: Daemon) -> dict[str, Any]:
     """The keys of the public contract, and more. Plain data; costs about a millisecond at 8 ranks."""
-    dispatch = daemon.dispatcher.statistics()
+    dispatch = daemon.default.dispatcher.statistics()
     server = daemon.server.statistics()
     return {
         "version": VERSION,
-        "boot_id": daemon.dispatcher.boot_id,
+        "boot_id": daemon.boot_id,
         "uptime_s": daemon.clock.monotonic() - daemon.started_at,
-        "ready": daemon.coordinator.ready,
+        "ready": daemon.default.coordinator.ready,
         "endpoint": list(daemon.transport.endpoints),
-        "generation": daemon.dispatcher.generation,
+        "generation": daemon.default.dispatcher.generation,
         "ranks": _ranks(daemon, dispatch.lanes),
         "tasks": dispatch.tasks,
         "queued": dispatch.queued,
@@ -38,17 +38,17 @@ def stats(daemon: Daemon) -> dict[str, Any]:
         "results_kept": dispatch.results_kept,
         "result_bytes": dispatch.result_bytes,
         "rejects": dict(Counter(dispatch.rejects) + Counter(server["rejects"])),
-        "barrier": dataclasses.asdict(daemon.barrier.statistics()),
+        "barrier": dataclasses.asdict(daemon.default.barrier.statistics()),
         "refused": {**daemon.transport.refused(), **daemon.reports.refused()},
-        "cache": daemon.cache.statistics(),
+        "cache": daemon.default.cache.statistics(),
         "host": _host(daemon),
         "degraded": _degraded(daemon),
         "staging": _staging(daemon),
         "storage": _storage(daemon),
         "pd": _pd(daemon),
-        "events": {} if daemon.events is None else daemon.events.statistics(),
+        "events": {} if daemon.default.events is None else daemon.default.events.statistics(),
         "server": server,
-        "effects_failed": dict(daemon.coordinator.effects_failed),
+        "effects_failed": dict(daemon.default.coordinator.effects_failed),
         **logs.statistics(),
         "layout": _layout(daemon),
         "configured": _configured(daemon),
@@ -62,7 +62,7 @@ def _held(daemon: Daemon, holds: list[Hold]) -> list[dict[str, Any]]:
 
 
 def _ranks(daemon: Daemon, lanes: dict[str, dict[str, int]]) -> list[dict[str, Any]]:
-    ranks = [worker.statistics() for worker in daemon.workers]
+    ranks = [worker.statistics() for worker in daemon.default.workers]
     for rank in ranks:
         for name, lane in rank["lanes"].items():
             lane["queued"] = lanes[name]["queued"]  # one queue for all ranks: the dispatcher's
@@ -70,9 +70,9 @@ def _ranks(daemon: Daemon, lanes: dict[str, dict[str, int]]) -> list[dict[str, A
 
 
 def _host(daemon: Daemon) -> dict[str, Any]:
-    pools = [w.context.host.statistics() for w in daemon.workers if w.context.host is not None]
+    pools = [w.context.host.statistics() for w in daemon.default.workers if w.context.host is not None]
     return {
-        "blocks": daemon.layout.host_blocks,  # per rank
+        "blocks": daemon.default.layout.host_blocks,  # per rank
         "bytes": sum(pool["bytes"] for pool in pools),
         "pinned": bool(pools) and all(pool["pinned"] for pool in pools),
     }
@@ -81,7 +81,7 @@ def _host(daemon: Daemon) -> dict[str, Any]:
 def _degraded(daemon: Daemon) -> list[str]:
     """The reasons why the daemon runs slower than it should; empty if there are none."""
     reasons: list[str] = []
-    for worker in daemon.workers:
+    for worker in daemon.default.workers:
         context = worker.context
         regions = {"staging": context.staging.memory} | ({"host": context.host.memory} if context.host else {})
         reasons += [
@@ -93,7 +93,7 @@ def _degraded(daemon: Daemon) -> list[str]:
 
 
 def _staging(daemon: Daemon) -> dict[str, int]:
-    contexts = [worker.context for worker in daemon.workers]
+    contexts = [worker.context for worker in daemon.default.workers]
     stagings = [c.staging for c in contexts] + [c.peer.staging for c in contexts if c.peer is not None]
     each = [staging.statistics() for staging in stagings]
     return {key: sum(one[key] for one in each) for key in ("capacity", "used", "peak")}
@@ -105,7 +105,7 @@ def _storage(daemon: Daemon) -> dict[str, Any]:
     storage = daemon.tokens or daemon.storage
     if storage is not None:
         report |= storage.statistics()
-    workers = daemon.workers
+    workers = daemon.default.workers
     if "corrupt" not in report:  # a backend that counts what is set aside knows of ours, too
         report["corrupt"] = sum(worker.corrupt for worker in workers)
     report["misses"] = (report["misses"] or 0) + sum(worker.missed for worker in workers)
@@ -119,7 +119,7 @@ def _pd(daemon: Daemon) -> dict[str, Any]:
 
 
 def _layout(daemon: Daemon) -> dict[str, Any]:
-    layout = daemon.layout
+    layout = daemon.default.layout
     return {
         "attention": daemon.config.cache.attention,
         "planes": [plane.name for plane in layout.planes],
@@ -142,7 +142,7 @@ def _configured(daemon: Daemon) -> dict[str, Any]:
             "key_schema": storage.key_schema,
             "version_file": storage.version_file,
             "attention_store": {
-                "only_flush": daemon.only_flush,
+                "only_flush": daemon.default.only_flush,
                 "splitwise_role": storage.attention_store.splitwise_role,
                 "dp_id": storage.attention_store.dp_id,
             },

@@ -53,7 +53,7 @@ class SimEffects:
         self._clock = daemon.clock
         self._send = daemon.transport.send
         self._refusing = False
-        coordinator = daemon.coordinator
+        coordinator = daemon.default.coordinator
         for kind in (ev.StopTask, ev.ExpireRound, ev.Publish, ev.WakeAt):
             coordinator._apply[kind] = self._either_side(kind.__name__, coordinator._apply[kind])
         for worker in coordinator.workers:

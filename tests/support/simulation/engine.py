@@ -66,7 +66,7 @@ class SimEngine:
     def __init__(
         self, world: SimWorld, name: str, blocks: Sequence[int], judge: Judge | None = None, *, apart: bool = False
     ) -> None:
-        layout = world.daemon.layout
+        layout = world.daemon.default.layout
         self.world = world
         self.name = name
         self.judge = judge or Judge(world)
@@ -114,7 +114,7 @@ class SimEngine:
     async def attach(self) -> None:
         """Map the memory that the daemon has now. The host pool is nobody's to map: the judge looks at it."""
         self.device.memories = await self.world.attach(self._mapper or self._client)
-        pools = [worker.context.host for worker in self.world.daemon.coordinator.workers]
+        pools = [worker.context.host for worker in self.world.daemon.default.coordinator.workers]
         self.host.memories = [np.frombuffer(pool.memory.view, dtype=np.uint8) for pool in pools if pool is not None]
 
     def begin_anew(self) -> None:

@@ -67,10 +67,10 @@ class Judge:
         check(result.bytes == sum(r.bytes for r in ranks), task, f"bytes of nobody: {result}")
         check(all(r.blocks >= len(result.block_ids) for r in ranks), task, f"more than some rank has: {result}")
         if isinstance(task, SwapOutTask | SwapInTask):
-            nbytes = len(result.block_ids) * self.world.daemon.layout.block_bytes
+            nbytes = len(result.block_ids) * self.world.daemon.default.layout.block_bytes
             check(all(r.bytes >= nbytes for r in ranks), task, f"blocks without bytes: {result}")
         elif isinstance(task, ReadStorageTask):
-            nbytes = len(result.block_ids) * self.world.daemon.layout.block_bytes
+            nbytes = len(result.block_ids) * self.world.daemon.default.layout.block_bytes
             check(all(r.bytes >= nbytes for r in ranks), task, f"blocks without bytes: {result}")
             check(result.block_ids == task.gpu_block_ids[: len(result.block_ids)], task, f"not a prefix: {result}")
 
@@ -88,7 +88,7 @@ class Judge:
 
     def stored(self, task: WriteStorageTask, result: TaskResult) -> None:
         """What it claims is in storage, unless storage itself let it go."""
-        storage, objects = self.world.storage, self.world.daemon.objects
+        storage, objects = self.world.storage, self.world.daemon.default.objects
         claimed = [key for key, block in zip(task.keys, task.gpu_block_ids, strict=True) if block in result.block_ids]
         for rank in range(len(self.world.devices)):
             blocks = objects.names(result.generation, objects.ids(claimed), rank)

@@ -39,10 +39,10 @@ class Oracle:
         self._broken = ""
         self._moved = False
         daemon = world.daemon
-        self._handle = daemon.dispatcher.handle
-        self._deliver = daemon.coordinator.listeners.deliver
-        daemon.dispatcher.handle = self._heard  # type: ignore[method-assign] # an instrument, of this world only
-        daemon.coordinator.listeners.deliver = self._answered
+        self._handle = daemon.default.dispatcher.handle
+        self._deliver = daemon.default.coordinator.listeners.deliver
+        daemon.default.dispatcher.handle = self._heard  # type: ignore[method-assign] # an instrument, of this world only
+        daemon.default.coordinator.listeners.deliver = self._answered
         for rank, device in enumerate(world.devices):
             device.begins = functools.partial(self._copy_begins, rank)
         world.loop.after_step = self._after_step
@@ -55,14 +55,14 @@ class Oracle:
         world = self.world
         assert world.watch.conflicts == [], world.watch.conflicts
         assert len(world.watch) == 0, "somebody is still at work on memory"
-        assert world.daemon.barrier.statistics().open == 0, "a round is still open"
+        assert world.daemon.default.barrier.statistics().open == 0, "a round is still open"
         owed = [f"push {seq} of {client!r}" for (client, seq), answers in self._owed.items() if answers]
         assert not owed, f"never answered: {owed}"
-        raised = {FAULTS[kind]: count for kind, count in world.daemon.coordinator.effects_failed.items()}
+        raised = {FAULTS[kind]: count for kind, count in world.daemon.default.coordinator.effects_failed.items()}
         assert raised == world.effects.dice.drawn, f"effects raised: {raised}, drawn: {world.effects.dice.drawn}"
         world.log.check()
         damaged = self._damaged - self._damaged_before
-        noticed = sum(worker.corrupt for worker in world.daemon.coordinator.workers)
+        noticed = sum(worker.corrupt for worker in world.daemon.default.coordinator.workers)
         assert noticed == damaged, f"{damaged} damaged objects were delivered, {noticed} noticed"
 
     @property
@@ -88,15 +88,15 @@ class Oracle:
 
     def _copy_begins(self, rank: int, operation: str, plan: CopyPlan, host: HostMemory) -> None:
         daemon = self.world.daemon
-        tier, geometry = "device", daemon.layout.device
+        tier, geometry = "device", daemon.default.layout.device
         if operation == "copy_out":
-            pool = daemon.coordinator.workers[rank].context.host
+            pool = daemon.default.coordinator.workers[rank].context.host
             if pool is None or host.address != pool.memory.address:
                 return  # to staging, which is nobody's block
-            tier, geometry = "host", daemon.layout.host
+            tier, geometry = "host", daemon.default.layout.host
         owners = _owners(geometry)
         touched = {int(block) for _, to, nbytes in plan.runs.tolist() for block in np.unique(owners[to : to + nbytes])}
-        strange = touched - blocks_to_write(daemon.dispatcher, tier)
+        strange = touched - blocks_to_write(daemon.default.dispatcher, tier)
         if strange:
             self._broken = f"{operation} of rank {rank} writes to {tier} blocks {sorted(strange)}, which no task names"
             self._moved = True
@@ -107,10 +107,10 @@ class Oracle:
         self._moved = False
         assert not self._broken, self._broken
         daemon = self.world.daemon
-        check_dispatcher(daemon.dispatcher)
-        statistics, rounds = daemon.dispatcher.statistics(), daemon.barrier.statistics()
+        check_dispatcher(daemon.default.dispatcher)
+        statistics, rounds = daemon.default.dispatcher.statistics(), daemon.default.barrier.statistics()
         assert rounds.open == statistics.running, f"{rounds.open} rounds for {statistics.running} running tasks"
-        for worker in daemon.coordinator.workers:
+        for worker in daemon.default.coordinator.workers:
             staging = worker.context.staging.statistics()
             assert staging["used"] <= staging["capacity"], staging
 

@@ -107,7 +107,7 @@ class Story:
             await asyncio.wait_for(self._everybody_is_connected(), SLOWEST_S)
             await self._the_dead_are_given_up()
             await asyncio.wait_for(client.drain(), SLOWEST_S)
-        assert daemon.dispatcher.empty, "faults have stopped, and yet something has not ended"
+        assert daemon.default.dispatcher.empty, "faults have stopped, and yet something has not ended"
         await self._idle()
         if self.dead:
             return
@@ -225,7 +225,7 @@ class Story:
     async def _drain(self, engine: SimEngine, _: Deed, chance: random.Random) -> None:
         try:
             await asyncio.wait_for(engine.client.drain(), chance.uniform(0, 5))
-            assert self.world.daemon.dispatcher.empty or self.world.daemon.dispatcher.admitting
+            assert self.world.daemon.default.dispatcher.empty or self.world.daemon.default.dispatcher.admitting
         finally:
             await engine.client.resume()
 
@@ -245,7 +245,7 @@ class Story:
 
     @property
     def dead(self) -> bool:
-        return bool(self.world.daemon.barrier.statistics().dead)
+        return bool(self.world.daemon.default.barrier.statistics().dead)
 
     async def _everybody_is_connected(self) -> None:
         for engine in self.engines:
@@ -256,7 +256,7 @@ class Story:
         """Operators that paused and died are silent; once the daemon has noticed, nothing is held by them."""
         if self.seen[DIE_PAUSED]:
             await asyncio.sleep(SLOWEST_S)
-            assert not self.world.daemon.dispatcher.statistics().held, "a pause has outlived its client"
+            assert not self.world.daemon.default.dispatcher.statistics().held, "a pause has outlived its client"
 
     async def _idle(self) -> None:
         """Nothing is under way: nothing may be done."""
@@ -277,7 +277,7 @@ class Story:
         seen.update(self.world.effects.dice.drawn)
         seen.update(self.world.log.dice.drawn)
         seen["lose"], seen["duplicate"] = self.world.network.lost, self.world.network.duplicated
-        seen["late"] = self.world.daemon.barrier.statistics().late
+        seen["late"] = self.world.daemon.default.barrier.statistics().late
         seen["rejects"] = sum(self.world.daemon.server.statistics()["rejects"].values())
         return seen
 

@@ -77,7 +77,8 @@ class SimWorld:
             inline_check_bytes=0,  # as with large blocks: every checksum goes to a thread
         )
         self.devices = [
-            self._own(worker.context.device, rank) for rank, worker in enumerate(self.daemon.coordinator.workers)
+            self._own(worker.context.device, rank)
+            for rank, worker in enumerate(self.daemon.default.coordinator.workers)
         ]
         self.effects = SimEffects(self.daemon, self.loop.stream("effects"))
 

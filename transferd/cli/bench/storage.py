@@ -70,7 +70,7 @@ class _Desk:
 
     async def submit(self, daemon: Daemon, seq: int, task: Task) -> TaskResult:
         future = self.waiting[seq] = asyncio.get_running_loop().create_future()
-        daemon.coordinator.submit(b"bench", seq, task)
+        daemon.default.coordinator.submit(b"bench", seq, task)
         result: TaskResult = await future
         return result
 
@@ -143,7 +143,7 @@ async def _run(subject: Subject) -> list[Row]:
     tree = {"cache": CACHE | {"host_blocks": 0}, "storage": subject.section, "metrics": {"listen": ""}}
     config, desk = from_tree(tree), _Desk()
     daemon = Daemon(config, transport=desk, storage=subject.storage(config) if subject.storage else None)
-    daemon.coordinator.listeners.deliver = desk.deliver
+    daemon.default.coordinator.listeners.deliver = desk.deliver
     await daemon.open()
     try:
         return await _measure(subject, daemon, desk)
@@ -152,9 +152,9 @@ async def _run(subject: Subject) -> list[Row]:
 
 
 async def _measure(subject: Subject, daemon: Daemon, desk: _Desk) -> list[Row]:
-    caches = [attach_arrays(daemon.cache.handle(b"bench", 0).data)]
+    caches = [attach_arrays(daemon.default.cache.handle(b"bench", 0).data)]
     data = KvData(caches)
-    object_bytes = daemon.objects.slot_bytes
+    object_bytes = daemon.default.objects.slot_bytes
     nbytes = OBJECTS * object_bytes
     source, target = list(range(OBJECTS)), list(range(OBJECTS, 2 * OBJECTS))
     for block in source:
@@ -176,7 +176,7 @@ async def _measure(subject: Subject, daemon: Daemon, desk: _Desk) -> list[Row]:
         for block in source:
             if data.verify(OBJECTS + block, block) is not None:
                 raise InvariantError("a read delivered wrong bytes")
-        raw.forget(number, daemon.objects.names("", daemon.objects.ids(keys), 0))
+        raw.forget(number, daemon.default.objects.names("", daemon.default.objects.ids(keys), 0))
     raw.close()
     del caches, data
 

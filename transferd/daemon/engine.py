@@ -1,0 +1,230 @@
+"""One engine as the daemon hosts it: its ranks, their memory, its tasks. docs/adr/0040 says what is shared instead.
+
+build   geometry → barrier, dispatcher, ranks, coordinator, cache memory, look-ups
+open    stagings are registered with storage, memory is made or waited for; then it is ready
+close   in the order of `Daemon.stop`, which does it for all engines together
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import structlog
+
+from transferd.barrier import RankBarrier
+from transferd.blocks.formats import SealedBlocks
+from transferd.config import Config
+from transferd.config.generation import generation_of
+from transferd.config.ownership import creator
+from transferd.control.admission import Limits
+from transferd.control.dispatcher import Dispatcher
+from transferd.daemon.cache_memory import CacheMemory
+from transferd.daemon.clients import Clients
+from transferd.daemon.coordinator import Coordinator, Listeners
+from transferd.daemon.kv_events.feed import EventFeed, create_feed
+from transferd.daemon.lookup import Lookup
+from transferd.daemon.preflight import Plan
+from transferd.daemon.shutdown import Shutdown
+from transferd.observability.recorder import Recorder
+from transferd.runtime.aio import every
+from transferd.runtime.clock import Clock
+from transferd.runtime.threads import Threads
+from transferd.storage.attention_store.settings import settings
+from transferd.storage.base import Storage
+from transferd.storage.divided import divided
+from transferd.storage.peer.transport import PeerTransport
+from transferd.tasks import Task, TaskResult
+from transferd.tiers.pinned import HostPool
+from transferd.tiers.registry import create_device_tier, create_pinning
+from transferd.tiers.staging import Staging
+from transferd.workers.context import INLINE_CHECK_BYTES, Background, PeerPath, RankContext
+from transferd.workers.rank import RankWorker
+
+log = structlog.get_logger(__name__)
+
+DEFAULT = "default"  # the engine of [cache], and of clients that name none
+
+Ended = Callable[[Task, TaskResult], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What the daemon lends to its engines, and closes after them.
+
+    storage: None without a keyed backend. peers: set in pd.mode "direct". ended: hears of every answered task.
+    """
+
+    boot_id: str
+    clock: Clock
+    recorder: Recorder
+    threads: Threads
+    storage: Storage | None
+    peers: PeerTransport | None
+    clients: Clients
+    ended: Ended
+    inline_check_bytes: int = INLINE_CHECK_BYTES
+
+
+class Engine:
+    """All parts of one engine. Owns every one of them; borrows `shared`."""
+
+    def __init__(self, name: str, config: Config, plan: Plan, shared: Shared) -> None:
+        """Build, and allocate host memory. config: the daemon's, with this engine's cache. Raises ConfigError."""
+        self.name = name
+        self.config = config
+        self._shared = shared
+        self.layout, self.objects, self.tokens = plan.layout, plan.objects, plan.tokens
+        self.only_flush = self.tokens is not None and settings(config).only_flush
+        self.blocks = None if shared.storage is None else divided(shared.storage, self.objects.parts)
+        self.dispatcher = self._build_dispatcher(plan.generation)
+        self.barrier = RankBarrier(config.cache.ranks)
+        self.workers = [self._build_rank(rank) for rank in range(config.cache.ranks)]
+        self.events = create_feed(
+            config,
+            self.objects,
+            self.blocks,
+            generation=plan.generation,
+            tokens=self.tokens,
+            only_flush=self.only_flush,
+            clock=shared.clock,
+        )
+        self.coordinator = Coordinator(
+            self.dispatcher,
+            self.barrier,
+            self.workers,
+            _listeners(shared, self.events),
+            clock=shared.clock,
+            recorder=shared.recorder,
+        )
+        self.cache = self._build_cache()
+        self.lookup = Lookup(
+            self.workers,
+            self.dispatcher,
+            self.cache,
+            self.objects,
+            storage=shared.storage is not None,
+            tokens=self.tokens,
+            index=(lambda: None) if self.events is None else self.events.up_to_date,
+        )
+
+    def _build_dispatcher(self, generation: str) -> Dispatcher:
+        return Dispatcher(
+            self._limits(),
+            boot_id=self._shared.boot_id,
+            generation=generation,
+            recorder=self._shared.recorder,
+            admitting=False,
+        )
+
+    def _limits(self) -> Limits:
+        """Admission's view of the configuration."""
+        config, layout, server = self.config, self.layout, self.config.server
+        return Limits(
+            ranks=config.cache.ranks,
+            device_blocks=layout.device_blocks,
+            host_blocks=layout.host_blocks,
+            block_bytes=layout.block_bytes,
+            storage=self._shared.storage is not None or self.tokens is not None,
+            direct=self._shared.peers is not None,
+            token_block=0 if self.tokens is None else config.cache.block_size,
+            only_flush=self.only_flush,
+            max_queued=server.max_queued_tasks,
+            max_queued_bytes=server.max_queued_bytes,
+            max_bytes=server.max_inflight_bytes,
+            lane_depth=server.lane_depth,
+            deadline_slack=server.deadline_slack,
+            result_ttl=server.result_ttl,
+            max_results=server.max_results,
+            max_result_bytes=server.max_result_bytes,
+        )
+
+    def _build_rank(self, rank: int) -> RankWorker:
+        config, layout, shared = self.config, self.layout, self._shared
+        device = create_device_tier(config, layout, rank, shared.threads)
+        pinning = create_pinning(config, rank)
+        context = RankContext(
+            rank=rank,
+            layout=layout,
+            device=device,
+            host=HostPool(layout, rank, pinning) if layout.host_blocks else None,
+            staging=Staging(
+                layout, config.host.staging, self.objects.slot_bytes, self.objects.offsets, pinning=pinning
+            ),
+            storage=self.blocks,
+            format=self.objects,
+            threads=shared.threads,
+            clock=shared.clock,
+            recorder=shared.recorder,
+            background=Background(),
+            peer=None if shared.peers is None else self._peer_path(shared.peers),
+            inline_check_bytes=shared.inline_check_bytes,
+            tokens=self.tokens,
+            block_size=config.cache.block_size,
+            only_flush=self.only_flush,
+        )
+        return RankWorker(context)
+
+    def _peer_path(self, peers: PeerTransport) -> PeerPath:
+        config, layout = self.config, self.layout
+        sealed = SealedBlocks(config.storage.model, layout)  # between daemons, whatever storage has
+        staging = Staging(layout, config.pd.staging, sealed.slot_bytes, sealed.offsets, key="pd.staging")
+        return PeerPath(peers, staging, sealed)
+
+    def _build_cache(self) -> CacheMemory:
+        file = self.config.storage.version_file
+        next_generation = functools.partial(generation_of, file) if file else None
+        return CacheMemory(
+            self.workers,
+            self.coordinator,
+            creator(self.config),
+            tokens=self.tokens,
+            next_generation=next_generation,
+        )
+
+    # --- life ---------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Open every rank; ready last (if it is the engine that creates the cache, once it has offered every rank's
+        memory, which may be after this returns). Storage is open. Raises TransferError."""
+        for worker in self.workers:
+            await worker.open()
+        await self.cache.open()
+
+    def client_gone(self, client: bytes) -> None:
+        """Nobody waits for what it pushed, and what it mapped or offered goes with it."""
+        self.coordinator.client_gone(client)
+        self.cache.client_gone(client)
+
+    @property
+    def not_ready(self) -> str:
+        """Why its tasks are not served now; "" when they are."""
+        if not self.coordinator.ready:
+            return self.cache.why or "stopping, or a rank has died"
+        return "" if self.coordinator.admitting else "draining"
+
+    def called(self, rank: int) -> str:
+        """A rank's name in reports."""
+        return f"rank {rank}" if self.name == DEFAULT else f"rank {rank} of engine {self.name}"
+
+
+async def close_ranks(engines: Sequence[Engine], shutdown: Shutdown) -> None:
+    """All ranks wait for their bytes together; then each one's memory is freed, unless bytes still move in it."""
+    named = [(engine.called(worker.rank), worker) for engine in engines for worker in engine.workers]
+    settled = await every(shutdown.step(f"{name}: bytes in flight", worker.settled()) for name, worker in named)
+    for (name, worker), quiet in zip(named, settled, strict=True):
+        if quiet:
+            await shutdown.step(name, worker.close())
+
+
+def _listeners(shared: Shared, events: EventFeed | None) -> Listeners:
+    clients = shared.clients
+    if events is None:
+        return Listeners(clients.deliver, shared.ended, lambda _: None, lambda _: None, clients.announce_epoch)
+
+    def ended(task: Task, result: TaskResult) -> None:
+        shared.ended(task, result)
+        events.task_ended(task, result)
+
+    return Listeners(clients.deliver, ended, events.memory_gone, events.generation_changed, clients.announce_epoch)
