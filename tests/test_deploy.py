@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.observability.test_metrics import _NoTransport
+from tests.observability.test_metrics import NoTransport
 from tests.support.simulation.pool import SIM_MASTER, SimPool
 from transferd.config import from_tree
 from transferd.daemon.daemon import Daemon
@@ -39,7 +39,7 @@ async def expositions(tmp_path: Path) -> list[str]:
     filed = from_tree(common | {"storage": {"file": {"path": str(tmp_path / "blocks")}}})
     pool = MooncakeStorage(pooled, set_up=SimPool().set_up)
     for config, storage in ((filed, None), (pooled, pool)):
-        daemon = Daemon(config, transport=_NoTransport(), storage=storage)  # type: ignore[arg-type]
+        daemon = Daemon(config, transport=NoTransport(), storage=storage)
         pages.append(daemon.reports._metrics().body.decode())
         await daemon.stop(lambda: 5.0)
     return pages

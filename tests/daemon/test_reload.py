@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import structlog
 
-from tests.observability.test_metrics import _NoTransport
+from tests.observability.test_metrics import NoTransport
 from transferd.config import Config, from_tree
 from transferd.daemon.daemon import Daemon
 from transferd.daemon.reload import TAKES_EFFECT, Reloader
@@ -40,7 +40,7 @@ class World:
 
     def __init__(self) -> None:
         self.tree = msgspec.to_builtins(TREE)
-        self.transport = _NoTransport()
+        self.transport = NoTransport()
         self.daemon = Daemon(from_tree(TREE), transport=self.transport)  # type: ignore[arg-type]
         self.told = Told()
         self.reload = Reloader(self.daemon, self.told, self.read)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import structlog
@@ -22,6 +22,7 @@ from transferd.observability.http import MAX_CONNECTIONS, MAX_HEADER_BYTES, Http
 from transferd.observability.metrics import StatusServer
 from transferd.storage.mooncake import MooncakeStorage, error_codes
 from transferd.tasks import ErrorInfo, Merged, RankOutcome, RankResult, Status, SwapInTask, TaskResult
+from transferd.wire.transport import ServerMessage, ServerTransport
 
 
 async def request(port: int, raw: bytes) -> tuple[int, bytes, bytes]:
@@ -148,35 +149,26 @@ async def test_a_port_in_use_is_one_clear_error(server: HttpServer) -> None:
         await HttpServer(f"127.0.0.1:{server.port}", {}).start()
 
 
-class _NoTransport:
+class NoTransport(ServerTransport):
+    """Nobody connects; one kind of refusal is counted, at 0."""
+
     endpoints = ("nowhere",)
 
-    def start(self, on_message: Any) -> None: ...
+    def start(self, on_message: ServerMessage) -> None: ...
     def send(self, peer: bytes, payload: bytes) -> bool:
         return True
-
-    def observes(self, peer: bytes) -> bool:
-        return False
-
-    def describe(self, peer: bytes) -> str:
-        return ""
 
     def refused(self) -> dict[str, int]:
         return {"unknown_key": 0}
 
-    def read_keys(self) -> tuple[int, int]:
-        return 0, 0
-
     def close(self) -> None: ...
-    def statistics(self) -> dict[str, int]:
-        return {}
 
 
 @pytest.fixture
 async def daemon() -> AsyncIterator[Daemon]:
     tree = {"cache": {"device_blocks": 4, "host_blocks": 4}, "host": {"staging": "2MiB"}}
     config = from_tree(tree | {"storage": {"backend": "memory"}, "metrics": {"listen": "127.0.0.1:0"}})
-    built = Daemon(config, transport=_NoTransport())  # type: ignore[arg-type]
+    built = Daemon(config, transport=NoTransport())
     await built.reports.start()
     yield built
     await built.stop(lambda: 5.0)
@@ -295,7 +287,7 @@ async def test_arrivals_that_the_barrier_dropped_reach_the_operator(daemon: Daem
 async def test_what_a_pool_counts_besides_and_whether_it_answers_are_metrics() -> None:
     tree = {"storage": {"backend": "mooncake", "mooncake": {"master_server_addr": SIM_MASTER, "probe_interval": 60}}}
     pool, config = SimPool(), from_tree(tree | {"cache": {"host_blocks": 0}, "metrics": {"listen": ""}})
-    pooled = Daemon(config, transport=_NoTransport(), storage=MooncakeStorage(config, set_up=pool.set_up))  # type: ignore[arg-type]
+    pooled = Daemon(config, transport=NoTransport(), storage=MooncakeStorage(config, set_up=pool.set_up))
 
     def storage_samples() -> dict[str, float]:
         families = text_string_to_metric_families(pooled.reports._metrics().body.decode())

@@ -68,7 +68,6 @@ def test_messages_arrive_in_order_after_their_latency_both_ways() -> None:
             assert server.send(b"engine/1", bytes([number]))
         await asyncio.sleep(3)
         assert wire.at_client == list(range(50))
-        assert server.statistics() == {"received": 50, "sent": 50, "undeliverable": 0}
 
     for seed in range(10):
         run(program, seed, latency=Latency(1.0, 2.0))

@@ -70,21 +70,22 @@ class ServerTransport(Protocol):
         """Return False if the peer is gone or does not read its answers."""
         ...
 
-    def observes(self, peer: bytes) -> bool:
+    # The defaults are for a transport that has no observers, keys or limits.
+    def observes(self, peer: bytes) -> bool:  # noqa: ARG002
         """Whether this peer is an observer: it came in through the observers' endpoint, or its uid is one of them."""
-        ...
+        return False
 
-    def describe(self, peer: bytes) -> str:
+    def describe(self, peer: bytes) -> str:  # noqa: ARG002
         """Where this peer connects from, for a log; "" if unknown."""
-        ...
+        return ""
 
     def refused(self) -> dict[str, int]:
         """Connections refused since the start, by reason."""
-        ...
+        return {}
 
     def read_keys(self) -> tuple[int, int]:
         """Read the keys of permitted clients again; return how many were added and revoked. Raises ConfigError."""
-        ...
+        return 0, 0
 
     def close(self) -> None: ...
 

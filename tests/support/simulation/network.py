@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 from tests.support.simulation.faults import NetworkFaults, note
 from transferd.errors import Closed, ConfigError
+from transferd.wire.transport import ServerTransport
 
 SEND_HWM = 1024  # messages that wait for a daemon that is not there, or for a peer that does not read
 REMEMBERED = 8  # messages of a connection that may be sent again on the next one
@@ -211,46 +212,28 @@ class SimNetwork:
         client.connection = None
 
 
-class SimServerTransport:
-    """The daemon's end: a ServerTransport."""
+class SimServerTransport(ServerTransport):
+    """The daemon's end."""
+
+    endpoints = (ENDPOINT,)
 
     def __init__(self, network: SimNetwork) -> None:
-        self.endpoints = [ENDPOINT]
         self._network = network
         self._on_message: Callable[[bytes, bytes], None] | None = None
-        self._counts = {"received": 0, "sent": 0, "undeliverable": 0}
 
     def start(self, on_message: Callable[[bytes, bytes], None]) -> None:
         self._on_message = on_message
         self._network.listen(self)
 
     def send(self, peer: bytes, payload: bytes) -> bool:
-        sent = self._on_message is not None and self._network.to_client(peer, payload)
-        self._counts["sent" if sent else "undeliverable"] += 1
-        return sent
-
-    def observes(self, _: bytes) -> bool:
-        return False
-
-    def describe(self, _: bytes) -> str:
-        return ""
-
-    def refused(self) -> dict[str, int]:
-        return {}
-
-    def read_keys(self) -> tuple[int, int]:
-        return 0, 0
+        return self._on_message is not None and self._network.to_client(peer, payload)
 
     def close(self) -> None:
         self._on_message = None
         self._network.stop_listening(self)
 
-    def statistics(self) -> dict[str, int]:
-        return dict(self._counts)
-
     def received(self, peer: bytes, payload: bytes) -> None:
         if self._on_message is not None:
-            self._counts["received"] += 1
             self._on_message(peer, payload)
 
 

@@ -28,42 +28,28 @@ from transferd.errors import ConfigError, InvariantError
 from transferd.storage.base import Storage
 from transferd.tasks import ReadStorageTask, Status, Task, TaskResult, WriteStorageTask
 from transferd.tiers.segment import attach_arrays
+from transferd.wire.transport import ServerMessage, ServerTransport
 
 OBJECTS = 64
 CACHE = {"ranks": 1, "layers": 16, "kv_heads": 4, "head_dim": 128, "block_size": 64, "device_blocks": 2 * OBJECTS}
 
 
-class _Desk:
-    """Stands in for the server: tasks in, results out, in this process."""
+class _InProcess(ServerTransport):
+    """Takes the place of the sockets: tasks go in and results come out in this process."""
 
     endpoints = ("in-process",)
 
     def __init__(self) -> None:
         self.waiting: dict[int, asyncio.Future[TaskResult]] = {}
 
-    def start(self, on_message: Callable[..., None]) -> None:
-        """Nobody sends."""
+    def start(self, on_message: ServerMessage) -> None:
+        """No messages arrive; `submit` hands tasks to the coordinator."""
 
     def send(self, _peer: bytes, _payload: bytes) -> bool:
         return True
 
-    def observes(self, _: bytes) -> bool:
-        return False
-
-    def describe(self, _: bytes) -> str:
-        return ""
-
-    def refused(self) -> dict[str, int]:
-        return {}
-
-    def read_keys(self) -> tuple[int, int]:
-        return 0, 0
-
     def close(self) -> None:
         """Nothing to close."""
-
-    def statistics(self) -> dict[str, int]:
-        return {}
 
     def deliver(self, _client: bytes, seq: int, result: TaskResult) -> None:
         self.waiting.pop(seq).set_result(result)
@@ -141,17 +127,17 @@ def _subjects(backend: str, directory: Path) -> Iterator[list[Subject]]:
 
 async def _run(subject: Subject) -> list[Row]:
     tree = {"cache": CACHE | {"host_blocks": 0}, "storage": subject.section, "metrics": {"listen": ""}}
-    config, desk = from_tree(tree), _Desk()
-    daemon = Daemon(config, transport=desk, storage=subject.storage(config) if subject.storage else None)
-    daemon.default.coordinator.listeners.deliver = desk.deliver
+    config, transport = from_tree(tree), _InProcess()
+    daemon = Daemon(config, transport=transport, storage=subject.storage(config) if subject.storage else None)
+    daemon.default.coordinator.listeners.deliver = transport.deliver
     await daemon.open()
     try:
-        return await _measure(subject, daemon, desk)
+        return await _measure(subject, daemon, transport)
     finally:
         await daemon.stop(lambda: 10.0)
 
 
-async def _measure(subject: Subject, daemon: Daemon, desk: _Desk) -> list[Row]:
+async def _measure(subject: Subject, daemon: Daemon, transport: _InProcess) -> list[Row]:
     caches = [attach_arrays(daemon.default.cache.handle(b"bench", 0).data)]
     data = KvData(caches)
     object_bytes = daemon.default.objects.slot_bytes
@@ -168,11 +154,11 @@ async def _measure(subject: Subject, daemon: Daemon, desk: _Desk) -> list[Row]:
         memcpy.append(_seconds(lambda: np.copyto(other, buffer)))
         raw_writes.append(_seconds(lambda n=number: raw.write(n)))  # type: ignore[misc]
         task: Task = WriteStorageTask(task_id=f"w{number}", keys=keys, gpu_block_ids=source)
-        writes.append(await _task(daemon, desk, 2 * number, task))
+        writes.append(await _task(daemon, transport, 2 * number, task))
         data.poison(target)
         raw_reads.append(_seconds(lambda n=number: raw.read(n)))  # type: ignore[misc]
         task = ReadStorageTask(task_id=f"r{number}", keys=keys, gpu_block_ids=target)
-        reads.append(await _task(daemon, desk, 2 * number + 1, task))
+        reads.append(await _task(daemon, transport, 2 * number + 1, task))
         for block in source:
             if data.verify(OBJECTS + block, block) is not None:
                 raise InvariantError("a read delivered wrong bytes")
@@ -199,9 +185,9 @@ def _of(subject: Subject) -> str:
     return f", {subject.name}" if subject.storage else ""
 
 
-async def _task(daemon: Daemon, desk: _Desk, seq: int, task: Task) -> float:
+async def _task(daemon: Daemon, transport: _InProcess, seq: int, task: Task) -> float:
     before = time.perf_counter()
-    result = await desk.submit(daemon, seq, task)
+    result = await transport.submit(daemon, seq, task)
     seconds = time.perf_counter() - before
     if result.status is not Status.OK:
         raise RuntimeError(f"a benchmark task ended badly: {result}")
