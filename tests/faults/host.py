@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import json
 import re
 import resource
@@ -295,32 +296,31 @@ async def disk_slow(directory: Path, finding: Finding) -> None:
             finding.expect(page.hits, "no call was slow")
 
 
+# A compiled library between the daemon and libc makes the fault: no root is needed.
+interposed = functools.partial(Scenario, root=False, compiler=True)
+
 HOST_SCENARIOS = [
     Scenario("log dead (its reader has gone)", "running", log_dead, root=False),
     Scenario("log stalled (its reader sleeps)", "running", log_stalled, root=False, often=False),
     Scenario("log full (ENOSPC)", "running", log_full, often=False),
-    Scenario("threads out (pthread_create: EAGAIN)", "running", threads_out, root=False, compiler=True),
-    Scenario(
+    interposed("threads out (pthread_create: EAGAIN)", "running", threads_out),
+    interposed(
         "threads out (pthread_create: EAGAIN)",
         "at start",
         no_threads_at_start,
-        root=False,
-        compiler=True,
         often=False,
         fate=REFUSED,
     ),
     Scenario("memory limit (RLIMIT_DATA)", "running", memory_limit, root=False),
-    Scenario("storage calls hang, then return", "running", storage_hung, root=False, compiler=True),
-    Scenario(
+    interposed("storage calls hang, then return", "running", storage_hung),
+    interposed(
         "storage calls never return",
         "at a stop",
         storage_never_returns,
-        root=False,
-        compiler=True,
         often=False,
         fate="exits in time with code 3; the next one serves",
     ),
-    Scenario("wall clock stepped, both ways", "running", wall_clock_stepped, root=False, compiler=True),
-    Scenario("disk slow (50 ms more a call)", "running", disk_slow, root=False, compiler=True, often=False),
+    interposed("wall clock stepped, both ways", "running", wall_clock_stepped),
+    interposed("disk slow (50 ms more a call)", "running", disk_slow, often=False),
 ]
 ALL_SCENARIOS = [*resources.SCENARIOS, *HOST_SCENARIOS]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +13,9 @@ from tests.support.sabotage import FILE_VARIABLE, Saboteur
 from tests.with_fastdeploy.engine import Engine, engine, wait_for
 from tests.with_fastdeploy.test_control import Service
 from tests.with_fastdeploy.test_tiers import prompts
+
+SWAPPING: dict[str, Any] = {"gpu_blocks": 24, "cpu_blocks": 48}
+STORING: dict[str, Any] = {"gpu_blocks": 16, "cpu_blocks": 0, "backend": "file"}
 
 
 @pytest.fixture
@@ -28,49 +33,50 @@ def fill(made: Engine, asked: list[list[int]]) -> None:
     made.settle()
 
 
+@contextlib.contextmanager
+def filled(count: int, first: int | None = None, **how: Any) -> Iterator[tuple[Engine, list[list[int]]]]:
+    """An engine that ran the first of `count` prompts, and the prompts. It must settle again at the end."""
+    with engine(**how) as made:
+        asked = prompts(count)
+        fill(made, asked[:first])
+        yield made, asked
+        made.settle()
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_failed_swap_out_gives_its_blocks_up(saboteur: Saboteur, tp: int) -> None:
-    with engine(tp=tp, gpu_blocks=24, cpu_blocks=48) as made:
-        asked = prompts(4)
-        fill(made, asked[:2])
+    with filled(4, 2, tp=tp, **SWAPPING) as (made, asked):
         with saboteur.order("copy_out", tp - 1):
             fill(made, asked[2:])  # needs room that an eviction cannot make by moving
         assert all(node.has_in_gpu for node in made.manager.node_map.values()), "a failed swap claims host blocks"
         fill(made, asked)
         assert sum(made.run(tokens)["cpu_match_token_num"] for tokens in asked) > 0
-        made.settle()
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_failed_swap_in_is_computed_anew(saboteur: Saboteur, tp: int) -> None:
-    with engine(tp=tp, gpu_blocks=24, cpu_blocks=48) as made:
-        asked = prompts(4)
-        fill(made, asked)
+    with filled(4, tp=tp, **SWAPPING) as (made, asked):
         with saboteur.order("copy_in", tp - 1):
             metrics = made.run(asked[0])
         assert metrics["cpu_match_token_num"] == 0
         made.settle()
         assert made.run(asked[1])["cpu_match_token_num"] > 0
-        made.settle()
 
 
 @pytest.mark.parametrize("operation", ["get", "copy_in"])
 def test_a_failed_read_is_computed_anew(saboteur: Saboteur, monkeypatch: pytest.MonkeyPatch, operation: str) -> None:
     monkeypatch.setenv("TRANSFERD_STORAGE__BACKEND", "tests.support.sabotage:SabotagedStorage")
-    with engine(tp=2, gpu_blocks=16, cpu_blocks=0, backend="file") as made:
-        asked = prompts(3)
-        fill(made, asked)
+    with filled(3, tp=2, **STORING) as (made, asked):
         with saboteur.order(operation, 1):
             assert made.run(asked[0])["storage_match_token_num"] == 0
         made.settle()
         assert made.run(asked[1])["storage_match_token_num"] == 40
-        made.settle()
 
 
 @pytest.mark.parametrize("operation", ["put", "copy_out"])
 def test_a_failed_write_says_so_at_once(saboteur: Saboteur, monkeypatch: pytest.MonkeyPatch, operation: str) -> None:
     monkeypatch.setenv("TRANSFERD_STORAGE__BACKEND", "tests.support.sabotage:SabotagedStorage")
-    with engine(tp=2, gpu_blocks=16, cpu_blocks=0, backend="file") as made:
+    with engine(tp=2, **STORING) as made:
         asked = prompts(3)
         with saboteur.order(operation, 0):
             made.run(asked[0])
@@ -83,9 +89,7 @@ def test_a_failed_write_says_so_at_once(saboteur: Saboteur, monkeypatch: pytest.
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_daemon_that_was_killed_comes_back_and_serves_the_workers_memory(place: Path, tp: int) -> None:
-    with engine(tp=tp, gpu_blocks=24, cpu_blocks=48) as made:
-        asked = prompts(4)
-        fill(made, asked)
+    with filled(4, tp=tp, **SWAPPING) as (made, asked):
         before = made.queue.client.boot_id
         made.kill_daemon()
         made.run(asked[0])  # nothing is on the host any more, and nothing is claimed to be
@@ -95,15 +99,12 @@ def test_a_daemon_that_was_killed_comes_back_and_serves_the_workers_memory(place
         made.settle()
         fill(made, asked)
         assert sum(made.run(tokens)["cpu_match_token_num"] for tokens in asked) > 0
-        made.settle()
 
 
 def test_a_daemon_that_created_the_memory_comes_back_and_moves_nothing_of_workers_that_map_another(
     place: Path,
 ) -> None:
-    with engine(tp=2, backend="file", gpu_blocks=16, cpu_blocks=0) as made:
-        asked = prompts(3)
-        fill(made, asked)
+    with filled(3, tp=2, **STORING) as (made, asked):
         assert made.run(asked[0])["storage_match_token_num"] == 40
         before = made.queue.client.boot_id
         made.kill_daemon()
@@ -119,17 +120,13 @@ def test_a_daemon_that_created_the_memory_comes_back_and_moves_nothing_of_worker
             made.attach(again=True)
             service.ask("resume")
         assert made.run(asked[0])["storage_match_token_num"] == 40
-        made.settle()
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_daemon_that_is_killed_costs_hits_and_nothing_else(place: Path, tp: int) -> None:
-    with engine(tp=tp, gpu_blocks=24, cpu_blocks=48) as made:
-        asked = prompts(6)
-        fill(made, asked[:4])
+    with filled(6, 4, tp=tp, **SWAPPING) as (made, asked):
         made.kill_daemon()
         for tokens in asked:
             made.run(tokens)  # bytes of what is on the device are checked all the while
         made.settle()
         assert all(made.run(tokens)["cpu_match_token_num"] == 0 for tokens in asked)
-        made.settle()
