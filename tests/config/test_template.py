@@ -29,7 +29,7 @@ def test_every_setting_is_there_with_its_default() -> None:
 
 def test_comments_stand_beside_their_settings() -> None:
     assert "# lane_depth = 16  # tasks running at once per lane" in template()
-    assert "# tasks = 8192  # about so many are remembered" in template()
+    assert "# tasks = 8192  # roughly how many tasks are remembered" in template()
     assert "# [storage.attention_store.peers.NAME]\n# endpoint =" in template()
     assert "# [server.curve]\n# secret_key_file =" in template()
 

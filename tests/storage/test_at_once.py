@@ -98,5 +98,5 @@ async def test_a_coroutine_that_waits_is_not_done_at_once() -> None:
         return one + other
 
     assert at_once(adds(1, 2)) == 3
-    with pytest.raises(InvariantError, match="was not to wait"):
+    with pytest.raises(InvariantError, match="waited, but must not"):
         at_once(asyncio.sleep(0))

@@ -1,4 +1,4 @@
-"""Every setting, with its default. Struct field = TOML key = name in the docs: one search finds all three."""
+"""Every setting with its default. The struct field, the TOML key and the name in the docs are the same word."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transferd.config.size import Size
 
 DEFAULT_ENDPOINT = "ipc:///run/transferd/transferd.sock"
 
-# Bounds far beyond any use: what is larger is a slip, and would take minutes or terabytes to find out.
+# Bounds far beyond any use: a larger value is a typo, which would otherwise cost minutes or terabytes to notice.
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=365 * 24 * 3600)]
@@ -27,33 +27,33 @@ class CurveSection(_Section, frozen=True, kw_only=True):
     """CURVE keys for tcp:// beyond loopback (ZeroMQ's Z85 text, one key a file)."""
 
     secret_key_file: str
-    client_keys_dir: str = ""  # one file a permitted client's public key; "" = any client that knows ours
+    client_keys_dir: str = ""  # one file per permitted client's public key; "" = any client that knows our public key
 
 
 class ServerSection(_Section, frozen=True, kw_only=True):
-    """Where clients find the daemon, and how much of everything it takes."""
+    """Where clients find the daemon, who may connect, and the limits on what it accepts."""
 
     endpoint: str | list[str] = DEFAULT_ENDPOINT
-    max_queued_tasks: Positive = 4096  # past it: busy
-    max_queued_bytes: Size = Size(512 * 1024**2)  # memory of admitted tasks: keys, ids, token_ids; past it: busy
-    max_inflight_bytes: Size = Size(16 * 1024**3)  # per lane, queued and running, all ranks; past it: busy
+    max_queued_tasks: Positive = 4096  # beyond it the daemon answers busy
+    max_queued_bytes: Size = Size(512 * 1024**2)  # memory of admitted tasks (keys, ids, token_ids); beyond it: busy
+    max_inflight_bytes: Size = Size(16 * 1024**3)  # per lane, queued and running, all ranks; beyond it: busy
     max_message: Size = Size(64 * 1024**2)
-    result_ttl: Seconds = 60.0  # a task_id pushed again within it gets the same result
-    max_results: Positive = 16384  # results kept for that, at most
-    max_result_bytes: Size = Size(12 * 1024**2)  # and their memory
+    result_ttl: Seconds = 60.0  # a task_id that is pushed again within this time gets the same result
+    max_results: Positive = 16384  # the most results kept for repeated pushes
+    max_result_bytes: Size = Size(12 * 1024**2)  # the most memory that these results take
     lane_depth: Positive = 16  # tasks running at once per lane
-    deadline_slack: Seconds = 1.0  # a result comes at most this long after its deadline
-    client_timeout: Seconds = 5.0  # a client silent for this long has gone
-    shutdown_timeout: Seconds = 20.0  # the whole budget of a shutdown
-    max_connections: Positive = 4096  # past it: closed as soon as accepted; fewer where descriptors are few
+    deadline_slack: Seconds = 1.0  # a result arrives at most this long after its deadline
+    client_timeout: Seconds = 5.0  # a client that is silent for this long counts as gone
+    shutdown_timeout: Seconds = 20.0  # the budget for the whole shutdown
+    max_connections: Positive = 4096  # further connections are closed at once; lower if descriptors are scarce
     socket_mode: str = "0660"  # of ipc:// sockets
-    socket_group: str = ""  # name or number; "" = the daemon's own
-    allowed_uids: list[int | str] = []  # users, by number or name, who may connect by ipc://; none: who can open it
-    observer_uids: list[int | str] = []  # users who may connect and only look
-    observer_endpoint: str = ""  # whoever connects here may only look; "" = there is none
+    socket_group: str = ""  # name or number; "" = the daemon's own group
+    allowed_uids: list[int | str] = []  # users (numbers or names) who may connect over ipc://; [] = all who can open it
+    observer_uids: list[int | str] = []  # users who may connect, but only read
+    observer_endpoint: str = ""  # clients that connect here may only read; "" = no such endpoint
     observer_mode: str = "0660"  # of its ipc:// socket
     observer_group: str = ""  # of its ipc:// socket
-    observer_rate: Positive = 100  # requests a second that all observers together may make
+    observer_rate: Positive = 100  # requests per second, for all observers together
     curve: CurveSection | None = None
 
     @property
@@ -62,7 +62,7 @@ class ServerSection(_Section, frozen=True, kw_only=True):
 
 
 class CacheSection(_Section, frozen=True, kw_only=True):
-    """The KV cache: who holds it, what a block is, how many there are. All counts are per rank."""
+    """The KV cache: who allocates it, what a block contains, how many blocks there are. All counts are per rank."""
 
     ranks: Ranks = 2
     devices: list[Count] | None = None  # device index per rank; default 0 … ranks-1
@@ -90,17 +90,17 @@ class CacheSection(_Section, frozen=True, kw_only=True):
 
 
 class HostSection(_Section, frozen=True, kw_only=True):
-    """Host memory besides the pool. `staging`: per rank, the whole of it; what storage I/O goes through."""
+    """Host memory besides the pool. `staging`: bytes per rank that storage I/O passes through."""
 
     staging: Size = Size(64 * 1024**2)
 
 
 class FileStorageSection(_Section, frozen=True, kw_only=True):
-    """The file backend: a directory of its own, and how much it may hold."""
+    """The file backend: its directory, which nothing else may use, and how much it may hold."""
 
     path: str = "/var/lib/transferd/blocks"
     capacity: Size = Size(64 * 1024**3)
-    fsync: bool = False  # True: an object is on the medium before it counts as written
+    fsync: bool = False  # True: flush each object to the medium before reporting it as written
 
 
 class MemoryStorageSection(_Section, frozen=True, kw_only=True):
@@ -112,7 +112,7 @@ class MemoryStorageSection(_Section, frozen=True, kw_only=True):
 class MooncakeStorageSection(_Section, frozen=True, kw_only=True):
     """The Mooncake backend: how to join a pool, and what this node lends it.
 
-    The first seven are FastDeploy's: where one is not given, its MOONCAKE_* settings count (environment.py).
+    If one of the first seven is not set, FastDeploy's MOONCAKE_* variable applies (environment.py).
     """
 
     master_server_addr: str = ""  # host:port, or etcd://…
@@ -120,51 +120,51 @@ class MooncakeStorageSection(_Section, frozen=True, kw_only=True):
     local_hostname: str = "127.0.0.1"  # how other nodes reach this one
     protocol: Literal["tcp", "rdma"] = "tcp"
     rdma_devices: str = ""  # comma separated; "" = all
-    global_segment_size: Size = Size(1024**3)  # memory lent to the pool; 0: use only what others lend
+    global_segment_size: Size = Size(1024**3)  # memory lent to the pool; 0 = lend nothing
     local_buffer_size: Size = Size(128 * 1024**2)
     replica_num: Positive = 1
     soft_pin: bool = False
     hard_pin: bool = False
-    timeout: Seconds = 5.0  # of one call; past it the breaker opens
+    timeout: Seconds = 5.0  # of one call; beyond it the breaker opens
     connect_timeout: Seconds = 30.0  # how long a start waits for the master
-    probe_interval: Seconds = 1.0  # between two questions to a pool that did not answer
+    probe_interval: Seconds = 1.0  # between two probes of a pool that did not answer
     native_log: Literal["off", "error", "warning", "info"] = "off"  # the library's own lines on stderr
 
 
 class PeerSection(_Section, frozen=True, kw_only=True):
-    """Another node whose KV events the open token index follows: where it publishes, and where it replays."""
+    """Another node whose KV events the open token index follows: its event endpoint and its replay endpoint."""
 
     endpoint: str
-    replay_endpoint: str = ""  # "" = what was missed stays missed
+    replay_endpoint: str = ""  # "" = never ask for missed events
 
 
 class AttentionStoreSection(_Section, frozen=True, kw_only=True):
-    """Storage found by token ids (docs/attention_store.md). Where a key is not given, FastDeploy's variable counts."""
+    """Storage found by token ids (docs/attention_store.md). If a key is not set, FastDeploy's variable applies."""
 
     driver: Literal["open", "sdk"] = "open"  # our own index, or Baidu's attentionstore_sdk
     data: str = "file"  # open: the keyed backend that holds the bytes, any of storage.backend
-    only_flush: bool = False  # FD_AS_ONLY_FLUSH; write tasks move no bytes and tell the index
+    only_flush: bool = False  # FD_AS_ONLY_FLUSH; write tasks move no bytes and only update the index
     namespace: str | None = None  # AS_NAMESPACE; default the last part of storage.model
     pod_name: str | None = None  # AS_POD_NAME; this node's name; default default_pod, with role and dp_id
     model_version: str = "v0"  # AS_MODEL_VERSION
     splitwise_role: str = "mixed"
     dp_id: Count = 0
-    slice_blocks: Positive = 100  # AS_WRITE_SLICE_BLOCK_NUM; blocks of one call
+    slice_blocks: Positive = 100  # AS_WRITE_SLICE_BLOCK_NUM; blocks per call
     slice_timeout: Seconds = 10.0  # AS_WRITE_SLICE_TIMEOUT
-    total_timeout: Seconds | None = None  # AS_WRITE_TOTAL_TIMEOUT; of a write; default what is left of the task's
+    total_timeout: Seconds | None = None  # AS_WRITE_TOTAL_TIMEOUT; of a write; default: the task's remaining time
     ready_timeout: Seconds = 300.0  # how long a start waits for the SDK
-    peers: dict[str, PeerSection] = {}  # open: other nodes by name, and where they publish KV events
+    peers: dict[str, PeerSection] = {}  # open: other nodes by name, with the endpoints of their KV events
 
 
 class StorageSection(_Section, frozen=True, kw_only=True):
-    """Which pool blocks are stored in, and what their names begin with."""
+    """The pool that blocks are stored in, and what the names of their objects begin with."""
 
     backend: str = "file"
-    key_schema: Literal["transferd", "fastdeploy"] = "transferd"  # what objects are called and hold: formats.py
+    key_schema: Literal["transferd", "fastdeploy"] = "transferd"  # the names and contents of objects: formats.py
     model: str = "demo"
     generation: str = ""
-    version_file: str = ""  # FastDeploy's version.yaml: where the generation is read instead, at start and on restore
-    scrub_rate: Size = Size(0)  # bytes a second that stored objects are checked with in the background; 0 = off
+    version_file: str = ""  # FastDeploy's version.yaml; if set, the generation is read from it at start and on restore
+    scrub_rate: Size = Size(0)  # bytes per second at which stored objects are checked in the background; 0 = off
     file: FileStorageSection = FileStorageSection()
     memory: MemoryStorageSection = MemoryStorageSection()
     mooncake: MooncakeStorageSection = MooncakeStorageSection()
@@ -172,17 +172,17 @@ class StorageSection(_Section, frozen=True, kw_only=True):
 
 
 class PdSection(_Section, frozen=True, kw_only=True):
-    """How sequences go from a prefill to a decode engine: through storage, or straight from daemon to daemon.
+    """How sequences move from a prefill to a decode engine: through storage, or directly from daemon to daemon.
 
-    mode: where it is not given, FastDeploy's FD_PD_TRANSFER_VIA_STORAGE counts (1 storage, 0 direct).
-    The rest is of direct mode only.
+    mode: if it is not set, FastDeploy's FD_PD_TRANSFER_VIA_STORAGE applies (1 = storage, 0 = direct).
+    The other keys apply to direct mode only.
     """
 
     mode: Literal["storage", "direct"] = "storage"
-    listen: str = "127.0.0.1:0"  # where decode daemons reach this one; port 0: any, see stats
+    listen: str = "127.0.0.1:0"  # where decode daemons reach this one; port 0 = any free port, which stats reports
     protocol: Literal["tcp", "rdma"] = "tcp"
     rdma_devices: str = ""  # comma separated; "" = all
-    staging: Size = Size(64 * 1024**2)  # per rank; the only memory that peers write to
+    staging: Size = Size(64 * 1024**2)  # bytes per rank; peers write to this memory only
 
 
 class MetricsSection(_Section, frozen=True, kw_only=True):
@@ -192,20 +192,20 @@ class MetricsSection(_Section, frozen=True, kw_only=True):
 
 
 class EventsSection(_Section, frozen=True, kw_only=True):
-    """KV events for routers that know caches, in vLLM's wire form (docs/events.md)."""
+    """KV events for cache-aware routers, in vLLM's wire format (docs/events.md)."""
 
     endpoint: str = ""  # of the PUB socket, such as tcp://127.0.0.1:5557; "" = off
-    replay_endpoint: str = ""  # where batches that were missed can be asked for again; "" = nowhere
+    replay_endpoint: str = ""  # where subscribers can request missed batches; "" = no replay
     topic: str = ""
     dp_rank: Count = 0  # data-parallel rank, in every batch
     token_ids: bool = True  # False: events carry hashes only, not the tokens of prompts
-    buffer: Positive = 10_000  # batches kept to be asked for again
-    buffer_bytes: Size = Size(64 * 1024**2)  # and their bytes
-    max_blocks: Positive = 1_000_000  # stored blocks announced at once; beyond it the oldest are withdrawn
+    buffer: Positive = 10_000  # batches kept for replay
+    buffer_bytes: Size = Size(64 * 1024**2)  # the most bytes that these batches take
+    max_blocks: Positive = 1_000_000  # the most stored blocks announced at a time; beyond it the oldest are retracted
 
 
 class LogSection(_Section, frozen=True, kw_only=True):
-    """What is logged, and how a line looks."""
+    """The lowest level that is logged, and the format of a line."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["json", "console"] = "json"
@@ -215,14 +215,14 @@ class RecorderSection(_Section, frozen=True, kw_only=True):
     """The flight recorder: how much it remembers, and where its dumps go (see dump_file.py)."""
 
     tasks: Annotated[int, msgspec.Meta(ge=1, le=2**20)] = (
-        8192  # about so many are remembered, eight steps of each; all that is kept is about 4 MiB
+        8192  # roughly how many tasks are remembered, with eight steps each; about 4 MiB in total
     )
-    directory: str = "/var/lib/transferd/flight"  # made when the first dump is written; "" = no dumps
-    keep: Positive = 8  # dumps that stay in it, the newest
+    directory: str = "/var/lib/transferd/flight"  # created for the first dump; "" = no dumps
+    keep: Positive = 8  # how many of the newest dumps to keep
 
 
 class Config(_Section, frozen=True, kw_only=True):
-    """Everything the daemon is told. Sections are documented in docs/operations.md."""
+    """The daemon's whole configuration. docs/operations.md documents the sections."""
 
     server: ServerSection = ServerSection()
     cache: CacheSection = CacheSection()

@@ -1,4 +1,4 @@
-"""A reload (SIGHUP): what takes effect at once, what needs a restart, and what is said of it."""
+"""A reload (SIGHUP): applies what can change at once, and reports which keys need a restart."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ TAKES_EFFECT = {"log.level", "storage.file.capacity", "storage.memory.capacity",
 
 
 class Reloader:
-    """Reads the configuration again, each time it is called, and applies what can change while the daemon runs.
+    """Each call reads the configuration again and applies what can change while the daemon runs. Raises nothing.
 
-    A file with a mistake changes nothing. What came of the last reload stays visible: `status` adds it to the
-    supervisor's status line, where `systemctl status` shows it, until a later reload or a restart settles it.
+    A file with a mistake changes nothing. `status` includes the last reload's outcome, so `systemctl status` shows it
+    until a later reload or a restart settles it.
 
-    read: makes the configuration anew; None: there is nothing to read. Raises nothing.
+    read: loads the configuration; None if there is no file to read.
     """
 
     def __init__(self, daemon: Daemon, notifier: Notifier, read: Callable[[], Config] | None) -> None:
         self._daemon = daemon
         self._notifier = notifier
         self._read = read
-        self._running = _flat(to_tree(daemon.config))  # what is in effect
+        self._running = _flat(to_tree(daemon.config))  # the settings in effect
         self._refused = ""
         self._needs_restart: list[str] = []
-        self.serving = False  # the supervisor was told READY=1: it may be told of reloads
+        self.serving = False  # READY=1 was sent: only then may the supervisor hear of reloads
 
     def __call__(self) -> None:
         if self._read is None:
@@ -68,7 +68,7 @@ class Reloader:
         now = {key: [before[key], new[key]] for key in changed}
         log.info("reloaded", changed=now, needs_restart=self._needs_restart, **keys)
         if self._needs_restart:
-            log.warning("settings changed that need a restart", keys=self._needs_restart)
+            log.warning("some changed settings need a restart", keys=self._needs_restart)
 
     def status(self) -> str:
         """The line for `systemctl status`."""
@@ -90,7 +90,7 @@ def _state(daemon: Daemon) -> str:
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested configuration as one level, by dotted keys."""
+    """Flatten a nested configuration to dotted keys."""
     return dict(_leaves(tree, prefix))
 
 

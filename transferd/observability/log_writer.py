@@ -15,13 +15,13 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 MAX_WAITING_BYTES = 1 << 20  # about 3,000 lines: a reader may sleep through a burst
-LONGEST_LINE = 64 << 10  # of text that somebody prints without ever ending the line
+LONGEST_LINE = 64 << 10  # text without a line end is cut at this length
 
 
 class LogWriter:
     """Hands lines to a file descriptor. `put` may be called from any thread, any signal handler and any destructor.
 
-    write: os.write, or a test's own. dropped: lines that were lost.
+    write: os.write, or a test's replacement. dropped: how many lines were lost.
     """
 
     def __init__(
@@ -31,15 +31,15 @@ class LogWriter:
         self._fd = fd
         self._limit = limit
         self._write = write
-        self._lines: SimpleQueue[bytes | threading.Event] = SimpleQueue()  # its put never waits and may be re-entered
+        self._lines: SimpleQueue[bytes | threading.Event] = SimpleQueue()  # its put never waits, and is re-entrant
         self._waiting = 0  # bytes queued and being written
         self._torn = False  # the last line was cut off in the middle
-        self._hung = False  # a flush ran out of time: no later one waits again
+        self._hung = False  # a flush ran out of time, so later ones do not wait
         self._lock = threading.RLock()  # held for a few instructions; a destructor that logs may re-enter
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the thread now rather than with the first line. Raises RuntimeError when there can be no thread."""
+        """Start the thread now rather than with the first line. Raises RuntimeError if it cannot start."""
         with self._lock:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="log-writer", daemon=True)
@@ -54,16 +54,16 @@ class LogWriter:
                 return
             self._waiting += len(line)
             self._lines.put(line)
-            with contextlib.suppress(RuntimeError):  # out of threads: there may be one for the next line
+            with contextlib.suppress(RuntimeError):  # no thread is available; the next line tries again
                 self.start()
 
     def drop(self) -> None:
-        """Count a line that was lost before it got here."""
+        """Count a line that was lost before it reached the queue."""
         with self._lock:
             self.dropped += 1
 
     def flush(self, seconds: float) -> bool:
-        """Wait until all that was queued by now is written, at most so long. False: it is not."""
+        """Wait at most `seconds` until every line queued so far is written. Return whether it is."""
         if self._thread is None:
             return self._flush_here(seconds)
         if self._hung:
@@ -74,7 +74,7 @@ class LogWriter:
         return not self._hung
 
     def _flush_here(self, seconds: float) -> bool:
-        """Without a thread, because none could be had: write in the caller's, if somebody reads."""
+        """No thread could be started: write in the caller's thread, as long as the reader reads."""
         with self._lock:
             while self._lines.qsize():
                 if not select.select([], [self._fd], [], seconds)[1]:
@@ -106,7 +106,7 @@ class LogWriter:
             while rest:
                 try:
                     done = self._write(self._fd, rest)
-                except BlockingIOError:  # whoever shares this pipe or terminal with us has made it non-blocking
+                except BlockingIOError:  # another process that shares this pipe or terminal made it non-blocking
                     select.select([], [self._fd], [])
                     continue
                 self._torn = done < len(rest)
@@ -117,15 +117,16 @@ class LogWriter:
 
 
 class LogStream(io.TextIOBase):
-    """In the place of sys.stderr: what Python itself prints there goes through the queue, line by line.
+    """Replaces sys.stderr, so that what Python itself prints goes through the queue, line by line.
 
-    That is warnings, errors in destructors and in threads, and the traceback that ends a process. put: takes one line.
+    Python prints warnings, errors in destructors and threads, and the traceback that ends a process. put: takes one
+    line.
     """
 
     def __init__(self, fd: int, put: Callable[[str], None]) -> None:
         self._fd = fd
         self._put = put
-        self._begun = ""  # a line without its end
+        self._begun = ""  # an unfinished line
 
     @property
     def encoding(self) -> str:  # type: ignore[override] # a plain attribute in typeshed

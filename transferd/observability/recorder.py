@@ -26,56 +26,56 @@ from typing import Any, NamedTuple
 
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 
-TASKS = 8192  # about so many are remembered
+TASKS = 8192  # roughly how many are remembered
 STEPS_PER_TASK = 8
 TASKS_PER_ASIDE = 8
-LOOK_BACK = 8192  # steps that are looked through for what a running task does
-LONGEST_TEXT = 200  # characters of a text that came from outside
+LOOK_BACK = 8192  # steps that `last_steps` searches, newest first
+LONGEST_TEXT = 200  # characters kept of a text from outside
 
 KINDS = ("swap_out", "swap_in", "read", "write", "send", "receive")
 STATUSES = ("ok", "partial", "miss", "failed", "expired", "cancelled", "rejected", "busy")
 
 
-class Kind(NamedTuple):
-    """How a step is told: the note's word, what it always says, and what its rank and number mean."""
+class StepKind(NamedTuple):
+    """How to write a step as a note: its word, its constant details, and what its rank and number mean."""
 
     word: str
     always: Mapping[str, str] = {}
     fields: tuple[str, ...] = ()
 
 
-# Every kind of step. Those of a rank begin something unless said otherwise.
-STEPS: dict[str, Kind] = {
-    **{f"admitted {kind}": Kind("admitted", {"kind": kind}, ("", "blocks")) for kind in KINDS},
-    "from": Kind("from", fields=("", "client")),  # who pushed it
-    "started": Kind("started"),  # every rank is at work: looking up keys, or copying
-    "found": Kind("found", fields=("rank", "blocks")),  # read: look-up ended; so many leading keys are stored
-    "fetch": Kind("fetch", fields=("rank", "objects")),  # read: waits for staging, then storage → staging
-    "shares fetch": Kind("shares fetch", fields=("rank", "objects")),  # read: another task has begun it
-    "to store": Kind("to store", fields=("rank", "blocks")),  # write: look-up ended; so many are not stored yet
-    "copy": Kind("copy", fields=("rank", "blocks")),  # between device and staging, or device and host
-    "put": Kind("put", fields=("rank", "objects")),  # write: staging → storage
-    "stored": Kind("stored", fields=("rank", "objects")),  # write: a put has ended
-    "arrived": Kind("arrived", fields=("rank", "blocks")),  # this rank's share has ended
-    **{f"done {status}": Kind("done", {"status": status}, ("", "blocks")) for status in STATUSES},
+# Every kind of step. A rank's step marks the beginning of something unless its comment says otherwise.
+STEPS: dict[str, StepKind] = {
+    **{f"admitted {kind}": StepKind("admitted", {"kind": kind}, ("", "blocks")) for kind in KINDS},
+    "from": StepKind("from", fields=("", "client")),  # the client that pushed it
+    "started": StepKind("started"),  # every rank is at work: looking up keys, or copying
+    "found": StepKind("found", fields=("rank", "blocks")),  # read: the lookup ended; this many leading keys are stored
+    "fetch": StepKind("fetch", fields=("rank", "objects")),  # read: waits for staging, then storage → staging
+    "shares fetch": StepKind("shares fetch", fields=("rank", "objects")),  # read: another task already fetches them
+    "to store": StepKind("to store", fields=("rank", "blocks")),  # write: the lookup ended; this many are not stored
+    "copy": StepKind("copy", fields=("rank", "blocks")),  # between device and staging, or device and host
+    "put": StepKind("put", fields=("rank", "objects")),  # write: staging → storage
+    "stored": StepKind("stored", fields=("rank", "objects")),  # write: a put ended
+    "arrived": StepKind("arrived", fields=("rank", "blocks")),  # this rank's share ended
+    **{f"done {status}": StepKind("done", {"status": status}, ("", "blocks")) for status in STATUSES},
 }
 
-# Every other kind of note, and what it says.
+# Every other kind of note, with the names of its details.
 FIELDS: dict[str, tuple[str, ...]] = {
     # an admitted task
-    "waits": ("tasks",),  # for so many that were pushed before it and touch the same blocks
-    "blocks free": ("after",),  # the task that it waited for last
+    "waits": ("tasks",),  # the number of earlier tasks that touch the same blocks
+    "blocks free": ("after",),  # the last task that it waited for
     "told to end": ("reason",),
-    "nobody waits": ("client",),  # the last one has gone
-    "slack used up": (),  # ranks that have not arrived are left behind
+    "nobody waits": ("client",),  # the last waiting client has gone
+    "slack used up": (),  # ranks that have not arrived become stragglers
     "corrupt object": ("rank", "name", "reason"),
     "error": ("rank", "code", "problem"),
     "cause": ("code", "problem"),  # of its answer
-    "straggling": ("ranks",),  # answered; these ranks still hold its blocks
+    "straggling": ("ranks",),  # the task is answered, but these ranks still hold its blocks
     "straggler left": ("rank",),
     # pushes that admitted nothing
     "repeated": ("client",),  # answered from memory
-    "joined": ("client",),  # one more waits for a task that runs
+    "joined": ("client",),  # one more client waits for a running task
     "busy": ("code", "client"),
     "rejected": ("code", "client"),
     "failed": ("code", "client"),
@@ -84,7 +84,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "client came": ("client", "session"),
     "client left": ("client",),
     "client silent": ("client",),
-    "answer lost": ("client", "seq", "session"),  # could not be handed over; a new session begins
+    "answer lost": ("client", "seq", "session"),  # could not be delivered; a new session begins
     "pause": ("holder",),
     "resume": ("holder",),
     "drain": ("holder",),
@@ -98,11 +98,11 @@ FIELDS: dict[str, tuple[str, ...]] = {
 }
 
 
-REFUSED = frozenset({"rejected", "busy", "failed"})  # asides of a push that admitted nothing
+REFUSED = frozenset({"rejected", "busy", "failed"})  # asides of pushes that were not admitted
 
 
 class Note(NamedTuple):
-    """One thing that happened. `at` is monotonic seconds; `task_id` is "" for what concerns no task."""
+    """One event. `at`: monotonic seconds. `task_id`: "" if the event concerns no task."""
 
     at: float
     task_id: str
@@ -110,7 +110,7 @@ class Note(NamedTuple):
     detail: dict[str, Any]
 
     def plain(self) -> dict[str, Any]:
-        """The detail as JSON can say it: a client's name, which is bytes, in hexadecimal."""
+        """The detail in JSON types: a client's name, which is bytes, becomes hexadecimal."""
         return {key: value.hex() if isinstance(value, bytes) else value for key, value in self.detail.items()}
 
     def __str__(self) -> str:
@@ -118,21 +118,21 @@ class Note(NamedTuple):
         return f"{self.at:.6f} {self.task_id or '-'} {self.what} {detail}".rstrip()
 
 
-# Notes in the making; a plain tuple costs half as much as a Note.
+# Notes as they are recorded: a plain tuple costs half as much as a Note.
 _Step = tuple[float, str, str, int, int | bytes]
 _Entry = tuple[float, str, str, tuple[Any, ...]]
-# What is told first and last of what happened at the same moment.
+# The order of notes with the same time.
 _ORDER = {"admitted": -2, "from": -1, "done": 1, "cause": 2, "straggling": 3}
 
 
 class Recorder:
-    """Three bounded rings, newest last. Owned by the daemon; anyone may append.
+    """Three bounded rings, newest last. The daemon owns it; every part may append.
 
-    on_failure: called with one line when an invariant broke; set by whoever keeps dumps.
+    on_failure: called with one line when an invariant breaks; the dump thread sets it.
     """
 
     def __init__(self, capacity: int = TASKS, clock: Clock = SYSTEM_CLOCK) -> None:
-        """capacity: about how many tasks are remembered; it sizes all rings."""
+        """capacity: roughly how many tasks to remember; it sizes all rings."""
         self._steps: deque[_Step] = deque(maxlen=capacity * STEPS_PER_TASK)
         self._ring: deque[_Entry] = deque(maxlen=capacity)
         self._asides: deque[_Entry] = deque(maxlen=max(1, capacity // TASKS_PER_ASIDE))
@@ -146,25 +146,25 @@ class Recorder:
         self._steps.append((now, task_id, "from", -1, client))
 
     def step(self, task_id: str, what: str, rank: int, number: int) -> None:
-        """Record what an admitted task goes through. what: one of STEPS; rank: -1 for none."""
+        """Record a step of an admitted task. what: one of STEPS. rank: -1 for none."""
         self._steps.append((self._now(), task_id, what, rank, number))
 
     def note(self, task_id: str, what: str, *detail: Any) -> None:
-        """Of an admitted task. detail: numbers and short text, as FIELDS names them for this `what`."""
+        """Record an event of an admitted task. detail: numbers and short text, in the order of FIELDS[what]."""
         self._ring.append((self._now(), task_id, what, detail))
 
     def aside(self, task_id: str, what: str, *detail: Any) -> None:
-        """Of anything else; task_id "" or that of a task that is not admitted. detail: as for `note`."""
+        """Record any other event. task_id: "" or that of a task that is not admitted. detail: as for `note`."""
         self._asides.append((self._now(), task_id[:LONGEST_TEXT], what, detail))
 
     def failure(self, task_id: str, problem: str) -> None:
-        """A promise that this package makes to itself was broken."""
+        """Record that an invariant of this package broke, and call `on_failure`."""
         problem = problem.partition("\n")[0][:LONGEST_TEXT]
         self.aside(task_id, "failure", problem)
         self.on_failure(problem)
 
     def notes(self, task_id: str | None = None) -> list[Note]:
-        """All that is kept, or what is kept of one task, oldest first. Safe from any thread."""
+        """All notes kept, or those of one task, oldest first. Safe from any thread."""
         ring, asides, steps = list(self._ring), list(self._asides), list(self._steps)
         if task_id is not None:
             steps = [entry for entry in steps if entry[1] == task_id]
@@ -175,7 +175,7 @@ class Recorder:
         return kept
 
     def last_steps(self, task_ids: set[str]) -> dict[str, dict[int, str]]:
-        """{task: {rank: its newest step}} of these tasks, as far as the newest LOOK_BACK steps know."""
+        """{task: {rank: its newest step}} for these tasks, from the newest LOOK_BACK steps."""
         found: dict[str, dict[int, str]] = {}
         if task_ids:
             for _, task_id, what, rank, _ in islice(reversed(self._steps.copy()), LOOK_BACK):
@@ -184,14 +184,14 @@ class Recorder:
         return found
 
     def refusals(self, most: int) -> list[tuple[float, str, str, str]]:
-        """The newest pushes that admitted nothing: (when, task_id, status, code), the newest first."""
+        """The newest pushes that were not admitted: (when, task_id, status, code), newest first."""
         refused = (
             (at, task, what, detail[0]) for at, task, what, detail in reversed(self._asides.copy()) if what in REFUSED
         )
         return list(islice(refused, most))
 
     def story(self, task_id: str) -> str:
-        """What is still known of one task, one line a note."""
+        """The notes kept of one task, one per line."""
         return "\n".join(map(str, self.notes(task_id))) or "(no notes kept)"
 
 
@@ -213,4 +213,4 @@ def _when(note: Note) -> tuple[float, int]:
 
 
 def _nobody_keeps_dumps(problem: str) -> None:
-    """The log has it all the same."""
+    """The default for `on_failure`: the log has the failure anyway."""

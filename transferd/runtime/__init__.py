@@ -1,1 +1,1 @@
-"""What any daemon needs from its process: clock, threads, signals, limits. It knows no block and no task."""
+"""What any daemon needs from its process: clock, threads, signals, limits. Nothing here knows of blocks or tasks."""

@@ -12,21 +12,21 @@ T = TypeVar("T")
 
 
 def answered(value: T) -> asyncio.Future[T]:
-    """An answer for which nobody had to wait, in the form of one that somebody might have to."""
+    """A future that already has its value, for interfaces that return a future."""
     future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
     future.set_result(value)
     return future
 
 
 def at_once(work: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine that waits for nothing. Raises InvariantError for one that does."""
+    """The result of a coroutine that never waits. Raises InvariantError if it does."""
     try:
         work.send(None)
     except StopIteration as end:
         value: T = end.value
         return value
     work.close()
-    raise InvariantError(f"{work!r} was not to wait for anything")
+    raise InvariantError(f"{work!r} waited, but must not")
 
 
 async def uncancelled(work: Coroutine[Any, Any, T]) -> T:

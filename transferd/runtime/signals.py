@@ -1,7 +1,7 @@
 """The daemon's signals, and the shutdown budget that they set.
 
-SIGTERM, SIGINT   stop; the whole shutdown has `shutdown_timeout` seconds
-a second one      shrinks the budget to one second: no step is skipped, no step waits long
+SIGTERM, SIGINT   stop; the whole shutdown may take `shutdown_timeout` seconds
+a second one      reduces the rest of that budget to one second: every step still runs, but none waits long
 SIGHUP            reload
 SIGUSR1, SIGABRT  dump the flight recorder; dump_thread.py has a thread for that, which SIGRTMIN wakes
 """
@@ -32,7 +32,7 @@ def hold_dump_signals() -> None:
 class Signals:
     """Context manager that installs the handlers on the running loop and removes them again.
 
-    stop: a future that is done once a stop was requested. received: the first signal's name.
+    stop: a future that completes when a stop is requested. received: the first signal's name.
     """
 
     def __init__(self, shutdown_timeout: float, on_reload: Callable[[], None]) -> None:

@@ -2,18 +2,18 @@
 
 The contract, which tests/runtime/test_threads_contract.py runs over the real threads and the simulated ones:
 
-1. A function runs once or never. Refused, withdrawn or still waiting at close means never: whoever was told
-   that it failed may use its memory again at once.
-2. Its caller hears of it after its end. Cancelling withdraws a function that waits for a thread; once a thread
-   has taken it, the cancellation is held back and raised when the function has ended.
-3. All threads are started together by `open` (or by the first `run`), all or none. Later calls start no
-   thread, so a host that has run out of threads changes nothing for a daemon that is up.
-4. A thread lets go of the function, and of the memory it works on, before the result is known.
+1. A function runs once or never. If it is refused, withdrawn or still waiting at close, it never runs, so its
+   caller may reuse its memory at once.
+2. The caller gets the result after the function has ended. Cancelling withdraws a function that waits for a
+   thread. Once a thread has taken it, the cancellation is delayed and raised when the function has ended.
+3. `open` (or the first `run`) starts all threads or none. Later calls start no thread, so a running daemon is
+   unaffected when the host runs out of threads.
+4. A thread drops its references to the function, and to the memory it works on, before the result is known.
 5. `close` returns in bounded time and names what still runs. Such a function keeps its thread, and its memory
-   must not be freed before the process ends. Threads are daemons: none keeps a process from ending.
+   must not be freed before the process ends. Threads are daemon threads, so they never keep a process alive.
 
-CPython's ThreadPoolExecutor breaks the first rule: it queues the function, then starts a thread, and raises when
-that fails; the function runs later, in memory that belongs to somebody else by then.
+CPython's ThreadPoolExecutor breaks the first rule: it queues the function, then starts a thread, and raises if
+that fails. The function runs later, in memory that may by then be in use for something else.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from transferd.errors import Closed, NoThreads
 S = TypeVar("S")
 T = TypeVar("T")
 
-CLOSE_S = 1.0  # that a close waits for what runs; callers have waited for their own work before
-# What a daemon needs at the least: its copies, its storage, its log and dumps, and those of libzmq and libuv,
-# which end the process when they cannot start a thread.
+CLOSE_S = 1.0  # how long a close waits for running functions; callers have already waited for their own work
+# The fewest threads a daemon needs: for copies, storage, log and dumps, and for libzmq and libuv, which abort the
+# process if they cannot start a thread.
 LEAST = 32
 
 
-# Where the functions given to threads from this context are noted, for whoever may want to withdraw them.
+# Collects the functions that this context gives to threads, so that it can withdraw them.
 noted: ContextVar[list[asyncio.Future[Any]] | None] = ContextVar("noted", default=None)
 
 
@@ -60,31 +60,31 @@ class Threads(Protocol):
     """
 
     def open(self) -> None:
-        """Start the threads. Raises NoThreads; then none runs. Again: nothing."""
+        """Start the threads. Raises NoThreads, and then none runs. Idempotent."""
 
     def run(self, direction: Direction, function: Callable[[], T], what: object = None) -> asyncio.Future[T]:
-        """The future of its end. Raises NoThreads or Closed; then the function never runs."""
+        """A future of the function's result. Raises NoThreads or Closed, and then the function never runs."""
 
     def under_way(self) -> list[str]:
-        """What runs now: thread, what, for how long, and the line of code it is at."""
+        """What runs now: thread, function, for how long, and at which line of code."""
 
     def close(self, within: float = CLOSE_S) -> list[str]:
-        """Take nothing more, withdraw what waits (`Closed`), wait for the rest. Returns what still runs."""
+        """Accept no more, withdraw what waits (`Closed`), wait for the rest. Returns what still runs."""
 
 
 class Work(asyncio.Future[T]):
-    """One function on its way through a thread; also the future of its end, made on the running loop."""
+    """One function on its way through a thread, and the future of its result. Created on the running loop."""
 
     def __init__(self, function: Callable[[], T], what: object = None) -> None:
         super().__init__(loop=asyncio.get_running_loop())
         self.what = what or getattr(function, "__qualname__", None) or type(function).__name__
         self._function = [function]
-        self._turn = [True]  # whoever pops it decides: a thread runs the function, or its caller withdraws it
+        self._turn = [True]  # popped once: by the thread that runs the function, or by the caller that withdraws it
         self._returned: list[T] = []
         self._raised: BaseException | None = None
 
     def cancel(self, msg: object = None) -> bool:
-        """Withdraw the function. False once a thread has taken it; who awaits it is then cancelled at its end."""
+        """Withdraw the function. False once a thread has taken it: its awaiter is then cancelled when it has ended."""
         return self._take_turn() and super().cancel(msg)
 
     def refuse(self, error: Exception) -> None:
@@ -92,21 +92,21 @@ class Work(asyncio.Future[T]):
         if self._take_turn():
             self._function.clear()
             self.set_exception(error)
-            self.exception()  # somebody who has lost interest must not make asyncio log it
+            self.exception()  # mark it retrieved: asyncio must not log it if no caller is left
 
     def execute(self) -> bool:
-        """In a thread: run the function, unless it was withdrawn. True: `deliver` comes next, on the loop."""
+        """In a thread: run the function, unless it was withdrawn. If True, call `deliver` next, on the loop."""
         if not self._take_turn():
             return False
         try:
             self._returned.append(self._function.pop()())  # no name for it: an error's traceback would keep it alive
-        except BaseException as error:  # noqa: BLE001 - it belongs to whoever gave the function
+        except BaseException as error:  # noqa: BLE001 - the caller gets it
             self._raised = error
         self.what = None
         return True
 
     def deliver(self) -> None:
-        """On the loop: tell the caller how it ended."""
+        """On the loop: set the result or the error."""
         error, self._raised = self._raised, None
         if error is not None:
             self.set_exception(error)
@@ -114,7 +114,7 @@ class Work(asyncio.Future[T]):
             self.set_result(self._returned.pop())
 
     def deliver_from_thread(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so no caller is left
             self.get_loop().call_soon_threadsafe(self.deliver)
 
     def _take_turn(self) -> bool:
@@ -125,9 +125,9 @@ class Work(asyncio.Future[T]):
 
 
 class Crew:
-    """A fixed number of threads that take functions first come, first served. Owns them until `close`.
+    """A fixed number of threads that serve functions in order of arrival. Owns them until `close`.
 
-    most_waiting: functions that may wait for a thread; None for any number.
+    most_waiting: how many functions may wait for a thread; None for no limit.
     """
 
     def __init__(self, name: str, size: int, *, most_waiting: int | None = None) -> None:
@@ -140,7 +140,7 @@ class Crew:
         self._closed = False
 
     def open(self) -> None:
-        """Start every thread now. Raises NoThreads (then none runs) or Closed. Again: nothing."""
+        """Start every thread now. Raises NoThreads (and then none runs) or Closed. Idempotent."""
         if self._closed:
             raise Closed(f"{self.name}: these threads are closed")
         try:
@@ -152,7 +152,7 @@ class Crew:
             raise
 
     def run(self, function: Callable[[], T], what: object = None) -> Work[T]:
-        """The future of its end. Raises NoThreads, Closed, queue.Full; then the function never runs."""
+        """A future of the function's result. Raises NoThreads, Closed or queue.Full; then the function never runs."""
         self.open()
         if self._most_waiting is not None and self._queue.qsize() >= self._most_waiting:
             raise queue.Full
@@ -163,7 +163,7 @@ class Crew:
         return work
 
     def under_way(self) -> list[str]:
-        """What runs now: thread, what, for how long, and where in the code."""
+        """What runs now: thread, function, for how long, and at which line of code."""
         now, frames = time.monotonic(), sys._current_frames()  # noqa: SLF001 - the only way to ask
         idents = {thread.name: thread.ident for thread in self._threads}
         told = []
@@ -174,7 +174,7 @@ class Crew:
         return told
 
     def close(self, within: float = CLOSE_S) -> list[str]:
-        """Take nothing more, withdraw what waits, wait for what runs. Returns what still does. Idempotent."""
+        """Accept no more, withdraw what waits, wait for what runs. Returns what still runs. Idempotent."""
         if not self._closed:
             self._closed = True
             with contextlib.suppress(queue.Empty):
@@ -196,18 +196,18 @@ class Crew:
         return start_thread(name, lambda: self._serve(name))
 
     def _serve(self, name: str) -> None:
-        """A thread's life."""
+        """The body of one thread."""
         while (work := self._queue.get()) is not None:
             self._running[name] = work.what, time.monotonic()
             ended = work.execute()
             del self._running[name]
             if ended:
                 work.deliver_from_thread()
-            del work  # nothing of it is kept alive while the thread waits
+            del work  # so that the waiting thread keeps no reference to it
 
 
 class ThreadPools:
-    """Threads as two crews, one per direction, so that a burst of stores never keeps a load waiting for a thread."""
+    """Threads in two crews, one per direction, so that a load never waits for a thread behind a burst of stores."""
 
     def __init__(self, threads_per_direction: int, *, name: str = "transferd") -> None:
         self._crews = {
@@ -233,7 +233,7 @@ class ThreadPools:
 
 
 class Stripe(Generic[S, T]):
-    """One thread's part of a batch: `effect` of each item. str() says what it does, and to which item just now."""
+    """One thread's part of a batch: calls `effect` with each item. str() names the call and the current item."""
 
     def __init__(self, effect: Callable[[S], T], items: Sequence[S], name_of: Callable[[S], str] = str) -> None:
         self._effect = effect
@@ -252,7 +252,7 @@ class Stripe(Generic[S, T]):
 
 
 def start_thread(name: str, target: Callable[[], object]) -> threading.Thread:
-    """A running daemon thread. Raises NoThreads, and then `target` is never called."""
+    """Start a daemon thread. Raises NoThreads, and then `target` is never called."""
     thread = threading.Thread(target=target, name=name, daemon=True)
     try:
         thread.start()
@@ -263,7 +263,7 @@ def start_thread(name: str, target: Callable[[], object]) -> threading.Thread:
 
 
 def require_threads(least: int = LEAST) -> None:
-    """Make sure that so many threads can be started now, before a library that cannot say so needs one.
+    """Check that `least` threads can be started now, before a library needs one and aborts without it.
 
     Raises NoThreads.
     """
