@@ -246,14 +246,40 @@ def replay(
     concurrency: Annotated[int, typer.Option(min=1, help="Number of requests in flight.")] = 8,
     config: ConfigOption = None,
     endpoint: EndpointOption = None,
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="Move nothing: predict the hits of several sizes of host and storage.")
+    ] = False,
+    host_sizes: Annotated[
+        str | None, typer.Option(help="With --simulate: host memory sizes, such as 0,64GiB (default: the configured).")
+    ] = None,
+    storage_sizes: Annotated[
+        str | None, typer.Option(help="With --simulate: storage sizes (default: doubling up to the whole trace).")
+    ] = None,
+    prefill_rate: Annotated[
+        float | None, typer.Option(min=1, help="With --simulate: prefill tokens per second; shows the time saved.")
+    ] = None,
+    load_rates: Annotated[
+        str | None,
+        typer.Option(help="With --simulate: bytes per second from host,storage, such as 40GB,5GB (default: measured)."),
+    ] = None,
+    chart: Annotated[
+        Path | None, typer.Option(help="With --simulate: write the curve of hit rate over size to this SVG file.")
+    ] = None,
     format_: FormatOption = Format.TEXT,
 ) -> None:
     """Replay a request trace and check every byte that comes back. Without --endpoint, starts a private daemon."""
     from transferd.cli.replay import command
     from transferd.cli.replay.trace import read_trace
 
+    requests_ = read_trace(trace, requests)
+    if simulate:
+        from transferd.cli.replay import simulate as simulation
+
+        wanted = simulation.Wanted(host_sizes, storage_sizes, prefill_rate, load_rates)
+        simulation.run(requests_, wanted, config=config, ranks=ranks, chart_file=chart, as_json=format_ is Format.JSON)
+        return
     report = command.run(
-        read_trace(trace, requests),
+        requests_,
         endpoint=endpoint,
         config=config,
         ranks=ranks,

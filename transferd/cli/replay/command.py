@@ -37,7 +37,7 @@ async def replay(endpoint: str, requests: Sequence[TraceRequest], concurrency: i
             stats = await client.stats()
             data = KvData([await client.attach(rank["rank"]) for rank in stats["ranks"]])
             engine = Engine(client, data, Tiers.of(stats), report, threads)
-            with _progress(console) as progress:
+            with progress_bar(console, "replaying") as progress:
                 bar = progress.add_task("replaying", total=len(requests))
                 before = time.monotonic()
                 try:
@@ -50,8 +50,9 @@ async def replay(endpoint: str, requests: Sequence[TraceRequest], concurrency: i
     return report
 
 
-def _progress(console: Console) -> Progress:
-    columns = (TextColumn("replaying"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+def progress_bar(console: Console, what: str) -> Progress:
+    """A bar that shows on a terminal only."""
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
 
 

@@ -26,13 +26,12 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from transferd.cli.replay.kvdata import VERSION, KvData
+from transferd.cli.replay.kvdata import VERSION, Mismatch
 from transferd.cli.replay.pool import Admission, BlockPool, Entry
 from transferd.cli.replay.report import ReplayReport
 from transferd.cli.replay.trace import TraceRequest
-from transferd.client.client import Client
 from transferd.errors import DaemonLost, TransferError
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.threads import Direction, Threads
@@ -69,13 +68,33 @@ class Tiers:
         return cls(stats["layout"]["device_blocks"], stats["host"]["blocks"], storage)
 
 
+class TaskServer(Protocol):
+    """What answers an engine's tasks: a Client, or a prediction of one (predict.py)."""
+
+    async def submit(self, task: Task) -> TaskResult: ...
+
+    async def match(self, keys: Sequence[str]) -> int: ...
+
+
+class BlockData(Protocol):
+    """What device blocks hold: KvData, or nothing at all in a prediction."""
+
+    def fill(self, block: int, content: int) -> None: ...
+
+    def poison(self, blocks: Sequence[int]) -> None: ...
+
+    def verify(self, block: int, content: int) -> Mismatch | None: ...
+
+    def untouched(self, block: int, content: int) -> Mismatch | None: ...
+
+
 class Engine:
     """Plays requests against one daemon. Borrows client, threads, and the attached memory behind `data`."""
 
     def __init__(
         self,
-        client: Client,
-        data: KvData,
+        client: TaskServer,
+        data: BlockData,
         tiers: Tiers,
         report: ReplayReport,
         threads: Threads,

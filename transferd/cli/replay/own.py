@@ -28,10 +28,13 @@ DISK_SHARE = 0.5  # of what is free may be filled with blocks
 LOG_LINES = 20  # of the daemon's, told when it did not end well
 
 
-def settings(config: Path | None, ranks: int | None, cache: Mapping[str, Any]) -> dict[str, Any]:
+def settings(
+    config: Path | None, ranks: int | None, cache: Mapping[str, Any], blocks: int | None = None
+) -> dict[str, Any]:
     """What the daemon is told, as a tree: a configuration file's cache and storage, or CACHE; our places.
 
-    cache: overrides of CACHE where there is no file. Raises ConfigError.
+    cache: overrides of CACHE where there is no file. blocks: the number of device blocks and of host blocks,
+    instead of those of the file or of CACHE. Raises ConfigError.
     """
     if config is None:
         tree: dict[str, Any] = {"cache": CACHE | dict(cache), "storage": {"backend": "file", "model": "replay"}}
@@ -44,17 +47,23 @@ def settings(config: Path | None, ranks: int | None, cache: Mapping[str, Any]) -
     if ranks is not None:
         tree["cache"]["ranks"] = ranks
         tree["cache"].pop("devices", None)
+    if blocks is not None:
+        tree["cache"]["device_blocks"] = tree["cache"]["host_blocks"] = blocks
     return tree
 
 
 @contextlib.contextmanager
-def own_daemon(config: Path | None, ranks: int | None, cache: Mapping[str, Any]) -> Iterator[str]:
+def own_daemon(
+    config: Path | None, ranks: int | None, cache: Mapping[str, Any], blocks: int | None = None
+) -> Iterator[str]:
     """A daemon for as long as the context; yields its endpoint. Stops it with SIGTERM, removes all it wrote.
+
+    The arguments are those of `settings`.
 
     Raises ConfigError for a bad file; TransferError if the daemon does not start, does not end with exit
     code 0, or leaves shared memory behind.
     """
-    tree = settings(config, ranks, cache)
+    tree = settings(config, ranks, cache, blocks)
     with tempfile.TemporaryDirectory(prefix="transferd-replay-") as directory:
         file = tree["storage"].setdefault("file", {})
         most = Size.parse(file.get("capacity", configuration.FileStorageSection().capacity))

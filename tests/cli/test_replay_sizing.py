@@ -1,0 +1,74 @@
+"""Sizes worth having: what a pair of sizes is counted as, and where the knee of a curve is."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from transferd.cli.replay.chart import chart
+from transferd.cli.replay.sizing import (
+    Footprint,
+    Rates,
+    SizePoint,
+    default_storage_sizes,
+    knee,
+    knees,
+    size_point,
+)
+from transferd.cli.replay.trace import TRACE_BLOCK_TOKENS, TraceRequest
+from transferd.config import from_tree
+from transferd.errors import ConfigError
+
+
+def point(storage: int, hits: float, host: int = 0) -> SizePoint:
+    rates = {"device": 0.0, "host": 0.0, "storage": hits, "none": 1.0 - hits}
+    return SizePoint(host, storage, rates, 0, 0, 0, 0, 0.0, None)
+
+
+def config(**cache: int) -> dict[str, dict[str, object]]:
+    small = {"layers": 2, "kv_heads": 1, "head_dim": 16, "block_size": 64, "device_blocks": 64, "host_blocks": 16}
+    server = {"endpoint": "ipc:///nowhere"}
+    return {"server": server, "cache": small | {"ranks": 2} | cache, "storage": {"backend": "memory"}}
+
+
+def test_a_trace_block_has_the_bytes_of_its_tokens_on_all_ranks() -> None:
+    footprint = Footprint.of(from_tree(config()))
+    token = 2 * 2 * 1 * 16 * 2  # layers, key and value, heads, head_dim, two bytes
+    assert footprint.host == token * TRACE_BLOCK_TOKENS * 2  # ranks
+    assert footprint.stored > footprint.host, "an object has a footer, too"
+    assert footprint.device_blocks == 64 * 64 // TRACE_BLOCK_TOKENS
+    assert footprint.host_pool == 16 * 64 * token * 2
+    with pytest.raises(ConfigError, match=r"cache.device_blocks: the device holds 448 tokens"):
+        Footprint.of(from_tree(config(device_blocks=7)))
+
+
+def test_what_is_loaded_costs_and_what_is_not_computed_pays() -> None:
+    footprint = Footprint(host=1000, stored=1100, device_blocks=2, host_pool=0)
+    requests = [TraceRequest(hash_ids=ids) for ids in ((1, 2), (3, 4), (1, 2))]
+    rates = Rates(host=1e3, storage=1.1e3, prefill=float(TRACE_BLOCK_TOKENS))
+    stored = size_point(requests, footprint, rates, 0, 4 * 1100)
+    assert stored.hit_rate == {"device": 0.0, "host": 0.0, "storage": 2 / 6, "none": 4 / 6}
+    assert (stored.storage_loaded, stored.storage_used, stored.load_s, stored.saved_s) == (2200, 4400, 2.0, 0.0)
+    hosted = size_point(requests, footprint, rates, 2 * 1000, 1099)
+    assert hosted.hit_rate["host"] == 2 / 6
+    assert (hosted.host_loaded, hosted.storage_used) == (2000, 0)
+    assert default_storage_sizes(requests, footprint) == [0, 1100, 2200, 4400]
+
+
+def test_the_knee_is_where_the_curve_bends_most() -> None:
+    assert knee([point(0, 0.1), point(1, 0.5), point(2, 0.55), point(4, 0.6)]) == point(1, 0.5)
+    assert knee([point(0, 0.1), point(1, 0.2), point(2, 0.3)]) is None, "a straight line"
+    assert knee([point(0, 0.1), point(1, 0.1)]) is None
+    assert knee([point(0, 0.4), point(1, 0.4), point(2, 0.4)]) is None
+    both = [point(0, 0.0), point(1, 0.9), point(9, 1.0), *(point(s, 0.5, host=7) for s in (0, 1, 9))]
+    assert knees(both) == [point(1, 0.9)]
+
+
+def test_the_chart_escapes_its_title_and_marks_each_knee() -> None:
+    points = [point(0, 0.0), point(1, 0.9), point(9, 1.0)]
+    drawn = chart(points, "a <b> & c")
+    root = ET.fromstring(drawn)
+    assert root[0].text == "a <b> & c"
+    assert [line.get("class") for line in root if line.get("class") == "knee"] == ["knee"]
+    assert chart([point(5, 0.0)], "one size, no hit")

@@ -1,0 +1,130 @@
+"""`transferd replay --simulate` against the real thing: the same trace on the same sizes has the same hits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from transferd.cli.replay.command import run
+from transferd.cli.replay.engine import Tiers
+from transferd.cli.replay.own import settings
+from transferd.cli.replay.predict import predict
+from transferd.cli.replay.trace import TraceRequest, generated_workload
+from transferd.config import from_tree
+from transferd.config.toml import to_toml
+from transferd.daemon.preflight import build
+
+pytestmark = pytest.mark.one_loop
+
+SHARED_TRACE = Path(__file__).parents[3] / "shared" / "traces" / "conversation_trace.jsonl"
+GEOMETRY = {"layers": 2, "kv_heads": 1, "head_dim": 16, "block_size": 16, "ranks": 2}
+
+
+def really(
+    tmp_path: Path, requests: list[TraceRequest], device: int, host: int, capacity: int | None
+) -> tuple[dict[str, int], int]:
+    """Hits and blocks written of a real replay, one request at a time; capacity in objects of a rank."""
+    cache = GEOMETRY | {"device_blocks": device, "host_blocks": host}
+    tree: dict[str, Any] = {"server": {"endpoint": "ipc:///nowhere"}, "cache": cache, "storage": {"backend": "none"}}
+    if capacity is not None:
+        tree["storage"] = {"backend": "file", "file": {"path": str(tmp_path / "unused")}}
+        nbytes = build(from_tree(tree)).objects.slot_bytes
+        tree["storage"]["file"]["capacity"] = capacity * 2 * nbytes
+    config = tmp_path / "replayed.toml"
+    config.write_text(to_toml(tree))
+    report = run(requests, endpoint=None, config=config, ranks=None, concurrency=1, quiet=True)
+    assert report.verify_failures == 0
+    return dict(report.hits), report.blocks_written
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "capacity"),
+    [(48, 24, 1000), (48, 24, 120), (48, 0, 60), (20, 60, 30), (48, 24, None), (16, 0, 1)],
+    ids=lambda value: str(value),
+)
+def test_predicted_hits_are_those_of_a_real_replay(
+    device: int, host: int, capacity: int | None, tmp_path: Path
+) -> None:
+    requests = generated_workload(21, 120)
+    predicted, _ = predict(requests, Tiers(device, host, storage=capacity is not None), capacity)
+    hits, written = really(tmp_path, requests, device, host, capacity)
+    assert (dict(predicted.hits), predicted.blocks_written) == (hits, written)
+    assert hits["none"] < sum(hits.values())
+
+
+@pytest.mark.skipif(not SHARED_TRACE.exists(), reason="the conversation trace is not on this machine")
+def test_predicted_hits_of_real_traffic_are_those_of_a_real_replay(tmp_path: Path) -> None:
+    from transferd.cli.replay.trace import read_trace
+
+    requests = read_trace(SHARED_TRACE, 500)
+    predicted, _ = predict(requests, Tiers(200, 200, storage=True), 5000)
+    assert (dict(predicted.hits), predicted.blocks_written) == really(tmp_path, requests, 200, 200, 5000)
+    assert predicted.hits["storage"] > 0
+
+
+def transferd(*arguments: object) -> subprocess.CompletedProcess[str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("TRANSFERD_")}
+    command = [sys.executable, "-m", "transferd", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=clean)
+
+
+def test_the_command_prints_sizes_and_draws_them(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    lines = (json.dumps({"hash_ids": request.hash_ids}) for request in generated_workload(3, 80))
+    trace.write_text("\n".join(lines))
+    chart = tmp_path / "sizes.svg"
+    wanted = ["--load-rates", "10GB,1GB", "--host-sizes", "0,64MiB", "--prefill-rate", 5000, "--chart", chart]
+    done = transferd("replay", trace, "--simulate", *wanted, "--format", "json")
+    assert done.returncode == 0, done.stderr
+    tree = json.loads(done.stdout)
+    assert tree["rates"] == {"host": 10e9, "storage": 1e9, "prefill": 5000.0}
+    by_host: dict[int, list[float]] = {}
+    for point in tree["points"]:
+        assert sum(point["hit_rate"].values()) == pytest.approx(1.0)
+        by_host.setdefault(point["host_bytes"], []).append(point["hit_rate"]["none"])
+    assert sorted(by_host) == [0, 64 * 2**20]
+    assert all(computed[0] > computed[-1] for computed in by_host.values()), "the whole trace stored spares prefill"
+    drawn = ET.parse(chart).getroot()
+    assert len(drawn.findall("{http://www.w3.org/2000/svg}polyline")) == 2
+    told = transferd("replay", trace, "--simulate", *wanted)
+    assert "where blocks come from" in told.stdout
+    assert "saved" in told.stdout
+
+
+def test_rates_are_measured_where_none_are_named(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"hash_ids": [1, 2]}\n{"hash_ids": [1, 2, 3]}\n')
+    done = transferd("replay", trace, "--simulate", "--storage-sizes", "0,1GB", "--format", "json")
+    assert done.returncode == 0, done.stderr
+    rates = json.loads(done.stdout)["rates"]
+    assert rates["host"] > 0
+    assert rates["storage"] > 0
+    assert settings(None, None, {}, blocks=7)["cache"]["host_blocks"] == 7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--load-rates", "10GB"], "--load-rates 10GB: expected two rates"),
+        (["--load-rates", "10GB,0"], "--load-rates 10GB,0: expected two rates"),
+        (["--load-rates", "1GB,1GB", "--storage-sizes", "much"], "--storage-sizes much: expected a size"),
+        (
+            ["--load-rates", "1GB,1GB", "--chart", "/nowhere/at/all.svg"],
+            "--chart /nowhere/at/all.svg: cannot be written",
+        ),
+    ],
+)
+def test_a_bad_option_is_one_line(arguments: list[str], told: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"hash_ids": [1, 2]}\n')
+    done = transferd("replay", trace, "--simulate", *arguments)
+    assert done.returncode != 0
+    assert told in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr

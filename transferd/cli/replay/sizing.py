@@ -1,0 +1,222 @@
+"""How much memory is worth having: a trace against several sizes of host and storage, each predicted (predict.py).
+
+An id of a trace stands for TRACE_BLOCK_TOKENS tokens. So the blocks counted here have that many tokens, whatever
+`cache.block_size` is, and sizes in bytes are those of the whole daemon: all ranks together.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from transferd.cli.replay.engine import Tiers
+from transferd.cli.replay.predict import predict
+from transferd.cli.replay.trace import TRACE_BLOCK_TOKENS, TraceRequest
+from transferd.config import Config
+from transferd.daemon.preflight import build
+from transferd.errors import ConfigError
+
+SHARES = (64, 32, 16, 8, 4, 2, 1)  # default storage sizes: what the trace would fill, divided by these
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes of one trace block, all ranks together, and what the daemon has room for."""
+
+    host: int
+    stored: int  # with its footer
+    device_blocks: int
+    host_pool: int  # bytes of the configured host pool
+
+    @classmethod
+    def of(cls, config: Config) -> Footprint:
+        """From a daemon's configuration. Raises ConfigError."""
+        plan, cache = build(config), config.cache
+        parts = TRACE_BLOCK_TOKENS / cache.block_size  # cache blocks to a trace block
+
+        def nbytes(of_block: int) -> int:
+            return max(1, round(of_block * cache.ranks * parts))
+
+        blocks = int(plan.layout.device_blocks / parts)
+        if blocks < 1:
+            tokens = plan.layout.device_blocks * cache.block_size
+            problem = f"the device holds {tokens} tokens, which is less than one block of the trace"
+            raise ConfigError("cache.device_blocks", problem, plan.layout.device_blocks)
+        return cls(nbytes(plan.layout.block_bytes), nbytes(plan.objects.slot_bytes), blocks, plan.sizes.host)
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What it costs to bring a block: bytes per second of a tier, tokens per second of the engine's prefill."""
+
+    host: float
+    storage: float
+    prefill: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SizePoint:
+    """What one pair of sizes would do for the trace. Sizes and bytes are of the whole daemon."""
+
+    host_bytes: int
+    storage_bytes: int
+    hit_rate: dict[str, float]  # by tier; "none": computed
+    host_loaded: int
+    storage_loaded: int
+    storage_used: int  # at most, over the trace
+    truncated: int  # requests longer than the device
+    load_s: float  # spent on loads
+    saved_s: float | None  # prefill that the loads spare, less load_s
+
+    @property
+    def hits(self) -> float:
+        """The share of blocks that need no prefill."""
+        return 1.0 - self.hit_rate["none"]
+
+
+def default_storage_sizes(requests: Sequence[TraceRequest], footprint: Footprint) -> list[int]:
+    """No storage, then doubling sizes up to all that the trace would ever store."""
+    distinct = len({content for request in requests for content in request.hash_ids})
+    return [0, *dict.fromkeys(max(1, distinct // share) * footprint.stored for share in SHARES)]
+
+
+def size_points(
+    requests: Sequence[TraceRequest],
+    footprint: Footprint,
+    rates: Rates,
+    hosts: Sequence[int],
+    storages: Sequence[int],
+    done: Callable[[], None] = lambda: None,
+) -> list[SizePoint]:
+    """Predict every pair of sizes, on all cores. Returns them by host size, then by storage size.
+
+    hosts, storages: bytes. done: called after each pair, in the caller's thread.
+    """
+    pairs = [(host, storage) for host in sorted(set(hosts)) for storage in sorted(set(storages))]
+    workers = min(len(pairs), os.cpu_count() or 1)
+    points: dict[tuple[int, int], SizePoint] = {}
+    context = multiprocessing.get_context("spawn")  # a fork would take the caller's threads' locks with it
+    with ProcessPoolExecutor(workers, context, initializer=_give, initargs=(requests, footprint, rates)) as pool:
+        futures = {pool.submit(_size_point, *pair): pair for pair in pairs}
+        try:
+            for future in as_completed(futures):
+                points[futures[future]] = future.result()
+                done()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return [points[pair] for pair in pairs]
+
+
+_given: list[tuple[Sequence[TraceRequest], Footprint, Rates]] = []  # in a worker process: what all pairs share
+
+
+def _give(requests: Sequence[TraceRequest], footprint: Footprint, rates: Rates) -> None:
+    _given.append((requests, footprint, rates))
+
+
+def _size_point(host: int, storage: int) -> SizePoint:
+    return size_point(*_given[0], host, storage)
+
+
+def size_point(
+    requests: Sequence[TraceRequest], footprint: Footprint, rates: Rates, host: int, storage: int
+) -> SizePoint:
+    """Predict one pair of sizes, in bytes."""
+    capacity = storage // footprint.stored
+    tiers = Tiers(footprint.device_blocks, host // footprint.host, storage=capacity > 0)
+    report, most_stored = predict(requests, tiers, capacity)
+    total = report.hits.total() or 1
+    host_loaded = report.hits["host"] * footprint.host
+    storage_loaded = report.hits["storage"] * footprint.stored
+    load_s = host_loaded / rates.host + storage_loaded / rates.storage
+    spared = (report.hits["host"] + report.hits["storage"]) * TRACE_BLOCK_TOKENS
+    return SizePoint(
+        host_bytes=host,
+        storage_bytes=storage,
+        hit_rate={tier: report.hits[tier] / total for tier in ("device", "host", "storage", "none")},
+        host_loaded=host_loaded,
+        storage_loaded=storage_loaded,
+        storage_used=most_stored * footprint.stored,
+        truncated=report.truncated,
+        load_s=load_s,
+        saved_s=None if rates.prefill is None else spared / rates.prefill - load_s,
+    )
+
+
+def knee(points: Sequence[SizePoint]) -> SizePoint | None:
+    """Where more storage begins to pay less: the point farthest above the line from the first to the last.
+
+    That is the "Kneedle" of Satopaa et al., 2011. points: of one host size, by storage size. None: a straight line.
+    """
+    if len(points) < 3:
+        return None
+    first, last = points[0], points[-1]
+    width, height = last.storage_bytes - first.storage_bytes, last.hits - first.hits
+    if width <= 0 or height <= 0:
+        return None
+
+    def above(point: SizePoint) -> float:
+        return (point.hits - first.hits) / height - (point.storage_bytes - first.storage_bytes) / width
+
+    best = max(points, key=above)
+    return best if above(best) > 0 else None
+
+
+def knees(points: Sequence[SizePoint]) -> list[SizePoint]:
+    """The knee of each host size that has one."""
+    hosts = sorted({point.host_bytes for point in points})
+    found = (knee([point for point in points if point.host_bytes == host]) for host in hosts)
+    return [point for point in found if point is not None]
+
+
+def tree(points: Sequence[SizePoint], rates: Rates) -> dict[str, Any]:
+    """The result as plain data."""
+    return {
+        "rates": asdict(rates),
+        "points": [asdict(point) for point in points],
+        "knees": [asdict(point) for point in knees(points)],
+    }
+
+
+def print_points(points: Sequence[SizePoint], rates: Rates, console: Console) -> None:
+    """The result for people."""
+    table = Table(title="where blocks come from, by size (GB)")
+    columns = ["host", "storage", "on device", "from host", "from storage", "computed", "used", "loaded"]
+    for column in columns + ["saved"] * (rates.prefill is not None):
+        table.add_column(column, justify="right")
+    at_knee = knees(points)
+    for point in points:
+        loaded = point.host_loaded + point.storage_loaded
+        row = [_number(point.host_bytes), _number(point.storage_bytes)]
+        row += [f"{point.hit_rate[tier]:.1%}" for tier in ("device", "host", "storage", "none")]
+        row += [_number(point.storage_used), _number(loaded)]
+        if point.saved_s is not None:
+            row.append(f"{point.saved_s:,.0f} s")
+        table.add_row(*row, style="bold" if point in at_knee else None)
+    console.print(table)
+    console.print(f"loads at {rates.host / 1e9:.2f} GB/s from host memory, {rates.storage / 1e9:.2f} GB/s from storage")
+    if points[0].truncated:
+        console.print(f"{points[0].truncated:,} requests are longer than the device; only what fits there was counted")
+    for point in at_knee:
+        with_host = f" (with {gigabytes(point.host_bytes)} of host memory)" if point.host_bytes else ""
+        console.print(
+            f"[bold]the knee[/] is at {gigabytes(point.storage_bytes)} of storage{with_host}: "
+            f"{point.hits:.1%} of all blocks need no prefill"
+        )
+
+
+def gigabytes(nbytes: int) -> str:
+    """For people, three digits or so."""
+    return f"{_number(nbytes)} GB"
+
+
+def _number(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.3g}" if nbytes < 1e12 else f"{nbytes / 1e9:,.0f}"
