@@ -43,6 +43,10 @@ def read(blocks: int) -> ReadStorageTask:
     )
 
 
+def sparse(blocks: int) -> ReadStorageTask:
+    return msgspec.structs.replace(read(blocks), prefix=False)
+
+
 def write(blocks: int) -> WriteStorageTask:
     return WriteStorageTask(
         task_id="w", keys=[f"k{i}" for i in range(blocks)], gpu_block_ids=[100 + i for i in range(blocks)]
@@ -96,6 +100,31 @@ def test_a_write_claims_what_every_rank_stored(moved: list[Sequence[int]], claim
 )
 def test_a_swap_claims_all_or_nothing(moved: list[Sequence[int]], claimed: list[int]) -> None:
     assert swap(3).merge(ranks(*moved)).block_ids == claimed
+
+
+@pytest.mark.parametrize(
+    ("moved", "claimed", "status"),
+    [
+        ([range(4), range(4)], [100, 101, 102, 103], Status.OK),
+        ([range(4), range(2)], [100, 101], Status.PARTIAL),
+        ([range(4), [0, 1, 3]], [100, 101, 103], Status.PARTIAL),
+        ([[1, 3], [0, 3], range(4)], [103], Status.PARTIAL),
+        ([[0, 2], [1, 3]], [], Status.MISS),
+        ([range(0), range(4)], [], Status.MISS),
+    ],
+)
+def test_a_sparse_read_claims_every_block_that_all_ranks_loaded(
+    moved: list[Sequence[int]], claimed: list[int], status: Status
+) -> None:
+    merged = sparse(4).merge(ranks(*moved))
+    assert (merged.block_ids, merged.status, merged.error) == (claimed, status, None)
+
+
+def test_a_sparse_read_that_a_rank_fails_in_part_keeps_the_rest_and_says_why() -> None:
+    outcomes = [RankOutcome(0, range(4)), RankOutcome(1, [0, 3], error=BROKEN)]
+    merged = sparse(4).merge(outcomes)
+    assert (merged.block_ids, merged.status) == ([100, 103], Status.PARTIAL)
+    assert merged.error == ErrorInfo("tier_error", "rank 1: the copy went wrong")
 
 
 def test_extra_gpu_blocks_of_a_read_are_never_claimed() -> None:
@@ -206,7 +235,7 @@ ERRORS = st.none() | st.sampled_from([BROKEN, ErrorInfo("storage_error", "disk")
 @st.composite
 def tasks_and_outcomes(draw: st.DrawFn) -> tuple[Task, list[RankOutcome]]:
     blocks = draw(st.integers(1, 6))
-    makers: list[Callable[[int], Task]] = [read, write, swap]
+    makers: list[Callable[[int], Task]] = [read, sparse, write, swap]
     task = draw(st.sampled_from(makers))(blocks)
     outcomes = []
     reason = draw(st.sampled_from(list(Stop)))  # every rank of a task is told the same
@@ -227,7 +256,7 @@ def test_a_result_never_claims_a_block_that_some_rank_lacks(case: tuple[Task, li
     assert positions == sorted(set(positions)), "in task order, each once"
     for outcome in outcomes:
         assert set(positions) <= set(outcome.moved)
-    if isinstance(task, ReadStorageTask):
+    if isinstance(task, ReadStorageTask) and task.prefix:
         assert positions == list(range(len(positions))), "a prefix"
     if isinstance(task, SwapOutTask):
         assert len(claimed) in (0, task.blocks), "all or nothing"
@@ -238,7 +267,7 @@ def test_a_result_claims_every_block_it_may(case: tuple[Task, list[RankOutcome]]
     task, outcomes = case
     everywhere = set.intersection(*(set(outcome.moved) for outcome in outcomes))
     merged = task.merge(outcomes)
-    if isinstance(task, WriteStorageTask):
+    if isinstance(task, WriteStorageTask) or (isinstance(task, ReadStorageTask) and not task.prefix):
         assert len(merged.block_ids) == len(everywhere)
     elif isinstance(task, ReadStorageTask):
         assert len(merged.block_ids) == task.blocks or len(merged.block_ids) not in everywhere
@@ -497,7 +526,7 @@ TASKS = st.one_of(
         token_ids=st.none() | st.lists(INT64, max_size=4),
         flush_cache_exists=st.none() | st.booleans(),
     ),
-    st.builds(ReadStorageTask, task_id=TEXT, keys=st.lists(TEXT, max_size=4), gpu_block_ids=IDS),
+    st.builds(ReadStorageTask, task_id=TEXT, keys=st.lists(TEXT, max_size=4), gpu_block_ids=IDS, prefix=st.booleans()),
     st.builds(
         SwapOutTask,
         task_id=TEXT,

@@ -7,11 +7,10 @@ vocabulary. Each task class states as data what the rest of the package would ot
 * `footprint()`: the blocks that it reads and writes in each tier, to order conflicting tasks;
 * `merge`: how the outcomes of all ranks become one answer.
 
-Merging is honest by construction: a result lists a block only if *every* rank moved it. What "moved"
-means depends on the task; that is all that the three merge rules below define:
+A result lists a block only if *every* rank moved it. Which of those it lists depends on the task:
 
-* read: the shortest common prefix (a later block is useless to an engine without the earlier ones);
-* write: the set of blocks that every rank stored;
+* read: the longest prefix (a later block is useless to most engines without the earlier ones);
+* sparse read, write: all of them;
 * swap: all or nothing (an engine maps whole nodes between device and host).
 """
 
@@ -19,7 +18,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import msgspec
 import numpy as np
@@ -32,7 +31,7 @@ class Status(enum.StrEnum):
     """How a task ended. Every task that was pushed gets exactly one of these, exactly once."""
 
     OK = "ok"  # all blocks moved
-    PARTIAL = "partial"  # some blocks moved: a usable prefix for reads
+    PARTIAL = "partial"  # some blocks moved: for reads a usable prefix, unless the read is sparse
     MISS = "miss"  # a read found no block, and nothing went wrong
     FAILED = "failed"  # no block moved, because of an error
     EXPIRED = "expired"  # no block moved by the deadline
@@ -226,7 +225,7 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 class TaskResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """The one final answer to a task.
 
-    block_ids: the gpu_block_ids that EVERY rank moved, in task order (a prefix for reads).
+    block_ids: the gpu_block_ids that EVERY rank moved, in task order (a prefix, unless the read is sparse).
     ranks: one RankResult per rank; empty if the task never started.
     error: the root cause; the message names the rank.
     retry_after: seconds, set with `busy` only.
@@ -327,18 +326,22 @@ def _prefix(moved: Sequence[int]) -> int:
     return length
 
 
+def _common(outcomes: Sequence[RankOutcome]) -> list[int]:
+    """The positions that every rank moved, ascending."""
+    return sorted(set.intersection(*(set(o.moved) for o in outcomes))) if outcomes else []
+
+
 def merge_read(task: ReadStorageTask, outcomes: Sequence[RankOutcome]) -> Merged:
-    """The longest prefix that every rank loaded."""
+    """The longest prefix that every rank loaded; of a sparse read, every block that every rank loaded."""
+    if not task.prefix:
+        return _merge(task, outcomes, _common(outcomes), Status.MISS)
     prefix = min((_prefix(o.moved) for o in outcomes), default=0)
     return _merge(task, outcomes, range(prefix), Status.MISS)
 
 
 def merge_write(task: WriteStorageTask, outcomes: Sequence[RankOutcome]) -> Merged:
     """The blocks that every rank stored, in task order."""
-    common: set[int] | None = None
-    for outcome in outcomes:
-        common = set(outcome.moved) if common is None else common & set(outcome.moved)
-    return _merge(task, outcomes, sorted(common or ()), Status.FAILED)
+    return _merge(task, outcomes, _common(outcomes), Status.FAILED)
 
 
 def merge_swap(task: SwapOutTask | SwapInTask, outcomes: Sequence[RankOutcome]) -> Merged:
@@ -374,9 +377,11 @@ class ReadStorageTask(_StorageTask, frozen=True, kw_only=True, tag="read"):
 
     gpu_block_ids may be longer than keys; the remaining blocks are not touched.
     start_read_block_idx: index of the first key's block in its sequence (token-indexed storage only).
+    prefix: False makes the read *sparse*: it loads every object that is there, whatever is missing before it.
     """
 
     start_read_block_idx: int = 0
+    prefix: bool = True
 
     lane: ClassVar[Lane] = Lane.READ
 
@@ -450,11 +455,4 @@ class SwapInTask(_SwapTask, frozen=True, kw_only=True, tag="swap_in"):
 
 
 Task = WriteStorageTask | ReadStorageTask | SwapOutTask | SwapInTask | SendTask | ReceiveTask
-TASK_TYPES: tuple[type[Task], ...] = (
-    WriteStorageTask,
-    ReadStorageTask,
-    SwapOutTask,
-    SwapInTask,
-    SendTask,
-    ReceiveTask,
-)
+TASK_TYPES: tuple[type[Task], ...] = get_args(Task)

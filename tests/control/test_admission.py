@@ -99,6 +99,7 @@ def refused(task: Task, bounds: Limits = LIMITS) -> str:
         write(timeout=1e-9),
         send(transfer_id="t" * 1024),
         read(start_read_block_idx=5),
+        read(prefix=False),
     ],
     ids=repr,
 )
@@ -132,6 +133,10 @@ def test_a_task_at_the_edge_of_what_may_be_asked_is_admitted(task: Task) -> None
         (swap_out([1], [6]), "id_out_of_range: cpu_block_ids: block 6 is out of range (0 … 5)"),
         (swap_out([1, 2], [3, 3]), "duplicate_id: cpu_block_ids: block 3 occurs twice"),
         (swap_in([2, 2], [3, 4]), "duplicate_id: gpu_block_ids: block 2 occurs twice"),
+        (
+            receive(prefix=False),
+            "prefix_only: prefix = false is impossible here: a direct transfer moves leading blocks only",
+        ),
         (send(transfer_id=""), "bad_value: transfer_id must have 1 to 1024 characters"),
         (receive(transfer_id="t" * 1025), "bad_value: transfer_id must have 1 to 1024 characters"),
         *(
@@ -299,12 +304,19 @@ def test_two_pushes_ask_the_same_whatever_their_id_and_timeout() -> None:
     assert content_hash(swap_in([1], [2])) == content_hash(other)
 
 
+def test_token_indexed_storage_has_no_sparse_reads() -> None:
+    task = read(prefix=False, token_ids=TokenIds(range(8)))
+    why = "prefix_only: prefix = false is impossible here: token-indexed storage finds leading blocks only"
+    assert refused(task, TOKENS) == why
+    check_task(task, LIMITS)
+
+
 def test_requests_that_differ_in_anything_are_different() -> None:
     path = TokenIds([1, 2, 3])
     asked: list[Task] = [
         write(), write("ac"), write(ids=[1, 2]), write(token_ids=path), write(start_write_block_idx=1),
         write(flush_cache_exists=True), write(flush_cache_exists=False),
-        read(), read("ac"), read(ids=[1, 2]), read(token_ids=path), read(start_read_block_idx=1),
+        read(), read("ac"), read(ids=[1, 2]), read(token_ids=path), read(start_read_block_idx=1), read(prefix=False),
         send(), send(transfer_id="u"), send(start_write_block_idx=1),
         receive(), receive(transfer_id="u"), receive(start_read_block_idx=1), receive(peer="other:1"),
         swap_out([1], [2]), swap_out([2], [2]), swap_out([1], [1]), swap_in([1], [2]),

@@ -231,6 +231,22 @@ def test_a_read_that_misses_withdraws_the_first_key_it_did_not_find() -> None:
     assert world.believed["STORAGE"] == hashes(["a", "c"])
 
 
+def test_a_sparse_read_announces_what_it_loaded_and_withdraws_every_key_it_did_not_find() -> None:
+    world = World(token_ids=True)
+    world.end(write(["a", "b", "c", "d"], [1, 2, 3, 4]))
+    events = world.end(read(["a", "b", "c", "d"], [5, 6, 7, 8], prefix=False), Status.PARTIAL, moved=[6, 8])
+    assert world.believed == {"GPU": hashes(["b", "d"]), "CPU": set(), "STORAGE": hashes(["b", "d"])}
+    stored = [event for event in events if isinstance(event, BlockStored)]
+    assert [event.parent_block_hash for event in stored] == [None, None], "its keys need not be one sequence"
+
+
+def test_a_sparse_read_withdraws_what_its_targets_held() -> None:
+    world = World()
+    world.end(read(["a", "b", "c"], [1, 2, 3]))
+    world.end(read(["d", "e", "f"], [1, 2, 3], prefix=False), Status.PARTIAL, moved=[2])
+    assert world.believed["GPU"] == hashes(["e"])
+
+
 def test_a_read_that_failed_says_nothing_about_storage() -> None:
     world = World()
     world.end(write(["a", "b"], [1, 2]))

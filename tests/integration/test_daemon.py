@@ -20,6 +20,7 @@ from transferd import (
     TaskResult,
     WriteStorageTask,
 )
+from transferd.blocks.keys import key_digest
 from transferd.client.launch import DaemonProcess, running, start
 
 pytestmark = pytest.mark.one_loop  # the daemon is in a process of its own; test_wire.py has both loops
@@ -73,6 +74,33 @@ async def test_what_was_written_is_read_back_into_other_blocks_byte_for_byte(cli
     assert (result.status, result.block_ids) == (Status.OK, target)
     assert snapshot(caches, target) == before
     assert result.bytes == written.bytes > 0
+
+
+async def test_a_sparse_read_loads_what_is_there_and_exists_says_the_same(client: Client, tmp_path: Path) -> None:
+    caches = await attach(client)
+    fill(caches, list(range(32)), seed=6)
+    await client.submit(write("w", [0, 1, 2, 3]))
+    damaged = [path for path in tmp_path.rglob("*") if path.is_file() and key_digest("key-2") in str(path)]
+    for path in damaged:
+        path.write_bytes(bytes(path.stat().st_size))
+    assert damaged
+    keys = ["key-0", "missing", "key-1", "key-2", "never stored", "key-3"]
+    assert await client.exists(keys) == [True, False, True, True, False, True]
+    assert await client.exists([]) == []
+    untouched = [n for n in range(32) if n not in (10, 12, 15)]
+    stored, others = snapshot(caches, [0, 1, 3]), snapshot(caches, untouched)
+    task = ReadStorageTask(task_id="r", keys=keys, gpu_block_ids=[10, 11, 12, 13, 14, 15], prefix=False)
+    result = await client.submit(task)
+    assert (result.status, result.block_ids, result.error) == (Status.PARTIAL, [10, 12, 15], None)
+    assert [r.blocks for r in result.ranks] == [3, 3]
+    assert snapshot(caches, [10, 12, 15]) == stored
+    assert snapshot(caches, untouched) == others
+    assert await client.exists(keys) == [True, False, True, False, False, True], "the damaged one was set aside"
+    again = await client.submit(ReadStorageTask(task_id="r2", keys=keys, gpu_block_ids=[10, 11, 12, 13, 14, 15]))
+    assert (again.status, again.block_ids) == (Status.PARTIAL, [10])
+    story = await client.explain("r")
+    told = [event for rank in story["lives"][0]["ranks"] for event in rank["events"] if event["what"] == "found"]
+    assert [event["blocks"] for event in told] == [4, 4]
 
 
 async def test_a_read_returns_the_prefix_that_storage_has_and_touches_nothing_else(client: Client) -> None:

@@ -45,6 +45,7 @@ def test_every_method_blocks_and_answers(endpoint: str, threads: Callable[[], li
         assert client.submit(task("s-1")).status is Status.OK
         assert client.push(task("s-2")).result(10).status is Status.OK
         assert client.match(["a", "missing"]) == 1
+        assert client.exists(["missing", "a"]) == [False, True]
         assert client.ping()[0] == client.boot_id == client.stats()["boot_id"] == "boot-1"
         client.set_generation("g")
         assert client.generation == "g"

@@ -21,6 +21,7 @@ from transferd.blocks.keys import block_keys
 from transferd.client.launch import running
 from transferd.config import load
 from transferd.daemon.process import STILL_RUNNING
+from transferd.tasks import TokenIds
 from transferd.wire.kv_events import block_hash
 
 BLOCK = 8  # tokens, as in config()
@@ -130,8 +131,14 @@ async def test_requests_that_do_not_fit_token_indexed_storage_are_typed(
             assert short.status is Status.OK  # one full block
             none = await client.submit(WriteStorageTask(task_id="n", keys=["a"], gpu_block_ids=[0]))
             assert (none.status, none.error and none.error.code) == (Status.REJECTED, "token_ids_required")
+            holes = ReadStorageTask(
+                task_id="h", keys=["a"], gpu_block_ids=[0], token_ids=TokenIds(path_of(1, 1)), prefix=False
+            )
+            sparse = await client.submit(holes)
+            assert (sparse.status, sparse.error and sparse.error.code) == (Status.REJECTED, "prefix_only")
             for ask, code in (
                 (client.match(["a"]), "token_ids_required"),
+                (client.exists(["a"]), "token_ids_required"),
                 (client.match_tokens(path_of(1, 2), start=3), "bad_value"),
             ):
                 with pytest.raises(TransferError) as refusal:

@@ -91,10 +91,16 @@ MUTANTS = (
         "    prefix = min((len(o.moved) for o in outcomes), default=0)",
     ),
     Mutant(
+        "a sparse read ends at the first hole",
+        "workers/read.py",
+        "        if not task.prefix and prefix < len(stored):",
+        "        if False:",
+    ),
+    Mutant(
         "a write claims what any rank stored",
         "tasks.py",
-        "common & set(outcome.moved)",
-        "common | set(outcome.moved)",
+        "set.intersection(*(set(o.moved) for o in outcomes))",
+        "set.union(*(set(o.moved) for o in outcomes))",
     ),
     Mutant(
         "a swap is whole when one rank is",

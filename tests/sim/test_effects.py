@@ -31,7 +31,7 @@ def play(program: Program, seed: int = 0) -> None:
             engine = SimEngine(world, "engine", range(48))
             await engine.connect()
             await program(world, engine)
-            for what in ("write", "read", "swap_out", "swap_in", "chain"):
+            for what in ("write", "read", "read_sparse", "swap_out", "swap_in", "chain"):
                 await engine.act(what, Act(f"after-{what}", loop.stream(what), patient=True))
             await engine.leave()
             await world.close()

@@ -88,6 +88,9 @@ class MemoryCore:
         """The leading keys that do not start with `missing`."""
         return next((i for i, key in enumerate(keys) if key.startswith("missing")), len(keys))
 
+    async def exists(self, keys: list[str]) -> list[bool]:
+        return [not key.startswith("missing") for key in keys]
+
     async def pause(self, client: bytes, holder: str) -> None:
         """Returns when somebody resumes."""
         await self._resumed.wait()

@@ -66,6 +66,7 @@ controls = st.one_of(
     st.builds(wire.Bye),
     st.builds(wire.Cancel, text),
     st.builds(wire.Match, st.lists(text, max_size=8)),
+    st.builds(wire.Exists, st.lists(text, max_size=8)),
     st.builds(wire.Pause),
     st.builds(wire.Resume),
     st.builds(wire.Drain),
@@ -222,6 +223,19 @@ def test_a_task_without_a_field_is_refused_by_the_missing_name(field: str) -> No
 def test_an_unknown_type_is_refused_and_the_task_named(body: dict[str, Any]) -> None:
     error = refusal(message(body))
     assert (error.reason, error.seq, error.task_id) == ("unknown_type", 7, "x")
+
+
+def test_a_sparse_read_has_a_type_of_its_own_that_an_older_daemon_does_not_know() -> None:
+    """An ignored field would have it load the leading blocks alone, and say `partial` or `miss`."""
+    task = ReadStorageTask(task_id="x", keys=["a", "b"], gpu_block_ids=[1, 2], prefix=False)
+    body = msgspec.msgpack.decode(wire.encode_request(7, task)[1:])[2]
+    assert body["type"] == "read_sparse"
+    read = wire.decode_request(wire.encode_request(7, task)).body
+    assert isinstance(read, ReadStorageTask)
+    assert not read.prefix
+    assert msgspec.structs.asdict(read) == msgspec.structs.asdict(task)
+    usual = msgspec.structs.replace(task, prefix=True)
+    assert msgspec.msgpack.decode(wire.encode_request(7, usual)[1:])[2]["type"] == "read"
 
 
 class NoMemory:

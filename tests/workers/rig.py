@@ -213,8 +213,8 @@ def write(keys: Sequence[str], ids: Sequence[int], task_id: str = "w") -> WriteS
     return WriteStorageTask(task_id=task_id, keys=list(keys), gpu_block_ids=list(ids))
 
 
-def read(keys: Sequence[str], ids: Sequence[int], task_id: str = "r") -> ReadStorageTask:
-    return ReadStorageTask(task_id=task_id, keys=list(keys), gpu_block_ids=list(ids))
+def read(keys: Sequence[str], ids: Sequence[int], task_id: str = "r", *, prefix: bool = True) -> ReadStorageTask:
+    return ReadStorageTask(task_id=task_id, keys=list(keys), gpu_block_ids=list(ids), prefix=prefix)
 
 
 def swap_out(gpu: Sequence[int], cpu: Sequence[int], task_id: str = "o") -> SwapOutTask:

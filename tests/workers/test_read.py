@@ -52,6 +52,61 @@ async def test_a_damaged_object_is_set_aside_counted_and_never_delivered(rig: Ri
     await until(lambda: rig.name("k1") in rig.sim_storage.quarantined)
 
 
+async def test_a_sparse_read_loads_what_is_behind_a_hole_and_touches_no_other_block(rig: Rig) -> None:
+    for key in ("k0", "k3", "k4"):
+        del rig.sim_storage.objects[rig.name(key)]
+    before = {number: rig.block(number) for number in range(16)}
+    outcome = await rig.run(read(KEYS, TARGET, prefix=False))
+    assert (list(outcome.moved), outcome.error) == ([1, 2, 5], None)
+    for number in range(16):
+        position = TARGET.index(number) if number in TARGET else None
+        expected = before[SOURCE[position]] if position in (1, 2, 5) else before[number]
+        assert rig.block(number) == expected
+    assert rig.worker.missed == 3
+
+
+async def test_a_sparse_read_goes_on_behind_a_damaged_object_and_never_delivers_it(rig: Rig) -> None:
+    rig.sim_storage.damage(rig.name("k1"), bit=77)
+    before = rig.block(TARGET[1])
+    outcome = await rig.run(read(KEYS, TARGET, prefix=False))
+    assert (list(outcome.moved), outcome.error) == ([0, 2, 3, 4, 5], None)
+    assert [rig.block(TARGET[i]) for i in (0, 2, 3, 4, 5)] == [rig.block(SOURCE[i]) for i in (0, 2, 3, 4, 5)]
+    assert rig.block(TARGET[1]) == before
+    assert rig.worker.corrupt == 1
+
+
+async def test_a_sparse_read_goes_on_behind_an_object_that_cannot_be_read_and_says_so(rig: Rig) -> None:
+    rig.sim_storage.dice.script("object get", None, "error")
+    outcome = await rig.run(read(KEYS, TARGET, prefix=False))
+    assert list(outcome.moved) == [0, 2, 3, 4, 5]
+    assert outcome.error is not None
+    assert outcome.error.code == "storage_error"
+
+
+async def test_a_sparse_read_ends_where_a_whole_chunk_failed(rig: Rig) -> None:
+    rig.sim_storage.dice.script("get", *["unavailable"] * 3)  # as many chunks as are under way at a time
+    outcome = await rig.run(read([*KEYS, *KEYS], list(range(4, 16)), prefix=False))
+    assert list(outcome.moved) == []
+    assert outcome.error is not None
+    assert outcome.error.code == "storage_unavailable"
+    assert rig.sim_storage.counts["hits"] == 0, "it tried no further chunk"
+    await until(lambda: rig.slots_used == 0)
+
+
+async def test_a_sparse_read_shares_fetches_with_reads_of_a_prefix(rig: Rig) -> None:
+    del rig.sim_storage.objects[rig.name("k1")]
+    rig.sim_device.gate.hold()
+    first = rig.start(read(["k0", "k2"], [8, 9], "first"))
+    await until(lambda: rig.sim_storage.counts["hits"] == 2)
+    second = rig.start(read(["k0", "k1", "k2"], [10, 11, 12], "second", prefix=False))
+    await turns()
+    rig.sim_device.gate.release()
+    assert [list((await rig.ended(job)).moved) for job in (first, second)] == [[0, 1], [0, 2]]
+    assert rig.sim_storage.counts["hits"] == 2
+    assert [rig.block(n) for n in (10, 12)] == [rig.block(n) for n in (0, 2)]
+    assert rig.slots_used == 0
+
+
 async def test_two_tasks_that_want_the_same_object_share_one_fetch(rig: Rig) -> None:
     rig.sim_device.gate.hold()  # the first stays a consumer until the second has boarded
     first = rig.start(read(KEYS[:2], [8, 9], "first"))

@@ -20,6 +20,14 @@ class StorageLookup:
         """Return how many leading blocks every rank can load."""
         return int(await self._ask(wire.Match(list(keys))))
 
+    async def exists(self, keys: Sequence[str]) -> list[bool]:
+        """Return for each key whether every rank can load its block, whatever the others are.
+
+        A daemon that does not know the question refuses it (RequestError, code `unknown_type`).
+        """
+        there: list[bool] = await self._ask(wire.Exists(list(keys)))
+        return there
+
     async def match_tokens(self, token_ids: Tokens, start: int = 0) -> int:
         """Like `match`, for token-indexed storage: how many blocks of this sequence, from block `start` on.
 

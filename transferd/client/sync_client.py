@@ -238,6 +238,9 @@ class SyncClient:
     def match(self, keys: Sequence[str]) -> int:
         return self._call(self._client.match(keys))
 
+    def exists(self, keys: Sequence[str]) -> list[bool]:
+        return self._call(self._client.exists(keys))
+
     def match_tokens(self, token_ids: Tokens, start: int = 0) -> int:
         return self._call(self._client.match_tokens(token_ids, start))
 

@@ -161,6 +161,9 @@ def _check_read(task: ReadStorageTask, limits: Limits) -> None:
     if ids < keys:
         raise RequestError(f"keys has {keys} entries, gpu_block_ids only {ids}", code="length_mismatch")
     check_ids(task.gpu_block_ids, limits.device_blocks, "gpu_block_ids", target=True)
+    if not task.prefix and (limits.token_block or task.lane is not Lane.READ):
+        why = "token-indexed storage finds" if task.lane is Lane.READ else "a direct transfer moves"
+        raise RequestError(f"prefix = false is impossible here: {why} leading blocks only", code="prefix_only")
 
 
 def _check_write(task: WriteStorageTask, limits: Limits) -> None:
@@ -216,5 +219,5 @@ def content_hash(task: Task) -> int:
     if isinstance(task, WriteStorageTask):
         place: tuple[int, bool | None] = (task.start_write_block_idx, task.flush_cache_exists)
     else:
-        place = (task.start_read_block_idx, None)
+        place = (task.start_read_block_idx, task.prefix)
     return hash((task.lane, transfer, tuple(task.keys), tuple(task.gpu_block_ids), task.token_ids, place))

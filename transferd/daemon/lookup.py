@@ -16,6 +16,7 @@ from transferd.storage.tokens import TokenStorage
 from transferd.tasks import TokenIds
 from transferd.wire.kv_events import block_hash
 from transferd.workers.rank import RankWorker
+from transferd.workers.read import leading
 
 MAX_MATCH_KEYS = 65536  # keeps one request from holding up the loop; longer than any sequence's blocks
 
@@ -48,20 +49,25 @@ class Lookup:
 
     async def match(self, keys: Sequence[str]) -> int:
         """How many leading keys every rank could load now. Raises StorageError; RequestError without storage."""
+        return leading(await self.exists(keys))
+
+    async def exists(self, keys: Sequence[str]) -> list[bool]:
+        """For each key, whether every rank could load its block now. Raises as `match`."""
         if self._cache.missing:
-            return 0
+            return [False] * len(keys)
         if self._tokens is not None:
-            raise RequestError("storage is token-indexed: match token_ids, not keys", code="token_ids_required")
+            what = "storage is token-indexed: match token_ids; there are no keys to ask for"
+            raise RequestError(what, code="token_ids_required")
         if not self._storage:
             raise RequestError('this daemon has no storage tier (storage.backend = "none")', code="no_storage_tier")
         if len(keys) > MAX_MATCH_KEYS:
-            raise RequestError(
-                f"{len(keys)} keys, at most {MAX_MATCH_KEYS} can be matched at once", code="too_many_keys"
-            )
+            what = f"{len(keys)} keys, at most {MAX_MATCH_KEYS} can be looked up at once"
+            raise RequestError(what, code="too_many_keys")
         ids = self._objects.ids(keys)
         names = [self._objects.names(self._dispatcher.generation, ids, worker.rank) for worker in self._workers]
         use = Use()
-        return min(await every(w.match(n, use) for w, n in zip(self._workers, names, strict=True)))
+        by_rank = await every(w.stored(n, use) for w, n in zip(self._workers, names, strict=True))
+        return [all(there) for there in zip(*by_rank, strict=True)]
 
     async def match_tokens(self, path: TokenIds, start: int) -> int:
         """How many blocks of a path, from block `start` on, every rank could load now. Raises as `match`."""

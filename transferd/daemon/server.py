@@ -102,6 +102,7 @@ class Server:
             wire.Bye: self._bye,
             wire.Cancel: self._cancel,
             wire.Match: self._match,
+            wire.Exists: self._exists,
             wire.Locate: self._locate,
             wire.Pause: self._pause,
             wire.Resume: self._resume,
@@ -241,6 +242,10 @@ class Server:
         work = self._lookup.match(by_keys) if path is None else self._lookup.match_tokens(path, match.start)
         nbytes = sum(map(len, by_keys)) + KEY_BYTES * len(by_keys) if path is None else path.array.nbytes
         self._later(peer, seq, work, nbytes)
+
+    def _exists(self, peer: bytes, seq: int, exists: wire.Exists) -> None:
+        keys = exists.keys
+        self._later(peer, seq, self._lookup.exists(keys), sum(map(len, keys)) + KEY_BYTES * len(keys))
 
     def _locate(self, peer: bytes, seq: int, locate: wire.Locate) -> None:
         self._value(peer, seq, self._lookup.locate(locate.token_ids))

@@ -96,6 +96,12 @@ class Match(_Message, frozen=True, tag="match"):
     start: int = 0
 
 
+class Exists(_Message, frozen=True, tag="exists"):
+    """Value: one bool for each key, whether every rank can load its block."""
+
+    keys: list[str]
+
+
 class Locate(_Message, frozen=True, tag="locate"):
     """Value: {node: {medium: leading blocks of this path, …, "any": in any medium}}; token-indexed storage only."""
 
@@ -202,10 +208,19 @@ class RestoreCache(_Message, frozen=True, tag="restore_cache"):
 
 
 Control = (
-    Hello | Bye | Cancel | Match | Locate | Pause | Resume | Drain | SetGeneration | Stats | Explain
+    Hello | Bye | Cancel | Match | Exists | Locate | Pause | Resume | Drain | SetGeneration | Stats | Explain
     | Tasks | Clients | Attach | Detach | Offer | ClearCache | RestoreCache
 )  # fmt: skip
-Body = WriteStorageTask | ReadStorageTask | SwapOutTask | SwapInTask | SendTask | ReceiveTask | Control
+
+
+class SparseRead(ReadStorageTask, frozen=True, kw_only=True, tag="read_sparse"):
+    """A ReadStorageTask with `prefix` false: a type of its own, so that a daemon that would read only the leading
+    blocks rejects it (`unknown_type`)."""
+
+    prefix: bool = False
+
+
+Body = WriteStorageTask | ReadStorageTask | SparseRead | SwapOutTask | SwapInTask | SendTask | ReceiveTask | Control
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
@@ -299,6 +314,8 @@ _reply_decoder = msgspec.msgpack.Decoder(Reply)
 
 def encode_request(seq: int, body: Body, *, ack: bool = False, session: int = ANY_SESSION) -> bytes:
     """Raises ValueError, TypeError or OverflowError for a body that msgpack cannot encode."""
+    if type(body) is ReadStorageTask and not body.prefix:
+        body = SparseRead(**msgspec.structs.asdict(body))
     return _VERSION_BYTE + _encoder.encode(Request(seq, ack, body, session))
 
 
@@ -364,7 +381,7 @@ def handle_data(offer: Offer) -> dict[str, Any]:
 _handle_decoder = msgspec.msgpack.Decoder(dict[str, Any])
 
 
-_TASK_TAGS = frozenset(str(kind.__struct_config__.tag) for kind in TASK_TYPES)
+_TASK_TAGS = frozenset(str(kind.__struct_config__.tag) for kind in (*TASK_TYPES, SparseRead))
 _CONTROL_TAGS = frozenset(str(kind.__struct_config__.tag) for kind in get_args(Control))
 
 

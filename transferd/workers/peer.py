@@ -56,9 +56,9 @@ class PeerSource:
         self.get = inbound.get
         self._inbound = inbound
 
-    async def available(self, names: Sequence[str], use: Use) -> int:  # noqa: ARG002 - no storage counts it
+    async def stored(self, names: Sequence[str], use: Use) -> Sequence[bool]:  # noqa: ARG002 - no storage counts it
         await self._inbound.begun()
-        return len(names)
+        return [True] * len(names)
 
     async def quarantine(self, name: str) -> None:
         """Nothing to quarantine: the bytes are in our own staging."""

@@ -127,9 +127,9 @@ class RankWorker:
         self._jobs.add(task)
         task.add_done_callback(self._jobs.discard)
 
-    async def match(self, names: Sequence[str], use: Use) -> int:
-        """How many leading objects this rank could load now; counts as part of `use`. Raises StorageError."""
-        return await self._source.available(names, use)
+    async def stored(self, names: Sequence[str], use: Use) -> Sequence[bool]:
+        """Which objects this rank could load now; counts as part of `use`. Raises StorageError."""
+        return await self._source.stored(names, use)
 
     async def _run(self, job: Job, arrive: Arrive, died: Died) -> None:
         lane = self.lanes[job.task.lane]

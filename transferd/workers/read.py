@@ -1,13 +1,16 @@
-"""Read: a source → staging → device, for the leading blocks that the source has.
+"""Read: a source → staging → device, for the leading blocks that the source has, or for all that it has (sparse).
 
 The source of a ReadStorageTask is storage; a peer is one more (peer.py).
 
-    available ─ how many leading blocks does it have?
+    stored ─ which blocks does it have?
     for each chunk:  fetch (lease slots, get, verify)  →  copy slots → device
 
 A few chunks are in flight at a time: while chunk k is copied to the device, chunk k+1 is being
 fetched. Tasks share fetches (flights.py). A bad object is a miss: it is quarantined and counted, and
-it ends the prefix. Its bytes never reach the device.
+it ends the prefix; a sparse read goes on behind it. Its bytes never reach the device.
+
+A sparse read also goes on behind an object that storage failed to read. It ends where a whole chunk failed, since
+storage or the device is then in trouble and each further chunk would wait for the same error.
 
 When the task is stopped, it ends after the copy that is running. Fetches that have begun run to their
 end and touch only staging.
@@ -43,8 +46,8 @@ class Source(Protocol):
     flights: Flights
     corrupt: int
 
-    def available(self, names: Sequence[str], use: Use) -> Awaitable[int]:
-        """How many leading objects it has. Counts as part of `use`. Raises TransferError."""
+    def stored(self, names: Sequence[str], use: Use) -> Awaitable[Sequence[bool]]:
+        """Which objects it has. Counts as part of `use`. Raises TransferError."""
         ...
 
     def get(self, blobs: Sequence[Blob]) -> Awaitable[list[Outcome]]:
@@ -65,9 +68,8 @@ class StorageSource:
         self.corrupt = 0
         self._storage = storage
 
-    async def available(self, names: Sequence[str], use: Use) -> int:
-        stored = await require(self._storage).look_up(names, use)
-        return next((i for i, there in enumerate(stored) if not there), len(stored))
+    def stored(self, names: Sequence[str], use: Use) -> Awaitable[Sequence[bool]]:
+        return require(self._storage).look_up(names, use)
 
     def get(self, blobs: Sequence[Blob]) -> Awaitable[list[Outcome]]:
         return require(self._storage).get(blobs)
@@ -76,10 +78,15 @@ class StorageSource:
         return require(self._storage).quarantine(name)
 
 
+def leading(stored: Sequence[bool]) -> int:
+    """How many leading ones are True."""
+    return next((i for i, there in enumerate(stored) if not there), len(stored))
+
+
 class Reader:
     """Brings the blocks of one rank's tasks from their source to the device.
 
-    missed: blocks that tasks asked for beyond what the source had.
+    missed: blocks that tasks asked for and did not find: of a read up to the first missing one, those behind it too.
     """
 
     consumer = "read"
@@ -94,16 +101,16 @@ class Reader:
         """Run a ReadStorageTask."""
         account = Account(job, self._context)
         under_way: deque[asyncio.Task[bool]] = deque()
-        whole = True
+        useful = True
         try:
-            names, available = await self._available(account)
-            for start in range(0, available, self._chunk_blocks):
-                positions = range(start, min(start + self._chunk_blocks, available))
-                loading = self._load(account, names[positions.start : positions.stop], positions)
+            names, found = await self._found(account)
+            for start in range(0, len(found), self._chunk_blocks):
+                positions = found[start : start + self._chunk_blocks]
+                loading = self._load(account, [names[i] for i in positions], positions)
                 under_way.append(self._context.background.spawn(loading))
                 if len(under_way) == CHUNKS_UNDER_WAY:
-                    whole = await under_way.popleft()
-                if not whole or account.stopped is not None:
+                    useful = await under_way.popleft()
+                if not useful or account.stopped is not None:
                     break
         except TransferError as error:
             account.failed(error)
@@ -112,23 +119,29 @@ class Reader:
             await every(under_way)
         return account.outcome()
 
-    async def _available(self, account: Account) -> tuple[Sequence[str], int]:
-        """Names of all objects of the task, and how many leading ones the source has."""
+    async def _found(self, account: Account) -> tuple[Sequence[str], Sequence[int]]:
+        """Names of all objects of the task, and the positions of those to load, ascending."""
         context, job = self._context, account.job
+        task = job.task
+        assert isinstance(task, ReadStorageTask)
         names = context.names(job)
         before = context.clock.monotonic()
-        asked = context.background.begin(self.source.available(names, job.use))
+        asked = context.background.begin(self.source.stored(names, job.use))
         answered = asked.done() or await job.stop.race(asked)
         account.storage_s += context.clock.monotonic() - before
         if not answered:
-            return names, 0
-        available = asked.result()
-        self.missed += job.task.blocks - available
-        context.recorder.step(job.task.task_id, "found", context.rank, available)
-        return names, available
+            return names, ()
+        stored = asked.result()
+        prefix = leading(stored)
+        found: Sequence[int] = range(prefix)
+        if not task.prefix and prefix < len(stored):
+            found = [i for i, there in enumerate(stored) if there]
+        self.missed += task.blocks - len(found)
+        context.recorder.step(task.task_id, "found", context.rank, len(found))
+        return names, found
 
-    async def _load(self, account: Account, names: Sequence[str], positions: range) -> bool:
-        """Load one chunk, joining fetches that are already in flight. True: every block arrived."""
+    async def _load(self, account: Account, names: Sequence[str], positions: Sequence[int]) -> bool:
+        """Load one chunk, joining fetches that are already in flight. True: the next one is of use."""
         job, flights = account.job, self.source.flights
         parts, lead = flights.board(names)
         shared = len(names) - (0 if lead is None else len(lead.names))
@@ -145,11 +158,12 @@ class Reader:
         return all(await every(arrivals))
 
     async def _consume(
-        self, account: Account, batch: SharedFetch, names: Sequence[str], positions: range, mine: list[int]
+        self, account: Account, batch: SharedFetch, names: Sequence[str], positions: Sequence[int], mine: list[int]
     ) -> bool:
-        """Copy this task's share of a batch to the device as soon as it is fetched."""
+        """Copy this task's share of a batch to the device as soon as it is fetched. True: what follows is of use."""
         assert batch.fetch is not None
-        clock = self._context.clock
+        clock, task = self._context.clock, account.job.task
+        assert isinstance(task, ReadStorageTask)
         try:
             before = clock.monotonic()
             fetched = await account.job.stop.race(batch.fetch)
@@ -163,7 +177,7 @@ class Reader:
             for outcome in outcomes:
                 if outcome.error is not None:
                     account.failed(outcome.error)
-            return len(good) == len(mine)
+            return len(good) == len(mine) or not task.prefix
         except TransferError as error:
             account.failed(error)
             return False
@@ -171,7 +185,7 @@ class Reader:
             self.source.flights.leave(batch)
 
     async def _scatter(
-        self, account: Account, batch: SharedFetch, names: Sequence[str], positions: range, good: list[int]
+        self, account: Account, batch: SharedFetch, names: Sequence[str], positions: Sequence[int], good: list[int]
     ) -> None:
         context, job = self._context, account.job
         task = job.task

@@ -18,7 +18,7 @@ from transferd.tasks import RankOutcome, ReadStorageTask, TokenIds, WriteStorage
 from transferd.tiers.base import DeviceTier
 from transferd.workers.context import Account, RankContext
 from transferd.workers.job import Job
-from transferd.workers.read import Reader
+from transferd.workers.read import Reader, leading
 from transferd.workers.write import Writer
 
 MANAGER = 0  # the rank that updates the index for the whole node
@@ -79,7 +79,7 @@ class TokenHandler:
 
     async def match(self, generation: str, keys: Sequence[str]) -> int:
         objects = self._context.format
-        return await self._reader.source.available(objects.names(generation, objects.ids(keys), self.rank), Use())
+        return leading(await self._reader.source.stored(objects.names(generation, objects.ids(keys), self.rank), Use()))
 
     async def read(self, job: Job) -> RankOutcome:
         assert isinstance(job.task, ReadStorageTask)

@@ -28,6 +28,7 @@ import numpy as np
 
 from tests.support.simulation.blocks import Blocks
 from tests.support.simulation.judge import Judge, answered_whole, from_the_daemon
+from tests.support.simulation.plan import SPARSE_READ
 from tests.support.simulation.world import SimWorld
 from transferd.client.client import Client
 from transferd.errors import Closed
@@ -86,6 +87,7 @@ class SimEngine:
         self._tasks: dict[str, Callable[[Act], Coroutine[Any, Any, None]]] = {
             "write": self.write,
             "read": self.read,
+            SPARSE_READ: self.read_sparse,
             "swap_out": self.swap_out,
             "swap_in": self.swap_in,
             "chain": self.chain,
@@ -203,6 +205,20 @@ class SimEngine:
                 self.left_behind += touched
         elif result.ranks:
             self.left_behind += touched
+
+    async def read_sparse(self, act: Act) -> None:
+        """A read of keys with holes between them, in no order."""
+        blocks = self.device.take(act.chance.randint(1, 6))
+        for block in blocks:
+            self.device.fill(block, "junk")
+        keys = [self._some_key(act, i, fresh=0.4) for i in range(len(blocks))]
+        task = ReadStorageTask(task_id=act.name, timeout=act.timeout(), keys=keys, gpu_block_ids=blocks, prefix=False)
+        result = await self._run(act, task, device=blocks)
+        self.judge.read(task, result, self.device)
+        if act.patient:
+            self.judge.complete(task, result)
+        if answered_whole(result):
+            self._give_back(device=blocks)
 
     async def chain(self, act: Act) -> None:
         """Tasks on the same blocks, pushed without waiting: the daemon has to keep their order."""

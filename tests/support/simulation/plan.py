@@ -25,6 +25,8 @@ APART_SHARE = 0.4  # of the stories
 WORK = ("write", "write", "read", "read", "read", "swap_out", "swap_in", "chain")
 # What else happens to a daemon and its clients.
 EVENTS = ("vanish", "cut", "cut", "look", "garbage", "set_generation", "jump_wall", "stand_still", "pause", "drain")
+SPARSE_READ = "read_sparse"  # drawn by itself, as the next one
+SPARSE_READS = 4  # of an engine, at most
 DIE_PAUSED = "die_paused"  # drawn by itself, so that what else a seed does is what it always did
 DIE_PAUSED_SHARE = 0.25  # of the stories
 
@@ -111,6 +113,12 @@ def draw_plan(seed: int) -> Plan:
     apart = random.Random(f"{seed}/plan/{DIE_PAUSED}")
     if apart.random() < DIE_PAUSED_SHARE:
         deeds += [(apart.uniform(0, BAD_TIMES_S), 0, DIE_PAUSED)]
+    sparse = random.Random(f"{seed}/plan/{SPARSE_READ}")
+    deeds += [
+        (sparse.uniform(0, BAD_TIMES_S), engine, SPARSE_READ)
+        for engine in range(engines)
+        for _ in range(sparse.randint(0, SPARSE_READS))
+    ]
     memory = random.Random(f"{seed}/memory")
     plan = Plan(
         seed=seed,

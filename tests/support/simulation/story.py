@@ -20,7 +20,7 @@ from tests.support.simulation.engine import Act, SimEngine
 from tests.support.simulation.judge import Judge
 from tests.support.simulation.loop import SimLoop, simulate
 from tests.support.simulation.oracle import Oracle
-from tests.support.simulation.plan import BLOCKS_OF_AN_ENGINE, DIE_PAUSED, Deed, Plan
+from tests.support.simulation.plan import BLOCKS_OF_AN_ENGINE, DIE_PAUSED, SPARSE_READ, Deed, Plan
 from tests.support.simulation.succession import succeed
 from tests.support.simulation.weather import CALM
 from tests.support.simulation.world import SimWorld, small_config
@@ -121,7 +121,7 @@ class Story:
 
     async def all_goes_well(self, engine: SimEngine, when: str) -> None:
         before = engine.errors.copy()
-        for what in ("write", "read", "swap_out", "swap_in", "chain"):
+        for what in ("write", "read", SPARSE_READ, "swap_out", "swap_in", "chain"):
             name = f"{when}-{engine.name}-{what}"
             await engine.act(what, Act(name, self.loop.stream(name), patient=True))
         assert engine.errors == before, f"{when}: {engine.errors - before}"
@@ -191,6 +191,9 @@ class Story:
         assert report["queued"] <= self.plan.max_queued_tasks
         keys = chance.sample(engine.stored, min(4, len(engine.stored)))
         assert await engine.client.match([*keys, "nobody stored this"]) <= len(keys)
+        there = await engine.client.exists(["nobody stored this", *keys])
+        assert len(there) == 1 + len(keys)
+        assert there[0] is False
 
     async def _garbage(self, _: SimEngine, deed: Deed, chance: random.Random) -> None:
         """Somebody sends what is no message."""

@@ -300,20 +300,25 @@ class Residency:
 
     def _read(self, task: ReadStorageTask, result: TaskResult, *, current: bool) -> None:
         targets = task.gpu_block_ids[: len(task.keys)]
-        count = len(result.block_ids)
         if not current:
             self._assign(self._device, MEDIUM_GPU, targets, [], announce=True)
             return
-        keys = self._keys_of(task)
-        blocks = self._describe(keys[:count], task.token_ids, task.start_read_block_idx)
-        self._assign(
-            self._device, MEDIUM_GPU, targets[count:], zip(targets[:count], blocks, strict=True), announce=True
-        )
+        keys, moved = self._keys_of(task), set(result.block_ids)
+        loaded = [i for i, block in enumerate(targets) if block in moved]
+        missed = [i for i, block in enumerate(targets) if block not in moved]
+        if task.prefix:
+            blocks = self._describe(keys[: len(loaded)], task.token_ids, task.start_read_block_idx)
+        else:  # its keys need not be one sequence
+            blocks = [Block(block_hash(keys[i]), None, False, None) for i in loaded]
+        filled = zip((targets[i] for i in loaded), blocks, strict=True)
+        self._assign(self._device, MEDIUM_GPU, [targets[i] for i in missed], filled, announce=True)
         if task.lane is not Lane.READ:  # received from another node
             return
-        self._announce_stored(keys[:count], blocks)
-        if result.error is None and count < len(keys) and not self._reports_departures:
-            self.object_left(self._objects.ids(keys[count : count + 1])[0])
+        self._announce_stored([keys[i] for i in loaded], blocks)
+        if result.error is None and missed and not self._reports_departures:
+            known = missed[:1] if task.prefix else missed  # what is behind the first missing block was not looked for
+            for digest in self._objects.ids([keys[i] for i in known]):
+                self.object_left(digest)
 
     def _swapped(
         self,
