@@ -15,7 +15,7 @@ MODULE ?= control/dispatcher
 CONTROL_TESTS := tests/control tests/test_barrier.py tests/test_barrier_stateful.py tests/test_tasks.py
 FAST_TESTS := $(wildcard tests/test_*.py) $(addprefix tests/,runtime config blocks control observability workers)
 
-.PHONY: help demo test quick fix lint types check coverage mutate steady sim faults fuzz soak bench gpu-check fastdeploy-check clean
+.PHONY: help demo test quick fix lint types check coverage mutate steady sim faults fuzz soak bench bench-gate gpu-check fastdeploy-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -68,6 +68,9 @@ soak: $(TEST_STAMP) ## a flood of tasks and a mixed load with faults: make soak 
 bench: $(STAMP) ## control and copy benchmarks, as text
 	$(BIN)/transferd bench control
 	$(BIN)/transferd bench copy
+
+bench-gate: $(STAMP) ## fail if a ratio got worse than benchmarks/results by more than its spread; needs a quiet machine
+	$(BIN)/python benchmarks/gate.py
 
 gpu-check: ## correctness and speed on a machine with an NVIDIA GPU; builds and fetches nothing (docs/operations.md)
 	$(PYTHON) -m tests.gpu.check
