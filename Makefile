@@ -31,7 +31,7 @@ lint: $(TEST_STAMP) ## ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(TEST_STAMP) ## mypy --strict on transferd/
+types: $(TEST_STAMP) ## mypy --strict on transferd/, benchmarks/ and scripts/
 	$(BIN)/mypy
 
 check: lint types coverage test ## everything CI does

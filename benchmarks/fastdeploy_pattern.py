@@ -26,9 +26,10 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.managers import AcquirerProxy, BarrierProxy, BaseManager, ListProxy, Value, ValueProxy
+from multiprocessing import managers
+from multiprocessing.managers import BaseManager, ListProxy, ValueProxy
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from transferd.cli.bench import control
 from transferd.cli.bench.harness import RUNS, Row, machine, report, row
@@ -39,6 +40,9 @@ TASKS = 60
 IDLE_S = 1.0
 KEY = b"benchmark"
 LOOP_BARRIERS, TASK_BARRIERS = ("turn", "none", "taken"), ("begin", "end")
+
+
+untyped: Any = managers  # typeshed leaves out the classes that only FastDeploy's way of working needs
 
 
 class _Manager(BaseManager):
@@ -53,17 +57,17 @@ def _register(ranks: int | None = None) -> None:
 
     _Manager.register("tasks", one([]), ListProxy)
     _Manager.register("answers", one([]), ListProxy)
-    _Manager.register("mask", one(Value("i", 0)), ValueProxy)
-    _Manager.register("task_lock", one(threading.Lock()), AcquirerProxy)
-    _Manager.register("answer_lock", one(threading.Lock()), AcquirerProxy)
+    _Manager.register("mask", one(untyped.Value("i", 0)), ValueProxy)
+    _Manager.register("task_lock", one(threading.Lock()), untyped.AcquirerProxy)
+    _Manager.register("answer_lock", one(threading.Lock()), untyped.AcquirerProxy)
     for name in (*LOOP_BARRIERS, *TASK_BARRIERS):
-        _Manager.register(name, one(threading.Barrier(ranks or 1)), BarrierProxy)
+        _Manager.register(name, one(threading.Barrier(ranks or 1)), untyped.BarrierProxy)
 
 
 def _serve(ranks: int, port: Any, ready: Any) -> None:
     _register(ranks)
     server = _Manager(("127.0.0.1", 0), KEY).get_server()
-    port.value = server.address[1]
+    port.value = cast("tuple[str, int]", server.address)[1]
     ready.set()
     server.serve_forever()
 

@@ -95,7 +95,7 @@ def stand_in() -> None:
 
 
 if __name__ == "__main__":
-    paddle.set_device("cpu")
+    paddle.device.set_device("cpu")
     stand_in()
     sys.argv[0] = str(Path(prefix_cache_manager.__file__).with_name("cache_transfer_manager.py"))
     runpy.run_path(sys.argv[0], run_name="__main__")

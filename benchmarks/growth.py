@@ -25,14 +25,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from transferd.blocks.layout import build_layout
 from transferd.cli.bench.harness import RUNS, Row, machine, report, row
 from transferd.client.client import Client
 from transferd.client.launch import running
-from transferd.config import from_tree
 from transferd.control import events as ev
+from transferd.control.admission import Limits
 from transferd.control.dispatcher import Dispatcher
-from transferd.daemon.daemon import limits_of
 from transferd.daemon.process import quiet_collector
 from transferd.tasks import RankOutcome, Status, SwapOutTask, TokenIds, WriteStorageTask
 
@@ -55,10 +53,31 @@ def per_task_us(queued: int) -> float:
     return statistics.median(_queue_and_run(queued) for _ in range(rounds)) / queued * 1e6
 
 
+def _limits(queued: int) -> Limits:
+    """Room for this many small swaps, one of whose ends starts the next."""
+    blocks, much = 1024, 2**40
+    return Limits(
+        ranks=1,
+        device_blocks=blocks,
+        host_blocks=blocks,
+        block_bytes=65536,
+        storage=False,
+        direct=False,
+        token_block=0,
+        only_flush=False,
+        max_queued=queued,
+        max_queued_bytes=much,
+        max_bytes=much,
+        lane_depth=4,
+        deadline_slack=1.0,
+        result_ttl=60.0,
+        max_results=1024,
+        max_result_bytes=much,
+    )
+
+
 def _queue_and_run(queued: int) -> float:
-    server = {"max_queued_tasks": queued, "max_queued_bytes": "1TiB", "max_results": 1024, "lane_depth": 4}
-    config = from_tree({"server": server, "cache": {"ranks": 1, "device_blocks": 1024, "host_blocks": 1024}})
-    dispatcher = Dispatcher(limits_of(config, build_layout(config.cache), storage=False))
+    dispatcher = Dispatcher(_limits(queued))
     dispatcher.handle(ev.PauseRequested(0.0))
     tasks = [SwapOutTask(task_id=str(i), gpu_block_ids=[i % 1024], cpu_block_ids=[i % 1024]) for i in range(queued)]
     before = time.perf_counter()
@@ -66,9 +85,9 @@ def _queue_and_run(queued: int) -> float:
         dispatcher.handle(ev.TaskSubmitted(b"c", seq, task, 0.0))
     started = [i for i in dispatcher.handle(ev.ResumeRequested(0.0)) if isinstance(i, ev.Start)]
     while started:
-        task = started.pop().task
-        merged = task.merge([RankOutcome(0, range(1), 1)])
-        instructions = dispatcher.handle(ev.RoundMerged(task.task_id, merged, (), 0.0))
+        start = started.pop()
+        merged = start.task.merge([RankOutcome(0, range(1), 1)])
+        instructions = dispatcher.handle(ev.RoundMerged(start.task.task_id, merged, (), 0.0))
         started += [i for i in instructions if isinstance(i, ev.Start)]
     seconds = time.perf_counter() - before
     assert dispatcher.empty

@@ -27,6 +27,11 @@ def table(tree: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _fill(text: str, pattern: str, content: str) -> tuple[str, int]:
+    """The text with the content between each pair of markers, and how many pairs there are."""
+    return re.subn(pattern, lambda markers: f"{markers[1]}{content}\n{markers[2]}", text, flags=re.DOTALL)
+
+
 def main() -> None:
     pages = {page: page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md")}
     for result in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
@@ -34,7 +39,7 @@ def main() -> None:
         pattern = rf"(<!-- {re.escape(result.stem)} -->\n).*?(<!-- end -->)"
         places = 0
         for page, text in pages.items():
-            pages[page], found = re.subn(pattern, lambda m, t=tree: f"{m[1]}{table(t)}\n{m[2]}", text, flags=re.DOTALL)
+            pages[page], found = _fill(text, pattern, table(tree))
             places += found
         if not places:
             raise SystemExit(f"no page of docs/ has a place for {result.name}")
