@@ -164,14 +164,10 @@ class Crew:
 
     def under_way(self) -> list[str]:
         """What runs now: thread, function, for how long, and at which line of code."""
-        now, frames = time.monotonic(), sys._current_frames()  # noqa: SLF001 - the only way to ask
+        now = time.monotonic()
         idents = {thread.name: thread.ident for thread in self._threads}
-        told = []
-        for name, (what, since) in list(self._running.items()):
-            frame = frames.get(idents.get(name) or 0)
-            where = "" if frame is None else f" at {_line(traceback.extract_stack(frame, 1)[0])}"
-            told.append(f"{name}: {what}, {now - since:.1f} s{where}")
-        return told
+        running = list(self._running.items())
+        return [f"{name}: {what}, {now - since:.1f} s{_where(idents.get(name))}" for name, (what, since) in running]
 
     def close(self, within: float = CLOSE_S) -> list[str]:
         """Accept no more, withdraw what waits, wait for what runs. Returns what still runs. Idempotent."""
@@ -280,5 +276,13 @@ def require_threads(least: int = LEAST) -> None:
             probe.join()
 
 
-def _line(frame: traceback.FrameSummary) -> str:
-    return f"{Path(frame.filename).name}:{frame.lineno} {frame.name}"
+def _where(ident: int | None) -> str:
+    """The line that a thread is at."""
+    frames = sys._current_frames()  # noqa: SLF001 - the only way to ask
+    try:
+        if ident not in frames:
+            return ""
+        place = traceback.extract_stack(frames[ident], 1)[0]
+    finally:
+        frames.clear()  # our own is among them: a cycle would keep what each thread works on until it is collected
+    return f" at {Path(place.filename).name}:{place.lineno} {place.name}"

@@ -72,6 +72,8 @@ class SimDevice:
     async def open(self) -> None:
         if self._memory is not None:
             raise TierError(f"the device memory of rank {self.rank} is already open")
+        if self.lost:  # its driver answers nothing more in this process
+            raise DeviceLost(f"the device of rank {self.rank} is lost")
         if self.dice.draw("open", {}) is not None:
             raise TierError(f"rank {self.rank} has no device memory (simulated)")
         self._memory = SimMemory(self._layout.device.extent)

@@ -51,7 +51,8 @@ class DeviceFaults:
 class StorageFaults:
     """unavailable: of each call, the whole of it raises. The others are of each object:
 
-    error: it fails. full: a put fails for want of room. missing: a get does not find it though it is
+    error: it fails. spoilt: a get fails, and the object is set aside.
+    full: a put fails for want of room. missing: a get does not find it though it is
     there. flip: a get delivers it with one bit wrong, and says FOUND. short: a get delivers only a part
     of it, leaves the rest of the buffer as it was, and says FOUND.
     """
@@ -63,6 +64,7 @@ class StorageFaults:
     missing: float = 0.0
     flip: float = 0.0
     short: float = 0.0
+    spoilt: float = 0.0
 
     def of_call(self) -> dict[str, float]:
         return {"unavailable": self.unavailable}
@@ -71,7 +73,8 @@ class StorageFaults:
         return {"error": self.error, "full": self.full}
 
     def of_get(self) -> dict[str, float]:
-        return {"error": self.error, "missing": self.missing, "flip": self.flip, "short": self.short}
+        plan = {"error": self.error, "missing": self.missing, "flip": self.flip, "short": self.short}
+        return plan | {"spoilt": self.spoilt}  # last, so that a seed's older draws stay what they were
 
 
 @dataclass(frozen=True, slots=True)

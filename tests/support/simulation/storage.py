@@ -11,7 +11,7 @@ import numpy as np
 
 from tests.support.simulation.faults import Dice, Gate, StorageFaults, note, take
 from tests.support.simulation.memory import Claim, MemoryWatch
-from transferd.errors import InvariantError, StorageError, StorageFull, StorageUnavailable
+from transferd.errors import Closed, InvariantError, StillRunning, StorageError, StorageFull, StorageUnavailable
 from transferd.runtime.aio import uncancelled
 from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found, Outcome, Storage
 from transferd.tiers.base import HostMemory
@@ -27,7 +27,7 @@ class SimStorage(Storage):
     buffers lie in registered memory, and nobody else is at work on them meanwhile.
 
     capacity: bytes; the least recently used objects go beyond it. faults: the plan, may be replaced
-    at any time. dice: for scripts; operations "exists", "put" and "get" with fault "unavailable" of
+    at any time. dice: for scripts; operations "exists", "put", "get" and "quarantine" with fault "unavailable" of
     the next call, "object put" and "object get" with the fault of the next object. gate: holds
     calls that would start now.
     """
@@ -54,7 +54,7 @@ class SimStorage(Storage):
         self._bytes = 0
         self._left: Callable[[str], None] | None = None
         self._registered: list[HostMemory] = []
-        self._under_way = 0
+        self._under_way: Counter[str] = Counter()  # calls, by operation
         self._open = False
 
     # --- the contract -------------------------------------------------------------------------------
@@ -85,15 +85,15 @@ class SimStorage(Storage):
         return await self._call(self._get(blobs))
 
     async def quarantine(self, name: str) -> None:
-        data = self._remove(name)
-        if data is not None:
-            self.quarantined[name] = data
-            self.counts["quarantined"] += 1
+        await self._call(self._quarantine(name))
 
     async def close(self) -> None:
-        if self._under_way:
-            raise InvariantError(f"storage is closed with {self._under_way} calls under way")
         self._open = False
+        if self._under_way.total():
+            raise StillRunning(f"simulated storage: {', '.join(self.abandon())}")
+
+    def abandon(self) -> list[str]:
+        return sorted(self._under_way.elements())
 
     def statistics(self) -> dict[str, Any]:
         return {
@@ -119,12 +119,13 @@ class SimStorage(Storage):
     async def _call(self, work: Coroutine[Any, Any, T]) -> T:
         if not self._open:
             work.close()
-            raise StorageError("the storage is not open")
-        self._under_way += 1
+            raise Closed("the simulated storage is closed")
+        operation = work.__name__.removeprefix("_")
+        self._under_way[operation] += 1
         try:
             return await uncancelled(work)
         finally:
-            self._under_way -= 1
+            self._under_way[operation] -= 1
 
     async def _begin(self, operation: str) -> tuple[float, float]:
         """Pass the gate; then seconds until the middle of the call, and from there to its end."""
@@ -204,8 +205,10 @@ class SimStorage(Storage):
 
     def _deliver(self, blob: Blob, data: bytes | None) -> Outcome:
         fault = self.dice.draw("object get", self.faults.of_get())
-        if fault == "error":
+        if fault in ("error", "spoilt"):
             self.counts["errors"] += 1
+            if fault == "spoilt":
+                self._set_aside(blob.name)
             return Outcome(Found.FAILED, StorageError(f"{blob.name} could not be read (simulated)"))
         if data is None or fault == "missing":
             self.counts["misses"] += 1
@@ -223,6 +226,17 @@ class SimStorage(Storage):
             note(f"flipped bit {bit} of {blob.name}")
         self.counts["hits"] += 1
         return FOUND
+
+    async def _quarantine(self, name: str) -> None:
+        middle, rest = await self._begin("quarantine")
+        await take(middle + rest)
+        self._set_aside(name)
+
+    def _set_aside(self, name: str) -> None:
+        data = self._remove(name)
+        if data is not None:
+            self.quarantined[name] = data
+            self.counts["quarantined"] += 1
 
     def _claim(self, blobs: Sequence[Blob], *, writes: bool, operation: str) -> Claim:
         addresses = [int(np.frombuffer(blob.data, np.uint8).ctypes.data) for blob in blobs]

@@ -101,6 +101,7 @@ _EFFECTS = {
 }
 _BUGGY = 0.2  # of all storms
 _FULL_LOG = 0.2
+_BAD_MEDIUM = 0.3  # that have objects which can never be read again
 _FULL_PIPES = 0.2  # storms in which sends are refused, as when a peer does not read
 
 
@@ -111,11 +112,13 @@ def with_bugs(weather: Weather, chance: random.Random) -> Weather:
     log = LogFaults(refuse=chance.uniform(0.1, 1.0)) if full else READ
     # Drawn last, so that a seed's older draws stay what they were.
     refuse = chance.uniform(0.01, 0.3) if chance.random() < _FULL_PIPES else 0.0
+    spoilt = chance.uniform(0.01, 0.1) if chance.random() < _BAD_MEDIUM else 0.0
     return replace(
         weather,
         effects=EffectFaults(**drawn) if buggy else SOUND,
         log=log,
         network=replace(weather.network, refuse=refuse),
+        storage=replace(weather.storage, spoilt=spoilt),
     )
 
 
