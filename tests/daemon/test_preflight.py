@@ -1,4 +1,4 @@
-"""What check-config accepts, the daemon starts with, on this machine; and it says so in time, without side effects."""
+"""What check-config accepts, the daemon starts with, on this machine; it does little work and touches nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,27 @@ from transferd.daemon import preflight
 from transferd.daemon.daemon import Daemon
 from transferd.daemon.preflight import build, examine
 from transferd.errors import ConfigError
+
+CALLS = 5_000_000  # of functions: half a second on one core of a server, and 2 s on one that is shared by four
+
+
+@contextlib.contextmanager
+def at_most(calls: int) -> Iterator[None]:
+    """Fail what calls more functions than that, C functions included."""
+    made = 0
+
+    def count(*_: object) -> None:
+        nonlocal made
+        made += 1
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+        assert made // 2 <= calls, "each call is counted when it begins and when it ends"
+
 
 # Around the bounds of everything that is counted, and far beyond them; and what fits a small machine.
 COUNTS = st.sampled_from([0, 1, 2, 3, 7, 64, 4096, 4097, 2**20, 10**8, 2**31 - 1, 2**31, 2**62, 2**64, -1])
@@ -120,17 +141,16 @@ def test_what_check_config_accepts_a_daemon_starts_with(tree: dict[str, Any]) ->
         whole: dict[str, Any] = {"metrics": {"listen": ""}, "recorder": {"directory": ""}} | tree
         whole["server"] = {"endpoint": f"ipc://{directory}/s"} | whole.get("server", {})
         whole["storage"] = whole.get("storage", {}) | {"file": {"path": f"{directory}/blocks", "capacity": "16MiB"}}
-        began = time.monotonic()
         try:
-            config = from_tree(whole)
-            plan = build(config)
-            examine(config, plan)
+            with at_most(CALLS):  # whatever the numbers are
+                config = from_tree(whole)
+                plan = build(config)
+                examine(config, plan)
         except ConfigError as refusal:
             assert "\n" not in str(refusal), "one line"  # noqa: PT017 - or it is accepted
             return
         finally:
             assert os.listdir(directory) == [], "it has touched nothing"
-            assert time.monotonic() - began < 10, "and it does not take long, whatever the numbers are"
         if plan.sizes.memory <= 256 * 2**20:  # more is accepted where there is more, and would take its time here
             asyncio.run(lives(whole))
 
@@ -147,17 +167,20 @@ def test_what_check_config_accepts_a_daemon_starts_with(tree: dict[str, Any]) ->
         "\0" * 1000,
         "x = 1\n" * 200_000,
         "".join(f"k{i}{'.a' * 60} = 1\n" for i in range(1900)),
+        "".join(f"a{i} = {i}\n" for i in range(15_000)),
+        "x = [" + "1," * 100_000 + "]\n",
+        "[[a]]\n" * 40_000,
     ],
-    ids=["layers", "all layers", "tables", "dots", "lists", "digits", "zeros", "long", "many dots"],
-)
-def test_check_config_ends_soon_whatever_the_file_holds(tmp_path: Path, text: str) -> None:
+    ids=["layers", "all layers", "tables", "dots", "lists", "digits", "zeros", "long", "many dots", "many keys",
+         "a long list", "many tables"],
+)  # fmt: skip
+def test_check_config_does_little_whatever_the_file_holds(tmp_path: Path, text: str) -> None:
+    """So that it ends within 2 s: what it does is counted, because the time it takes depends on who else is at work."""
     file = tmp_path / "t.toml"
     file.write_text(text)
-    began = time.process_time()
-    with contextlib.suppress(ConfigError):
+    with contextlib.suppress(ConfigError), at_most(CALLS):
         config = load(file, env={})
         examine(config, build(config))
-    assert time.process_time() - began < 2
 
 
 def test_a_file_that_is_none_is_refused_and_not_waited_for(tmp_path: Path) -> None:
