@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,8 +24,11 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
 
 
 @pytest.fixture(scope="session")
-def engine(daemon: DaemonProcess) -> Iterator[SyncClient]:
-    """An engine that stays, after a write, a read, a read of nothing, and a rejected swap."""
+def story(daemon: DaemonProcess) -> Iterator[tuple[SyncClient, dict[str, Any]]]:
+    """An engine that stays, and the report after its write, read, read of nothing, and rejected swap.
+
+    The report is read before any test asks the daemon for more.
+    """
     with SyncClient(daemon.endpoint) as client:
         for rank in range(2):
             client.attach(rank)
@@ -33,12 +37,17 @@ def engine(daemon: DaemonProcess) -> Iterator[SyncClient]:
         assert client.submit(ReadStorageTask(task_id="read-2", keys=["no"], gpu_block_ids=[3])).status == "miss"
         swap = SwapOutTask(task_id="swap-1", gpu_block_ids=[99], cpu_block_ids=[0])
         assert client.submit(swap).status == "rejected"
-        yield client
+        yield client, client.stats()
+
+
+@pytest.fixture(scope="session")
+def engine(story: tuple[SyncClient, dict[str, Any]]) -> SyncClient:
+    return story[0]
 
 
 @pytest.fixture
-def report(engine: SyncClient) -> dict[str, Any]:
-    return engine.stats()
+def report(story: tuple[SyncClient, dict[str, Any]]) -> dict[str, Any]:
+    return copy.deepcopy(story[1])
 
 
 def transferd(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:

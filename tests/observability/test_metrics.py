@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import get_args
 
@@ -16,13 +17,17 @@ from tests.support.simulation.pool import SIM_MASTER, SimPool
 from transferd.config import from_tree
 from transferd.control import events
 from transferd.daemon.daemon import Daemon
+from transferd.daemon.preflight import device_bytes
 from transferd.errors import ConfigError, StorageUnavailable
 from transferd.observability import logs
 from transferd.observability.http import MAX_CONNECTIONS, MAX_HEADER_BYTES, HttpServer, Page
 from transferd.observability.metrics import StatusServer
+from transferd.observability.task_metrics import MISSED
+from transferd.runtime.clock import Clock
 from transferd.storage.mooncake import MooncakeStorage, error_codes
 from transferd.tasks import ErrorInfo, Merged, RankOutcome, RankResult, Status, SwapInTask, TaskResult
 from transferd.wire.transport import ServerMessage, ServerTransport
+from transferd.workers.job import Job
 
 
 async def request(port: int, raw: bytes) -> tuple[int, bytes, bytes]:
@@ -232,7 +237,7 @@ async def test_label_values_are_there_at_0_and_no_label_changes_with_each_start(
     assert not any(sample.name.endswith("_created") for sample in samples)
 
 
-async def test_what_a_task_took_is_told_by_stage_and_a_missed_deadline_by_place(daemon: Daemon) -> None:
+async def test_what_a_task_took_is_told_by_stage_and_a_missed_deadline_by_cause(daemon: Daemon) -> None:
     task = SwapInTask(task_id="t", gpu_block_ids=[], cpu_block_ids=[])
     late = ErrorInfo("expired", "too late")
     ranks = [RankResult(rank=n, status=Status.OK, queue_s=1.0, copy_s=2.0, storage_s=4.0) for n in range(2)]
@@ -243,8 +248,69 @@ async def test_what_a_task_took_is_told_by_stage_and_a_missed_deadline_by_place(
     families = {family.name: family for family in text_string_to_metric_families(body.decode())}
     spent = {s.labels["stage"]: s.value for s in families["transferd_stage_seconds"].samples if s.value}
     assert spent == {"queue": 2.0, "copy": 4.0, "storage": 8.0}
-    missed = {s.labels["where"]: s.value for s in families["transferd_deadlines_missed"].samples if s.value}
-    assert missed == {"running": 1, "queued": 1}
+    missed = {s.labels["cause"]: s.value for s in families["transferd_deadlines_missed"].samples if s.value}
+    assert missed == {"storage": 1, "queue": 1}
+
+
+@pytest.mark.parametrize(
+    ("times", "cause"),
+    [
+        ([], "queue"),  # (queue, copy, storage) of each rank
+        ([(9.0, 1.0, 0.0), (9.0, 2.0, 0.0)], "queue"),
+        ([(0.1, 3.0, 2.0), (0.1, 1.0, 1.0)], "copy"),
+        ([(0.1, 3.0, 2.0), (0.1, 1.0, 4.0)], "storage"),
+        ([(0.1, 3.0, 2.0), (0.0, 0.0, 0.0)], "absent_rank"),
+    ],
+)
+async def test_a_missed_deadline_is_counted_by_what_took_the_time(
+    daemon: Daemon, times: list[tuple[float, float, float]], cause: str
+) -> None:
+    ranks = [
+        RankResult(rank=n, status=Status.EXPIRED, queue_s=queue, copy_s=copy, storage_s=storage)
+        for n, (queue, copy, storage) in enumerate(times)
+    ]
+    task = SwapInTask(task_id="t", gpu_block_ids=[], cpu_block_ids=[])
+    late = ErrorInfo("expired", "too late")
+    daemon.reports.tasks.observe_result(task, TaskResult(task_id="t", status=Status.EXPIRED, ranks=ranks, error=late))
+    page = daemon.reports._metrics().body.decode()
+    found = re.findall(r'transferd_deadlines_missed_total{cause="(\w+)",kind="swap_in"} (\d)', page)
+    assert dict(found) == dict.fromkeys(MISSED, "0") | {cause: "1"}
+
+
+async def test_what_issue_and_docs_promise_is_there_from_the_start_at_0(daemon: Daemon) -> None:
+    samples: dict[str, list[tuple[dict[str, str], float]]] = {}
+    for family in text_string_to_metric_families(daemon.reports._metrics().body.decode()):
+        for sample in family.samples:
+            samples.setdefault(sample.name, []).append((sample.labels, sample.value))
+    zero = "task_duration_seconds_count stage_seconds_total barrier_skew_seconds_total deadlines_missed_total"
+    zero += " storage_evictions_total lane_bytes_total refused_total storage_bytes"
+    for name in (f"transferd_{name}" for name in zero.split()):
+        assert {value for _, value in samples[name]} == {0}, name
+    assert {labels["rank"] for labels, _ in samples["transferd_barrier_skew_seconds_total"]} == {"0", "1"}
+    assert samples["transferd_storage_capacity_bytes"][0][1] > 0
+    assert "transferd_log_dropped_total" in samples
+    owned = {labels["owner"]: value for labels, value in samples["transferd_memory_bytes"]}
+    assert owned.pop("staging") == samples["transferd_staging_capacity_bytes"][0][1]
+    assert owned.pop("host_pool") == samples["transferd_host_pool_bytes"][0][1]
+    assert owned == dict.fromkeys(("device_cache", "peer_staging", "stored_objects", "task_arguments", "results"), 0)
+    await daemon.default.cache.open()
+    page = daemon.reports._metrics().body.decode()
+    (made,) = re.findall(r'transferd_memory_bytes{owner="device_cache"} (\S+)', page)
+    assert float(made) == 2 * device_bytes(daemon.default.layout)
+
+
+async def test_a_rank_that_arrives_after_another_is_skewed_by_the_time_between() -> None:
+    now = [100.0]
+    clock = Clock(monotonic=lambda: now[0])
+    tree = {"cache": {"device_blocks": 4, "ranks": 3}, "storage": {"backend": "none"}, "metrics": {"listen": ""}}
+    config = from_tree(tree)
+    daemon = Daemon(config, transport=NoTransport(), clock=clock)
+    job = Job(SwapInTask(task_id="t", gpu_block_ids=[], cpu_block_ids=[]), "", clock.monotonic(), clock.monotonic())
+    for rank, passes in ((2, 1.0), (0, 0.25), (1, 0.5)):  # in this order, each so much after the one before
+        now[0] += passes
+        daemon.default.coordinator.rank_arrived(job, RankOutcome(rank))
+    assert daemon.stats()["barrier"]["skew_s"] == [0.25, 0.75, 0.0]
+    await daemon.stop(lambda: 5.0)
 
 
 async def test_a_pool_that_dies_is_noticed_without_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,6 +347,7 @@ async def test_arrivals_that_the_barrier_dropped_reach_the_operator(daemon: Daem
         "transferd_barrier_late_arrivals": 2,
         "transferd_barrier_rounds_open": 0,
         "transferd_barrier_ranks_owing": 0,
+        "transferd_barrier_skew_seconds": 0,
     }
 
 

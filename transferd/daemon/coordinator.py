@@ -62,7 +62,8 @@ class Listeners:
 class Coordinator:
     """Runs tasks on all ranks, as the dispatcher decides; see the module's diagram.
 
-    ready: tasks are served. effects_failed: how often carrying out an instruction raised, by its kind.
+    ready: tasks are served. effects_failed: how often carrying out an instruction raised, by its kind. skew_s: seconds
+    by which each rank has arrived after the first one of its round, summed.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Coordinator:
         self.listeners = listeners
         self._recorder = recorder if recorder is not None else Recorder()
         self.effects_failed: Counter[str] = Counter()
+        self.skew_s = [0.0] * len(workers)
         self._todo: deque[ev.Instruction] = deque()
         self._carrying_out = False
         self._dispatcher = dispatcher
@@ -331,6 +333,10 @@ class Coordinator:
 
     def rank_arrived(self, job: Job, outcome: RankOutcome) -> None:
         """A worker is done with its share of a job. Called by RankWorker."""
+        if job.first_arrival:
+            self.skew_s[outcome.rank] += self._clock.monotonic() - job.first_arrival
+        else:
+            job.first_arrival = self._clock.monotonic()
         if self._barrier.arrive(job.task.task_id, outcome) is Arrival.LATE:
             self._hear(ev.RankLeft(job.task.task_id, outcome.rank, self._clock.monotonic()))
 

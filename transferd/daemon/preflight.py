@@ -82,7 +82,7 @@ def build(config: Config, clock: Clock = SYSTEM_CLOCK, storage: Storage | None =
     tokens, keyed = create_storages(config, clock, storage)
     owner = creator(config)
     ranks, cache = config.cache.ranks, config.cache
-    shared = _device_bytes(layout) if cache.device == "shm" and owner is Creator.DAEMON else 0
+    shared = device_bytes(layout) if cache.device == "shm" and owner is Creator.DAEMON else 0
     backends = (config.storage.backend, config.storage.attention_store.data)
     pooled = "mooncake" in backends[: 2 if tokens is not None else 1] and storage is None
     mooncake = config.storage.mooncake
@@ -102,7 +102,8 @@ def _staged(nbytes: int, slot_bytes: int, key: str = "host.staging") -> int:
     return nbytes
 
 
-def _device_bytes(layout: BlockLayout) -> int:
+def device_bytes(layout: BlockLayout) -> int:
+    """Device memory of one rank."""
     per_layer = sum(plane.nbytes for plane in layout.planes)
     return per_layer * (layout.layers * layout.device_blocks + layout.mtp_layers * layout.mtp_blocks)
 

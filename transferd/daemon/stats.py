@@ -7,10 +7,13 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from transferd.config.loading import to_tree
+from transferd.config.ownership import Creator
+from transferd.daemon.preflight import device_bytes
 from transferd.observability import logs
 from transferd.runtime.version import VERSION
 
 if TYPE_CHECKING:
+    from transferd.control.dispatcher import DispatchStatistics
     from transferd.control.gate import Hold
     from transferd.daemon.daemon import Daemon
 
@@ -38,12 +41,14 @@ def stats(daemon: Daemon) -> dict[str, Any]:
         "results_kept": dispatch.results_kept,
         "result_bytes": dispatch.result_bytes,
         "rejects": dict(Counter(dispatch.rejects) + Counter(server["rejects"])),
-        "barrier": dataclasses.asdict(daemon.default.barrier.statistics()),
+        "barrier": dataclasses.asdict(daemon.default.barrier.statistics())
+        | {"skew_s": list(daemon.default.coordinator.skew_s)},
         "refused": {**daemon.transport.refused(), **daemon.reports.refused()},
         "cache": daemon.default.cache.statistics(),
         "host": _host(daemon),
         "degraded": _degraded(daemon),
         "staging": _staging(daemon),
+        "memory": _memory(daemon, dispatch),
         "storage": _storage(daemon),
         "pd": _pd(daemon),
         "events": {} if daemon.default.events is None else daemon.default.events.statistics(),
@@ -97,6 +102,22 @@ def _staging(daemon: Daemon) -> dict[str, int]:
     stagings = [c.staging for c in contexts] + [c.peer.staging for c in contexts if c.peer is not None]
     each = [staging.statistics() for staging in stagings]
     return {key: sum(one[key] for one in each) for key in ("capacity", "used", "peak")}
+
+
+def _memory(daemon: Daemon, dispatch: DispatchStatistics) -> dict[str, int]:
+    """Bytes that the daemon holds, by what for. Device memory of an engine's making is not the daemon's."""
+    cache, contexts = daemon.default.cache, [worker.context for worker in daemon.default.workers]
+    made = len(contexts) - len(cache.missing) if cache.creator is Creator.DAEMON else 0
+    storage = daemon.storage.statistics() if daemon.config.storage.backend == "memory" and daemon.storage else {}
+    return {
+        "device_cache": made * device_bytes(daemon.default.layout),
+        "host_pool": sum(context.host.statistics()["bytes"] for context in contexts if context.host is not None),
+        "staging": sum(context.staging.statistics()["capacity"] for context in contexts),
+        "peer_staging": sum(one.peer.staging.statistics()["capacity"] for one in contexts if one.peer is not None),
+        "stored_objects": storage.get("bytes") or 0,
+        "task_arguments": dispatch.argument_bytes,
+        "results": dispatch.result_bytes,
+    }
 
 
 def _storage(daemon: Daemon) -> dict[str, Any]:

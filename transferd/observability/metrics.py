@@ -104,6 +104,9 @@ class _StatsCollector:
         yield _gauge("transferd_barrier_ranks_owing", "Arrivals still owed to rounds that have ended", barrier["owing"])
         for key, name, text in _BARRIER_COUNTS:
             yield _counter(f"transferd_barrier_{name}", text, [], {"": barrier[key]})
+        text = "Seconds by which a rank has arrived after the first one of its round"
+        skew = {str(rank): seconds for rank, seconds in enumerate(barrier["skew_s"])}
+        yield _counter("transferd_barrier_skew_seconds", text, ["rank"], skew)
         yield _counter("transferd_refused", "Connections and HTTP requests refused", ["reason"], stats["refused"])
         yield _gauge("transferd_clients", "Clients connected", stats["server"]["clients"])
         yield _counter("transferd_clients_lost", "Clients that fell silent", [], {"": stats["server"]["clients_lost"]})
@@ -141,6 +144,10 @@ class _StatsCollector:
         yield _gauge("transferd_host_pool_pinned", "1 when the host tier is locked in memory", host["pinned"])
         for key, text in (("capacity", "there is"), ("used", "in use"), ("peak", "used at most")):
             yield _gauge(f"transferd_staging_{key}_bytes", f"Staging memory {text}, all ranks", staging[key])
+        owned = GaugeMetricFamily("transferd_memory_bytes", "Memory of the daemon, by what for", labels=["owner"])
+        for owner, nbytes in stats["memory"].items():
+            owned.add_metric([owner], nbytes)
+        yield owned
 
     def _storage(self, storage: dict[str, Any]) -> Iterator[Metric]:
         backend = {"backend": storage["backend"]}

@@ -19,7 +19,8 @@ LATENCY_BUCKETS_S = (
 )
 ENDED = (Status.OK, Status.PARTIAL, Status.MISS, Status.FAILED, Status.EXPIRED, Status.CANCELLED)
 STAGES = ("queue", "copy", "storage")  # of a rank: waiting for its turn, moving bytes on this node, waiting for storage
-MISSED = ("queued", "running")  # where a task was at its deadline
+# What took the time of a task that missed its deadline; absent_rank: a rank was left behind, at work on something.
+MISSED = ("queue", "copy", "storage", "absent_rank")
 
 
 @dataclass(slots=True)
@@ -57,7 +58,7 @@ class TaskMetrics:
         lane.stages["copy"] += copy
         lane.stages["storage"] += storage
         if result.error is not None and result.error.code == Status.EXPIRED:
-            lane.missed["running" if result.ranks else "queued"] += 1
+            lane.missed[_cause(result)] += 1
 
     def collect(self) -> Iterator[Metric]:
         text = "Seconds that ranks have spent on tasks, all ranks together"
@@ -65,9 +66,20 @@ class TaskMetrics:
         for name, lane in self._lanes.items():
             for stage, seconds in lane.stages.items():
                 stages.add_metric([str(name), stage], seconds)
-        text = "Tasks that were not done at their deadline, by where they were then"
-        missed = CounterMetricFamily("transferd_deadlines_missed", text, labels=["kind", "where"])
+        text = "Tasks that were not done at their deadline, by what took most of their time"
+        missed = CounterMetricFamily("transferd_deadlines_missed", text, labels=["kind", "cause"])
         for name, lane in self._lanes.items():
-            for where, count in lane.missed.items():
-                missed.add_metric([str(name), where], count)
+            for cause, count in lane.missed.items():
+                missed.add_metric([str(name), cause], count)
         yield from (stages, missed)
+
+
+def _cause(result: TaskResult) -> str:
+    """One of MISSED. A rank that the deadline left behind has brought no times."""
+    times = [(rank.queue_s, rank.copy_s, rank.storage_s) for rank in result.ranks]
+    if not times:
+        return "queue"  # it never ran
+    if (0.0, 0.0, 0.0) in times:
+        return "absent_rank"
+    longest = [max(stage) for stage in zip(*times, strict=True)]
+    return STAGES[longest.index(max(longest))]
