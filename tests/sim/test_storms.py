@@ -30,7 +30,7 @@ PROCESSES = min(os.cpu_count() or 1, 8)
 # Everything that the fault plan promises, as the stories call it, and everything a daemon may answer.
 FAULTS = (
     *("fail", "lost", "stuck", "device_lost", "rank_died"),
-    *("unavailable", "error", "full", "missing", "flip", "short"),
+    *("unavailable", "error", "full", "missing", "flip", "short", "spoilt", "not_taken"),
     *("start", "stop_task", "expire_round", "reply", "publish", "wake_at", "refuse"),
     *("vanish", "cut", "lose", "duplicate", "again", "cancel", "garbage", "rejects"),
     *("pause", "drain", "set_generation", "jump_wall", "stand_still", "look", "die_paused"),
@@ -103,6 +103,7 @@ def test_a_plan_is_a_function_of_its_seed_and_plans_differ() -> None:
     assert drawn == {*WORK, *EVENTS, SPARSE_READ, DIE_PAUSED}
     kinds = {kind for plan in plans for kind in plan.weather.weights()}
     assert kinds >= {"device.stuck", "device.lost", "storage.short", "network.lose", "threads.slow", "log.refuse"}
+    assert kinds >= {"network.refuse", "storage.spoilt"}
     assert kinds >= {f"effects.{fault}" for fault in EFFECTS.values()}
     assert min(len(plan.weather.weights()) for plan in plans) <= 2
 

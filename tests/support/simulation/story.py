@@ -279,7 +279,8 @@ class Story:
             seen.update(device.dice.drawn)
         seen.update(self.world.effects.dice.drawn)
         seen.update(self.world.log.dice.drawn)
-        seen["lose"], seen["duplicate"] = self.world.network.lost, self.world.network.duplicated
+        network = self.world.network
+        seen["lose"], seen["duplicate"], seen["not_taken"] = network.lost, network.duplicated, network.refused
         seen["late"] = self.world.daemon.default.barrier.statistics().late
         seen["rejects"] = sum(self.world.daemon.server.statistics()["rejects"].values())
         return seen
