@@ -211,7 +211,7 @@ def measure(ranks: int) -> list[Row]:
 
 
 async def _transferd_us(endpoint: str, ranks: int) -> float:
-    tasks = control.Tasks()
+    tasks = control.TaskMaker()
     async with Client(endpoint) as client:
         await control.prepare(client, tasks, ranks)
         await control.p50_us(client.submit, tasks.swap, TASKS)

@@ -27,7 +27,7 @@ from typing import Any
 
 from transferd.adapters.fastdeploy import EngineCacheQueue
 from transferd.cli.replay.kvdata import KvData
-from transferd.cli.replay.pool import BlockPool, Entry
+from transferd.cli.replay.pool import BlockPool, PooledBlock
 from transferd.tasks import Status
 
 TIMEOUT_S = 20.0  # of a storage task
@@ -49,7 +49,7 @@ class CacheStatus(enum.Enum):
 class Pool(BlockPool):
     """A BlockPool whose blocks can leave it otherwise than by eviction."""
 
-    def drop(self, entry: Entry) -> None:
+    def drop(self, entry: PooledBlock) -> None:
         """Its only user says that the content is not needed here any more: the block is free."""
         assert entry.users == 1
         del self._entries[entry.content]
@@ -135,7 +135,7 @@ class PrefixCacheManager:
             self._device.release(entry)
         self.counts["requests"] += 1
 
-    def _match(self, chain: Sequence[int]) -> list[Entry]:
+    def _match(self, chain: Sequence[int]) -> list[PooledBlock]:
         entries = itertools.takewhile(lambda entry: entry is not None, map(self._device.find, chain))
         held = [entry for entry in entries if entry is not None]
         for entry in held:
@@ -144,7 +144,7 @@ class PrefixCacheManager:
         self.counts["device hits"] += len(held)
         return held
 
-    def _swap_in(self, name: str, chain: Sequence[int]) -> list[Entry]:
+    def _swap_in(self, name: str, chain: Sequence[int]) -> list[PooledBlock]:
         """_prepare_cpu_cache: what the host has of the chain, from its start."""
         found = [e for e in itertools.takewhile(lambda e: e is not None, map(self._host.find, chain)) if e is not None]
         if not found:
@@ -167,7 +167,7 @@ class PrefixCacheManager:
         self.counts["host hits"] += len(brought)
         return [self._device.put(content, block) for content, block in zip(nodes, brought, strict=False)]
 
-    def _read(self, name: str, chain: Sequence[int]) -> list[Entry]:
+    def _read(self, name: str, chain: Sequence[int]) -> list[PooledBlock]:
         """issue_prefetch_storage_task: the rest, into one block more than there are keys, as FastDeploy does."""
         if not chain:
             return []
@@ -193,14 +193,14 @@ class PrefixCacheManager:
         self.counts["storage hits"] += len(brought)
         return [self._device.put(content, block) for content, block in zip(chain, brought, strict=False)]
 
-    def _prefill(self, chain: Sequence[int]) -> list[Entry]:
+    def _prefill(self, chain: Sequence[int]) -> list[PooledBlock]:
         blocks = self._allocate(len(chain))
         for content, block in zip(chain, blocks, strict=True):
             self._data.fill(block, content)
         self.counts["computed"] += len(chain)
         return [self._device.put(content, block) for content, block in zip(chain, blocks, strict=True)]
 
-    def _write(self, name: str, held: Sequence[Entry]) -> None:
+    def _write(self, name: str, held: Sequence[PooledBlock]) -> None:
         """write_cache_to_storage: the whole chain, at the request's end."""
         blocks = [entry.block for entry in held]
         keys = [_key(entry.content) for entry in held]
@@ -225,7 +225,7 @@ class PrefixCacheManager:
         self._swap_out(evicted)
         return blocks
 
-    def _swap_out(self, evicted: Sequence[Entry]) -> None:
+    def _swap_out(self, evicted: Sequence[PooledBlock]) -> None:
         """_evict_cache_async, to the host as far as it has room; the oldest there make room."""
         moving = [entry for entry in evicted if self._host.find(entry.content) is None]
         if not moving or len(moving) > self._host.obtainable:  # FastDeploy drops them all, then

@@ -89,7 +89,7 @@ def test_a_benchmark_does_not_measure_tasks_that_fail() -> None:
         return TaskResult(task_id="t", status=Status.FAILED)
 
     with pytest.raises(RuntimeError, match="ended badly"):
-        asyncio.run(control.p50_us(submit, control.Tasks().swap, 1))
+        asyncio.run(control.p50_us(submit, control.TaskMaker().swap, 1))
 
 
 def test_wrong_bytes_end_the_copy_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from transferd.cli.replay.pool import Admission, BlockPool, Entry
+from transferd.cli.replay.pool import Admission, BlockPool, PooledBlock
 
 
 def test_free_blocks_are_given_out_before_anything_is_evicted() -> None:
@@ -56,7 +56,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
         self.pool = BlockPool(5)
         self.given: list[int] = []
         self.users: dict[int, int] = {}
-        self.entries: dict[int, Entry] = {}
+        self.entries: dict[int, PooledBlock] = {}
         self.idle: list[int] = []
         self.contents = iter(range(10**6))
 

@@ -2,16 +2,15 @@
 
 **Object names.** A key is an opaque string of any length and any characters. Its *digest* is BLAKE2b
 of 160 bits with the personalisation `transferd key`, over the key in UTF-8 (lone surrogates, which
-Python strings may hold, pass through as WTF-8 does it), as 40 hex digits. 160 bits because keys may
-come from many tenants: finding two keys with one digest then costs 2^80 tries, and a name stays short.
+Python strings may contain, are encoded as in WTF-8), as 40 hex digits. It has 160 bits because keys may
+come from many tenants: a collision then costs 2^80 tries, and names stay short.
 An object's name is
 
     <model>/<fingerprint>/<generation>/<key digest>/<rank>
 
-Model and generation may hold any text; inside a name every byte of them outside `A-Z a-z 0-9 _ . -`
-is written %XX, and one that would be longer than PART_BYTES is cut and ends in `~` and its own
-digest. So a name is printable ASCII of bounded length with exactly four slashes, and two different
-identities never share a name.
+Model and generation may be any text. In a name, each of their bytes outside `A-Z a-z 0-9 _ . -` becomes
+%XX, and a part longer than PART_BYTES is cut and ends in `~` and its digest. So a name is printable ASCII
+of bounded length with exactly four slashes, and two different identities never share a name.
 
 **Block keys.** `block_keys` names the blocks of a token sequence by content, so that a prefill and a
 decode engine that see the same prompt compute the same keys. The definition, version 1; all integers
@@ -23,14 +22,14 @@ little-endian, u32 and u64 unsigned, i64 signed, `||` is concatenation, H is SHA
     extra      = i64 start || u64 length || u32 bytes of key || key
 
 n is the number of tokens in block i, m the number of extra keys that overlap the block's tokens. An
-extra key (the hash of an image or a sound, the id of an adapter) has a range of tokens and enters
-every block it overlaps, the last incomplete one too; start is where its range begins relative to the
-block's first token, negative when it began in an earlier block. Extras are ordered by (start, length,
-key bytes), whatever order the caller has. Text keys are UTF-8 with surrogates passed through.
+extra key (the hash of an image or a sound, the id of an adapter) has a range of tokens. It is part of
+every block that it overlaps, including an incomplete last one. start is the beginning of its range
+relative to the block's first token; it is negative if the range begins in an earlier block. Extras are
+sorted by (start, length, key bytes). Text keys are UTF-8 with surrogates passed through.
 
 The key of a full block is its digest in 64 hex digits; that of a last block with N < block_size tokens
-is `<digest>:partial:N`. Every field is of fixed width or carries its length, so two different inputs
-never feed the hash the same bytes. A change to any of this is a new version text, hence new keys.
+is `<digest>:partial:N`. Every field has a fixed width or a length prefix, so two different inputs never
+feed the same bytes to the hash. Any change to this needs a new version text, and so gives new keys.
 """
 
 from __future__ import annotations

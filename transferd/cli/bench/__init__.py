@@ -1,1 +1,1 @@
-"""Benchmarks that a user can run: figures with the limit they are compared with, measured in the same run."""
+"""Benchmarks for users. Each figure comes with the limit to compare it with, measured in the same run."""

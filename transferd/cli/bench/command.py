@@ -53,7 +53,7 @@ def storage(
 def _run(
     name: str, bench: Callable[[], list[harness.Row]], format_: Format, more: dict[str, object] | None = None
 ) -> None:
-    """more: of the machine, besides what every benchmark says."""
+    """more: facts about the machine, besides those that every benchmark reports."""
     before = harness.machine() | (more or {})
     tree = harness.report(name, before, bench())
     if format_ is Format.JSON:

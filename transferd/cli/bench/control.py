@@ -1,8 +1,8 @@
 """Control plane: what a task costs besides moving bytes, against a bare ZeroMQ echo on the same machine.
 
-The daemon runs in a process of its own, as in production; so does the echo. Blocks are tiny, because
-their bytes are not what is measured. Every run of a row is next to a run of the echo, and the row's limit is
-the median of those: how long it takes to wake another process changes from minute to minute.
+The daemon and the echo each run in their own process, as in production. Blocks are tiny, because this does not
+measure their bytes. Each run of a row has an echo run beside it, and the median of those is the row's limit, because
+the time to wake another process changes from minute to minute.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ PIPELINED = 10_000  # tasks of a pipelined run
 IN_FLIGHT = 256
 IDLE_S = 3.0
 KEYS = [f"bench-key-{i}" for i in range(8)]
-BLOCKS = 64  # device blocks that swaps go over
-TARGET = BLOCKS  # the device block that reads go to
+BLOCKS = 64  # the device blocks that swaps use
+TARGET = BLOCKS  # the device block that reads fill
 
 
 def run() -> list[Row]:
@@ -53,8 +53,8 @@ def config(ranks: int) -> dict[str, dict[str, object]]:
     }
 
 
-class Tasks:
-    """One-block and eight-key tasks, each with an id of its own."""
+class TaskMaker:
+    """Makes one-block and eight-key tasks, each with its own id."""
 
     def __init__(self) -> None:
         self._number = 0
@@ -79,7 +79,7 @@ class Tasks:
 
 
 async def _measure(daemon: DaemonProcess, ranks: int, limit: Echo) -> list[Row]:
-    tasks = Tasks()
+    tasks = TaskMaker()
     kinds: list[tuple[str, Callable[[], Task]]] = [
         ("swap of one block", tasks.swap),
         ("read of one stored block", tasks.read_one),
@@ -111,8 +111,8 @@ async def _measure(daemon: DaemonProcess, ranks: int, limit: Echo) -> list[Row]:
     return rows
 
 
-async def prepare(client: Client, tasks: Tasks, ranks: int) -> KvData:
-    """Content for every block, and the eight keys stored."""
+async def prepare(client: Client, tasks: TaskMaker, ranks: int) -> KvData:
+    """Fill every block, and store the eight keys."""
     data = KvData([await client.attach(rank) for rank in range(ranks)])
     data.poison([TARGET])
     for block in range(BLOCKS):
@@ -159,7 +159,7 @@ async def _rate(client: Client, make: Callable[[], Task]) -> float:
 
 
 async def _check(client: Client, data: KvData) -> None:
-    """What was read is what was stored, and what was swapped out comes back as it went."""
+    """Check that reads and swaps moved the right bytes."""
     blocks = list(range(BLOCKS))
     data.poison(blocks)
     back = await client.submit(SwapInTask(task_id="check", gpu_block_ids=blocks, cpu_block_ids=blocks))
@@ -171,7 +171,7 @@ async def _check(client: Client, data: KvData) -> None:
 
 
 async def _idle_percent(pid: int) -> float:
-    """CPU of a process that has nothing to do, heartbeats of one client included."""
+    """CPU use of an idle process, including one client's heartbeats."""
     before = cpu_seconds(pid)
     await asyncio.sleep(IDLE_S)
     return (cpu_seconds(pid) - before) / IDLE_S * 100

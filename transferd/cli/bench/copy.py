@@ -1,7 +1,7 @@
 """Copies between the shm device and host memory, against one plain memcpy of the same number of bytes.
 
-First in this process, the tier alone; then, for the shm device, as swap tasks to a daemon in a process of
-its own, so that the difference is what the way there and back costs.
+The first rows measure the tier alone, in this process. For the shm device, further rows push swap tasks to a daemon in
+its own process, so the difference is the cost of the round trip.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ END_TO_END = ("GQA 4 layers x 16 KiB", "GQA 80 layers x 16 KiB", "MLA 61 layers 
 
 
 def run(device: str = "shm") -> list[Row]:
-    """Both directions of every layout; random block ids; every byte compared afterwards."""
+    """Measure both directions of every layout with random block ids, and compare every byte afterwards."""
     rows = [item for name, cache in LAYOUTS.items() for item in asyncio.run(_layout(name, cache, device))]
-    if device == "shm":  # what another process can attach
+    if device == "shm":  # another process can attach it
         for name in END_TO_END:
             with tempfile.TemporaryDirectory(prefix="transferd-bench-") as directory:
                 tree = {"cache": LAYOUTS[name] | _pool(device), "storage": {"backend": "none"}}
@@ -139,10 +139,10 @@ async def _measure(name: str, layout: BlockLayout, tier: DeviceTier, host: HostP
         await tier.copy_out(outward, host.memory)
 
     memcpy, ins, outs = [], [], []
-    for number in range(RUNS + 2):  # in turn, so that all three see the same machine; the first two are warm-up
+    for number in range(RUNS + 2):  # alternating, so that all three see the same load; the first two are warm-up
         memcpy.append(_seconds(lambda: np.copyto(target, source)))
         ins.append(await _seconds_of(swap_in))
-        if number == 0:  # poison, then everything that counts has to come back from the device
+        if number == 0:  # clear it, so that all later content must come from the device
             content[:] = 0
         outs.append(await _seconds_of(swap_out))
     _check(before, content, layout, host_ids)
@@ -154,7 +154,7 @@ async def _measure(name: str, layout: BlockLayout, tier: DeviceTier, host: HostP
 def _check(
     before: np.typing.NDArray[np.uint8], after: np.typing.NDArray[np.uint8], layout: BlockLayout, ids: list[int]
 ) -> None:
-    """Every moved block is what it was, every other byte is still zero."""
+    """Check that every moved block is intact, and that every other byte is still zero."""
     expected = np.zeros_like(before)
     geometry = layout.host
     for offset, stride, size in zip(geometry.offsets, geometry.strides, geometry.nbytes, strict=True):

@@ -1,10 +1,9 @@
-"""Copies between a GPU and pinned host memory, beside the copy that nothing can beat: one large DMA of as many bytes.
+"""Copies between a GPU and pinned host memory, against the upper limit: one large DMA of the same number of bytes.
 
-Random blocks on both sides. The tier's own choice (`swap_out`, `swap_in`) stands beside every way there is
-to do the same: gather and one DMA a block, batches of a DMA for each run (cudaMemcpyBatchAsync), a call for
-each run (cudaMemcpyAsync), and a kernel that reads or writes pinned memory directly. What was moved is
-compared. Batches come last, after all else of every layout: drivers were seen to hang on them (vLLM #49276), and
-then the rest is known.
+Both sides use random blocks. The rows compare the tier's own choice (`swap_out`, `swap_in`) with every alternative:
+gather and one DMA per block, batches with one DMA per run (cudaMemcpyBatchAsync), one call per run
+(cudaMemcpyAsync), and a kernel that reads or writes pinned memory directly. The moved bytes are compared. Batches
+come after everything else, because some drivers hang on them (vLLM #49276), and then the other figures are known.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ from transferd.tiers.pinned import HostPool
 
 SEED = 1
 COUNTS = (1, 4, 16, 64, 256, 1024)
-MOST_CALLS = 25_000  # a call for each run is not measured beyond: it only gets longer
-DIRECT_GRID = 264  # thread blocks of the kernel that reaches over the bus by itself: all the device has
+MOST_CALLS = 25_000  # with more runs than this, one call per run is not measured: it only takes longer
+DIRECT_GRID = 264  # thread blocks of the kernel that accesses pinned memory: as many as the device has
 LAYOUTS: dict[str, dict[str, object]] = {
     "GQA 80 layers x 16 KiB": {"layers": 80, "kv_heads": 2, "head_dim": 64, "block_size": 64},
     "MLA 61 layers x 72 KiB": {"attention": "mla", "layers": 61, "block_size": 64},
@@ -56,7 +55,7 @@ def run(
     runs: int = RUNS,
     told: Callable[[list[Row]], None] | None = None,
 ) -> list[Row]:
-    """Every layout and count. driver: in place of this process's real one. told: hears of each count's rows.
+    """Measure every layout and count. driver: replaces the process's real one. told: called with each count's rows.
 
     Raises TierError without a GPU.
     """
@@ -73,7 +72,7 @@ def run(
 
 
 def machine(device: int = 0, driver: Driver | None = None) -> dict[str, object]:
-    """What the figures were measured on, besides harness.machine()."""
+    """Facts about the GPU, to add to those of harness.machine()."""
     driver = driver if driver is not None else open_driver()
     info = find_device(driver, device)
     return {"gpu": info.name, "cuda": driver.version, "batches": driver.batches}
@@ -91,14 +90,14 @@ async def _layout(
     *,
     batches: bool,
 ) -> list[Row]:
-    blocks = 2 * max(counts)  # half of them for each direction when both run at once
+    blocks = 2 * max(counts)  # half for each direction when both run at once
     layout = build_layout(CacheSection(**cache, device_blocks=blocks, host_blocks=blocks))  # type: ignore[arg-type]
     tier = CudaDeviceTier(layout, 0, device, threads, driver=driver)
     await tier.open()
     host = HostPool(layout, 0, CudaPinning(device, driver))
     try:
         if not host.memory.pinned:
-            raise TierError(f"without pinned host memory the figures mean nothing: {host.memory.degraded}")
+            raise TierError(f"the host memory is not pinned, so the figures would mean nothing: {host.memory.degraded}")
         bench = _Bench(name, tier, layout, host, runs, batches=batches)
         rows: list[Row] = []
         for count in counts:
@@ -115,7 +114,7 @@ async def _layout(
 
 
 class _Bench:
-    """One layout on one GPU. batches: these alone, or all but these."""
+    """One layout on one GPU. batches: whether to measure only batches, or everything except batches."""
 
     def __init__(
         self, name: str, tier: CudaDeviceTier, layout: BlockLayout, host: HostPool, runs: int, *, batches: bool
@@ -135,7 +134,7 @@ class _Bench:
     # --- what is measured -----------------------------------------------------------------------------
 
     async def measure(self, count: int) -> list[Row]:
-        """All ways of moving `count` random blocks, each beside the large copies of the same minute."""
+        """Measure all ways of moving `count` random blocks, each beside large copies at the same time."""
         device, pool = self.tier.arena.geometry, self.layout.host
         blocks = self.layout.device_blocks
         device_ids, host_ids = (self.random.sample(range(blocks), 2 * count) for _ in range(2))
@@ -167,7 +166,7 @@ class _Bench:
 
     async def _timed(self, count: int, nbytes: int, ways: dict[str, Seconds]) -> list[Row]:
         seconds: dict[str, list[float]] = {way: [] for way in ways}
-        for _ in range(self.runs + 2):  # in turn, so that all see the same machine; the first two are warm-up
+        for _ in range(self.runs + 2):  # alternating, so that all see the same load; the first two are warm-up
             for way, work in ways.items():
                 before = time.perf_counter()
                 await work()
@@ -194,7 +193,7 @@ class _Bench:
             await asyncio.gather(*copies)
 
     async def _plainly(self, submit: Callable[[], None]) -> None:
-        """Work on our own streams, waited for without any of the tier's machinery."""
+        """Submit work to our own streams and wait for it, without the tier."""
         with self.driver.current(self.resources.context):
             submit()
             for stream in self.streams:
@@ -242,7 +241,7 @@ class _Bench:
     # --- what was moved -------------------------------------------------------------------------------
 
     async def verify(self, count: int) -> None:
-        """Random bytes in, out by every way; raises InvariantError where they are not the same."""
+        """Copy random bytes in and out by every way. Raises InvariantError if they differ."""
         content = np.frombuffer(self.host.memory.view, dtype=np.uint8)
         stride, payload = int(self.layout.host.strides[0]), self.layout.block_bytes
         rows = content[: self.layout.host_blocks * stride].reshape(-1, stride)[:, :payload]

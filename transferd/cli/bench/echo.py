@@ -1,4 +1,4 @@
-"""The bare transport as a limit: a ZeroMQ ROUTER in a process of its own that sends back what it gets."""
+"""The bare transport as a limit: a ZeroMQ ROUTER in its own process that returns each message."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import zmq
 
 PAYLOAD = b"x" * 200  # about as long as a one-block task
-PATIENCE_MS = 30_000  # for one echo: longer is an error, not a figure
+PATIENCE_MS = 30_000  # the time limit of one echo
 
 _PROGRAM = """
 import sys, zmq
@@ -26,7 +26,7 @@ while True:
 
 
 class Echo:
-    """A DEALER that is connected to such a process. It blocks: it is measured between other things, not beside them."""
+    """A DEALER connected to that process. Its calls block, so measure it between other rows, not at the same time."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
@@ -42,7 +42,7 @@ class Echo:
         return statistics.median(trips) * 1e6
 
     def rate(self, messages: int, in_flight: int) -> float:
-        """Messages a second, there and back, with so many on their way."""
+        """Round trips per second, with `in_flight` messages at a time."""
         before = time.perf_counter()
         for _ in range(in_flight):
             self._socket.send(PAYLOAD)

@@ -50,7 +50,7 @@ def row(name: str, values: Sequence[float], unit: str, limit: float, limit_name:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """The machine that the figures were measured on."""
     model = "unknown"
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
         if line.startswith("model name"):
@@ -71,7 +71,7 @@ def report(bench: str, before: dict[str, Any], rows: Sequence[Row]) -> dict[str,
 
 
 def show(tree: dict[str, Any], console: Console) -> None:
-    """The same for people."""
+    """Print a benchmark as text."""
     table = Table(title=f"{tree['bench']} on {tree['machine']['cpu']}, {tree['machine']['cores']} cores")
     for column in ("what", "value", "limit", "ratio", "spread"):
         table.add_column(column, justify="left" if column == "what" else "right")

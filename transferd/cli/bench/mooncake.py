@@ -1,7 +1,7 @@
 """A Mooncake pool on this machine for `transferd bench storage`, and its raw calls on the daemon's own client.
 
-Twice, because the two move bytes by different means: memory lent by the daemon itself is reached with a
-memcpy, memory lent by another process over TCP on loopback. RDMA, which production uses, needs a device.
+It measures two pools, which move bytes in different ways: a memcpy reaches memory that the daemon itself lends, TCP
+on loopback reaches memory that another process lends. RDMA, which production uses, needs a device.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SEGMENT = 1024**3
 
 @contextlib.contextmanager
 def subjects(directory: Path) -> Iterator[list[Subject]]:
-    """Pools that live as long as the context. Raises ConfigError where Mooncake is not installed."""
+    """Run the pools for as long as the context lasts. Raises ConfigError if Mooncake is not installed."""
     if master_executable() is None:
         raise ConfigError("--backend", "needs pip install 'transferd[mooncake-cpu]'", "mooncake")
     with (
@@ -62,7 +62,7 @@ class _RawPool(Raw):
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._sizes = [object_bytes] * OBJECTS
         if client.register(self._address, len(self._memory)) != 0:
-            raise InvariantError("the benchmark's memory was refused")
+            raise InvariantError("Mooncake refused to register the benchmark's memory")
 
     def write(self, number: int) -> None:
         if any(self._client.put(self._batch(number))):
@@ -73,7 +73,7 @@ class _RawPool(Raw):
             raise InvariantError("a raw get failed")
 
     def forget(self, number: int, names: Sequence[str]) -> None:
-        """Raw's and ours: what stays would fill the pool, and the next run would write to untouched memory."""
+        """Remove the raw objects and ours: they would fill the pool, and the next run would write to fresh memory."""
         self._client.remove([*self._batch(number).keys, *names])
 
     def close(self) -> None:

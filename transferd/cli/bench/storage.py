@@ -1,7 +1,7 @@
 """Storage: write and read tasks through a whole rank, against the backend's own raw call on the same bytes.
 
-Ours copies from the device, seals, and stores (and back, verified); raw only hands ready bytes to the
-backend. So a ratio near 1 means that the copy and the checksum are hidden behind the I/O.
+Ours copies from the device, seals and stores, and for a read does the reverse and verifies. Raw only passes ready
+bytes to the backend. So a ratio near 1 means that the I/O hides the copy and the checksum.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _InProcess(ServerTransport):
 
 
 class Raw(abc.ABC):
-    """A backend's own calls on OBJECTS objects of ready bytes: as little as the job can be."""
+    """A backend's own calls on OBJECTS objects of ready bytes: the least work that does the job."""
 
     @abc.abstractmethod
     def write(self, number: int) -> None:
@@ -73,17 +73,18 @@ class Raw(abc.ABC):
         """Load them. Raises InvariantError if anything is missing."""
 
     def forget(self, number: int, names: Sequence[str]) -> None:
-        """Run `number` is over; names: of our own objects in it."""
+        """Remove the objects of run `number`. names: those that our own tasks stored."""
 
     def close(self) -> None:
-        """No more runs follow."""
+        """Release everything, after the last run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is measured: a name for its rows, its [storage], its raw calls, and its storage if it is no usual one.
+    """A backend to measure: the name in its rows, its [storage] section, and its raw calls.
 
-    raw: bytes of an object -> Raw; called when the daemon is open.
+    raw: given an object's size in bytes, returns its Raw; called once the daemon is open. storage: builds the storage,
+    if the usual constructor does not.
     """
 
     name: str
@@ -93,7 +94,7 @@ class Subject:
 
 
 def run(backend: str) -> list[Row]:
-    """Rows of one backend. Raises ConfigError where it cannot run here."""
+    """Rows of one backend. Raises ConfigError if it cannot run here."""
     with (
         tempfile.TemporaryDirectory(prefix="transferd-bench-") as directory,
         _subjects(backend, Path(directory)) as subjects,
@@ -102,7 +103,7 @@ def run(backend: str) -> list[Row]:
 
 
 def measure(subject: Subject) -> list[Row]:
-    """Rows of one subject: our write and read beside raw's, raw's beside a memcpy."""
+    """Rows of one subject: our write and read against raw's, and raw's against a memcpy."""
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -204,7 +205,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 class _RawFile(Raw):
-    """Plain files: open, write or read, close. As little as the job can be."""
+    """Plain files: open, write or read, close."""
 
     def __init__(self, directory: Path, object_bytes: int) -> None:
         self._directory = directory / "raw"

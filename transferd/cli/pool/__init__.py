@@ -1,1 +1,1 @@
-"""`transferd pool`: a small Mooncake pool for tests, demos and single racks, and a look into any pool."""
+"""`transferd pool`: runs a small Mooncake pool for tests, demos and single racks, and inspects any pool."""

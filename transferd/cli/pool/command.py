@@ -14,7 +14,7 @@ from transferd.errors import ConfigError
 from transferd.observability import logs
 from transferd.runtime.address import host_and_port
 
-app = typer.Typer(name="pool", help="A small Mooncake pool, and a look into any pool.", no_args_is_help=True)
+app = typer.Typer(name="pool", help="Run a small Mooncake pool, or inspect any pool.", no_args_is_help=True)
 
 
 @app.command()

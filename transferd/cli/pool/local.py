@@ -1,9 +1,9 @@
-"""A real Mooncake pool on loopback, for tests, demos and benchmarks: a master, and processes that lend it memory.
+"""A real Mooncake pool on loopback, for tests, demos and benchmarks: a master, and processes that lend memory.
 
     with Master(directory / "master.log") as master, Lender(master, 64 * 1024**2, directory / "lender.log"):
         ...
 
-Join at `master.address`. Both can be stopped, started again, and, by their pid, frozen and thawed.
+Join at `master.address`. Both can be stopped and restarted, and frozen and thawed by pid.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ HTTP_TIMEOUT_S = 5.0
 
 
 def freeze(pid: int) -> None:
-    """SIGSTOP a child of this process, and return when every thread of it stands: a signal alone takes its time."""
+    """SIGSTOP a child of this process, and wait until all its threads have stopped. The signal alone does not wait."""
     os.kill(pid, signal.SIGSTOP)
     os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
 
 def thaw(pid: int) -> None:
-    """SIGCONT: it goes on where it stood, its connections with it."""
+    """SIGCONT: the process continues, with its connections."""
     os.kill(pid, signal.SIGCONT)
 
 
 class _Process:
-    """A program of the wheel, its output in a file. Owns the process from `start` to `stop`; a context manager."""
+    """A program of the wheel, with its output in a file. A context manager; owns the process from `start` to `stop`."""
 
     def __init__(self, program: str, log_file: Path) -> None:
         self._program = program
@@ -49,7 +49,7 @@ class _Process:
         self._process: subprocess.Popen[bytes] | None = None
 
     def _command(self) -> Sequence[str]:
-        """Raises TransferError when it is not installed."""
+        """The command line. Raises TransferError if the program is not installed."""
         raise NotImplementedError
 
     def _is_up(self) -> bool:
@@ -57,13 +57,13 @@ class _Process:
 
     @property
     def pid(self) -> int:
-        """Raises RuntimeError when it does not run."""
+        """The process id. Raises RuntimeError if it is not running."""
         if self._process is None:
-            raise RuntimeError(f"{self._program} does not run")
+            raise RuntimeError(f"{self._program} is not running")
         return self._process.pid
 
     def start(self) -> None:
-        """Start and wait until it is up. Raises RuntimeError with the log's end."""
+        """Start, and wait until it is up. Raises RuntimeError with the end of its log."""
         with self._log_file.open("ab") as log:
             self._process = process = subprocess.Popen(
                 self._command(), stdin=subprocess.DEVNULL, stdout=log, stderr=log
@@ -74,7 +74,7 @@ class _Process:
             raise RuntimeError(f"{self._program} did not start: {log_end}")
 
     def stop(self) -> None:
-        """SIGKILL, and wait until it is gone. Idempotent."""
+        """SIGKILL, and wait until it has ended. Idempotent."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -91,7 +91,7 @@ class _Process:
 class Master(_Process):
     """A master, restartable on the same ports.
 
-    lease_ttl: how long an object that was asked for is not evicted, such as "2s".
+    lease_ttl: how long a lookup protects an object from eviction, such as "2s".
     """
 
     def __init__(self, log_file: Path, lease_ttl: str = "2s") -> None:
@@ -104,11 +104,11 @@ class Master(_Process):
         return f"127.0.0.1:{self.port}"
 
     def segments(self) -> list[str]:
-        """Names of what is lent to it. Raises OSError when it does not answer."""
+        """The names of the segments lent to it. Raises OSError if it does not answer."""
         return self._page("/get_all_segments").split()
 
     def counter(self, name: str) -> int:
-        """One of its metrics. Raises OSError when it does not answer, KeyError when there is none."""
+        """The value of one of its metrics. Raises OSError if it does not answer, KeyError for an unknown metric."""
         found = re.search(rf"^{re.escape(name)} (\d+)", self._page("/metrics"), re.MULTILINE)
         if found is None:
             raise KeyError(name)
@@ -167,7 +167,7 @@ class Lender(_Process):
 
 
 def wait_until(condition: Callable[[], bool], timeout: float = START_TIMEOUT_S) -> bool:
-    """Ask every 20 ms until it holds. False: it did not in time."""
+    """Check every 20 ms until the condition holds. False if it does not in time."""
     give_up, pause = time.monotonic() + timeout, threading.Event()
     while not condition():
         if time.monotonic() > give_up:

@@ -18,7 +18,7 @@ from transferd.errors import TransferError
 DEFAULT_PORT = 50051
 DEFAULT_METRICS_PORT = 9003
 
-_LOWEST_PORT, _HIGHEST_PORT = 20_000, 65_535  # of those that free_port gives; Mooncake takes some below by itself
+_LOWEST_PORT, _HIGHEST_PORT = 20_000, 65_535  # the range of free_port; Mooncake itself uses some ports below
 _port_numbers = itertools.count(random.randrange(_HIGHEST_PORT))
 
 
@@ -34,10 +34,10 @@ def wheel_program(name: str) -> str | None:
 
 
 def free_port() -> int:
-    """A port that nobody listens at, for a program that is started in a moment. Never the same one twice.
+    """A port without a listener, for a program that starts soon. Never returns the same port twice.
 
-    It is below those that the kernel gives to whoever asks for any one: else somebody's connection may have it by
-    the time the program starts, or while it is restarted; even one that was meant for the program, with itself.
+    The port is below the kernel's ephemeral range. Otherwise some connection could get it before the program starts,
+    or during a restart. It could even be a connection to the program, which would then connect to itself.
     """
     for _ in range(100):
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -48,7 +48,7 @@ def free_port() -> int:
 
 
 def _first_ephemeral() -> int:
-    """The first port that the kernel gives away by itself, where that leaves room below; else the highest of all."""
+    """The first port of the kernel's ephemeral range if there is room below it, else the highest port."""
     try:
         first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except (OSError, ValueError):
@@ -57,10 +57,10 @@ def _first_ephemeral() -> int:
 
 
 def master_command(host: str, port: int, metrics_port: int, lease: str = "5s") -> list[str]:
-    """What to execute. Raises TransferError when Mooncake is not installed.
+    """The command to execute. Raises TransferError if Mooncake is not installed.
 
-    lease: how long an object that was asked for is safe from eviction. A decode engine that reads after a
-    match, or after a prefill engine has written, must be done by then; Mooncake's own default is 5 s, too.
+    lease: how long a lookup protects an object from eviction. A decode engine that reads after a match, or after a
+    prefill engine's write, must finish within it. Mooncake's default is 5 s, too.
     """
     executable = master_executable()
     if executable is None:
@@ -72,9 +72,9 @@ def master_command(host: str, port: int, metrics_port: int, lease: str = "5s") -
         f"--metrics_host={host}",
         f"--metrics_port={metrics_port}",
         f"--default_kv_lease_ttl={lease}",
-        # What a daemon lends is gone with the daemon: noticed after this many seconds without a heartbeat.
+        # A daemon's memory is lost when it ends. The master notices after this many seconds without a heartbeat.
         "--client_ttl=10",
-        # The periodic line repeats what `pool status` and /metrics say.
+        # The periodic log line only repeats `pool status` and /metrics.
         "--enable_metric_reporting=false",
         "--logtostderr=true",
     ]

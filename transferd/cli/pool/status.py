@@ -1,4 +1,4 @@
-"""What a pool's master says of itself, from the HTTP pages on its metrics port."""
+"""Reads a pool's status from the HTTP pages on its master's metrics port."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.table import Table
 
 from transferd.errors import StorageUnavailable, one_line
 
-# Their sample in /metrics: our name.
+# The master's metric: our name for it.
 _COUNTERS = {
     "master_key_count": "keys",
     "master_soft_pin_key_count": "soft_pinned",
@@ -27,9 +27,9 @@ _COUNTERS = {
 def read_status(address: str, timeout: float = 2.0, *, keys: int = 0) -> dict[str, Any]:
     """One report of the pool whose master serves metrics at `address` (host:port).
 
-    health: "ok" or what the master says. role, ready. keys, soft_pinned, capacity, used (bytes),
-    evicted_keys, no_room: counts. segments: [{name, protocol, status, capacity, used}]. key_names: up to
-    `keys` of them. Raises StorageUnavailable when nobody answers there, or somebody else does.
+    health: "ok" or the master's message. role, ready. keys, soft_pinned, capacity, used (bytes), evicted_keys,
+    no_room: counts. segments: [{name, protocol, status, capacity, used}]. key_names: at most `keys` of them. Raises
+    StorageUnavailable if no Mooncake master answers at this address.
     """
     try:
         health = json.loads(_get(address, "health", timeout))
@@ -69,7 +69,7 @@ def _get(address: str, page: str, timeout: float) -> str:
 
 
 def _samples(text: str) -> dict[str, float]:
-    """Samples without labels of a Prometheus page."""
+    """The unlabelled samples of a Prometheus page."""
     found = {}
     for line in text.splitlines():
         name, _, value = line.partition(" ")
@@ -79,7 +79,7 @@ def _samples(text: str) -> dict[str, float]:
 
 
 def print_status(report: dict[str, Any], console: Console) -> None:
-    """The report for people."""
+    """Print the report as text."""
     state = "serving" if report["ready"] else "not serving"
     console.print(f"master {report['address']}: {report['health']}, {report['role']}, {state}")
     share = f" ({report['used'] / report['capacity']:.0%})" if report["capacity"] else ""
@@ -89,7 +89,7 @@ def print_status(report: dict[str, Any], console: Console) -> None:
         f"{report['no_room']:,} times no room"
     )
     if not report["segments"]:
-        console.print("no segments: nobody lends memory, so nothing can be stored")
+        console.print("no segments: no node lends memory, so nothing can be stored")
         return
     table = Table("segment", "protocol", "status", "capacity", "used")
     for segment in report["segments"]:

@@ -1,1 +1,1 @@
-"""Replaying request traffic against a daemon, as an engine with a prefix cache would cause it."""
+"""Replays request traffic against a daemon, as an engine with a prefix cache would produce it."""

@@ -1,4 +1,4 @@
-"""`transferd replay`: a trace, a daemon (an own one if none is named), a report."""
+"""`transferd replay`: plays a trace against a daemon (a private one if none is named) and reports the result."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from transferd.runtime.threads import ThreadPools
 
 
 async def replay(endpoint: str, requests: Sequence[TraceRequest], concurrency: int, console: Console) -> ReplayReport:
-    """Play requests against the daemon at `endpoint`; the progress bar shows on a terminal only.
+    """Play requests against the daemon at `endpoint`. The progress bar shows on a terminal only.
 
-    A replay that had to end early says so in its report. Raises ConnectTimeout, and TierError where the
-    daemon's device memory cannot be attached as arrays.
+    If the replay ends early, the report says why. Raises ConnectTimeout, and TierError if the daemon's device
+    memory cannot be attached as arrays.
     """
     report = ReplayReport()
     threads = ThreadPools(1)
@@ -66,12 +66,12 @@ def run(
     quiet: bool,
     cache: Mapping[str, Any] = MappingProxyType({}),
 ) -> ReplayReport:
-    """Replay against `endpoint`, or against an own daemon. Progress goes to stderr.
+    """Replay against `endpoint`, or against a private daemon. Progress goes to stderr.
 
-    cache: overrides of own.CACHE for an own daemon without a configuration file. quiet: no progress bar.
+    cache: overrides of own.CACHE for a private daemon without a configuration file. quiet: no progress bar.
 
-    Raises ConfigError for a bad file; TransferError if there is no daemon to play against, or if an own
-    one did not stop cleanly.
+    Raises ConfigError for a bad file, and TransferError if no daemon answers or the private one did not stop
+    cleanly.
     """
     import uvloop
 

@@ -1,22 +1,21 @@
-"""A small engine that lives off a daemon: prefix index, device and host pools, and real tasks.
+"""A small engine for the replay: it has a prefix index and device and host pools, and pushes real tasks to a daemon.
 
-A request is a chain of contents, root to leaf. It is let in when all its blocks fit on the device beside
-those of the requests in flight (pool.Admission). Then, from the root on, each run of contents
+A request is a chain of contents, root to leaf. It is admitted when all its blocks fit on the device beside those of
+the requests in flight (pool.Admission). Then the request walks its chain from the root:
 
-    1. that is on the device, or that another request is just bringing there, is used where it is;
-    2. that is missing is brought by this request: swapped in from the host pool as far as that has it,
-       read from storage as far as that goes, and the rest "computed": its KV is written into the
-       attached memory of every rank.
+    1. it uses contents that are on the device, or that another request is already loading, where they are;
+    2. it loads missing contents itself: it swaps in what the host pool has, reads what storage has, and
+       "computes" the rest by writing its KV into the attached memory of every rank.
 
-At its end a request stores what is not stored yet. When blocks are needed, idle ones of the device move to
-the host pool, in place of the idle ones there; what finds no room is dropped. A block belongs to a task
-until that task's result, and to its request until the request ends.
+At its end a request stores what is not stored yet. To make room, the engine moves idle device blocks to the host
+pool, where they replace idle host blocks. It drops what does not fit. A block belongs to a task until that task's
+result, and to its request until the request ends.
 
-Nothing is taken on trust. Target blocks are poisoned before bytes come, compared to the last byte once
-they have come, and compared again when another request finds them on the device and at the very end. A
-task that does not end well costs its blocks a longer way (storage instead of host, compute instead of
-storage), never their truth; it is counted. Only two things end a replay early, because nobody can say
-what the blocks hold: a lost daemon, and a rank that was left behind working on a task's blocks.
+The engine verifies everything. It poisons target blocks before a load, compares every byte after it, and compares
+again when another request finds the block on the device, and at the very end. If a task fails, the engine counts it
+and fetches the blocks from the next tier (storage instead of host, compute instead of storage). Only two events end
+a replay early, because the content of blocks is then unknown: a lost daemon, and a straggling rank that still works
+on a task's blocks.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from transferd.cli.replay.kvdata import VERSION, Mismatch
-from transferd.cli.replay.pool import Admission, BlockPool, Entry
+from transferd.cli.replay.pool import Admission, BlockPool, PooledBlock
 from transferd.cli.replay.report import ReplayReport
 from transferd.cli.replay.trace import TraceRequest
 from transferd.errors import DaemonLost, TransferError
@@ -50,7 +49,7 @@ T = TypeVar("T")
 TASK_TIMEOUT_S = 60.0
 BUSY_RETRY_S = 0.01  # if the daemon names no time of its own
 DAEMON_GONE = frozenset({"daemon_lost", "no_answer", "closed"})
-LEFT_BEHIND = frozenset({"expired", "rank_died"})  # codes of ranks that had not arrived when their task was answered
+LEFT_BEHIND = frozenset({"expired", "rank_died"})  # codes of ranks that had not finished when their task was answered
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +110,7 @@ class Engine:
         self._host = BlockPool(tiers.host_blocks)
         self._admission = Admission(tiers.device_blocks)
         self._arriving: dict[int, asyncio.Future[None]] = {}  # contents on their way to the device
-        self._stored: set[int] = set()  # contents that every rank has stored, as far as is known
+        self._stored: set[int] = set()  # contents that every rank has stored, to the engine's knowledge
         self._storing: set[int] = set()
         self._number = itertools.count()
         self._run = clock.fresh_id()[:12]  # a daemon remembers the task ids of an earlier replay for a while
@@ -119,9 +118,9 @@ class Engine:
     async def play(
         self, requests: Iterable[TraceRequest], concurrency: int, progress: Callable[[], None] = lambda: None
     ) -> None:
-        """Run all requests, `concurrency` at a time, in order of their start.
+        """Run all requests in order, `concurrency` at a time.
 
-        Raises DaemonLost, and TransferError with code `left_behind` when a rank did not let go of a task's blocks.
+        Raises DaemonLost, and TransferError with code `left_behind` if a rank did not release a task's blocks.
         """
         waiting = deque(requests)
 
@@ -145,20 +144,20 @@ class Engine:
         contents = chain[: self._device.count]
         self._report.truncated += len(contents) < len(chain)
         await self._admission.enter(len(contents))
-        held: list[Entry] = []
+        held: list[PooledBlock] = []
         while len(held) < len(contents):
             held += await self._use_device(contents[len(held) :])
             held += await self._bring(contents[len(held) :])
         if self._tiers.storage:
             await self._store(held)
-        for entry in reversed(held):  # leaves fall idle before their roots
+        for entry in reversed(held):  # leaves become idle before their roots
             self._device.release(entry)
         self._admission.leave(len(contents))
         self._report.requests += 1
 
-    async def _use_device(self, contents: Sequence[int]) -> list[Entry]:
-        """The leading contents that are on the device, or that another request is bringing; held."""
-        held: list[Entry] = []
+    async def _use_device(self, contents: Sequence[int]) -> list[PooledBlock]:
+        """Hold the leading contents that are on the device, or that another request is loading."""
+        held: list[PooledBlock] = []
         for content in contents:
             while (arriving := self._arriving.get(content)) is not None:
                 await asyncio.wait({arriving})
@@ -171,15 +170,15 @@ class Engine:
         await self._verify([(entry.content, entry.block) for entry in held])
         return held
 
-    async def _bring(self, contents: Sequence[int]) -> list[Entry]:
-        """Bring the leading contents that nobody has or brings, each from the nearest tier; held."""
+    async def _bring(self, contents: Sequence[int]) -> list[PooledBlock]:
+        """Load and hold the leading contents that are neither on the device nor arriving, from the nearest tier."""
         mine: list[int] = []
         for content in contents:
             if content in self._arriving or self._device.find(content) is not None:
                 break
             self._arriving[content] = asyncio.get_running_loop().create_future()
             mine.append(content)
-        on_host = self._use_host(mine)  # before room is made: that evicts from the host pool, too
+        on_host = self._use_host(mine)  # before _make_room, which evicts from the host pool, too
         place = dict(zip(mine, await self._make_room(len(mine)), strict=True))
         held = self._arrived("host", mine[: await self._from_host(on_host, place)], place)
         for name, tier in (("storage", self._from_storage), ("none", self._compute)):
@@ -188,24 +187,24 @@ class Engine:
                 held += self._arrived(name, missing[: await tier(missing, place)], place)
         return held
 
-    def _arrived(self, tier: str, contents: Sequence[int], place: dict[int, int]) -> list[Entry]:
-        """These are on the device now: whoever waits for them may go on."""
+    def _arrived(self, tier: str, contents: Sequence[int], place: dict[int, int]) -> list[PooledBlock]:
+        """These contents are on the device now: wake the requests that wait for them."""
         self._report.hits[tier] += len(contents)
         for content in contents:
             self._arriving.pop(content).set_result(None)
         return [self._device.put(content, place[content]) for content in contents]
 
-    # --- where blocks come from: each returns how many of the leading contents it brought -------------
+    # --- where blocks come from: each method returns how many of the leading contents it loaded -------
 
-    def _use_host(self, contents: Sequence[int]) -> list[Entry]:
-        """The leading contents that the host pool has; held."""
+    def _use_host(self, contents: Sequence[int]) -> list[PooledBlock]:
+        """Hold the leading contents that the host pool has."""
         entries = itertools.takewhile(lambda entry: entry is not None, map(self._host.find, contents))
         held = [entry for entry in entries if entry is not None]
         for entry in held:
             self._host.hold(entry)
         return held
 
-    async def _from_host(self, found: Sequence[Entry], place: dict[int, int]) -> int:
+    async def _from_host(self, found: Sequence[PooledBlock], place: dict[int, int]) -> int:
         if not found:
             return 0
         targets = [place[entry.content] for entry in found]
@@ -231,7 +230,7 @@ class Engine:
         available = await self._match(keys)
         if not available:
             return 0
-        # As FastDeploy does, name all the blocks there are: those beyond the keys must stay untouched.
+        # Like FastDeploy, pass all the blocks: those beyond the keys must stay untouched.
         targets = [place[content] for content in contents]
         await self._off_loop(lambda: self._data.poison(targets))
         task = ReadStorageTask(
@@ -250,7 +249,7 @@ class Engine:
             return await self._client.match(keys)
         except DaemonLost:
             raise
-        except TransferError as error:  # storage is in trouble: nothing can be read, all else goes on
+        except TransferError as error:  # storage fails: read nothing, but carry on
             self._report.error(f"match: {error}")
             return 0
 
@@ -260,19 +259,19 @@ class Engine:
                 self._data.fill(place[content], content)
 
         await self._off_loop(prefill)
-        self._stored.difference_update(contents)  # whatever was known of them, storage has them no more
+        self._stored.difference_update(contents)  # a read missed them, so storage no longer has them
         return len(contents)
 
     # --- where blocks go ----------------------------------------------------------------------------
 
-    async def _store(self, held: Sequence[Entry]) -> None:
-        """Write what is not stored yet: one task for each stretch of blocks that follow one another."""
+    async def _store(self, held: Sequence[PooledBlock]) -> None:
+        """Write what is not stored yet: one task for each run of consecutive blocks."""
         due = [i for i, e in enumerate(held) if e.content not in self._stored and e.content not in self._storing]
         stretches = itertools.groupby(enumerate(due), key=lambda item: item[1] - item[0])
         tasks = [self._write([i for _, i in stretch], held) for _, stretch in stretches]
         await asyncio.gather(*tasks)
 
-    async def _write(self, positions: Sequence[int], held: Sequence[Entry]) -> None:
+    async def _write(self, positions: Sequence[int], held: Sequence[PooledBlock]) -> None:
         entries = [held[i] for i in positions]
         contents = [entry.content for entry in entries]
         self._storing.update(contents)
@@ -290,13 +289,13 @@ class Engine:
         self._report.blocks_written += len(written)
 
     async def _make_room(self, count: int) -> list[int]:
-        """`count` device blocks, given out; admission made sure that they can be had."""
+        """Take `count` device blocks. Admission has made sure that there are enough."""
         blocks, evicted = self._device.take(count)
         await self._swap_out(evicted)
         return blocks
 
-    async def _swap_out(self, evicted: Sequence[Entry]) -> None:
-        """Keep of the evicted what the host pool has room for, the most recently used before the others."""
+    async def _swap_out(self, evicted: Sequence[PooledBlock]) -> None:
+        """Move evicted blocks to the host pool as far as it has room, the most recently used ones first."""
         moving = [entry for entry in evicted if self._host.find(entry.content) is None]
         moving = moving[len(moving) - min(len(moving), self._host.obtainable) :]
         if not moving:
@@ -311,7 +310,7 @@ class Engine:
         )
         result = await self._submit(task)
         for entry, block in zip(moving, blocks, strict=True):
-            # The same content may have come, gone and been swapped out once more while this one was under way.
+            # The same content may have been loaded, evicted and swapped out again during this swap.
             if result.status is Status.OK and self._host.find(entry.content) is None:
                 self._host.release(self._host.put(entry.content, block))
             else:
@@ -320,7 +319,7 @@ class Engine:
     # --- tasks and bytes ----------------------------------------------------------------------------
 
     async def _submit(self, task: Task) -> TaskResult:
-        """Push until it is admitted; count the answer. Raises when nobody can say what the blocks hold."""
+        """Push until the task is admitted; count the answer. Raises if the content of its blocks is unknown."""
         while True:
             before = self._clock.monotonic()
             result = await self._client.submit(task)
@@ -338,19 +337,19 @@ class Engine:
         return result
 
     async def _verify(self, blocks: Sequence[tuple[int, int]]) -> None:
-        """Compare (content, block) pairs to the last byte."""
+        """Compare every byte of (content, block) pairs."""
         if not blocks:
             return
         found = await self._off_loop(lambda: [self._data.verify(block, content) for content, block in blocks])
         self._report.verified(len(blocks), [mismatch for mismatch in found if mismatch is not None])
 
     async def _verify_untouched(self, blocks: Sequence[tuple[int, int]]) -> None:
-        """Nobody wrote into blocks that were poisoned and in no task's range."""
+        """Check that poisoned blocks outside the task's keys are still poisoned."""
         found = await self._off_loop(lambda: [self._data.untouched(block, content) for content, block in blocks])
         self._report.verified(0, [mismatch for mismatch in found if mismatch is not None])
 
     def _off_loop(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        """Heavy work on bytes away from the loop, so that latencies are the daemon's and not ours."""
+        """Do heavy work on bytes off the loop, so that measured latencies are the daemon's."""
         return self._threads.run(Direction.IN, work)
 
     def _id(self, kind: str) -> str:
@@ -358,12 +357,12 @@ class Engine:
 
 
 def _key(content: int) -> str:
-    """Trace ids are chained already: equal ids mean equal prefixes."""
+    """A trace's ids are already chained: equal ids mean equal prefixes."""
     return f"replay-v{VERSION}-block-{content}"
 
 
 def _cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The one error that says most: a bug before what the world did; of several of one kind, the first."""
+    """The error to report: the first that is not a TransferError (a bug), else the first."""
     ours, others = group.split(TransferError)
     error: BaseException | None = others or ours
     while isinstance(error, BaseExceptionGroup):

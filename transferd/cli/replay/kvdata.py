@@ -1,8 +1,8 @@
-"""Deterministic random KV: what a block must contain, on every rank, to the last byte.
+"""Deterministic random KV: every byte that a block must contain, on every rank.
 
-The bytes of (content, rank, plane, layer) are a stretch of one random table, XORed with a 64-bit mix of
-the four. So any two of them differ nearly everywhere, a shifted copy differs too, nothing has to be
-remembered, and it costs about as much as a memory copy.
+The bytes of (content, rank, plane, layer) are a slice of one random table, XORed with a 64-bit mix of the four. So
+any two of them differ nearly everywhere, and a shifted copy differs too. Nothing has to be stored, and computing
+the bytes costs about as much as a memory copy.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from transferd.errors import InvariantError
 
-POISON = 0xA5  # what target blocks are filled with first, so that stale bytes cannot pass for good ones
-VERSION = 1  # of the bytes below: stored blocks of another version have other keys
+POISON = 0xA5  # fills target blocks before a load, so that stale bytes cannot pass for good ones
+VERSION = 1  # of the bytes below; it is part of the keys, so versions never mix
 _OFFSETS = 4096
 
 Caches = Sequence[dict[str, list[npt.NDArray[Any]]]]  # per rank: plane -> one array per layer
@@ -25,7 +25,7 @@ Caches = Sequence[dict[str, list[npt.NDArray[Any]]]]  # per rank: plane -> one a
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A block that is not what it must be, and the first byte that shows it."""
+    """A block with wrong content, and the first wrong byte."""
 
     content: int
     block: int
@@ -43,7 +43,7 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One layer of one plane of one rank: raw is [blocks, bytes], sharing the attached memory."""
+    """One layer of one plane of one rank. raw: [blocks, bytes], a view of the attached memory."""
 
     rank: int
     plane: str
@@ -52,7 +52,7 @@ class _Part:
 
 
 class KvData:
-    """Fills, poisons and verifies blocks of attached caches. Borrows the arrays; not for two threads at once."""
+    """Fills, poisons and verifies blocks of attached caches. Borrows the arrays. Not thread-safe."""
 
     def __init__(self, caches: Caches) -> None:
         """caches: what Client.attach returned, rank by rank."""
@@ -68,12 +68,12 @@ class KvData:
         self.block_bytes = sum(part.raw.shape[1] for part in self._parts)  # of all ranks
 
     def fill(self, block: int, content: int) -> None:
-        """Write what `content` must look like into device block `block`, on every rank."""
+        """Write the bytes of `content` into device block `block`, on every rank."""
         for number, part in enumerate(self._parts):
             part.raw[block] = self._expected(content, number, part)
 
     def poison(self, blocks: Sequence[int]) -> None:
-        """Make blocks look like nothing that is ever expected."""
+        """Fill blocks with POISON."""
         for part in self._parts:
             part.raw[list(blocks)] = POISON
 
@@ -87,7 +87,7 @@ class KvData:
         return None
 
     def untouched(self, block: int, content: int) -> Mismatch | None:
-        """The first byte of a poisoned block that somebody wrote, if any. content: what it was meant for."""
+        """The first byte of a poisoned block that was overwritten, or None. content: only named in the Mismatch."""
         for part in self._parts:
             written = part.raw[block] != POISON
             if written.any():
@@ -103,9 +103,9 @@ class KvData:
 
 
 def _raw(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    """An attached array as [blocks, bytes], sharing its memory."""
+    """A view of an attached array as [blocks, bytes]."""
     if not array.flags.c_contiguous:
-        raise InvariantError("an attached array is not contiguous: what is written to it would go to a copy")
+        raise InvariantError("an attached array is not contiguous, so writes would go to a copy")
     raw: npt.NDArray[np.uint8] = array.reshape(array.shape[0], -1).view(np.uint8)
     return raw
 

@@ -24,17 +24,17 @@ CACHE: dict[str, Any] = {
     "device_blocks": 512,
     "host_blocks": 1024,
 }
-DISK_SHARE = 0.5  # of what is free may be filled with blocks
-LOG_LINES = 20  # of the daemon's, told when it did not end well
+DISK_SHARE = 0.5  # the share of the free disk space that blocks may fill
+LOG_LINES = 20  # how many of the daemon's last log lines an error quotes
 
 
 def settings(
     config: Path | None, ranks: int | None, cache: Mapping[str, Any], blocks: int | None = None
 ) -> dict[str, Any]:
-    """What the daemon is told, as a tree: a configuration file's cache and storage, or CACHE; our places.
+    """The daemon's configuration: the file's cache and storage settings, or CACHE, with paths of our own.
 
-    cache: overrides of CACHE where there is no file. blocks: the number of device blocks and of host blocks,
-    instead of those of the file or of CACHE. Raises ConfigError.
+    cache: overrides of CACHE if there is no file. blocks: overrides the number of device blocks and of host blocks.
+    Raises ConfigError.
     """
     if config is None:
         tree: dict[str, Any] = {"cache": CACHE | dict(cache), "storage": {"backend": "file", "model": "replay"}}
@@ -56,12 +56,12 @@ def settings(
 def own_daemon(
     config: Path | None, ranks: int | None, cache: Mapping[str, Any], blocks: int | None = None
 ) -> Iterator[str]:
-    """A daemon for as long as the context; yields its endpoint. Stops it with SIGTERM, removes all it wrote.
+    """Run a daemon while the context lasts; yield its endpoint. Then stop it with SIGTERM and remove its files.
 
     The arguments are those of `settings`.
 
-    Raises ConfigError for a bad file; TransferError if the daemon does not start, does not end with exit
-    code 0, or leaves shared memory behind.
+    Raises ConfigError for a bad file, and TransferError if the daemon does not start, does not exit with code 0, or
+    leaves shared memory behind.
     """
     tree = settings(config, ranks, cache, blocks)
     with tempfile.TemporaryDirectory(prefix="transferd-replay-") as directory:

@@ -1,9 +1,9 @@
-"""A pool of numbered blocks with what they hold: the engine's view of one tier. Decides; moves nothing.
+"""A pool of numbered blocks and their contents: the engine's view of one tier. It decides, and moves no bytes.
 
-A block is in one of three places: *free*; *given out* to a caller that is about to fill it; or held by an
-`Entry`, which is *used* by some number of users or *idle*. Idle entries may be evicted, the one that fell
-idle longest ago first. Whoever releases a chain of blocks leaves first, root last, so evicts it in that
-order too: what is left of a chain is always a prefix, and prefixes are what a cache can use.
+A block is in one of three states: *free*; *given out* to a caller that is about to fill it; or held by a
+`PooledBlock`, which has users or is *idle*. Idle blocks may be evicted, the one that has been idle longest first.
+Callers release a chain from its leaves to its root, so eviction goes in that order too: what remains of a chain is
+always a prefix, which is what a cache can use.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
-    """A block that holds `content`. While `users` is above 0 it stays where it is."""
+class PooledBlock:
+    """A block that holds `content`. It is not evicted while `users` is above 0."""
 
     content: int
     block: int
@@ -29,41 +29,40 @@ class BlockPool:
     def __init__(self, count: int) -> None:
         self.count = count
         self._free = list(range(count - 1, -1, -1))
-        self._entries: dict[int, Entry] = {}
-        self._idle: OrderedDict[int, Entry] = OrderedDict()  # longest idle first
+        self._entries: dict[int, PooledBlock] = {}
+        self._idle: OrderedDict[int, PooledBlock] = OrderedDict()  # longest idle first
 
     def __len__(self) -> int:
         return len(self._entries)
 
     @property
     def obtainable(self) -> int:
-        """Blocks that `take` can give out now."""
+        """How many blocks `take` can give out now."""
         return len(self._free) + len(self._idle)
 
     @property
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[PooledBlock]:
         return list(self._entries.values())
 
-    def find(self, content: int) -> Entry | None:
+    def find(self, content: int) -> PooledBlock | None:
         return self._entries.get(content)
 
-    def hold(self, entry: Entry) -> None:
-        """One more user: the entry stays until as many `release`s."""
+    def hold(self, entry: PooledBlock) -> None:
+        """Add a user. Each user calls `release` once."""
         entry.users += 1
         self._idle.pop(entry.content, None)
 
-    def release(self, entry: Entry) -> None:
-        """One user less; at none it is idle, and the last to be evicted."""
+    def release(self, entry: PooledBlock) -> None:
+        """Remove a user. Without users, the entry is idle, and the last in line for eviction."""
         assert entry.users > 0
         entry.users -= 1
         if not entry.users:
             self._idle[entry.content] = entry
 
-    def take(self, count: int) -> tuple[list[int], list[Entry]]:
-        """Give out `count` blocks: free ones, then those of evicted entries, which are returned too.
+    def take(self, count: int) -> tuple[list[int], list[PooledBlock]]:
+        """Give out `count` blocks: free ones, then those of evicted entries. Returns blocks and evicted entries.
 
-        The blocks of the evicted are among the blocks given out; their bytes are still there.
-        The caller makes sure that `obtainable` is enough.
+        The evicted entries' blocks still contain their bytes. The caller makes sure that `obtainable` is enough.
         """
         assert 0 <= count <= self.obtainable
         fresh = [self._free.pop() for _ in range(min(count, len(self._free)))]
@@ -72,23 +71,23 @@ class BlockPool:
             del self._entries[entry.content]
         return fresh + [entry.block for entry in evicted], evicted
 
-    def put(self, content: int, block: int) -> Entry:
-        """A block that was given out holds `content` from now on; used by one."""
+    def put(self, content: int, block: int) -> PooledBlock:
+        """Record that a block that was given out now holds `content`, with one user."""
         assert content not in self._entries
-        entry = self._entries[content] = Entry(content, block)
+        entry = self._entries[content] = PooledBlock(content, block)
         return entry
 
     def give_back(self, blocks: Sequence[int]) -> None:
-        """Blocks that were given out and not put."""
+        """Return blocks that were given out and not put."""
         self._free.extend(blocks)
 
 
 class Admission:
-    """Lets requests in while all their blocks fit on the device together. First come, first served.
+    """Admits requests while all their blocks fit on the device together. First come, first served.
 
-    A request reserves all the blocks it will hold before it holds any. Every block in use belongs to a
-    request that was let in, so one that was let in always finds the blocks it needs: nobody ever holds
-    blocks while waiting for blocks, which is how engines without this rule deadlock.
+    A request reserves all the blocks it will hold before it holds any. Every block in use belongs to an admitted
+    request, so an admitted request always finds the blocks it needs. No request holds blocks while it waits for
+    blocks, which is how engines without this rule deadlock.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -96,7 +95,7 @@ class Admission:
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def enter(self, blocks: int) -> None:
-        """Wait until `blocks` fit. Not for cancelling: whoever is cancelled here ends the replay."""
+        """Wait until `blocks` fit. A cancellation here ends the replay."""
         if not self._waiting and blocks <= self._left:
             self._left -= blocks
             return

@@ -1,4 +1,4 @@
-"""The report of a replay, as data and as text. It has the keys of the public contract, and more."""
+"""The report of a replay, as data and as text. It has all keys of the public contract, and some more."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transferd.cli.replay.kvdata import Mismatch
 from transferd.errors import one_line
 from transferd.tasks import Status, Task, TaskResult
 
-TOLD = 5  # mismatches and errors that a report names; all are counted
+LISTED = 5  # the most mismatches and errors that a report lists; it counts all
 TIERS = ("device", "host", "storage", "none")
 GOOD = frozenset({Status.OK, Status.PARTIAL, Status.MISS})
 
@@ -25,13 +25,13 @@ GOOD = frozenset({Status.OK, Status.PARTIAL, Status.MISS})
 class ReplayReport:
     """Counts of one replay. Filled by the engine."""
 
-    requests: int = 0  # played to their end
+    requests: int = 0  # requests that were played to their end
     truncated: int = 0  # requests with more blocks than the device has
     blocks_written: int = 0
     blocks_read: int = 0
     blocks_verified: int = 0
     bytes: int = 0
-    busy: int = 0  # answers "busy", each pushed again
+    busy: int = 0  # "busy" answers; each task was pushed again
     verify_failures: int = 0
     error_count: int = 0
     seconds: float = 0.0
@@ -43,7 +43,7 @@ class ReplayReport:
     errors: list[str] = field(default_factory=list)
 
     def task(self, task: Task, result: TaskResult, seconds: float) -> None:
-        """One task has ended, so many seconds after it was pushed."""
+        """Count a task that ended `seconds` after it was pushed."""
         self.statuses[result.status] += 1
         self.bytes += result.bytes
         self.latencies[task.kind].append(seconds)
@@ -51,20 +51,20 @@ class ReplayReport:
             self.error(f"{task.kind} {task.task_id}: {result.status}: {result.error.message}")
 
     def error(self, text: str) -> None:
-        """Something went wrong that does not happen in a healthy run."""
+        """Count an error that does not happen in a healthy run."""
         self.error_count += 1
-        if len(self.errors) < TOLD:
+        if len(self.errors) < LISTED:
             self.errors.append(text)
 
     def verified(self, blocks: int, mismatches: Sequence[Mismatch]) -> None:
-        """So many blocks were compared; these were wrong."""
+        """Count `blocks` compared blocks, and those that were wrong."""
         self.blocks_verified += blocks
         self.verify_failures += len(mismatches)
-        self.mismatches += mismatches[: TOLD - len(self.mismatches)]
+        self.mismatches += mismatches[: LISTED - len(self.mismatches)]
 
     @property
     def good(self) -> bool:
-        """Played to the end, every byte right, and every task ended as one may in a healthy run."""
+        """Whether the replay reached its end, every byte was right, and every task ended as in a healthy run."""
         healthy = not self.error_count and not self.aborted and set(self.statuses) <= GOOD
         return healthy and not self.verify_failures
 
@@ -94,7 +94,7 @@ class ReplayReport:
         }
 
     def print(self, console: Console) -> None:
-        """The report for people."""
+        """Print the report as text."""
         tree = self.tree()
         summary = Table(title="replay", show_header=False)
         for name in ("requests", "tasks", "blocks_written", "blocks_read", "blocks_verified"):

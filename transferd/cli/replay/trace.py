@@ -1,8 +1,8 @@
-"""Request traces in Mooncake's format, and a generated workload for where there is none.
+"""Request traces in Mooncake's format, and a generated workload for use without a trace.
 
-A trace is JSON lines: timestamp (ms), input_length and output_length (tokens), hash_ids: one id for
-each block of the input. Equal ids mean equal blocks *with equal prefixes*: an id already names the
-whole chain up to it (Mooncake, FAST'25).
+A trace is JSON lines: timestamp (ms), input_length and output_length (tokens), and hash_ids, one id for each block
+of the input. Equal ids mean equal blocks *with equal prefixes*: an id names the whole chain up to its block
+(Mooncake, FAST'25).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import msgspec
 
 from transferd.errors import RequestError
 
-TRACE_BLOCK_TOKENS = 512  # one hash id per so many tokens
+TRACE_BLOCK_TOKENS = 512  # tokens per hash id
 _Id = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class TraceRequest(msgspec.Struct, frozen=True):
-    """One request: when it came (ms since the start of the trace) and which prefix blocks it has."""
+    """One request: its arrival (ms since the start of the trace) and its prefix blocks."""
 
     hash_ids: tuple[_Id, ...]
     timestamp: float = 0.0
@@ -34,10 +34,10 @@ _decoder = msgspec.json.Decoder(TraceRequest)
 
 
 def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
-    """The first `limit` requests of a trace file; no further line is read.
+    """The first `limit` requests of a trace file. Reads no further line.
 
-    Raises RequestError for a file that cannot be read, for a line that is not a request (naming it), and
-    for a trace without any request.
+    Raises RequestError for an unreadable file, for a line that is not a request (with its number), and for a trace
+    without requests.
     """
     try:
         with path.open("rb") as lines:
@@ -50,7 +50,7 @@ def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
 
 
 def parse_trace(lines: Iterable[bytes], name: str) -> Iterator[TraceRequest]:
-    """Requests one by one, as the lines come. Raises RequestError naming `name` and the line."""
+    """Yield a request per line. Raises RequestError, with `name` and the line number."""
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -63,7 +63,7 @@ def parse_trace(lines: Iterable[bytes], name: str) -> Iterator[TraceRequest]:
 def generated_workload(seed: int, requests: int) -> list[TraceRequest]:
     """Conversations of several turns over a few shared system prompts, interleaved.
 
-    Each turn repeats the conversation so far and adds to it, which is what makes prefix caches pay.
+    Each turn repeats the conversation so far and adds to it, so a prefix cache helps.
     """
     rng = random.Random(seed)
     fresh = iter(range(1, 10**9))
