@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -126,6 +127,15 @@ def test_a_module_keeps_the_house_rules(path: Path, name: str) -> None:
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
             small = all(isinstance(item, ast.Pass | ast.AnnAssign | ast.Assign) for item in node.body)
             assert ast.get_docstring(node) or small, f"{name}.{node.name} does not say what it is"
+
+
+def test_a_class_name_means_one_thing() -> None:
+    places: defaultdict[str, list[str]] = defaultdict(list)
+    for path, name in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places[node.name.lstrip("_")].append(name)
+    assert not {name: where for name, where in places.items() if len(where) > 1}
 
 
 def _without_docstrings(tree: ast.Module, text: str) -> str:

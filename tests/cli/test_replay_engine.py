@@ -23,7 +23,7 @@ from tests.support.simulation.threads import SimThreads
 from tests.support.simulation.weather import CALM, STORM, Weather
 from tests.support.simulation.world import SimWorld
 from transferd.blocks.copyplan import CopyPlan
-from transferd.cli.replay.engine import Engine, Tiers
+from transferd.cli.replay.engine import ReplayEngine, Tiers
 from transferd.cli.replay.kvdata import POISON, KvData
 from transferd.cli.replay.report import ReplayReport
 from transferd.cli.replay.trace import TraceRequest, generated_workload
@@ -82,7 +82,9 @@ class Stage:
         shares = [(slice(offset, offset + size * geometry.blocks), size) for offset, size in places]
         caches = [{"raw": [d.memory[where].reshape(-1, size) for where, size in shares]} for d in self.world.devices]
         self.data = KvData(caches)
-        self.engine = Engine(self.client, self.data, self._tiers, self.report, self._threads, clock=self.world.clock)
+        self.engine = ReplayEngine(
+            self.client, self.data, self._tiers, self.report, self._threads, clock=self.world.clock
+        )
 
     async def close(self) -> None:
         await self.client.close()

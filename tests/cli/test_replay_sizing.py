@@ -8,7 +8,7 @@ import pytest
 
 from transferd.cli.replay.chart import chart
 from transferd.cli.replay.sizing import (
-    Footprint,
+    BlockSizes,
     Rates,
     SizePoint,
     default_storage_sizes,
@@ -33,18 +33,18 @@ def config(**cache: int) -> dict[str, dict[str, object]]:
 
 
 def test_a_trace_block_has_the_bytes_of_its_tokens_on_all_ranks() -> None:
-    footprint = Footprint.of(from_tree(config()))
+    footprint = BlockSizes.of(from_tree(config()))
     token = 2 * 2 * 1 * 16 * 2  # layers, key and value, heads, head_dim, two bytes
     assert footprint.host == token * TRACE_BLOCK_TOKENS * 2  # ranks
     assert footprint.stored > footprint.host, "an object has a footer, too"
     assert footprint.device_blocks == 64 * 64 // TRACE_BLOCK_TOKENS
     assert footprint.host_pool == 16 * 64 * token * 2
     with pytest.raises(ConfigError, match=r"cache.device_blocks: the device holds 448 tokens"):
-        Footprint.of(from_tree(config(device_blocks=7)))
+        BlockSizes.of(from_tree(config(device_blocks=7)))
 
 
 def test_what_is_loaded_costs_and_what_is_not_computed_pays() -> None:
-    footprint = Footprint(host=1000, stored=1100, device_blocks=2, host_pool=0)
+    footprint = BlockSizes(host=1000, stored=1100, device_blocks=2, host_pool=0)
     requests = [TraceRequest(hash_ids=ids) for ids in ((1, 2), (3, 4), (1, 2))]
     rates = Rates(host=1e3, storage=1.1e3, prefill=float(TRACE_BLOCK_TOKENS))
     stored = size_point(requests, footprint, rates, 0, 4 * 1100)

@@ -478,7 +478,7 @@ def test_shutdown_starts_nothing_more_and_fails_the_queue_with_a_result_each(des
 def test_a_dead_rank_fails_the_queue_and_every_later_task_and_is_named(desk: Desk) -> None:
     desk.submit(write("running", 1))
     queued = desk.submit(read("queued", 1))
-    desk.hear(ev.RankDied(1, "context lost", desk.now))
+    desk.hear(ev.RankFailed(1, "context lost", desk.now))
     desk.finish("running", moved=0, missing=(0,))
     later = desk.submit(write("later", 3))
     for seq in (queued, later):
@@ -550,7 +550,7 @@ def test_memory_alone_does_not_admit(desk: Desk, against: type) -> None:
 
 
 def test_a_dead_rank_stays_dead_with_new_memory(desk: Desk) -> None:
-    desk.hear(ev.RankDied(1, "context lost", desk.now))
+    desk.hear(ev.RankFailed(1, "context lost", desk.now))
     desk.hear(ev.CacheWithdrawn(CLEARED, False, desk.now))
     desk.hear(ev.CacheReady(desk.now))
     assert not desk.dispatcher.alive

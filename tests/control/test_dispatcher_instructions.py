@@ -304,7 +304,7 @@ def test_a_rank_that_dies_holds_no_blocks_any_more() -> None:
     speaker.dispatcher.handle(ev.CancelRequested("r", 2.0))
     speaker.merge("r", LATE, 3.0, 1)
     assert not speaker.dispatcher.empty
-    speaker.dispatcher.handle(ev.RankDied(1, "gone", 4.0))
+    speaker.dispatcher.handle(ev.RankFailed(1, "gone", 4.0))
     assert speaker.dispatcher.empty
 
 

@@ -127,7 +127,7 @@ def test_what_clients_ask_of_the_whole_daemon_is_told(desk: Desk, recorder: Reco
     desk.hear(ev.GenerationBumped("g2", desk.now))
     desk.hear(ev.CacheWithdrawn(ErrorInfo("cleared", "the cache was cleared"), False, desk.now))
     desk.hear(ev.CacheReady(desk.now))
-    desk.hear(ev.RankDied(1, "context lost", desk.now))
+    desk.hear(ev.RankFailed(1, "context lost", desk.now))
     desk.hear(ev.ShutdownRequested(desk.now))
     assert told(recorder) == [
         "pause holder=a",
@@ -147,7 +147,7 @@ def test_texts_from_outside_are_cut_in_the_story_and_whole_in_the_answer(desk: D
     desk.submit(write("w", 1))
     queued = desk.submit(read("r", 1))
     desk.hear(ev.CacheWithdrawn(ErrorInfo("gone", long), False, desk.now))
-    desk.hear(ev.RankDied(1, long, desk.now))
+    desk.hear(ev.RankFailed(1, long, desk.now))
     assert told(recorder) == [
         f"cache withdrawn problem={long[:-1]}",
         f"rank died rank=1 cause={long[:-1]}",

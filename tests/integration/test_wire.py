@@ -82,8 +82,8 @@ class Raw:
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.connect(endpoint)
 
-    async def replies(self, count: int) -> list[wire.Reply]:
-        found: list[wire.Reply] = []
+    async def replies(self, count: int) -> list[wire.ReplyEnvelope]:
+        found: list[wire.ReplyEnvelope] = []
 
         def read() -> bool:
             while len(found) < count and self.socket.poll(0):

@@ -1,4 +1,4 @@
-"""What signals do to a process that runs Signals, each in a process of its own."""
+"""What signals do to a process that runs ProcessSignals, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 PROGRAM = """
 import asyncio, os, signal, sys
 import uvloop
-from transferd.runtime.signals import Signals
+from transferd.runtime.signals import ProcessSignals
 
 async def main():
-    with Signals(5.0, lambda: None) as signals:
+    with ProcessSignals(5.0, lambda: None) as signals:
         os.kill(os.getpid(), signal.SIGTERM)
         await signals.stop
     os.kill(os.getpid(), getattr(signal, sys.argv[2]))

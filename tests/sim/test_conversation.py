@@ -460,11 +460,11 @@ class Raw:
     """A peer that speaks for itself."""
 
     def __init__(self, world: World, name: str = "raw") -> None:
-        self.replies: list[wire.Reply] = []
+        self.replies: list[wire.ReplyEnvelope] = []
         self.transport = world.network.client(name)
         self.transport.start(lambda payload: self.replies.append(wire.decode_reply(payload)))
 
-    async def say(self, seq: int, body: wire.Body, **options: Any) -> wire.Reply:
+    async def say(self, seq: int, body: wire.Body, **options: Any) -> wire.ReplyEnvelope:
         self.transport.send(wire.encode_request(seq, body, **options))
         await asyncio.sleep(0.1)
         return self.replies[-1]

@@ -124,7 +124,7 @@ replies = st.one_of(
 
 @given(st.integers(0, 2**63 - 1), replies)
 def test_a_reply_is_read_as_it_was_written(seq: int, body: wire.ReplyBody) -> None:
-    assert wire.decode_reply(wire.encode_reply(seq, body)) == wire.Reply(seq, body)
+    assert wire.decode_reply(wire.encode_reply(seq, body)) == wire.ReplyEnvelope(seq, body)
 
 
 def test_the_worked_example_of_the_documentation_is_true_to_the_byte() -> None:

@@ -26,7 +26,7 @@ from transferd.client.busy_retry import BusyRetry
 from transferd.client.holds import QUIET_TIMEOUT_S, Holds
 from transferd.client.lookup import StorageLookup
 from transferd.client.observing import Observing
-from transferd.client.offers import DeviceHandle, Offers
+from transferd.client.offers import HandleLike, Offers
 from transferd.client.pending import PendingTask
 from transferd.client.seconds import as_seconds, seconds_to_wait
 from transferd.client.session import Conversation
@@ -361,15 +361,15 @@ class Client(Observing, StorageLookup):
     async def offer(
         self,
         rank: int,
-        handle: DeviceHandle | Mapping[str, Any],
+        handle: HandleLike | Mapping[str, Any],
         *,
         caches: Mapping[str, Sequence[Any]] | None = None,
         block: int | None = None,
     ) -> None:
         """Offer a rank's memory to a daemon that does not create it; return once the daemon has mapped it.
 
-        handle: a DeviceHandle, or {kind, data}. The memory stays yours: keep it until the daemon or this client is
-            gone, or the cache is cleared. The client repeats the offer to a restarted daemon by itself.
+        handle: a tier's DeviceHandle, or {kind, data}. The memory stays yours: keep it until the daemon or this
+            client is gone, or the cache is cleared. The client repeats the offer to a restarted daemon by itself.
         caches: your own view of that memory, {plane: [one array per layer]}: numpy arrays, or `rows(…)` from
             tiers.cuda.rows or adapters.paddle. With it the daemon first checks that the handle leads to the same
             bytes: `block` (1 by default) of every array holds a random pattern for the check, and its original bytes

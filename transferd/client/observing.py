@@ -29,8 +29,8 @@ class Observing:
 
         limit: at most so many rows, 1 to 1000.
         """
-        return list(await self._ask(wire.Tasks(which, limit)))
+        return list(await self._ask(wire.ListTasks(which, limit)))
 
     async def clients(self, limit: int = 100) -> list[dict[str, Any]]:
         """List who is connected: {client, peer, uid, pid, observer, connected_s, silent_s, tasks} of each."""
-        return list(await self._ask(wire.Clients(limit)))
+        return list(await self._ask(wire.ListClients(limit)))

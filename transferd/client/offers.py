@@ -13,7 +13,7 @@ from transferd.wire import protocol as wire
 from transferd.wire.canary import CHECKED, KEY
 
 
-class DeviceHandle(Protocol):
+class HandleLike(Protocol):
     """A device tier's handle (tiers/base.py), or anything of that shape."""
 
     @property
@@ -23,7 +23,7 @@ class DeviceHandle(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Offer:
+class _SentOffer:
     """An offer for a rank, and the cache epoch that it belongs to."""
 
     rank: int
@@ -44,7 +44,7 @@ class Offers:
     def __init__(self, ask: Callable[[wire.Control, float], Awaitable[Any]], timeout: float) -> None:
         self._ask = ask
         self._timeout = timeout
-        self._made: dict[int, _Offer] = {}
+        self._made: dict[int, _SentOffer] = {}
 
     def __len__(self) -> int:
         return len(self._made)
@@ -52,20 +52,20 @@ class Offers:
     async def make(
         self,
         rank: int,
-        handle: DeviceHandle | Mapping[str, Any],
+        handle: HandleLike | Mapping[str, Any],
         epoch: int,
         caches: Mapping[str, Sequence[Any]] | None,
         block: int | None,
     ) -> None:
         """See Client.offer."""
         kind, data = (handle["kind"], handle["data"]) if isinstance(handle, Mapping) else (handle.kind, handle.data)
-        offer = _Offer(rank, kind, data, epoch)
+        offer = _SentOffer(rank, kind, data, epoch)
         known = self._made.get(rank) == offer  # its blocks may be in use
         if caches is None or known or not await self._taken(offer, caches, block):
             await self._ask(offer.said(), self._timeout)
         self._made[rank] = offer
 
-    async def _taken(self, offer: _Offer, caches: Mapping[str, Sequence[Any]], block: int | None) -> bool:
+    async def _taken(self, offer: _SentOffer, caches: Mapping[str, Sequence[Any]], block: int | None) -> bool:
         """Let the daemon check a canary. True: it is an old daemon that ignores canaries and has taken the offer."""
         with laid(caches, block) as canary:
             answer = await self._ask(replace(offer, data=offer.data | {KEY: canary}).said(), self._timeout)

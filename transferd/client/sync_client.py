@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 
 from transferd.client.client import Client
 from transferd.client.handover import ExtraKeys, Tokens
-from transferd.client.offers import DeviceHandle
+from transferd.client.offers import HandleLike
 from transferd.errors import RequestError
 from transferd.tasks import DEFAULT_TIMEOUT_S, Task, TaskResult
 from transferd.wire.abandoned import keep
@@ -289,7 +289,7 @@ class SyncClient:
     def offer(
         self,
         rank: int,
-        handle: DeviceHandle | Mapping[str, Any],
+        handle: HandleLike | Mapping[str, Any],
         *,
         caches: Mapping[str, Sequence[Any]] | None = None,
         block: int | None = None,

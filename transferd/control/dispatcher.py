@@ -115,7 +115,7 @@ class Dispatcher:
             ev.TaskSubmitted: self._submitted,
             ev.RoundMerged: self._merged,
             ev.RankLeft: self._rank_left,
-            ev.RankDied: self._rank_died,
+            ev.RankFailed: self._rank_died,
             ev.ClientGone: self._client_gone,
             ev.CancelRequested: self._cancel_requested,
             ev.DeadlineReached: self._deadline_reached,
@@ -342,7 +342,7 @@ class Dispatcher:
             self._recorder.note(event.task_id, "straggler left", event.rank)
             self._release(record)
 
-    def _rank_died(self, event: ev.RankDied) -> None:
+    def _rank_died(self, event: ev.RankFailed) -> None:
         error = ErrorInfo("rank_died", f"rank {event.rank} died: {event.cause}")
         self._recorder.aside("", "rank died", event.rank, event.cause[:LONGEST_TEXT])
         self._gate.rank_died(error)

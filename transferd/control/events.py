@@ -46,8 +46,8 @@ class RankLeft(msgspec.Struct, frozen=True):
     now: float
 
 
-class RankDied(msgspec.Struct, frozen=True):
-    """A rank will never work again. With it the group: no task can be complete any more."""
+class RankFailed(msgspec.Struct, frozen=True):
+    """A rank will never work again. So the whole group is dead: no task can complete any more."""
 
     rank: int
     cause: str
@@ -156,7 +156,7 @@ Event = (
     TaskSubmitted
     | RoundMerged
     | RankLeft
-    | RankDied
+    | RankFailed
     | ClientGone
     | CancelRequested
     | DeadlineReached

@@ -44,7 +44,7 @@ class Claim:
         return not self.blockers
 
 
-class _Use:
+class _BlockUse:
     """Who uses one block: the last writer and the readers since. Earlier claims order behind these."""
 
     __slots__ = ("readers", "writer")
@@ -58,10 +58,10 @@ class HazardTable:
     """All claims that have not left. Mutated by `enter` and `leave` only; cost is linear in blocks."""
 
     def __init__(self) -> None:
-        self._device: dict[Hashable, _Use] = {}
-        self._host: dict[Hashable, _Use] = {}
-        self._storage: dict[Hashable, _Use] = {}
-        self._paths: dict[Hashable, _Use] = {}
+        self._device: dict[Hashable, _BlockUse] = {}
+        self._host: dict[Hashable, _BlockUse] = {}
+        self._storage: dict[Hashable, _BlockUse] = {}
+        self._paths: dict[Hashable, _BlockUse] = {}
         self._claims = 0
         self.nbytes = 0  # of all claims, abandoned ones included
 
@@ -73,7 +73,7 @@ class HazardTable:
             for block in ids:
                 use = uses.get(block)
                 if use is None:
-                    use = uses[block] = _Use()
+                    use = uses[block] = _BlockUse()
                 if use.writer is not None:
                     blockers[use.writer] = None
                 if writes:
@@ -121,7 +121,7 @@ class HazardTable:
         """Nothing claimed and nothing left behind."""
         return not (self._claims or self.nbytes or self._device or self._host or self._storage or self._paths)
 
-    def _touched(self, footprint: Footprint) -> Iterator[tuple[dict[Hashable, _Use], Sequence[Hashable], bool]]:
+    def _touched(self, footprint: Footprint) -> Iterator[tuple[dict[Hashable, _BlockUse], Sequence[Hashable], bool]]:
         # Reads before writes: a task that reads and writes one block does not wait for itself.
         yield self._device, footprint.device_reads, False
         yield self._host, footprint.host_reads, False

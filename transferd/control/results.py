@@ -15,7 +15,7 @@ RESULT_BYTES = 550
 _decoder = msgspec.msgpack.Decoder(TaskResult)
 
 
-class Kept(NamedTuple):
+class _KeptResult(NamedTuple):
     """A result, the content hash of the task it answered, which memory it speaks of, and until when it is kept
     (monotonic seconds). It is packed, as nearly none is ever asked for: objects would take ten times the memory."""
 
@@ -41,7 +41,7 @@ class ResultCache:
         self._ttl = ttl
         self._most = most
         self._most_bytes = most_bytes
-        self._kept: OrderedDict[str, Kept] = OrderedDict()
+        self._kept: OrderedDict[str, _KeptResult] = OrderedDict()
         self.nbytes = 0
 
     def keep(self, result: TaskResult, content: int, memory_epoch: int, now: float) -> None:
@@ -50,11 +50,11 @@ class ResultCache:
             packed = bytes(memoryview(msgspec.msgpack.encode(result)))  # a copy: what msgspec returns has room to grow
         except UnicodeEncodeError:  # half a character, as in an error about a file's name
             return
-        kept = self._kept[result.task_id] = Kept(packed, content, memory_epoch, now + self._ttl)
+        kept = self._kept[result.task_id] = _KeptResult(packed, content, memory_epoch, now + self._ttl)
         self.nbytes += kept.nbytes
         self.forget(now)
 
-    def recall(self, task_id: str, now: float) -> Kept | None:
+    def recall(self, task_id: str, now: float) -> _KeptResult | None:
         """None for a task whose result is not kept any more."""
         self.forget(now)
         return self._kept.get(task_id)

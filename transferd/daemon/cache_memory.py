@@ -60,7 +60,7 @@ CLEARED = ErrorInfo("cleared", "the cache was cleared; restore_cache makes it an
 
 
 @dataclass(slots=True, eq=False)
-class _Offer:
+class _MappedOffer:
     """Memory that is mapped from an engine, and the client that offered it last."""
 
     client: bytes
@@ -77,12 +77,12 @@ class _Attempt:
 
 
 @dataclass(slots=True, eq=False)
-class _Rank:
+class _RankMemory:
     """One rank's memory."""
 
     worker: RankWorker
     present: bool = False
-    offer: _Offer | None = None
+    offer: _MappedOffer | None = None
     attempts: list[_Attempt] = field(default_factory=list)
 
 
@@ -108,7 +108,7 @@ class CacheMemory:
         self.epoch = 1
         self.cleared = False
         self._core = core
-        self._ranks = [_Rank(worker) for worker in workers]
+        self._ranks = [_RankMemory(worker) for worker in workers]
         self._change = asyncio.Lock()
         self._changes: set[asyncio.Task[Any]] = set()
         self._mappings = Mappings(len(workers), core.mappings)
@@ -209,7 +209,7 @@ class CacheMemory:
         return answer
 
     async def _offer(
-        self, client: bytes, rank: _Rank, number: int, handle: DeviceHandle, epoch: int, canary: Canary | None
+        self, client: bytes, rank: _RankMemory, number: int, handle: DeviceHandle, epoch: int, canary: Canary | None
     ) -> str | None:
         if self.creator is Creator.DAEMON:
             what = "the daemon creates the cache here (cache.ownership); attach to it"
@@ -240,7 +240,7 @@ class CacheMemory:
                 if canary is not None:
                     await rank.worker.close_device()
                     return CHECKED
-                rank.offer, rank.present = _Offer(client, handle, owner), True
+                rank.offer, rank.present = _MappedOffer(client, handle, owner), True
                 self._mappings.offer(number, handle)
                 log.info("memory attached", rank=number, kind=handle.kind, pid=owner.pid)
                 try:
@@ -256,7 +256,7 @@ class CacheMemory:
             if attempt.gone:  # it left while its memory was being mapped
                 self.client_gone(client)
 
-    def _check_apart(self, rank: _Rank, number: int) -> None:
+    def _check_apart(self, rank: _RankMemory, number: int) -> None:
         """Raise RequestError if what was just mapped is, in part, the memory of another rank already."""
         mapped = _extents(rank)
         for other, theirs in enumerate(self._ranks):
@@ -404,7 +404,7 @@ class CacheMemory:
 
     # --- inside -------------------------------------------------------------------------------------
 
-    def _rank(self, number: int) -> _Rank:
+    def _rank(self, number: int) -> _RankMemory:
         if not 0 <= number < len(self._ranks):
             raise RequestError(f"rank must be 0 to {len(self._ranks) - 1}, not {number}", code="bad_value")
         return self._ranks[number]
@@ -429,7 +429,7 @@ class CacheMemory:
             raise
 
 
-def _extents(rank: _Rank) -> list[Extent]:
+def _extents(rank: _RankMemory) -> list[Extent]:
     extents: list[Extent] = getattr(rank.worker.context.device, "extents", list)()  # a tier of others may not know
     return extents
 

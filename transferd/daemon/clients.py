@@ -22,7 +22,7 @@ from transferd.wire.transport import ServerTransport
 
 
 @dataclass(slots=True, eq=False)
-class Peer:
+class KnownClient:
     """A client that is known. Its number in the world is bounded by connections, which descriptors bound."""
 
     first_session: int  # of this connection; its sessions since then have greater numbers
@@ -41,7 +41,7 @@ class Clients:
         self.boot_id = boot_id
         self.undeliverable = 0
         self._recorder = recorder if recorder is not None else Recorder(capacity=1)
-        self._peers: dict[bytes, Peer] = {}
+        self._peers: dict[bytes, KnownClient] = {}
         self.get = self._peers.get
         # Numbers that a daemon before or after this one does not use, and that fit an int of any language.
         self._sessions = itertools.count((zlib.crc32(boot_id.encode()) << 20) + 1)
@@ -52,17 +52,17 @@ class Clients:
     def __iter__(self) -> Iterator[bytes]:
         return iter(list(self._peers))
 
-    def __getitem__(self, peer: bytes) -> Peer:
+    def __getitem__(self, peer: bytes) -> KnownClient:
         return self._peers[peer]
 
-    def meet(self, peer: bytes, now: float) -> Peer:
+    def meet(self, peer: bytes, now: float) -> KnownClient:
         """Its first message has come."""
         session = next(self._sessions)
-        client = self._peers[peer] = Peer(session, session, now, now, self.transport.observes(peer))
+        client = self._peers[peer] = KnownClient(session, session, now, now, self.transport.observes(peer))
         self._recorder.aside("", "client came", peer, client.session)
         return client
 
-    def leave(self, peer: bytes) -> Peer | None:
+    def leave(self, peer: bytes) -> KnownClient | None:
         """It has gone. None: it was not known."""
         return self._peers.pop(peer, None)
 

@@ -344,7 +344,7 @@ class Coordinator:
         """A rank's device is lost: every task fails naming it, now and from now on."""
         log.error("rank died", rank=rank, cause=cause)
         self.ready = False
-        self._hear(ev.RankDied(rank, cause, self._clock.monotonic()))
+        self._hear(ev.RankFailed(rank, cause, self._clock.monotonic()))
         self._barrier.rank_died(rank, cause)
 
     def _round_complete(self, round_: Round) -> None:

@@ -19,7 +19,7 @@ Tell = Callable[[tuple[int, ...], dict[bytes, tuple[int, ...]]], None]
 
 
 @dataclass(slots=True, eq=False)
-class _Rank:
+class _RankMappings:
     """One rank. offered: a client owns the memory. handle: what attached clients have mapped, if it was offered."""
 
     current: set[bytes] = field(default_factory=set)
@@ -36,7 +36,7 @@ class Mappings:
     """Changed by the cache only; see cache_memory.py."""
 
     def __init__(self, ranks: int, tell: Tell) -> None:
-        self._ranks = [_Rank() for _ in range(ranks)]
+        self._ranks = [_RankMappings() for _ in range(ranks)]
         self._tell = tell
         self._told: tuple[tuple[int, ...], dict[bytes, tuple[int, ...]]] | None = None
 

@@ -26,7 +26,7 @@ from transferd.errors import ConfigError, TransferError
 from transferd.observability import logs
 from transferd.observability.dump_thread import DumpThread
 from transferd.runtime.descriptors import raise_limit
-from transferd.runtime.signals import Signals
+from transferd.runtime.signals import ProcessSignals
 from transferd.runtime.threads import require_threads
 from transferd.tiers.segment import remove_stale_segments, unlink_all
 
@@ -83,7 +83,7 @@ async def _live(daemon: Daemon, reload: Callable[[], Config] | None) -> int:
         log.info("removed shared memory of dead owners", segments=removed)
     notifier = Notifier.from_environment()
     reloader = Reloader(daemon, notifier, reload)
-    with Signals(config.server.shutdown_timeout, reloader) as signals:
+    with ProcessSignals(config.server.shutdown_timeout, reloader) as signals:
         try:
             if await _started(daemon, signals):
                 await _serving(daemon, notifier, signals, reloader)
@@ -105,7 +105,7 @@ async def _live(daemon: Daemon, reload: Callable[[], Config] | None) -> int:
     return 0
 
 
-async def _started(daemon: Daemon, signals: Signals) -> bool:
+async def _started(daemon: Daemon, signals: ProcessSignals) -> bool:
     """Open the daemon; False if a signal came first (whatever was open by then is closed by `stop`)."""
     opening = asyncio.ensure_future(daemon.open())
     await asyncio.wait({opening, signals.stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -119,7 +119,7 @@ async def _started(daemon: Daemon, signals: Signals) -> bool:
     return False
 
 
-async def _serving(daemon: Daemon, notifier: Notifier, signals: Signals, reloader: Reloader) -> None:
+async def _serving(daemon: Daemon, notifier: Notifier, signals: ProcessSignals, reloader: Reloader) -> None:
     """From readiness to the first signal."""
     quiet_collector()
     log.info(

@@ -16,7 +16,7 @@ from typing import Any
 import structlog
 
 from transferd.daemon.cache_memory import CacheMemory
-from transferd.daemon.clients import Clients, Peer
+from transferd.daemon.clients import Clients, KnownClient
 from transferd.daemon.coordinator import Coordinator
 from transferd.daemon.listing import Listing
 from transferd.daemon.lookup import Lookup
@@ -36,7 +36,7 @@ MAX_WAITING_PER_CLIENT = 256  # so that one client cannot take all places
 MAX_WAITING_BYTES = 256 * 1024**2  # memory of what they ask with; one alone may be larger
 KEY_BYTES = 64  # of a key in memory, besides its text
 # What moves, changes and waits for nothing.
-OBSERVERS_MAY = (wire.Hello, wire.Bye, wire.Stats, wire.Explain, wire.Tasks, wire.Clients)
+OBSERVERS_MAY = (wire.Hello, wire.Bye, wire.Stats, wire.Explain, wire.ListTasks, wire.ListClients)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +111,8 @@ class Server:
             wire.Stats: self._stats,
             wire.Explain: self._explain,
             wire.Attach: self._attach,
-            wire.Tasks: self._tasks,
-            wire.Clients: self._list_clients,
+            wire.ListTasks: self._tasks,
+            wire.ListClients: self._list_clients,
             wire.Detach: self._detach,
             wire.Offer: self._offer,
             wire.ClearCache: self._clear_cache,
@@ -270,10 +270,10 @@ class Server:
     def _explain(self, peer: bytes, seq: int, explain: wire.Explain) -> None:
         self._value(peer, seq, self._story(explain.task_id))
 
-    def _tasks(self, peer: bytes, seq: int, tasks: wire.Tasks) -> None:
+    def _tasks(self, peer: bytes, seq: int, tasks: wire.ListTasks) -> None:
         self._value(peer, seq, self._listing.tasks(tasks.which, tasks.limit))
 
-    def _list_clients(self, peer: bytes, seq: int, clients: wire.Clients) -> None:
+    def _list_clients(self, peer: bytes, seq: int, clients: wire.ListClients) -> None:
         self._value(peer, seq, self._listing.clients(clients.limit))
 
     def _attach(self, peer: bytes, seq: int, attach: wire.Attach) -> None:
@@ -337,7 +337,7 @@ class Server:
         self,
         peer: bytes,
         seq: int,
-        client: Peer,
+        client: KnownClient,
         work: Coroutine[Any, Any, Any],
         nbytes: int,
         task: asyncio.Task[None],
@@ -363,7 +363,7 @@ class Server:
 
     # --- who is there -------------------------------------------------------------------------------
 
-    def _meet(self, peer: bytes) -> Peer:
+    def _meet(self, peer: bytes) -> KnownClient:
         client = self._clients.meet(peer, self._now())
         if self._reaper is None:
             self._look_later()

@@ -22,7 +22,7 @@ class LogRate:
     def __init__(self, clock: Callable[[], float]) -> None:
         self.left_out = 0
         self._clock = clock
-        self._kinds: dict[Hashable, _Kind] = {}
+        self._kinds: dict[Hashable, _Counted] = {}
         self._lock = threading.RLock()
 
     def admit(self, kind: Hashable) -> int | None:
@@ -31,7 +31,7 @@ class LogRate:
         with self._lock:
             known = self._kinds.get(kind)
             if known is None:
-                known = self._kinds.setdefault(kind if len(self._kinds) < MOST_KINDS else _OTHERS, _Kind())
+                known = self._kinds.setdefault(kind if len(self._kinds) < MOST_KINDS else _OTHERS, _Counted())
             if not known.bucket.take(now):
                 known.left_out += 1
                 self.left_out += 1
@@ -40,7 +40,7 @@ class LogRate:
             return left_out
 
 
-class _Kind:
+class _Counted:
     def __init__(self) -> None:
         self.bucket = Bucket(RATE, BURST)
         self.left_out = 0

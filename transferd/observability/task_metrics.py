@@ -24,7 +24,7 @@ MISSED = ("queue", "copy", "storage", "absent_rank")
 
 
 @dataclass(slots=True)
-class _Lane:
+class _Series:
     """The tasks of one kind."""
 
     durations: dict[Status, Histogram]
@@ -43,7 +43,7 @@ class TaskMetrics:
             buckets=LATENCY_BUCKETS_S,
             registry=registry,
         )
-        self._lanes = {lane: _Lane({one: histogram.labels(str(lane), str(one)) for one in ENDED}) for lane in Lane}
+        self._lanes = {lane: _Series({one: histogram.labels(str(lane), str(one)) for one in ENDED}) for lane in Lane}
         registry.register(self)
 
     def observe_result(self, task: Task, result: TaskResult) -> None:

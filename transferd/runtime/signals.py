@@ -29,7 +29,7 @@ def hold_dump_signals() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, DUMP_SIGNALS)
 
 
-class Signals:
+class ProcessSignals:
     """Context manager that installs the handlers on the running loop and removes them again.
 
     stop: a future that completes when a stop is requested. received: the first signal's name.

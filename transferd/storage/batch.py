@@ -1,4 +1,4 @@
-"""The books of one put into an indexed store (indexed.py): what is decided, what is written, what waits."""
+"""The state of one put into an indexed store (indexed.py): what is decided, what is written, what waits."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from transferd.storage.lru import Use, Victim
 
 @dataclass(slots=True)
 class Write:
-    """One object on its way in. `position` is its place in the caller's batch."""
+    """One object that is being written. `position` is its index in the caller's batch."""
 
     position: int
     blob: Blob
     use: Use
-    victims: list[Victim]  # make room: removed before the write, left in this list if that failed
+    victims: list[Victim]  # removed before the write to make room; a victim stays here if its removal failed
     error: StorageError | None = None
 
 
 @dataclass(slots=True)
-class Batch:
-    """The blobs of one put on their way.
+class PutBatch:
+    """The blobs of one put.
 
-    todo: positions that are not decided. outcomes: by position, of those that are. waits: what the rest waits for.
-    written: done when the wave that was decided last has been written. alone: the use of blobs that name none.
+    todo: positions that are not decided yet. outcomes: by position, for those that are. waits: what the rest waits for.
+    written: completes when the last wave that was decided has been written. alone: the use of blobs that name none.
     """
 
     blobs: Sequence[Blob]

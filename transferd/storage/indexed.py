@@ -40,7 +40,7 @@ from transferd.errors import Closed, StillRunning, StorageError, StorageFull
 from transferd.runtime.aio import answered, at_once, every, uncancelled
 from transferd.runtime.threads import Direction, Stripe, Threads
 from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found, Outcome, Storage
-from transferd.storage.batch import Batch, Write
+from transferd.storage.batch import PutBatch, Write
 from transferd.storage.lru import Entry, LruIndex, NoRoom, Use, Victim
 from transferd.storage.traffic import Traffic
 
@@ -109,7 +109,7 @@ class IndexedStorage(Storage):
 
     def put(self, blobs: Sequence[Blob]) -> Awaitable[list[Outcome]]:
         """Done at once when it is few bytes, copied here, and no other effect has to be waited for."""
-        batch = Batch(blobs, range(len(blobs)))
+        batch = PutBatch(blobs, range(len(blobs)))
         if not self._closed and self._inline_bytes and sum(blob.data.nbytes for blob in blobs) <= self._inline_bytes:
             while batch.todo and (wave := self._decide_all(batch)):
                 at_once(self._write_wave(wave, batch))
@@ -189,13 +189,13 @@ class IndexedStorage(Storage):
 
     # --- put ----------------------------------------------------------------------------------------
 
-    async def _put(self, batch: Batch) -> list[Outcome]:
+    async def _put(self, batch: PutBatch) -> list[Outcome]:
         self._check_open()
         with self._traffic:
             await uncancelled(self._write_all_waves(batch))
         return [batch.outcomes[position] for position in range(len(batch.blobs))]
 
-    async def _write_all_waves(self, batch: Batch) -> None:
+    async def _write_all_waves(self, batch: PutBatch) -> None:
         while batch.todo:
             wave = self._decide_all(batch)
             if wave:
@@ -203,7 +203,7 @@ class IndexedStorage(Storage):
             elif batch.waits:
                 await asyncio.wait(batch.waits, return_when=asyncio.FIRST_COMPLETED)
 
-    def _decide_all(self, batch: Batch) -> list[Write]:
+    def _decide_all(self, batch: PutBatch) -> list[Write]:
         """Decide whatever can be decided now. Returns what is to be written; `batch` knows the rest."""
         wave: list[Write] = []
         waits: set[asyncio.Future[None]] = set()
@@ -249,7 +249,7 @@ class IndexedStorage(Storage):
         self._counts["evictions"] += len(victims)
         return Write(position, blob, use, victims)
 
-    async def _write_wave(self, wave: list[Write], batch: Batch) -> None:
+    async def _write_wave(self, wave: list[Write], batch: PutBatch) -> None:
         """Write all, close the books of each, then let go of their names."""
         done = batch.written
         assert done is not None

@@ -64,7 +64,7 @@ class Entry:
         self.name = name
         self.nbytes = nbytes
         self.depth = 0
-        self.group: _Group | None = None  # None once it has left
+        self.group: _UseGroup | None = None  # None once it has left
 
     @property
     def touched(self) -> bool:
@@ -86,7 +86,7 @@ class _Coming:
 _RESTORED, _ADOPTED = 0, 1  # numbers of the two groups that come before every use
 
 
-class _Group:
+class _UseGroup:
     """The objects of one use. `number`: its place in the order of uses.
 
     `entries` may name objects that have moved on; they are skipped, and dropped before they outnumber the
@@ -153,7 +153,7 @@ class LruIndex:
         self._present: dict[str, Entry] = {}
         self._reserved: dict[str, tuple[int, Use]] = {}  # nbytes, and who writes it
         self._coming: dict[Use, _Coming] = {}
-        self._groups: OrderedDict[Use, _Group] = OrderedDict()  # the next to go first; none is empty
+        self._groups: OrderedDict[Use, _UseGroup] = OrderedDict()  # the next to go first; none is empty
         self._restored = Use()
         self._number = _ADOPTED
 
@@ -213,7 +213,7 @@ class LruIndex:
 
     def adopt(self, objects: Sequence[tuple[str, int]]) -> list[Victim]:
         """Objects found at start, the next to go first. Once, before any use. Returns what is too much."""
-        group = _Group(Use(), _ADOPTED)
+        group = _UseGroup(Use(), _ADOPTED)
         if objects:
             self._groups[group.use] = group
         for depth, (name, nbytes) in enumerate(reversed(objects)):
@@ -235,7 +235,7 @@ class LruIndex:
 
         depths: of each name in its chain; None: the names are one chain from root to leaf.
         """
-        group: _Group | None = None
+        group: _UseGroup | None = None
         for depth, name in enumerate(names) if depths is None else zip(depths, names, strict=True):
             entry = self._present.get(name)
             if entry is None:
@@ -262,7 +262,7 @@ class LruIndex:
         assert name not in self._reserved, name
         group = self._groups.get(self._restored)
         if group is None:
-            group = self._groups[self._restored] = _Group(self._restored, _RESTORED)
+            group = self._groups[self._restored] = _UseGroup(self._restored, _RESTORED)
             self._groups.move_to_end(self._restored, last=False)
         self.used += nbytes
         self._add(Entry(name, nbytes), group, 0)  # of equal depths the last to come goes first
@@ -309,16 +309,16 @@ class LruIndex:
             del self._coming[use]
         return nbytes, use
 
-    def _group(self, use: Use | None) -> _Group:
+    def _group(self, use: Use | None) -> _UseGroup:
         """The group of a use; a use that has no object begins as the latest."""
         use = Use() if use is None else use
         group = self._groups.get(use)
         if group is None:
             self._number += 1
-            group = self._groups[use] = _Group(use, self._number)
+            group = self._groups[use] = _UseGroup(use, self._number)
         return group
 
-    def _add(self, entry: Entry, group: _Group, depth: int) -> None:
+    def _add(self, entry: Entry, group: _UseGroup, depth: int) -> None:
         self._present[entry.name] = entry
         self.bytes += entry.nbytes
         group.add(entry, depth)

@@ -150,14 +150,14 @@ Which = Literal["recent", "running", "slow", "failed"]
 Limit = Annotated[int, msgspec.Meta(ge=1, le=1000)]  # rows of one answer
 
 
-class Tasks(_Message, frozen=True, tag="tasks"):
+class ListTasks(_Message, frozen=True, tag="tasks"):
     """Value: at most `limit` tasks, a map each, as daemon/listing.py tells them."""
 
     which: Which = "recent"
     limit: Limit = 100
 
 
-class Clients(_Message, frozen=True, tag="clients"):
+class ListClients(_Message, frozen=True, tag="clients"):
     """Value: at most `limit` clients that are connected, a map each, who came first first."""
 
     limit: Limit = 100
@@ -209,7 +209,7 @@ class RestoreCache(_Message, frozen=True, tag="restore_cache"):
 
 Control = (
     Hello | Bye | Cancel | Match | Exists | Locate | Pause | Resume | Drain | SetGeneration | Stats | Explain
-    | Tasks | Clients | Attach | Detach | Offer | ClearCache | RestoreCache
+    | ListTasks | ListClients | Attach | Detach | Offer | ClearCache | RestoreCache
 )  # fmt: skip
 
 
@@ -281,7 +281,7 @@ class Result(_Message, frozen=True, tag="result"):
 ReplyBody = Welcome | Accepted | Value | Refused | Result
 
 
-class Reply(msgspec.Struct, frozen=True, array_like=True):
+class ReplyEnvelope(msgspec.Struct, frozen=True, array_like=True):
     seq: int
     body: ReplyBody
 
@@ -309,7 +309,7 @@ def _decode_hook(kind: type, value: Any) -> Any:
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_hook)
 _request_decoder = msgspec.msgpack.Decoder(Request, dec_hook=_decode_hook)
-_reply_decoder = msgspec.msgpack.Decoder(Reply)
+_reply_decoder = msgspec.msgpack.Decoder(ReplyEnvelope)
 
 
 def encode_request(seq: int, body: Body, *, ack: bool = False, session: int = ANY_SESSION) -> bytes:
@@ -321,7 +321,7 @@ def encode_request(seq: int, body: Body, *, ack: bool = False, session: int = AN
 
 def encode_reply(seq: int, body: ReplyBody) -> bytes:
     """Raises ValueError, TypeError or OverflowError for a Value that msgpack cannot encode."""
-    return _VERSION_BYTE + _encoder.encode(Reply(seq, body))
+    return _VERSION_BYTE + _encoder.encode(ReplyEnvelope(seq, body))
 
 
 def decode_request(data: bytes | memoryview, max_message: int | None = None) -> Request:
@@ -343,7 +343,7 @@ def decode_request(data: bytes | memoryview, max_message: int | None = None) -> 
         raise _named(content, f"not msgpack: {error}", "malformed") from None
 
 
-def decode_reply(data: bytes | memoryview) -> Reply:
+def decode_reply(data: bytes | memoryview) -> ReplyEnvelope:
     """Raises Malformed for anything that is not a reply of this version."""
     _check_version(data)
     try:

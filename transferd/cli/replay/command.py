@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from transferd.cli.replay.engine import Engine, Tiers
+from transferd.cli.replay.engine import ReplayEngine, Tiers
 from transferd.cli.replay.kvdata import KvData
 from transferd.cli.replay.own import own_daemon
 from transferd.cli.replay.report import ReplayReport
@@ -36,7 +36,7 @@ async def replay(endpoint: str, requests: Sequence[TraceRequest], concurrency: i
         async with Client(endpoint) as client:
             stats = await client.stats()
             data = KvData([await client.attach(rank["rank"]) for rank in stats["ranks"]])
-            engine = Engine(client, data, Tiers.of(stats), report, threads)
+            engine = ReplayEngine(client, data, Tiers.of(stats), report, threads)
             with progress_bar(console, "replaying") as progress:
                 bar = progress.add_task("replaying", total=len(requests))
                 before = time.monotonic()

@@ -87,7 +87,7 @@ class BlockData(Protocol):
     def untouched(self, block: int, content: int) -> Mismatch | None: ...
 
 
-class Engine:
+class ReplayEngine:
     """Plays requests against one daemon. Borrows client, threads, and the attached memory behind `data`."""
 
     def __init__(

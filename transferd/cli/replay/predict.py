@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from transferd.cli.replay.engine import Engine, Tiers
+from transferd.cli.replay.engine import ReplayEngine, Tiers
 from transferd.cli.replay.report import ReplayReport
 from transferd.cli.replay.trace import TraceRequest
 from transferd.errors import InvariantError
@@ -106,7 +106,7 @@ def predict(requests: Sequence[TraceRequest], tiers: Tiers, capacity: int | None
     daemon = PredictedDaemon(capacity)
 
     async def play() -> None:
-        engine = Engine(daemon, _NoBytes(), tiers, report, _AtOnce())
+        engine = ReplayEngine(daemon, _NoBytes(), tiers, report, _AtOnce())
         await engine.play(requests, concurrency=1)
 
     asyncio.run(play())

@@ -15,7 +15,7 @@ from transferd.cli.replay.chart import chart
 from transferd.cli.replay.command import progress_bar
 from transferd.cli.replay.own import settings
 from transferd.cli.replay.rates import measure_rates
-from transferd.cli.replay.sizing import Footprint, Rates, default_storage_sizes, print_points, size_points, tree
+from transferd.cli.replay.sizing import BlockSizes, Rates, default_storage_sizes, print_points, size_points, tree
 from transferd.cli.replay.trace import TraceRequest
 from transferd.config import Size
 from transferd.errors import RequestError, TransferError
@@ -41,7 +41,7 @@ def run(
     as_json: bool,
 ) -> None:
     """Predict, print, and write the chart. Raises ConfigError, RequestError for an option, TransferError."""
-    footprint = Footprint.of(configuration.from_tree(settings(config, ranks, {})))
+    footprint = BlockSizes.of(configuration.from_tree(settings(config, ranks, {})))
     hosts = _sizes("--host-sizes", wanted.host_sizes) or [footprint.host_pool]
     storages = _sizes("--storage-sizes", wanted.storage_sizes) or default_storage_sizes(requests, footprint)
     rates = replace(_rates(wanted.load_rates, config, ranks), prefill=wanted.prefill_rate)

@@ -27,7 +27,7 @@ SHARES = (64, 32, 16, 8, 4, 2, 1)  # default storage sizes: what the trace would
 
 
 @dataclass(frozen=True, slots=True)
-class Footprint:
+class BlockSizes:
     """Bytes of one trace block, all ranks together, and what the daemon has room for."""
 
     host: int
@@ -36,7 +36,7 @@ class Footprint:
     host_pool: int  # bytes of the configured host pool
 
     @classmethod
-    def of(cls, config: Config) -> Footprint:
+    def of(cls, config: Config) -> BlockSizes:
         """From a daemon's configuration. Raises ConfigError."""
         plan, cache = build(config), config.cache
         parts = TRACE_BLOCK_TOKENS / cache.block_size  # cache blocks to a trace block
@@ -81,7 +81,7 @@ class SizePoint:
         return 1.0 - self.hit_rate["none"]
 
 
-def default_storage_sizes(requests: Sequence[TraceRequest], footprint: Footprint) -> list[int]:
+def default_storage_sizes(requests: Sequence[TraceRequest], footprint: BlockSizes) -> list[int]:
     """No storage, then doubling sizes up to all that the trace would ever store."""
     distinct = len({content for request in requests for content in request.hash_ids})
     return [0, *dict.fromkeys(max(1, distinct // share) * footprint.stored for share in SHARES)]
@@ -89,7 +89,7 @@ def default_storage_sizes(requests: Sequence[TraceRequest], footprint: Footprint
 
 def size_points(
     requests: Sequence[TraceRequest],
-    footprint: Footprint,
+    footprint: BlockSizes,
     rates: Rates,
     hosts: Sequence[int],
     storages: Sequence[int],
@@ -115,10 +115,10 @@ def size_points(
     return [points[pair] for pair in pairs]
 
 
-_given: list[tuple[Sequence[TraceRequest], Footprint, Rates]] = []  # in a worker process: what all pairs share
+_given: list[tuple[Sequence[TraceRequest], BlockSizes, Rates]] = []  # in a worker process: what all pairs share
 
 
-def _give(requests: Sequence[TraceRequest], footprint: Footprint, rates: Rates) -> None:
+def _give(requests: Sequence[TraceRequest], footprint: BlockSizes, rates: Rates) -> None:
     _given.append((requests, footprint, rates))
 
 
@@ -127,7 +127,7 @@ def _size_point(host: int, storage: int) -> SizePoint:
 
 
 def size_point(
-    requests: Sequence[TraceRequest], footprint: Footprint, rates: Rates, host: int, storage: int
+    requests: Sequence[TraceRequest], footprint: BlockSizes, rates: Rates, host: int, storage: int
 ) -> SizePoint:
     """Predict one pair of sizes, in bytes."""
     capacity = storage // footprint.stored

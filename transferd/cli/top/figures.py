@@ -14,7 +14,7 @@ RECENT_S = 60.0  # percentiles are of tasks that ended within it
 
 
 @dataclass(slots=True)
-class Kind:
+class KindFigures:
     """One kind of task. seconds: p50 and p99 are None where no task of it ended in the last minute."""
 
     queued: int
@@ -31,7 +31,7 @@ class Figures:
     """What one screen shows. rows: tasks as transferd/daemon/listing.py tells them, in no particular order."""
 
     report: dict[str, Any]
-    kinds: dict[str, Kind]
+    kinds: dict[str, KindFigures]
     tasks_per_s: list[float]  # the newest last, as all histories
     bytes_per_s: list[float]
     hit_share: float | None  # of look-ups within the window
@@ -83,12 +83,12 @@ class Samples:
             rows=rows,
         )
 
-    def _kind(self, name: str, rows: list[dict[str, Any]]) -> Kind:
+    def _kind(self, name: str, rows: list[dict[str, Any]]) -> KindFigures:
         tasks = self._rates([name], ("done", "failed"))
         moved = self._rates([name], ("bytes",))
         recent = [row for row in rows if row["kind"] == name and row["ended_s"] is not None]
         seconds = sorted(row["seconds"] for row in recent if row["ended_s"] <= RECENT_S)
-        return Kind(
+        return KindFigures(
             queued=self._samples[-1].lanes[name]["queued"],
             running=self._samples[-1].lanes[name]["running"],
             tasks_per_s=tasks[-1] if tasks else 0.0,

@@ -17,7 +17,7 @@ from transferd.config import Config
 from transferd.control.admission import withdraws_the_rest
 from transferd.daemon.kv_events.announcements import Residency
 from transferd.daemon.kv_events.sockets import EventSockets
-from transferd.daemon.kv_events.subscriber import Peer
+from transferd.daemon.kv_events.subscriber import FollowedNode
 from transferd.errors import ConfigError
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.storage.attention_store.index import TokenIndex
@@ -50,7 +50,7 @@ class EventFeed:
         only_flush: bool = False,
         index: TokenIndex | None = None,
         node: str = "",
-        peers: Sequence[Peer] = (),
+        peers: Sequence[FollowedNode] = (),
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """storage: of blocks, as the ranks use it. generation: the one served at the start."""
@@ -188,7 +188,7 @@ def create_feed(
         for name, peer in config.storage.attention_store.peers.items():
             if name == node:
                 raise ConfigError("storage.attention_store.peers", "must not contain this node itself; remove it", name)
-            peers.append(Peer(name, peer, index, config.events.max_blocks))
+            peers.append(FollowedNode(name, peer, index, config.events.max_blocks))
     if not config.events.endpoint and index is None:
         return None
     return EventFeed(

@@ -38,12 +38,12 @@ class _Event(msgspec.Struct, gc=False):
     medium: str | None = None
 
 
-class _Batch(msgspec.Struct, array_like=True, gc=False):
+class _ReceivedBatch(msgspec.Struct, array_like=True, gc=False):
     ts: float
     events: list[_Event]
 
 
-_decoder = msgspec.msgpack.Decoder(_Batch)
+_decoder = msgspec.msgpack.Decoder(_ReceivedBatch)
 
 
 class Follower:

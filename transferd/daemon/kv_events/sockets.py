@@ -42,7 +42,7 @@ MAX_REPLAYS_PER_PEER = 4  # asked for and not yet sent; likewise
 MAX_REQUEST_BYTES = 256
 
 
-class _Kept(NamedTuple):
+class _SentBatch(NamedTuple):
     """One batch, sent and kept. The frame is libzmq's: sending it again shares its bytes."""
 
     sequence: int
@@ -62,7 +62,7 @@ class EventSockets:
         self._pub: zmq.Socket[bytes] | None = None
         self._router: Channel | None = None
         self._locks: list[EndpointLock] = []
-        self._kept: deque[_Kept] = deque()
+        self._kept: deque[_SentBatch] = deque()
         self._kept_bytes = 0
         self._sequence = 0  # of the next batch
         # Peers in the order of their turns, and the next batch of each replay that they have asked for.
@@ -139,19 +139,19 @@ class EventSockets:
         if self._pub is None or not events:
             return
         payload = encode_batch(self._clock.wall(), events, self._config.dp_rank)
-        kept = _Kept(self._sequence, zmq.Frame(payload, copy=True), len(payload))
+        kept = _SentBatch(self._sequence, zmq.Frame(payload, copy=True), len(payload))
         self._sequence += 1
         self._events += len(events)
         self._keep(kept)
         self._pub.send_multipart(self._frames(kept), zmq.DONTWAIT, copy=False)
 
-    def _keep(self, kept: _Kept) -> None:
+    def _keep(self, kept: _SentBatch) -> None:
         self._kept.append(kept)
         self._kept_bytes += kept.nbytes
         while len(self._kept) > self._config.buffer or self._kept_bytes > self._config.buffer_bytes:
             self._kept_bytes -= self._kept.popleft().nbytes
 
-    def _frames(self, kept: _Kept) -> list[bytes | zmq.Frame]:
+    def _frames(self, kept: _SentBatch) -> list[bytes | zmq.Frame]:
         return [self._topic, kept.sequence.to_bytes(SEQUENCE_BYTES, "big"), kept.frame]
 
     # --- what was missed ----------------------------------------------------------------------------

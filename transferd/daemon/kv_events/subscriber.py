@@ -27,7 +27,7 @@ MAX_BATCH = 64 * 1024**2  # bytes
 ASK_AGAIN_S = 5.0
 
 
-class Peer:
+class FollowedNode:
     """One node that is followed. Owns its sockets from `start` to `close`."""
 
     def __init__(self, node: str, section: PeerSection, index: TokenIndex, max_blocks: int) -> None:

@@ -44,7 +44,6 @@ from transferd.runtime.aio import uncancelled
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found, Outcome, Storage
 from transferd.storage.breaker import CircuitBreaker
-from transferd.storage.heartbeat import Heartbeat
 from transferd.storage.mooncake import error_codes
 from transferd.storage.mooncake.client import KeyBatch, NativeClient, PoolClient, stall_limit
 from transferd.storage.mooncake.error_codes import describe
@@ -52,6 +51,7 @@ from transferd.storage.mooncake.join import SetUp, join
 from transferd.storage.mooncake.layout_records import LayoutRecords
 from transferd.storage.mooncake.merger import Merger
 from transferd.storage.mooncake.native_calls import CallKind, NativeCalls
+from transferd.storage.prober import Prober
 from transferd.tiers.base import HostMemory
 
 log = structlog.get_logger(__name__)
@@ -84,7 +84,7 @@ class MooncakeStorage(Storage):
         self._client: PoolClient | None = None
         self._calls: NativeCalls | None = None
         self._breaker = CircuitBreaker("mooncake", self._probe, self._section.probe_interval)
-        self._heartbeat = Heartbeat(lambda: self._ask(lambda client: client.exists([PROBE_KEY])), HEARTBEAT_S)
+        self._prober = Prober(lambda: self._ask(lambda client: client.exists([PROBE_KEY])), HEARTBEAT_S)
         self._registered: dict[int, int] = {}  # address: length
         self._counts: Counter[str] = Counter()
         self._puts, self._gets = Merger(self._put_now), Merger(self._get_now)
@@ -111,7 +111,7 @@ class MooncakeStorage(Storage):
             self._register(self._layouts.address, self._layouts.nbytes)
             with contextlib.suppress(StorageError):  # the next miss looks again
                 await self._layouts.look()
-        self._heartbeat.start()
+        self._prober.start()
 
     def register(self, memory: HostMemory) -> None:
         self._register(memory.address, memory.nbytes)
@@ -130,7 +130,7 @@ class MooncakeStorage(Storage):
         """Leave the pool. This freezes the whole process for seconds (client.py), so it comes last."""
         if self._layouts is not None:
             await self._layouts.settled()
-        self._heartbeat.close()
+        self._prober.close()
         await self._breaker.close()
         client, self._client = self._client, None
         calls, self._calls = self._calls, None

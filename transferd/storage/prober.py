@@ -1,6 +1,6 @@
-"""Asks a backend on another machine something cheap now and then, so that its silence is noticed without a task.
+"""Probes a remote backend at intervals, so that an outage is noticed even when no task runs.
 
-Whoever answers, and what silence means, is the backend's: it opens its breaker as for any call that fails.
+The backend itself acts on the outcome: a failed probe opens its breaker like any failed call.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Awaitable, Callable
 from transferd.errors import StorageError
 
 
-class Heartbeat:
-    """One question at a time, `interval` seconds after the last answer, from `start` to `close`."""
+class Prober:
+    """Sends one probe at a time, `interval` seconds after the last answer, from `start` to `close`."""
 
     def __init__(self, ask: Callable[[], Awaitable[object]], interval: float) -> None:
-        """ask: bounded by itself; a StorageError of it has been dealt with."""
+        """ask: one probe. It bounds its own time, and handles its StorageErrors before it raises them."""
         self._ask = ask
         self._interval = interval
         self._timer: asyncio.TimerHandle | None = None
@@ -28,7 +28,7 @@ class Heartbeat:
             self._timer = asyncio.get_running_loop().call_later(self._interval, self._beat)
 
     def close(self) -> None:
-        """Ask no more. A question under way ends as any call does. Idempotent."""
+        """Send no further probe. A running one ends like any call. Idempotent."""
         self._over = True
         if self._timer is not None:
             self._timer.cancel()
