@@ -85,6 +85,7 @@ CODES: dict[str, Code] = {
     "no_storage_tier": Code("rejected, refused", "the daemon has no storage", _CONFIGURE),
     "no_host_tier": Code("rejected", "the daemon has no host blocks", _CONFIGURE),
     "no_direct_mode": Code("rejected", 'the daemon has `pd.mode = "storage"`', _CONFIGURE),
+    "prefix_only": Code("rejected", "a sparse read, where only leading blocks can be found or moved", "set `prefix`"),
     # the world failed
     "expired": Code("expired, partial", "the deadline passed", "as for the status"),
     "cancelled": Code("cancelled, failed", "the task was taken back, here or by the peer", "as for the status"),
@@ -150,13 +151,3 @@ CODES: dict[str, Code] = {
     "wrong_thread": Code("client", "a SyncClient was called from its own thread", "call it from another one"),
     "handover_failed": Code("client", "a sequence was not handed over whole", "compute it; see the result"),
 }
-
-
-def status_table() -> list[str]:
-    """The statuses as rows of Markdown."""
-    return [f"| `{status}` | {meaning} | {action} |" for status, (meaning, action) in STATUSES.items()]
-
-
-def code_table() -> list[str]:
-    """The codes as rows of Markdown."""
-    return [f"| `{name}` | {one.answer} | {one.meaning} | {one.action} |" for name, one in CODES.items()]

@@ -24,9 +24,6 @@ SCRIPT = "cache_transfer_manager.py"
 MTP_RATIO = "num_gpu_block_expand_ratio"
 REDIRECTION = ">"
 
-# Flags whose value the daemon has no use for, because it has no such part or finds out by itself.
-WITHOUT_MEANING = frozenset({"pod_ip", "protocol", "rdma_port", "max_model_len", "write_policy", "enable_splitwise"})
-
 
 @dataclass(frozen=True, slots=True)
 class TransferArguments:
@@ -51,7 +48,6 @@ class TransferArguments:
     backend: str
     model_path: str
     only_flush: bool
-    clears_swap_space: bool
     routing_replay: bool
     hands_over_by_storage: bool
     visible_devices: dict[str, str]  # such as CUDA_VISIBLE_DEVICES: `device` counts among these
@@ -93,7 +89,6 @@ def read_command(command: str) -> TransferArguments:
         backend=flags.get("kvcache_storage_backend", "none"),
         model_path=flags.get("model_path", ""),
         only_flush=_is_on(environment.get("FD_AS_ONLY_FLUSH", "0")),
-        clears_swap_space=_is_on(environment.get("FD_ENABLE_SWAP_SPACE_CLEARING", "0")),
         routing_replay=bool(routing.get("enable_routing_replay", False)),
         visible_devices={name: value for name, value in environment.items() if name.endswith("_VISIBLE_DEVICES")},
         hands_over_by_storage=_is_on(os.environ.get("FD_PD_TRANSFER_VIA_STORAGE", "0")),
