@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 DEFAULT_TIMEOUT_S = 30.0
+TIMELINE_SLOTS = 16  # timelines of a rank
 
 
 class Status(enum.StrEnum):
@@ -139,10 +140,12 @@ class Footprint(msgspec.Struct, frozen=True):
 
 
 class _Task(msgspec.Struct, frozen=True, kw_only=True):
-    """The base of all tasks. `timeout` is in seconds and starts when the daemon admits the task."""
+    """The base of all tasks. `timeout` is in seconds and starts when the daemon admits the task.
+    after: (timeline, number): each rank touches device blocks once the engine has advanced its timeline so far."""
 
     task_id: str
     timeout: float = DEFAULT_TIMEOUT_S
+    after: tuple[int, int] | msgspec.UnsetType | None = msgspec.UNSET
 
     lane: ClassVar[Lane]
 

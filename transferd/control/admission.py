@@ -12,6 +12,7 @@ from transferd.blocks.copyplan import check_ids
 from transferd.errors import RequestError
 from transferd.runtime.address import host_and_port
 from transferd.tasks import (
+    TIMELINE_SLOTS,
     Footprint,
     Lane,
     ReadStorageTask,
@@ -104,6 +105,8 @@ def check_task(task: Task, limits: Limits) -> None:
     if not (math.isfinite(task.timeout) and 0 < task.timeout <= MAX_TIMEOUT_S):
         what = f"timeout must be above 0 and at most {MAX_TIMEOUT_S:.0f} seconds, not {task.timeout}"
         raise RequestError(what, code="bad_value")
+    if task.after:
+        _check_after(*task.after)
     if isinstance(task, SwapOutTask | SwapInTask):
         _check_swap(task, limits)
     elif isinstance(task, ReadStorageTask):
@@ -143,6 +146,13 @@ _INDEX_ENTRY = "index entry of "  # set before a key: another thing than the obj
 def withdraws_the_rest(flush: WriteStorageTask) -> bool:
     """Nothing of its token_ids from start_write_block_idx on is on this node any more."""
     return flush.flush_cache_exists is False and not flush.gpu_block_ids
+
+
+def _check_after(slot: int, number: int) -> None:
+    if not 0 <= slot < TIMELINE_SLOTS:
+        raise RequestError(f"after names timeline {slot}; a rank has 0 to {TIMELINE_SLOTS - 1}", code="bad_value")
+    if not 0 < number < 2**63 - 1:
+        raise RequestError(f"after names the number {number}, which is not from 1 to 2^63 - 2", code="bad_value")
 
 
 def _check_swap(task: SwapOutTask | SwapInTask, limits: Limits) -> None:

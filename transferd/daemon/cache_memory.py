@@ -188,7 +188,11 @@ class CacheMemory:
             raise RequestError(what, code="stale_epoch")
         if not held.present:
             raise TransferError(f"rank {rank} has no memory now: {self.why}", code="not_ready")
-        handle = held.worker.context.device.handle() if held.offer is None else held.offer.handle
+        device = held.worker.context.device
+        if held.offer is None:
+            handle = device.handle()
+        else:  # the engine's own memory, with what the daemon has beside it
+            handle = getattr(device, "with_timelines", lambda offered: offered)(held.offer.handle)
         self._mappings.attach(client, rank)
         return handle
 

@@ -14,13 +14,15 @@ Duties of an implementation:
 1. `copy_out` / `copy_in` return only after the last byte has arrived. They copy any byte count exactly and touch
    nothing outside the runs.
 2. They never block the event loop for longer than a copy of INLINE_BYTES takes.
-3. Once started, a copy runs to its end: cancelling the awaiting task must not leave a running copy that the caller
-   does not know about. (Callers shield; a tier need not handle cancellation.)
+3. Cancelling the awaiting task must not leave a running copy that the caller does not know about: a copy returns
+   when nothing of it moves any more. A tier that can stop a copy half-way notes a future that stops it when it is
+   cancelled (`runtime.threads.noted`), and then raises CancelledError; others run a copy to its end.
 4. A failed copy raises `TierError`; a device that will never work again raises `DeviceLost`.
 5. `close` frees everything that `open` allocated, or unmaps what `attach` mapped, exactly once. It finishes even if
    a step fails, and raises the first error.
 6. A class states what it supports besides `open`. `attaches = True`: `attach` works. `outlives_close = True`:
-   another process may keep the memory mapped after `close`.
+   another process may keep the memory mapped after `close`. `timelines = True`: `reached` works, and `with_timelines`
+   if it attaches, too.
 7. Memory that `open` returns contains no old data, neither of this cache before `close` nor of another process.
 8. A class with `attaches` also has `extents() -> list[Extent]`: which bytes of which memory `attach` has mapped
    (extents.py), so that no two ranks get the same byte.
@@ -97,6 +99,13 @@ class DeviceTier(Protocol):
 
     async def copy_in(self, plan: CopyPlan, host: HostMemory) -> None:
         """Host → device. `plan` sources are relative to `host.address`, targets to `arena.origin`."""
+        ...
+
+    async def reached(self, after: tuple[int, int]) -> None:
+        """Wait until the engine has advanced this rank's timeline to the number (`client.timeline`).
+
+        Cancelling stops the wait. Called only on classes with `timelines = True`. Raises TierError, RequestError.
+        """
         ...
 
     def handle(self) -> DeviceHandle:

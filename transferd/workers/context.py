@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from transferd.blocks.footer import Damage
 from transferd.blocks.formats import ObjectFormat
 from transferd.blocks.layout.base import BlockLayout
-from transferd.errors import DeviceLost, InvariantError, TransferError
+from transferd.errors import DeviceLost, InvariantError, RequestError, TransferError
 from transferd.observability.recorder import LONGEST_TEXT, Recorder
 from transferd.runtime.clock import Clock
 from transferd.runtime.threads import Direction, Threads
@@ -110,6 +110,24 @@ class RankContext:
     def names(self, job: Job) -> list[str]:
         """Object names of the job's keys on this rank."""
         return self.format.names(job.generation, job.key_ids(self.format), self.rank)
+
+    async def computed(self, job: Job) -> bool:
+        """Wait until this rank's engine has got where the task says (`after`). False: the task was stopped first.
+
+        Call it before device blocks are touched. Raises TransferError.
+        """
+        after = job.task.after
+        if not after:
+            return True
+        if not getattr(self.device, "timelines", False):
+            problem = f"tasks cannot name timelines on this device tier ({type(self.device).__name__})"
+            raise RequestError(problem, code="no_timelines")
+        reaching = self.background.begin(self.device.reached(after))
+        if await job.stop.race(reaching):
+            reaching.result()
+            return True
+        reaching.cancel()
+        return False
 
     async def seal(self, slots: Sequence[memoryview], job: Job, positions: Sequence[int]) -> None:
         """Turn slots that hold the packed blocks at `positions` into complete objects, ready to be stored."""

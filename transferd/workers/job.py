@@ -40,10 +40,10 @@ class StopSignal:
                     work.cancel()  # does nothing once a thread has taken it (runtime/threads.py)
 
     async def copied(self, copying: Coroutine[Any, Any, None]) -> bool:
-        """Await a copy. False: the signal was set first; what had not begun by then never runs.
+        """Await a copy. False: the signal was set before all of it had moved; no byte moves from now on.
 
         So a copy that queues behind a hung one never runs after its task was answered. A copy that has begun
-        runs to its end.
+        runs to its end, or to where its tier can stop it.
         """
         if self.reason is not None:
             copying.close()

@@ -190,6 +190,8 @@ class Reader:
         context, job = self._context, account.job
         task = job.task
         assert isinstance(task, ReadStorageTask)
+        if task.after and not await context.computed(job):
+            return
         slots = [batch.slot(names[i]) for i in good]
         blocks = [task.gpu_block_ids[positions[i]] for i in good]
         plan = plan_copy(context.staging.packed, slots, context.device.arena.geometry, blocks)

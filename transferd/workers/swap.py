@@ -58,8 +58,10 @@ class Swapper:
             await self._take(account, *under_way.popleft())
 
     async def _copy(self, job: Job, piece: range) -> int | None:
-        """Move a piece and return its bytes, or None if the task was stopped before the copy began."""
+        """Move a piece and return its bytes, or None if the task was stopped before all of it had moved."""
         context = self._context
+        if job.task.after and not await context.computed(job):
+            return None
         host = require(context.host)
         plan = self._plan(job, piece, host.arena.geometry)
         if isinstance(job.task, SwapOutTask):

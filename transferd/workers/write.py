@@ -161,10 +161,12 @@ class Writer:
     async def _gather(
         self, account: Account, positions: Sequence[int], lease: Lease, slots: Sequence[memoryview]
     ) -> bool:
-        """Copy blocks to slots and seal them. False: the task was stopped before the copy began."""
+        """Copy blocks to slots and seal them. False: the task was stopped before that."""
         context, job = self._context, account.job
         task = job.task
         assert isinstance(task, WriteStorageTask)
+        if task.after and not await context.computed(job):
+            return False
         staging, device = context.staging, context.device
         blocks = [task.gpu_block_ids[i] for i in positions]
         plan = plan_copy(device.arena.geometry, blocks, staging.packed, lease.slots)

@@ -85,6 +85,9 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuEventDestroy": (_P,),
     "cuEventRecord": (_P, _P),
     "cuEventSynchronize": (_P,),
+    "cuEventQuery": (_P,),
+    "cuStreamWriteValue64": (_P, _P, ctypes.c_uint64, _U),
+    "cuStreamWaitValue64": (_P, _P, ctypes.c_uint64, _U),
     "cuMemcpyAsync": (_P, _P, _N, _P),
     "cuMemsetD8Async": (_P, ctypes.c_ubyte, _N, _P),
     "cuModuleLoadData": (_P, _P),
@@ -172,8 +175,12 @@ class FakeLibcuda:
         ctypes.memmove(to, self.gpu.describe(device).pci.upper().encode().ljust(size, b"\0"), size)
 
     def _cuDeviceGetAttribute(self, to: int, which: int, device: int) -> None:
-        major, minor = self.gpu.describe(device).capability
-        _put(_I, to, {75: major, 76: minor}[which])  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
+        info = self.gpu.describe(device)
+        major, minor = info.capability
+        # CU_DEVICE_ATTRIBUTE_…: COMPUTE_CAPABILITY_MAJOR, _MINOR, MULTIPROCESSOR_COUNT, CAN_USE_64_BIT_STREAM_MEM_OPS,
+        # CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM, COMPUTE_MODE
+        told = {75: major, 76: minor, 16: info.multiprocessors, 122: info.words, 91: info.same_address, 20: 0}
+        _put(_I, to, int(told[which]))
 
     def _cuDevicePrimaryCtxRetain(self, to: int, device: int) -> None:
         _put(_P, to, self.gpu.retain(device))
@@ -251,6 +258,21 @@ class FakeLibcuda:
 
     def _cuEventSynchronize(self, event: int) -> None:
         self.gpu.synchronize(event)
+
+    def _cuEventQuery(self, event: int) -> None:
+        if not self.gpu.passed(event):
+            self.gpu.answer = "CUDA_ERROR_NOT_READY"
+            raise TierError("not ready")
+
+    def _cuStreamWriteValue64(self, stream: int, address: int, value: int, flags: int) -> None:
+        if flags:
+            self.gpu.problems.append(f"a word is written with flags {flags}: without the barrier that orders it")
+        self.gpu.write_value(address, value, stream)
+
+    def _cuStreamWaitValue64(self, stream: int, address: int, value: int, flags: int) -> None:
+        if flags:
+            self.gpu.problems.append(f"a word is waited for with flags {flags}, which is not 'at least'")
+        self.gpu.wait_value(address, value, stream)
 
     # --- work ---------------------------------------------------------------------------------------
 

@@ -82,7 +82,8 @@ class Calls:
 
     def describe(self, index: int) -> DeviceInfo:
         with self._call("describe", anywhere=True):
-            return DeviceInfo(index, "Fake GPU", f"{index:032x}", f"ffff:{index:02x}:00.0", (9, 0))
+            name, pci = "Fake GPU", f"ffff:{index:02x}:00.0"
+            return DeviceInfo(index, name, f"{index:032x}", pci, (9, 0), words=getattr(self, "_words", True))
 
     def retain(self, index: int) -> int:
         with self._call("retain", anywhere=True):

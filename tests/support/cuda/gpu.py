@@ -39,6 +39,7 @@ class _Step:
 
     run: Callable[[], None]
     ready: Callable[[], bool] = lambda: True
+    foreign: bool = False  # it may wait for another process
 
 
 def _give_back(memory: Memory, events: dict[int, Signal]) -> None:
@@ -53,6 +54,7 @@ class FakeGpu(Calls):
     """Driver of a machine with `devices` GPUs of `capacity` bytes each, seen from one process. See the module.
 
     seed: of the order in which streams run. batches: cuMemcpyBatchAsync is there. shares: IPC is.
+    words: streams can write and wait for words.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class FakeGpu(Calls):
         batches: bool = True,
         shares: bool = True,
         pins: bool = True,
+        words: bool = True,
         version: int = 13000,
     ) -> None:
         super().__init__(devices)
@@ -72,6 +75,7 @@ class FakeGpu(Calls):
         self.memory = Memory(capacity)
         self._shares = shares
         self._pins = pins
+        self._words = words
         self._random = random.Random(seed)
         self._order = Order()
         self._streams: dict[int, deque[_Step]] = {0: deque()}
@@ -210,6 +214,44 @@ class FakeGpu(Calls):
             self._run_until(lambda: signal.reached >= number)
             self._order.host_saw_event(event)
 
+    def passed(self, event: int) -> bool:
+        with self._call("passed"):
+            signal = self._signal(event)
+            able = [queue for queue in self._streams.values() if queue and queue[0].ready()]
+            if able and signal.reached < signal.recorded:  # time goes by
+                self._random.choice(able).popleft().run()
+            passed = signal.reached >= signal.recorded
+            if passed:
+                self._order.host_saw_event(event)
+            return passed
+
+    def write_value(self, address: int, value: int, stream: int) -> None:
+        with self._call("write_value"):
+            place = self._word(address, "write_value")
+            what = f"write of {value} to the word at {address:#x}"
+            content = ctypes.c_int64(value)
+            self._queue(stream).append(
+                _Step(lambda: self._move(address, bytes(content), 8, what, place))  # no race: a word is for this
+            )
+
+    def wait_value(self, address: int, value: int, stream: int) -> None:
+        with self._call("wait_value"):
+            place = self._word(address, "wait_value")
+
+            def reached() -> bool:
+                if not self.memory.lives(place):
+                    self.problems.append(f"{place} is gone while a stream waits for a word in it")
+                    return True
+                return ctypes.c_int64.from_address(address).value >= value
+
+            self._queue(stream).append(_Step(lambda: None, reached, foreign=True))
+
+    def _word(self, address: int, call: str) -> Allocation:
+        place = self.memory.find(address, 8)
+        if place is None or address % 8 or not self._words:
+            self._refuse(call, "CUDA_ERROR_NOT_SUPPORTED" if not self._words else "CUDA_ERROR_INVALID_VALUE")
+        return place
+
     # --- running ------------------------------------------------------------------------------------
 
     def _run_until(self, done: Callable[[], bool]) -> None:
@@ -220,7 +262,9 @@ class FakeGpu(Calls):
                 self._random.choice(able).popleft().run()
                 if self._lost:
                     self._refuse("synchronize", self._lost)
-            elif any(signal.foreign for signal in self._events.values()):
+            elif any(queue and queue[0].foreign for queue in self._streams.values()) or any(
+                signal.foreign for signal in self._events.values()
+            ):
                 self._changed.wait(0.001)  # for another process, or another fake in this one
             else:
                 raise InvariantError("the streams wait for each other, or for what nobody does")

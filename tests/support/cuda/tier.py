@@ -13,9 +13,9 @@ from transferd.blocks.layout.base import BlockLayout
 from transferd.errors import InvariantError
 from transferd.runtime.threads import Threads
 from transferd.tiers.cuda import CudaDeviceTier
-from transferd.tiers.cuda.copy_pipeline import CopyPath
 from transferd.tiers.cuda.engine import DeviceArray, attach
 from transferd.tiers.cuda.pinning import CudaPinning
+from transferd.tiers.cuda.submitter import CopyPath
 from transferd.tiers.cuda.tier import SLOT_BYTES
 from transferd.tiers.pinning import Pinning
 

@@ -25,11 +25,12 @@ from transferd.config import CacheSection
 from transferd.errors import InvariantError, TierError
 from transferd.runtime.threads import ThreadPools
 from transferd.tiers.cuda.bindings import open_driver
-from transferd.tiers.cuda.copy_pipeline import CopyPath, CopyPipeline
+from transferd.tiers.cuda.copy_pipeline import CopyPipeline
 from transferd.tiers.cuda.device import find_device
 from transferd.tiers.cuda.driver import Driver
 from transferd.tiers.cuda.kernel import MAX_BLOCKS, THREADS, Move, tiles_of
 from transferd.tiers.cuda.pinning import CudaPinning
+from transferd.tiers.cuda.submitter import CopyPath
 from transferd.tiers.cuda.tier import CudaDeviceTier
 from transferd.tiers.pinned import HostPool
 
@@ -226,7 +227,7 @@ class _Bench:
         )
         for start in range(0, len(cache_ids), MAX_BLOCKS):
             move = Move(
-                segments=program.table,
+                segments=program.main.table,
                 packed=self.host.memory.address,
                 packed_stride=int(host.strides[0]),
                 first_segment=0,
@@ -279,9 +280,9 @@ class _Bench:
 def preferring(pipelines: Sequence[CopyPipeline], path: CopyPath | None) -> Iterator[None]:
     """Make these pipelines take one path where possible."""
     for pipeline in pipelines:
-        pipeline.preferred = path
+        pipeline.submitter.preferred = path
     try:
         yield
     finally:
         for pipeline in pipelines:
-            pipeline.preferred = None
+            pipeline.submitter.preferred = None

@@ -24,6 +24,8 @@ from transferd.tiers.cuda.compiler import compile_kernel
 from transferd.tiers.cuda.driver import NO_DRIVER, DeviceInfo, Driver, failure
 
 _IPC_HANDLE_BYTES = 64
+_WRITE_DEFAULT = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: what the stream wrote before is visible to all before the word is
+_WAIT_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
 _OLDEST = (12, 9, 1)  # cuda-bindings that release the GIL (its release notes)
 
 
@@ -94,11 +96,15 @@ class BindingsDriver:
     def describe(self, index: int) -> DeviceInfo:
         device = self._call("cuDeviceGet", index)
         attribute = self._api.CUdevice_attribute
-        major, minor = (
+        major, minor, multiprocessors, words, same_address, mode = (
             int(self._call("cuDeviceGetAttribute", which, device))
             for which in (
                 attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
                 attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+                attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
+                attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS,
+                attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM,
+                attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_MODE,
             )
         )
         return DeviceInfo(
@@ -107,6 +113,10 @@ class BindingsDriver:
             uuid=_content(self._call("cuDeviceGetUuid", device), 16).hex(),
             pci=_text(self._call("cuDeviceGetPCIBusId", 32, device)).lower(),
             capability=(major, minor),
+            multiprocessors=multiprocessors,
+            words=bool(words),
+            same_address=bool(same_address),
+            exclusive=mode == int(self._api.CUcomputemode.CU_COMPUTEMODE_EXCLUSIVE_PROCESS),
         )
 
     def retain(self, index: int) -> int:
@@ -179,6 +189,20 @@ class BindingsDriver:
 
     def synchronize(self, event: int) -> None:
         self._call("cuEventSynchronize", event)
+
+    def passed(self, event: int) -> bool:
+        (result,) = self._api.cuEventQuery(event)
+        if result == self._api.CUresult.CUDA_ERROR_NOT_READY:
+            return False
+        if result != self._api.CUresult.CUDA_SUCCESS:
+            raise self._failure("cuEventQuery", result)
+        return True
+
+    def write_value(self, address: int, value: int, stream: int) -> None:
+        self._call("cuStreamWriteValue64", stream, address, value, _WRITE_DEFAULT)
+
+    def wait_value(self, address: int, value: int, stream: int) -> None:
+        self._call("cuStreamWaitValue64", stream, address, value, _WAIT_AT_LEAST)
 
     # --- work ---------------------------------------------------------------------------------------
 

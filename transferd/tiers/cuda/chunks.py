@@ -44,6 +44,11 @@ class Cutter:
         self.offsets: npt.NDArray[np.int64] = ends[:-1]
         self._parts = _parts(nbytes, ends, slot_bytes)
         self._blocks = max(1, min(MAX_BLOCKS, slot_bytes // self.stride))
+        self._sizes = {part: np.full(self._blocks, part.nbytes, dtype=np.uint64) for part in self._parts}
+
+    def sizes(self, part: BlockPart, blocks: int) -> npt.NDArray[np.uint64]:
+        """The bytes of this part, once for each block of a chunk. Borrowed."""
+        return self._sizes[part][:blocks]
 
     def cut(self, blocks: int) -> Iterator[CopyChunk]:
         """Chunks of a copy of `blocks` blocks, in its order: several blocks each, or parts of one block."""

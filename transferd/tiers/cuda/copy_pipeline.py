@@ -1,98 +1,118 @@
-"""One direction of one device: its streams, its staging, and how a copy gets through them.
+"""One direction of one device: a thread that submits copies a window ahead, in turns, and sees them complete.
 
-Out of the device (into it is the mirror image), cut into chunks that fit a slot:
+A copy is cut into chunks (submitter.py). The thread submits some chunks of one copy, then some of the next, and
+keeps at most a window of them on the device's queues. So
 
-    kernels   wait slot free · gather → slot · record ready  |  wait … · gather → slot' …
-    copies                       wait ready · DMA slot → host · record free  |  wait …
+* a copy of one block does not wait for the ten gigabytes that were asked for before it;
+* a copy that is stopped ends after the chunks that are under way: no further byte moves;
+* the driver's launch queue never fills. A call that finds it full blocks inside the driver, perhaps with the lock of
+  the whole context;
+* nothing else waits for this thread, whatever blocks it: each direction of each device has its own.
 
-That is the "gather" path. Two slots, two streams: while the DMA engine empties one slot, a kernel fills the
-other. Events order everything on the device. The host submits a whole copy at once and does not wait in
-between, so a busy host does not slow down a copy that runs. The launch itself carries everything else that a
-copy needs on the device (block ids), so there is nothing to keep alive or to free per copy.
+The thread sleeps in cuEventSynchronize until the oldest turn has ended. Its window covers several turns, so the
+device has work while the thread waits for Python's lock.
 
-The "straight" path issues one DMA per run, directly between cache and host memory. It serves runs so long
-that the DMA engine's cost per run does not matter, and copies that cannot be gathered: plans made only of
-runs, and host memory in which a block is not one range.
-
-DMAs are submitted in batches (cudaMemcpyBatchAsync) where that pays and the driver supports it, otherwise one
-call each. Batches are short, and the pipeline stops using them for good once the driver has refused one:
-drivers of 2025 and 2026 refused valid batches and hung on very long ones (vLLM #49276, #40259). It then
-submits the DMAs of the refused batch again one by one, which copies the same bytes to the same places.
-
-In both directions a copy waits for the caller's event before it touches device memory: a kernel that the
-engine launched earlier may still be reading blocks that a load overwrites.
-
-One of the daemon's copy threads submits, one copy at a time. The pipeline's own thread, asleep in
-cuEventSynchronize, sees copies complete (docs/adr/0014).
+What the engine has to do first is waited for before a copy comes here (`EventGate`, timeline.py). (docs/adr/0044)
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
 
-import numpy as np
-import numpy.typing as npt
-import structlog
-
-from transferd.blocks.copyplan import CopyPlan, Moves
-from transferd.blocks.layout.base import Arena, Geometry
-from transferd.errors import Closed, DeviceLost, TierError
+from transferd.blocks.copyplan import CopyPlan
+from transferd.errors import Closed, DeviceLost, InvariantError, TierError, TransferError
 from transferd.runtime.threads import start_thread
 from transferd.tiers.base import HostMemory
-from transferd.tiers.cuda.chunks import CopyChunk, Cutter
 from transferd.tiers.cuda.driver import Driver
-from transferd.tiers.cuda.kernel import THREADS, Move, is_packed
-from transferd.tiers.cuda.owned import CopyHung, Owned
-from transferd.tiers.cuda.pinning import is_registered
+from transferd.tiers.cuda.gate import Gate
+from transferd.tiers.cuda.owned import CopyHung
+from transferd.tiers.cuda.submitter import CopyPath, KernelTable, Submitted, Submitter
 
-SLOTS = 2
-# A DMA of this length takes about five microseconds on PCIe 5: ten times the DMA engine's cost of starting it, and
-# twice the cost of a call of the bindings. Longer runs go straight; shorter DMAs go in batches.
-LONG = 256 * 1024
-BATCH_MOST = 1024  # DMAs in one batch
+WINDOW = 4  # turns on the device's queues
+TURN_BYTES = 32 * 1024**2  # 0.6 ms of PCIe 5: four such turns outlast the wait for Python's lock
+# A channel takes about 1024 entries before calls block. A chunk's kernel and events are five, a DMA is one.
+TURN_DMAS = 192
 CLOSE_S = 10.0  # how long `stop` waits for a copy that hangs; all others have ended before
 
-CopyPath = Literal["gather", "straight"]
-Completed = Callable[[TierError | None], None]
-Ids = npt.NDArray[np.int64]
-Addresses = npt.NDArray[np.uint64]
-
-log = structlog.get_logger(__name__)
+Completed = Callable[[TransferError | None], None]
 
 
-@dataclass(frozen=True, slots=True)
-class KernelTable:
-    """The kernel, its segment table and the cache it works on: every copy of a tier uses them.
+class Stopped(TransferError):
+    """The copy was withdrawn after some of it had moved; nothing of it moves any more."""
 
-    function: the kernel. table: address of the segment table in device memory.
+    code = "stopped"
+
+
+class Copy:
+    """One copy on its way through a pipeline."""
+
+    __slots__ = ("_state", "completed", "host", "left", "plan", "released", "steps", "stopped")
+
+    def __init__(self, plan: CopyPlan, host: HostMemory, completed: Completed) -> None:
+        self.plan = plan
+        self.host = host
+        self.completed = completed
+        self.steps: Iterator[Submitted] | None = None
+        self.left = plan.nbytes  # bytes that have not been submitted
+        self.released = False  # it has waited for the engine
+        self.stopped = False
+        self._state = [True]  # whoever pops it decides: the pipeline begins the copy, or its owner withdraws it
+
+    def withdraw(self) -> bool:
+        """True: it never begins, and `completed` is not called. False: it ends with what is under way."""
+        self.stopped = True
+        return self.take()
+
+    def take(self) -> bool:
+        """Whether the caller is the first to take the copy."""
+        try:
+            return self._state.pop()
+        except IndexError:
+            return False
+
+
+class EventGate:
+    """Holds copies until what the engine recorded last in the shared event has happened (see `gate`).
+
+    For engines that record the event instead of advancing a timeline. Costs a query per copy while the event is not
+    recorded or has happened. event: 0: nothing to wait for.
     """
 
-    cache: Arena
-    function: int
-    table: int
-    cutter: Cutter
-    slot_bytes: int
+    def __init__(self, driver: Driver, context: int, event: int) -> None:
+        self._driver = driver
+        self._event = event
+        self._number = 0
+        self._lock = threading.Lock()
+        self.gate = Gate(driver, context, "transferd-cuda-engine", self._wait, newest=True)
 
+    def _wait(self, stream: int, _number: int) -> None:
+        self._driver.wait(stream, self._event)
 
-@dataclass(slots=True)
-class _StagingSlot:
-    address: int
-    ready: int  # event: the first stage has filled it
-    free: int  # event: the second stage has emptied it
+    def holds(self, passed: Completed) -> bool:
+        """Whether there is something to wait for; then `passed` is called, from another thread. Raises TransferError.
+
+        Requires the context.
+        """
+        if not self._event or self._driver.passed(self._event):
+            return False
+        with self._lock:
+            self._number += 1
+            number = self._number
+        self.gate.hold(number, passed)
+        return True
 
 
 class CopyPipeline:
-    """One direction. Owns two streams, SLOTS slots, their events and a thread, until `close`.
+    """One direction. Owns a submitter and a thread, until `close`.
 
-    outward: device → host. caller: an event to wait for, or 0. copy_path: prefer this path whenever it is
-    possible (for measurements and tests); None: choose by run length. batching: try batches; a refused one sets
-    it to False.
+    outward: device → host. engine: what copies wait for first. copy_path: see Submitter.
 
-    Every method but `submit` requires the context to be current. Raises TierError.
+    Creating and closing require the context to be current. Raises TierError.
     """
 
     def __init__(
@@ -102,230 +122,204 @@ class CopyPipeline:
         kernel_table: KernelTable,
         *,
         outward: bool,
-        caller: int = 0,
+        engine: EventGate | None = None,
         copy_path: CopyPath | None = None,
     ) -> None:
         self.outward = outward
+        self.submitter = Submitter(driver, kernel_table, outward=outward, copy_path=copy_path)
         self._driver = driver
         self._context = context
-        self._kernel_table = kernel_table
-        self._caller = caller
-        self.preferred = copy_path
-        self._turn = 0
-        self._closed = False
+        self._engine = engine
+        self._inbox: queue.SimpleQueue[Copy | None] = queue.SimpleQueue()
+        self._active: deque[Copy] = deque()
+        self._turns: deque[tuple[int, Copy | None]] = deque()  # each turn's event, and the copy that it completes
+        self._idle_events: list[int] = []
+        self._closing = False
+        self._ended = False
         self._submitting = threading.Lock()
-        self._under_way: queue.SimpleQueue[tuple[int, Completed] | None] = queue.SimpleQueue()
-        self._idle: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._slots: list[_StagingSlot] = []
-        self._owned = Owned()
-        self.batching = driver.batches
-        self.counts = dict.fromkeys(("gather", "straight"), 0)
+        self._lost: DeviceLost | None = None
+        self._waiting_since: float | None = None
         try:
-            self._kernels = self._stream(urgent=True)
-            self._copies = self._stream(urgent=False)
-            for _ in range(SLOTS):
-                self._slots.append(self._slot())
-            self._waiter = self._start_waiter()
+            self._thread = start_thread(f"transferd-cuda-{'out' if outward else 'in'}", self._serve)
         except BaseException:
-            self._owned.release()
+            self.submitter.release()
             raise
 
-    def _stream(self, *, urgent: bool) -> int:
-        stream = self._driver.create_stream(urgent=urgent)
-        self._owned.add(lambda: self._driver.destroy_stream(stream))
-        return stream
+    @property
+    def counts(self) -> dict[str, int]:
+        """Copies so far, by path."""
+        return self.submitter.counts
 
-    def _event(self) -> int:
-        event = self._driver.create_event()
-        self._owned.add(lambda: self._driver.destroy_event(event))
-        return event
+    @property
+    def waiting_s(self) -> float:
+        """For how long the thread has been in one call to the driver; 0 if it is in none that waits."""
+        since = self._waiting_since
+        return 0.0 if since is None else time.monotonic() - since
 
-    def _slot(self) -> _StagingSlot:
-        address = self._driver.allocate(self._kernel_table.slot_bytes)
-        self._owned.add(lambda: self._driver.free(address))
-        return _StagingSlot(address, self._event(), self._event())
+    def submit(self, plan: CopyPlan, host: HostMemory, completed: Completed) -> Copy:
+        """Hand a copy over, from any thread. The pipeline's thread calls `completed` once, at its end.
 
-    # --- submitting ---------------------------------------------------------------------------------
-
-    def submit(self, plan: CopyPlan, host: HostMemory, completed: Completed) -> None:
-        """Submit a whole copy to the device. The pipeline's thread calls `completed` once, at its end.
-
-        Blocks while another copy is being submitted. If it raises, every part of the copy that had begun has
-        ended, and `completed` is not called.
+        Never blocks. Raises Closed.
         """
-        with self._submitting, self._driver.current(self._context):
-            if self._closed:
+        copy = Copy(plan, host, completed)
+        with self._submitting:
+            if self._closing:
                 raise Closed("the copy pipeline is closed")
-            done = self._take_event()
-            try:
-                self._driver.record(done, self._submit(plan, host))
-            except BaseException:
-                self._idle.put(done)
-                self._quiesce()
-                raise
-            self._under_way.put((done, completed))
+            self._inbox.put(copy)
+        return copy
 
-    def _take_event(self) -> int:
-        """An idle event. There are as many events as copies were ever in flight at once."""
+    # --- the thread ---------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        with contextlib.suppress(DeviceLost), self._driver.current(self._context):
+            while not self._ended or self._active or self._turns:
+                self._admit()
+                with self._losing():
+                    self._submit_turns()
+                with self._losing():
+                    self._await_turn()
+        while not self._ended:  # the context cannot be made current any more
+            copy = self._inbox.get()
+            if copy is None:
+                return
+            self._finish(copy, self._lost or DeviceLost("the device is lost"))
+
+    @contextlib.contextmanager
+    def _losing(self) -> Iterator[None]:
+        """If the device is lost in here, every copy under way has ended with that."""
         try:
-            return self._idle.get_nowait()
-        except queue.Empty:
-            return self._event()
+            yield
+        except DeviceLost as error:
+            self._lost = error
+            ending = [*(copy for _, copy in self._turns if copy is not None), *self._active]
+            self._turns.clear()
+            self._active.clear()
+            for copy in dict.fromkeys(ending):
+                self._finish(copy, error)
+
+    def _admit(self) -> None:
+        """Take the copies that have come; without any other work wait for one."""
+        while not self._ended:
+            try:
+                copy = self._inbox.get(block=not (self._active or self._turns))
+            except queue.Empty:
+                return
+            if copy is None:
+                self._ended = True
+            else:
+                self._begin(copy)
+
+    def _begin(self, copy: Copy) -> None:
+        if self._lost is not None:
+            self._finish(copy, self._lost)
+            return
+        engine = None if copy.released else self._engine
+        try:
+            if engine is not None and engine.holds(lambda error: self._engine_passed(copy, error)):
+                return
+        except DeviceLost as error:
+            self._lost = error
+            self._finish(copy, error)
+            return
+        except TransferError as error:
+            self._finish(copy, error)
+            return
+        self._active.append(copy)
+
+    def _engine_passed(self, copy: Copy, error: TransferError | None) -> None:
+        """The engine has got there, says the gate's thread."""
+        if error is None:
+            copy.released = True
+            self._inbox.put(copy)
+        elif copy.take():
+            copy.completed(error)
+
+    def _finish(self, copy: Copy, error: TransferError | None) -> None:
+        if copy.steps is not None or copy.take():
+            copy.completed(error)
+
+    # --- turns --------------------------------------------------------------------------------------
+
+    def _submit_turns(self) -> None:
+        while self._active and len(self._turns) < WINDOW:
+            copy = self._active.popleft()
+            if copy.steps is None:
+                if not copy.take():  # withdrawn
+                    continue
+                copy.steps = self.submitter.steps(copy.plan, copy.host)
+            try:
+                if not copy.stopped:
+                    self._submit(copy, copy.steps)
+                event = self._idle_events.pop() if self._idle_events else self.submitter.event()
+                self._driver.record(event, self.submitter.tail)
+            except DeviceLost:
+                self._active.append(copy)
+                raise
+            except Exception as error:  # noqa: BLE001 - a bug fails its copy; the thread serves the others
+                self._quiesce()
+                self._finish(copy, error if isinstance(error, TransferError) else InvariantError(repr(error)))
+                continue
+            over = copy.stopped or not copy.left
+            self._turns.append((event, copy if over else None))
+            if not over:
+                self._active.append(copy)
+
+    def _submit(self, copy: Copy, steps: Iterator[Submitted]) -> None:
+        """One turn of a copy."""
+        nbytes = dmas = 0
+        with self._in_driver():
+            while copy.left and nbytes < TURN_BYTES and dmas < TURN_DMAS:
+                step = next(steps)
+                nbytes, dmas, copy.left = nbytes + step.nbytes, dmas + step.dmas, copy.left - step.nbytes
+
+    @contextlib.contextmanager
+    def _in_driver(self) -> Iterator[None]:
+        self._waiting_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._waiting_since = None
+
+    def _await_turn(self) -> None:
+        """Sleep until the oldest turn has ended."""
+        if not self._turns:
+            return
+        event, copy = self._turns[0]
+        problem: TransferError | None = None
+        try:
+            with self._in_driver():
+                self._driver.synchronize(event)
+        except DeviceLost:
+            raise
+        except TierError as error:
+            problem = error
+        self._turns.popleft()
+        self._idle_events.append(event)
+        if copy is not None:
+            if copy.left:
+                problem = problem or Stopped("the copy was stopped before all of it had moved")
+            self._finish(copy, problem)
 
     def _quiesce(self) -> None:
-        """After a failure: wait until nothing that had begun still moves, so that the failure can be reported."""
-        for stream in (self._kernels, self._copies):
-            self._driver.synchronize_stream(stream)
+        """After a failure: wait until nothing that was submitted still moves, so that the failure can be reported."""
+        self.submitter.quiesce()
+        while self._turns:
+            self._await_turn()
 
-    def _submit(self, plan: CopyPlan, host: HostMemory) -> int:
-        """Submit, and return the stream that finishes last."""
-        moves = self._block_moves(plan)
-        if moves is not None and self._gathers(plan, moves):
-            self.counts["gather"] += 1
-            return self._move_blocks(moves, host)
-        self.counts["straight"] += 1
-        return self._move_runs(plan, host)
-
-    def _block_moves(self, plan: CopyPlan) -> Moves | None:
-        """The plan as moves of blocks, if the kernel can do them."""
-        moves = plan.moves
-        if moves is None:
-            return None
-        cache, packed = (moves.source, moves.target) if self.outward else (moves.target, moves.source)
-        return moves if cache is self._kernel_table.cache.geometry and is_packed(packed) else None
-
-    def _gathers(self, plan: CopyPlan, moves: Moves) -> bool:
-        if self.preferred:
-            return self.preferred == "gather"
-        return plan.nbytes < LONG * len(moves.source_ids) * len(moves.source.nbytes)
-
-    # --- DMAs ---------------------------------------------------------------------------------------
-
-    def _transfer(self, targets: Addresses, sources: Addresses, sizes: Addresses, *, registered: bool) -> None:
-        """One DMA each, on the copy stream. registered: whether the host memory is, which batches require."""
-        done = 0
-        if self.batching and registered and len(sizes) > 1 and int(sizes.sum()) < LONG * len(sizes):
-            done = self._batches(targets, sources, sizes)
-        rest = zip(targets[done:].tolist(), sources[done:].tolist(), sizes[done:].tolist(), strict=True)
-        for target, source, nbytes in rest:
-            self._driver.copy(target, source, nbytes, self._copies)
-
-    def _batches(self, targets: Addresses, sources: Addresses, sizes: Addresses) -> int:
-        """Submit batches. Returns how many DMAs: all of them, or those before a refused batch."""
-        for start in range(0, len(sizes), BATCH_MOST):
-            part = slice(start, start + BATCH_MOST)
-            try:
-                self._driver.copy_batch(targets[part], sources[part], sizes[part], self._copies)
-            except DeviceLost:
-                raise
-            except TierError as error:
-                self.batching = False
-                log.warning("the driver refused a batch of copies: submitting copies one by one", reason=str(error))
-                return start
-        return len(sizes)
-
-    # --- runs, straight -----------------------------------------------------------------------------
-
-    def _move_runs(self, plan: CopyPlan, host: HostMemory) -> int:
-        cache = self._kernel_table.cache.origin
-        source, target = (cache, host.address) if self.outward else (host.address, cache)
-        runs = plan.runs.view(np.uint64)
-        sources, targets = runs[:, 0] + np.uint64(source), runs[:, 1] + np.uint64(target)
-        if self._caller:
-            self._driver.wait(self._copies, self._caller)
-        self._transfer(targets, sources, np.ascontiguousarray(runs[:, 2]), registered=is_registered(host.address))
-        return self._copies
-
-    # --- blocks, through staging --------------------------------------------------------------------
-
-    def _move_blocks(self, moves: Moves, host: HostMemory) -> int:
-        driver = self._driver
-        filling, emptying = (self._kernels, self._copies) if self.outward else (self._copies, self._kernels)
-        if self._caller:
-            driver.wait(self._kernels, self._caller)
-        for chunk in self._kernel_table.cutter.cut(len(moves.source_ids)):
-            slot = self._slots[self._turn]
-            self._turn = (self._turn + 1) % SLOTS
-            driver.wait(filling, slot.free)
-            if self.outward:
-                self._launch(chunk, moves.source_ids, slot)
-            else:
-                self._copy_slot(chunk, moves.source, moves.source_ids, host, slot)
-            driver.record(slot.ready, filling)
-            driver.wait(emptying, slot.ready)
-            if self.outward:
-                self._copy_slot(chunk, moves.target, moves.target_ids, host, slot)
-            else:
-                self._launch(chunk, moves.target_ids, slot)
-            driver.record(slot.free, emptying)
-        return emptying
-
-    def _launch(self, chunk: CopyChunk, cache_ids: Ids, slot: _StagingSlot) -> None:
-        """Run the kernel between cache and slot. In the slot, blocks lie back to back in the copy's order."""
-        shared, part = self._kernel_table, chunk.part
-        move = Move(
-            segments=shared.table,
-            packed=slot.address - part.offset,  # the kernel adds each segment's place in a whole block
-            packed_stride=shared.cutter.stride,
-            first_segment=part.first_segment,
-            segment_count=part.segments,
-            tiles=part.tiles,
-            gather=self.outward,
-        )
-        ids = cache_ids[chunk.start : chunk.stop]
-        move.name_blocks(ids, np.arange(len(ids)))
-        self._driver.launch(shared.function, move.grid, THREADS, move, self._kernels)
-
-    def _copy_slot(self, chunk: CopyChunk, packed: Geometry, ids: Ids, host: HostMemory, slot: _StagingSlot) -> None:
-        """Copy between slot and host memory: one DMA per block."""
-        part = chunk.part
-        start = host.address + int(packed.offsets[0]) + part.offset
-        there = (start + ids[chunk.start : chunk.stop] * int(packed.strides[0])).astype(np.uint64)
-        here = (slot.address + np.arange(len(there)) * self._kernel_table.cutter.stride).astype(np.uint64)
-        targets, sources = (there, here) if self.outward else (here, there)
-        sizes = np.full(len(there), part.nbytes, dtype=np.uint64)
-        self._transfer(targets, sources, sizes, registered=is_registered(host.address))
-
-    # --- completion ---------------------------------------------------------------------------------
-
-    def _start_waiter(self) -> threading.Thread:
-        name = f"transferd-cuda-{'out' if self.outward else 'in'}"
-        return start_thread(name, self._wait_for_copies)
-
-    def _wait_for_copies(self) -> None:
-        """The pipeline's thread: reports the ends of copies in the order in which they were submitted."""
-        driver = self._driver
-        while (item := self._under_way.get()) is not None:
-            done, completed = item
-            error: TierError | None = None
-            try:
-                with driver.current(self._context):
-                    driver.synchronize(done)
-            except TierError as raised:
-                error = raised
-            self._idle.put(done)
-            completed(error)
+    # --- the end ------------------------------------------------------------------------------------
 
     def stop(self) -> None:
         """Take no more copies and wait for those in flight. Idempotent; needs no context and frees nothing.
 
-        Raises CopyHung if a copy does not end, for example because it waits for an engine that was killed before
-        its kernels had ended.
+        Raises CopyHung if a copy does not end.
         """
-        hung = CopyHung(f"a copy {'out of' if self.outward else 'into'} the device has not ended; its memory stays")
-        if not self._submitting.acquire(
-            timeout=CLOSE_S
-        ):  # submitting may wait for the stream if host memory is pageable
-            raise hung
-        try:
-            if not self._closed:
-                self._closed = True
-                self._under_way.put(None)
-        finally:
-            self._submitting.release()
-        self._waiter.join(CLOSE_S)
-        if self._waiter.is_alive():
-            raise hung
+        with self._submitting:
+            if not self._closing:
+                self._closing = True
+                self._inbox.put(None)
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            raise CopyHung(f"a copy {'out of' if self.outward else 'into'} the device has not ended; its memory stays")
 
     def close(self) -> None:
         """`stop`, then free everything. Idempotent. Raises the first TierError, after the rest.
@@ -333,4 +327,4 @@ class CopyPipeline:
         Raises CopyHung if a copy does not end; then it frees nothing.
         """
         self.stop()
-        self._owned.release()
+        self.submitter.release()

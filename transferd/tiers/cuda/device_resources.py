@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 from typing import Any
+
+import msgspec
+import numpy as np
 
 from transferd.blocks.layout.base import Arena, BlockLayout
 from transferd.errors import DeviceLost, RequestError, TierError
 from transferd.tiers.arrays import describe, locate
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.cuda import ipc
-from transferd.tiers.cuda.chunks import Cutter
-from transferd.tiers.cuda.copy_pipeline import SLOTS, CopyPath, CopyPipeline, KernelTable
+from transferd.tiers.cuda.copy_pipeline import CopyPipeline, EventGate
 from transferd.tiers.cuda.device import find_device
 from transferd.tiers.cuda.driver import OUT_OF_MEMORY, Driver
-from transferd.tiers.cuda.kernel import NAME, segment_table, source
+from transferd.tiers.cuda.gate import CLOSE_S
+from transferd.tiers.cuda.kernel import NAME, source
 from transferd.tiers.cuda.owned import CopyHung, Owned
+from transferd.tiers.cuda.submitter import SLOTS, CopyPath, KernelTable, upload_order
+from transferd.tiers.cuda.timeline import Timelines
 from transferd.tiers.owner import as_data, this_process
 
 _DEFAULT_STREAM = 0  # for the set-up, before the pipelines exist
 
 
 class DeviceResources:
-    """Context, cache, kernel, segment table and two pipelines.
+    """Context, cache, timelines, kernel, segment table and two pipelines.
 
     handle: map the engine's cache that it names; None: allocate one. event: the event that copies wait for, or 0.
+    timelines: None where the device or the driver cannot share words.
     Creating and closing block. Raises TierError, and RequestError for a handle that does not fit; then nothing is
     left behind.
     """
@@ -48,10 +53,15 @@ class DeviceResources:
         self.event = 0
         self._owned = Owned()
         self._pipelines: list[CopyPipeline] = []
+        self.timelines: Timelines | None = None
+        self._engine: EventGate | None = None
         self.context = driver.retain(device)
         try:
             with driver.current(self.context):
                 self.arena = self._create() if handle is None else self._map(handle)
+                self.timelines = self._timelines()
+                self._engine = EventGate(driver, self.context, self.event)
+                self._owned.add(self._engine.gate.close)
                 self.kernel_table = self._kernel_table()
                 self.outward = self._pipeline(outward=True, copy_path=copy_path)
                 self.inward = self._pipeline(outward=False, copy_path=copy_path)
@@ -100,6 +110,20 @@ class DeviceResources:
         self._owned.add(lambda: driver.destroy_event(event))
         return event
 
+    def _timelines(self) -> Timelines | None:
+        if not self.info.words:
+            return None
+        try:
+            timelines = Timelines(self.driver, self.context)
+        except DeviceLost:
+            raise
+        except TierError as error:
+            if error.reason == OUT_OF_MEMORY:
+                raise
+            return None
+        self._owned.add(timelines.close)
+        return timelines
+
     def _map(self, handle: DeviceHandle) -> Arena:
         if handle.kind != ipc.KIND:
             what = f"the handle is of kind {handle.kind[:40]!r}; this daemon's device tier needs {ipc.KIND!r}"
@@ -119,22 +143,27 @@ class DeviceResources:
         driver = self.driver
         module = driver.load(driver.compile(source(), self.info.capability))
         self._owned.add(lambda: driver.unload(module))
-        nbytes = self.arena.geometry.nbytes
-        cutter = Cutter(nbytes, self._slot_bytes)
-        table = segment_table(self.arena, cutter.offsets)
-        address = self._allocate(len(table))
-        text = ctypes.create_string_buffer(table, len(table))
-        driver.copy(address, ctypes.addressof(text), len(table), _DEFAULT_STREAM)
-        driver.synchronize_stream(_DEFAULT_STREAM)
-        return KernelTable(self.arena, driver.function(module, NAME), address, cutter, self._slot_bytes)
+        order = np.arange(len(self.arena.geometry.nbytes))
+        main = upload_order(driver, self.arena, order, self._slot_bytes, _DEFAULT_STREAM, self._owned)
+        return KernelTable(self.arena, driver.function(module, NAME), main, self._slot_bytes)
 
     def _pipeline(self, *, outward: bool, copy_path: CopyPath | None) -> CopyPipeline:
         pipeline = CopyPipeline(
-            self.driver, self.context, self.kernel_table, outward=outward, caller=self.event, copy_path=copy_path
+            self.driver, self.context, self.kernel_table, outward=outward, engine=self._engine, copy_path=copy_path
         )
         self._owned.add(pipeline.close)
         self._pipelines.append(pipeline)
         return pipeline
+
+    def _stop_gates(self) -> None:
+        """Let go of all that waits for the engine. Raises CopyHung."""
+        if self._engine is not None:
+            self._engine.gate.dismiss()
+        if self.timelines is not None:
+            with contextlib.suppress(DeviceLost):
+                self.timelines.stop()
+        if self._engine is not None and not self._engine.gate.ended(CLOSE_S):
+            raise CopyHung("the engine recorded its event and never got there; the device's memory stays")
 
     def handle(self) -> DeviceHandle:
         """A handle for an engine that attaches. Raises TierError if an engine allocated the memory."""
@@ -150,14 +179,24 @@ class DeviceResources:
             regions=[ipc.ExportedRegion(handle=exported, nbytes=self._layout.device.extent)],
             arrays=describe(self._layout),
             event=event,
+            timelines=None if self.timelines is None else self.timelines.exported,
         )
         return DeviceHandle(ipc.KIND, ipc.as_data(data))
+
+    def with_timelines(self, handle: DeviceHandle) -> DeviceHandle:
+        """The handle to an engine's own memory, with the timelines that the daemon has beside it."""
+        if self.timelines is None:
+            return handle
+        return DeviceHandle(handle.kind, handle.data | {"timelines": msgspec.to_builtins(self.timelines.exported)})
 
     def statistics(self) -> dict[str, Any]:
         return {
             "name": self.info.name,
             "staging": 2 * SLOTS * self._slot_bytes,
             "copies": {"out": dict(self.outward.counts), "in": dict(self.inward.counts)},
+            "unregistered": self.outward.submitter.unregistered + self.inward.submitter.unregistered,
+            "batches": self.outward.submitter.batching and self.inward.submitter.batching,
+            "waits_for": {} if self.timelines is None else self.timelines.waiting,
         }
 
     def close(self) -> None:
@@ -170,9 +209,9 @@ class DeviceResources:
         if not context:
             return
         hung: CopyHung | None = None
-        for pipeline in self._pipelines:
+        for stop in (self._stop_gates, *(pipeline.stop for pipeline in self._pipelines)):
             try:
-                pipeline.stop()
+                stop()
             except CopyHung as error:
                 hung = hung or error
         if hung is not None:

@@ -56,13 +56,21 @@ STICKY = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """One GPU. uuid: 32 hex digits. pci: as in sysfs, 0000:17:00.0. capability: (9, 0) for Hopper."""
+    """One GPU. uuid: 32 hex digits. pci: as in sysfs, 0000:17:00.0. capability: (9, 0) for Hopper.
+
+    multiprocessors: how many it has. words: streams can write and wait for 64-bit words. same_address: it reaches
+    registered host memory at the host's own address. exclusive: one process at a time may use it (compute mode).
+    """
 
     index: int
     name: str
     uuid: str
     pci: str
     capability: tuple[int, int]
+    multiprocessors: int = 132
+    words: bool = True
+    same_address: bool = True
+    exclusive: bool = False
 
 
 class Driver(Protocol):
@@ -132,6 +140,18 @@ class Driver(Protocol):
 
     def synchronize(self, event: int) -> None:
         """Wait in this thread, asleep and without the GIL, for what was recorded last."""
+        ...
+
+    def passed(self, event: int) -> bool:
+        """Whether what was recorded last has happened. Does not wait. An unrecorded event has."""
+        ...
+
+    def write_value(self, address: int, value: int, stream: int) -> None:
+        """Write a 64-bit word of device memory when everything before it in the stream is done and visible."""
+        ...
+
+    def wait_value(self, address: int, value: int, stream: int) -> None:
+        """The stream goes on when this 64-bit word, signed, is at least `value`."""
         ...
 
     # work; asynchronous unless said otherwise

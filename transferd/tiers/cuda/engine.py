@@ -7,8 +7,16 @@ A DeviceArray is what frameworks take without a copy, by `__cuda_array_interface
 cupy.asarray, numba) or by DLPack (torch, paddle, jax: from_dlpack). The mapping lives as long as any array
 over it.
 
-Ordering: push a task when what it names is computed; or record `Attached.ready` on the compute stream
-after the kernels that write or read the blocks, and push at once: the copy waits for it on the device.
+Ordering: push a task when what it names is computed; or let it name a number of a timeline, and have every rank's
+process advance that timeline behind the kernels that write or read the blocks:
+
+    timeline = Timeline(slot=0)                       # where tasks are pushed
+    after = timeline.next()                           # goes to every rank with the step's other metadata
+    client.push(SwapOutTask(…, after=after))          # before or after the kernels are launched, and ended
+    attached.timelines.advance(after, stream)         # on every rank, behind the kernels
+
+An engine with one process for each daemon and one compute stream may record `Attached.ready` instead and push at once.
+With several ranks that is wrong: nothing orders the record of a rank that is behind before the push (docs/adr/0043).
 """
 
 from __future__ import annotations
@@ -20,12 +28,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from transferd.errors import DeviceLost, RequestError, TierError
 from transferd.tiers.cuda import dlpack, ipc
 from transferd.tiers.cuda.bindings import open_driver
 from transferd.tiers.cuda.driver import DeviceInfo, Driver
+from transferd.tiers.cuda.timeline import EngineTimelines
 from transferd.tiers.owner import as_data, check_owner, this_process
 
 # Element types by what an exporter may call them; numpy has no bfloat16 and no float8.
@@ -121,10 +131,11 @@ class ReadyEvent:
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """caches: {plane: [one array per layer]}. ready: None where events cannot be shared."""
+    """caches: {plane: [one array per layer]}. ready, timelines: None where they cannot be shared."""
 
     caches: dict[str, list[DeviceArray]]
     ready: ReadyEvent | None
+    timelines: EngineTimelines | None = None
 
 
 def attach(data: Map[str, Any], driver: Driver | None = None) -> Attached:
@@ -143,7 +154,26 @@ def attach(data: Map[str, Any], driver: Driver | None = None) -> Attached:
         start = held.mapping.regions[int(item.get("region", 0))].address
         array = DeviceArray(start + int(item["offset"]), tuple(item["shape"]), str(item["dtype"]), info.index, held)
         caches.setdefault(str(item["plane"]), []).append(array)
-    return Attached(caches, ReadyEvent(held) if held.mapping.event else None)
+    return Attached(caches, ReadyEvent(held) if held.mapping.event else None, _timelines(held, handle))
+
+
+def timelines(data: Map[str, Any], driver: Driver | None = None) -> EngineTimelines | None:
+    """Map only the timelines of a handle: for the engine that owns the memory itself. None where there are none.
+
+    data: of the handle that the daemon gives for the rank after the offer (`Client.device_handle`). Raises as `attach`.
+    """
+    handle = ipc.read(data)
+    if handle.timelines is None:
+        return None
+    driver = driver if driver is not None else open_driver()
+    words = msgspec.structs.replace(handle, regions=[], event="")
+    return _timelines(_Held(driver, _device_with(driver, handle.device), words), handle)
+
+
+def _timelines(held: _Held, handle: ipc.CudaHandle) -> EngineTimelines | None:
+    if handle.timelines is None:
+        return None
+    return EngineTimelines(held.driver, held.context, held.mapping.words, handle.timelines, held)
 
 
 def _device_with(driver: Driver, uuid: str) -> DeviceInfo:

@@ -16,6 +16,7 @@ The data of a handle, plain types only:
     arrays   [{plane, layer, offset, shape, dtype, region}], as for every kind (arrays.py)
     event    the 64 bytes of a CUDA IPC event handle in hex, or "". Work that was recorded into it is
              waited for before device blocks are read or written
+    timelines  the words that an engine advances, in memory of the daemon (timeline.py); nil or absent without them
 
 A process maps an allocation once, however often and for however many regions it is named; the last
 `Mapping` of it to be closed unmaps it.
@@ -29,11 +30,14 @@ from collections import deque
 from typing import Any
 
 import msgspec
+import structlog
 
 from transferd.errors import DeviceLost, RequestError, TierError
 from transferd.tiers.arrays import MISMATCH, Region
 from transferd.tiers.cuda.driver import DeviceInfo, Driver
 from transferd.tiers.cuda.owned import Owned
+
+log = structlog.get_logger(__name__)
 
 KIND = "cuda_ipc"
 HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
@@ -47,6 +51,14 @@ class ExportedRegion(msgspec.Struct, frozen=True, kw_only=True):
     offset: int = 0
 
 
+class ExportedTimelines(msgspec.Struct, frozen=True, kw_only=True):
+    """The words of a rank's timelines. handle: hex of their allocation's IPC handle. stride: bytes between words."""
+
+    handle: str
+    slots: int
+    stride: int
+
+
 class CudaHandle(msgspec.Struct, frozen=True, kw_only=True):
     """The data of a DeviceHandle of this kind; see the module."""
 
@@ -55,6 +67,7 @@ class CudaHandle(msgspec.Struct, frozen=True, kw_only=True):
     regions: list[ExportedRegion]
     arrays: list[dict[str, Any]]
     event: str = ""
+    timelines: ExportedTimelines | None = None
 
 
 def as_data(handle: CudaHandle) -> dict[str, Any]:
@@ -72,7 +85,10 @@ def read(data: object) -> CudaHandle:
     for region in handle.regions:
         if region.nbytes <= 0 or region.offset < 0:
             raise RequestError(f"a region of {region.nbytes} bytes at {region.offset}", code="bad_value")
-    for text in (handle.event, *(region.handle for region in handle.regions)):
+    words = handle.timelines
+    if words is not None and not (words.slots > 0 and words.stride >= 8 and words.slots * words.stride <= 1 << 21):
+        raise RequestError(f"{words.slots} timelines of {words.stride} bytes", code="bad_value")
+    for text in (handle.event, "" if words is None else words.handle, *(region.handle for region in handle.regions)):
         _bytes_of(text)
     return handle
 
@@ -135,9 +151,10 @@ _allocations: weakref.WeakKeyDictionary[Driver, dict[str, _Allocations]] = weakr
 class Mapping:
     """The regions and the event of a handle, mapped here. Owns the mapping until `close`.
 
-    regions: in the handle's order. event: 0 without one. Wants the device's context to be current, in
-    `close` too. Raises RequestError for a handle of another device or of less memory than it says,
-    TierError if it cannot be mapped; then nothing stays mapped.
+    regions: in the handle's order. event: 0 without one, or where it cannot be shared. words: the address of the
+    first timeline; 0 without them. Requires the device's context to be current, in `close` too. Raises RequestError
+    for a handle of another device or of less memory than it says, TierError if it cannot be mapped; then nothing
+    stays mapped.
     """
 
     def __init__(self, driver: Driver, info: DeviceInfo, handle: CudaHandle) -> None:
@@ -146,6 +163,7 @@ class Mapping:
             raise RequestError(problem, code="wrong_device")
         self.regions: list[Region] = []
         self.event = 0
+        self.words = 0
         self._driver = driver
         self._owned = Owned()
         self._allocations = _allocations.setdefault(driver, {}).setdefault(info.uuid, _Allocations())
@@ -153,8 +171,10 @@ class Mapping:
             for region in handle.regions:
                 self.regions.append(self._map(region))
             if handle.event:
-                self.event = driver.open_event(_bytes_of(handle.event))
-                self._owned.add(lambda: driver.destroy_event(self.event))
+                self._open_event(handle)
+            if handle.timelines is not None:
+                words = handle.timelines
+                self.words = self._map(ExportedRegion(handle=words.handle, nbytes=words.slots * words.stride)).address
         except TierError as error:
             self.close()
             pid = handle.owner.get("pid")
@@ -162,6 +182,18 @@ class Mapping:
         except RequestError:
             self.close()
             raise
+
+    def _open_event(self, handle: CudaHandle) -> None:
+        """An event cannot be opened across containers with a /dev/shm each; memory and timelines can."""
+        try:
+            self.event = self._driver.open_event(_bytes_of(handle.event))
+        except DeviceLost:
+            raise
+        except TierError as error:
+            what = "the event of a shared cache cannot be opened: use its timelines, or share /dev/shm (--ipc=host)"
+            log.warning(what, owner=handle.owner.get("pid"), reason=str(error))
+            return
+        self._owned.add(lambda: self._driver.destroy_event(self.event))
 
     def _map(self, region: ExportedRegion) -> Region:
         driver, handle = self._driver, _bytes_of(region.handle)

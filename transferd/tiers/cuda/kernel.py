@@ -60,13 +60,21 @@ class Move(ctypes.Structure):
         return max(1, min(GRID, int(self.blocks) * int(self.segment_count) * int(self.tiles)))
 
 
-def segment_table(cache: Arena, packed_offsets: npt.NDArray[np.int64]) -> bytes:
-    """The kernel's table for a cache: one KernelSegment each, in segment order."""
+def segment_table(
+    cache: Arena, packed_offsets: npt.NDArray[np.int64], order: npt.NDArray[np.int64] | None = None
+) -> bytes:
+    """The kernel's table for a cache: one KernelSegment each.
+
+    order: the number of each row's segment; None: segment order. packed_offsets: of each row's segment in a packed
+    block.
+    """
     geometry = cache.geometry
-    table = np.empty((len(geometry.nbytes), 4), dtype=np.int64)
-    table[:, 0] = geometry.offsets + cache.origin
-    table[:, 1] = geometry.strides
-    table[:, 2] = geometry.nbytes
+    if order is None:
+        order = np.arange(len(geometry.nbytes))
+    table = np.empty((len(order), 4), dtype=np.int64)
+    table[:, 0] = geometry.offsets[order] + cache.origin
+    table[:, 1] = geometry.strides[order]
+    table[:, 2] = geometry.nbytes[order]
     table[:, 3] = packed_offsets
     return table.tobytes()
 
@@ -77,12 +85,16 @@ def tiles_of(nbytes: npt.NDArray[np.int64]) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def is_packed(geometry: Geometry) -> bool:
-    """Whether a block is one range: each segment begins where the one before it ends, and all have one stride."""
-    return bool(
-        (geometry.strides == geometry.strides[0]).all()
-        and (geometry.offsets[1:] == geometry.offsets[:-1] + geometry.nbytes[:-1]).all()
-    )
+def packed_order(geometry: Geometry) -> npt.NDArray[np.int64] | None:
+    """The segments in the order of their place in a block, if a block is one dense range; otherwise None.
+
+    Our own host pool and staging list segments in that order already. FastDeploy's object format puts plane behind
+    plane, so there the order differs from the layout's.
+    """
+    order = np.argsort(geometry.offsets, kind="stable")
+    offsets, nbytes = geometry.offsets[order], geometry.nbytes[order]
+    dense = (offsets[1:] == offsets[:-1] + nbytes[:-1]).all() and (geometry.strides == geometry.strides[0]).all()
+    return order if dense else None
 
 
 @functools.cache

@@ -4,15 +4,17 @@ Memory of a rank, all of it owned by the tier from `open` to `close`:
 
     the cache          layout.device.extent bytes, one cudaMalloc (or the engine's, mapped: `attach`)
     staging            2 directions × 2 slots × slot_bytes (8 MiB, or the longest segment if that is longer)
-    the segment table  32 bytes for each layer and plane
+    timelines          2 MiB
+    segment tables     32 bytes for each layer and plane, once for each order of segments in host memory
 
-Copies run in two pipelines, one per direction, with streams of their own. Ranks share only the compiled kernel
-and the device's primary context, which is reference-counted.
+Copies run in two pipelines, one per direction, with a thread and streams of their own. Ranks share only the compiled
+kernel and the device's primary context, which is reference-counted.
 
-The engine's compute and these copies are ordered like this (docs/adr/0012):
+The engine's compute and these copies are ordered like this (docs/adr/0012, 0043):
 
-* before a copy: the engine pushes a task once the blocks it names are computed, or it records the shared event
-  (a field of the handle) on its stream and pushes at once. Each copy waits, on the device, for the last record;
+* before a copy: the engine pushes a task once the blocks it names are computed; or the task names a timeline and how
+  far it has to get (`after`), and each rank's process of the engine advances its own. An engine with one process and
+  one stream may record the shared event (a field of the handle) and push at once: each copy waits for the last record;
 * after a copy: the daemon sends the result once the host has seen the copy end, so work that the engine starts
   after it has the result sees the bytes.
 """
@@ -25,14 +27,15 @@ from typing import Any
 
 from transferd.blocks.copyplan import CopyPlan
 from transferd.blocks.layout.base import Arena, BlockLayout, align
-from transferd.errors import TierError
-from transferd.runtime.threads import Direction, Threads
+from transferd.errors import RequestError, TierError, TransferError
+from transferd.runtime.threads import Direction, Threads, noted
 from transferd.tiers.base import DeviceHandle, HostMemory
 from transferd.tiers.cuda.bindings import open_driver
-from transferd.tiers.cuda.copy_pipeline import CopyPath, CopyPipeline
+from transferd.tiers.cuda.copy_pipeline import Copy, CopyPipeline, Stopped
 from transferd.tiers.cuda.device_resources import DeviceResources
 from transferd.tiers.cuda.driver import Driver
 from transferd.tiers.cuda.pinning import CudaPinning
+from transferd.tiers.cuda.submitter import CopyPath
 from transferd.tiers.extents import Extent, extents_of
 from transferd.tiers.pinning import Pinning
 
@@ -46,6 +49,7 @@ class CudaDeviceTier:
     """
 
     attaches = True
+    timelines = True
 
     def __init__(
         self,
@@ -105,26 +109,45 @@ class CudaDeviceTier:
         self._resources = await self._threads.run(Direction.IN, make, "allocating device memory")
 
     async def copy_out(self, plan: CopyPlan, host: HostMemory) -> None:
-        await self._copy(Direction.OUT, self.resources.outward, plan, host)
+        await self._copy(self.resources.outward, plan, host)
 
     async def copy_in(self, plan: CopyPlan, host: HostMemory) -> None:
-        await self._copy(Direction.IN, self.resources.inward, plan, host)
+        await self._copy(self.resources.inward, plan, host)
 
-    async def _copy(self, direction: Direction, pipeline: CopyPipeline, plan: CopyPlan, host: HostMemory) -> None:
-        if not plan.nbytes:
+    async def reached(self, after: tuple[int, int]) -> None:
+        timelines = self.resources.timelines
+        if timelines is None:
+            raise RequestError(f"device {self.device} has no timelines: push tasks when computed", code="no_timelines")
+        slot, value = after
+        if timelines.reached(slot) >= value:
             return
         loop = asyncio.get_running_loop()
-        ended: asyncio.Future[None] = loop.create_future()
+        there: asyncio.Future[None] = loop.create_future()
 
-        def completed(error: TierError | None) -> None:
+        def passed(error: TransferError | None) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed, so there is no waiter
-                loop.call_soon_threadsafe(_settle, ended, error)
+                loop.call_soon_threadsafe(_settle, there, error)
 
-        await self._threads.run(direction, lambda: pipeline.submit(plan, host, completed), "submitting a copy")
+        held = timelines.hold(slot, value, passed)
+        try:
+            await there
+        finally:
+            held.withdraw()
+
+    async def _copy(self, pipeline: CopyPipeline, plan: CopyPlan, host: HostMemory) -> None:
+        if not plan.nbytes:
+            return
+        ended = _CopyEnd()
+        ended.copy = pipeline.submit(plan, host, ended.completed)
+        if (notes := noted.get()) is not None:
+            notes.append(ended)
         await ended
 
     def handle(self) -> DeviceHandle:
         return self.resources.handle()
+
+    def with_timelines(self, handle: DeviceHandle) -> DeviceHandle:
+        return self.resources.with_timelines(handle)
 
     def extents(self) -> list[Extent]:
         """By address: a process maps an allocation once (ipc.py), and no two have the same address."""
@@ -141,7 +164,28 @@ class CudaDeviceTier:
         return report | (self._resources.statistics() if self._resources is not None else {})
 
 
-def _settle(future: asyncio.Future[None], error: TierError | None) -> None:
+class _CopyEnd(asyncio.Future[None]):
+    """The end of a copy. Cancelling withdraws the copy; if some of it moves already, its end is still waited for."""
+
+    copy: Copy
+
+    def cancel(self, msg: object = None) -> bool:
+        """False if the copy has begun: it ends soon, cancelled if not all of it has moved by then."""
+        return not self.done() and self.copy.withdraw() and super().cancel(msg)
+
+    def completed(self, error: TransferError | None) -> None:
+        """In the pipeline's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so there is no waiter
+            self.get_loop().call_soon_threadsafe(self._deliver, error)
+
+    def _deliver(self, error: TransferError | None) -> None:
+        if isinstance(error, Stopped):
+            super().cancel()
+        else:
+            _settle(self, error)
+
+
+def _settle(future: asyncio.Future[None], error: TransferError | None) -> None:
     if future.done():  # its waiter was cancelled
         return
     if error is None:

@@ -1,0 +1,276 @@
+"""Timelines: copies see what the engine has computed, whatever order of push and record, rank, stream or death."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+
+from tests.support.cuda.gpu import FakeGpu
+from tests.support.cuda.shim import compiler
+from transferd.blocks.copyplan import plan_copy
+from transferd.blocks.layout import build_layout
+from transferd.client.timeline import Timeline
+from transferd.config import CacheSection
+from transferd.errors import Closed, RequestError
+from transferd.runtime.threads import ThreadPools
+from transferd.tasks import TIMELINE_SLOTS
+from transferd.tiers.base import DeviceHandle
+from transferd.tiers.cuda import CudaDeviceTier, engine, ipc, timeline
+from transferd.tiers.cuda.pinning import CudaPinning
+from transferd.tiers.pinned import HostPool
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="there is no C compiler to run kernels on the CPU with")
+
+LAYOUT = build_layout(CacheSection(layers=2, kv_heads=1, head_dim=8, block_size=4, device_blocks=6, host_blocks=6))
+OLD, NEW = 0x11, 0x5A
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPools]:
+    threads = ThreadPools(2)
+    yield threads
+    threads.close()
+
+
+class Rank:
+    """A rank's tier in the daemon, and the engine's process of that rank with its own view of the GPU."""
+
+    def __init__(self, tier: CudaDeviceTier, gpu: FakeGpu, pool: HostPool) -> None:
+        self.tier = tier
+        self.gpu = gpu
+        self.pool = pool
+        self.engine = FakeGpu(seed=3)
+        self.attached = engine.attach(tier.handle().data, self.engine)
+        self.context = self.engine.retain(0)
+        with self.engine.current(self.context):
+            self.streams = [self.engine.create_stream() for _ in range(2)]
+        self.compute(OLD)
+        self.finish()
+
+    def compute(self, value: int, blocks: range = range(LAYOUT.device_blocks)) -> None:
+        """Put work on the first stream that writes these blocks. It is done when somebody waits for it."""
+        with self.engine.current(self.context):
+            for array in self.attached.caches["key"] + self.attached.caches["value"]:
+                size = array.nbytes // array.shape[0]
+                start = array.address + blocks.start * size
+                self.engine.fill(start, value, len(blocks) * size, self.streams[0])
+
+    def advance(self, after: tuple[int, int], stream: int = 0) -> None:
+        assert self.attached.timelines is not None
+        self.attached.timelines.advance(after, self.streams[stream])
+
+    def record(self, stream: int = 0) -> None:
+        assert self.attached.ready is not None
+        self.attached.ready.record(self.streams[stream])
+
+    def finish(self, stream: int = 0) -> None:
+        with self.engine.current(self.context):
+            self.engine.synchronize_stream(self.streams[stream])
+
+    async def task(self, after: tuple[int, int] | None = None, block: int = 2) -> int:
+        """What a swap-out of one block does on this rank. Returns what it found in the block."""
+        if after is not None:
+            await self.tier.reached(after)
+        plan = plan_copy(self.tier.arena.geometry, [block], LAYOUT.host, [block])
+        await self.tier.copy_out(plan, self.pool.memory)
+        start = block * int(LAYOUT.host.strides[0])
+        found = np.unique(np.frombuffer(self.pool.memory.view[start : start + LAYOUT.block_bytes], dtype=np.uint8))
+        assert len(found) == 1, "the block is torn"
+        return int(found[0])
+
+    def leave(self) -> None:
+        with self.engine.current(self.context):
+            for stream in self.streams:
+                self.engine.synchronize_stream(stream)
+                self.engine.destroy_stream(stream)
+        del self.attached
+        self.engine.release(0)
+        assert self.engine.leaks() == []
+
+
+@asynccontextmanager
+async def rank(threads: ThreadPools, seed: int = 0) -> AsyncIterator[Rank]:
+    gpu = FakeGpu(seed=seed)
+    tier = CudaDeviceTier(LAYOUT, 0, 0, threads, driver=gpu)
+    await tier.open()
+    pool = HostPool(LAYOUT, 0, CudaPinning(0, gpu))
+    made = Rank(tier, gpu, pool)
+    try:
+        yield made
+    finally:
+        made.leave()
+        await tier.close()
+        pool.close()
+    assert gpu.wrong() == []
+    assert gpu.leaks() == []
+
+
+async def _waits(made: Rank, after: tuple[int, int]) -> None:
+    """Until the rank waits for this."""
+    timelines, (slot, number) = made.tier.resources.timelines, after
+    assert timelines is not None
+    while timelines.waiting.get(slot) != number:  # noqa: ASYNC110 - a few turns of the loop
+        await asyncio.sleep(0.001)
+
+
+async def test_a_rank_that_is_behind_when_the_task_is_pushed_is_waited_for(threads: ThreadPools) -> None:
+    """Tensor parallelism: one push for all ranks, and each rank's process launches its kernels when it gets there."""
+    async with rank(threads) as first, rank(threads) as behind:
+        after = Timeline().next()
+        for made in (first,):
+            made.compute(NEW)
+            made.advance(after)
+        tasks = [asyncio.ensure_future(made.task(after)) for made in (first, behind)]
+        await _waits(behind, after)
+        behind.compute(NEW)
+        behind.advance(after)
+        for made in (first, behind):
+            made.finish()
+        assert await asyncio.wait_for(asyncio.gather(*tasks), 10) == [NEW, NEW]
+
+
+async def test_the_shared_event_is_wrong_for_a_rank_that_is_behind(threads: ThreadPools) -> None:
+    """Why there are timelines: an event that was not recorded yet is no reason to wait (docs/adr/0043)."""
+    async with rank(threads) as first, rank(threads) as behind:
+        first.compute(NEW)
+        first.record()
+        tasks = [asyncio.ensure_future(made.task()) for made in (first, behind)]
+        stale = await asyncio.wait_for(tasks[1], 10)
+        behind.compute(NEW)
+        behind.record()
+        for made in (first, behind):
+            made.finish()
+        assert await asyncio.wait_for(tasks[0], 10) == NEW
+        assert stale == OLD, "the copy saw what nobody had computed yet"
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_two_streams_are_waited_for_each_by_its_own_tasks(threads: ThreadPools, seed: int) -> None:
+    """A quick step that another stream records later says nothing of the slow one's work."""
+    async with rank(threads, seed) as made:
+        slow, quick = Timeline(0).next(), Timeline(1).next()
+        made.compute(NEW, range(3))
+        made.advance(slow, stream=0)
+        of_the_slow = asyncio.ensure_future(made.task(slow))
+        await _waits(made, slow)
+        made.advance(quick, stream=1)
+        made.finish(stream=1)
+        assert await asyncio.wait_for(made.task(quick, block=4), 10) == OLD
+        made.finish(stream=0)
+        assert await asyncio.wait_for(of_the_slow, 10) == NEW
+
+
+async def test_an_old_task_does_not_wait_for_newer_work_of_its_stream(threads: ThreadPools) -> None:
+    async with rank(threads) as made:
+        line = Timeline()
+        old, new = line.next(), line.next()
+        made.compute(NEW)
+        made.advance(old)
+        made.finish()
+        made.advance(new)  # behind a long prefill, say
+        assert await asyncio.wait_for(made.task(old), 10) == NEW
+        newer = asyncio.ensure_future(made.task(new))
+        await _waits(made, new)
+        assert await asyncio.wait_for(made.task(old), 10) == NEW, "a number that was reached once is"
+        made.finish()
+        assert await asyncio.wait_for(newer, 10) == NEW
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_an_engine_that_died_holds_up_nobody_else_and_is_let_go_of_at_the_end(
+    threads: ThreadPools, seed: int
+) -> None:
+    async with rank(threads, seed) as made:
+        dead = Timeline(0).next()
+        waiting = asyncio.ensure_future(made.task(dead))
+        await _waits(made, dead)
+        waiting.cancel()  # its client has gone, or its deadline has come
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert await asyncio.wait_for(made.task(), 10) == OLD
+        other = Timeline(1).next()
+        made.advance(other)
+        made.finish()
+        assert await asyncio.wait_for(made.task(other), 10) == OLD
+        successor = Timeline(0)  # the engine's next life, on the same slot
+        after = successor.next()
+        task = asyncio.ensure_future(made.task(after))
+        made.advance(after)
+        made.finish()
+        assert await asyncio.wait_for(task, 10) == OLD
+        left = asyncio.ensure_future(made.tier.reached((5, 1)))  # and this one is never reached
+        await _waits(made, (5, 1))
+        left.cancel()
+
+
+async def test_who_waits_when_the_memory_is_closed_is_told(threads: ThreadPools) -> None:
+    gpu = FakeGpu()
+    tier = CudaDeviceTier(LAYOUT, 0, 0, threads, driver=gpu)
+    await tier.open()
+    waiting = asyncio.ensure_future(tier.reached((3, 77)))
+    await asyncio.sleep(0)
+    await tier.close()
+    with pytest.raises(Closed):
+        await asyncio.wait_for(waiting, 10)
+    assert gpu.wrong() == []
+    assert gpu.leaks() == []
+
+
+async def test_without_words_a_task_that_names_one_is_refused(threads: ThreadPools) -> None:
+    gpu = FakeGpu(words=False)
+    tier = CudaDeviceTier(LAYOUT, 0, 0, threads, driver=gpu)
+    await tier.open()
+    assert tier.handle().data["timelines"] is None
+    with pytest.raises(RequestError) as refused:
+        await tier.reached((0, 1))
+    assert refused.value.reason == "no_timelines"
+    await tier.close()
+
+
+async def test_memory_that_the_engine_owns_gets_timelines_of_the_daemon(threads: ThreadPools) -> None:
+    gpu, owner = FakeGpu(), FakeGpu(seed=5)
+    with owner.current(owner.retain(0)):
+        caches: dict[str, list[engine.DeviceArray]] = {}
+        for part in LAYOUT.segments:
+            shape = (LAYOUT.device_blocks_of(part.layer), *part.plane.shape)
+            address = owner.allocate(LAYOUT.device_blocks_of(part.layer) * part.nbytes)
+            array = engine.DeviceArray(address, shape, part.plane.numpy_dtype.name, 0, None)
+            caches.setdefault(part.plane.name, []).append(array)
+        stream = owner.create_stream()
+    tier = CudaDeviceTier(LAYOUT, 0, 0, threads, driver=gpu)
+    handle = DeviceHandle(ipc.KIND, engine.export(caches, device=0, driver=owner))
+    await tier.attach(handle)
+    assert engine.timelines(handle.data, owner) is None
+    words = engine.timelines(tier.with_timelines(handle).data, owner)
+    assert words is not None
+    after = Timeline(TIMELINE_SLOTS - 1).next()
+    reached = asyncio.ensure_future(tier.reached(after))
+    words.advance(after, stream)
+    with owner.current(owner.retain(0)):
+        owner.synchronize_stream(stream)
+    await asyncio.wait_for(reached, 10)
+    del words
+    await tier.close()
+    assert gpu.wrong() == []
+
+
+@pytest.mark.parametrize("slot", [-1, TIMELINE_SLOTS])
+async def test_a_timeline_that_does_not_exist_is_refused_on_both_sides(threads: ThreadPools, slot: int) -> None:
+    async with rank(threads) as made:
+        with pytest.raises(RequestError, match="timelines 0 to"):
+            await made.tier.reached((slot, 1))
+        with pytest.raises(RequestError, match="timelines 0 to"):
+            made.advance((slot, 1))
+
+
+def test_numbers_grow_also_when_the_clock_does_not() -> None:
+    now = iter([100, 100, 50, 200])
+    line = Timeline(2, clock=lambda: next(now))
+    assert [line.next() for _ in range(4)] == [(2, 100), (2, 101), (2, 102), (2, 200)]
+    assert Timeline().next()[1] < timeline.END
+    with pytest.raises(ValueError, match="slot is 0 to"):
+        Timeline(TIMELINE_SLOTS)

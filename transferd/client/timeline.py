@@ -1,0 +1,35 @@
+"""Timelines: how an engine says what a task has to wait for on every rank, before it is computed.
+
+timeline = Timeline()                              # where tasks are pushed
+after = timeline.next()                            # goes to every rank with the step's other metadata
+await client.push(SwapOutTask(…, after=after))     # any time: before the kernels are launched, or after
+attached.timelines.advance(after, stream)          # on every rank, behind the kernels (tiers/cuda/engine.py)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from transferd.tasks import TIMELINE_SLOTS
+
+
+class Timeline:
+    """Points of a stream of work: each number is larger than every one before it, in any life of this engine.
+
+    One timeline for each stream of work that is to be waited for on its own. slot: 0 to TIMELINE_SLOTS - 1; two engines
+    on one daemon need different ones. The numbers follow the clock, so they need no agreement between processes and
+    no reset after a restart; do not set this machine's clock back while a daemon runs that has seen them.
+    """
+
+    def __init__(self, slot: int = 0, *, clock: Callable[[], int] = time.time_ns) -> None:
+        if not 0 <= slot < TIMELINE_SLOTS:
+            raise ValueError(f"a timeline's slot is 0 to {TIMELINE_SLOTS - 1}, not {slot}")
+        self._slot = slot
+        self._clock = clock
+        self._last = 0
+
+    def next(self) -> tuple[int, int]:
+        """The next point: name it in tasks as `after`, and have every rank advance to it behind the work."""
+        self._last = max(self._last + 1, self._clock())
+        return self._slot, self._last

@@ -1,0 +1,290 @@
+"""Submits copies of one direction to the device, chunk by chunk: its streams, its staging and the calls per chunk.
+
+Out of the device (into it is the mirror image), cut into chunks that fit a slot:
+
+    kernels   wait slot free · gather → slot · record ready  |  wait … · gather → slot' …
+    copies                       wait ready · DMA slot → host · record free  |  wait …
+
+That is the "gather" path. Two slots, two streams: while the DMA engine empties one slot, a kernel fills the
+other. Events order everything on the device. The launch itself carries everything else that a copy needs on the
+device (block ids), so there is nothing to keep alive or to free per copy.
+
+The "straight" path issues one DMA per run, directly between cache and host memory. It serves runs so long
+that the DMA engine's cost per run does not matter, and copies that cannot be gathered: plans made only of
+runs, and host memory in which a block is not one dense range. The order of the segments in that range does not
+matter: each order gets a segment table of its own (`PackedOrders`).
+
+DMAs are submitted in batches (cudaMemcpyBatchAsync) where that pays and the driver supports it, otherwise one
+call each. Batches are short, and the submitter stops using them for good once the driver has refused one:
+drivers of 2025 and 2026 refused valid batches and hung on very long ones (vLLM #49276, #40259). It then
+submits the DMAs of the refused batch again one by one, which copies the same bytes to the same places.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+
+from transferd.blocks.copyplan import CopyPlan, Moves
+from transferd.blocks.layout.base import Arena
+from transferd.errors import DeviceLost, TierError
+from transferd.tiers.base import HostMemory
+from transferd.tiers.cuda.chunks import CopyChunk, Cutter
+from transferd.tiers.cuda.driver import Driver
+from transferd.tiers.cuda.kernel import MAX_BLOCKS, THREADS, Move, packed_order, segment_table
+from transferd.tiers.cuda.owned import Owned
+from transferd.tiers.cuda.pinning import is_registered
+
+SLOTS = 2
+# A DMA of this length takes about five microseconds on PCIe 5: ten times the DMA engine's cost of starting it, and
+# twice the cost of a call of the bindings. Longer runs go straight; shorter DMAs go in batches.
+LONG = 256 * 1024
+BATCH_MOST = 256  # DMAs in one batch
+
+CopyPath = Literal["gather", "straight"]
+Ids = npt.NDArray[np.int64]
+Addresses = npt.NDArray[np.uint64]
+
+log = structlog.get_logger(__name__)
+
+
+class Submitted(NamedTuple):
+    """What one step of a copy put on the device's queues."""
+
+    nbytes: int
+    dmas: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackedOrder:
+    """How blocks with their segments in one order pass through a slot. table: of the kernel, in device memory."""
+
+    table: int
+    cutter: Cutter
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTable:
+    """The kernel, the cache it works on and the size of a slot: all copies of a tier use them.
+
+    function: the kernel. main: the order in which the layout lists segments.
+    """
+
+    cache: Arena
+    function: int
+    main: PackedOrder
+    slot_bytes: int
+
+
+def upload_order(driver: Driver, cache: Arena, order: Ids, slot_bytes: int, stream: int, owned: Owned) -> PackedOrder:
+    """Write the kernel's table for segments in this order to device memory, which `owned` then frees. Waits."""
+    cutter = Cutter(cache.geometry.nbytes[order], slot_bytes)
+    table = segment_table(cache, cutter.offsets, order)
+    address = driver.allocate(len(table))
+    owned.add(lambda: driver.free(address))
+    text = ctypes.create_string_buffer(table, len(table))
+    driver.copy(address, ctypes.addressof(text), len(table), stream)
+    driver.synchronize_stream(stream)
+    return PackedOrder(address, cutter)
+
+
+@dataclass(slots=True)
+class _StagingSlot:
+    address: int
+    ready: int  # event: the first stage has filled it
+    free: int  # event: the second stage has emptied it
+    blocks: dict[int, Addresses] = field(default_factory=dict)  # by stride: where block 0, 1, … of a chunk begins
+
+    def places(self, stride: int) -> Addresses:
+        places = self.blocks.get(stride)
+        if places is None:
+            places = self.blocks[stride] = (self.address + np.arange(MAX_BLOCKS) * stride).astype(np.uint64)
+        return places
+
+
+class Submitter:
+    """One direction. Owns two streams, SLOTS slots and their events until `release`.
+
+    outward: device → host. preferred: use this path whenever it is possible (for measurements and tests); None:
+    choose by run length. batching: try batches; a refused one sets it to False. counts: copies by path.
+    unregistered: copies from or to host memory that is not registered with CUDA.
+
+    Every method requires the context to be current, and one thread to call it. Raises TierError.
+    """
+
+    def __init__(
+        self, driver: Driver, kernel_table: KernelTable, *, outward: bool, copy_path: CopyPath | None = None
+    ) -> None:
+        self.outward = outward
+        self.preferred = copy_path
+        self.batching = driver.batches
+        self.counts = dict.fromkeys(("gather", "straight"), 0)
+        self.unregistered = 0
+        self._driver = driver
+        self._kernel_table = kernel_table
+        self._turn = 0
+        self._owned = Owned()
+        self._orders: dict[bytes, PackedOrder] = {}
+        self._slots: list[_StagingSlot] = []
+        self._move = Move(gather=outward)
+        self._cache_ids = np.frombuffer(self._move.cache_ids, dtype=np.int32)
+        np.frombuffer(self._move.packed_ids, dtype=np.int32)[:] = np.arange(MAX_BLOCKS)  # back to back in a slot
+        try:
+            self._kernels = self._stream(urgent=True)
+            self._copies = self._stream(urgent=False)
+            for _ in range(SLOTS):
+                self._slots.append(self._slot())
+        except BaseException:
+            self._owned.release()
+            raise
+        self.tail = self._copies
+
+    def _stream(self, *, urgent: bool) -> int:
+        stream = self._driver.create_stream(urgent=urgent)
+        self._owned.add(lambda: self._driver.destroy_stream(stream))
+        return stream
+
+    def event(self) -> int:
+        """A new event, destroyed by `release`."""
+        event = self._driver.create_event()
+        self._owned.add(lambda: self._driver.destroy_event(event))
+        return event
+
+    def _slot(self) -> _StagingSlot:
+        address = self._driver.allocate(self._kernel_table.slot_bytes)
+        self._owned.add(lambda: self._driver.free(address))
+        return _StagingSlot(address, self.event(), self.event())
+
+    def release(self) -> None:
+        """Free everything. Idempotent. Raises the first TierError, after the rest."""
+        self._owned.release()
+
+    def quiesce(self) -> None:
+        """Wait until nothing that was submitted still moves."""
+        for stream in (self._kernels, self._copies):
+            self._driver.synchronize_stream(stream)
+
+    # --- a copy, step by step -----------------------------------------------------------------------
+
+    def steps(self, plan: CopyPlan, host: HostMemory) -> Iterator[Submitted]:
+        """Submits one chunk each time it is asked for the next. `tail` is the stream that finishes a chunk last."""
+        self.unregistered += not is_registered(host.address)
+        moves = plan.moves
+        order = None if moves is None else self._order(moves)
+        if moves is not None and order is not None and self._gathers(plan, moves):
+            self.counts["gather"] += 1
+            yield from self._blocks(moves, order, host)
+        else:
+            self.counts["straight"] += 1
+            yield from self._runs(plan, host)
+
+    def _order(self, moves: Moves) -> PackedOrder | None:
+        """How these blocks pass through a slot; None if the kernel cannot move them."""
+        cache, packed = (moves.source, moves.target) if self.outward else (moves.target, moves.source)
+        table = self._kernel_table
+        if cache is not table.cache.geometry:
+            return None
+        order = packed_order(packed)
+        if order is None:
+            return None
+        if (order[1:] > order[:-1]).all():
+            return table.main
+        known = self._orders.get(order.tobytes())
+        if known is None:
+            known = upload_order(self._driver, table.cache, order, table.slot_bytes, self._kernels, self._owned)
+            self._orders[order.tobytes()] = known
+        return known
+
+    def _gathers(self, plan: CopyPlan, moves: Moves) -> bool:
+        if self.preferred:
+            return self.preferred == "gather"
+        return plan.nbytes < LONG * len(moves.source_ids) * len(moves.source.nbytes)
+
+    # --- DMAs ---------------------------------------------------------------------------------------
+
+    def _transfer(self, targets: Addresses, sources: Addresses, sizes: Addresses, *, registered: bool) -> None:
+        """One DMA each, on the copy stream. registered: whether the host memory is, which batches require."""
+        done = 0
+        if self.batching and registered and len(sizes) > 1 and int(sizes.sum()) < LONG * len(sizes):
+            done = self._batches(targets, sources, sizes)
+        rest = zip(targets[done:].tolist(), sources[done:].tolist(), sizes[done:].tolist(), strict=True)
+        for target, source, nbytes in rest:
+            self._driver.copy(target, source, nbytes, self._copies)
+
+    def _batches(self, targets: Addresses, sources: Addresses, sizes: Addresses) -> int:
+        """Submit batches. Returns how many DMAs: all of them, or those before a refused batch."""
+        for start in range(0, len(sizes), BATCH_MOST):
+            part = slice(start, start + BATCH_MOST)
+            try:
+                self._driver.copy_batch(targets[part], sources[part], sizes[part], self._copies)
+            except DeviceLost:
+                raise
+            except TierError as error:
+                self.batching = False
+                log.warning("the driver refused a batch of copies: submitting copies one by one", reason=str(error))
+                return start
+        return len(sizes)
+
+    # --- runs, straight -----------------------------------------------------------------------------
+
+    def _runs(self, plan: CopyPlan, host: HostMemory) -> Iterator[Submitted]:
+        cache, registered = self._kernel_table.cache.origin, is_registered(host.address)
+        source, target = (cache, host.address) if self.outward else (host.address, cache)
+        runs = plan.runs.view(np.uint64)
+        sources, targets = runs[:, 0] + np.uint64(source), runs[:, 1] + np.uint64(target)
+        sizes = np.ascontiguousarray(runs[:, 2])
+        self.tail = self._copies
+        for start in range(0, len(sizes), BATCH_MOST):
+            part = slice(start, start + BATCH_MOST)
+            self._transfer(targets[part], sources[part], sizes[part], registered=registered)
+            yield Submitted(int(sizes[part].sum()), len(sizes[part]))
+
+    # --- blocks, through staging --------------------------------------------------------------------
+
+    def _blocks(self, moves: Moves, order: PackedOrder, host: HostMemory) -> Iterator[Submitted]:
+        """What is the same for all chunks is computed once, here: a chunk takes slices of it."""
+        driver, cutter = self._driver, order.cutter
+        filling, emptying = (self._kernels, self._copies) if self.outward else (self._copies, self._kernels)
+        cache_ids, packed, host_ids = moves.source_ids, moves.target, moves.target_ids
+        if not self.outward:
+            cache_ids, packed, host_ids = moves.target_ids, moves.source, moves.source_ids
+        ids = cache_ids.astype(np.int32)
+        places = (host.address + int(packed.offsets.min()) + host_ids * int(packed.strides[0])).astype(np.uint64)
+        registered = is_registered(host.address)
+        self.tail = emptying
+        for chunk in cutter.cut(len(ids)):
+            slot = self._slots[self._turn]
+            self._turn = (self._turn + 1) % SLOTS
+            part, count = chunk.part, chunk.stop - chunk.start
+            there = places[chunk.start : chunk.stop] + np.uint64(part.offset)
+            here = slot.places(cutter.stride)[:count]
+            driver.wait(filling, slot.free)
+            if self.outward:
+                self._launch(chunk, order, ids, slot)
+                driver.record(slot.ready, filling)
+                driver.wait(emptying, slot.ready)
+                self._transfer(there, here, cutter.sizes(part, count), registered=registered)
+            else:
+                self._transfer(here, there, cutter.sizes(part, count), registered=registered)
+                driver.record(slot.ready, filling)
+                driver.wait(emptying, slot.ready)
+                self._launch(chunk, order, ids, slot)
+            driver.record(slot.free, emptying)
+            yield Submitted(count * part.nbytes, count)
+
+    def _launch(self, chunk: CopyChunk, order: PackedOrder, ids: npt.NDArray[np.int32], slot: _StagingSlot) -> None:
+        """Run the kernel between cache and slot. In the slot, blocks lie back to back in the copy's order."""
+        part, move = chunk.part, self._move
+        move.segments = order.table
+        move.packed = slot.address - part.offset  # the kernel adds each segment's place in a whole block
+        move.packed_stride = order.cutter.stride
+        move.first_segment, move.segment_count, move.tiles = part.first_segment, part.segments, part.tiles
+        move.blocks = count = chunk.stop - chunk.start
+        self._cache_ids[:count] = ids[chunk.start : chunk.stop]
+        self._driver.launch(self._kernel_table.function, move.grid, THREADS, move, self._kernels)
