@@ -42,8 +42,11 @@ class Blocks:
         return taken
 
     def fill(self, block: int, label: str) -> None:
-        for rank, memory in enumerate(self.memories):
-            memory[self.places[block]] = content(label, rank, self.places.shape[1])
+        for rank in range(len(self.memories)):
+            self.fill_on(rank, block, label)
+
+    def fill_on(self, rank: int, block: int, label: str) -> None:
+        self.memories[rank][self.places[block]] = content(label, rank, self.places.shape[1])
 
     def holds(self, block: int, label: str) -> bool:
         return all(

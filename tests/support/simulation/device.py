@@ -35,6 +35,7 @@ class SimDevice:
     """
 
     outlives_close = True  # for whoever has mapped it
+    timelines = True
 
     def __init__(
         self,
@@ -62,6 +63,8 @@ class SimDevice:
         self._threads = threads
         self._memory: SimMemory | None = None
         self._under_way: set[asyncio.Task[None]] = set()
+        self._words: Counter[int] = Counter()  # how far each timeline has got
+        self._advanced = asyncio.Event()  # set, and replaced, with each advance
 
     # --- the contract -------------------------------------------------------------------------------
 
@@ -87,6 +90,12 @@ class SimDevice:
     async def copy_in(self, plan: CopyPlan, host: HostMemory) -> None:
         await self._copy("copy_in", plan, host)
 
+    async def reached(self, after: tuple[int, int]) -> None:
+        slot, number = after
+        while self._words[slot] < number:
+            self.counts["waits"] += 1
+            await self._advanced.wait()
+
     def handle(self) -> DeviceHandle:
         return DeviceHandle("simulated", {"address": self._opened.address})
 
@@ -104,6 +113,13 @@ class SimDevice:
     def memory(self) -> npt.NDArray[np.uint8]:
         """All device bytes; offsets are relative to arena.origin. Borrowed; valid while open."""
         return self._opened.array
+
+    def advance(self, after: tuple[int, int]) -> None:
+        """The engine's process of this rank has got so far."""
+        slot, number = after
+        self._words[slot] = max(self._words[slot], number)
+        advanced, self._advanced = self._advanced, asyncio.Event()
+        advanced.set()
 
     def unstick(self) -> None:
         """Copies that the fault befell go on to their end, also those that have not come to the point yet."""

@@ -21,9 +21,10 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from tests.support.simulation.blocks import Blocks
@@ -31,6 +32,7 @@ from tests.support.simulation.judge import Judge, answered_whole, from_the_daemo
 from tests.support.simulation.plan import SPARSE_READ
 from tests.support.simulation.world import SimWorld
 from transferd.client.client import Client
+from transferd.client.timeline import Timeline
 from transferd.errors import Closed
 from transferd.tasks import ReadStorageTask, SwapInTask, SwapOutTask, Task, TaskResult, WriteStorageTask
 
@@ -54,18 +56,34 @@ class Act:
         return 30.0 if self.patient else self.chance.choice((0.05, 0.5, 5.0, 30.0))
 
 
+@dataclass
+class Computing:
+    """The content of some blocks on its way. after: what tasks on them have to name. ranks: each one's work."""
+
+    after: tuple[int, int] | msgspec.UnsetType = msgspec.UNSET
+    ranks: list[asyncio.Task[None]] = field(default_factory=list)
+
+
 class SimEngine:
     """One engine with a client of its own and blocks of its own.
 
     It maps the device memory once and keeps the mapping, whatever becomes of the daemon, until `attach`; with `apart`
-    by a client of its own, as another process of the engine would.
+    by a client of its own, as another process of the engine would. With `line` it pushes many tasks before it has
+    computed their blocks: each rank gets there when it does, and advances that timeline.
 
     outcomes, errors: results by status, and by error code. outcomes also counts what the engine did
     besides: tasks pushed `again`, and `cancel`s that had something to take back.
     """
 
     def __init__(
-        self, world: SimWorld, name: str, blocks: Sequence[int], judge: Judge | None = None, *, apart: bool = False
+        self,
+        world: SimWorld,
+        name: str,
+        blocks: Sequence[int],
+        judge: Judge | None = None,
+        *,
+        apart: bool = False,
+        line: int | None = None,
     ) -> None:
         layout = world.daemon.default.layout
         self.world = world
@@ -75,6 +93,8 @@ class SimEngine:
         self.errors: Counter[str] = Counter()
         self.device = Blocks.of(layout.device, [], blocks)
         self.host = Blocks.of(layout.host, [], blocks)
+        self._timeline = None if line is None else Timeline(line, clock=lambda: int(world.clock.wall() * 1e9))
+        self._streams: dict[int, asyncio.Task[None]] = {}  # by rank: what its stream does last
         self.stored: list[str] = []  # keys that were written, or may have been
         self.swapped: dict[int, str] = {}  # host block -> label
         self.left_behind: list[int] = []  # device blocks that a rank may still be at work on
@@ -179,9 +199,12 @@ class SimEngine:
         keys = list(dict.fromkeys(keys))
         blocks, spare = blocks[: len(keys)], blocks[len(keys) :]
         self.device.free += spare
-        task = WriteStorageTask(task_id=act.name, timeout=act.timeout(), keys=keys, gpu_block_ids=blocks)
+        timeout, computing = act.timeout(), self._compute(act, keys, blocks)
+        task = WriteStorageTask(
+            task_id=act.name, timeout=timeout, keys=keys, gpu_block_ids=blocks, after=computing.after
+        )
         self._prepare(task)
-        result = await self._run(act, task, device=blocks)
+        result = await self._run(act, task, device=blocks, computing=computing)
         self._wrote(task, result)
         if answered_whole(result):
             self.judge.untouched(task, self.device, keys, blocks, "a write changed its source")
@@ -238,6 +261,8 @@ class SimEngine:
             out := SwapOutTask(task_id=f"{act.name}-3", timeout=timeout, gpu_block_ids=blocks, cpu_block_ids=host),
             back := ReadStorageTask(task_id=f"{act.name}-4", timeout=timeout, keys=new, gpu_block_ids=blocks),
         )
+        for key, block in zip(new, blocks, strict=True):
+            self.device.fill(block, key)
         self._prepare(write)
         client, world = self._client, self.world
         if not act.patient and act.chance.random() < 0.2:
@@ -263,10 +288,11 @@ class SimEngine:
         self.host.free += host[count:]
         blocks, host = blocks[:count], host[:count]
         labels = [f"{act.name}-{i}" for i in range(count)]
-        for label, block in zip(labels, blocks, strict=True):
-            self.device.fill(block, label)
-        task = SwapOutTask(task_id=act.name, timeout=act.timeout(), gpu_block_ids=blocks, cpu_block_ids=host)
-        result = await self._run(act, task, device=blocks, host=host)
+        timeout, computing = act.timeout(), self._compute(act, labels, blocks)
+        task = SwapOutTask(
+            task_id=act.name, timeout=timeout, gpu_block_ids=blocks, cpu_block_ids=host, after=computing.after
+        )
+        result = await self._run(act, task, device=blocks, host=host, computing=computing)
         if not answered_whole(result):
             return
         if result.block_ids:
@@ -292,7 +318,50 @@ class SimEngine:
 
     # --- what every task goes through ---------------------------------------------------------------
 
-    async def _run(self, act: Act, task: Task, device: Sequence[int] = (), host: Sequence[int] = ()) -> TaskResult:
+    def _compute(self, act: Act, labels: Sequence[str], blocks: Sequence[int]) -> Computing:
+        """Make the content of blocks: at once, or on each rank when it gets there."""
+        chance = self.world.loop.stream(f"{act.name} computes")
+        if self._timeline is None or chance.random() < 0.4:
+            for label, block in zip(labels, blocks, strict=True):
+                self.device.fill(block, label)
+            return Computing()
+        for block in blocks:
+            self.device.fill(block, "not computed yet")
+        computing = Computing(self._timeline.next())
+        for rank in range(len(self.device.memories)):
+            before = self._streams.get(rank)
+            ranks_turn = self._rank_computes(computing, rank, chance.choice((0.0, 0.01, 0.3)), labels, blocks, before)
+            self._streams[rank] = self.world.loop.create_task(ranks_turn)
+            computing.ranks.append(self._streams[rank])
+        return computing
+
+    async def _rank_computes(
+        self,
+        computing: Computing,
+        rank: int,
+        seconds: float,
+        labels: Sequence[str],
+        blocks: Sequence[int],
+        before: asyncio.Task[None] | None,
+    ) -> None:
+        memory, device = self.device.memories[rank], self.world.devices[rank]
+        if before is not None:  # a stream works in order
+            await asyncio.wait({before})
+        await asyncio.sleep(seconds)
+        if rank < len(self.device.memories) and self.device.memories[rank] is memory:  # else it was mapped anew
+            for label, block in zip(labels, blocks, strict=True):
+                self.device.fill_on(rank, block, label)
+        assert isinstance(computing.after, tuple)
+        device.advance(computing.after)
+
+    async def _run(
+        self,
+        act: Act,
+        task: Task,
+        device: Sequence[int] = (),
+        host: Sequence[int] = (),
+        computing: Computing | None = None,
+    ) -> TaskResult:
         """Push, perhaps cancel or push again, await the result, and check what holds of every result."""
         loop, chance = self.world.loop, act.chance
         client, pushed_at, still = self._client, loop.time(), self.world.stood_still
@@ -305,6 +374,8 @@ class SimEngine:
             loop.call_later(chance.uniform(0, 0.5), self._cancel_later, client, task.task_id)
         result = await (future if again is None else self._one_of(task, future, again))
         self._account(task, result, pushed_at, still)
+        if computing is not None and computing.ranks:  # its kernels run, whatever became of the task
+            await asyncio.wait(computing.ranks)
         if answered_whole(result):
             self.judge.let_go(task, result, self.device, device)
             self.judge.let_go(task, result, self.host, host)
@@ -356,9 +427,7 @@ class SimEngine:
         self.world.loop.create_task(cancel())
 
     def _prepare(self, task: WriteStorageTask) -> None:
-        """Make the content of the blocks that will be written."""
-        for key, block in zip(task.keys, task.gpu_block_ids, strict=True):
-            self.device.fill(block, key)
+        """Note what will be written."""
         self.stored += task.keys
         self.judge.ledger.begin(task.keys)
 

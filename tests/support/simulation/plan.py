@@ -20,6 +20,7 @@ DEEDS_OF_AN_ENGINE = 9
 MAX_ENGINES = 3
 FASTDEPLOY_SHARE = 0.2  # of the stories, whose blocks are several objects each
 APART_SHARE = 0.4  # of the stories
+BEHIND_SHARE = 0.4  # of the stories
 
 # What engines do, each as often as it stands here.
 WORK = ("write", "write", "read", "read", "read", "swap_out", "swap_in", "chain")
@@ -49,6 +50,7 @@ class Plan:
     """One story.
 
     capacity: bytes of the storage, None for no bound. apart: engines map memory with another client than pushes.
+    behind: tasks are pushed before each rank has computed their blocks.
     after: how the memory goes at the end, while engines go on with what they have mapped (succession.py); "": not.
     """
 
@@ -62,6 +64,7 @@ class Plan:
     capacity: int | None
     key_schema: str
     apart: bool
+    behind: bool
     after: str
     deeds: tuple[Deed, ...]
 
@@ -69,7 +72,8 @@ class Plan:
         world = f"{self.ranks} ranks, {self.engines} engines, lanes {self.lane_depth} deep"
         bounds = f"queue {self.max_queued_tasks}, staging {self.staging}, storage {self.capacity or 'without bound'}"
         bounds += f", objects of {self.key_schema}"
-        world += ", which map memory apart" * self.apart + f", at the end a {self.after}" * bool(self.after)
+        world += ", which map memory apart" * self.apart + ", whose ranks are behind" * self.behind
+        world += f", at the end a {self.after}" * bool(self.after)
         deeds = "\n".join(f"  {deed}" for deed in sorted(self.deeds, key=lambda deed: deed.at))
         return f"seed {self.seed}: {world}, {bounds}\nweather: {self.weather}\ndeeds:\n{deeds}"
 
@@ -90,6 +94,8 @@ class Plan:
             yield replace(self, after="")
         if self.apart:
             yield replace(self, apart=False)
+        if self.behind:
+            yield replace(self, behind=False)
         if self.key_schema != "transferd":
             yield replace(self, key_schema="transferd")
 
@@ -131,6 +137,7 @@ def draw_plan(seed: int) -> Plan:
         capacity=chance.choice((None, 40 * 256)),
         key_schema="fastdeploy" if chance.random() < FASTDEPLOY_SHARE else "transferd",
         apart=memory.random() < APART_SHARE,
+        behind=random.Random(f"{seed}/behind").random() < BEHIND_SHARE,
         after=memory.choice(("", "restart", "clear")),
         deeds=tuple(Deed(number, *deed) for number, deed in enumerate(deeds)),
     )

@@ -87,7 +87,8 @@ class Story:
         for number in range(self.plan.engines):
             first = number * BLOCKS_OF_AN_ENGINE
             blocks = range(first, first + BLOCKS_OF_AN_ENGINE)
-            engine = SimEngine(self.world, f"engine-{number}", blocks, self.judge, apart=self.plan.apart)
+            line = number if self.plan.behind else None
+            engine = SimEngine(self.world, f"engine-{number}", blocks, self.judge, apart=self.plan.apart, line=line)
             await engine.connect()
             self.engines.append(engine)
 
