@@ -5,9 +5,7 @@ vocabulary. Each task class states as data what the rest of the package would ot
 
 * `lane`: the queue that it runs in, so that loads never wait behind stores;
 * `footprint()`: the blocks that it reads and writes in each tier, to order conflicting tasks;
-* `merge`: how the outcomes of all ranks become one answer.
-
-A result lists a block only if *every* rank moved it. Which of those it lists depends on the task:
+* `merge`: how the outcomes of all ranks become one answer. It lists a block only if *every* rank moved it:
 
 * read: the longest prefix (a later block is useless to most engines without the earlier ones);
 * sparse read, write: all of them;

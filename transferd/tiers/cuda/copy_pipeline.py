@@ -29,7 +29,7 @@ from transferd.errors import Closed, DeviceLost, InvariantError, TierError, Tran
 from transferd.runtime.threads import start_thread
 from transferd.tiers.base import HostMemory
 from transferd.tiers.cuda.driver import Driver
-from transferd.tiers.cuda.gate import Gate
+from transferd.tiers.cuda.gate import StreamGate
 from transferd.tiers.cuda.owned import CopyHung
 from transferd.tiers.cuda.submitter import CopyPath, KernelTable, Submitted, Submitter
 
@@ -88,7 +88,7 @@ class EventGate:
         self._event = event
         self._number = 0
         self._lock = threading.Lock()
-        self.gate = Gate(driver, context, "transferd-cuda-engine", self._wait, newest=True)
+        self.gate = StreamGate(driver, context, "transferd-cuda-engine", self._wait, newest=True)
 
     def _wait(self, stream: int, _number: int) -> None:
         self._driver.wait(stream, self._event)

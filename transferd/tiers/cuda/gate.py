@@ -22,12 +22,12 @@ CLOSE_S = 10.0  # how long `stop` waits for a wait that should have been release
 Passed = Callable[[TransferError | None], None]
 
 
-class Held:
+class GateWait:
     """Something that waits at a gate."""
 
     __slots__ = ("_gate", "passed", "value")
 
-    def __init__(self, gate: Gate, value: int, passed: Passed) -> None:
+    def __init__(self, gate: StreamGate, value: int, passed: Passed) -> None:
         self._gate = gate
         self.value = value
         self.passed = passed
@@ -37,7 +37,7 @@ class Held:
         return self._gate.withdraw(self)
 
 
-class Gate:
+class StreamGate:
     """One thing to wait for. Owns a stream, an event and a thread, all made with the first wait, until `close`.
 
     wait: puts a wait for a value on a stream. Whoever waits for that value or a smaller one passes together.
@@ -54,7 +54,7 @@ class Gate:
         self._wait = wait
         self._newest = newest
         self._changed = threading.Condition()
-        self._waiting: list[tuple[int, int, Held]] = []
+        self._waiting: list[tuple[int, int, GateWait]] = []
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
         self._closing = False
@@ -62,7 +62,7 @@ class Gate:
         self._owned = Owned()
         self.waits_for: int | None = None  # the value that the thread waits for now
 
-    def hold(self, value: int, passed: Passed) -> Held:
+    def hold(self, value: int, passed: Passed) -> GateWait:
         """Call `passed` from the gate's thread once `value` is reached. Raises NoThreads, Closed, DeviceLost."""
         with self._changed:
             if self._closing:
@@ -71,13 +71,13 @@ class Gate:
                 raise self._lost
             if self._thread is None:
                 self._thread = start_thread(self._name, self._serve)
-            held = Held(self, value, passed)
+            held = GateWait(self, value, passed)
             heapq.heappush(self._waiting, (value, next(self._numbers), held))
             self._changed.notify()
         return held
 
-    def withdraw(self, held: Held) -> bool:
-        """See Held."""
+    def withdraw(self, held: GateWait) -> bool:
+        """See GateWait."""
         with self._changed:
             before = len(self._waiting)
             self._waiting = [item for item in self._waiting if item[2] is not held]
@@ -125,7 +125,7 @@ class Gate:
         for held in over:
             held.passed(error)
 
-    def _take(self, passes: Callable[[Held], bool]) -> list[Held]:
+    def _take(self, passes: Callable[[GateWait], bool]) -> list[GateWait]:
         over = [item[2] for item in sorted(self._waiting, key=lambda item: item[:2]) if passes(item[2])]
         self._waiting = [item for item in self._waiting if not passes(item[2])]
         heapq.heapify(self._waiting)

@@ -17,7 +17,7 @@ import ctypes
 from transferd.errors import RequestError, TierError
 from transferd.tasks import TIMELINE_SLOTS as SLOTS
 from transferd.tiers.cuda.driver import Driver
-from transferd.tiers.cuda.gate import CLOSE_S, Gate, Held, Passed
+from transferd.tiers.cuda.gate import CLOSE_S, GateWait, Passed, StreamGate
 from transferd.tiers.cuda.ipc import ExportedTimelines
 from transferd.tiers.cuda.owned import CopyHung, Owned
 
@@ -38,7 +38,7 @@ class Timelines:
         self._driver = driver
         self._context = context
         self._owned = Owned()
-        self._gates: dict[int, Gate] = {}
+        self._gates: dict[int, StreamGate] = {}
         try:
             self._words = driver.allocate(NBYTES)
             self._owned.add(lambda: driver.free(self._words))
@@ -54,7 +54,7 @@ class Timelines:
             self._owned.release()
             raise
 
-    def _gate(self, slot: int) -> Gate:
+    def _gate(self, slot: int) -> StreamGate:
         if not 0 <= slot < SLOTS:
             raise RequestError(f"a rank has timelines 0 to {SLOTS - 1}, not {slot}", code="bad_value")
         gate = self._gates.get(slot)
@@ -64,7 +64,7 @@ class Timelines:
             def wait(stream: int, value: int) -> None:
                 self._driver.wait_value(word, value, stream)
 
-            gate = self._gates[slot] = Gate(self._driver, self._context, f"transferd-cuda-timeline-{slot}", wait)
+            gate = self._gates[slot] = StreamGate(self._driver, self._context, f"transferd-cuda-timeline-{slot}", wait)
         return gate
 
     def reached(self, slot: int) -> int:
@@ -72,7 +72,7 @@ class Timelines:
         gate = self._gates.get(slot)
         return 0 if gate is None else gate.reached
 
-    def hold(self, slot: int, value: int, passed: Passed) -> Held:
+    def hold(self, slot: int, value: int, passed: Passed) -> GateWait:
         """Call `passed`, from another thread, when the timeline has reached `value`. Raises RequestError, NoThreads."""
         return self._gate(slot).hold(value, passed)
 
