@@ -138,12 +138,13 @@ class Footprint(msgspec.Struct, frozen=True):
 
 
 class _Task(msgspec.Struct, frozen=True, kw_only=True):
-    """The base of all tasks. `timeout` is in seconds and starts when the daemon admits the task.
+    """The base of all tasks. timeout: seconds from admission. traceparent: the W3C trace that its spans belong to.
     after: (timeline, number): each rank touches device blocks once the engine has advanced its timeline so far."""
 
     task_id: str
     timeout: float = DEFAULT_TIMEOUT_S
     after: tuple[int, int] | msgspec.UnsetType | None = msgspec.UNSET
+    traceparent: str | msgspec.UnsetType = msgspec.UNSET
 
     lane: ClassVar[Lane]
 

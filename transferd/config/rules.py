@@ -43,6 +43,10 @@ def check(config: Config) -> None:
     listen = config.metrics.listen
     if listen and not _has_port(listen):
         raise ConfigError("metrics.listen", 'expected host:port, or "" to turn it off', listen)
+    if config.traces.endpoint and not re.match(r"https?://[^/]", config.traces.endpoint):
+        raise ConfigError(
+            "traces.endpoint", 'expected http://… or https://…, or "" to turn it off', config.traces.endpoint
+        )
     if not _has_port(config.pd.listen):
         raise ConfigError("pd.listen", "expected host:port", config.pd.listen)
 

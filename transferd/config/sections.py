@@ -191,6 +191,13 @@ class MetricsSection(_Section, frozen=True, kw_only=True):
     listen: str = "127.0.0.1:9464"  # "" = off
 
 
+class TracesSection(_Section, frozen=True, kw_only=True):
+    """OpenTelemetry spans of tasks (needs the extra `otel`). Its own variables give headers and certificates."""
+
+    endpoint: str = ""  # the collector's URL, such as http://127.0.0.1:4318/v1/traces; "" = off
+    sample: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0  # share of the tasks without a trace of the engine's
+
+
 class EventsSection(_Section, frozen=True, kw_only=True):
     """KV events for cache-aware routers, in vLLM's wire format (docs/events.md)."""
 
@@ -230,6 +237,7 @@ class Config(_Section, frozen=True, kw_only=True):
     storage: StorageSection = StorageSection()
     pd: PdSection = PdSection()
     metrics: MetricsSection = MetricsSection()
+    traces: TracesSection = TracesSection()
     events: EventsSection = EventsSection()
     log: LogSection = LogSection()
     recorder: RecorderSection = RecorderSection()

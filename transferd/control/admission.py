@@ -117,11 +117,12 @@ def check_task(task: Task, limits: Limits) -> None:
 
 def argument_bytes(task: Task) -> int:
     """About how much memory a task takes while it is admitted: keys, ids, token ids, its place in the order."""
+    base = TASK_BYTES + (len(task.traceparent) if task.traceparent else 0)
     if isinstance(task, SwapOutTask | SwapInTask):
-        return TASK_BYTES + ID_BYTES * (len(task.gpu_block_ids) + len(task.cpu_block_ids))
+        return base + ID_BYTES * (len(task.gpu_block_ids) + len(task.cpu_block_ids))
     tokens = 0 if task.token_ids is None else task.token_ids.array.nbytes
     named = KEY_BYTES * len(task.keys) + sum(map(len, task.keys)) + ID_BYTES * len(task.gpu_block_ids)
-    return TASK_BYTES + named + tokens
+    return base + named + tokens
 
 
 def footprint_of(task: Task, limits: Limits) -> Footprint:

@@ -31,6 +31,7 @@ from transferd.control.dispatcher import Dispatcher
 from transferd.control.task_state import State
 from transferd.errors import InvariantError
 from transferd.observability.recorder import Recorder
+from transferd.observability.traces import Ran
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.tasks import ErrorInfo, Merged, RankOutcome, Status, Stop, Task, TaskResult
 from transferd.workers.job import Job
@@ -49,7 +50,8 @@ class Listeners:
 
     deliver: one terminal result for one waiting client (`Clients.deliver`). ended: every task that was admitted, once
     it is answered. memory_gone: no block is in device or host memory any more; True: nor is one in storage.
-    generation_changed: objects are named by another generation. epoch_began: the cache was cleared.
+    generation_changed: objects are named by another generation. epoch_began: the cache was cleared. ran: when each
+    rank was done with a task that `ended` is to hear of; None: nobody asks.
     """
 
     deliver: Deliver
@@ -57,6 +59,7 @@ class Listeners:
     memory_gone: Callable[[bool], None]
     generation_changed: Callable[[str], None]
     epoch_began: Callable[[], None]
+    ran: Callable[[str, Ran], None] | None = None
 
 
 class Coordinator:
@@ -333,10 +336,9 @@ class Coordinator:
 
     def rank_arrived(self, job: Job, outcome: RankOutcome) -> None:
         """A worker is done with its share of a job. Called by RankWorker."""
-        if job.first_arrival:
-            self.skew_s[outcome.rank] += self._clock.monotonic() - job.first_arrival
-        else:
-            job.first_arrival = self._clock.monotonic()
+        now = self._clock.monotonic()
+        job.arrivals.append((outcome.rank, now))
+        self.skew_s[outcome.rank] += now - job.arrivals[0][1]
         if self._barrier.arrive(job.task.task_id, outcome) is Arrival.LATE:
             self._hear(ev.RankLeft(job.task.task_id, outcome.rank, self._clock.monotonic()))
 
@@ -350,6 +352,8 @@ class Coordinator:
     def _round_complete(self, round_: Round) -> None:
         job = self._jobs.pop(round_.task_id)
         assert round_.merged is not None
+        if self.listeners.ran is not None:
+            self.listeners.ran(round_.task_id, Ran(job.admitted_at, job.started_at, job.arrivals))
         missing = round_.missing
         if missing or not self._dispatcher.alive:
             # Ranks that go on working must not touch blocks any longer than the copy they are in. `missing` names

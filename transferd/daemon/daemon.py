@@ -27,6 +27,7 @@ from transferd.observability.history import TaskHistory
 from transferd.observability.metrics import StatusServer
 from transferd.observability.recorder import Recorder
 from transferd.observability.story import task_story
+from transferd.observability.traces import Traces
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.threads import ThreadPools, Threads
 from transferd.storage.base import Storage
@@ -79,6 +80,7 @@ class Daemon:
             tasks=self.listing.timeline,
             explain=self.explain,
         )
+        self.traces = _build_traces(config, self.boot_id, clock)
         shared = Shared(
             boot_id=self.boot_id,
             clock=clock,
@@ -87,7 +89,8 @@ class Daemon:
             storage=self.storage,
             peers=self.peers,
             clients=self.clients,
-            ended=_ended(self.reports, self.history, clock),
+            ended=_ended(self.reports, self.history, self.traces, clock),
+            ran=None if self.traces is None else self.traces.ran,
             inline_check_bytes=inline_check_bytes,
         )
         self.engines = {DEFAULT: Engine(DEFAULT, config, plan, shared)}
@@ -131,6 +134,8 @@ class Daemon:
         """
         self.threads.open()
         await self.reports.start()
+        if self.traces is not None:
+            self.traces.start()
         await self.server.start()
         for engine in self.engines.values():
             if engine.events is not None:
@@ -172,6 +177,8 @@ class Daemon:
             if engine.events is not None:
                 engine.events.close()
         await step("reports", self.reports.close())
+        if self.traces is not None:
+            await step("traces", self.traces.close())
         await step("server", self.server.close())
         for coordinator in coordinators:
             coordinator.close()
@@ -219,10 +226,12 @@ class Daemon:
         return self.default.not_ready
 
 
-def _ended(reports: StatusServer, history: TaskHistory, clock: Clock) -> Ended:
+def _ended(reports: StatusServer, history: TaskHistory, traces: Traces | None, clock: Clock) -> Ended:
     def ended(task: Task, result: TaskResult) -> None:
         reports.tasks.observe_result(task, result)
         history.ended(task, result, clock.monotonic())
+        if traces is not None:
+            traces.ended(task, result)
 
     return ended
 
@@ -231,6 +240,13 @@ async def _quiet(coordinators: Sequence[Coordinator]) -> None:
     """Wait until no rank of any engine touches a block."""
     for coordinator in coordinators:
         await coordinator.quiet()  # what is quiet stays so: nothing is admitted, and nothing queued starts
+
+
+def _build_traces(config: Config, boot_id: str, clock: Clock) -> Traces | None:
+    section = config.traces
+    if not section.endpoint:
+        return None
+    return Traces(section.endpoint, section.sample, boot_id, wall=clock.wall, monotonic=clock.monotonic)
 
 
 def _build_peers(config: Config) -> PeerTransport | None:

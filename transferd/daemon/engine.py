@@ -28,6 +28,7 @@ from transferd.daemon.lookup import Lookup
 from transferd.daemon.preflight import Plan
 from transferd.daemon.shutdown import Shutdown
 from transferd.observability.recorder import Recorder
+from transferd.observability.traces import Ran
 from transferd.runtime.aio import every
 from transferd.runtime.clock import Clock
 from transferd.runtime.threads import Threads
@@ -53,7 +54,8 @@ Ended = Callable[[Task, TaskResult], None]
 class Shared:
     """What the daemon lends to its engines, and closes after them.
 
-    storage: None without a keyed backend. peers: set in pd.mode "direct". ended: hears of every answered task.
+    storage: None without a keyed backend. peers: set in pd.mode "direct". ended: hears of every answered task; ran: of
+    when its ranks were done, before.
     """
 
     boot_id: str
@@ -65,6 +67,7 @@ class Shared:
     clients: Clients
     ended: Ended
     inline_check_bytes: int = INLINE_CHECK_BYTES
+    ran: Callable[[str, Ran], None] | None = None
 
 
 class Engine:
@@ -221,10 +224,14 @@ async def close_ranks(engines: Sequence[Engine], shutdown: Shutdown) -> None:
 def _listeners(shared: Shared, events: EventFeed | None) -> Listeners:
     clients = shared.clients
     if events is None:
-        return Listeners(clients.deliver, shared.ended, lambda _: None, lambda _: None, clients.announce_epoch)
+        return Listeners(
+            clients.deliver, shared.ended, lambda _: None, lambda _: None, clients.announce_epoch, shared.ran
+        )
 
     def ended(task: Task, result: TaskResult) -> None:
         shared.ended(task, result)
         events.task_ended(task, result)
 
-    return Listeners(clients.deliver, ended, events.memory_gone, events.generation_changed, clients.announce_epoch)
+    return Listeners(
+        clients.deliver, ended, events.memory_gone, events.generation_changed, clients.announce_epoch, shared.ran
+    )

@@ -131,9 +131,19 @@ def _examine_packages(config: Config, plan: Plan) -> None:
         needed.append(("pd.mode", "mooncake", config.pd.mode))
     if plan.tokens is not None and config.storage.attention_store.driver == "sdk":
         needed.append(("storage.attention_store.driver", "attentionstore_sdk", "sdk"))
+    if config.traces.endpoint:
+        packages = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http")
+        needed += [("traces.endpoint", package, config.traces.endpoint) for package in packages]
     for key, package, value in needed:
-        if importlib.util.find_spec(package) is None:
+        if not _is_installed(package):
             raise ConfigError(key, f"needs the Python package {package}, which is not installed", value)
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # what it is in is missing
+        return False
 
 
 def _examine_addresses(config: Config) -> None:

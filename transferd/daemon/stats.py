@@ -52,6 +52,7 @@ def stats(daemon: Daemon) -> dict[str, Any]:
         "storage": _storage(daemon),
         "pd": _pd(daemon),
         "events": {} if daemon.default.events is None else daemon.default.events.statistics(),
+        "traces": {} if daemon.traces is None else daemon.traces.statistics(),
         "server": server,
         "effects_failed": dict(daemon.default.coordinator.effects_failed),
         **logs.statistics(),

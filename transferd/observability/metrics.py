@@ -82,6 +82,8 @@ class _StatsCollector:
         yield from self._storage(stats["storage"])
         if "batches" in stats["events"]:
             yield from self._events(stats["events"])
+        if stats["traces"]:
+            yield _counter("transferd_traces", "Traces of tasks, by what became of them", ["outcome"], stats["traces"])
 
     def _daemon(self, stats: dict[str, Any]) -> Iterator[Metric]:
         yield _gauge("transferd_uptime_seconds", "Seconds since the start", stats["uptime_s"])

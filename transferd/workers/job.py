@@ -92,7 +92,7 @@ def _wake(waiter: asyncio.Future[None]) -> None:
 class Job:
     """A started task, shared by all its ranks. It caches what is the same for each of them.
 
-    started_at, admitted_at: monotonic seconds. first_arrival: when the first rank was done; 0.0 before that.
+    started_at, admitted_at: monotonic seconds. arrivals: (rank, when it was done), in order.
     use: groups every rank's storage accesses as one use (storage/lru.py).
     ids: the part of each key that goes into its object name, in order; empty before `key_ids`, and for swaps.
     """
@@ -101,7 +101,7 @@ class Job:
     generation: str
     admitted_at: float
     started_at: float
-    first_arrival: float = 0.0
+    arrivals: list[tuple[int, float]] = field(default_factory=list)
     stop: StopSignal = field(default_factory=StopSignal)
     use: Use = field(default_factory=Use)
     ids: Sequence[str] = ()

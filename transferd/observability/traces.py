@@ -1,0 +1,245 @@
+"""Spans of tasks for an OpenTelemetry collector, in the trace that the engine named (W3C traceparent).
+
+    event loop:  ended() ─ one tuple ─▶ bounded queue ─▶ thread: spans ─▶ OTLP over HTTP
+
+The loop only queues. Everything else, also waiting for a collector that does not answer, happens in the thread. What
+the queue cannot take, or the collector does not, is dropped and counted.
+
+A task is one span, from its admission to its answer. Below it are `queue`, until its ranks began, and a span for each
+rank, until that rank arrived: who came last is the one that the others waited for.
+
+This module imports OpenTelemetry in `start` only; without `traces.endpoint` nothing of it is loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import structlog
+
+from transferd.runtime.version import VERSION
+from transferd.tasks import Status, Task, TaskResult
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan
+
+log = structlog.get_logger(__name__)
+
+MAX_WAITING = 4096  # tasks
+BATCH = 256  # tasks of one request
+GATHER_S = 1.0  # how long a batch is gathered
+EXPORT_TIMEOUT_S = 5.0
+CLOSE_S = 1.0  # for what is queued at a stop
+_ERRORS = frozenset({Status.FAILED, Status.EXPIRED})
+_NS = 1_000_000_000
+
+
+class Ran(NamedTuple):
+    """What the ranks did for one task, in monotonic seconds. arrivals: (rank, when it was done), in order."""
+
+    admitted: float
+    started: float
+    arrivals: Sequence[tuple[int, float]]
+
+
+class _Answered(NamedTuple):
+    task: Task
+    result: TaskResult
+    wall: float  # of the answer, seconds since the epoch
+    monotonic: float  # of the same moment
+    ran: Ran | None
+
+
+class Traces:
+    """Exports one trace a task. Feed it on the event loop; `exported`, `dropped` and `failed` count spans or tasks.
+
+    exported: tasks that a collector has taken. dropped: tasks that the queue could not take. failed: tasks that the
+    collector did not take.
+    """
+
+    def __init__(
+        self, endpoint: str, sample: float, instance: str, *, wall: Callable[[], float], monotonic: Callable[[], float]
+    ) -> None:
+        """endpoint: a collector's URL, such as http://127.0.0.1:4318/v1/traces. sample: of tasks without a context of
+        the engine's, which share is traced. instance: tells this daemon's traces from others'."""
+        self.exported = self.dropped = self.failed = 0
+        self._endpoint, self._sample, self._instance = endpoint, sample, instance
+        self._wall, self._monotonic = wall, monotonic
+        self._queue: queue.Queue[_Answered] = queue.Queue(MAX_WAITING)
+        self._running: dict[str, Ran] = {}  # between the end of a round and the answer: a few
+        self._closing = threading.Event()
+        self._done: asyncio.Future[None] | None = None
+        self._silent = False  # the last request failed: said once
+        self._exporter: Any = None
+
+    def start(self) -> None:
+        """Load OpenTelemetry and start the thread. Call it on the event loop."""
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # we say it ourselves, once
+        self._exporter = OTLPSpanExporter(self._endpoint, timeout=EXPORT_TIMEOUT_S)
+        spans = SpanMaker(self._sample, self._instance)
+        loop = asyncio.get_running_loop()
+        self._done = loop.create_future()
+        threading.Thread(target=self._run, args=(spans, loop, self._done), name="traces", daemon=True).start()
+
+    def ran(self, task_id: str, ran: Ran) -> None:
+        """The round of a task has ended; `ended` follows."""
+        self._running[task_id] = ran
+
+    def ended(self, task: Task, result: TaskResult) -> None:
+        """A task was answered. Never blocks, never raises."""
+        ran = self._running.pop(task.task_id, None)
+        try:
+            self._queue.put_nowait(_Answered(task, result, self._wall(), self._monotonic(), ran))
+        except queue.Full:
+            self.dropped += 1
+
+    async def close(self) -> None:
+        """Give the thread a second for what is queued, then leave it behind: it holds nothing that anybody needs."""
+        if self._done is None:
+            return
+        self._closing.set()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self._done), CLOSE_S)
+        self._exporter.shutdown()  # wakes a thread that waits to try again
+
+    def statistics(self) -> dict[str, int]:
+        return {"exported": self.exported, "dropped": self.dropped, "failed": self.failed}
+
+    # --- the thread ---------------------------------------------------------------------------------
+
+    def _run(self, spans: SpanMaker, loop: asyncio.AbstractEventLoop, done: asyncio.Future[None]) -> None:
+        while not self._closing.is_set():
+            with contextlib.suppress(queue.Empty):
+                first = self._queue.get(timeout=GATHER_S)
+                if self._queue.qsize() < BATCH:
+                    self._closing.wait(GATHER_S)
+                self._export(spans, [first, *self._waiting(BATCH - 1)])
+        self._export(spans, list(self._waiting(MAX_WAITING)))
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            loop.call_soon_threadsafe(_finish, done)
+
+    def _waiting(self, most: int) -> Iterable[_Answered]:
+        with contextlib.suppress(queue.Empty):
+            for _ in range(most):
+                yield self._queue.get_nowait()
+
+    def _export(self, spans: SpanMaker, answered: Sequence[_Answered]) -> None:
+        from opentelemetry.sdk.trace.export import SpanExportResult
+
+        try:
+            made = spans.of(answered)
+            good = not made or self._exporter.export(made) is SpanExportResult.SUCCESS
+            problem = "it refuses, or does not answer"
+        except Exception as error:  # noqa: BLE001 - a collector, or its library, must not end the thread
+            good, problem = False, f"{type(error).__name__}: {error}"
+        if good:
+            self.exported += len(answered)
+        else:
+            self.failed += len(answered)
+        if good is self._silent and answered:
+            self._silent = not good
+            if good:
+                log.info("the trace collector answers again", endpoint=self._endpoint)
+            else:
+                log.warning("traces are lost: the collector cannot be reached", endpoint=self._endpoint, why=problem)
+
+
+def _finish(done: asyncio.Future[None]) -> None:
+    if not done.done():
+        done.set_result(None)
+
+
+class SpanMaker:
+    """Turns answered tasks into spans. Used by one thread."""
+
+    def __init__(self, sample: float, instance: str) -> None:
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+        from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        ended: list[ReadableSpan] = []
+
+        class Collect(SpanProcessor):
+            """Keeps what has ended."""
+
+            def on_end(self, span: ReadableSpan) -> None:
+                ended.append(span)
+
+        resource = Resource.create(
+            {"service.name": "transferd", "service.version": VERSION, "service.instance.id": instance}
+        )
+        provider = TracerProvider(
+            sampler=ParentBased(TraceIdRatioBased(sample)), resource=resource, shutdown_on_exit=False
+        )
+        provider.add_span_processor(Collect())
+        self._ended = ended
+        self._tracer = provider.get_tracer("transferd", VERSION)
+        self._propagator = TraceContextTextMapPropagator()
+
+    def of(self, answered: Iterable[_Answered]) -> list[ReadableSpan]:
+        """All spans of these tasks that are sampled."""
+        for one in answered:
+            self._add(one)
+        made = list(self._ended)
+        self._ended.clear()
+        return made
+
+    def _add(self, one: _Answered) -> None:
+        from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
+
+        task, result = one.task, one.result
+        offset = _ns(one.wall) - _ns(one.monotonic)  # in whole nanoseconds: what is not later does not become so
+        began = offset + _ns(one.monotonic - result.duration if one.ran is None else one.ran.admitted)
+        parent = {} if task.traceparent is msgspec.UNSET else {"traceparent": task.traceparent}
+        root = self._tracer.start_span(
+            f"transferd.{task.kind}",
+            self._propagator.extract(parent),  # what is no traceparent begins a trace of its own
+            kind=SpanKind.SERVER,
+            attributes=_attributes(task, result),
+            start_time=began,
+        )
+        if result.status in _ERRORS:
+            root.set_status(StatusCode.ERROR, "" if result.error is None else result.error.message)
+        if root.is_recording() and one.ran is not None:
+            below, started = set_span_in_context(root), offset + _ns(one.ran.started)
+            self._tracer.start_span("queue", below, start_time=began).end(started)
+            ranks = {rank.rank: rank for rank in result.ranks}
+            for rank, arrived in one.ran.arrivals:
+                told = ranks.get(rank)
+                span = self._tracer.start_span(f"rank {rank}", below, start_time=started)
+                span.set_attribute("transferd.rank", rank)
+                if told is not None:
+                    for name in ("blocks", "bytes", "queue_s", "copy_s", "storage_s"):
+                        span.set_attribute(f"transferd.{name}", getattr(told, name))
+                    if told.error is not None:
+                        span.set_status(StatusCode.ERROR, told.error.message)
+                span.end(offset + _ns(arrived))
+        root.end(began + _ns(result.duration))
+
+
+def _attributes(task: Task, result: TaskResult) -> dict[str, str | int]:
+    attributes: dict[str, str | int] = {
+        "transferd.task_id": task.task_id,
+        "transferd.kind": task.kind,
+        "transferd.status": str(result.status),
+        "transferd.blocks": task.blocks,
+        "transferd.blocks_moved": len(result.block_ids),
+        "transferd.bytes": result.bytes,
+    }
+    if result.error is not None:
+        attributes["error.type"] = result.error.code
+    return attributes
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * _NS)
