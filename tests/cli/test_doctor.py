@@ -39,7 +39,8 @@ class Sound(Machine):
             "limit": lambda _: NO_LIMIT, "hard_limit": lambda _: 65536, "may_lock_any_memory": lambda: False,
             "has_no_thread_limit": lambda: False, "space": lambda _: (100 * GIB, 90 * GIB), "writable": lambda _: True,
             "file_system": lambda _: "ext4", "tasks_of_user": lambda: 10, "package": lambda _: None,
-            "module": lambda _: True, "connects": lambda *_: "", "clock_synchronized": lambda: True,
+            "module": lambda _: True, "user": lambda: 998, "direct_io": lambda _: "",
+            "connects": lambda *_: "", "clock_synchronized": lambda: True,
         } | answers  # fmt: skip
         for name, answer in self.answers.items():
             setattr(self, name, answer)
@@ -89,6 +90,9 @@ SICK: list[tuple[str, Level, Machine, dict[str, Any] | None, str]] = [
     ("gpu", Level.FAIL, Sound(module=lambda name: name != "cuda.bindings.nvrtc"), CUDA, "nvrtc is missing"),
     ("gpu", Level.FAIL, Sound(entries={"/proc/driver/nvidia/gpus": ["a"]}), CUDA, "1 GPUs, and 2 ranks"),
     ("gpu", Level.WARN, Sound(entries={"/tmp/nvidia-mps": ["control"]}), CUDA, "an MPS server may run"),
+    ("cuda ipc", Level.WARN, Sound(), CUDA | {"server": {"allowed_uids": [1000]}}, "engines are 1000"),
+    ("cuda ipc", Level.FAIL, Sound(), CUDA | {"server": {"allowed_uids": ["no-such-user"]}}, "no such user"),
+    ("cuda ipc", Level.WARN, Sound(user=lambda: 0), CUDA, "this is root"),
     ("mooncake", Level.FAIL, Sound(module=lambda _: False), POOL, "the Python package mooncake is missing"),
     ("mooncake", Level.FAIL, Sound(connects=lambda *_: "Connection refused"), POOL, "no master at 10.0.0.1:50051"),
     ("clock", Level.WARN, Sound(clock_synchronized=lambda: False), None, "does not follow a time server"),
@@ -104,6 +108,19 @@ def test_each_sickness_is_found_alone_and_has_a_remedy(
     assert findings[name].level is level
     assert findings[name].remedy
     assert "\n" not in findings[name].remedy
+
+
+def test_direct_io_is_told_either_way(tmp_path: Path) -> None:
+    assert "/ takes it" in examine(Sound())["direct I/O"].found
+    assert "refuses it (Invalid argument)" in examine(Sound(direct_io=lambda _: "Invalid argument"))["direct I/O"].found
+    assert Machine().direct_io("/proc/self") != ""
+    assert Machine().direct_io(str(tmp_path)) in ("", "Invalid argument")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_engines_of_the_daemons_user_can_share_device_memory() -> None:
+    tree = CUDA | {"server": {"allowed_uids": [998]}}
+    assert "as server.allowed_uids says" in examine(Sound(), tree)["cuda ipc"].found
 
 
 def test_a_socket_that_this_user_may_not_open_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from transferd.cli.doctor.machine import NO_LIMIT, Machine
 from transferd.config import Config
 from transferd.daemon.preflight import SHARED_MEMORY, Plan
+from transferd.errors import ConfigError
 from transferd.observability.units import size
 from transferd.runtime.address import host_and_port
 from transferd.runtime.descriptors import LEAST as LEAST_DESCRIPTORS
 from transferd.runtime.descriptors import OTHERS
 from transferd.runtime.threads import LEAST as THREADS
 from transferd.runtime.version import VERSION
+from transferd.wire.credentials import resolve_uids
 from transferd.wire.obstacle import obstacle_at
 
 GIB = 1024**3
@@ -141,6 +143,36 @@ def store(patient: Patient) -> Finding:
     return ok("store", f"{size(free)} free of {size(whole)} on {kind or 'its file system'}, for {section.capacity}")
 
 
+def direct_io(patient: Patient) -> Finding:
+    """Only told: the file store uses the page cache, and does not need it."""
+    if patient.config.storage.backend != "file":
+        return ok("direct I/O", f"no directory: the backend is {patient.config.storage.backend}")
+    there = patient.machine.existing(patient.config.storage.file.path)
+    problem = patient.machine.direct_io(there)
+    told = f"refuses it ({problem})" if problem else "takes it"
+    return ok("direct I/O", f"{there} {told}; the file store does not need it")
+
+
+def cuda_ipc(patient: Patient) -> Finding:
+    """Whether daemon and engines can map each other's device memory, as far as it can be said without an engine."""
+    if patient.config.cache.device != "cuda":
+        return ok("cuda ipc", f'not used: cache.device = "{patient.config.cache.device}"')
+    own, remedy = patient.machine.user(), "run daemon and engine as one user (User= in the unit)"
+    try:
+        engines = resolve_uids("server.allowed_uids", patient.config.server.allowed_uids)
+    except ConfigError as error:
+        return fail("cuda ipc", str(error), "correct server.allowed_uids")
+    others = sorted(set(engines or ()) - {own})
+    if others:
+        named = ", ".join(map(str, others))
+        what = f"this is user {own}, engines are {named}: the driver may refuse memory of another user"
+        return warn("cuda ipc", what, remedy)
+    if own == 0:
+        return warn("cuda ipc", "this is root, the daemon of the unit is not", "run the doctor as the daemon's user")
+    who = "as server.allowed_uids says" if engines else "if it is the engine's, too: server.allowed_uids does not say"
+    return ok("cuda ipc", f"memory is shared within user {own}, {who}")
+
+
 def threads(patient: Patient) -> Finding:
     machine = patient.machine
     limits = {
@@ -228,5 +260,6 @@ def socket(patient: Patient) -> Finding:
 
 
 CHECKS: tuple[Callable[[Patient], Finding], ...] = (
-    versions, memlock, hugepages, shared_memory, numa, store, threads, descriptors, socket, gpu, mooncake, clock,
+    versions, memlock, hugepages, shared_memory, numa, store, direct_io, threads, descriptors, socket, gpu, cuda_ipc,
+    mooncake, clock,
 )  # fmt: skip

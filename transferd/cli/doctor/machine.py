@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import importlib.util
+import mmap
 import os
 import resource
 import socket
@@ -17,7 +18,7 @@ _TIME_ERROR = 5  # adjtimex(2): the clock is not synchronized
 
 
 class Machine:
-    """This machine. Nothing here writes, and nothing waits for longer than a second."""
+    """This machine. Nothing here leaves a trace, and nothing waits for longer than a second."""
 
     def text(self, path: str) -> str | None:
         """A small file of /proc or /sys; None if it is not there."""
@@ -67,6 +68,24 @@ class Machine:
 
     def writable(self, path: str) -> bool:
         return os.access(path, os.W_OK | os.X_OK)
+
+    def user(self) -> int:
+        return os.geteuid()
+
+    def direct_io(self, directory: str) -> str:
+        """Why a file in that directory cannot be written past the page cache; "" if it can. Leaves no file behind."""
+        page = mmap.mmap(-1, mmap.PAGESIZE)  # aligned, as direct I/O needs it
+        try:
+            fd = os.open(directory, os.O_TMPFILE | os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC, 0o600)
+            try:
+                os.write(fd, page)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            return error.strerror or str(error)
+        finally:
+            page.close()
+        return ""
 
     def file_system(self, path: str) -> str:
         """The type of the file system that a path is in: the mount whose point is the longest part of it."""
