@@ -85,6 +85,7 @@ CODES: dict[str, Code] = {
     "no_storage_tier": Code("rejected, refused", "the daemon has no storage", _CONFIGURE),
     "no_host_tier": Code("rejected", "the daemon has no host blocks", _CONFIGURE),
     "no_direct_mode": Code("rejected", 'the daemon has `pd.mode = "storage"`', _CONFIGURE),
+    "no_timelines": Code("failed", "the device tier cannot wait for a timeline (`after`)", _CONFIGURE),
     "prefix_only": Code("rejected", "a sparse read, where only leading blocks can be found or moved", "set `prefix`"),
     # the world failed
     "expired": Code("expired, partial", "the deadline passed", "as for the status"),
