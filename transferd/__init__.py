@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transferd.client.client import Client
+    from transferd.client.pages import Pages
     from transferd.client.sync_client import SyncClient
     from transferd.errors import (
         Closed,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
         TaskResult,
         WriteStorageTask,
     )
+    from transferd.tiers.page_handles import cuda_pages, shm_pages
 
 __all__ = [
     "Client",
@@ -40,6 +42,7 @@ __all__ = [
     "ConnectTimeout",
     "DaemonLost",
     "HandoverFailed",
+    "Pages",
     "RankResult",
     "ReadStorageTask",
     "RequestError",
@@ -51,6 +54,8 @@ __all__ = [
     "TierError",
     "TransferError",
     "WriteStorageTask",
+    "cuda_pages",
+    "shm_pages",
 ]
 
 _ERRORS = (
@@ -63,8 +68,14 @@ _ERRORS = (
     "TierError",
     "TransferError",
 )
-_HOMES = {"Client": "transferd.client.client", "SyncClient": "transferd.client.sync_client"} | dict.fromkeys(
-    _ERRORS, "transferd.errors"
+_HOMES = (
+    {
+        "Client": "transferd.client.client",
+        "Pages": "transferd.client.pages",
+        "SyncClient": "transferd.client.sync_client",
+    }
+    | dict.fromkeys(_ERRORS, "transferd.errors")
+    | dict.fromkeys(("cuda_pages", "shm_pages"), "transferd.tiers.page_handles")
 )
 
 

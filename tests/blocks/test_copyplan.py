@@ -19,6 +19,7 @@ CACHES = {
     "fp8": CacheSection(**SMALL, kv_heads=3, head_dim=5, dtype="block_wise_fp8", scale_dtype="float32"),
     "mla": CacheSection(**SMALL, attention="mla", kv_lora_rank=7, qk_rope_head_dim=2, dtype="uint8"),
     "dsa": CacheSection(**SMALL, attention="dsa", kv_lora_rank=128, qk_rope_head_dim=1, index_head_dim=128),
+    "pages": CacheSection(**SMALL, attention="pages", page_bytes=[3, 40], identity="i"),
     "mtp": CacheSection(**SMALL, kv_heads=1, head_dim=5, mtp_layers=2, mtp_blocks=11),
 }
 PLACES = ("device", "host", "packed")

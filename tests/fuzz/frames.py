@@ -56,6 +56,7 @@ def corpus() -> list[bytes]:
         wire.Bye(),
         wire.Cancel("w"),
         wire.Match(KEYS),
+        wire.Exists(KEYS),
         wire.Resume(),
         wire.Stats(),
         wire.Attach(0),

@@ -188,6 +188,7 @@ REQUESTS: dict[type, wire.Body] = {
     for body in (
         WriteStorageTask(task_id="a", keys=["k"], gpu_block_ids=[0]),
         ReadStorageTask(task_id="b", keys=["k"], gpu_block_ids=[0]),
+        wire.SparseRead(task_id="g", keys=["k"], gpu_block_ids=[0]),
         SwapOutTask(task_id="c", gpu_block_ids=[0], cpu_block_ids=[0]),
         SwapInTask(task_id="d", gpu_block_ids=[0], cpu_block_ids=[0]),
         SendTask(task_id="e", keys=["k"], gpu_block_ids=[0], transfer_id="x"),
@@ -196,6 +197,7 @@ REQUESTS: dict[type, wire.Body] = {
         wire.Bye(),
         wire.Cancel("t"),
         wire.Match(["k"]),
+        wire.Exists(["k"]),
         wire.Locate(TokenIds([1])),
         wire.Pause(),
         wire.Resume(),

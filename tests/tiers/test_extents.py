@@ -16,7 +16,7 @@ from transferd.config import CacheSection
 from transferd.runtime.threads import ThreadPools
 from transferd.tiers.arrays import describe
 from transferd.tiers.base import DeviceHandle
-from transferd.tiers.extents import Extent, overlap
+from transferd.tiers.extents import Extent, extent, overlap, overlapping
 from transferd.tiers.owner import as_data, this_process
 from transferd.tiers.paddle import PaddleDeviceTier
 from transferd.tiers.segment import DIRECTORY, PREFIX, SharedSegment
@@ -28,18 +28,35 @@ KINDS = {"shm": ShmDeviceTier, "paddle": PaddleDeviceTier}
 
 
 def bytes_of(extents: list[Extent]) -> set[tuple[object, int]]:
-    return {(extent.memory, at) for extent in extents for at in range(extent.start, extent.end)}
+    return {
+        (one.memory, one.start + run * one.stride + at)
+        for one in extents
+        for run in range(one.runs)
+        for at in range(one.nbytes)
+    }
 
 
 ranges = st.builds(
-    lambda memory, start, size: Extent(memory, start, start + size), st.sampled_from("ab"), st.integers(0, 12),
-    st.integers(1, 5),
+    lambda memory, start, size, gap, blocks: extent(memory, start, size, size + gap, blocks),
+    st.sampled_from("ab"), st.integers(0, 20), st.integers(1, 5), st.integers(0, 6), st.integers(1, 5),
 )  # fmt: skip
 
 
 @given(st.lists(ranges, max_size=4), st.lists(ranges, max_size=4))
 def test_overlap_means_a_byte_in_common(one: list[Extent], other: list[Extent]) -> None:
     assert overlap(one, other) == bool(bytes_of(one) & bytes_of(other))
+
+
+@given(st.lists(ranges, max_size=5))
+def test_two_that_overlap_are_found_and_named(extents: list[Extent]) -> None:
+    extents = [one._replace(memory="a") for one in extents]
+    found = overlapping(extents)
+    if found is None:
+        assert len(bytes_of(extents)) == sum(one.runs * one.nbytes for one in extents)
+    else:
+        one, other = (extents[position] for position in found)
+        assert found[0] != found[1]
+        assert bytes_of([one]) & bytes_of([other])
 
 
 @pytest.fixture

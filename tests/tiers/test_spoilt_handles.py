@@ -17,6 +17,7 @@ from transferd.errors import TransferError
 from transferd.tiers.arrays import Region, describe, locate
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.cuda import ipc
+from transferd.tiers.descriptor import PEER
 from transferd.tiers.owner import as_data, check_owner, this_process
 from transferd.tiers.paddle_ops import names_of
 from transferd.tiers.segment import PREFIX, SharedSegment
@@ -24,6 +25,7 @@ from transferd.tiers.shm import KIND, created_handle, map_offered
 from transferd.wire.canary import taken_from
 
 LAYOUT = build_layout(CacheSection(layers=1, device_blocks=2, block_size=4, kv_heads=1, head_dim=8))
+PAGES = build_layout(CacheSection(attention="pages", layers=2, page_bytes=[16, 5], device_blocks=3, identity="i"))
 Data = dict[str, Any]
 
 # What msgpack can say, and what system calls trip over.
@@ -66,6 +68,17 @@ def shm(data: Data) -> None:
     mapped.close()
 
 
+def pages(data: Data) -> None:
+    mapped, _ = map_offered(PAGES, DeviceHandle(KIND, data))
+    mapped.close()
+
+
+def descriptor(data: Data) -> None:
+    """As the daemon's server passes it on."""
+    mapped, _ = map_offered(PAGES, DeviceHandle(KIND, data | {PEER: (os.getuid(), os.getpid())}))
+    mapped.close()
+
+
 def cuda(data: Data) -> None:
     handle = ipc.read(data)
     locate(LAYOUT, data.get("arrays"), [Region(4096, region.nbytes) for region in handle.regions])
@@ -79,6 +92,9 @@ def good(kind: str, segment: SharedSegment) -> Data:
     arrays, owner = describe(LAYOUT), as_data(this_process())
     if kind == "shm":
         return dict(created_handle(LAYOUT, segment).data)
+    if kind in ("pages", "descriptor"):
+        whole = {"nbytes": segment.nbytes, "segments": [[0, 16], [100, 7, 0]], "owner": owner}
+        return whole | ({"name": segment.name} if kind == "pages" else {"fd": segment._fd})
     if kind == "cuda":
         region = ipc.ExportedRegion(handle="ab" * 64, nbytes=LAYOUT.device.extent)
         return ipc.as_data(ipc.CudaHandle(device="0" * 32, owner=owner, regions=[region], arrays=arrays, event=""))
@@ -86,7 +102,9 @@ def good(kind: str, segment: SharedSegment) -> Data:
     return {"place": "gpu:0", "names": ["a", "b"], "arrays": apart, "owner": owner}
 
 
-READERS: dict[str, Callable[[Data], None]] = {"shm": shm, "cuda": cuda, "paddle": paddle}
+READERS: dict[str, Callable[[Data], None]] = {
+    "shm": shm, "pages": pages, "descriptor": descriptor, "cuda": cuda, "paddle": paddle,
+}  # fmt: skip
 
 
 def refusal(kind: str, data: Data) -> str:

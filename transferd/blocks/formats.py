@@ -27,7 +27,9 @@ import numpy.typing as npt
 from transferd.blocks.footer import FOOTER_BYTES, Damage, check, seal, stamps
 from transferd.blocks.keys import ObjectNamer
 from transferd.blocks.layout.base import BlockLayout
+from transferd.blocks.layout.pages import PagesLayout
 from transferd.config import StorageSection
+from transferd.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +160,10 @@ class RawPlanes(ObjectFormat):
 
 
 def object_format(storage: StorageSection, layout: BlockLayout) -> ObjectFormat:
-    """The configured format."""
+    """The configured format. Raises ConfigError."""
     if storage.key_schema == "fastdeploy":
+        if isinstance(layout, PagesLayout):
+            what = 'FastDeploy\'s objects are planes of a model; pages need the schema "transferd"'
+            raise ConfigError("storage.key_schema", what, storage.key_schema)
         return RawPlanes(layout)
     return SealedBlocks(storage.model, layout)

@@ -83,6 +83,8 @@ class CacheSection(_Section, frozen=True, kw_only=True):
     kv_lora_rank: Extent = 512  # mla, dsa
     qk_rope_head_dim: Extent = 64  # mla, dsa
     index_head_dim: Extent = 128  # dsa
+    page_bytes: Positive | list[Positive] | None = None  # pages: bytes of a block in one layer, or in each
+    identity: Annotated[str, msgspec.Meta(max_length=1024)] = ""  # pages: caches of the same text are alike
 
     @property
     def device_of_rank(self) -> list[int]:

@@ -104,8 +104,7 @@ def _staged(nbytes: int, slot_bytes: int, key: str = "host.staging") -> int:
 
 def device_bytes(layout: BlockLayout) -> int:
     """Device memory of one rank."""
-    per_layer = sum(plane.nbytes for plane in layout.planes)
-    return per_layer * (layout.layers * layout.device_blocks + layout.mtp_layers * layout.mtp_blocks)
+    return sum(layout.device_blocks_of(segment.layer) * segment.nbytes for segment in layout.segments)
 
 
 def examine(config: Config, plan: Plan) -> None:

@@ -27,7 +27,9 @@ from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.version import VERSION
 from transferd.tasks import ErrorInfo, Status, Task, TaskResult
 from transferd.tiers.base import DeviceHandle
+from transferd.tiers.descriptor import PEER
 from transferd.wire import protocol as wire
+from transferd.wire.credentials import process_of
 
 log = structlog.get_logger(__name__)
 
@@ -286,7 +288,10 @@ class Server:
         self._value(peer, seq, None)
 
     def _offer(self, peer: bytes, seq: int, offer: wire.Offer) -> None:
-        handle = DeviceHandle(offer.kind, wire.handle_data(offer))
+        data = wire.handle_data(offer)
+        if "fd" in data:  # whose descriptor it is, the kernel says, never the offer
+            data[PEER] = process_of(self._transport.describe(peer))
+        handle = DeviceHandle(offer.kind, data)
         self._later(peer, seq, self._cache.offer(peer, offer.rank, handle, offer.epoch))
 
     def _clear_cache(self, peer: bytes, seq: int, _: wire.ClearCache) -> None:

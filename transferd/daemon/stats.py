@@ -144,7 +144,7 @@ def _layout(daemon: Daemon) -> dict[str, Any]:
     layout = daemon.default.layout
     return {
         "attention": daemon.config.cache.attention,
-        "planes": [plane.name for plane in layout.planes],
+        "planes": list(dict.fromkeys(plane.name for plane in layout.planes)),
         "layers": layout.layers,
         "mtp_layers": layout.mtp_layers,
         "block_bytes": layout.block_bytes,

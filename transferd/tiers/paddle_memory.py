@@ -156,7 +156,7 @@ class DeviceMemory:
         made: list[Extent] = []
         for tensor, name in self._held:
             start = int(tensor.data_ptr())
-            made += [Extent(self._place, start, start + int(tensor.size)), Extent(("published", name), 0, 1)]
+            made += [Extent(self._place, start, int(tensor.size)), Extent(("published", name), 0, 1)]
         return made
 
     def close(self) -> None:

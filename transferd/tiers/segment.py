@@ -42,15 +42,18 @@ Caches = dict[str, list[npt.NDArray[Any]]]
 
 
 class SharedSegment:
-    """A mapped segment. Its creator owns it: `close` then also unlinks it; others only unmap."""
+    """A mapped segment. Its creator owns it: `close` then also unlinks it; others only unmap.
 
-    def __init__(self, name: str, nbytes: int, *, create: bool) -> None:
+    fd: an open descriptor of memory that has no name; the segment takes it over. `name` then is for messages only.
+    """
+
+    def __init__(self, name: str, nbytes: int, *, create: bool, fd: int | None = None) -> None:
         self.name = name
         self.nbytes = nbytes
         self._owner = create
         if create:
             _made_here.add(self)
-        self._fd = _create(name, nbytes) if create else _open(name, nbytes)
+        self._fd = fd if fd is not None else _create(name, nbytes) if create else _open(name, nbytes)
         try:
             self._map = mmap.mmap(self._fd, nbytes)
         except (OSError, ValueError) as error:
@@ -182,6 +185,8 @@ def attach_arrays(data: dict[str, Any]) -> Caches:
     data: {name, nbytes, arrays: [{plane, layer, offset, shape, dtype}]}. The mapping lives as long as any of the
     arrays. Raises TierError, or RequestError for an invalid name.
     """
+    if "arrays" not in data or "name" not in data:
+        raise TierError("the engine made this memory itself, as pages or without a name: only it can map it")
     name, nbytes = check_name(data["name"]), int(data["nbytes"])
     fd = _open(name, nbytes)
     try:

@@ -13,11 +13,13 @@ from transferd.blocks.copyplan import CopyPlan
 from transferd.blocks.layout.base import Arena, BlockLayout
 from transferd.errors import RequestError, TierError
 from transferd.runtime.threads import Direction, Threads
-from transferd.tiers.arrays import Region, describe, locate
+from transferd.tiers.arrays import Region, describe
 from transferd.tiers.base import INLINE_BYTES, DeviceHandle, HostMemory
+from transferd.tiers.descriptor import open_descriptor
 from transferd.tiers.extents import Extent, extents_of
 from transferd.tiers.hostcopy import copy_runs
 from transferd.tiers.owner import as_data, this_process
+from transferd.tiers.pages import locate_offered
 from transferd.tiers.segment import PREFIX, SharedSegment
 
 KIND = "shm"
@@ -111,18 +113,25 @@ def created_handle(layout: BlockLayout, segment: SharedSegment) -> DeviceHandle:
 def map_offered(layout: BlockLayout, handle: DeviceHandle) -> tuple[SharedSegment, Arena]:
     """Map a segment that another process created. The caller owns the mapping, not the segment.
 
-    handle.data: as in `created_handle`; the arrays may lie anywhere in the segment, in any order. Raises
+    handle.data: as in `created_handle`; the arrays may lie anywhere in the segment, in any order. Pages have
+    `segments` instead (pages.py), and memory without a name has `fd` instead of `name` (descriptor.py). Raises
     RequestError if the handle is malformed or does not fit the layout, TierError if it cannot be mapped.
     """
     if handle.kind != KIND:
         what = f"the handle is of kind {handle.kind[:40]!r}; this daemon's device tier needs {KIND!r}"
         raise RequestError(what, code="wrong_kind")
     name, nbytes = handle.data.get("name"), handle.data.get("nbytes")
-    if not isinstance(name, str) or not isinstance(nbytes, int) or nbytes <= 0:
-        raise RequestError("the handle names no shared memory: it needs a name and nbytes above 0", code="bad_value")
-    segment = SharedSegment(name, nbytes, create=False)
+    fd: int | None = None
+    if not isinstance(nbytes, int) or nbytes <= 0:
+        raise RequestError("the handle names no shared memory: it needs nbytes above 0", code="bad_value")
+    if "fd" in handle.data:
+        fd = open_descriptor(handle.data, nbytes)
+        name = f"descriptor {handle.data['fd']}"
+    elif not isinstance(name, str):
+        raise RequestError("the handle names no shared memory: it needs a name, or an fd", code="bad_value")
+    segment = SharedSegment(name, nbytes, create=False, fd=fd)
     try:
-        return segment, locate(layout, handle.data.get("arrays"), [Region(segment.address, segment.nbytes)])
+        return segment, locate_offered(layout, handle.data, [Region(segment.address, segment.nbytes)])
     except RequestError:
         segment.close()
         raise

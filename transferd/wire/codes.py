@@ -125,7 +125,7 @@ CODES: dict[str, Code] = {
     "forbidden": Code("rejected, refused", "an observer may not ask this", "use an endpoint for engines"),
     "too_often": Code("refused", "`server.observer_rate` is reached", _LATER),
     "too_many_requests": Code("refused", "too many requests of clients wait already", _LATER),
-    "too_many_keys": Code("refused", "more keys than one `match` takes", "ask in parts"),
+    "too_many_keys": Code("refused", "more keys than one `match` or `exists` takes", "ask in parts"),
     "unknown_task": Code("refused", "the flight recorder holds no such task any more", "look into a dump"),
     "not_token_indexed": Code("refused", "storage is found by keys", "match `keys`"),
     "no_token_index": Code("refused", "the daemon keeps no open token index", _CONFIGURE),
@@ -134,7 +134,19 @@ CODES: dict[str, Code] = {
     "stale_epoch": Code("refused", "what is mapped is of an earlier epoch", "attach again, with epoch 0"),
     "stale_offer": Code("refused", "the offer was made before a clear", "offer again after `restore_cache`"),
     "already_attached": Code("refused", "the rank has memory, or the bytes are another rank's", "offer each byte once"),
-    "not_attachable": Code("refused", "the daemon allocates this memory itself", "attach instead of offering"),
+    "not_attachable": Code(
+        "refused",
+        "the daemon allocates this memory itself; or it cannot map a descriptor like this",
+        "attach instead of offering; or offer memory with a name",
+    ),
+    "not_yours": Code(
+        "refused", "the memory of a descriptor belongs to another user than the process that offers it", _CORRECT
+    ),
+    "unsealed": Code(
+        "refused",
+        "the memory of a descriptor could shrink while the daemon has it mapped",
+        "seal it with F_SEAL_SHRINK",
+    ),
     "canary_mismatch": Code("refused", "the block that was read is not the one that was written", _CORRECT),
     "wrong_kind": Code("refused", "the handle is not of the daemon's device tier", _CONFIGURE),
     "wrong_device": Code("refused", "the memory is on another GPU than the rank", _CONFIGURE),

@@ -1,6 +1,6 @@
 """A block is an ordered list of byte segments, one for each (layer, plane).
 
-The rest of the package does not know which attention a model has. A layout file (gqa, mla, dsa) turns the
+The rest of the package does not know which attention a model has. A layout file (gqa, mla, dsa, pages) turns the
 configuration into planes. From there on a block is a list of segments: layer-major, with planes in the order key,
 value, key_scale, value_scale, indexer. The order is part of the stored format, and never depends on a dict or
 on the order of registration.
@@ -9,9 +9,10 @@ An `Arena` places segments in memory. Segment s of block b starts at
 
     origin + offsets[s] + b * strides[s]
 
-This formula describes both shapes of memory:
+This formula describes every shape of memory:
 
 * *layer-major* (device tensors): each segment is an array of all blocks; strides[s] = nbytes[s];
+* *pages* (an engine's own memory): each segment starts and steps as the engine's offer says;
 * *packed* (the host pool, staging slots, stored objects): a block's segments lie one after the other;
   strides[s] = the slot size. So one block is one range, which a DMA engine moves at full speed; one range per
   segment would be too short for that (docs/adr/0007).
@@ -101,10 +102,10 @@ class Arena:
 class BlockLayout:
     """A model's KV block on one rank: its content, and its layout in every place.
 
-    planes: in PLANE_ORDER. layers: main layers; mtp_layers follow them. device_blocks, mtp_blocks, host_blocks: the
-    number of blocks in each place (MTP layers may have more device blocks than the main layers; a block id is valid
-    if every layer has it). identity: a text with everything that makes two caches incompatible; its digest is the
-    fingerprint.
+    planes: in PLANE_ORDER, the same in every layer (of pages: one per size). layers: main layers; mtp_layers follow
+    them. device_blocks, mtp_blocks, host_blocks: the number of blocks in each place (MTP layers may have more device
+    blocks than the main layers; a block id is valid if every layer has it). identity: a text with everything that
+    makes two caches incompatible; its digest is the fingerprint.
     """
 
     planes: tuple[Plane, ...]
@@ -121,10 +122,14 @@ class BlockLayout:
         segments: list[Segment] = []
         offset = 0
         for layer in range(self.layers + self.mtp_layers):
-            for plane in self.planes:
+            for plane in self.planes_of(layer):
                 segments.append(Segment(layer, plane, offset))
                 offset += plane.nbytes
         return tuple(segments)
+
+    def planes_of(self, layer: int) -> tuple[Plane, ...]:  # noqa: ARG002 - a layer of pages has a size of its own
+        """The planes of one layer, in order."""
+        return self.planes
 
     @functools.cached_property
     def block_bytes(self) -> int:

@@ -12,6 +12,7 @@ _MODULES = {
     "gqa": "transferd.blocks.layout.gqa",  # also MHA and MQA: they differ only in kv_heads
     "mla": "transferd.blocks.layout.mla",
     "dsa": "transferd.blocks.layout.dsa",
+    "pages": "transferd.blocks.layout.pages",
 }
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from transferd.blocks.layout.base import Arena, BlockLayout
 from transferd.errors import DeviceLost, RequestError, TierError
-from transferd.tiers.arrays import describe, locate
+from transferd.tiers.arrays import describe
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.cuda import ipc
 from transferd.tiers.cuda.copy_pipeline import CopyPipeline, EventGate
@@ -22,6 +22,7 @@ from transferd.tiers.cuda.owned import CopyHung, Owned
 from transferd.tiers.cuda.submitter import SLOTS, CopyPath, KernelTable, upload_order
 from transferd.tiers.cuda.timeline import Timelines
 from transferd.tiers.owner import as_data, this_process
+from transferd.tiers.pages import locate_offered
 
 _DEFAULT_STREAM = 0  # for the set-up, before the pipelines exist
 
@@ -132,7 +133,7 @@ class DeviceResources:
         self._mapped = mapping
         self._owned.add(mapping.close)
         self.event = mapping.event
-        return locate(self._layout, handle.data.get("arrays"), mapping.regions)
+        return locate_offered(self._layout, handle.data, mapping.regions)
 
     def _allocate(self, nbytes: int) -> int:
         address = self.driver.allocate(nbytes)

@@ -145,6 +145,8 @@ def attach(data: Map[str, Any], driver: Driver | None = None) -> Attached:
     here, or it cannot be mapped.
     """
     handle = ipc.read(data)
+    if handle.segments:
+        raise TierError("the engine made this memory itself, as pages: only it can map it")
     check_owner(handle.owner)
     driver = driver if driver is not None else open_driver()
     info = _device_with(driver, handle.device)
@@ -220,6 +222,44 @@ def export(
         event=event.hex(),
     )
     return ipc.as_data(handle)
+
+
+def export_pages(
+    memory: Sequence[Any],
+    segments: Sequence[Sequence[int]],
+    *,
+    device: int,
+    event: bytes = b"",
+    driver: Driver | None = None,
+) -> dict[str, Any]:
+    """The data of a handle over pages that this process has on GPU `device`.
+
+    memory: addresses, or contiguous arrays with `__cuda_array_interface__`. segments: for each layer [offset,
+    block_stride] or [offset, block_stride, i], in bytes from the start of memory[i]. event, ownership and errors: as
+    for `export`.
+    """
+    driver = driver if driver is not None else open_driver()
+    regions: list[ipc.ExportedRegion] = []
+    context = driver.retain(device)
+    try:
+        with driver.current(context):
+            for number, one in enumerate(memory):
+                address = one if isinstance(one, int) else described(one, f"memory {number}")[0]
+                start, nbytes = driver.address_range(address)
+                handle = driver.export_memory(start).hex()
+                regions.append(
+                    ipc.ExportedRegion(handle=handle, offset=address - start, nbytes=start + nbytes - address)
+                )
+    finally:
+        driver.release(device)
+    exported = ipc.CudaHandle(
+        device=driver.describe(device).uuid,
+        owner=as_data(this_process()),
+        regions=regions,
+        segments=[list(segment) for segment in segments],
+        event=event.hex(),
+    )
+    return ipc.as_data(exported)
 
 
 def described(array: Any, what: str) -> tuple[int, list[int], str]:

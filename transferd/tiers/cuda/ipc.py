@@ -14,6 +14,7 @@ The data of a handle, plain types only:
     regions  [{handle, offset, nbytes}]: the 64 bytes of a CUDA IPC handle in hex, which names a whole
              allocation; where in it the region starts; how long the region is
     arrays   [{plane, layer, offset, shape, dtype, region}], as for every kind (arrays.py)
+    segments [[offset, block_stride, region], …] instead of arrays, where the layout is pages (pages.py)
     event    the 64 bytes of a CUDA IPC event handle in hex, or "". Work that was recorded into it is
              waited for before device blocks are read or written
     timelines  the words that an engine advances, in memory of the daemon (timeline.py); nil or absent without them
@@ -65,14 +66,16 @@ class CudaHandle(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     owner: dict[str, Any]
     regions: list[ExportedRegion]
-    arrays: list[dict[str, Any]]
+    arrays: list[dict[str, Any]] = []
     event: str = ""
     timelines: ExportedTimelines | None = None
+    segments: list[list[int]] = []
 
 
 def as_data(handle: CudaHandle) -> dict[str, Any]:
     """Plain data for a DeviceHandle."""
     data: dict[str, Any] = msgspec.to_builtins(handle)
+    del data["arrays" if handle.segments else "segments"]
     return data
 
 

@@ -1,0 +1,63 @@
+"""Pages, from the engine's side: what its blocks are. (Where they lie, a handle says: tiers/page_handles.py.)
+
+layout = Pages(layers=32, page_bytes=65536, blocks=1024, identity="vllm/LBHNC/FlashAttention/bf16/64")
+handle = shm_pages("name-in-dev-shm", segments=[(offset, block_stride), …])   # one segment per layer
+await client.offer(0, handle, caches=layout.views(memory, segments))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from transferd.errors import RequestError
+
+PLANE = "page"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pages:
+    """The layout of an engine's own KV cache: opaque bytes.
+
+    A block is one segment of `page_bytes` bytes per layer; a list gives each layer a size of its own. blocks: on one
+    rank. identity: what the bytes mean, as the engine says it: layout name, element type, attention backend, tokens
+    per block. Engines that agree on identity, sizes, tensor-parallel size, model and generation read each other's
+    blocks.
+    """
+
+    layers: int
+    page_bytes: int | Sequence[int]
+    blocks: int
+    identity: str
+
+    def as_cache(self) -> dict[str, Any]:
+        """The keys of [cache] that say the same, as a registration sends them."""
+        return {
+            "attention": "pages",
+            "layers": self.layers,
+            "page_bytes": self.page_bytes if isinstance(self.page_bytes, int) else list(self.page_bytes),
+            "device_blocks": self.blocks,
+            "identity": self.identity,
+        }
+
+    def views(self, memory: Any, segments: Sequence[Sequence[int]]) -> dict[str, list[npt.NDArray[np.uint8]]]:
+        """Your own view of pages in host memory, for `client.offer(…, caches=…)`: {"page": [one array per layer]}, of
+        the shape [blocks, page_bytes].
+
+        memory: anything with the buffer protocol (an mmap, a numpy array), whose first byte is offset 0. Zero-copy.
+        """
+        whole = np.frombuffer(memory, dtype=np.uint8)
+        sizes = [self.page_bytes] * self.layers if isinstance(self.page_bytes, int) else list(self.page_bytes)
+        views = []
+        for layer, ((offset, stride, *_), nbytes) in enumerate(zip(segments, sizes, strict=True)):
+            end = offset + (self.blocks - 1) * stride + nbytes
+            if not (offset >= 0 and nbytes <= stride and end <= whole.nbytes):
+                what = f"the segment of layer {layer} does not fit its memory of {whole.nbytes} bytes"
+                raise RequestError(what, code="bad_value")
+            shape, strides = (self.blocks, nbytes), (stride, 1)
+            views.append(np.lib.stride_tricks.as_strided(whole[offset:end], shape, strides))
+        return {PLANE: views}

@@ -1,0 +1,55 @@
+"""Handles over pages in memory that an engine made, for `client.offer`: the engine's side of tiers/pages.py."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from transferd.errors import TierError
+from transferd.tiers.base import DeviceHandle
+from transferd.tiers.descriptor import sealed
+from transferd.tiers.owner import as_data, this_process
+from transferd.tiers.segment import DIRECTORY, check_name
+
+Segment = Sequence[int]  # (offset, block_stride), or (offset, block_stride, which memory), in bytes
+
+
+def shm_pages(memory: str | int, segments: Sequence[Segment], *, nbytes: int | None = None) -> DeviceHandle:
+    """A handle over pages in shared memory that this process made.
+
+    memory: a name in /dev/shm, or a file descriptor (a memfd), which must stay open until the daemon or this client is
+    gone; it is sealed against shrinking, if it can be. nbytes: how much of it to map; all of it if None. segments: for
+    each layer (offset, block_stride), in bytes: block b of the layer starts at offset + b * block_stride.
+
+    A descriptor needs an ipc:// connection, and a daemon that may look into this process: one of the same user. Raises
+    TierError if there is no such memory, RequestError if it cannot be offered.
+    """
+    if isinstance(memory, str):
+        where: dict[str, Any] = {"name": check_name(memory)}
+    else:
+        sealed(memory)
+        where = {"fd": memory}
+    try:
+        size = os.stat(DIRECTORY / memory if isinstance(memory, str) else memory).st_size
+    except OSError as error:
+        raise TierError(f"cannot offer shared memory {memory!r}: {error.strerror}") from error
+    data = where | {"nbytes": size if nbytes is None else nbytes, "segments": [list(one) for one in segments]}
+    return DeviceHandle("shm", data | {"owner": as_data(this_process())})
+
+
+def cuda_pages(
+    memory: Any, segments: Sequence[Segment], *, device: int, event: bytes = b"", driver: Any = None
+) -> DeviceHandle:
+    """A handle over pages in GPU memory that this process allocated with cudaMalloc.
+
+    memory: an address, a contiguous array with `__cuda_array_interface__`, or a list of them. segments: for each layer
+    (offset, block_stride), or (offset, block_stride, i) for memory[i], in bytes. device: its index in this process.
+    event: 64 bytes of an IPC event that copies wait for (torch.cuda.Event(interprocess=True).ipc_handle()).
+
+    The memory stays yours: keep it allocated until the daemon or this client is gone. Raises RequestError, TierError.
+    """
+    from transferd.tiers.cuda.engine import export_pages  # loads CUDA when it is called
+
+    parts = list(memory) if isinstance(memory, list | tuple) else [memory]
+    return DeviceHandle("cuda_ipc", export_pages(parts, segments, device=device, event=event, driver=driver))
