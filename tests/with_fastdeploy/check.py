@@ -6,7 +6,8 @@ The source is not ours to carry. It is looked for as *.tar.xz in $TRANSFERD_FAST
 beside this checkout; each archive holds fastdeploy/ and tests/. An environment with Paddle for the CPU is made under
 build/fastdeploy. Where source or Paddle is not to be had, that is said, and nothing fails.
 
-For each version: all tests in this directory; then FastDeploy's own tests of its cache manager and its queues, with
+For each version: all tests in this directory; those under gpu/, with FastDeploy's workers and cache messagers, on a
+machine whose GPU is a double (gpu/machine.py); then FastDeploy's own tests of its cache manager and its queues, with
 the plugin and without. A test of theirs that ends otherwise with the plugin is run three times each way, since some
 of them are a matter of luck; what then still differs fails the check. --short: only this directory, the newest version.
 """
@@ -25,6 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "fastdeploy"
+GPU_SITE = Path(__file__).parent / "gpu" / "site"
 VENV = BUILD / "venv"
 PYTHON = VENV / "bin" / "python"
 REQUIREMENTS = Path(__file__).parent / "requirements.txt"
@@ -33,6 +35,7 @@ THEIR_TESTS = ("tests/cache_manager", "tests/inter_communicator")
 WITHOUT_DEPENDENCIES = "paddleformers==1.2.0"  # asks for another transformers than FastDeploy does
 INSTALL_TIMEOUT_S = 1800
 RUN_TIMEOUT_S = 3600
+OUR_TIMEOUT_S = 300  # of one test: FastDeploy's processes take a minute to be imported where others work, too
 THEIR_TIMEOUT_S = 60  # of one test: some of theirs never end without a GPU
 LUCK = 3
 
@@ -74,13 +77,15 @@ def environment() -> str:
     return ""
 
 
-def our_tests(tree: Path, *arguments: str) -> bool:
-    """Every test of this directory, with this version."""
-    command = [str(PYTHON), "-m", "pytest", "-q", "-p", "no:cacheprovider", "--show-capture=no", "--timeout=120"]
-    here = str(Path(__file__).parent.relative_to(ROOT))
+def our_tests(tree: Path, *arguments: str, gpu: bool = False) -> bool:
+    """Every test of this directory, with this version. gpu: those that want the machine with the double of a GPU."""
+    command = [str(PYTHON), "-m", "pytest", "-q", "-p", "no:cacheprovider", "--show-capture=no"]
+    here = Path(__file__).parent.relative_to(ROOT)
+    paths = (GPU_SITE, tree, ROOT) if gpu else (tree, ROOT)
     run = subprocess.run(
-        [*command, *(arguments or (here,))], cwd=ROOT, env=_variables(tree, ROOT), timeout=RUN_TIMEOUT_S, check=False
-    )
+        [*command, f"--timeout={OUR_TIMEOUT_S}", *(arguments or (str(here / "gpu" if gpu else here),))],
+        cwd=ROOT, env=_variables(*paths), timeout=RUN_TIMEOUT_S, check=False,
+    )  # fmt: skip
     return run.returncode == 0
 
 
@@ -169,6 +174,7 @@ def main() -> int:
         results[f"{archive.name}: ours"] = our_tests(tree)
         if short:
             break
+        results[f"{archive.name}: ours, with workers and messagers"] = our_tests(tree, gpu=True)
         results[f"{archive.name}: theirs"] = their_tests(tree)
     for name, good in results.items():
         print(f"{'ok' if good else 'FAILED':8}{name}")

@@ -40,7 +40,8 @@ HEADS, DIM, LAYERS = 2, 8, 3
 TIMEOUT_S = 30.0
 _ids = itertools.count()
 
-fastdeploy_manager.get_all_visible_devices = lambda: "CUDA_VISIBLE_DEVICES=0"  # None on a platform without devices
+if fastdeploy_manager.get_all_visible_devices is None:  # on a platform without devices
+    fastdeploy_manager.get_all_visible_devices = lambda: "CUDA_VISIBLE_DEVICES=0"
 
 
 def free_port() -> int:
@@ -120,15 +121,19 @@ class Engine:
         )
         self.config = _config(shape, self.cache_port)
         self.manager = fastdeploy_manager.PrefixCacheManager(self.config, shape.tp, shape.role, shape.dp)
-        kv = [shape.gpu_blocks, HEADS, BLOCK_SIZE, DIM]
-        self.manager._get_kv_cache_shape = lambda _: (kv, kv)
-        if shape.role != "mixed":
-            self.manager.launch_cache_messager = lambda *_: [_Idle()]
+        self.devices = shape.devices or list(range(shape.tp))
+        self._stand_in()
         self.manager.gpu_cache_lock = SimpleNamespace(acquire=lambda: None, release=lambda: None)
+
+    def _stand_in(self) -> None:
+        """In place of what needs a GPU: the shape that an attention backend gives, and the cache messager."""
+        kv = [self.shape.gpu_blocks, HEADS, BLOCK_SIZE, DIM]
+        self.manager._get_kv_cache_shape = lambda _: (kv, kv)
+        if self.shape.role != "mixed":
+            self.manager.launch_cache_messager = lambda *_: [_Idle()]
 
     def start(self) -> None:
         """As FastDeploy's `start_cache_service`, with workers that do their part meanwhile."""
-        devices = self.shape.devices or list(range(self.shape.tp))
         makers = threading.Thread(target=self._make_memory)
         if not self.shape.creates:
             makers.start()
@@ -136,7 +141,7 @@ class Engine:
             self.processes = self.manager.launch_cache_manager(
                 cache_config=self.config.cache_config,
                 tensor_parallel_size=self.shape.tp,
-                device_ids=[str(device) for device in devices],
+                device_ids=[str(device) for device in self.devices],
                 pod_ip="127.0.0.1",
                 engine_worker_queue_port=self.port,
                 ipc_suffix=self.port,
@@ -225,7 +230,8 @@ class Engine:
         self.finish(request, output)
         return metrics
 
-    def begin(self, tokens: Sequence[int]) -> Any:
+    def begin(self, tokens: Sequence[int], *, computed: bool = True) -> Any:
+        """computed: the blocks that were not found are computed; else somebody else is about to send them."""
         request = SimpleNamespace(
             request_id=f"req-{next(_ids)}", prompt_token_ids=list(tokens), output_token_ids=[], block_tables=[],
             multimodal_inputs=None, num_total_tokens=len(tokens), num_cached_blocks=0, user="", metrics=None,
@@ -240,10 +246,12 @@ class Engine:
             for worker in self.workers:
                 worker.check(block, content)
         request.block_tables = found + manager.allocate_gpu_blocks(needed - len(found))
-        for block, content in list(zip(request.block_tables, contents, strict=False))[len(found) :]:
+        missing = list(zip(request.block_tables, contents, strict=False))[len(found) :]
+        for block, content in missing if computed else ():
             for worker in self.workers:
                 worker.fill(block, content)
-        manager.update_cache_blocks(request, BLOCK_SIZE, len(tokens))
+        if computed:
+            manager.update_cache_blocks(request, BLOCK_SIZE, len(tokens))
         return request
 
     def finish(self, request: Any, output: Sequence[int] = ()) -> None:

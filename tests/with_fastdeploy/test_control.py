@@ -199,6 +199,29 @@ def test_weights_cleared_and_updated_by_signals(made: Engine, place: Path, tp: i
         assert metrics["gpu_match_token_num"] + metrics["cpu_match_token_num"] == 40
 
 
+def test_a_status_that_a_late_worker_sets_again_is_served_again(made: Engine, place: Path, tp: int) -> None:
+    """Every worker sets kv_cache_status; one may come when what it asks for was done for another already."""
+    (tokens,) = prompts(1)
+    made.run(tokens)
+    status = made.signals["kv_cache_status"].value
+    for number in range(2):
+        status[0] = KVCacheStatus.CLEARING
+        if number == 0:
+            made.unmap()
+        wait_for(lambda: status[0] == KVCacheStatus.CLEARED)
+    made.manager.reset()
+    weights(place, 2)
+    for _ in range(2):
+        status[0] = KVCacheStatus.UPDATING
+        wait_for(lambda: status[0] == KVCacheStatus.NORMAL)
+    made.attach()
+    assert made.inflight() == [1] * tp
+    for wanted in (0, 40):
+        metrics = made.run(tokens)
+        assert sum(metrics[f"{tier}_match_token_num"] for tier in ("gpu", "cpu", "storage")) == wanted
+    made.settle()
+
+
 def test_memory_that_workers_create_sleeps_and_wakes_up(place: Path, tp: int) -> None:
     """No storage: workers create, the daemon lets go first, and maps again what they make anew."""
     with engine(tp=tp, gpu_blocks=24, cpu_blocks=32) as made:

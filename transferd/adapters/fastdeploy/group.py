@@ -74,7 +74,7 @@ class Group:
         self._closing = threading.Event()
         self._watcher: threading.Thread | None = None
         self._paused = False
-        self._asleep = False
+        self._cleared = False  # the memory is freed, by a sleep or for new weights
         self._start_again_at = 0.0
         self._pause_before_start = FIRST_PAUSE_S / 2
         self.failed = False
@@ -229,17 +229,17 @@ class Group:
         return generation_of(file) if file.is_file() else None
 
     def _sleep(self, item: ControlItem) -> None:
-        if is_about_the_cache(item.args) and not self._asleep:
+        if is_about_the_cache(item.args):
             self._clear()
-            self._asleep = True
 
     def _wakeup(self, item: ControlItem) -> None:
-        if is_about_the_cache(item.args) and self._asleep:
+        if is_about_the_cache(item.args) and self._cleared:
             self._restore(self._generation() or self.client.generation)
-            self._asleep = False
 
     def _clear(self) -> None:
-        """Free device and host memory, in FastDeploy's order: who only mapped it lets go first."""
+        """Free device and host memory, in FastDeploy's order: who only mapped it lets go first. Idempotent."""
+        if self._cleared:
+            return
         client, signals, first = self.client, _there(self._signals), self._launched[0]
         if first.creates:
             signals.await_cache(False, self._closing, WORKER_TIMEOUT_S)
@@ -248,12 +248,14 @@ class Group:
         client.clear_cache()
         signals.swap_space_ready(False)
         signals.cache_ready(False)
+        self._cleared = True
 
     def _restore(self, generation: str) -> None:
         """Make the memory anew. generation: of the weights that are served now; those of before have the same."""
         self.client.restore_cache(generation, same_weights=True)
         self._join_memory(READY_TIMEOUT_S)
         _there(self._signals).swap_space_ready(bool(self._launched[0].host_blocks))
+        self._cleared = False
 
     # --- weights cleared and updated through kv_cache_status ----------------------------------------
 
@@ -274,6 +276,8 @@ class Group:
         log.error("the transferd daemon died and is started again; its log ends:\n%s", companion.log(500))
         companion.start()
 
+    # Every worker sets the status. One that comes late asks for what was done for the others already.
+
     def _clear_weights(self) -> None:
         with _told("clearing the KV cache"):
             self._only_mixed()
@@ -283,7 +287,8 @@ class Group:
     def _update_weights(self) -> None:
         with _told("restoring the KV cache"):
             self._only_mixed()
-            self._restore(self._new_generation({}))
+            if self._cleared:
+                self._restore(self._new_generation({}))
             self._resume()
 
     def _only_mixed(self) -> None:
