@@ -58,20 +58,27 @@ def unpacked(archive: Path) -> Path:
     return tree
 
 
-def environment() -> str:
-    """Make the environment. Why it cannot be had, or ""."""
-    stamp = VENV / f".ready-{hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()[:12]}"
-    if not stamp.exists():
+def stamp() -> Path:
+    """A file that says: the environment was made, with today's requirements."""
+    return VENV / f".ready-{hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()[:12]}"
+
+
+def environment(timeout: float = INSTALL_TIMEOUT_S) -> str:
+    """Make the environment. timeout: seconds for each of its steps. Why it cannot be had, or ""."""
+    if not stamp().exists():
         steps = (
             [sys.executable, "-m", "venv", str(VENV)],
             [*_pip(), "-r", str(REQUIREMENTS)],
             [*_pip(), "--no-deps", WITHOUT_DEPENDENCIES],
         )
         for step in steps:
-            done = subprocess.run(step, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False)
+            try:
+                done = subprocess.run(step, capture_output=True, text=True, timeout=timeout, check=False)
+            except subprocess.TimeoutExpired:
+                return f"{' '.join(step[:6])} … was not over within {timeout:g} s"
             if done.returncode:
                 return f"{' '.join(step[:6])} … failed: {done.stderr.strip().splitlines()[-1:]}"
-        stamp.touch()
+        stamp().touch()
     # As a user installs it, so that FastDeploy finds the entry point.
     subprocess.run([*_pip(), "-e", str(ROOT)], check=True, timeout=INSTALL_TIMEOUT_S)
     return ""

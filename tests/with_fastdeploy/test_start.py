@@ -89,11 +89,19 @@ def test_what_cannot_be_served_ends_the_start_with_one_line(place: Path) -> None
         pass
 
 
-def test_two_groups_of_a_node_reach_their_own_ranks(place: Path) -> None:
-    """Data parallelism: each group has its port, its daemon and its memory."""
+@pytest.mark.parametrize("named", [None, "{port}", "{dp}"])
+def test_two_groups_of_a_node_reach_their_own_ranks(
+    place: Path, monkeypatch: pytest.MonkeyPatch, named: str | None
+) -> None:
+    """Data parallelism: each group has its port, its id, its daemon and its memory."""
+    if named is not None:
+        monkeypatch.setenv("TRANSFERD_ENDPOINT", f"ipc://{place}/{named}.sock")
     common = {"tp": 2, "groups": 2, "gpu_blocks": 24, "cpu_blocks": 48}
     with engine(dp=0, devices=[0, 1], **common) as one, engine(dp=1, devices=[2, 3], **common) as other:
         assert one.endpoint != other.endpoint
+        if named is not None:
+            names = [named.format(port=made.cache_port, dp=made.shape.dp) for made in (one, other)]
+            assert [one.endpoint, other.endpoint] == [f"ipc://{place}/{name}.sock" for name in names]
         mine, theirs = prompts(4), [[token + 500 for token in tokens] for tokens in prompts(4)]
         for _ in range(2):
             for first, second in zip(mine, theirs, strict=True):
@@ -103,6 +111,17 @@ def test_two_groups_of_a_node_reach_their_own_ranks(place: Path) -> None:
         other.settle()
         assert one.queue.client.stats()["configured"]["cache"]["devices"] == [0, 1]
         assert other.queue.client.stats()["configured"]["cache"]["devices"] == [2, 3]
+
+
+def test_a_group_that_is_sent_to_another_groups_daemon_is_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each on its own, as two engines of one node are that an operator gave the same endpoint."""
+    monkeypatch.setenv("TRANSFERD_ENDPOINT", f"ipc://{place}/one.sock")
+    with (
+        engine(tp=2, dp=0, devices=[0, 1]),
+        pytest.raises(ConfigError, match=r"cache.devices is \[0, 1\], FastDeploy needs \[2, 3\]"),
+        engine(tp=2, dp=1, devices=[2, 3]),
+    ):
+        pass
 
 
 def test_groups_that_would_share_a_daemon_are_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

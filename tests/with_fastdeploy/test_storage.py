@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from fastdeploy import envs
 
 from tests.with_fastdeploy.engine import BLOCK_SIZE, chain, engine
 from tests.with_fastdeploy.test_tiers import prompts
+from transferd.cli.pool.local import Master, master_executable
 from transferd.errors import ConfigError
 
 SEED = 11
@@ -45,6 +47,37 @@ def test_prefill_hands_over_through_storage_and_decode_has_every_byte(
                 worker.check(block, content)
         request.prompt_token_ids = [7, *tokens]
         assert decode.manager.read_cache_from_storage_for_pd(request) == [], "nobody wrote that one"
+
+
+@pytest.fixture
+def pool(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A Mooncake master, told to the engine by FastDeploy's own variables."""
+    if master_executable() is None:
+        pytest.skip("Mooncake's master is not installed")
+    master = Master(place / "master.log")
+    master.start()
+    monkeypatch.setenv("MOONCAKE_MASTER_SERVER_ADDR", master.address)
+    monkeypatch.setenv("MOONCAKE_LOCAL_HOSTNAME", "127.0.0.1")
+    monkeypatch.setenv("MOONCAKE_GLOBAL_SEGMENT_SIZE", str(64 * 1024**2))
+    yield
+    master.stop()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("schema", ["transferd", "fastdeploy"])
+def test_a_mooncake_pool_serves_what_one_engine_wrote_to_another(
+    place: Path, pool: None, monkeypatch: pytest.MonkeyPatch, tp: int, schema: str
+) -> None:
+    monkeypatch.setenv("TRANSFERD_STORAGE__KEY_SCHEMA", schema)
+    shape = {"tp": tp, "gpu_blocks": 16, "cpu_blocks": 0, "backend": "mooncake"}
+    asked = prompts(2)
+    with engine(**shape) as writer, engine(**shape) as reader:
+        for tokens in asked:
+            writer.run(tokens)
+        for tokens in asked:
+            assert reader.run(tokens)["storage_match_token_num"] == 40
+        writer.settle()
+        reader.settle()
 
 
 def engine_manager() -> type:
@@ -85,6 +118,8 @@ def test_an_eviction_withdraws_the_rest_of_the_path(place: Path, monkeypatch: py
                 here += 1
             told = client.locate(tokens)
             assert {counts["GPU"] for counts in told.values()} == ({here} if here else set())
+        (log,) = place.rglob("transferd.log")
+        assert "warning" not in log.read_text(), "a finish says nothing of flush_cache_exists, and that is normal"
         assert not getattr(made.manager, "storage_write_back_result", None), (
             "answers that nobody waits for are not kept"
         )
