@@ -14,6 +14,8 @@ COMMON = """
 import asyncio, gc, os, sys, threading, time, warnings
 from transferd import Client, SwapOutTask, SyncClient, TransferError
 endpoint = sys.argv[1]
+# Since 3.12 Python warns of a fork beside other threads, which is what some of these programs are about.
+warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
 
 def task(task_id):
     return SwapOutTask(task_id=f"{task_id}-{os.getpid()}-{time.monotonic_ns()}", gpu_block_ids=[1], cpu_block_ids=[2])
