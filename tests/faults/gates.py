@@ -26,12 +26,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 from transferd.blocks.copyplan import CopyPlan
 from transferd.storage.base import Blob, Outcome, Storage
 from transferd.storage.file import FileStorage
+from transferd.storage.lru import Use
 from transferd.storage.mooncake import MooncakeStorage
 from transferd.tiers.base import HostMemory
 from transferd.tiers.shm import ShmDeviceTier
@@ -84,11 +85,7 @@ class GatedShm(ShmDeviceTier):
 
 
 class _Gated(Storage):
-    """Before a backend: lookups pause before they begin, puts and gets halfway."""
-
-    async def exists(self, names: Sequence[str]) -> list[bool]:
-        await gate("match", rank=_rank(names[0]))
-        return await super().exists(names)
+    """Before a backend: puts and gets pause halfway. Lookups pause before they begin, where the backend has them."""
 
     async def put(self, blobs: Sequence[Blob]) -> list[Outcome]:
         middle = len(blobs) // 2
@@ -108,8 +105,19 @@ def _rank(name: str) -> int:
 
 
 class GatedFile(_Gated, FileStorage):
-    """The file backend with gates."""
+    """The file backend with gates. It looks a chain up by itself, and `exists` by that."""
+
+    def look_up(self, names: Sequence[str], use: Use) -> Awaitable[list[bool]]:  # type: ignore[override]
+        async def gated() -> list[bool]:
+            await gate("match", rank=_rank(names[0]))
+            return await FileStorage.look_up(self, names, use)
+
+        return gated()
 
 
 class GatedMooncake(_Gated, MooncakeStorage):
     """The Mooncake backend with gates."""
+
+    async def exists(self, names: Sequence[str]) -> list[bool]:
+        await gate("match", rank=_rank(names[0]))
+        return await super().exists(names)

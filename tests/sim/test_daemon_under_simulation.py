@@ -11,6 +11,7 @@ import pytest
 import structlog
 
 from tests.support.simulation.engine import SimEngine
+from tests.support.simulation.faults import NetworkFaults
 from tests.support.simulation.loop import SimLoop, simulate
 from tests.support.simulation.oracle import Oracle
 from tests.support.simulation.threads import SimThreads
@@ -19,6 +20,7 @@ from transferd.blocks.copyplan import plan_copy
 from transferd.errors import RequestError, TransferError
 from transferd.runtime.threads import Direction
 from transferd.tasks import ReadStorageTask, Status, SwapInTask, SwapOutTask, WriteStorageTask
+from transferd.wire import protocol as wire
 
 
 @pytest.fixture(autouse=True)
@@ -160,5 +162,29 @@ def test_the_daemons_own_notes_are_no_story_of_a_task() -> None:
         with pytest.raises(RequestError) as refused:
             await engine.client.explain("")
         assert refused.value.reason == "unknown_task"
+
+    calm(program)
+
+
+@pytest.mark.parametrize("hold", [wire.Pause, wire.Drain])
+def test_a_hold_and_its_end_that_come_together_take_effect_in_their_order(hold: type[wire.Pause | wire.Drain]) -> None:
+    """As from a client that finds its daemon again after a while: it repeats its pause, and its user resumes."""
+
+    async def program(world: SimWorld, _: SimEngine) -> None:
+        world.network.faults = NetworkFaults()  # all at once, as messages lie in a socket
+        raw = world.network.client("raw")
+        raw.start(lambda _: None)
+        raw.send(wire.encode_request(1, wire.Hello()))
+        await asyncio.sleep(0.1)
+        raw.send(wire.encode_request(2, hold("operator")))
+        raw.send(wire.encode_request(3, wire.Resume("operator")))
+        await asyncio.sleep(0.1)
+        assert world.daemon.default.dispatcher.statistics().held == []
+        raw.send(wire.encode_request(4, hold("operator")))
+        await asyncio.sleep(0.1)
+        assert [held.holder for held in world.daemon.default.dispatcher.statistics().held] == ["operator"]
+        raw.send(wire.encode_request(5, wire.Bye()))
+        await asyncio.sleep(0.1)
+        raw.close()
 
     calm(program)

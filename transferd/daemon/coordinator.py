@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,22 +136,23 @@ class Coordinator:
         self._hear(ev.CancelRequested(task_id, self._clock.monotonic()))
         return known
 
-    async def pause(self, client: bytes = b"", holder: str = "") -> None:
-        """Start nothing more; return once no rank touches any block. Admission goes on.
+    def pause(self, client: bytes = b"", holder: str = "") -> Coroutine[Any, Any, None]:
+        """Start nothing more, from this call on; awaited, return once no rank touches any block. Admission goes on.
 
         It ends with the holder's resume, or with the client, unless the holder has come back as another one.
         """
         self._hear(ev.PauseRequested(self._clock.monotonic(), client, holder))
-        await self.quiet()
+        return self.quiet()
 
     def resume(self, holder: str = "") -> None:
         """End the holder's pauses and drains; everybody's, if it has none."""
         self._hear(ev.ResumeRequested(self._clock.monotonic(), holder))
 
-    async def drain(self, client: bytes = b"", holder: str = "") -> None:
-        """Admit nothing more; return once everything admitted is answered. Ends as a pause does."""
+    def drain(self, client: bytes = b"", holder: str = "") -> Coroutine[Any, Any, None]:
+        """Admit nothing more, from this call on; awaited, return once all that was admitted is answered. Ends as a
+        pause does."""
         self._hear(ev.DrainRequested(self._clock.monotonic(), client, holder))
-        await self.empty()
+        return self.empty()
 
     def client_gone(self, client: bytes) -> None:
         self._hear(ev.ClientGone(client, self._clock.monotonic()))

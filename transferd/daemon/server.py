@@ -253,6 +253,7 @@ class Server:
         self._value(peer, seq, self._lookup.locate(locate.token_ids))
 
     def _pause(self, peer: bytes, seq: int, pause: wire.Pause) -> None:
+        self._check_waiting(peer)  # before it takes effect
         self._later(peer, seq, self._coordinator.pause(peer, _holder(peer, pause)))
 
     def _resume(self, peer: bytes, seq: int, resume: wire.Resume) -> None:
@@ -260,6 +261,7 @@ class Server:
         self._value(peer, seq, None)
 
     def _drain(self, peer: bytes, seq: int, drain: wire.Drain) -> None:
+        self._check_waiting(peer)
         self._later(peer, seq, self._coordinator.drain(peer, _holder(peer, drain)))
 
     def _set_generation(self, peer: bytes, seq: int, change: wire.SetGeneration) -> None:
@@ -317,20 +319,27 @@ class Server:
 
     def _later(self, peer: bytes, seq: int, work: Coroutine[Any, Any, Any], nbytes: int = 0) -> None:
         """Answer when `work` is done; bounded in number and in bytes. nbytes: what `work` holds until then."""
-        if self._waiting_bytes and self._waiting_bytes + nbytes > MAX_WAITING_BYTES:
+        try:
+            self._check_waiting(peer, nbytes)
+        except TransferError:
             work.close()
-            told = f"requests that wait hold {self._waiting_bytes} bytes already; ask again later"
-            raise TransferError(told, code="too_many_requests")
+            raise
         client = self._clients[peer]
-        for waiting, limit in ((client.waiting, MAX_WAITING_PER_CLIENT), (self._waiting, MAX_WAITING_REQUESTS)):
-            if len(waiting) >= limit:
-                work.close()
-                raise TransferError(f"{limit} requests are waiting already", code="too_many_requests")
         task = asyncio.get_running_loop().create_task(self._answer(peer, seq, work))
         self._waiting.add(task)
         client.waiting.add(task)
         self._waiting_bytes += nbytes
         task.add_done_callback(functools.partial(self._answered, peer, seq, client, work, nbytes))
+
+    def _check_waiting(self, peer: bytes, nbytes: int = 0) -> None:
+        """Raise `too_many_requests` unless one more request may wait."""
+        if self._waiting_bytes and self._waiting_bytes + nbytes > MAX_WAITING_BYTES:
+            told = f"requests that wait hold {self._waiting_bytes} bytes already; ask again later"
+            raise TransferError(told, code="too_many_requests")
+        waiting = self._clients[peer].waiting
+        for count, limit in ((len(waiting), MAX_WAITING_PER_CLIENT), (len(self._waiting), MAX_WAITING_REQUESTS)):
+            if count >= limit:
+                raise TransferError(f"{limit} requests are waiting already", code="too_many_requests")
 
     async def _answer(self, peer: bytes, seq: int, work: Coroutine[Any, Any, Any]) -> None:
         try:
