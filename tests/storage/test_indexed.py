@@ -14,7 +14,8 @@ from transferd.errors import Closed, StorageError, StorageFull
 from transferd.runtime.aio import every, uncancelled
 from transferd.runtime.threads import ThreadPools
 from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found
-from transferd.storage.indexed import Damaged, IndexedStorage
+from transferd.storage.batch import Damaged
+from transferd.storage.indexed import IndexedStorage
 
 T = TypeVar("T")
 BOUND_S = 20.0  # for waits that should end at once

@@ -122,7 +122,7 @@ class Storage(abc.ABC):
     def look_up(self, names: Sequence[str], use: Use) -> Awaitable[list[bool]]:  # noqa: ARG002 - a default
         """`exists` for one chain of names, root to leaf, counted as part of a use. For backends that evict by use.
 
-        A coroutine, or a future that is done if there was nothing to wait for. So is what `put` returns.
+        A coroutine, or a future that is done if there was nothing to wait for. So is what `put` and `get` return.
         """
         return self.exists(names)
 
@@ -131,8 +131,8 @@ class Storage(abc.ABC):
         """Store each. Outcomes have the blobs' order and number. If it is a future, it is done, and so is the work."""
 
     @abc.abstractmethod
-    async def get(self, blobs: Sequence[Blob]) -> list[Outcome]:
-        """Fill each buffer. Outcomes have the blobs' order and number.
+    def get(self, blobs: Sequence[Blob]) -> Awaitable[list[Outcome]]:
+        """Fill each buffer. Outcomes have the blobs' order. If it is a future, it is done, and so is the work.
 
         If an outcome is not FOUND, the content of its buffer is undefined.
         """

@@ -1,14 +1,26 @@
-"""The state of one put into an indexed store (indexed.py): what is decided, what is written, what waits."""
+"""The state of one put or get of an indexed store (indexed.py): what is decided, written or read, what waits."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from transferd.errors import StorageError
 from transferd.storage.base import Blob, Outcome
-from transferd.storage.lru import Use, Victim
+from transferd.storage.lru import Entry, Use, Victim
+
+
+class Damaged(Exception):
+    """Raised by `_read`: what is stored under the name cannot be the object, or cannot be read any more.
+
+    error: what the caller hears; None when it is simply a miss.
+    """
+
+    def __init__(self, error: StorageError | None = None) -> None:
+        super().__init__(error)
+        self.error = error
 
 
 @dataclass(slots=True)
@@ -20,6 +32,14 @@ class Write:
     use: Use
     victims: list[Victim]  # removed before the write to make room; a victim stays here if its removal failed
     error: StorageError | None = None
+
+
+class Read(NamedTuple):
+    """One object that was present when it was asked for. `position` is its place in the caller's batch."""
+
+    position: int
+    blob: Blob
+    entry: Entry
 
 
 @dataclass(slots=True)
@@ -36,3 +56,8 @@ class PutBatch:
     waits: set[asyncio.Future[None]] = field(default_factory=set)
     written: asyncio.Future[None] | None = None
     alone: Use = field(default_factory=Use)
+
+
+def name_of(item: object) -> str:
+    """The object that an effect is given, whatever it is wrapped in."""
+    return item.blob.name if isinstance(item, Write | Read) else str(item)

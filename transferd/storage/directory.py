@@ -35,8 +35,8 @@ from typing import NamedTuple
 
 from transferd.errors import ConfigError, StorageError, StorageFull
 from transferd.runtime.clock import Clock
+from transferd.storage.batch import Damaged
 from transferd.storage.examine import READ_FLAGS
-from transferd.storage.indexed import Damaged
 from transferd.storage.paths import is_directory_of_ours, is_set_aside, is_temporary, name_of, path_of, temporary_of
 
 FILE_MODE = 0o640

@@ -1,31 +1,28 @@
 """Storage whose daemon knows every object: an LRU index in memory, effects in threads.
 
-`FileStorage` and `MemoryStorage` differ only in what a write, a read or a removal does; everything
-that is decided is decided here, once. *Decide, then do*: a decision is one step on the event loop
-that changes the index, its effect follows in an I/O thread, and the books are closed on the loop
-again when the effect has ended.
+`FileStorage` and `MemoryStorage` differ only in what a write, a read or a removal does. *Decide, then do*: a decision
+is one step on the event loop that changes the index, its effect follows in an I/O thread, and the loop closes the
+books when the effect has ended.
 
 A put decides for each object, in order:
 
 * present with this length: EXISTS, and it counts as used;
-* being written or removed under this name just now: wait for that, decide again (so two effects on
-  one name never overlap, and a late removal cannot take a newer object with it);
+* being written or removed under this name just now: wait for that, decide again (so two effects on one name never
+  overlap, and a late removal cannot take a newer object with it);
 * larger than the capacity: StorageFull;
-* else reserve room, which names the objects that must go. If writes under way hold the room, wait for
-  one of them and decide again. If the room is held by this very task, or by later ones: StorageFull.
-  So a chain that is longer than the store keeps its root (lru.py).
+* else reserve room, which names the objects that must go. If running writes hold the room, wait for one of them and
+  decide again. If this very task or later ones hold it: StorageFull. So a chain that is longer than the store keeps
+  its root (lru.py).
 
-What can start, starts together, striped over the threads; each write first removes the objects that
-make room for it, so the bytes held never pass the capacity. A write that finds the medium full
-although the index had room (other files on the disk, a quota) evicts its own size and tries once
-more; then it is StorageFull.
+What can start, starts together, striped over the threads. Each write first removes the objects that make room for
+it, so the bytes held never pass the capacity. A write that finds the medium full although the index had room (other
+files on the disk, a quota) evicts its own size and tries once more; then it is StorageFull.
 
-A get reads what is present. An object that turns out to be gone is MISSING and leaves the index. One
-of another length than the caller's buffer is damaged, because names are content keys and a layout
-has one object size: it is MISSING too, and quarantined, so that the next put can heal it.
+A get reads what is present. An object that turns out to be gone is MISSING and leaves the index. One of another
+length than the caller's buffer is damaged, because names are content keys and a layout has one object size: it is
+MISSING too, and quarantined, so that the next put can heal it.
 
-Every wait is for I/O under way, so it is bounded by that I/O. A cancelled caller gets its
-cancellation when its I/O has ended (aio.py), because threads work on its buffers.
+Running I/O bounds every wait. A cancelled caller gets its cancellation when its I/O has ended (aio.py).
 """
 
 from __future__ import annotations
@@ -40,23 +37,12 @@ from transferd.errors import Closed, StillRunning, StorageError, StorageFull
 from transferd.runtime.aio import answered, at_once, every, uncancelled
 from transferd.runtime.threads import Direction, Stripe, Threads
 from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found, Outcome, Storage
-from transferd.storage.batch import PutBatch, Write
-from transferd.storage.lru import Entry, LruIndex, NoRoom, Use, Victim
+from transferd.storage.batch import Damaged, PutBatch, Read, Write, name_of
+from transferd.storage.lru import LruIndex, NoRoom, Use, Victim
 from transferd.storage.traffic import Traffic
 
 S = TypeVar("S")
 T = TypeVar("T")
-
-
-class Damaged(Exception):
-    """Raised by `_read`: what is stored under the name cannot be the object, or cannot be read any more.
-
-    error: what the caller hears; None when it is simply a miss.
-    """
-
-    def __init__(self, error: StorageError | None = None) -> None:
-        super().__init__(error)
-        self.error = error
 
 
 class IndexedStorage(Storage):
@@ -99,7 +85,7 @@ class IndexedStorage(Storage):
     # --- the contract -------------------------------------------------------------------------------
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
-        """From the index. Counts as a use: who asks is about to load, or not to store because it is here."""
+        """From the index. Counts as a use: a load follows, or a store that is not needed."""
         return await self.look_up(names, Use())
 
     def look_up(self, names: Sequence[str], use: Use) -> asyncio.Future[list[bool]]:
@@ -117,10 +103,13 @@ class IndexedStorage(Storage):
                 return answered([batch.outcomes[position] for position in range(len(batch.blobs))])
         return self._put(batch)
 
-    async def get(self, blobs: Sequence[Blob]) -> list[Outcome]:
-        self._check_open()
-        with self._traffic:
-            return await uncancelled(self._get(blobs))
+    def get(self, blobs: Sequence[Blob]) -> Awaitable[list[Outcome]]:
+        """Done at once when it is few bytes, copied here, and all of them are good."""
+        if not self._closed and self._inline_bytes and sum(blob.data.nbytes for blob in blobs) <= self._inline_bytes:
+            reads = self._present(blobs)
+            outcomes, bad = self._judge(blobs, reads, [self._read_one(read) for read in reads])
+            return self._without(bad, outcomes) if bad else answered(outcomes)
+        return self._get(blobs)
 
     async def quarantine(self, name: str) -> None:
         self._check_open()
@@ -314,17 +303,40 @@ class IndexedStorage(Storage):
 
     # --- get ----------------------------------------------------------------------------------------
 
-    async def _get(self, blobs: Sequence[Blob]) -> list[Outcome]:
-        outcomes = [MISSING] * len(blobs)
-        reads: list[tuple[int, Blob, Entry]] = []
+    def _present(self, blobs: Sequence[Blob]) -> list[Read]:
+        """What there is of these; it counts as used."""
+        reads: list[Read] = []
         alone = Use()
         for position, blob in enumerate(blobs):
             entry = self._index.get(blob.name)
             if entry is not None:
-                reads.append((position, blob, entry))
+                reads.append(Read(position, blob, entry))
                 self._index.touch([blob.name], blob.use or alone, [_depth(blob, position)])
-        nbytes = sum(blob.data.nbytes for _, blob, _ in reads)
-        answers = await self._run(Direction.IN, nbytes, reads, self._read_one)
+        return reads
+
+    async def _get(self, blobs: Sequence[Blob]) -> list[Outcome]:
+        self._check_open()
+        with self._traffic:
+            return await uncancelled(self._read_all(blobs))
+
+    async def _read_all(self, blobs: Sequence[Blob]) -> list[Outcome]:
+        reads = self._present(blobs)
+        nbytes = sum(read.blob.data.nbytes for read in reads)
+        outcomes, bad = self._judge(blobs, reads, await self._run(Direction.IN, nbytes, reads, self._read_one))
+        if bad:
+            await self._put_aside(bad)
+        return outcomes
+
+    async def _without(self, bad: Sequence[str], outcomes: list[Outcome]) -> list[Outcome]:
+        with self._traffic:
+            await asyncio.shield(self._put_aside(bad))
+        return outcomes
+
+    def _judge(
+        self, blobs: Sequence[Blob], reads: Sequence[Read], answers: Sequence[bool | Damaged | StorageError]
+    ) -> tuple[list[Outcome], list[str]]:
+        """The outcome for each blob, and the names of bad objects, which have just left the index."""
+        outcomes = [MISSING] * len(blobs)
         bad = []
         for (position, blob, entry), answer in zip(reads, answers, strict=True):
             if answer is True:
@@ -339,19 +351,16 @@ class IndexedStorage(Storage):
                         outcomes[position] = self._failed(answer.error)
                     if left:
                         bad.append(blob.name)
-        if bad:
-            await self._put_aside(bad)
         self._counts["hits"] += outcomes.count(FOUND)
         self._counts["misses"] += outcomes.count(MISSING)
-        return outcomes
+        return outcomes, bad
 
-    def _read_one(self, read: tuple[int, Blob, Entry]) -> bool | Damaged | StorageError:
+    def _read_one(self, read: Read) -> bool | Damaged | StorageError:
         """In a thread."""
-        _, blob, entry = read
         try:
-            if entry.nbytes != blob.data.nbytes:
+            if read.entry.nbytes != read.blob.data.nbytes:
                 return Damaged()
-            return self._read(blob.name, blob.data)
+            return self._read(read.blob.name, read.blob.data)
         except StorageError as error:
             return _bare(error)
         except Damaged as damaged:
@@ -420,7 +429,7 @@ class IndexedStorage(Storage):
         if not items or (self._inline_bytes and nbytes <= self._inline_bytes):
             return [effect(item) for item in items]
         count = min(self._stripes, len(items))
-        stripes = [Stripe(effect, items[i::count], _name_of) for i in range(count)]
+        stripes = [Stripe(effect, items[i::count], name_of) for i in range(count)]
         parts = await every(self._threads.run(direction, stripe, stripe) for stripe in stripes)
         results: list[T | None] = [None] * len(items)
         for i, part in enumerate(parts):
@@ -443,13 +452,6 @@ class IndexedStorage(Storage):
 def _depth(blob: Blob, position: int) -> int:
     """A batch of blobs that name no use is one chain."""
     return position if blob.use is None else blob.depth
-
-
-def _name_of(item: object) -> str:
-    """The object that an effect is given, whatever it is wrapped in."""
-    if isinstance(item, Write):
-        return item.blob.name
-    return item[1].name if isinstance(item, tuple) else str(item)
 
 
 def _bare(error: StorageError) -> StorageError:

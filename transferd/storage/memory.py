@@ -13,7 +13,8 @@ import numpy.typing as npt
 from transferd.config import Config
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.threads import ThreadPools, Threads
-from transferd.storage.indexed import Damaged, IndexedStorage
+from transferd.storage.batch import Damaged
+from transferd.storage.indexed import IndexedStorage
 from transferd.tiers.base import INLINE_BYTES
 
 COPY_THREADS = 2  # two saturate the memory bus of most machines

@@ -132,7 +132,7 @@ class RankContext:
     async def seal(self, slots: Sequence[memoryview], job: Job, positions: Sequence[int]) -> None:
         """Turn slots that hold the packed blocks at `positions` into complete objects, ready to be stored."""
         ids = [job.ids[i] for i in positions]
-        if self._cheap(slots):
+        if self.is_cheap(len(slots)):
             self.format.seal(slots, job.generation, ids, self.rank)
         else:
             work = functools.partial(self.format.seal, slots, job.generation, ids, self.rank)
@@ -141,14 +141,14 @@ class RankContext:
     async def check(self, slots: Sequence[memoryview], job: Job, positions: Sequence[int]) -> list[Damage | None]:
         """Verify the objects in these slots, the blocks at `positions`: None for a good one, otherwise the damage."""
         ids = [job.ids[i] for i in positions]
-        if self._cheap(slots):
+        if self.is_cheap(len(slots)):
             return self.format.check(slots, job.generation, ids, self.rank)
         work = functools.partial(self.format.check, slots, job.generation, ids, self.rank)
         return await self.threads.run(Direction.IN, work, "checksums")
 
-    def _cheap(self, slots: Sequence[memoryview]) -> bool:
-        """Reading every byte of these slots costs less on the loop than a trip to a thread."""
-        return self.format.checked_bytes * len(slots) <= self.inline_check_bytes
+    def is_cheap(self, slots: int) -> bool:
+        """Whether reading every byte of this many slots costs less on the loop than a trip to a thread."""
+        return self.format.checked_bytes * slots <= self.inline_check_bytes
 
 
 @dataclass(slots=True)

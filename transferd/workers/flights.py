@@ -25,7 +25,7 @@ class SharedFetch:
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
         self.lease: Lease | None = None
-        self.fetch: asyncio.Task[list[Outcome]] | None = None
+        self.fetch: asyncio.Future[list[Outcome]] | None = None
         self.consumers = 0
         self.index = {name: i for i, name in enumerate(self.names)}
 

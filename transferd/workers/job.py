@@ -9,11 +9,15 @@ from collections.abc import Callable, Coroutine, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from transferd.blocks.copyplan import CopyPlan
+from transferd.blocks.copyplan import CopyPlan, plan_copy
 from transferd.blocks.formats import ObjectFormat
+from transferd.blocks.layout.base import Geometry
 from transferd.runtime.threads import noted
 from transferd.storage.lru import Use
 from transferd.tasks import Stop, Task
+
+MOST_PLANS = 64  # kept of one task: its ranks are rarely further apart
+SHARED_BLOCKS = 64  # of more blocks, the copy costs so much more than its plan that sharing gains nothing
 
 
 @dataclass(slots=True, eq=False)
@@ -125,5 +129,20 @@ class Job:
         """The plan cached under `key`, made on first use. Ranks with the same geometry share it."""
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = make()
+            plan = self._keep(key, make())
+        return plan
+
+    def copy_plan(
+        self, source: Geometry, source_ids: Sequence[int], target: Geometry, target_ids: Sequence[int]
+    ) -> CopyPlan:
+        """See `plan_copy`. Ranks with the same geometries and the same slots share the plan of a small chunk."""
+        if len(source_ids) > SHARED_BLOCKS:
+            return plan_copy(source, source_ids, target, target_ids)
+        key = source, tuple(source_ids), target, tuple(target_ids)
+        return self._plans.get(key) or self._keep(key, plan_copy(source, source_ids, target, target_ids))
+
+    def _keep(self, key: Hashable, plan: CopyPlan) -> CopyPlan:
+        if len(self._plans) >= MOST_PLANS:
+            self._plans.clear()
+        self._plans[key] = plan
         return plan

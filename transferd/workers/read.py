@@ -23,9 +23,8 @@ from collections import deque
 from collections.abc import Awaitable, Sequence
 from typing import Protocol
 
-from transferd.blocks.copyplan import plan_copy
 from transferd.errors import TransferError
-from transferd.runtime.aio import every
+from transferd.runtime.aio import answered, at_once, every
 from transferd.storage.base import MISSING, Blob, Found, Outcome, Storage
 from transferd.storage.lru import Use
 from transferd.tasks import RankOutcome, ReadStorageTask
@@ -104,6 +103,9 @@ class Reader:
         useful = True
         try:
             names, found = await self._found(account)
+            if 0 < len(found) <= self._chunk_blocks:  # one chunk has no next one to overlap with
+                await self._load(account, [names[i] for i in found], found)
+                return account.outcome()
             for start in range(0, len(found), self._chunk_blocks):
                 positions = found[start : start + self._chunk_blocks]
                 loading = self._load(account, [names[i] for i in positions], positions)
@@ -150,8 +152,9 @@ class Reader:
         if lead is not None:
             place_of = dict(zip(names, positions, strict=True))
             places = [place_of[name] for name in lead.names]
-            lead.fetch = self._context.background.spawn(self._fetch(lead, job, places))
-            lead.fetch.add_done_callback(lambda _: flights.fetched(lead))
+            lead.fetch = self._begin_fetch(lead, job, places)
+            if not lead.fetch.done():
+                lead.fetch.add_done_callback(lambda _: flights.fetched(lead))
         arrivals = [self._consume(account, batch, names, positions, mine) for batch, mine in parts]
         if len(arrivals) == 1:
             return await arrivals[0]
@@ -194,7 +197,7 @@ class Reader:
             return
         slots = [batch.slot(names[i]) for i in good]
         blocks = [task.gpu_block_ids[positions[i]] for i in good]
-        plan = plan_copy(context.staging.packed, slots, context.device.arena.geometry, blocks)
+        plan = job.copy_plan(context.staging.packed, slots, context.device.arena.geometry, blocks)
         context.recorder.step(task.task_id, "copy", context.rank, len(good))
         before = context.clock.monotonic()
         try:
@@ -204,20 +207,50 @@ class Reader:
         if copied:
             account.done([positions[i] for i in good], plan.nbytes)
 
-    async def _fetch(self, batch: SharedFetch, job: Job, places: Sequence[int]) -> list[Outcome]:
+    def _begin_fetch(self, batch: SharedFetch, job: Job, places: Sequence[int]) -> asyncio.Future[list[Outcome]]:
         """Source → slots, verified. Belongs to the batch, not to the task that started it.
+
+        Done at once if slots are free, the source answers at once, and the bytes to check are few.
 
         places: for each object of the batch, its position in the task.
         """
         context, holder = self._context, job.task.task_id
-        staging = context.staging
         context.recorder.step(holder, "fetch", context.rank, len(batch.names))
-        batch.lease = await staging.acquire(self.consumer, len(batch.names), holder)
-        if not batch.consumers:  # all consumers were stopped while this waited for slots
-            return [MISSING] * len(batch.names)
-        slots = staging.views(batch.lease)
-        wanted = zip(batch.names, slots, places, strict=True)
-        outcomes = await self.source.get([Blob(name, slot, job.use, depth) for name, slot, depth in wanted])
+        batch.lease = context.staging.try_acquire(self.consumer, len(batch.names), holder)
+        if batch.lease is None:
+            return context.background.spawn(self._fetch(batch, job, places))
+        asked = context.background.begin(self._ask(batch, job, places))
+        if asked.done() and asked.exception() is None and context.is_cheap(len(batch.names)):
+            return answered(at_once(self._verify(batch, job, places, asked.result())))
+        return context.background.spawn(self._fetch(batch, job, places, asked))
+
+    def _ask(self, batch: SharedFetch, job: Job, places: Sequence[int]) -> Awaitable[list[Outcome]]:
+        assert batch.lease is not None
+        wanted = zip(batch.names, self._context.staging.views(batch.lease), places, strict=True)
+        return self.source.get([Blob(name, slot, job.use, depth) for name, slot, depth in wanted])
+
+    async def _fetch(
+        self,
+        batch: SharedFetch,
+        job: Job,
+        places: Sequence[int],
+        asked: asyncio.Future[list[Outcome]] | None = None,
+    ) -> list[Outcome]:
+        """The part of a fetch that waits: for slots (asked: None), for the source, for checksums."""
+        if asked is None:
+            batch.lease = await self._context.staging.acquire(self.consumer, len(batch.names), job.task.task_id)
+            if not batch.consumers:  # all consumers were stopped while this waited for slots
+                return [MISSING] * len(batch.names)
+            return await self._verify(batch, job, places, await self._ask(batch, job, places))
+        return await self._verify(batch, job, places, await asked)
+
+    async def _verify(
+        self, batch: SharedFetch, job: Job, places: Sequence[int], outcomes: list[Outcome]
+    ) -> list[Outcome]:
+        """Turn what fails its check into misses, and quarantine it."""
+        assert batch.lease is not None
+        context, holder = self._context, job.task.task_id
+        slots = context.staging.views(batch.lease)
         found = [i for i, outcome in enumerate(outcomes) if outcome.found is Found.FOUND]
         reasons = await context.check([slots[i] for i in found], job, [places[i] for i in found])
         for i, reason in zip(found, reasons, strict=True):

@@ -16,7 +16,6 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from transferd.blocks.copyplan import plan_copy
 from transferd.errors import TransferError
 from transferd.storage.base import Blob, Found, Outcome, Storage
 from transferd.tasks import RankOutcome, WriteStorageTask
@@ -169,7 +168,7 @@ class Writer:
             return False
         staging, device = context.staging, context.device
         blocks = [task.gpu_block_ids[i] for i in positions]
-        plan = plan_copy(device.arena.geometry, blocks, staging.packed, lease.slots)
+        plan = job.copy_plan(device.arena.geometry, blocks, staging.packed, lease.slots)
         context.recorder.step(task.task_id, "copy", context.rank, len(positions))
         before = context.clock.monotonic()
         try:

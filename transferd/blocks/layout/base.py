@@ -165,9 +165,20 @@ class BlockLayout:
     def packed(self, slots: int, slot_bytes: int, offsets: npt.NDArray[np.int64] | None = None) -> Geometry:
         """`slots` packed blocks, each at the start of a slot of `slot_bytes` (>= block_bytes).
 
-        offsets: the start of each segment in its slot; None: packed order.
+        offsets: the start of each segment in its slot; None: packed order. Equal arguments give the same object, so
+        that ranks can share copy plans.
         """
         assert slot_bytes >= self.block_bytes
+        key = slots, slot_bytes, None if offsets is None else offsets.tobytes()
+        if key not in self._packed:
+            self._packed[key] = self._pack(slots, slot_bytes, offsets)
+        return self._packed[key]
+
+    @functools.cached_property
+    def _packed(self) -> dict[tuple[int, int, bytes | None], Geometry]:
+        return {}
+
+    def _pack(self, slots: int, slot_bytes: int, offsets: npt.NDArray[np.int64] | None) -> Geometry:
         in_order = np.array([s.offset for s in self.segments], dtype=np.int64)
         return Geometry(
             offsets=in_order if offsets is None else offsets,
