@@ -21,6 +21,7 @@ from transferd.config import CacheSection
 from transferd.errors import Closed, DeviceLost, TierError
 from transferd.runtime.threads import ThreadPools
 from transferd.tasks import Stop
+from transferd.tiers import pinned
 from transferd.tiers.cuda import CudaDeviceTier, copy_pipeline, device_resources, submitter
 from transferd.tiers.cuda.driver import OUT_OF_MEMORY
 from transferd.tiers.cuda.pinning import CudaPinning, is_registered
@@ -315,6 +316,36 @@ async def test_a_plan_of_runs_alone_goes_run_by_run(threads: ThreadPools, regist
         assert bytes(region.view[2000:2200]) == bytes(region.view[200:400])
         assert made.tier.statistics()["copies"]["in"]["straight"] == 1
         assert gpu.count("copy_batch") == registered
+        region.close()
+
+
+@pytest.mark.parametrize("outward", [True, False])
+async def test_no_dma_crosses_from_one_registration_into_the_next(
+    threads: ThreadPools, monkeypatch: pytest.MonkeyPatch, outward: bool
+) -> None:
+    monkeypatch.setattr(pinned, "REGISTER_MOST", 4096)
+    gpu = FakeGpu()
+    async with rig(gpu, threads) as made:
+        region = HostRegion(3 * 4096, CudaPinning(0, gpu))
+        assert len(gpu.memory.registered) > 3
+        region.view[:] = bytes(range(256)) * 48
+        cache = np.ctypeslib.as_array((ctypes.c_uint8 * LAYOUT.device.extent).from_address(made.tier.arena.origin))
+        cache[:] = 7
+        expected = bytearray(region.view), cache.copy()
+        length = len(cache) - 100
+        runs = np.array([[4000, 50, 200], [8000, 300, length - 300]], dtype=np.int64)[
+            :, [1, 0, 2] if outward else [0, 1, 2]
+        ]
+        copy = made.tier.copy_out if outward else made.tier.copy_in
+        await copy(CopyPlan(int(runs[:, 2].sum()), runs=np.ascontiguousarray(runs)), region)
+        for source, target, nbytes in runs.tolist():
+            if outward:
+                expected[0][target : target + nbytes] = bytes([7]) * nbytes
+            else:
+                expected[1][target : target + nbytes] = np.frombuffer(expected[0], np.uint8)[source : source + nbytes]
+        assert bytes(region.view) == bytes(expected[0])
+        assert (cache == expected[1]).all()
+        del cache
         region.close()
 
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import mmap
+import os
 from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
 
 from transferd.blocks.layout import build_layout
-from transferd.config import CacheSection
+from transferd.config import CacheSection, from_tree
+from transferd.daemon.daemon import Daemon
 from transferd.errors import TierError
-from transferd.tiers import pinned
+from transferd.tiers import numa, pinned, populate
+from transferd.tiers.cuda.pinning import is_registered
 from transferd.tiers.numa import node_of_pci, prefer_node
 from transferd.tiers.pinned import HostPool, HostRegion
 
@@ -92,7 +98,7 @@ def test_a_node_is_asked_for_and_its_absence_changes_nothing() -> None:
 def test_the_kernel_is_asked_for_a_node_before_the_first_page_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     monkeypatch.setattr(pinned, "prefer_node", lambda *_: order.append("prefer"))
-    monkeypatch.setattr(pinned, "_populate", lambda _: order.append("populate"))
+    monkeypatch.setattr(pinned, "populate", lambda *_: order.append("populate"))
     HostRegion(4096, Pins(node=0)).close()
     assert order == ["prefer", "populate"]
 
@@ -111,3 +117,123 @@ def test_a_devices_node_is_what_the_kernel_says(tmp_path: Path, text: str, node:
     (device / "numa_node").write_text(text)
     assert node_of_pci("0000:17:00.0", tmp_path) == node
     assert node_of_pci("0000:99:00.0", tmp_path) is None
+
+
+def test_large_memory_is_registered_in_pieces_that_no_block_crosses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned, "REGISTER_MOST", 20_000)
+    pins = Pins()
+    region = HostRegion(50_000, pins, grain=3 * 4096)
+    offsets = [(0, 12288), (12288, 12288), (24576, 12288), (36864, 12288), (49152, 4096)]
+    assert pins.calls == [("pin", region.address + start, nbytes) for start, nbytes in offsets]
+    region.close()
+    assert sorted(call for call in pins.calls if call[0] == "unpin") == [
+        ("unpin", *call[1:]) for call in pins.calls if call[0] == "pin"
+    ]
+
+
+def test_a_refusal_of_one_piece_leaves_none_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned, "REGISTER_MOST", 4096)
+
+    class Grudging(Pins):
+        def pin(self, address: int, nbytes: int) -> str:
+            return "enough" if len(self.calls) == 2 else super().pin(address, nbytes)
+
+    pins = Grudging()
+    with capture_logs():
+        region = HostRegion(3 * 4096, pins)
+    assert (region.pinned, region.degraded) == (False, "enough")
+    assert [call for call, *_ in pins.calls] == ["pin", "pin", "unpin", "unpin"]
+    region.close()
+
+
+def test_memory_may_come_later_and_come_again() -> None:
+    pins = Pins()
+    region = HostRegion(4096, pins, later=True)
+    assert (region.address, region.pinned, pins.calls) == (0, False, [])
+    region.close()
+    for _ in range(2):
+        region.allocate()
+        region.allocate()
+        assert bytes(region.view[:4]) == bytes(4)
+        region.view[:4] = b"abcd"
+        region.close()
+    assert [call for call, *_ in pins.calls] == ["pin", "unpin"] * 2
+
+
+@pytest.mark.parametrize("cpus", [(), (0,)])
+def test_pages_are_made_in_pieces_by_threads_and_the_gil_is_free_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, cpus: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(populate, "PIECE", 64 * 4096)
+    touched: list[tuple[int, int]] = []
+    touch = populate._touch
+
+    def noted(address: int, nbytes: int) -> None:
+        touched.append((address, nbytes))
+        touch(address, nbytes)
+
+    monkeypatch.setattr(populate, "_touch", noted)
+    memory = mmap.mmap(-1, 300 * 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    anchor = (ctypes.c_char * len(memory)).from_buffer(memory)
+    before, start = populate.PROGRESS.nbytes, ctypes.addressof(anchor)
+    here = os.sched_getaffinity(0)
+    populate.populate(start, len(memory), cpus)
+    assert os.sched_getaffinity(0) == here, "only its own threads move"
+    assert sorted(touched) == [(start + n * 64 * 4096, min(64, 300 - n * 64) * 4096) for n in range(5)]
+    assert populate.PROGRESS.nbytes - before == len(memory)
+    del anchor
+    memory.close()
+
+
+def test_an_older_kernel_has_its_pages_written_and_no_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    region = HostRegion(4096)
+    for code, raises in ((errno.EINVAL, False), (errno.ENOMEM, True)):
+        monkeypatch.setattr(populate._libc, "madvise", lambda *_: -1)
+        monkeypatch.setattr(ctypes, "get_errno", lambda code=code: code)
+        if raises:
+            with pytest.raises(TierError, match="ENOMEM"):
+                populate.populate(region.address, 4096)
+        else:
+            region.view[:2] = b"ab"
+            populate.populate(region.address, 4096)
+            assert bytes(region.view[:2]) == bytes(2)
+    monkeypatch.undo()
+    region.close()
+
+
+def test_pages_elsewhere_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numa, "nodes_of_pages", lambda addresses: [0, 1, 1, -2][: len(addresses)])
+    assert numa.placement(0, 4 * 4096, 0, samples=4) == ("2 of 3 sampled pages are on NUMA node 1, the device is on 0")
+    assert numa.placement(0, 4096, 0, samples=1) == ""
+
+
+def test_the_node_of_our_own_pages_is_known_here_or_nobody_says() -> None:
+    region = HostRegion(4 * 4096)
+    assert set(numa.nodes_of_pages([region.address, region.address + 4096])) <= set(range(64))
+    region.close()
+
+
+def test_the_cpus_of_a_node_are_those_of_this_process(tmp_path: Path) -> None:
+    (tmp_path / "node0").mkdir()
+    (tmp_path / "node0" / "cpulist").write_text("0-1,4,9000-9002\n")
+    assert set(numa.cpus_of_node(0, tmp_path)) == {0, 1, 4} & os.sched_getaffinity(0)
+    assert numa.cpus_of_node(7, tmp_path) == []
+
+
+def test_all_host_memory_of_a_rank_is_pinned_as_its_device_says_that_for_direct_transfers_too() -> None:
+    tree = {
+        "cache": {"device": "tests.support.cuda.tier:FakeCudaTier", "layers": 1, "host_blocks": 4},
+        "pd": {"mode": "direct", "listen": "127.0.0.1:0"},
+        "server": {"endpoint": "ipc:///nowhere"},
+        "metrics": {"listen": ""},
+    }
+    for worker in Daemon(from_tree(tree)).default.workers:
+        context = worker.context
+        assert context.peer is not None
+        assert context.host is not None
+        regions = [context.staging.memory, context.peer.staging.memory, context.host.memory]
+        assert [region.address for region in regions] == [0, 0, 0], "nothing is allocated before the daemon listens"
+        for region in regions:
+            region.allocate()
+            assert is_registered(region.address)
+            region.close()

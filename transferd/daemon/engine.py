@@ -7,6 +7,7 @@ close   in the order of `Daemon.stop`, which does it for all engines together
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from transferd.storage.divided import divided
 from transferd.storage.peer.transport import PeerTransport
 from transferd.tasks import Task, TaskResult
 from transferd.tiers.pinned import HostPool
+from transferd.tiers.pinning import Pinning
 from transferd.tiers.registry import create_device_tier, create_pinning
 from transferd.tiers.staging import Staging
 from transferd.workers.context import INLINE_CHECK_BYTES, Background, PeerPath, RankContext
@@ -151,9 +153,9 @@ class Engine:
             rank=rank,
             layout=layout,
             device=device,
-            host=HostPool(layout, rank, pinning) if layout.host_blocks else None,
+            host=HostPool(layout, rank, pinning, later=True) if layout.host_blocks else None,
             staging=Staging(
-                layout, config.host.staging, self.objects.slot_bytes, self.objects.offsets, pinning=pinning
+                layout, config.host.staging, self.objects.slot_bytes, self.objects.offsets, pinning=pinning, later=True
             ),
             storage=self.blocks,
             format=self.objects,
@@ -161,7 +163,7 @@ class Engine:
             clock=shared.clock,
             recorder=shared.recorder,
             background=Background(),
-            peer=None if shared.peers is None else self._peer_path(shared.peers),
+            peer=None if shared.peers is None else self._peer_path(shared.peers, pinning),
             inline_check_bytes=shared.inline_check_bytes,
             tokens=self.tokens,
             block_size=config.cache.block_size,
@@ -169,10 +171,12 @@ class Engine:
         )
         return RankWorker(context)
 
-    def _peer_path(self, peers: PeerTransport) -> PeerPath:
+    def _peer_path(self, peers: PeerTransport, pinning: Pinning) -> PeerPath:
         config, layout = self.config, self.layout
         sealed = SealedBlocks(config.storage.model, layout)  # between daemons, whatever storage has
-        staging = Staging(layout, config.pd.staging, sealed.slot_bytes, sealed.offsets, key="pd.staging")
+        staging = Staging(
+            layout, config.pd.staging, sealed.slot_bytes, sealed.offsets, key="pd.staging", pinning=pinning, later=True
+        )
         return PeerPath(peers, staging, sealed)
 
     def _build_cache(self) -> CacheMemory:
@@ -191,8 +195,10 @@ class Engine:
     async def open(self) -> None:
         """Open every rank; ready last (if it is the engine that creates the cache, once it has offered every rank's
         memory, which may be after this returns). Storage is open. Raises TransferError."""
-        for worker in self.workers:
-            await worker.open()
+        opened = await asyncio.gather(*(worker.open() for worker in self.workers), return_exceptions=True)
+        for problem in opened:
+            if isinstance(problem, BaseException):
+                raise problem
         await self.cache.open()
 
     def client_gone(self, client: bytes) -> None:

@@ -28,10 +28,13 @@ from transferd.observability.dump_thread import DumpThread
 from transferd.runtime.descriptors import raise_limit
 from transferd.runtime.signals import ProcessSignals
 from transferd.runtime.threads import require_threads
+from transferd.tiers.populate import PROGRESS
 from transferd.tiers.segment import remove_stale_segments, unlink_all
 
 log = structlog.get_logger(__name__)
 
+EXTEND_S = 120  # how long systemd gives a start after each sign of progress
+LOOK_S = 10.0  # how often a start looks for one
 STILL_RUNNING = 3  # exit code: stopped, but something that never ends was left behind
 GC_THRESHOLDS = (50_000, 50, 100)
 
@@ -85,7 +88,7 @@ async def _live(daemon: Daemon, reload: Callable[[], Config] | None) -> int:
     reloader = Reloader(daemon, notifier, reload)
     with ProcessSignals(config.server.shutdown_timeout, reloader) as signals:
         try:
-            if await _started(daemon, signals):
+            if await _started(daemon, notifier, signals):
                 await _serving(daemon, notifier, signals, reloader)
         except TransferError as error:
             hanging: list[str] = []
@@ -105,10 +108,16 @@ async def _live(daemon: Daemon, reload: Callable[[], Config] | None) -> int:
     return 0
 
 
-async def _started(daemon: Daemon, signals: ProcessSignals) -> bool:
+async def _started(daemon: Daemon, notifier: Notifier, signals: ProcessSignals) -> bool:
     """Open the daemon; False if a signal came first (whatever was open by then is closed by `stop`)."""
     opening = asyncio.ensure_future(daemon.open())
-    await asyncio.wait({opening, signals.stop}, return_when=asyncio.FIRST_COMPLETED)
+    populated = -1
+    while not (opening.done() or signals.stop.done()):
+        if PROGRESS.nbytes != populated:  # hundreds of gigabytes of memory take minutes; a start that stands still ends
+            populated = PROGRESS.nbytes
+            status = f"STATUS=starting: {populated / 1e9:.1f} GB of memory populated"
+            notifier.notify(f"EXTEND_TIMEOUT_USEC={EXTEND_S * 1_000_000}", status)
+        await asyncio.wait({opening, signals.stop}, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
     if opening.done():
         opening.result()
         return True

@@ -95,6 +95,7 @@ def _degraded(daemon: Daemon) -> list[str]:
             for name, region in regions.items()
             if region.degraded
         ]
+        reasons += [f"rank {context.rank}: {name}: {r.misplaced}" for name, r in regions.items() if r.misplaced]
     return reasons
 
 

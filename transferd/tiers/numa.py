@@ -9,8 +9,10 @@ import ctypes
 import errno
 import os
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 
+_MOVE_PAGES = {"x86_64": 279, "aarch64": 239}
 _MBIND = {"x86_64": 237, "aarch64": 235}  # asm/unistd_64.h, asm-generic/unistd.h
 _MPOL_PREFERRED = 1  # linux/mempolicy.h: there if it has room, else anywhere
 
@@ -39,3 +41,35 @@ def prefer_node(address: int, nbytes: int, node: int) -> str:
         return ""
     code = ctypes.get_errno()
     return f"{errno.errorcode.get(code, code)}: {os.strerror(code)}"
+
+
+def cpus_of_node(node: int, sysfs: Path = Path("/sys/devices/system/node")) -> list[int]:
+    """The CPUs of a node that this process may run on; [] if nobody knows."""
+    try:
+        text = (sysfs / f"node{node}" / "cpulist").read_text().strip()
+        spans = [part.partition("-") for part in text.split(",") if part]
+        cpus = {cpu for first, _, last in spans for cpu in range(int(first), int(last or first) + 1)}
+    except (OSError, ValueError):
+        return []
+    return sorted(cpus & os.sched_getaffinity(0))
+
+
+def nodes_of_pages(addresses: Sequence[int]) -> list[int]:
+    """The node of each page that exists; -1 or less where the kernel does not say. [] where it says nothing at all."""
+    number, count = _MOVE_PAGES.get(platform.machine()), len(addresses)
+    if number is None or not count:
+        return []
+    pages = (ctypes.c_void_p * count)(*addresses)
+    status = (ctypes.c_int * count)()
+    arguments = (ctypes.c_long(number), ctypes.c_int(0), ctypes.c_ulong(count), pages, None, status, ctypes.c_int(0))
+    return list(status) if _libc.syscall(*arguments) == 0 else []
+
+
+def placement(address: int, nbytes: int, node: int, samples: int = 64) -> str:
+    """ "", or how many of some pages of a range are not on the node."""
+    step = max(1, nbytes // samples)
+    found = [where for where in nodes_of_pages(range(address, address + nbytes, step)) if where >= 0]
+    elsewhere = [where for where in found if where != node]
+    if not elsewhere:
+        return ""
+    return f"{len(elsewhere)} of {len(found)} sampled pages are on NUMA node {elsewhere[0]}, the device is on {node}"

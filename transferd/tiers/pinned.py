@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import gc
+import math
 import mmap
 from typing import Any
 
@@ -18,50 +18,106 @@ import structlog
 
 from transferd.blocks.layout.base import Arena, BlockLayout, align
 from transferd.errors import TierError
-from transferd.tiers.numa import prefer_node
+from transferd.tiers.numa import cpus_of_node, placement, prefer_node
 from transferd.tiers.pinning import MEMORY_LOCK, Pinning
+from transferd.tiers.populate import give_back, populate
 
 log = structlog.get_logger(__name__)
 
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; asm-generic/mman-common.h
+# Bytes of one registration. Drivers refused one of 512 GiB (vLLM #51081), and while one goes on (0.1 s for a GiB)
+# no thread of the process can map memory.
+REGISTER_MOST = 1024**3
 
 _warned = False
 
 
 class HostRegion:
-    """An anonymous range of host memory. Owns it, and its pinning, from construction until `close`.
+    """An anonymous range of host memory. Owns it, and its pinning, from `allocate` until `close`.
 
-    degraded: why it is not pinned; "" if it is. Raises TierError if there is not enough memory.
+    grain: bytes that a copy takes in one piece at the most, from the beginning; registrations are cut between them.
+    later: `allocate` comes later. address: 0 while there is no memory. degraded: why it is not pinned; "" if it is.
+    misplaced: what is wrong with its NUMA node; "" if nothing is. Raises TierError if there is not enough memory.
     """
 
-    def __init__(self, nbytes: int, pinning: Pinning = MEMORY_LOCK) -> None:
+    def __init__(
+        self, nbytes: int, pinning: Pinning = MEMORY_LOCK, *, grain: int = mmap.PAGESIZE, later: bool = False
+    ) -> None:
         self.nbytes = align(max(nbytes, 1), mmap.PAGESIZE)
+        self.address = 0
+        self.pinned = False
+        self.degraded = self.misplaced = ""
+        self.view = memoryview(b"")
+        self._pinning = pinning
+        self._grain = math.lcm(grain, mmap.PAGESIZE)
+        self._pieces: list[tuple[int, int]] = []
+        if not later:
+            self.allocate()
+
+    def allocate(self) -> None:
+        """Map, populate and pin. Does nothing if that was done. Blocks; needs no GIL meanwhile. Raises TierError."""
+        if self.address:
+            return
         try:
             self._map = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            self._anchor = (ctypes.c_char * self.nbytes).from_buffer(self._map)
-            self.address = ctypes.addressof(self._anchor)
-            if pinning.node is not None:  # before the first page exists; best effort, because it only affects speed
-                prefer_node(self.address, self.nbytes, pinning.node)
-            _populate(self._map)
         except (OSError, ValueError) as error:
             raise TierError(f"cannot allocate {self.nbytes} bytes of host memory: {error}") from error
+        self._anchor = (ctypes.c_char * self.nbytes).from_buffer(self._map)
+        address = ctypes.addressof(self._anchor)
+        try:
+            self._populate(address)
+        except BaseException:
+            del self._anchor
+            self._map.close()
+            raise
         self.view = memoryview(self._map)
-        self._pinning = pinning
-        self.degraded = pinning.pin(self.address, self.nbytes)
-        self.pinned = not self.degraded
+        self.address = address
+        self._pin()
         if self.degraded:
             _warn(self.degraded)
+
+    def _populate(self, address: int) -> None:
+        node = self._pinning.node
+        if node is None:
+            populate(address, self.nbytes)
+            return
+        refused = prefer_node(address, self.nbytes, node)  # before the first page exists
+        populate(address, self.nbytes, cpus_of_node(node) if refused else ())  # pages come from where they are touched
+        where = placement(address, self.nbytes, node)
+        self.misplaced = f"{where} (mbind: {refused or 'allowed'})" if where else ""
+
+    def _pin(self) -> None:
+        """In pieces: drivers refuse one registration of 512 GiB and more."""
+        step = max(1, REGISTER_MOST // self._grain) * self._grain
+        self.degraded = ""
+        for offset in range(0, self.nbytes, step):
+            piece = (self.address + offset, min(step, self.nbytes - offset))
+            self.degraded = self._pinning.pin(*piece)
+            if self.degraded:
+                self._unpin()
+                return
+            self._pieces.append(piece)
+        self.pinned = True
+
+    def _unpin(self) -> None:
+        first: TierError | None = None
+        while self._pieces:
+            try:
+                self._pinning.unpin(*self._pieces.pop())
+            except TierError as error:
+                first = first or error
+        if first is not None:
+            raise first
 
     def close(self) -> None:
         """Unpin and free the memory. Idempotent. No view of it may be in use."""
         if self.address == 0:
             return
         address, self.address = self.address, 0
-        pinned, self.pinned = self.pinned, False
+        self.pinned = False
         try:
-            if pinned:
-                self._pinning.unpin(address, self.nbytes)
+            self._unpin()
         finally:
+            give_back(address, self.nbytes)
             del self._anchor
             self.view.release()
             self._unmap()
@@ -79,21 +135,6 @@ class HostRegion:
             raise TierError(f"host memory is still in use at close: {error}") from error
 
 
-def _populate(memory: mmap.mmap) -> None:
-    """Allocate every page now, as huge pages if possible: copies of scattered blocks then miss the TLB less."""
-    with contextlib.suppress(OSError):  # a kernel without transparent huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    try:
-        memory.madvise(_MADV_POPULATE_WRITE)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        view = memoryview(memory)
-        for page in range(0, len(view), mmap.PAGESIZE):
-            view[page] = 0
-        view.release()
-
-
 def _warn(reason: str) -> None:
     global _warned
     if not _warned:
@@ -104,18 +145,18 @@ def _warn(reason: str) -> None:
 class HostPool:
     """One rank's host tier: `host_blocks` packed blocks. Owns its memory."""
 
-    def __init__(self, layout: BlockLayout, rank: int, pinning: Pinning = MEMORY_LOCK) -> None:
+    def __init__(self, layout: BlockLayout, rank: int, pinning: Pinning = MEMORY_LOCK, *, later: bool = False) -> None:
+        """later: `allocate` comes later."""
         self.rank = rank
         self._layout = layout
-        self._pinning = pinning
-        self.memory = HostRegion(layout.host.extent, pinning)
+        grain = int(layout.host.strides[0])
+        self.memory = HostRegion(layout.host.extent, pinning, grain=grain, later=later)
         self.arena = Arena(layout.host, self.memory.address)
 
     def allocate(self) -> None:
-        """Allocate the memory again after `close`, zeroed. Does nothing if it is allocated. Raises TierError."""
-        if self.memory.address == 0:
-            self.memory = HostRegion(self._layout.host.extent, self._pinning)
-            self.arena = Arena(self._layout.host, self.memory.address)
+        """Allocate the memory, or allocate it again after `close`, zeroed. Does nothing if it is. Raises TierError."""
+        self.memory.allocate()
+        self.arena = Arena(self._layout.host, self.memory.address)
 
     def close(self) -> None:
         self.memory.close()

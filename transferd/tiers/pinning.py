@@ -7,6 +7,8 @@ import errno
 import os
 from typing import Protocol
 
+from transferd.tiers.populate import pieces_of
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.munlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
@@ -35,14 +37,17 @@ class MemoryLock:
     node: int | None = None
 
     def pin(self, address: int, nbytes: int) -> str:
-        if _libc.mlock(address, nbytes) == 0:
-            return ""
-        code = ctypes.get_errno()
-        problem = f"{errno.errorcode.get(code, code)}: {os.strerror(code)}"
-        return f"{problem}; raise RLIMIT_MEMLOCK (LimitMEMLOCK=infinity in the unit)"
+        for at, length in pieces_of(address, nbytes):
+            if _libc.mlock(at, length) != 0:
+                code = ctypes.get_errno()
+                _libc.munlock(address, at - address)
+                problem = f"{errno.errorcode.get(code, code)}: {os.strerror(code)}"
+                return f"{problem}; raise RLIMIT_MEMLOCK (LimitMEMLOCK=infinity in the unit)"
+        return ""
 
     def unpin(self, address: int, nbytes: int) -> None:
-        _libc.munlock(address, nbytes)
+        for at, length in pieces_of(address, nbytes):
+            _libc.munlock(at, length)
 
 
 MEMORY_LOCK = MemoryLock()

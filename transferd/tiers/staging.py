@@ -95,7 +95,7 @@ class Staging:
     """One rank's staging memory. Owns the region.
 
     object_bytes: the content of a slot, block and footer. offsets: the start of each segment in it; None: packed
-    order. packed: the slots' geometry for copy plans, relative to memory.address.
+    order. packed: the slots' geometry for copy plans, relative to memory.address. later: `memory.allocate` comes later.
 
     Raises ConfigError that names `key` if there is not a slot for every consumer.
     """
@@ -109,12 +109,14 @@ class Staging:
         consumers: Sequence[str] = CONSUMERS,
         key: str = "host.staging",
         pinning: Pinning = MEMORY_LOCK,
+        *,
+        later: bool = False,
     ) -> None:
         self.object_bytes = object_bytes
         slot_bytes = align(self.object_bytes, SLOT_ALIGNMENT)
         slots = slots_in(nbytes, object_bytes, consumers, key)
         self._slot_bytes = slot_bytes
-        self.memory = HostRegion(slots * slot_bytes, pinning)
+        self.memory = HostRegion(slots * slot_bytes, pinning, grain=slot_bytes, later=later)
         self.nbytes = slots * slot_bytes
         self.packed: Geometry = layout.packed(slots, slot_bytes, offsets)
         self._shares: dict[str, _Share] = {}

@@ -71,15 +71,24 @@ class RankWorker:
         self._jobs: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
-        """Register staging with storage and with the carrier to other daemons. Raises TransferError.
+        """Allocate host memory, and register staging with storage and with the carrier to other daemons.
 
-        The device comes later (`open_device`).
+        The device comes later (`open_device`). Raises TransferError.
         """
+        await self.context.threads.run(Direction.IN, self._allocate, "allocating host memory")
         if self.context.storage is not None:
             self.context.storage.register(self.context.staging.memory)
         peer = self.context.peer
         if peer is not None:
             peer.transport.carrier.register(peer.staging.memory)
+
+    def _allocate(self) -> None:
+        context = self.context
+        context.staging.memory.allocate()
+        if context.peer is not None:
+            context.peer.staging.memory.allocate()
+        if context.host is not None:
+            context.host.allocate()
 
     async def open_device(self, handle: DeviceHandle | None = None) -> None:
         """Allocate the device memory, or map what `handle` names. Raises TransferError; then nothing is mapped."""

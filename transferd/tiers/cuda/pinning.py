@@ -7,6 +7,7 @@ memory, it still works, and `pin` says why it is not pinned.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import threading
 
@@ -17,12 +18,19 @@ from transferd.tiers.cuda.driver import Driver
 from transferd.tiers.numa import node_of_pci
 
 _registered: dict[int, int] = {}  # address → bytes; this process's, for every device
+_starts: list[int] = []  # their addresses, ascending
 _lock = threading.Lock()
 
 
 def is_registered(address: int) -> bool:
     """Whether this process has registered the memory that begins here with CUDA."""
     return address in _registered
+
+
+def boundaries(address: int, nbytes: int) -> list[int]:
+    """Where in a range another registration begins: no DMA may cross such an address."""
+    with _lock:
+        return _starts[bisect.bisect_right(_starts, address) : bisect.bisect_left(_starts, address + nbytes)]
 
 
 class CudaPinning:
@@ -52,6 +60,7 @@ class CudaPinning:
             return str(error)
         with _lock:
             _registered[address] = nbytes
+            bisect.insort(_starts, address)
         return ""
 
     def unpin(self, address: int, nbytes: int) -> None:  # noqa: ARG002 - CUDA knows how long it is
@@ -59,6 +68,7 @@ class CudaPinning:
         driver = self._driver
         with _lock:
             del _registered[address]
+            _starts.remove(address)
         with contextlib.suppress(DeviceLost):
             context = driver.retain(self._device)  # the same one: it is counted
             try:

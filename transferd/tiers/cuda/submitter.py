@@ -39,7 +39,7 @@ from transferd.tiers.cuda.chunks import CopyChunk, Cutter
 from transferd.tiers.cuda.driver import Driver
 from transferd.tiers.cuda.kernel import MAX_BLOCKS, THREADS, Move, packed_order, segment_table
 from transferd.tiers.cuda.owned import Owned
-from transferd.tiers.cuda.pinning import is_registered
+from transferd.tiers.cuda.pinning import boundaries, is_registered
 
 SLOTS = 2
 # A DMA of this length takes about five microseconds on PCIe 5: ten times the DMA engine's cost of starting it, and
@@ -236,7 +236,8 @@ class Submitter:
     def _runs(self, plan: CopyPlan, host: HostMemory) -> Iterator[Submitted]:
         cache, registered = self._kernel_table.cache.origin, is_registered(host.address)
         source, target = (cache, host.address) if self.outward else (host.address, cache)
-        runs = plan.runs.view(np.uint64)
+        whole = _cut(plan.runs, 1 if self.outward else 0, boundaries(host.address, host.nbytes), host.address)
+        runs = whole.view(np.uint64)
         sources, targets = runs[:, 0] + np.uint64(source), runs[:, 1] + np.uint64(target)
         sizes = np.ascontiguousarray(runs[:, 2])
         self.tail = self._copies
@@ -288,3 +289,20 @@ class Submitter:
         move.blocks = count = chunk.stop - chunk.start
         self._cache_ids[:count] = ids[chunk.start : chunk.stop]
         self._driver.launch(self._kernel_table.function, move.grid, THREADS, move, self._kernels)
+
+
+def _cut(runs: npt.NDArray[np.int64], column: int, addresses: list[int], origin: int) -> npt.NDArray[np.int64]:
+    """The same runs, none of which crosses one of these addresses. column: of the offsets from `origin`."""
+    for address in addresses:
+        start, end = runs[:, column], runs[:, column] + runs[:, 2]
+        crosses = (start < address - origin) & (address - origin < end)
+        if not crosses.any():
+            continue
+        second = runs[crosses].copy()
+        length = address - origin - second[:, column]
+        runs = runs.copy()
+        runs[crosses, 2] = length
+        second[:, :2] += length[:, None]
+        second[:, 2] -= length
+        runs = np.concatenate((runs, second))
+    return np.ascontiguousarray(runs)

@@ -1,0 +1,113 @@
+"""Makes the pages of host memory: in pieces, by several threads, without Python's lock.
+
+A server's pool has hundreds of gigabytes. One thread makes three to ten of them a second, and mmap.madvise holds the
+GIL meanwhile: a daemon would answer nobody for a minute. A call through ctypes lets go of it. (Linux 5.14 and newer
+make pages by one call; older kernels by writing to them.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import threading
+from collections.abc import Iterator, Sequence
+
+from transferd.errors import NoThreads, TierError
+from transferd.runtime.threads import start_thread
+
+# Bytes of one call. The kernel holds the lock of the process's memory map meanwhile: a thread that maps or unmaps
+# anything, such as the loop when it needs memory, waits for the call to end.
+PIECE = 32 * 1024**2
+THREADS = 8  # more find the kernel's own locks
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; asm-generic/mman-common.h
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class Progress:
+    """Bytes that this process has populated so far; whoever waits for a start can see that it moves."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._lock = threading.Lock()
+
+    def add(self, nbytes: int) -> None:
+        with self._lock:
+            self.nbytes += nbytes
+
+
+PROGRESS = Progress()
+
+
+def populate(address: int, nbytes: int, cpus: Sequence[int] = ()) -> None:
+    """Make every page of a range now, as huge pages if possible. Releases the GIL.
+
+    cpus: where the threads run that touch the pages first; empty: anywhere. Raises TierError.
+    """
+    _libc.madvise(address, nbytes, mmap.MADV_HUGEPAGE)  # copies of scattered blocks then miss the TLB less
+    pieces, lock, problems = pieces_of(address, nbytes), threading.Lock(), []
+
+    def work() -> None:
+        if cpus:
+            with contextlib.suppress(OSError):  # a cgroup without these CPUs
+                os.sched_setaffinity(0, cpus)
+        for at, length in _taken(pieces, lock):
+            try:
+                _touch(at, length)
+            except TierError as error:
+                problems.append(error)
+            if problems:
+                return
+            PROGRESS.add(length)
+
+    count = min(THREADS, os.cpu_count() or 1, -(-nbytes // PIECE))
+    threads = []
+    if count > 1 or cpus:
+        with contextlib.suppress(NoThreads):
+            threads = [start_thread(f"transferd-populate-{number}", work) for number in range(count)]
+    if threads:
+        for thread in threads:
+            thread.join()
+    if not cpus:  # what no thread has taken; never with the caller's own CPUs changed
+        work()
+    if problems:
+        raise problems[0]
+    for at, length in pieces:
+        _touch(at, length)
+
+
+def _taken(pieces: Iterator[tuple[int, int]], lock: threading.Lock) -> Iterator[tuple[int, int]]:
+    while True:
+        with lock:
+            piece = next(pieces, None)
+        if piece is None:
+            return
+        yield piece
+
+
+def _touch(address: int, nbytes: int) -> None:
+    if _libc.madvise(address, nbytes, _MADV_POPULATE_WRITE) == 0:
+        return
+    code = ctypes.get_errno()
+    if code == errno.EINVAL:
+        ctypes.memset(address, 0, nbytes)
+    else:
+        problem = f"{errno.errorcode.get(code, code)}: {os.strerror(code)}"
+        raise TierError(f"cannot allocate {nbytes} bytes of host memory: {problem}")
+
+
+def give_back(address: int, nbytes: int) -> None:
+    """Free the pages of a range whose content nobody needs, without the GIL; unmapping it is quick then."""
+    for at, length in pieces_of(address, nbytes):
+        _libc.madvise(at, length, mmap.MADV_DONTNEED)
+
+
+def pieces_of(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
+    """A range in pieces of PIECE bytes."""
+    for at in range(address, address + nbytes, PIECE):
+        yield at, min(PIECE, address + nbytes - at)
