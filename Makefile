@@ -15,7 +15,7 @@ MODULE ?= control/dispatcher
 CONTROL_TESTS := tests/control tests/test_barrier.py tests/test_barrier_stateful.py tests/test_tasks.py
 FAST_TESTS := $(wildcard tests/test_*.py) $(addprefix tests/,runtime config blocks control observability workers)
 
-.PHONY: help demo test quick fix lint types check coverage mutate steady sim faults fuzz soak bench bench-gate gpu-check fastdeploy-check clean
+.PHONY: help demo test quick fix lint types check coverage mutate steady sim faults fuzz soak wheel bench bench-gate gpu-check fastdeploy-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -64,6 +64,10 @@ fuzz: $(TEST_STAMP) ## atheris on every decoder, then a million bad messages at 
 
 soak: $(TEST_STAMP) ## a flood of tasks and a mixed load with faults: make soak MINUTES=30; writes docs/faults.md
 	$(BIN)/python -m tests.soak.soak --minutes $(MINUTES) --write
+
+wheel: $(STAMP) ## a wheel in dist/; works without a compiler, too, and copies more slowly then
+	rm -rf build
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 
 bench: $(STAMP) ## control and copy benchmarks, as text
 	$(BIN)/transferd bench control

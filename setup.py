@@ -11,5 +11,6 @@ setup(
             extra_compile_args=["-O3"],
             optional=True,  # without a compiler or Python.h the install still works, on the slower twin
         )
-    ]
+    ],
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},  # one wheel for every Python from 3.11 on
 )

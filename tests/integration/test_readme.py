@@ -25,7 +25,7 @@ def printed(pattern: str) -> str:
 
 
 @pytest.mark.parametrize("example", ["in the README", "as a file"])
-def test_the_quick_start_stores_a_block_and_reads_it_back(example: str, tmp_path: Path) -> None:
+def test_the_quick_start_stores_a_block_and_reads_it_back_twice_with_other_values(example: str, tmp_path: Path) -> None:
     tree = tomllib.loads(printed(r"<<'EOF'\n(.*?)EOF\n"))
     assert tree["server"].pop("endpoint") == ENDPOINT
     assert tree["storage"]["file"].pop("path").startswith("/tmp/")
@@ -33,11 +33,17 @@ def test_the_quick_start_stores_a_block_and_reads_it_back(example: str, tmp_path
         program = [str(ROOT / "examples" / "quickstart.py"), daemon.endpoint]
         if example == "in the README":
             program = ["-c", printed(r"```python\n(.*?)```").replace(ENDPOINT, daemon.endpoint)]
-        done = subprocess.run(
-            [sys.executable, *program],
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-    assert (done.stdout, done.stderr, done.returncode) == ("ok ok [7] 42\n", "", 0)
+        for value in ("42", "43"):
+            done = subprocess.run(
+                [sys.executable, *program, value],
+                env=os.environ | {"PYTHONPATH": str(ROOT)},
+                capture_output=True,
+                text=True,
+                timeout=60,
+            )
+            assert (done.stdout, done.stderr, done.returncode) == (f"ok ok [7] {value}\n", "", 0)
+
+
+def test_the_trace_that_ships_is_the_one_that_the_script_draws() -> None:
+    done = subprocess.run([sys.executable, ROOT / "scripts" / "make_trace.py", "--check"], check=False, timeout=60)
+    assert done.returncode == 0, "run: python scripts/make_trace.py"
