@@ -7,15 +7,19 @@ import json
 import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.observability.test_metrics import NoTransport
 from tests.support.simulation.pool import SIM_MASTER, SimPool
 from transferd.config import from_tree
+from transferd.config.size import Size
 from transferd.daemon.daemon import Daemon
+from transferd.daemon.preflight import build
 from transferd.storage.mooncake import MooncakeStorage
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
@@ -103,3 +107,54 @@ def test_promtool_accepts_the_metrics(tmp_path: Path) -> None:
             ["promtool", "check", "metrics"], input=page, capture_output=True, text=True, timeout=60, check=False
         )
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+POD_CONFIG, POD = yaml.safe_load_all((DEPLOY / "kubernetes" / "sidecar.yaml").read_text())
+CONTAINERFILE = (DEPLOY / "container" / "Containerfile").read_text()
+
+
+def test_the_sidecars_configuration_fits_the_pod_around_it() -> None:
+    config = from_tree(tomllib.loads(POD_CONFIG["data"]["transferd.toml"]))
+    sizes, spec = build(config).sizes, POD["spec"]
+    (sidecar,) = spec["initContainers"]
+    volumes = {volume["name"]: volume for volume in spec["volumes"]}
+    for container in (*spec["initContainers"], *spec["containers"]):
+        assert {mount["name"] for mount in container["volumeMounts"]} <= set(volumes)
+    assert sizes.shared < parsed_size(volumes["shm"]["emptyDir"]["sizeLimit"])
+    assert sizes.memory + 300 * 2**20 < parsed_size(sidecar["resources"]["limits"]["memory"])
+    assert config.storage.file.capacity < parsed_size(volumes["blocks"]["emptyDir"]["sizeLimit"])
+    assert spec["terminationGracePeriodSeconds"] > config.server.shutdown_timeout
+    assert spec["shareProcessNamespace"]
+    (port,) = sidecar["ports"]
+    assert config.metrics.listen == f"0.0.0.0:{port['containerPort']}"
+    (engine,) = spec["containers"]
+    assert engine["env"] == [{"name": "TRANSFERD_ENDPOINT", "value": config.server.endpoint}]
+    shared = [{mount["mountPath"] for mount in one["volumeMounts"]} for one in (sidecar, engine)]
+    assert {"/dev/shm", str(Path(config.server.endpoints[0].removeprefix("ipc://")).parent)} <= shared[0] & shared[1]
+
+
+def parsed_size(text: str) -> int:
+    return int(Size.parse(f"{text}B"))  # Kubernetes writes GiB as Gi
+
+
+async def test_the_pods_probes_ask_what_a_daemon_serves(tmp_path: Path) -> None:
+    (sidecar,) = POD["spec"]["initContainers"]
+    asked = {sidecar[name]["httpGet"]["path"] for name in ("startupProbe", "readinessProbe", "livenessProbe")}
+    assert asked == {"/readyz", "/healthz"}
+    config = from_tree({"storage": {"file": {"path": str(tmp_path / "blocks")}}, "metrics": {"listen": "127.0.0.1:0"}})
+    daemon = Daemon(config, transport=NoTransport())
+    assert daemon.reports.http is not None
+    assert asked <= set(daemon.reports.http._routes)
+    await daemon.stop(lambda: 5.0)
+
+
+def test_the_container_file_copies_what_is_there_and_runs_what_is_installed() -> None:
+    root = DEPLOY.parent
+    for line in re.findall(r"^COPY (?!--from)(.*)$", CONTAINERFILE, re.MULTILINE):
+        sources = line.split()[:-1]
+        assert all((root / source).exists() for source in sources), line
+    (config,) = re.findall(r'CMD \["serve", "--config", "(.*)"\]', CONTAINERFILE)
+    assert f"COPY systemd/transferd.toml {config}" in CONTAINERFILE
+    uid = POD["spec"]["securityContext"]["runAsUser"]
+    assert f"USER {uid}:{uid}\n" in CONTAINERFILE
+    assert f"--uid {uid}" in CONTAINERFILE
