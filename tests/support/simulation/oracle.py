@@ -1,6 +1,6 @@
 """Oracle: what must hold inside a simulated daemon after every single step of its loop.
 
-The judge (simjudge.py) checks promises to engines; this checks the daemon's own books while nobody
+The judge (judge.py) checks promises to engines; this checks the daemon's own books while nobody
 asks: the dispatcher's (queue and lanes within their bounds, results within theirs, no two tasks at
 work on one block), that there is exactly one open round for each running task, that staging never
 exceeds its size, that each push is answered at most once, and that no copy begins that would write to
