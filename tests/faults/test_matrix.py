@@ -20,6 +20,7 @@ CUT = {
         Cell("kill -9", "daemon", "push", "file"),
         Cell("stop", "engine", "load", "file"),
         Cell("slow", "daemon", "gather", "file"),
+        Cell("slow", "engine", "match", "file"),
         Cell("kill -9", "daemon", "result", "file"),
     ],
     "mooncake": [
