@@ -1,6 +1,7 @@
 """The command line: start the daemon, query it, replay traffic against it, measure it.
 
-Exit codes: 0 success, 1 failure, 2 bad usage or configuration (one line on stderr names key and value).
+Exit codes: 0 success, 1 failure, 2 bad usage or configuration (one line on stderr names key and value), 130 ended by
+Ctrl-C, after a report of what was done.
 Only JSON and reports go to stdout; logs go to stderr.
 """
 
@@ -25,7 +26,7 @@ from transferd.cli.bench.command import app as bench_app
 from transferd.cli.completion import Shell
 from transferd.cli.doctor.command import doctor
 from transferd.cli.init import app as config_app
-from transferd.cli.options import Format, FormatOption
+from transferd.cli.options import INTERRUPTED, Format, FormatOption
 from transferd.cli.pool.command import app as pool_app
 from transferd.cli.top.command import top
 from transferd.errors import ConfigError, ConnectTimeout, TransferError, one_line
@@ -138,7 +139,7 @@ def verify(
         print(json.dumps(report.tree()))
     else:
         report.print(Console())
-    raise typer.Exit(0 if report.good else 1)
+    raise typer.Exit(INTERRUPTED if report.interrupted else 0 if report.good else 1)
 
 
 @app.command()
@@ -292,7 +293,7 @@ def replay(
         from rich.console import Console
 
         report.print(Console())
-    raise typer.Exit(0 if report.good else 1)
+    raise typer.Exit(INTERRUPTED if report.interrupted else 0 if report.good else 1)
 
 
 @app.command()
@@ -366,6 +367,9 @@ def main() -> NoReturn:
     except ConfigError as error:
         logs.say(str(error))
         _end(2)
+    except (KeyboardInterrupt, typer.Abort):  # a command that has done something by then says what, by itself
+        logs.say("interrupted")
+        _end(INTERRUPTED)
     except (TransferError, TimeoutError) as error:
         logs.say(str(error) or "the daemon did not answer in time")
         _end(1)

@@ -11,6 +11,7 @@ EXIT_STATUS = (
     ("0", "It was done; the daemon has stopped as asked."),
     ("1", "It failed: no daemon answers, the daemon is not ready, or what was checked is damaged."),
     ("2", "The command or the configuration is wrong; one line on stderr names the key and the value."),
+    ("130", "Ctrl-C ended it; what was done by then is reported."),
     ("3", "The daemon has stopped, but a storage call or a copy never ended."),
 )
 FILES = (

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+INTERRUPTED = 130  # exit code of a command that Ctrl-C ended, as a shell has it
+
 
 class Format(enum.StrEnum):
     """How a report is printed."""

@@ -31,6 +31,7 @@ class VerifyReport:
     """What a store holds. bad: (name, damage) of the first TOLD damaged objects; damage: how many of which kind.
 
     unsealed: objects in which nothing tells whether they are whole. errors: files that could not be looked at.
+    interrupted: Ctrl-C ended it before it had seen every object.
     """
 
     path: str
@@ -42,6 +43,7 @@ class VerifyReport:
     bad: list[tuple[str, str]] = field(default_factory=list)
     quarantined: int = 0
     seconds: float = 0.0
+    interrupted: bool = False
 
     @property
     def damaged(self) -> int:
@@ -49,7 +51,7 @@ class VerifyReport:
 
     @property
     def good(self) -> bool:
-        return not self.damage and not self.errors
+        return not self.damage and not self.errors and not self.interrupted
 
     def tree(self) -> dict[str, Any]:
         return {
@@ -63,6 +65,7 @@ class VerifyReport:
             "quarantined": self.quarantined,
             "errors": self.errors,
             "seconds": self.seconds,
+            "interrupted": self.interrupted,
         }
 
     def print(self, console: Console) -> None:
@@ -72,6 +75,8 @@ class VerifyReport:
             console.print(f"… and {self.damaged - len(self.bad)} more")
         for error in self.errors:
             console.print(f"[red]error[/] {escape(one_line(error))}", soft_wrap=True, highlight=False)
+        if self.interrupted:
+            console.print("[bold red]interrupted[/]: there are more objects")
         kinds = ", ".join(f"{kind} {count}" for kind, count in self.damage.most_common())
         verdict = f"[red]{self.damaged} damaged[/] ({kinds})" if self.damage else "[green]none damaged[/]"
         aside = f", {self.quarantined} set aside" if self.quarantined else ""
@@ -111,6 +116,8 @@ def verify(path: str, *, quarantine: bool = False, progress: Callable[[int], Non
                     report.quarantined += 1
     except OSError as error:
         report.errors.append(str(error))
+    except KeyboardInterrupt:
+        report.interrupted = True
     finally:
         directory.close()
     report.seconds = SYSTEM_CLOCK.monotonic() - began

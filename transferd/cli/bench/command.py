@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from transferd.cli.bench import harness
-from transferd.cli.options import Format, FormatOption
+from transferd.cli.options import INTERRUPTED, Format, FormatOption
 
 app = typer.Typer(name="bench", help="Measure this machine against its own limits.", no_args_is_help=True)
 
@@ -32,11 +32,11 @@ def copy(
     if device == "cuda":
         from transferd.cli.bench import copy_cuda
 
-        _run("copy-cuda", copy_cuda.run, format_, copy_cuda.machine())
+        _run("copy-cuda", lambda told: copy_cuda.run(told=told), format_, copy_cuda.machine())
         return
     from transferd.cli.bench import copy as bench
 
-    _run("copy", lambda: bench.run(device), format_)
+    _run("copy", lambda told: bench.run(device, told), format_)
 
 
 @app.command()
@@ -47,16 +47,38 @@ def storage(
     """Measure writes and reads through a rank, against the backend's own raw calls."""
     from transferd.cli.bench import storage as bench
 
-    _run("storage", lambda: bench.run(backend), format_)
+    _run("storage", lambda told: bench.run(backend, told), format_)
 
 
 def _run(
-    name: str, bench: Callable[[], list[harness.Row]], format_: Format, more: dict[str, object] | None = None
+    name: str,
+    bench: Callable[[harness.Told], object],
+    format_: Format,
+    more: dict[str, object] | None = None,
 ) -> None:
-    """more: facts about the machine, besides those that every benchmark reports."""
+    """Measure, saying each row on stderr as it comes; Ctrl-C reports the rows so far.
+
+    more: facts about the machine, besides those that every benchmark reports.
+    """
     before = harness.machine() | (more or {})
-    tree = harness.report(name, before, bench())
+    rows: list[harness.Row] = []
+    progress, interrupted = Console(stderr=True, quiet=format_ is Format.JSON, highlight=False), False
+
+    def told(new: list[harness.Row]) -> None:
+        rows.extend(new)
+        for row in new:
+            progress.print(f"{row.name}: {row.value:.4g} {row.unit}", soft_wrap=True, markup=False)
+
+    try:
+        with progress.status(f"measuring: {name}"):  # nothing but the rows where nobody looks
+            bench(told)
+    except KeyboardInterrupt:
+        interrupted = True
+    tree = harness.report(name, before, rows) | ({"interrupted": True} if interrupted else {})
     if format_ is Format.JSON:
         print(json.dumps(tree))
     else:
         harness.show(tree, Console())
+    if interrupted:
+        progress.print("interrupted: this is what was measured by then")
+        raise typer.Exit(INTERRUPTED)

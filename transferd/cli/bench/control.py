@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from transferd.cli.bench.echo import Echo, echo
-from transferd.cli.bench.harness import RUNS, Row, row
+from transferd.cli.bench.harness import RUNS, Row, Told, nobody, row
 from transferd.cli.replay.kvdata import KvData
 from transferd.client.client import Client
 from transferd.client.launch import DaemonProcess, running
@@ -31,14 +31,16 @@ BLOCKS = 64  # the device blocks that swaps use
 TARGET = BLOCKS  # the device block that reads fill
 
 
-def run() -> list[Row]:
+def run(told: Told = nobody) -> list[Row]:
     """All rows; takes about a minute."""
     with tempfile.TemporaryDirectory(prefix="transferd-bench-") as directory, echo(Path(directory)) as limit:
         limit.round_trip_us(TASKS)  # warm-up
         rows: list[Row] = []
         for ranks in (1, 8):
             with running(config(ranks), Path(directory), name=f"tp{ranks}") as daemon:
-                rows += asyncio.run(_measure(daemon, ranks, limit))
+                new = asyncio.run(_measure(daemon, ranks, limit))
+            told(new)
+            rows += new
         return rows
 
 

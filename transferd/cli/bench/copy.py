@@ -19,7 +19,7 @@ import numpy as np
 
 from transferd.blocks.copyplan import plan_copy
 from transferd.blocks.layout import BlockLayout, build_layout
-from transferd.cli.bench.harness import RUNS, Row, row
+from transferd.cli.bench.harness import RUNS, Row, Told, nobody, row
 from transferd.cli.replay.kvdata import KvData
 from transferd.client.client import Client
 from transferd.client.launch import running
@@ -45,15 +45,20 @@ LAYOUTS: dict[str, dict[str, object]] = {
 END_TO_END = ("GQA 4 layers x 16 KiB", "GQA 80 layers x 16 KiB", "MLA 61 layers x 72 KiB")
 
 
-def run(device: str = "shm") -> list[Row]:
+def run(device: str = "shm", told: Told = nobody) -> list[Row]:
     """Measure both directions of every layout with random block ids, and compare every byte afterwards."""
-    rows = [item for name, cache in LAYOUTS.items() for item in asyncio.run(_layout(name, cache, device))]
+    rows: list[Row] = []
+    for name, cache in LAYOUTS.items():
+        told(new := asyncio.run(_layout(name, cache, device)))
+        rows += new
     if device == "shm":  # another process can attach it
         for name in END_TO_END:
             with tempfile.TemporaryDirectory(prefix="transferd-bench-") as directory:
                 tree = {"cache": LAYOUTS[name] | _pool(device), "storage": {"backend": "none"}}
                 with running(tree, Path(directory)) as daemon:
-                    rows += asyncio.run(_tasks(name, daemon.endpoint))
+                    new = asyncio.run(_tasks(name, daemon.endpoint))
+            told(new)
+            rows += new
     return rows
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 RUNS = 5
+
+Told = Callable[[list["Row"]], None]  # hears of rows as soon as they are measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,10 @@ class Row:
             "ratio": self.ratio,
             "spread": self.spread,
         }
+
+
+def nobody(_: list[Row]) -> None:
+    """A `Told` that does not listen."""
 
 
 def row(name: str, values: Sequence[float], unit: str, limit: float, limit_name: str) -> Row:

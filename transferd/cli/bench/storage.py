@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from transferd.cli.bench.harness import RUNS, Row, row
+from transferd.cli.bench.harness import RUNS, Row, Told, nobody, row
 from transferd.cli.replay.kvdata import KvData
 from transferd.config import Config, from_tree
 from transferd.daemon.daemon import Daemon
@@ -93,13 +93,17 @@ class Subject:
     storage: Callable[[Config], Storage] | None = None
 
 
-def run(backend: str) -> list[Row]:
+def run(backend: str, told: Told = nobody) -> list[Row]:
     """Rows of one backend. Raises ConfigError if it cannot run here."""
     with (
         tempfile.TemporaryDirectory(prefix="transferd-bench-") as directory,
         _subjects(backend, Path(directory)) as subjects,
     ):
-        return [line for subject in subjects for line in measure(subject)]
+        rows: list[Row] = []
+        for subject in subjects:
+            told(new := measure(subject))
+            rows += new
+        return rows
 
 
 def measure(subject: Subject) -> list[Row]:

@@ -44,10 +44,20 @@ async def replay(endpoint: str, requests: Sequence[TraceRequest], concurrency: i
                     await engine.play(requests, concurrency, lambda: progress.advance(bar))
                 except TransferError as error:
                     report.aborted = str(error)
+                except asyncio.CancelledError:  # Ctrl-C, as asyncio.Runner passes it on
+                    _uncancel()
+                    report.interrupted = True
+                    report.aborted = "interrupted"
                 report.seconds = time.monotonic() - before
     finally:
         threads.close()
     return report
+
+
+def _uncancel() -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    task.uncancel()
 
 
 def progress_bar(console: Console, what: str) -> Progress:

@@ -36,6 +36,7 @@ class ReplayReport:
     error_count: int = 0
     seconds: float = 0.0
     aborted: str = ""  # why the replay ended early
+    interrupted: bool = False  # by Ctrl-C
     hits: Counter[str] = field(default_factory=Counter)
     statuses: Counter[str] = field(default_factory=Counter)
     latencies: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))

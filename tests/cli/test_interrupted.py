@@ -1,0 +1,104 @@
+"""Ctrl-C: a command ends at once, with what was done by then, and the exit code of a shell."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from tests.cli.conftest import transferd
+from transferd import SyncClient, WriteStorageTask
+from transferd.cli import main as command_line
+from transferd.cli.bench import control
+from transferd.cli.bench.harness import Row, Told
+from transferd.cli.options import INTERRUPTED
+from transferd.cli.replay.trace import generated_workload
+from transferd.cli.verify import verify
+from transferd.client.launch import DaemonProcess, running
+from transferd.observability import logs
+
+pytestmark = pytest.mark.one_loop
+
+
+def test_verify_reports_the_objects_that_it_has_seen(tmp_path: Path) -> None:
+    tree = {"cache": {"device_blocks": 8, "host_blocks": 0, "ranks": 1}}
+    with running(tree, tmp_path) as daemon, SyncClient(daemon.endpoint) as client:
+        client.attach(0)
+        keys = [f"k{number}" for number in range(6)]
+        task = WriteStorageTask(task_id="w", keys=keys, gpu_block_ids=list(range(6)))
+        assert client.submit(task).status == "ok"
+    seen = 0
+
+    def progress(_: int) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == 4:
+            raise KeyboardInterrupt
+
+    report = verify(str(tmp_path / "blocks"), progress=progress)
+    assert report.interrupted
+    assert 0 < report.objects < 6
+    assert not report.good
+    assert report.tree()["interrupted"] is True
+    assert verify(str(tmp_path / "blocks")).good
+
+
+def test_a_benchmark_reports_the_rows_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(told: Told) -> None:
+        told([Row("first", 1.5, "µs", 1.0, "an echo", 0.0)])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(control, "run", run)
+    done = CliRunner().invoke(command_line.app, ["bench", "control", "--format", "json"])
+    assert done.exit_code == INTERRUPTED
+    told = json.loads(done.stdout)
+    assert ([row["name"] for row in told["rows"]], told["interrupted"]) == (["first"], True)
+
+
+def test_a_replay_reports_what_it_has_compared(daemon: DaemonProcess, engine: SyncClient, tmp_path: Path) -> None:
+    trace = tmp_path / "long.jsonl"
+    encode = msgspec.json.Encoder().encode
+    trace.write_bytes(b"".join(encode(request) + b"\n" for request in generated_workload(1, 20_000)))
+    before = engine.stats()["tasks"]
+    command = [sys.executable, "-m", "transferd", "replay", str(trace), "--endpoint", daemon.endpoint]
+    with subprocess.Popen(
+        [*command, "--format", "json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as process:
+        while engine.stats()["tasks"] == before:
+            assert process.poll() is None, process.communicate()
+        process.send_signal(signal.SIGINT)
+        told, complaints = process.communicate(timeout=100)
+    assert (process.returncode, complaints) == (INTERRUPTED, "")
+    report = json.loads(told)
+    assert report["aborted"] == "interrupted"
+    assert (report["verify_failures"], report["errors"]) == (0, [])
+    assert sum(report["statuses"].values()) > 0
+
+
+def test_any_other_command_says_so_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def app(*, standalone_mode: bool) -> None:
+        raise KeyboardInterrupt
+
+    said: list[str] = []
+    monkeypatch.setattr(logs, "say", said.append)
+    monkeypatch.setattr(command_line, "app", app)
+    with pytest.raises(SystemExit) as ended:
+        command_line.main()
+    assert ended.value.code == INTERRUPTED
+    assert said == ["interrupted"]
+
+
+def test_the_version_is_printed_without_a_word_of_progress() -> None:
+    assert transferd("version").stderr == ""
