@@ -82,7 +82,7 @@ def test_a_task_that_is_left_behind_says_why_it_was_told_to_end_and_who_held_on(
     desk.hear(ev.RankLeft("r", 0, desk.now))
     desk.hear(ev.RankLeft("r", 1, desk.now))
     assert told(recorder, "r")[3:] == [
-        "told to end reason=expired",
+        "stopping reason=expired",
         "slack used up",
         "done status=expired blocks=0",
         "cause code=expired problem=rank 0: late",
@@ -98,8 +98,8 @@ def test_a_task_that_nobody_waits_for_names_the_client_that_went_last(desk: Desk
     desk.hear(ev.ClientGone(b"other", desk.now))
     assert told(recorder, "w")[3:] == [
         "joined client=b'other'",
-        "nobody waits client=b'other'",
-        "told to end reason=cancelled",
+        "no client waits client=b'other'",
+        "stopping reason=cancelled",
     ]
 
 

@@ -190,7 +190,7 @@ def test_bytes_under_way_are_bounded_for_each_lane_but_one_task_alone_may_be_lar
     assert refusal(lanes, read("a"), nbytes=9999) is None
     record = admit(lanes, read("a"), nbytes=1500)
     assert refusal(lanes, read("b"), nbytes=500) is None
-    told = ErrorInfo("bytes_in_flight", "1500 bytes are under way in this lane")
+    told = ErrorInfo("bytes_in_flight", "1500 bytes are in flight in this lane")
     assert refusal(lanes, read("b"), nbytes=501) == told
     assert refusal(lanes, write("w"), nbytes=9999) is None
     start(lanes)

@@ -163,7 +163,7 @@ async def test_clearing_frees_the_memory_and_restoring_makes_it_anew_and_empty(s
         report = await client.stats()
         assert report["host"]["bytes"] == 0
         assert (report["ready"], report["cache"]["cleared"], report["cache"]["missing"]) == (False, True, [0, 1])
-        assert daemon.not_ready == "the cache was cleared; restore_cache makes it anew"
+        assert daemon.not_ready == "the cache was cleared; call restore_cache to re-create it"
         await client.restore_cache("G2")
         assert client.generation == "G2"
         await client.wait_ready(5)

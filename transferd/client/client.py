@@ -83,7 +83,7 @@ class Client(Observing, StorageLookup):
         renewed = weakref.WeakMethod(self._renewed)  # the loop holds the conversation; it must not hold us as well
         self._conversation.renewed = lambda: (tell := renewed()) and tell()
         self._known = "", 0, 0  # boot_id, session and epoch that were renewed last
-        self._repeated: list[int] = []  # requests that the newest session was told again
+        self._repeated: list[int] = []  # requests that were repeated in the newest session
         self._dropped = False
         self._offers = Offers(self._conversation.request, CONTROL_TIMEOUT_S)
         self._attached = Attachments(self._conversation)
@@ -331,10 +331,10 @@ class Client(Observing, StorageLookup):
     # --- the cache's memory -------------------------------------------------------------------------
 
     async def attach(self, rank: int) -> dict[str, list[Any]]:
-        """Map a rank's device cache: {plane: [one array per layer]}, zero-copy; whoever made the memory owns it.
+        """Map a rank's device cache: {plane: [one array per layer]}, zero-copy. The creator of the memory owns it.
 
         Shared memory gives numpy arrays. Stay connected while you use them: the daemon takes tasks only while every
-        rank is attached. After a clear or a restart they still show the old bytes, which nobody else sees: `reattach`.
+        rank is attached. After a clear or a restart they still show the old bytes, which only you see: `reattach`.
         A GPU gives arrays with `__cuda_array_interface__` and DLPack; drop them and `detach` before a clear.
         Raises RequestError, and TierError if the memory cannot be shared.
         """

@@ -25,9 +25,9 @@ class Observing:
         return dict(await self._ask(wire.Explain(task_id)))
 
     async def tasks(self, which: wire.Which = "recent", limit: int = 100) -> list[dict[str, Any]]:
-        """List tasks that are under way, slow, failed or recent; transferd/daemon/listing.py describes a row.
+        """List running, slow, failed or recent tasks; transferd/daemon/listing.py describes a row.
 
-        limit: at most so many rows, 1 to 1000.
+        limit: the most rows to return, 1 to 1000.
         """
         return list(await self._ask(wire.ListTasks(which, limit)))
 

@@ -12,7 +12,7 @@ at once until a daemon answers.
 *Sessions* (see protocol.py). `session` is the newest Welcome. A Welcome of the same boot with another session
 number says that a message was lost, or that the daemon took us for gone. Every pending request is then sent
 again, in its original order; the daemon joins tasks that it knows and does not run them twice. Requests wait
-for the first Welcome: without a session, a request could be lost or run twice, and nobody could tell.
+for the first Welcome: without a session, a request could be lost or run twice, without a trace.
 
 *Backpressure.* Requests that the transport does not accept wait in order in `_unsent`. They are retried with
 each message that arrives and with each heartbeat.
@@ -181,7 +181,7 @@ class Conversation:
         """Say Bye and disconnect. Pending requests end with code `closed`. Idempotent; a no-op in a forked child."""
         if not self.is_open:
             return
-        if self._loop_gone:  # nobody can wait on a closed loop, and its futures cannot be touched
+        if self._loop_gone:  # no task can wait on a closed loop, and its futures cannot be touched
             self._pending.clear()
             self._waiters.clear()
         else:
@@ -249,7 +249,7 @@ class Conversation:
         return seq
 
     def repeat(self, requests: Iterable[tuple[wire.Control, float]], before: Iterable[int]) -> list[int]:
-        """Tell a new session what an earlier one knew: requests, with their time limits, for which nobody waits.
+        """Repeat an earlier session's state in a new one: requests, with their time limits, that no caller awaits.
 
         before: what this returned for the session before. Those requests are dropped: each session sends what is
         pending once more, so they would pile up for as long as answers are lost.

@@ -182,7 +182,7 @@ def _check_write(task: WriteStorageTask, limits: Limits) -> None:
     flush = limits.only_flush and task.lane is Lane.WRITE
     if ids != keys and not (flush and not ids):  # of blocks that were evicted there is nothing but their place
         raise RequestError(f"keys has {keys} entries, gpu_block_ids {ids}", code="length_mismatch")
-    if keys > limits.device_blocks and not flush:  # a read or swap of so many would name a target twice
+    if keys > limits.device_blocks and not flush:  # a read or swap of that many would name a target twice
         raise RequestError(f"{keys} blocks, the device has {limits.device_blocks}", code="too_many_blocks")
     check_ids(task.gpu_block_ids, limits.device_blocks, "gpu_block_ids", target=False)
     if len(set(task.keys)) != keys:

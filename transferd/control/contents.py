@@ -17,11 +17,11 @@ from transferd.tasks import ErrorInfo, Merged, SwapInTask, SwapOutTask, Task
 class Contents:
     """Changed by the dispatcher only, as events say. Costs one look for most tasks, and one a block for swaps.
 
-    all_mapped: every rank's memory is mapped, and nobody has earlier memory mapped. Then only swap-ins need `refusal`.
+    all_mapped: every rank's memory is mapped, and no client maps earlier memory. Then only swap-ins need `refusal`.
     """
 
     def __init__(self, ranks: int, host_blocks: int, *, mapped: bool) -> None:
-        """mapped: False while the daemon starts: nobody has any rank's memory mapped."""
+        """mapped: False while the daemon starts: no client has any rank's memory mapped."""
         self._unmapped: Sequence[int] = () if mapped else range(ranks)
         self.all_mapped = mapped
         self._outdated: Mapping[bytes, Sequence[int]] = {}  # clients that still have earlier memory mapped: ranks
@@ -83,7 +83,7 @@ def _will_be_filled(block: int, hazards: HazardTable) -> bool:
     if claim is None:
         return False
     assert isinstance(claim.owner, TaskState)
-    # The claim of a task that was taken back stays while tasks before it are at work, which may be swap-outs.
+    # The claim of a cancelled task stays while earlier tasks are at work, which may be swap-outs.
     return claim.abandoned or claim.owner.state is not State.DONE
 
 

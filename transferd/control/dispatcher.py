@@ -3,7 +3,7 @@
 Theory of operation
 -------------------
 `Dispatcher.handle(event)` is the only entry. It changes this object's state and returns
-instructions (see events.py); whoever carries them out reports what happened as further events.
+instructions (see events.py); the coordinator carries them out and reports what happens as further events.
 Nothing here knows of sockets, threads, devices or the event loop, and time comes in with the event.
 
 A task is admitted or answered at once. Admission refuses what can never work (`rejected`), what is
@@ -14,7 +14,7 @@ An admitted task is in one of four states, and TRANSITIONS below is the whole la
 
     queued      waits for tasks before it on its blocks, for a place in its lane, or for `resume`
     running     its round is open and every rank is at work on it
-    cancelling  as running, but the ranks were told to end early (cancel or deadline)
+    cancelling  as running, but its ranks must end early (cancel or deadline)
     done        answered; exactly one terminal result went to every waiter
 
 Which of the ready tasks run is for their lane to say (lanes.py). Because a Start goes to all ranks together,
@@ -23,7 +23,7 @@ the order is the same on every rank.
 A deadline or a cancel of a queued task answers it at once. Of a running one it stops the ranks, which
 arrive with what they have as soon as the copy they are in has ended. A rank that does not even do
 that within `deadline_slack` is left behind: the round is completed without it, the task answered,
-and its blocks stay claimed until that rank has let go (`straggling`), so nobody else is given them.
+and its blocks stay claimed until that rank has finished (`straggling`), so no other task gets them.
 
 Generations: a task is bound to the generation at its admission. A bump makes all older objects
 unreachable for later tasks and lets running ones finish under their own name.
@@ -63,7 +63,7 @@ DONE = {status: f"done {status}" for status in Status}
 
 @dataclass(frozen=True, slots=True)
 class DispatchStatistics:
-    """A snapshot: tasks by final status, refusals by code, and what is under way now."""
+    """A snapshot: tasks by final status, refusals by code, and the tasks in progress."""
 
     queued: int
     running: int
@@ -97,7 +97,7 @@ class Dispatcher:
         self.generation = generation
         self._recorder = recorder if recorder is not None else Recorder()
         self._records: dict[str, TaskState] = {}  # queued, running, cancelling
-        self._stragglers: dict[str, TaskState] = {}  # done, but a rank has not let go
+        self._stragglers: dict[str, TaskState] = {}  # done, but a rank still works on it
         self._results = ResultCache(limits.result_ttl, limits.max_results, limits.max_result_bytes)
         self._hazards = HazardTable()
         self._lanes = Lanes(limits)
@@ -161,7 +161,7 @@ class Dispatcher:
 
     @property
     def next_alarm(self) -> float:
-        """When the next deadline is due; long past means that nobody sends DeadlineReached. math.inf for never."""
+        """When the next deadline is due; math.inf for never. Long past: DeadlineReached does not arrive."""
         return self._alarms.next()
 
     @property
@@ -360,7 +360,7 @@ class Dispatcher:
                 continue
             record.waiters = waiters
             if not waiters:
-                self._recorder.note(record.task_id, "nobody waits", event.client)
+                self._recorder.note(record.task_id, "no client waits", event.client)
                 self._end(record, Stop.CANCELLED, event.now)
         for hold in self._gate.client_gone(event.client):
             self._recorder.aside("", "hold ended", hold.what, hold.holder)
@@ -390,7 +390,7 @@ class Dispatcher:
         elif record.state is State.RUNNING:
             record.stop = reason
             self._move(record, State.CANCELLING)
-            self._recorder.note(record.task_id, "told to end", reason)
+            self._recorder.note(record.task_id, "stopping", reason)
             self._out.append(ev.StopTask(record.task_id, reason))
             record.forsaken_at = now + self.limits.deadline_slack
             self._set_alarm(record.forsaken_at, record)
@@ -485,7 +485,7 @@ class Dispatcher:
             self._release(record)
 
     def _release(self, record: TaskState) -> None:
-        """The task's blocks are free; whoever waited for them gets its turn."""
+        """The task's blocks are free: the tasks that waited for them get their turn."""
         claim, record.claim = record.claim, None  # no cycle is left for the collector to find
         assert claim is not None
         for ready in self._hazards.leave(claim):

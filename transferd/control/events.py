@@ -39,7 +39,7 @@ class RoundMerged(msgspec.Struct, frozen=True):
 
 
 class RankLeft(msgspec.Struct, frozen=True):
-    """A rank that was missing when its round ended has let go of the task's blocks."""
+    """A rank that was missing when its round ended has finished with the task's blocks."""
 
     task_id: str
     rank: int
@@ -55,7 +55,7 @@ class RankFailed(msgspec.Struct, frozen=True):
 
 
 class ClientGone(msgspec.Struct, frozen=True):
-    """A client vanished. Work that nobody waits for any more is taken back; its pauses and drains end."""
+    """A client vanished. Tasks that no other client waits for are cancelled; its pauses and drains end."""
 
     client: bytes
     now: float
@@ -75,7 +75,7 @@ class DeadlineReached(msgspec.Struct, frozen=True):
 class CacheWithdrawn(msgspec.Struct, frozen=True):
     """Not every rank has its memory any more: admit nothing until CacheReady, and say why.
 
-    end: what is admitted cannot be finished either; running tasks are told to end, queued ones fail.
+    end: admitted tasks cannot finish either: running ones must stop, queued ones fail.
     """
 
     error: ErrorInfo
@@ -102,7 +102,7 @@ class MappingsChanged(msgspec.Struct, frozen=True):
 
 
 class HostEmptied(msgspec.Struct, frozen=True):
-    """The host pool was given up. No task is admitted or under way."""
+    """The host pool was freed. No task is admitted or running."""
 
     now: float
 

@@ -92,7 +92,7 @@ class HazardTable:
         return claim
 
     def leave(self, claim: Claim) -> list[Claim]:
-        """The task is over (or taken back while queued). Returns the claims that became ready, in order."""
+        """The task is over, or was cancelled while queued. Returns the claims that became ready, in order."""
         if claim.blockers:
             claim.abandoned = True
             return []

@@ -57,7 +57,7 @@ class Lanes:
             told = f"admitted tasks hold {held} bytes of keys, ids and token_ids, this one would add {arguments}"
             return ErrorInfo("queue_full", told), self._hint(load)
         if load.tasks and load.nbytes + prepared.nbytes > self._limits.max_bytes:
-            told = f"{load.nbytes} bytes are under way in this lane"
+            told = f"{load.nbytes} bytes are in flight in this lane"
             return ErrorInfo("bytes_in_flight", told), self._hint(load)
         return None
 
@@ -83,7 +83,7 @@ class Lanes:
         for load in self.loads.values():
             while load.ready and load.running < self._limits.lane_depth:
                 record = load.ready.popleft()
-                if record.state is State.QUEUED:  # else it was taken back while it waited for a place
+                if record.state is State.QUEUED:  # else it was cancelled while it waited for a place
                     yield record
 
     def moved(self, record: TaskState, old: State) -> None:

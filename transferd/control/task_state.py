@@ -43,8 +43,8 @@ class TaskState:
     deadline: float
     nbytes: int  # counted against the lane's bytes in flight
     waiters: list[tuple[bytes, int]]  # (client, seq) to be answered; empty when all have gone
-    claim: Claim | None = None  # None while the record is being made and after its blocks were let go
+    claim: Claim | None = None  # None before the blocks are claimed and after they are released
     state: State = State.QUEUED
-    stop: Stop | None = None  # why it was told to end, while cancelling
+    stop: Stop | None = None  # why it must stop, while cancelling
     forsaken_at: float = math.inf  # while cancelling: when the ranks that still hold on are left behind
     straggling: set[int] = field(default_factory=set)  # ranks left behind, after done

@@ -19,14 +19,14 @@ that connection's.
 
 *Clear and restore.* `clear` frees device and host memory; staging stays, it is a constant and holds no block.
 The generation that was served until then is closed: `restore` wants one that this daemon has never closed, and
-`set_generation` refuses to go back. So no object and no block of before can be read after. Only an engine that
+`set_generation` refuses to go back. So no earlier object or block can be read afterwards. Only an engine that
 says it serves the same weights again (it slept) may open a closed one: what is stored under it is still good. Each
 clear begins a new *epoch*; an offer says for which epoch it was made, since one that was on its way
 meanwhile names memory that its engine has given up.
 
-*What others have mapped* (mappings.py). A task is refused while nobody has a rank's memory mapped. A client that
+*What others have mapped* (mappings.py). A task is refused while no client has a rank's memory mapped. A client that
 attached may still look at its arrays after a clear. Memory that outlives its creator's close (POSIX shared memory)
-lets it: it sees the old bytes, which nobody else does. Memory that does not (CUDA IPC) must be let go first:
+lets it: it sees the old bytes, which no other process does. Memory that does not (CUDA IPC) must be released first:
 `clear` is refused until every such client has detached, and touches nothing.
 """
 
@@ -56,7 +56,7 @@ from transferd.workers.rank import RankWorker
 log = structlog.get_logger(__name__)
 
 MAX_GENERATION = 256  # characters; part of every object's name
-CLEARED = ErrorInfo("cleared", "the cache was cleared; restore_cache makes it anew")
+CLEARED = ErrorInfo("cleared", "the cache was cleared; call restore_cache to re-create it")
 
 
 @dataclass(slots=True, eq=False)
@@ -100,7 +100,7 @@ class CacheMemory:
     ) -> None:
         """tokens: where storage is token-indexed; it is asked whether it is ready once every rank has memory.
 
-        next_generation: which one to restore when nobody names it; None for the one that is served.
+        next_generation: which one to restore if the request names none; None for the current one.
         """
         self._tokens = tokens
         self._next_generation = next_generation
@@ -160,7 +160,7 @@ class CacheMemory:
             await self._announce()
 
     async def close(self) -> None:
-        """Allow no change any more, and wait for the one under way. The ranks' memory is closed by its workers."""
+        """Allow no further change, and wait for the current one. The workers close the ranks' memory."""
         self._closed = True
         if self._changes:
             await asyncio.wait(self._changes)
@@ -337,7 +337,7 @@ class CacheMemory:
             return self.epoch
 
     async def restore(self, generation: str | None, *, same_weights: bool = False) -> int:
-        """Make the memory anew (or wait for offers again), under a generation never closed here; the epoch.
+        """Re-create the memory (or wait for offers again), under a generation never closed here; the epoch.
 
         generation: None for `next_generation`. same_weights: one that was closed is opened again. Raises
         RequestError; ConfigError for a version file that says nothing, TierError when there is no room, and then the
@@ -439,17 +439,17 @@ def _extents(rank: _RankMemory) -> list[Extent]:
 
 
 def _heard(task: asyncio.Task[Any]) -> None:
-    """Nobody waits for this change any more; that it failed is still worth a line."""
+    """Log a failed change that no caller waits for any more."""
     if not task.cancelled() and (error := task.exception()) is not None:
         log.warning("a change of the cache failed after its client had gone", problem=str(error))
 
 
 async def _given_up(number: int, closing: Awaitable[None]) -> None:
-    """Close memory whatever comes of it: nobody will use it again."""
+    """Close memory, and only log an error: nothing will use it again."""
     try:
         await closing
     except TransferError as error:
-        log.warning("memory could not be let go of well", rank=number, problem=str(error))
+        log.warning("error while releasing memory", rank=number, problem=str(error))
 
 
 def _ranks(numbers: list[int]) -> str:

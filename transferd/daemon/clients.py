@@ -89,7 +89,7 @@ class Clients:
             self.send(peer, 0, again)
 
     def rows(self, limit: int, now: float) -> list[dict[str, Any]]:
-        """At most so many of those who are connected, and since when; uid and pid where the socket knows them."""
+        """At most `limit` connected clients, and since when; uid and pid if the socket knows them."""
         rows = []
         for peer, client in itertools.islice(self._peers.items(), limit):
             who = self.transport.describe(peer)

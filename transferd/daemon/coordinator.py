@@ -131,7 +131,7 @@ class Coordinator:
         return True
 
     def cancel(self, task_id: str) -> bool:
-        """Take a task back. False when there is nothing to take back."""
+        """Cancel a task. False if there is nothing to cancel."""
         known = self._dispatcher.state_of(task_id) in (State.QUEUED, State.RUNNING, State.CANCELLING)
         self._hear(ev.CancelRequested(task_id, self._clock.monotonic()))
         return known
@@ -288,7 +288,7 @@ class Coordinator:
         for worker in self.workers:
             try:
                 worker.start(job, self.rank_arrived, self.rank_died)
-            except Exception as error:  # noqa: BLE001 - nobody else would arrive for this rank
+            except Exception as error:  # noqa: BLE001 - nothing else would arrive for this rank
                 self.rank_arrived(job, RankOutcome(worker.rank, error=self._effect_raised(start, error)))
 
     def _stop(self, stop: ev.StopTask) -> None:
@@ -382,7 +382,7 @@ class Coordinator:
 
 
 def _task_id(instruction: ev.Instruction) -> str:
-    """Whose it is; "" for nobody's."""
+    """The id of the task that it concerns; "" for none."""
     if isinstance(instruction, ev.Start | ev.Publish):
         return instruction.task.task_id
     if isinstance(instruction, ev.Reply):

@@ -40,7 +40,7 @@ from transferd.workers.context import INLINE_CHECK_BYTES
 log = structlog.get_logger(__name__)
 
 COPY_THREADS = 2  # per direction: two ranks' copies overlap; more only share the same memory bandwidth
-RUNNING_SHARE = 0.5  # of the shutdown budget is for tasks that run; of the rest, for those told to end
+RUNNING_SHARE = 0.5  # of the shutdown budget is for tasks that run; of the rest, for stopping tasks
 STUCK_AFTER_S = 5.0  # a deadline unnoticed for this long: the watchdog is not fed
 
 
@@ -130,7 +130,7 @@ class Daemon:
         """Listen, open storage and the engine. Raises TransferError; then `stop` cleans up.
 
         Listening first means that a second daemon on the socket is refused before it allocates anything,
-        and that a client that comes early is told "not ready" instead of nothing.
+        and that an early client gets "not ready" instead of no answer.
         """
         self.threads.open()
         await self.reports.start()

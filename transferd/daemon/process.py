@@ -72,7 +72,7 @@ def serve(config: Config, *, reload: Callable[[], Config] | None = None) -> int:
 
 async def _serve(config: Config, reload: Callable[[], Config] | None) -> int:
     examine(config, build(config))
-    daemon = Daemon(config)  # a configuration that cannot be built is told before anything is logged or touched
+    daemon = Daemon(config)  # an unusable configuration fails here, before anything is logged or touched
     with DumpThread(config.recorder, daemon.recorder, boot_id=daemon.boot_id) as dump_thread:
         code = await _live(daemon, reload)
     return STILL_RUNNING if dump_thread.hangs else code

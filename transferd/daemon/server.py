@@ -43,7 +43,7 @@ OBSERVERS_MAY = (wire.Hello, wire.Bye, wire.Stats, wire.Explain, wire.ListTasks,
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """What every client is told in the Welcome, besides the state of things.
+    """The constant part of every Welcome.
 
     max_message: bytes of a request. pd_address: where other daemons reach this one; known once it is open.
     """
@@ -160,7 +160,7 @@ class Server:
         seq, body = request.seq, request.body
         if client.observer and not self._observer_may(peer, seq, body):
             return
-        # A Bye is heard in any session of its connection: an answer that found nobody any more has begun the newest.
+        # A Bye is valid in any session of its connection: an undeliverable answer may have begun a newer one.
         oldest = client.first_session if isinstance(body, wire.Bye) else client.session
         if not oldest <= request.session <= client.session and request.session != wire.ANY_SESSION:
             self._refuse(peer, wire.Malformed("of an earlier session; say Hello", code=wire.STALE_SESSION, seq=seq))
@@ -361,13 +361,13 @@ class Server:
         client.waiting.discard(task)
         work.close()  # of a task that was cancelled before its first step, it was never begun
         if task.cancelled():
-            if self._clients.get(peer) is not None:  # else nobody is left to hear it
+            if self._clients.get(peer) is not None:  # else the client has gone
                 self._refused(peer, seq, TransferError("the daemon is shutting down", code="shutdown"))
         elif (error := task.exception()) is not None:
             self._failed(peer, seq, error)
 
     def _failed(self, peer: bytes, seq: int, error: BaseException) -> None:
-        """Refuse what raised no error of ours: the machine is out of memory, or we have a bug."""
+        """Refuse a request that raised an unexpected error: the machine is out of memory, or we have a bug."""
         if isinstance(error, MemoryError):
             log.error("out of memory for a request", client=peer.hex())
             self._refused(peer, seq, OutOfMemory("no memory to carry it out; try again later"))

@@ -129,7 +129,7 @@ def _storage(daemon: Daemon) -> dict[str, Any]:
     if storage is not None:
         report |= storage.statistics()
     workers = daemon.default.workers
-    if "corrupt" not in report:  # a backend that counts what is set aside knows of ours, too
+    if "corrupt" not in report:  # a backend that counts its quarantine includes ours
         report["corrupt"] = sum(worker.corrupt for worker in workers)
     report["misses"] = (report["misses"] or 0) + sum(worker.missed for worker in workers)
     return report

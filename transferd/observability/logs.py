@@ -78,7 +78,7 @@ class Log:
             if left_out:
                 event["left_out"] = left_out
             self._put(level, self._line(level, event))
-        except Exception:  # noqa: BLE001 - a value whose str() raises, no memory: nobody logs to be told of that
+        except Exception:  # noqa: BLE001 - a value whose str() raises, or no memory: a log call must not raise
             self.writer.drop()
 
     def say(self, level: str, text: str) -> None:
@@ -189,7 +189,7 @@ def set_level(level: str) -> None:
 
 
 def say(text: str, level: str = "error") -> None:
-    """Tell whoever started the process something in plain words, on stderr."""
+    """Print a plain message on stderr, for the person who started the process."""
     _log.say(level, text)
 
 

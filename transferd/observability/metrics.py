@@ -193,9 +193,7 @@ class _StatsCollector:
     def _events(self, events: dict[str, Any]) -> Iterator[Metric]:
         yield _counter("transferd_kv_events", "KV events published", [], {"": events["events"]})
         yield _counter("transferd_kv_event_replays", "Replays sent to their end", [], {"": events["replays"]})
-        announced = GaugeMetricFamily(
-            "transferd_kv_blocks_announced", "Blocks that routers were told of", labels=["medium"]
-        )
+        announced = GaugeMetricFamily("transferd_kv_blocks_announced", "Blocks announced to routers", labels=["medium"])
         for medium, blocks in events["announced"].items():
             announced.add_metric([medium], blocks)
         yield announced
@@ -216,7 +214,7 @@ class StatusServer:
     """/metrics /healthz /readyz /status, and the page at / with what it polls.
 
     stats: the report. alive: the dispatcher moves or is idle. not_ready: why not, or "" when ready.
-    tasks: the newest tasks, at most so many. explain: the story of one. Without these two there is no page.
+    tasks: returns at most that many of the newest tasks. explain: the story of one. Without these two there is no page.
     """
 
     def __init__(

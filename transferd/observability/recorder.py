@@ -65,8 +65,8 @@ FIELDS: dict[str, tuple[str, ...]] = {
     # an admitted task
     "waits": ("tasks",),  # the number of earlier tasks that touch the same blocks
     "blocks free": ("after",),  # the last task that it waited for
-    "told to end": ("reason",),
-    "nobody waits": ("client",),  # the last waiting client has gone
+    "stopping": ("reason",),
+    "no client waits": ("client",),  # the last waiting client has gone
     "slack used up": (),  # ranks that have not arrived become stragglers
     "corrupt object": ("rank", "name", "reason"),
     "error": ("rank", "code", "problem"),

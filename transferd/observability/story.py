@@ -22,7 +22,7 @@ from typing import Any
 from transferd.errors import RequestError, one_line
 from transferd.observability.recorder import Note
 
-MAX_NOTES = 1000  # told of one task: an answer's bound
+MAX_NOTES = 1000  # of one task: bounds an answer
 _FIRST = 100  # of these, when there are more, are the oldest
 
 

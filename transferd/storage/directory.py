@@ -334,7 +334,7 @@ def _make_directory(path: str) -> None:
 
 
 def _keep_others_out(root: Path) -> None:
-    """Close a store that an earlier release, or whoever made the directory, has left open to its group or to all."""
+    """Remove the permissions for group and others that an earlier release, or its creator, left on a store."""
     status = root.stat()
     if status.st_mode & 0o027 and status.st_uid == os.geteuid():
         root.chmod(DIRECTORY_MODE)

@@ -57,7 +57,7 @@ class IndexedStorage(Storage):
         self._threads = threads
         self._stripes = stripes
         self._inline_bytes = inline_bytes
-        # Names with an effect under way that changes what is stored, and when it will have ended.
+        # Names with a running effect that changes what is stored, and a future of its end.
         self._busy: dict[str, asyncio.Future[None]] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._counts: Counter[str] = Counter()
@@ -145,7 +145,7 @@ class IndexedStorage(Storage):
         return self._threads.under_way()
 
     async def _release(self) -> None:
-        """What an implementation gives back at close; nothing is under way any more."""
+        """What an implementation releases at close, when no effect runs any more."""
 
     def statistics(self) -> dict[str, Any]:
         counts = self._counts
@@ -156,7 +156,7 @@ class IndexedStorage(Storage):
             "in_flight_bytes": self._index.used - self._index.bytes,
             "hits": counts["hits"],
             "misses": counts["misses"],
-            "corrupt": counts["corrupt"],  # set aside, whoever noticed
+            "corrupt": counts["corrupt"],  # quarantined objects, from reads and the scrub
             "wrong_length": counts["wrong_length"],
             "errors": counts["errors"],
             "stored": counts["stored"],
@@ -222,7 +222,7 @@ class IndexedStorage(Storage):
             # Now, or a neighbour of this batch could push it out.
             self._index.touch([name], use, [depth])
             return EXISTS
-        if present is not None:  # of another length, so nobody could ever load it
+        if present is not None:  # of another length, so no load could ever use it
             self._counts["wrong_length"] += 1
             self._index.forget(name)
             self._put_aside([name])
@@ -239,7 +239,7 @@ class IndexedStorage(Storage):
         return Write(position, blob, use, victims)
 
     async def _write_wave(self, wave: list[Write], batch: PutBatch) -> None:
-        """Write all, close the books of each, then let go of their names."""
+        """Write all, record each outcome, then release their names."""
         done = batch.written
         assert done is not None
         occupied = {name for name, future in self._busy.items() if future is done}
@@ -380,7 +380,7 @@ class IndexedStorage(Storage):
             self._leave(victims, self._remove, restore=True)
 
     def _leave(self, victims: Sequence[Victim], effect: Callable[[str], None], *, restore: bool) -> asyncio.Task[None]:
-        """Run an effect on names that have just left the index; nobody writes them until it has ended.
+        """Run an effect on names that have just left the index; no write uses them until it has ended.
 
         restore: an object whose effect failed is still there, so it returns to the index. (A bad one
         does not: it stays unreachable until the next start finds it, and fails its check again.)
@@ -414,7 +414,7 @@ class IndexedStorage(Storage):
     # --- helpers ------------------------------------------------------------------------------------
 
     def _occupy(self, names: Iterable[str], done: asyncio.Future[None]) -> None:
-        """An effect on these names is under way until `done`."""
+        """Mark an effect on these names as running until `done`."""
         for name in names:
             assert name not in self._busy or self._busy[name] is done, name
             self._busy[name] = done

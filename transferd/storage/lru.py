@@ -1,8 +1,8 @@
 """Which objects there are, how large they are together, and which ones go next. Decides; moves no byte.
 
 An object is *reserved* while it is being written and *present* from its commit on. Reserved bytes
-count, so that the objects under way never overfill the store; they cannot be evicted, so the bytes
-in `used` may stay above a capacity that was lowered until the writes under way have ended.
+count, so that objects being written never overfill the store; they cannot be evicted, so the bytes
+in `used` may stay above a capacity that was lowered until the current writes have ended.
 
     (absent) --reserve--> reserved --commit--> present --evict, forget--> (absent)
                           reserved --release--> (absent)
@@ -44,7 +44,7 @@ class Use:
 class NoRoom(enum.Enum):
     """Why `reserve` made no room. Nothing has changed."""
 
-    LATER = "writes under way hold the room: ask again when one has ended"
+    LATER = "running writes hold the room: ask again when one has ended"
     FULL = "all that is there is nearer the root of the write's own chain, or was used after it"
 
 
@@ -90,7 +90,7 @@ class _UseGroup:
     """The objects of one use. `number`: its place in the order of uses.
 
     `entries` may name objects that have moved on; they are skipped, and dropped before they outnumber the
-    others. It is sorted when somebody asks for its order.
+    others. It is sorted only when its order is needed.
     """
 
     __slots__ = ("entries", "live", "number", "sorted", "use")

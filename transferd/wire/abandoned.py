@@ -1,4 +1,4 @@
-"""Frees sockets that nobody closed: their owner was garbage-collected, or a forked child inherited them."""
+"""Frees sockets that were never closed: their owner was garbage-collected, or a forked child inherited them."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class EndpointLock:
         self._lock = lock
 
     def _check_leftover(self, path: str) -> None:
-        """Raise ConfigError unless the path is free or holds a socket that nobody listens on."""
+        """Raise ConfigError unless the path is free or holds a socket without a listener."""
         try:
             mode = os.lstat(path).st_mode
         except FileNotFoundError:
@@ -89,7 +89,7 @@ class EndpointLock:
 
         mode, gid: of the socket file; a gid of -1 keeps the process's own group.
         """
-        # Between bind and chmod nobody else may connect; the requested mode may be wider or narrower.
+        # Between bind and chmod no other user may connect; the requested mode may be wider or narrower.
         before = os.umask(0o177)
         try:
             socket.bind(self.endpoint)

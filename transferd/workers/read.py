@@ -38,7 +38,7 @@ CHUNKS_UNDER_WAY = 3  # one being copied, one being verified, one being fetched;
 class Source(Protocol):
     """Where objects of one rank come from.
 
-    flights: the fetches from it that are under way, for tasks that want the same object to share.
+    flights: its running fetches, which tasks that need the same object share.
     corrupt: objects that it gave and that failed their check.
     """
 

@@ -24,7 +24,7 @@ import msgspec
 from transferd.storage.attention_store.index import TokenIndex
 from transferd.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
-MAX_ASIDE_BYTES = 16 * 1024**2  # of live batches kept while a replay is under way; beyond it: begin anew
+MAX_ASIDE_BYTES = 16 * 1024**2  # of live batches kept during a replay; beyond it the replay starts again
 END = -1
 
 UNREADABLE = (msgspec.DecodeError, ValueError, OverflowError, RecursionError, MemoryError)

@@ -135,7 +135,7 @@ class EventSockets:
     # --- what is new --------------------------------------------------------------------------------
 
     def publish(self, events: Sequence[KvEvent]) -> None:
-        """Send one batch to whoever subscribes and keep it. Does nothing before `start` and after `close`."""
+        """Publish one batch and keep it. Does nothing before `start` and after `close`."""
         if self._pub is None or not events:
             return
         payload = encode_batch(self._clock.wall(), events, self._config.dp_rank)

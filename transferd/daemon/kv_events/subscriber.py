@@ -46,7 +46,7 @@ class FollowedNode:
             if self._section.replay_endpoint:
                 self._replay = self._connected(context, zmq.DEALER, self._section.replay_endpoint)
             socket = context.socket(zmq.SUB)
-            # Told of before anything is connected, so that no connection is missed.
+            # Watch before connecting anything, so that no connection is missed.
             wanted = int(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
             monitor = socket.get_monitor_socket(wanted)
             self._channels.append(Channel(context, monitor, self._monitored, owns_context=False))

@@ -89,7 +89,7 @@ class MooncakeStorage(Storage):
         self._counts: Counter[str] = Counter()
         self._puts, self._gets = Merger(self._put_now), Merger(self._get_now)
         self._moving = 0  # objects in native calls
-        # FastDeploy's names say nothing of a layout, and its pools hold nothing of ours.
+        # FastDeploy's names do not contain a layout, and its pools hold no record of ours.
         ours = config.storage.key_schema == "transferd"
         self._layouts = (
             LayoutRecords(config.storage.model, build_layout(config.cache), self._ask, clock) if ours else None
