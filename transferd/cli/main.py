@@ -96,7 +96,8 @@ def serve(config: ConfigOption = None, set_: SetOption = None) -> None:
 
 @app.command("check-config")
 def check_config(config: ConfigOption = None, set_: SetOption = None, format_: FormatOption = Format.TEXT) -> None:
-    """Print the effective configuration and the memory it needs, or what is wrong with it on this machine."""
+    """Print the effective configuration, the memory it needs and where settings come from; or what is wrong here."""
+    from transferd.cli.effective import comments
     from transferd.config.toml import to_toml
     from transferd.daemon.preflight import build, examine
 
@@ -108,10 +109,8 @@ def check_config(config: ConfigOption = None, set_: SetOption = None, format_: F
         print(json.dumps(tree))
         return
     print(to_toml(tree).rstrip())
-    sizes = plan.sizes
-    print(f"# A block of one rank has {sizes.block} bytes. Memory of all {effective.cache.ranks} ranks at the start:")
-    print(f"# device cache in shared memory {sizes.shared}, host tier {sizes.host}, staging {sizes.staging},")
-    print(f"# Mooncake client {sizes.pool}; {sizes.memory} bytes in all.")
+    told = configuration.origins(config, overrides=set_ or ())
+    print(comments(effective, plan.sizes, effective.cache.ranks, told))
 
 
 @app.command()

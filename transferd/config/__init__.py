@@ -17,6 +17,7 @@ from transferd.config.environment import (
 from transferd.config.loading import (
     from_tree,
     load,
+    origins,
     to_tree,
 )
 from transferd.config.rules import (
@@ -68,5 +69,6 @@ __all__ = [
     "check",
     "from_tree",
     "load",
+    "origins",
     "to_tree",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -38,34 +38,68 @@ def load(
 
     Raises ConfigError.
     """
-    tree: dict[str, Any] = {}
-    if path is not None:
-        try:
-            text = read_text(path, LONGEST_FILE)
-        except OSError as error:
-            raise ConfigError(str(path), f"cannot be read: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise ConfigError(str(path), f"is not TOML: {error}") from error
-        except ValueError as error:
-            raise ConfigError(str(path), f"cannot be read: {error}") from error
-        for line in text.splitlines():
-            if line.count(".") > MOST_DOTS and not line.lstrip().startswith("#"):
-                raise ConfigError(str(path), f"has a line with more than {MOST_DOTS} dots", f"{line[:40]}…")
-        try:
-            tree = tomllib.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(str(path), f"is not TOML: {error}") from error
-    environment = os.environ if env is None else env
+    return from_tree(_merge(path, overrides, os.environ if env is None else env)[0])
+
+
+def origins(
+    path: str | os.PathLike[str] | None = None,
+    *,
+    overrides: Iterable[str] = (),
+    env: Mapping[str, str] | None = None,
+) -> dict[str, str]:
+    """{"section.key": where its value comes from} of every setting that one of the sources names. Raises as `load`."""
+    return _merge(path, overrides, os.environ if env is None else env)[1]
+
+
+def _merge(
+    path: str | os.PathLike[str] | None, overrides: Iterable[str], environment: Mapping[str, str]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The settings that are given, and where each comes from."""
+    tree = {} if path is None else _read(path)
+    told = dict.fromkeys(_keys(tree), str(path))
     for name, text in sorted(environment.items()):
         if name.startswith(ENV_PREFIX) and "__" in name:
-            _put(tree, name.removeprefix(ENV_PREFIX).lower().split("__"), _value(text))
+            keys = name.removeprefix(ENV_PREFIX).lower().split("__")
+            _put(tree, keys, _value(text))
+            told[".".join(keys)] = name
     for item in overrides:
         key, equals, text = item.partition("=")
         if not equals or "." not in key:
             raise ConfigError("--set", "expected section.key=value", item)
         _put(tree, key.strip().split("."), _value(text))
+        told[key.strip()] = "--set"
+    before = set(_keys(tree))
     fold(tree, environment)
-    return from_tree(tree)
+    others = "the environment of FastDeploy, Mooncake or AttentionStore"
+    return tree, told | {key: others for key in _keys(tree) if key not in before}
+
+
+def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """A TOML file as plain data. Raises ConfigError."""
+    try:
+        text = read_text(path, LONGEST_FILE)
+    except OSError as error:
+        raise ConfigError(str(path), f"cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(str(path), f"is not TOML: {error}") from error
+    except ValueError as error:
+        raise ConfigError(str(path), f"cannot be read: {error}") from error
+    for line in text.splitlines():
+        if line.count(".") > MOST_DOTS and not line.lstrip().startswith("#"):
+            raise ConfigError(str(path), f"has a line with more than {MOST_DOTS} dots", f"{line[:40]}…")
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(str(path), f"is not TOML: {error}") from error
+
+
+def _keys(tree: Mapping[str, Any], above: str = "") -> Iterator[str]:
+    """The name of every setting: `section.key`."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _keys(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}"
 
 
 def from_tree(tree: Mapping[str, Any]) -> Config:

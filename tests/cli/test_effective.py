@@ -1,0 +1,49 @@
+"""What check-config says besides the configuration: memory, and where each setting comes from."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+from transferd.cli.effective import comments
+from transferd.config import from_tree, load, origins
+from transferd.daemon.preflight import build
+
+
+def test_each_setting_that_is_not_the_default_names_its_source(tmp_path: Path) -> None:
+    file = tmp_path / "t.toml"
+    file.write_text('[cache]\nranks = 4\nlayers = 4\n[storage]\nbackend = "none"\n[log]\nlevel = "debug"\n')
+    env = {"TRANSFERD_HOST__STAGING": "128MiB", "TRANSFERD_LOG__LEVEL": "error", "FD_PD_TRANSFER_VIA_STORAGE": "1"}
+    overrides = ["cache.host_blocks=7", "log.format=console"]
+    config = load(file, overrides=overrides, env=env)
+    told = origins(file, overrides=overrides, env=env)
+    text = comments(config, build(config).sizes, config.cache.ranks, told)
+    lines = text.partition("where it comes from:\n")[2].splitlines()
+    assert lines == [
+        f"# cache.ranks = 4   {file}",
+        "# cache.host_blocks = 7   --set",
+        '# host.staging = "128MiB"   TRANSFERD_HOST__STAGING',
+        f'# storage.backend = "none"   {file}',
+        '# log.level = "error"   TRANSFERD_LOG__LEVEL',
+        '# log.format = "console"   --set',
+    ]
+    assert told["pd.mode"].startswith("the environment of FastDeploy")
+
+
+def test_memory_is_told_by_rank_and_tier_and_in_all() -> None:
+    tree = {"cache": {"ranks": 4}, "storage": {"backend": "mooncake", "mooncake": {"master_server_addr": "h:1"}}}
+    config = from_tree(tree)
+    sizes = build(config).sizes
+    rows = {line[2:30].strip(): line[30:].split() for line in comments(config, sizes, 4, {}).splitlines()}
+    assert rows["device cache, in /dev/shm"] == ["8.0", "MiB", "32.0", "MiB"]
+    assert rows["host tier"] == ["16.0", "MiB", "64.0", "MiB"]
+    assert rows["staging"] == ["64.0", "MiB", "256", "MiB"]
+    assert rows["lent to a Mooncake pool"] == ["1.1", "GiB"]
+    assert rows["in all"][2:] == [f"({sizes.memory}", "bytes)"]
+
+
+def test_a_configuration_of_defaults_says_so_and_all_of_it_is_toml() -> None:
+    config = from_tree({})
+    text = comments(config, build(config).sizes, 2, {})
+    assert "Every setting has its default." in text
+    assert tomllib.loads(text) == {}

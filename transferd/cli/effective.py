@@ -1,0 +1,58 @@
+"""What `transferd check-config` prints below the configuration, as comments: memory, and where settings come from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from transferd.config import Config, to_tree
+from transferd.config.toml import to_toml
+from transferd.daemon.preflight import Sizes
+from transferd.errors import one_line
+from transferd.observability.units import size
+
+
+def comments(config: Config, sizes: Sizes, ranks: int, origins: Mapping[str, str]) -> str:
+    """Lines that begin with #, so that all of the output is still TOML. origins: `loading.origins`."""
+    return "\n".join(f"# {line}".rstrip() for line in (*_memory(sizes, ranks), *_chosen(config, origins)))
+
+
+def _memory(sizes: Sizes, ranks: int) -> Iterator[str]:
+    yield ""
+    yield f"A block of one rank has {sizes.block} bytes. Memory at the start:"
+    yield f"{'':28}{'a rank':>12}{'in all':>12}"
+    tiers = (
+        ("device cache, in /dev/shm", sizes.shared),
+        ("host tier", sizes.host),
+        ("staging", sizes.staging),
+    )
+    for name, nbytes in tiers:
+        yield f"{name:28}{size(nbytes / ranks):>12}{size(nbytes):>12}"
+    yield f"{'lent to a Mooncake pool':28}{'':12}{size(sizes.pool):>12}"
+    yield f"{'in all':28}{'':12}{size(sizes.memory):>12}   ({sizes.memory} bytes)"
+
+
+def _chosen(config: Config, origins: Mapping[str, str]) -> Iterator[str]:
+    """Every setting that is not the default, and who said so."""
+    ours, defaults = dict(_leaves(to_tree(config))), dict(_leaves(to_tree(Config())))
+    chosen = {key: value for key, value in ours.items() if value != defaults.get(key) and value is not None}
+    yield ""
+    yield "Not the default, and where it comes from:" if chosen else "Every setting has its default."
+    settings = {key: to_toml({"v": value}).strip().removeprefix("v = ") for key, value in chosen.items()}
+    for key, value in settings.items():
+        yield f"{key} = {one_line(value)}   {one_line(_origin(key, origins))}"
+
+
+def _origin(key: str, origins: Mapping[str, str]) -> str:
+    """A table may have been given as a whole: `--set cache={…}`."""
+    while key not in origins and "." in key:
+        key = key.rpartition(".")[0]
+    return origins.get(key, "another setting")
+
+
+def _leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
