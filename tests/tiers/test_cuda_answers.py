@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from transferd.errors import DeviceLost, TierError
-from transferd.tiers.cuda.bindings import BindingsDriver, check_release
-from transferd.tiers.cuda.driver import MAPPED_ALREADY, NO_DRIVER, OUT_OF_MEMORY, failure
+from transferd.tiers.cuda import bindings
+from transferd.tiers.cuda.bindings import BindingsDriver, check_fit, check_release
+from transferd.tiers.cuda.driver import MAPPED_ALREADY, NO_DRIVER, NOT_YET, OUT_OF_MEMORY, failure
 
 
 class Result(enum.IntEnum):
@@ -18,6 +19,12 @@ class Result(enum.IntEnum):
     CUDA_ERROR_INVALID_VALUE = 1
     CUDA_ERROR_NOT_FOUND = 500
     CUDA_ERROR_LAUNCH_FAILED = 719
+
+
+class Answer(enum.IntEnum):
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_NO_DEVICE = 100
+    CUDA_ERROR_SYSTEM_NOT_READY = 802
 
 
 def answering(work: Any) -> BindingsDriver:
@@ -74,6 +81,8 @@ def test_a_wrong_call_of_ours_is_not_hidden() -> None:
         ("CUDA_ERROR_ILLEGAL_ADDRESS", "device_lost"),
         ("CUDA_ERROR_ECC_UNCORRECTABLE", "device_lost"),
         ("CUDA_ERROR_MPS_CLIENT_TERMINATED", "device_lost"),
+        ("CUDA_ERROR_DEVICE_UNAVAILABLE", "tier_error"),
+        ("CUDA_ERROR_SYSTEM_NOT_READY", NOT_YET),
     ],
 )
 def test_each_answer_has_a_code(name: str, code: str) -> None:
@@ -110,3 +119,41 @@ def test_bindings_that_keep_the_gil_are_refused_in_one_line(release: str) -> Non
 @pytest.mark.parametrize("release", ["12.9.1", "12.9.4.post1", "13.0.0", "13.1"])
 def test_bindings_that_let_others_run_are_used(release: str) -> None:
     check_release(release)
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("CUDA_ERROR_DEVICE_UNAVAILABLE", "exclusive mode: nvidia-smi -c DEFAULT"),
+        ("CUDA_ERROR_SYSTEM_NOT_READY", "systemctl start nvidia-fabricmanager"),
+        ("CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", "reboot after its upgrade"),
+    ],
+)
+def test_an_answer_that_says_little_comes_with_what_to_do(name: str, remedy: str) -> None:
+    assert remedy in str(failure("cuInit", name))
+
+
+def test_a_fabric_manager_that_starts_late_is_waited_for() -> None:
+    answers = iter([Answer.CUDA_ERROR_SYSTEM_NOT_READY] * 3 + [Answer.CUDA_SUCCESS])
+    waited: list[float] = []
+    bindings._initialise(SimpleNamespace(CUresult=Answer, cuInit=lambda _: (next(answers),)), waited.append)
+    assert waited == [bindings.FABRIC_WAIT_S] * 3
+
+
+@pytest.mark.parametrize(("answer", "waits"), [("CUDA_ERROR_SYSTEM_NOT_READY", 60), ("CUDA_ERROR_NO_DEVICE", 0)])
+def test_and_not_for_ever_nor_for_anything_else(answer: str, waits: int) -> None:
+    waited: list[float] = []
+    with pytest.raises(TierError, match=answer):
+        bindings._initialise(SimpleNamespace(CUresult=Answer, cuInit=lambda _: (Answer[answer],)), waited.append)
+    assert len(waited) == waits
+
+
+@pytest.mark.parametrize(("driver", "nvrtc"), [(13000, 13), (13020, 13), (12040, 12), (13000, 12), (12080, None)])
+def test_code_that_the_driver_can_load_is_no_problem(driver: int, nvrtc: int | None) -> None:
+    check_fit(driver, nvrtc)
+
+
+def test_an_nvrtc_that_is_too_new_is_said_in_one_line_with_the_packages_to_install() -> None:
+    with pytest.raises(TierError, match=r"for CUDA 12\.4, NVRTC 13 makes code.*cuda-bindings>=12\.9\.1,<13") as caught:
+        check_fit(12040, 13)
+    assert "\n" not in str(caught.value)

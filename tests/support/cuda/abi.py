@@ -30,7 +30,7 @@ import numpy as np
 from tests.support.cuda.gpu import FakeGpu
 from tests.support.cuda.shim import compiler
 from transferd.errors import TierError
-from transferd.tiers.cuda import kernel
+from transferd.tiers.cuda import bindings, kernel, tier
 
 SERVED = "TRANSFERD_FAKE_GPU"  # set in the environment of a program that runs with one, and of what it starts
 LIBRARY = Path(__file__).parent / "libcuda.c"
@@ -94,6 +94,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuModuleUnload": (_P,),
     "cuModuleGetFunction": (_P, _P, ctypes.c_char_p),
     "cuLaunchKernel": (_P, _U, _U, _U, _U, _U, _U, _U, _P, _P, _P),
+    "cuPointerGetAttribute": (_P, _I, _P),
     "cuIpcGetMemHandle": (_P, _P),
     "cuIpcOpenMemHandle": (_P, _Handle, _U),
     "cuIpcCloseMemHandle": (_P,),
@@ -315,6 +316,11 @@ class FakeLibcuda:
 
     # --- other processes ----------------------------------------------------------------------------
 
+    def _cuPointerGetAttribute(self, to: int, which: int, address: int) -> None:
+        if which != 10:  # CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
+            self.gpu.problems.append(f"pointer attribute {which} is asked for")
+        ctypes.c_bool.from_address(to).value = self.gpu.exportable(address)
+
     def _cuIpcGetMemHandle(self, to: int, address: int) -> None:
         ctypes.memmove(to, self.gpu.export_memory(address), 64)
 
@@ -369,6 +375,8 @@ def main(module: str, *arguments: str) -> None:
         arguments = tuple(rest)
     gpu = FakeGpu(capacity=8 << 30, version=version or 12040, batches=version > 0)
     serve(gpu)
+    for module_of in (bindings, tier):  # the fake loads what any NVRTC makes
+        setattr(module_of, "nvrtc_major", lambda: gpu.version // 1000)  # noqa: B010
     os.environ[SERVED] = "1"
     sys.argv = [module, *arguments]
     code: Any = 0

@@ -73,6 +73,7 @@ class FakeGpu(Calls):
         self.version = version
         self.batches = batches
         self.memory = Memory(capacity)
+        self.unshareable: set[int] = set()  # allocations as from cuMemCreate or a pool
         self._shares = shares
         self._pins = pins
         self._words = words
@@ -397,10 +398,19 @@ class FakeGpu(Calls):
 
     # --- other processes ----------------------------------------------------------------------------
 
+    def exportable(self, address: int) -> bool:
+        with self._call("exportable"):
+            place = self.memory.find(address, 1)
+            if place is None:
+                self._refuse("exportable", "CUDA_ERROR_INVALID_VALUE")
+            return place.start not in self.unshareable
+
     def export_memory(self, address: int) -> bytes:
         with self._call("export_memory"):
             if not self._shares:
                 self._refuse("export_memory", "CUDA_ERROR_NOT_SUPPORTED")
+            if address in self.unshareable:
+                self._refuse("export_memory", "CUDA_ERROR_INVALID_VALUE")
             return self._own(address, "export_memory").name.encode().ljust(64, b"\0")
 
     def open_memory(self, handle: bytes) -> int:

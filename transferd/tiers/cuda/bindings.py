@@ -11,21 +11,28 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import os
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 
 from transferd.errors import TierError
 from transferd.tiers.cuda.batch import BatchCopy, find_batch_copy
-from transferd.tiers.cuda.compiler import compile_kernel
-from transferd.tiers.cuda.driver import NO_DRIVER, DeviceInfo, Driver, failure
+from transferd.tiers.cuda.compiler import compile_kernel, nvrtc_major
+from transferd.tiers.cuda.driver import NO_DRIVER, NOT_YET, DeviceInfo, Driver, failure
+
+log = structlog.get_logger(__name__)
 
 _IPC_HANDLE_BYTES = 64
 _WRITE_DEFAULT = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: what the stream wrote before is visible to all before the word is
 _WAIT_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
+FABRIC_ATTEMPTS = 60  # a fabric manager takes about a minute after the machine has booted
+FABRIC_WAIT_S = 2.0
 _OLDEST = (12, 9, 1)  # cuda-bindings that release the GIL (its release notes)
 
 
@@ -38,14 +45,38 @@ def open_driver() -> Driver:
     except ImportError as error:
         raise TierError("cuda-bindings is not installed: pip install 'transferd[cuda]'", code=NO_DRIVER) from error
     check_release(release)
-    try:
-        (result,) = api.cuInit(0)
-    except Exception as error:  # the bindings load libcuda at the first call, and have changed how that fails
-        sentence = " ".join(str(error).split())
-        raise TierError(f"there is no NVIDIA driver: {sentence}", code=NO_DRIVER) from error
-    if result != api.CUresult.CUDA_SUCCESS:
-        raise failure("cuInit", result.name, "no GPU can be used by this process")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # waits and copies of several ranks share no queue
+    _initialise(api)
     return BindingsDriver(api)
+
+
+def _initialise(api: Any, wait: Callable[[float], None] = time.sleep) -> None:
+    """cuInit, for some time also while the machine's fabric manager is still starting. Raises TierError."""
+    for attempt in range(FABRIC_ATTEMPTS):
+        try:
+            (result,) = api.cuInit(0)
+        except Exception as error:  # the bindings load libcuda at the first call, and have changed how that fails
+            sentence = " ".join(str(error).split())
+            raise TierError(f"there is no NVIDIA driver: {sentence}", code=NO_DRIVER) from error
+        if result == api.CUresult.CUDA_SUCCESS:
+            return
+        problem = failure("cuInit", result.name, "no GPU can be used by this process")
+        if problem.reason != NOT_YET:
+            raise problem
+        if attempt == 0:
+            log.warning("waiting for the GPUs to be set up", problem=str(problem))
+        wait(FABRIC_WAIT_S)
+    raise problem
+
+
+def check_fit(driver: int, nvrtc: int | None) -> None:
+    """Raise TierError if this NVRTC makes code that this driver cannot load. nvrtc: None: there is none."""
+    major = driver // 1000
+    if nvrtc is None or nvrtc <= major:
+        return
+    what = f"the driver is for CUDA {major}.{driver % 1000 // 10}, NVRTC {nvrtc} makes code that it cannot load"
+    remedy = f"pip install 'cuda-bindings>=12.9.1,<{major + 1}' 'nvidia-cuda-nvrtc-cu{major}'"
+    raise TierError(f"{what}: {remedy}, or install a driver for CUDA {nvrtc}", code=NO_DRIVER)
 
 
 def check_release(version: str) -> None:
@@ -107,10 +138,12 @@ class BindingsDriver:
                 attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_MODE,
             )
         )
+        # Version 2 knows the slices of a GPU (MIG) apart; newer bindings have it under the plain name.
+        uuid = "cuDeviceGetUuid_v2" if hasattr(self._api, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
         return DeviceInfo(
             index=index,
             name=_text(self._call("cuDeviceGetName", 128, device)),
-            uuid=_content(self._call("cuDeviceGetUuid", device), 16).hex(),
+            uuid=_content(self._call(uuid, device), 16).hex(),
             pci=_text(self._call("cuDeviceGetPCIBusId", 32, device)).lower(),
             capability=(major, minor),
             multiprocessors=multiprocessors,
@@ -234,6 +267,7 @@ class BindingsDriver:
         self._call("cuMemsetD8Async", address, value, nbytes, stream)
 
     def compile(self, source: bytes, capability: tuple[int, int]) -> bytes:
+        check_fit(self.version, nvrtc_major())
         return compile_kernel(source, capability)
 
     def load(self, image: bytes) -> int:
@@ -251,6 +285,10 @@ class BindingsDriver:
         self._call("cuLaunchKernel", function, *shape, 0, stream, ctypes.addressof(parameters), 0)
 
     # --- other processes ----------------------------------------------------------------------------
+
+    def exportable(self, address: int) -> bool:
+        which = self._api.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
+        return bool(self._call("cuPointerGetAttribute", which, address))
 
     def export_memory(self, address: int) -> bytes:
         return _content(self._call("cuIpcGetMemHandle", address), _IPC_HANDLE_BYTES)

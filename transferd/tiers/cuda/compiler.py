@@ -24,6 +24,17 @@ def compile_kernel(source: bytes, capability: tuple[int, int]) -> bytes:
         return _compile(source, capability)
 
 
+def nvrtc_major() -> int | None:
+    """NVRTC's major version; None if it cannot be loaded, which `compile_kernel` says better."""
+    try:
+        from cuda.bindings import nvrtc
+
+        result, major, _ = nvrtc.nvrtcVersion()
+    except Exception:  # noqa: BLE001 - the bindings load libnvrtc at the first call, and have changed how that fails
+        return None
+    return int(major) if result == nvrtc.nvrtcResult.NVRTC_SUCCESS else None
+
+
 @functools.lru_cache(maxsize=16)
 def _compile(source: bytes, capability: tuple[int, int]) -> bytes:
     try:

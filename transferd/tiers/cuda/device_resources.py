@@ -47,6 +47,7 @@ class DeviceResources:
         copy_path: CopyPath | None,
     ) -> None:
         self.info = find_device(driver, device)
+        image = driver.compile(source(), self.info.capability)  # before anything is allocated
         self.driver = driver
         self._layout = layout
         self._slot_bytes = slot_bytes
@@ -63,7 +64,7 @@ class DeviceResources:
                 self.timelines = self._timelines()
                 self._engine = EventGate(driver, self.context, self.event)
                 self._owned.add(self._engine.gate.close)
-                self.kernel_table = self._kernel_table()
+                self.kernel_table = self._kernel_table(image)
                 self.outward = self._pipeline(outward=True, copy_path=copy_path)
                 self.inward = self._pipeline(outward=False, copy_path=copy_path)
         except BaseException as error:
@@ -84,7 +85,7 @@ class DeviceResources:
         need, staging = self._layout.device.extent, 2 * SLOTS * self._slot_bytes
         return TierError(
             f"device {self.info.index} ({self.info.name}) has too little free memory: the cache needs {need} bytes and "
-            f"staging {staging}; {free} of {total} are free",
+            f"staging {staging}; {free} of {total} are free; each process's CUDA context has taken about half a GiB",
             code=OUT_OF_MEMORY,
         )
 
@@ -140,13 +141,14 @@ class DeviceResources:
         self._owned.add(lambda: self.driver.free(address))
         return address
 
-    def _kernel_table(self) -> KernelTable:
+    def _kernel_table(self, image: bytes) -> KernelTable:
         driver = self.driver
-        module = driver.load(driver.compile(source(), self.info.capability))
+        module = driver.load(image)
         self._owned.add(lambda: driver.unload(module))
         order = np.arange(len(self.arena.geometry.nbytes))
         main = upload_order(driver, self.arena, order, self._slot_bytes, _DEFAULT_STREAM, self._owned)
-        return KernelTable(self.arena, driver.function(module, NAME), main, self._slot_bytes)
+        batches = driver.batches and self.info.same_address
+        return KernelTable(self.arena, driver.function(module, NAME), main, self._slot_bytes, batches)
 
     def _pipeline(self, *, outward: bool, copy_path: CopyPath | None) -> CopyPipeline:
         pipeline = CopyPipeline(

@@ -27,6 +27,19 @@ from transferd.errors import DeviceLost, TierError
 OUT_OF_MEMORY = "out_of_device_memory"  # code of a TierError
 NO_DRIVER = "no_cuda"  # code of a TierError: no driver, or no device at all
 MAPPED_ALREADY = "already_mapped"  # code of a TierError
+NOT_YET = "gpu_not_ready"  # code of a TierError: the machine's GPUs are still being set up
+
+# What to do about answers that say little by themselves.
+_REMEDIES = {
+    "CUDA_ERROR_SYSTEM_NOT_READY": "the GPUs wait for NVIDIA's fabric manager: systemctl start nvidia-fabricmanager",
+    "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": "the driver's libraries and kernel module differ: reboot after its upgrade",
+    "CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE": "remove the cuda-compat package, or take a driver for this GPU",
+    "CUDA_ERROR_DEVICE_UNAVAILABLE": "another process has the GPU in exclusive mode: nvidia-smi -c DEFAULT, or run MPS",
+    "CUDA_ERROR_NO_DEVICE": "check CUDA_VISIBLE_DEVICES and the device nodes (nvidia-smi -L)",
+    "CUDA_ERROR_INVALID_IMAGE": "NVRTC is newer than the driver",
+    "CUDA_ERROR_NO_BINARY_FOR_GPU": "NVRTC is newer than the driver",
+    "CUDA_ERROR_UNSUPPORTED_PTX_VERSION": "NVRTC is newer than the driver",
+}
 
 # Answers after which the context is unusable (CUDA driver API, CUresult: "must be terminated and relaunched").
 STICKY = frozenset(
@@ -47,7 +60,6 @@ STICKY = frozenset(
         "CUDA_ERROR_LAUNCH_FAILED",
         "CUDA_ERROR_EXTERNAL_DEVICE",
         "CUDA_ERROR_TENSOR_MEMORY_LEAK",
-        "CUDA_ERROR_DEVICE_UNAVAILABLE",
         "CUDA_ERROR_MPS_CLIENT_TERMINATED",
         "CUDA_ERROR_UNKNOWN",
     }
@@ -183,6 +195,10 @@ class Driver(Protocol):
         ...
 
     # other processes
+    def exportable(self, address: int) -> bool:
+        """Whether `export_memory` can work: the memory is from cudaMalloc and not from a pool or from cuMemCreate."""
+        ...
+
     def export_memory(self, address: int) -> bytes:
         """64 bytes that name the allocation. TierError where it did not come from cudaMalloc."""
         ...
@@ -203,9 +219,12 @@ def failure(call: str, name: str, text: str = "") -> TierError:
     sentence = f"{call} failed: {name}" + (f" ({text})" if text else "")
     if name in STICKY:
         return DeviceLost(sentence)
+    if name in _REMEDIES:
+        sentence += f": {_REMEDIES[name]}"
     code = {
         "CUDA_ERROR_OUT_OF_MEMORY": OUT_OF_MEMORY,
         "CUDA_ERROR_NO_DEVICE": NO_DRIVER,
         "CUDA_ERROR_ALREADY_MAPPED": MAPPED_ALREADY,
+        "CUDA_ERROR_SYSTEM_NOT_READY": NOT_YET,
     }.get(name)
     return TierError(sentence, code=code)

@@ -22,6 +22,7 @@ With several ranks that is wrong: nothing orders the record of a rank that is be
 from __future__ import annotations
 
 import contextlib
+import os
 import weakref
 from collections.abc import Mapping as Map
 from collections.abc import Sequence
@@ -195,10 +196,11 @@ def export(
     bytes of an IPC event (torch.cuda.Event(interprocess=True).ipc_handle()). The caller still owns the memory, and
     must keep it allocated until the daemon has released it.
 
-    Raises RequestError for arrays that are not contiguous or of unknown type, TierError for memory that
-    cannot be shared: not from cudaMalloc (an allocator's expandable segments, a memory pool).
+    Raises RequestError for arrays that are not contiguous or of unknown type, TierError (`not_shareable`) for memory
+    that is not from cudaMalloc, naming the setting to change; then nothing is exported.
     """
     driver = driver if driver is not None else open_driver()
+    _check_exportable(driver, caches, device)
     regions: dict[int, ipc.ExportedRegion] = {}
     arrays: list[dict[str, Any]] = []
     context = driver.retain(device)
@@ -260,6 +262,47 @@ def export_pages(
         event=event.hex(),
     )
     return ipc.as_data(exported)
+
+
+# Settings under which allocators make memory that CUDA IPC cannot share: variable, what it has in it, what to do.
+_ALLOCATORS = (
+    ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", "unset it, or set expandable_segments:False"),
+    ("PYTORCH_ALLOC_CONF", "expandable_segments:True", "unset it, or set expandable_segments:False"),
+    ("PYTORCH_CUDA_ALLOC_CONF", "cudaMallocAsync", "set backend:native"),
+    ("PYTORCH_ALLOC_CONF", "cudaMallocAsync", "set backend:native"),
+    ("FLAGS_use_cuda_malloc_async_allocator", "1", "set it to 0"),
+    ("FLAGS_use_virtual_memory_auto_growth", "1", "set it to 0"),
+    ("FLAGS_use_cuda_malloc_async_allocator", "True", "set it to 0"),
+    ("FLAGS_use_virtual_memory_auto_growth", "True", "set it to 0"),
+)
+
+
+def _check_exportable(driver: Driver, caches: Map[str, Sequence[Any]], device: int) -> None:
+    """Raise TierError for the first array that cannot be shared, with what this process could change."""
+    context = driver.retain(device)
+    try:
+        with driver.current(context):
+            for plane, layers in caches.items():
+                for layer, array in enumerate(layers):
+                    address, _, _ = described(array, f"{plane} of layer {layer}")
+                    if not driver.exportable(address):
+                        what = (
+                            f"{plane} of layer {layer} is in memory that no other process can map (not from cudaMalloc)"
+                        )
+                        raise TierError(f"{what}: {_remedy()}", code="not_shareable")
+    finally:
+        driver.release(device)
+
+
+def _remedy() -> str:
+    """The setting of this process that makes such memory; all that are known where none is found."""
+    for variable, text, remedy in _ALLOCATORS:
+        if text.lower() in os.environ.get(variable, "").lower():
+            return f"{variable}={os.environ[variable]} does that; {remedy}"
+    return (
+        "switch off torch's expandable_segments and cudaMallocAsync, vLLM's sleep mode, SGLang's memory saver and "
+        "paddle's FLAGS_use_virtual_memory_auto_growth, or let the daemon make the cache (cache.ownership)"
+    )
 
 
 def described(array: Any, what: str) -> tuple[int, list[int], str]:

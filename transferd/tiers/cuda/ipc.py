@@ -25,6 +25,7 @@ A process maps an allocation once, however often and for however many regions it
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections import deque
@@ -37,6 +38,7 @@ from transferd.errors import DeviceLost, RequestError, TierError
 from transferd.tiers.arrays import MISMATCH, Region
 from transferd.tiers.cuda.driver import DeviceInfo, Driver
 from transferd.tiers.cuda.owned import Owned
+from transferd.tiers.owner import this_process
 
 log = structlog.get_logger(__name__)
 
@@ -151,6 +153,22 @@ class _Allocations:
 _allocations: weakref.WeakKeyDictionary[Driver, dict[str, _Allocations]] = weakref.WeakKeyDictionary()
 
 
+def _hint(owner: dict[str, Any]) -> str:
+    """What is known to keep CUDA from mapping the memory of this process; "" if nothing is seen."""
+    here = this_process()
+    if owner.get("namespace") != here.namespace:
+        if owner.get("pid") == here.pid:
+            return f". Both processes are number {here.pid}, each in its PID namespace: CUDA takes them for one"
+        return ". It is in another PID namespace (container): share it (--pid=host, shareProcessNamespace)"
+    try:
+        uid = os.stat(f"/proc/{owner.get('pid')}").st_uid
+    except OSError:
+        return ""
+    if uid == os.geteuid():
+        return ""
+    return f". It runs as user {uid}, this process as {os.geteuid()}: CUDA wants one user for both (User= in the unit)"
+
+
 class Mapping:
     """The regions and the event of a handle, mapped here. Owns the mapping until `close`.
 
@@ -181,7 +199,8 @@ class Mapping:
         except TierError as error:
             self.close()
             pid = handle.owner.get("pid")
-            raise type(error)(f"memory of process {pid} cannot be mapped: {error}", code=error.reason) from error
+            what = f"memory of process {pid} cannot be mapped: {error}{_hint(handle.owner)}"
+            raise type(error)(what, code=error.reason) from error
         except RequestError:
             self.close()
             raise

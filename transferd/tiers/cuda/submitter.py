@@ -73,13 +73,15 @@ class PackedOrder:
 class KernelTable:
     """The kernel, the cache it works on and the size of a slot: all copies of a tier use them.
 
-    function: the kernel. main: the order in which the layout lists segments.
+    function: the kernel. main: the order in which the layout lists segments. batches: DMAs may go in batches. Those
+    take host memory at the host's own address, which not every machine has (SGLang #40232).
     """
 
     cache: Arena
     function: int
     main: PackedOrder
     slot_bytes: int
+    batches: bool = True
 
 
 def upload_order(driver: Driver, cache: Arena, order: Ids, slot_bytes: int, stream: int, owned: Owned) -> PackedOrder:
@@ -123,7 +125,7 @@ class Submitter:
     ) -> None:
         self.outward = outward
         self.preferred = copy_path
-        self.batching = driver.batches
+        self.batching = kernel_table.batches
         self.counts = dict.fromkeys(("gather", "straight"), 0)
         self.unregistered = 0
         self._driver = driver

@@ -30,7 +30,8 @@ from transferd.blocks.layout.base import Arena, BlockLayout, align
 from transferd.errors import RequestError, TierError, TransferError
 from transferd.runtime.threads import Direction, Threads, noted
 from transferd.tiers.base import DeviceHandle, HostMemory
-from transferd.tiers.cuda.bindings import open_driver
+from transferd.tiers.cuda.bindings import check_fit, open_driver
+from transferd.tiers.cuda.compiler import nvrtc_major
 from transferd.tiers.cuda.copy_pipeline import Copy, CopyPipeline, Stopped
 from transferd.tiers.cuda.device_resources import DeviceResources
 from transferd.tiers.cuda.driver import Driver
@@ -74,8 +75,13 @@ class CudaDeviceTier:
 
     @staticmethod
     def pinning(device: int) -> Pinning:
-        """Pins host memory for this device. Raises TierError without a driver or without the device."""
-        return CudaPinning(device)
+        """Pins host memory for this device. Raises TierError without a driver, the device or an NVRTC that fits.
+
+        It is the first thing that a daemon makes for a rank, so what cannot work is said before memory is allocated.
+        """
+        pinning = CudaPinning(device)
+        check_fit(open_driver().version, nvrtc_major())
+        return pinning
 
     # --- the contract -------------------------------------------------------------------------------
 
