@@ -32,7 +32,7 @@ def test_memory_that_cannot_be_shared_is_refused_before_any_is_exported_with_the
         good, pooled = owner.allocate(1024), owner.allocate(1024)
     owner.unshareable.add(pooled)
     caches = {"key": [engine.DeviceArray(address, (4, 256), "uint8", 0, None) for address in (good, pooled)]}
-    with pytest.raises(TierError, match=r"key of layer 1 is in memory that no other process can map \(not from cudaMalloc\)") as refused:
+    with pytest.raises(TierError, match="key of layer 1 is in memory that no other process can map") as refused:
         engine.export(caches, device=0, driver=owner)
     assert refused.value.reason == "not_shareable"
     assert said in str(refused.value)
