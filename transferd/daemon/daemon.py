@@ -138,8 +138,8 @@ class Daemon:
             self.traces.start()
         await self.server.start()
         for engine in self.engines.values():
-            if engine.events is not None:
-                engine.events.start()
+            if engine.kv_events is not None:
+                engine.kv_events.start()
         if self.tokens is not None:
             await self.tokens.open()
         elif self.storage is not None:
@@ -174,8 +174,8 @@ class Daemon:
             coordinator.fail_queued()
         # 4. Close what faces outward: events and reports, then the server once its results have left.
         for engine in engines:
-            if engine.events is not None:
-                engine.events.close()
+            if engine.kv_events is not None:
+                engine.kv_events.close()
         await step("reports", self.reports.close())
         if self.traces is not None:
             await step("traces", self.traces.close())

@@ -24,7 +24,7 @@ from transferd.control.dispatcher import Dispatcher
 from transferd.daemon.cache_memory import CacheMemory
 from transferd.daemon.clients import Clients
 from transferd.daemon.coordinator import Coordinator, Listeners
-from transferd.daemon.kv_events.feed import EventFeed, create_feed
+from transferd.daemon.kv_events.feed import KvEventFeed, create_kv_event_feed
 from transferd.daemon.lookup import Lookup
 from transferd.daemon.preflight import Plan
 from transferd.daemon.shutdown import Shutdown
@@ -86,7 +86,7 @@ class Engine:
         self.dispatcher = self._build_dispatcher(plan.generation)
         self.barrier = RankBarrier(config.cache.ranks)
         self.workers = [self._build_rank(rank) for rank in range(config.cache.ranks)]
-        self.events = create_feed(
+        self.kv_events = create_kv_event_feed(
             config,
             self.objects,
             self.blocks,
@@ -99,7 +99,7 @@ class Engine:
             self.dispatcher,
             self.barrier,
             self.workers,
-            _listeners(shared, self.events),
+            _listeners(shared, self.kv_events),
             clock=shared.clock,
             recorder=shared.recorder,
         )
@@ -111,7 +111,7 @@ class Engine:
             self.objects,
             storage=shared.storage is not None,
             tokens=self.tokens,
-            index=(lambda: None) if self.events is None else self.events.up_to_date,
+            index=(lambda: None) if self.kv_events is None else self.kv_events.up_to_date,
         )
 
     def _build_dispatcher(self, generation: str) -> Dispatcher:
@@ -227,7 +227,7 @@ async def close_ranks(engines: Sequence[Engine], shutdown: Shutdown) -> None:
             await shutdown.step(name, worker.close())
 
 
-def _listeners(shared: Shared, events: EventFeed | None) -> Listeners:
+def _listeners(shared: Shared, events: KvEventFeed | None) -> Listeners:
     clients = shared.clients
     if events is None:
         return Listeners(

@@ -51,7 +51,7 @@ def stats(daemon: Daemon) -> dict[str, Any]:
         "memory": _memory(daemon, dispatch),
         "storage": _storage(daemon),
         "pd": _pd(daemon),
-        "events": {} if daemon.default.events is None else daemon.default.events.statistics(),
+        "events": {} if daemon.default.kv_events is None else daemon.default.kv_events.statistics(),
         "traces": {} if daemon.traces is None else daemon.traces.statistics(),
         "server": server,
         "effects_failed": dict(daemon.default.coordinator.effects_failed),

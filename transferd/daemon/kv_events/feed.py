@@ -29,7 +29,7 @@ from transferd.tasks import ReadStorageTask, Task, TaskResult, WriteStorageTask
 log = structlog.get_logger(__name__)
 
 
-class EventFeed:
+class KvEventFeed:
     """Publishes every change of residency from `start` to `close`.
 
     A daemon's first and last batches are AllBlocksCleared: a daemon's announcements end with it, and a subscriber
@@ -171,7 +171,7 @@ class EventFeed:
         return all(storage.holds(objects.names(self._generation, [block], rank)[0]) for rank in self._ranks)
 
 
-def create_feed(
+def create_kv_event_feed(
     config: Config,
     objects: ObjectFormat,
     storage: Storage | None,
@@ -180,7 +180,7 @@ def create_feed(
     tokens: TokenStorage | None,
     only_flush: bool,
     clock: Clock,
-) -> EventFeed | None:
+) -> KvEventFeed | None:
     """The feed, where anybody follows: routers on sockets, or our own token index. Raises ConfigError."""
     index, node, peers = None, "", []
     if isinstance(tokens, OpenTokenStorage):
@@ -191,7 +191,7 @@ def create_feed(
             peers.append(FollowedNode(name, peer, index, config.events.max_blocks))
     if not config.events.endpoint and index is None:
         return None
-    return EventFeed(
+    return KvEventFeed(
         config,
         objects,
         storage,
