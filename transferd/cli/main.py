@@ -52,12 +52,6 @@ app.add_typer(bench_app)
 app.add_typer(pool_app)
 app.add_typer(config_app)
 
-app.command()(lists.tasks)
-app.command()(lists.clients)
-app.command()(top)
-app.command()(doctor)
-
-
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="TOML configuration file.", dir_okay=False)]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", help="section.key=value; overrides file and environment.")
@@ -200,6 +194,10 @@ def stats(
         print(json.dumps(report))
     else:
         Console(highlight=False).print(view(report))
+
+
+for command in (top, lists.tasks, lists.clients, doctor):  # here, for the order of the help
+    app.command()(command)
 
 
 @app.command()

@@ -81,8 +81,7 @@ def _engine(report: dict[str, Any]) -> Text:
     text = f"engine   {one_line(layout['attention'])}, {layout['layers']} layers, {len(report['ranks'])} ranks on "
     text += f"devices {devices}; a block is {size(layout['block_bytes'])} a rank\n"
     attached = ", ".join(map(str, cache["mapped"]))
-    text += f"clients  {clients} connected, {lost} lost; attached to each rank: {attached}; "
-    text += f"memory made by the {cache['creator']}"
+    text += f"clients  {clients} connected with this command, {lost} lost; attached to each rank: {attached}"
     return Text(text)
 
 
@@ -100,15 +99,17 @@ def _tiers(report: dict[str, Any]) -> RenderableType:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
     host, staging, storage = report["host"], report["staging"], report["storage"]
     ranks, block = len(report["ranks"]), report["layout"]["block_bytes"]
-    device_blocks = report["layout"]["device_blocks"]
-    table.add_row("\ndevice", "", f"\n{device_blocks} blocks a rank, {size(device_blocks * ranks * block)} in all")
+    device_blocks, creator = report["layout"]["device_blocks"], report["cache"]["creator"]
+    table.add_row(
+        "\ndevice", "", f"\n{device_blocks} blocks a rank, {size(device_blocks * ranks * block)}, made by the {creator}"
+    )
     pinned = "pinned" if host["pinned"] else "not pinned"
     in_host = f"{host['blocks']} blocks a rank, {size(host['bytes'])} in all, {pinned}" if host["blocks"] else "none"
     table.add_row("host", "", in_host)
     table.add_row(
         "staging",
         bar(staging["used"], staging["capacity"]),
-        f"{size(staging['used'])} of {size(staging['capacity'])}, {size(staging['peak'])} at most",
+        f"{size(staging['used'])} of {size(staging['capacity'])}, peak {size(staging['peak'])}",
     )
     backend, stored, capacity = one_line(storage["backend"]), storage.get("bytes") or 0, storage.get("capacity") or 0
     of = f" of {size(capacity)}, {share(stored, capacity)}" if capacity else ""

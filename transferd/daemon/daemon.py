@@ -133,10 +133,10 @@ class Daemon:
         and that an early client gets "not ready" instead of no answer.
         """
         self.threads.open()
+        await self.server.start()  # first: whoever serves the same endpoint is named with its pid
         await self.reports.start()
         if self.traces is not None:
             self.traces.start()
-        await self.server.start()
         for engine in self.engines.values():
             if engine.kv_events is not None:
                 engine.kv_events.start()

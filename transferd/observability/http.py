@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import http
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ class HttpServer:
                 lambda: _Connection(self), host.strip("[]"), int(port), backlog=BACKLOG
             )
         except (OSError, OverflowError, UnicodeError) as error:
-            problem = getattr(error, "strerror", None) or str(error)
+            problem = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
             raise ConfigError("metrics.listen", f"cannot bind: {problem}", self._listen) from error
         self.port = self._server.sockets[0].getsockname()[1]
 

@@ -54,11 +54,16 @@ class EndpointLock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._check_leftover(path)
         except BlockingIOError as error:
+            holder = os.pread(lock, 20, 0).decode(errors="replace").strip()
             os.close(lock)
-            raise ConfigError(self._key, "is in use by another daemon", self.endpoint) from error
+            who = f"another daemon (pid {holder})" if holder.isdigit() else "another daemon"
+            raise ConfigError(self._key, f"is in use by {who}", self.endpoint) from error
         except BaseException:
             os.close(lock)
             raise
+        with contextlib.suppress(OSError):  # a full disk: then a second daemon is not told who has it
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
         self._lock = lock
 
     def _check_leftover(self, path: str) -> None:

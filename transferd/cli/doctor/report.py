@@ -14,6 +14,7 @@ from transferd.cli.doctor.machine import Machine
 from transferd.daemon import preflight
 from transferd.errors import ConfigError, TransferError, one_line
 from transferd.observability.concerns import concerns
+from transferd.observability.units import size
 from transferd.runtime.version import VERSION
 
 STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
@@ -25,9 +26,7 @@ def examine(machine: Machine, config: Path | None, overrides: list[str]) -> list
     plan = preflight.build(effective)
     try:
         preflight.examine(effective, plan)
-        first = ok(
-            "configuration", f"{config or 'defaults'}; takes {configuration.Size(plan.sizes.memory)} bytes of memory"
-        )
+        first = ok("configuration", f"{config or 'defaults'}; takes {size(plan.sizes.memory)} of memory")
     except ConfigError as error:
         first = fail("configuration", str(error), "correct that key; `transferd check-config` says the same")
     return [first, *local(Patient(machine, effective, plan))]
