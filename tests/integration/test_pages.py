@@ -16,7 +16,7 @@ from transferd import Client, Pages, ReadStorageTask, Status, WriteStorageTask, 
 from transferd.config import from_tree
 from transferd.daemon.daemon import Daemon
 from transferd.errors import RequestError, TransferError
-from transferd.tiers.segment import DIRECTORY, PREFIX
+from transferd.tiers.segment import DIRECTORY
 
 RANKS, BLOCKS = 2, 8
 SIZES = [48, 16, 33]
@@ -55,7 +55,7 @@ async def client(daemon: Daemon) -> AsyncIterator[Client]:
 @pytest.fixture(params=["name", "descriptor"])
 def memory(request: pytest.FixtureRequest) -> Iterator[tuple[str | int, npt.NDArray[np.uint8]]]:
     """The engine's memory, as shm_pages takes it, and its bytes."""
-    name = f"{PREFIX}test.{os.getpid()}.engine"
+    name = f"test.{os.getpid()}.engine"
     if request.param == "name":
         fd = os.open(DIRECTORY / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     else:

@@ -32,7 +32,7 @@ from transferd.tiers.extents import overlap
 from transferd.tiers.page_handles import cuda_pages, shm_pages
 from transferd.tiers.pages import locate_offered
 from transferd.tiers.pinned import HostPool
-from transferd.tiers.segment import DIRECTORY, PREFIX, attach_arrays
+from transferd.tiers.segment import DIRECTORY, attach_arrays
 from transferd.tiers.shm import ShmDeviceTier
 
 SIZES = [24, 7, 100]
@@ -68,7 +68,7 @@ def pool() -> Iterator[HostPool]:
 @pytest.fixture
 def memory() -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
     """Shared memory that the engine made: its name, and its bytes."""
-    name = f"{PREFIX}test.{os.getpid()}.pages"
+    name = f"test.{os.getpid()}.pages"
     fd = os.open(DIRECTORY / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     os.ftruncate(fd, NBYTES)
     mapped = mmap.mmap(fd, NBYTES)
@@ -379,7 +379,7 @@ def test_what_is_not_shared_memory_is_refused_before_it_is_offered() -> None:
     os.close(fd)
     os.close(other)
     with pytest.raises(TierError, match="No such file"):
-        shm_pages(f"{PREFIX}test.nobody.made.this", BLOCK_MAJOR)
+        shm_pages("test.nobody.made.this", BLOCK_MAJOR)
 
 
 # --- a GPU ----------------------------------------------------------------------------------------

@@ -22,6 +22,8 @@ def shm_pages(memory: str | int, segments: Sequence[Segment], *, nbytes: int | N
     gone; it is sealed against shrinking, if it can be. nbytes: how much of it to map; all of it if None. segments: for
     each layer (offset, block_stride), in bytes: block b of the layer starts at offset + b * block_stride.
 
+    Do not begin the name with `transferd.`: a daemon that starts removes such files, unless somebody holds their flock.
+
     A descriptor needs an ipc:// connection, and a daemon that may look into this process: one of the same user. Raises
     TierError if there is no such memory, RequestError if it cannot be offered.
     """
