@@ -692,3 +692,51 @@ def test_work_in_no_order_on_the_same_bytes_is_a_race_also_when_it_went_well() -
 
     in_context(gpu, work)
     assert "share bytes, in no order" in gpu.wrong()[0]
+
+
+# --- devices that are lost or hang ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("answer", ["CUDA_ERROR_ECC_UNCORRECTABLE", "CUDA_ERROR_LAUNCH_FAILED"])
+async def test_a_device_that_is_lost_while_idle_is_told_once_without_a_task(
+    threads: ThreadPools, monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    monkeypatch.setattr(copy_pipeline, "PROBE_S", 0.005)
+    gpu, told = FakeGpu(), asyncio.Queue[str]()
+    async with rig(gpu, threads, clean=False) as made:
+        made.tier.on_lost = told.put_nowait
+        gpu.refuse("synchronize", answer, after=3)
+        assert answer in await asyncio.wait_for(told.get(), 30)
+        with pytest.raises(DeviceLost):
+            await made.tier.copy_out(made.outward([0], [0]), made.pool.memory)
+    assert told.qsize() <= 1, "once for each direction at the most"
+
+
+async def test_a_probe_that_hangs_is_seen_and_a_copy_after_it_goes_well(
+    threads: ThreadPools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copy_pipeline, "PROBE_S", 0.005)
+    gpu = Slow()
+    async with rig(gpu, threads) as made:
+        gpu.go.clear()
+        await asyncio.to_thread(gpu.asked.wait, 30)
+        while not made.tier.waiting_s:  # noqa: ASYNC110 - a few turns of the loop
+            await asyncio.sleep(0.001)
+        gpu.go.set()
+        assert await made.there_and_back()
+
+
+async def test_a_driver_that_refuses_everything_has_lost_the_device(threads: ThreadPools) -> None:
+    """As after a reset of the device: no answer that CUDA calls sticky, and yet nothing will ever work."""
+    gpu, told = FakeGpu(batches=False), asyncio.Queue[str]()
+    async with rig(gpu, threads, clean=False) as made:
+        made.tier.on_lost = told.put_nowait
+        for _ in range(copy_pipeline.MOST_FAILURES - 1):
+            gpu.refuse("copy", "CUDA_ERROR_INVALID_HANDLE")
+            with pytest.raises(TierError) as refused:
+                await made.tier.copy_in(made.inward([0], [0]), made.pool.memory)
+            assert not isinstance(refused.value, DeviceLost)
+        gpu.refuse("copy", "CUDA_ERROR_INVALID_HANDLE")
+        with pytest.raises(DeviceLost, match="refused 16 copies in a row"):
+            await made.tier.copy_in(made.inward([0], [0]), made.pool.memory)
+        assert "in a row" in await asyncio.wait_for(told.get(), 30)

@@ -195,6 +195,8 @@ class Engine:
     async def open(self) -> None:
         """Open every rank; ready last (if it is the engine that creates the cache, once it has offered every rank's
         memory, which may be after this returns). Storage is open. Raises TransferError."""
+        for worker in self.workers:
+            worker.watch(self.coordinator.rank_died)
         opened = await asyncio.gather(*(worker.open() for worker in self.workers), return_exceptions=True)
         for problem in opened:
             if isinstance(problem, BaseException):
@@ -211,7 +213,8 @@ class Engine:
         """Why its tasks are not served now; "" when they are."""
         if not self.coordinator.ready:
             return self.cache.why or "stopping, or a rank has died"
-        return "" if self.coordinator.admitting else "draining"
+        hung = next((worker.hung for worker in self.workers if worker.hung), "")
+        return hung or ("" if self.coordinator.admitting else "draining")
 
     def called(self, rank: int) -> str:
         """A rank's name in reports."""

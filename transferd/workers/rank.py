@@ -30,6 +30,8 @@ from transferd.workers.write import Writer
 
 log = structlog.get_logger(__name__)
 
+HUNG_S = 5.0  # a call to a device that takes longer: the longest one that is sound takes milliseconds
+
 Arrive = Callable[[Job, RankOutcome], None]
 Died = Callable[[int, str], None]
 
@@ -126,6 +128,17 @@ class RankWorker:
         """Allocate the host pool again after `free`, zeroed. Raises TierError."""
         if self.context.host is not None:
             await self.context.threads.run(Direction.IN, self.context.host.allocate)
+
+    def watch(self, died: Died) -> None:
+        """Call `died` when the device is found lost without a task."""
+        if hasattr(self.context.device, "on_lost"):
+            self.context.device.on_lost = lambda cause: died(self.rank, cause)
+
+    @property
+    def hung(self) -> str:
+        """Why this rank cannot serve although nothing has failed; "" if it can."""
+        seconds: float = getattr(self.context.device, "waiting_s", 0.0)
+        return f"the device of rank {self.rank} has not answered for {seconds:.0f} s" if seconds > HUNG_S else ""
 
     def start(self, job: Job, arrive: Arrive, died: Died) -> None:
         """Begin this rank's share of a task. Returns at once.

@@ -37,6 +37,8 @@ WINDOW = 4  # turns on the device's queues
 TURN_BYTES = 32 * 1024**2  # 0.6 ms of PCIe 5: four such turns outlast the wait for Python's lock
 # A channel takes about 1024 entries before calls block. A chunk's kernel and events are five, a DMA is one.
 TURN_DMAS = 192
+PROBE_S = 5.0  # how often an idle device is asked whether it is still there
+MOST_FAILURES = 16  # copies in a row that the driver refuses: a context that was reset under us answers so for ever
 CLOSE_S = 10.0  # how long `stop` waits for a copy that hangs; all others have ended before
 
 Completed = Callable[[TransferError | None], None]
@@ -110,7 +112,8 @@ class EventGate:
 class CopyPipeline:
     """One direction. Owns a submitter and a thread, until `close`.
 
-    outward: device → host. engine: what copies wait for first. copy_path: see Submitter.
+    outward: device → host. engine: what copies wait for first. copy_path: see Submitter. lost: called once, in the
+    pipeline's thread, when the device is found to be lost, by a copy or by a look at an idle device.
 
     Creating and closing require the context to be current. Raises TierError.
     """
@@ -124,8 +127,11 @@ class CopyPipeline:
         outward: bool,
         engine: EventGate | None = None,
         copy_path: CopyPath | None = None,
+        lost: Callable[[DeviceLost], None] | None = None,
     ) -> None:
         self.outward = outward
+        self._tell_lost = lost
+        self._failures = 0
         self.submitter = Submitter(driver, kernel_table, outward=outward, copy_path=copy_path)
         self._driver = driver
         self._context = context
@@ -190,7 +196,7 @@ class CopyPipeline:
         try:
             yield
         except DeviceLost as error:
-            self._lost = error
+            self._is_lost(error)
             ending = [*(copy for _, copy in self._turns if copy is not None), *self._active]
             self._turns.clear()
             self._active.clear()
@@ -200,14 +206,35 @@ class CopyPipeline:
     def _admit(self) -> None:
         """Take the copies that have come; without any other work wait for one."""
         while not self._ended:
+            busy = bool(self._active or self._turns)
             try:
-                copy = self._inbox.get(block=not (self._active or self._turns))
+                copy = self._inbox.get(block=not busy, timeout=None if busy or self._lost else PROBE_S)
             except queue.Empty:
-                return
+                if busy:
+                    return
+                self._probe()
+                continue
             if copy is None:
                 self._ended = True
             else:
                 self._begin(copy)
+
+    def _probe(self) -> None:
+        """Whether an idle device still does what it is asked."""
+        event = self._take_event()
+        with self._losing(), self._in_driver():
+            self._driver.record(event, self.submitter.tail)
+            self._driver.synchronize(event)
+        self._idle_events.append(event)
+
+    def _take_event(self) -> int:
+        return self._idle_events.pop() if self._idle_events else self.submitter.event()
+
+    def _is_lost(self, error: DeviceLost) -> None:
+        if self._lost is None:
+            self._lost = error
+            if self._tell_lost is not None:
+                self._tell_lost(error)
 
     def _begin(self, copy: Copy) -> None:
         if self._lost is not None:
@@ -218,7 +245,7 @@ class CopyPipeline:
             if engine is not None and engine.holds(lambda error: self._engine_passed(copy, error)):
                 return
         except DeviceLost as error:
-            self._lost = error
+            self._is_lost(error)
             self._finish(copy, error)
             return
         except TransferError as error:
@@ -250,12 +277,19 @@ class CopyPipeline:
             try:
                 if not copy.stopped:
                     self._submit(copy, copy.steps)
-                event = self._idle_events.pop() if self._idle_events else self.submitter.event()
+                event = self._take_event()
                 self._driver.record(event, self.submitter.tail)
+                self._failures = 0
             except DeviceLost:
                 self._active.append(copy)
                 raise
-            except Exception as error:  # noqa: BLE001 - a bug fails its copy; the thread serves the others
+            except Exception as error:
+                self._failures += 1
+                if self._failures >= MOST_FAILURES:
+                    self._active.append(copy)
+                    raise DeviceLost(
+                        f"the driver refused {self._failures} copies in a row, the last: {error}"
+                    ) from error
                 self._quiesce()
                 self._finish(copy, error if isinstance(error, TransferError) else InvariantError(repr(error)))
                 continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -45,10 +46,12 @@ class DeviceResources:
         *,
         handle: DeviceHandle | None,
         copy_path: CopyPath | None,
+        lost: Callable[[DeviceLost], None] | None = None,
     ) -> None:
         self.info = find_device(driver, device)
         image = driver.compile(source(), self.info.capability)  # before anything is allocated
         self.driver = driver
+        self._lost = lost
         self._layout = layout
         self._slot_bytes = slot_bytes
         self._mapped: ipc.Mapping | None = None
@@ -152,7 +155,13 @@ class DeviceResources:
 
     def _pipeline(self, *, outward: bool, copy_path: CopyPath | None) -> CopyPipeline:
         pipeline = CopyPipeline(
-            self.driver, self.context, self.kernel_table, outward=outward, engine=self._engine, copy_path=copy_path
+            self.driver,
+            self.context,
+            self.kernel_table,
+            outward=outward,
+            engine=self._engine,
+            copy_path=copy_path,
+            lost=self._lost,
         )
         self._owned.add(pipeline.close)
         self._pipelines.append(pipeline)
@@ -191,6 +200,11 @@ class DeviceResources:
         if self.timelines is None:
             return handle
         return DeviceHandle(handle.kind, handle.data | {"timelines": msgspec.to_builtins(self.timelines.exported)})
+
+    @property
+    def waiting_s(self) -> float:
+        """For how long a call to the driver has not come back; 0 if none is under way."""
+        return max((pipeline.waiting_s for pipeline in self._pipelines), default=0.0)
 
     def statistics(self) -> dict[str, Any]:
         return {

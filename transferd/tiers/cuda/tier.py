@@ -23,11 +23,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 from transferd.blocks.copyplan import CopyPlan
 from transferd.blocks.layout.base import Arena, BlockLayout, align
-from transferd.errors import RequestError, TierError, TransferError
+from transferd.errors import DeviceLost, RequestError, TierError, TransferError
 from transferd.runtime.threads import Direction, Threads, noted
 from transferd.tiers.base import DeviceHandle, HostMemory
 from transferd.tiers.cuda.bindings import check_fit, open_driver
@@ -72,6 +73,7 @@ class CudaDeviceTier:
         longest = max(segment.nbytes for segment in layout.segments)
         self._slot_bytes = align(max(slot_bytes, longest))
         self._resources: DeviceResources | None = None
+        self.on_lost: Callable[[str], None] | None = None
 
     @staticmethod
     def pinning(device: int) -> Pinning:
@@ -106,13 +108,27 @@ class CudaDeviceTier:
         if self._resources is not None:
             raise TierError(f"the device memory of rank {self.rank} is already open")
 
+        loop = asyncio.get_running_loop()
+
+        def lost(error: DeviceLost) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._tell_lost, str(error))
+
         def make() -> DeviceResources:
             driver = self._driver if self._driver is not None else open_driver()
             return DeviceResources(
-                driver, self.device, self._layout, self._slot_bytes, handle=handle, copy_path=self._copy_path
+                driver, self.device, self._layout, self._slot_bytes, handle=handle, copy_path=self._copy_path, lost=lost
             )
 
         self._resources = await self._threads.run(Direction.IN, make, "allocating device memory")
+
+    def _tell_lost(self, cause: str) -> None:
+        if self.on_lost is not None:
+            self.on_lost(cause)
+
+    @property
+    def waiting_s(self) -> float:
+        return 0.0 if self._resources is None else self._resources.waiting_s
 
     async def copy_out(self, plan: CopyPlan, host: HostMemory) -> None:
         await self._copy(self.resources.outward, plan, host)
