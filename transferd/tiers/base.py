@@ -24,8 +24,8 @@ Duties of an implementation:
    another process may keep the memory mapped after `close`. `timelines = True`: `reached` works, and `with_timelines`
    if it attaches, too.
 7. Memory that `open` returns contains no old data, neither of this cache before `close` nor of another process.
-8. A class may tell what it finds out by itself: `on_lost`, an attribute that the daemon sets to a function of the cause,
-   called on the loop when the device is found lost, also while it is idle; `waiting_s`, the seconds for which a call
+8. A class may tell what it finds out by itself: `on_lost`, an attribute that the daemon sets to a function of the
+   cause, called on the loop when the device is found lost, also while it is idle; `waiting_s`, the seconds for which a call
    to the device has not come back.
 9. A class with `attaches` also has `extents() -> list[Extent]`: which bytes of which memory `attach` has mapped
    (extents.py), so that no two ranks get the same byte.

@@ -192,10 +192,11 @@ class CopyPipeline:
 
     @contextlib.contextmanager
     def _losing(self) -> Iterator[None]:
-        """If the device is lost in here, every copy under way has ended with that."""
+        """If the device is lost in here, every copy under way has ended with that. So it is with what nobody expects."""
         try:
             yield
-        except DeviceLost as error:
+        except Exception as raised:  # noqa: BLE001 - or the thread ends, and no copy ever does
+            error = raised if isinstance(raised, DeviceLost) else DeviceLost(f"the copy pipeline failed: {raised!r}")
             self._is_lost(error)
             ending = [*(copy for _, copy in self._turns if copy is not None), *self._active]
             self._turns.clear()
@@ -221,11 +222,11 @@ class CopyPipeline:
 
     def _probe(self) -> None:
         """Whether an idle device still does what it is asked."""
-        event = self._take_event()
         with self._losing(), self._in_driver():
+            event = self._take_event()
             self._driver.record(event, self.submitter.tail)
             self._driver.synchronize(event)
-        self._idle_events.append(event)
+            self._idle_events.append(event)
 
     def _take_event(self) -> int:
         return self._idle_events.pop() if self._idle_events else self.submitter.event()
