@@ -25,8 +25,8 @@ Duties of an implementation:
    if it attaches, too.
 7. Memory that `open` returns contains no old data, neither of this cache before `close` nor of another process.
 8. A class may tell what it finds out by itself: `on_lost`, an attribute that the daemon sets to a function of the
-   cause, called on the loop when the device is found lost, also while it is idle; `waiting_s`, the seconds for which a call
-   to the device has not come back.
+   cause, called on the loop when the device is found lost, also while it is idle; `waiting_s`, the seconds for
+   which a call to the device has not come back.
 9. A class with `attaches` also has `extents() -> list[Extent]`: which bytes of which memory `attach` has mapped
    (extents.py), so that no two ranks get the same byte.
 """

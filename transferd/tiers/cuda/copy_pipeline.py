@@ -192,7 +192,7 @@ class CopyPipeline:
 
     @contextlib.contextmanager
     def _losing(self) -> Iterator[None]:
-        """If the device is lost in here, every copy under way has ended with that. So it is with what nobody expects."""
+        """If the device is lost in here, every copy under way ends with that. So with what nobody expects."""
         try:
             yield
         except Exception as raised:  # noqa: BLE001 - or the thread ends, and no copy ever does
