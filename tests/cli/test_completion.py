@@ -62,7 +62,9 @@ def test_the_grammar_has_every_command_and_its_options() -> None:
 
 
 @needs("bash")
-@pytest.mark.parametrize(("typed", "offered"), TYPED, ids=lambda value: "-".join(value))
+@pytest.mark.parametrize(
+    ("typed", "offered"), TYPED, ids=lambda value: "-".join(sorted(value) if isinstance(value, set) else value)
+)
 def test_bash_offers_what_may_follow(directory: Path, typed: list[str], offered: set[str]) -> None:
     words = " ".join(f"'{word}'" for word in typed)
     ask = f'COMP_WORDS=({words}); COMP_CWORD={len(typed) - 1}; _transferd; printf "%s\\n" "${{COMPREPLY[@]}}"'
@@ -86,7 +88,9 @@ def test_bash_binds_the_script_to_the_command(directory: Path) -> None:
 
 
 @needs("zsh")
-@pytest.mark.parametrize(("typed", "offered"), TYPED, ids=lambda value: "-".join(value))
+@pytest.mark.parametrize(
+    ("typed", "offered"), TYPED, ids=lambda value: "-".join(sorted(value) if isinstance(value, set) else value)
+)
 def test_zsh_offers_the_same(directory: Path, typed: list[str], offered: set[str]) -> None:
     (directory / "_transferd").write_text(completion.script(Shell.ZSH, GRAMMAR))
     words = " ".join(f"'{word}'" for word in typed)
@@ -97,7 +101,9 @@ def test_zsh_offers_the_same(directory: Path, typed: list[str], offered: set[str
 
 
 @needs("fish")
-@pytest.mark.parametrize(("typed", "offered"), TYPED, ids=lambda value: "-".join(value))
+@pytest.mark.parametrize(
+    ("typed", "offered"), TYPED, ids=lambda value: "-".join(sorted(value) if isinstance(value, set) else value)
+)
 def test_fish_offers_the_same(
     directory: Path, typed: list[str], offered: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
