@@ -80,7 +80,7 @@ def test_the_commands_print_tables_and_json(daemon: DaemonProcess, engine: SyncC
     assert "evil" in listed.stdout
     assert "\x1b" not in listed.stdout
     assert max(map(len, listed.stdout.splitlines())) <= 80
-    assert transferd("tasks", "--running", env=env).stdout == "no such task\n"
+    assert transferd("tasks", "--running", env=env).stdout == "no matching tasks\n"
     assert f"pid {os.getpid()}" in transferd("clients", env=env).stdout.replace("\n", " ")
     both = transferd("tasks", "--slow", "--failed", env=env)
     assert (both.returncode, both.stderr.count("\n")) == (2, 1)

@@ -60,7 +60,7 @@ def test_a_reason_for_not_being_ready_is_told(report: dict[str, Any]) -> None:
         ("barrier", {"dead": [1]}, "rank 1 has died"),
         ("cache", {"cleared": True}, "the cache is cleared"),
         ("cache", {"missing": [0, 1]}, "ranks 0, 1 have no memory"),
-        ("cache", {"unmapped": [1]}, "no engine has ranks 1 attached"),
+        ("cache", {"unmapped": [1]}, "no engine has attached ranks 1"),
         ("storage", {"breaker": "open"}, "storage file does not answer"),
         ("storage", {"corrupt": 2}, "2 damaged objects"),
         ("storage", {"errors": 1}, "1 storage calls failed"),

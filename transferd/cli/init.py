@@ -1,4 +1,4 @@
-"""`transferd config`: what a configuration file can say, written for this machine."""
+"""`transferd config`: writes a commented configuration file for this machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def config() -> None:
 @app.command()
 def init(
     path: Annotated[
-        str, typer.Option("--store", help="Where blocks will be stored; its free space sets the capacity.")
+        str, typer.Option("--store", help="Directory for stored blocks; its free space decides the capacity.")
     ] = STORE,
 ) -> None:
     """Print a commented configuration for this machine to stdout: every setting, what it means, its default."""

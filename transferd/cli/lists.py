@@ -1,4 +1,4 @@
-"""`transferd tasks` and `transferd clients`: what a running daemon has under way, and for whom."""
+"""`transferd tasks` and `transferd clients`: what a daemon is working on, and who is connected."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
     from transferd.wire.protocol import Which
 
-LimitOption = Annotated[int, typer.Option("--limit", min=1, max=1000, help="Show at most so many.")]
+LimitOption = Annotated[int, typer.Option("--limit", min=1, max=1000, help="Maximum number of rows.")]
 
 
 def tasks(
-    running: Annotated[bool, typer.Option("--running", help="What is queued or runs, the oldest first.")] = False,
-    slow: Annotated[bool, typer.Option("--slow", help="The slowest of the last thousand, the slowest first.")] = False,
-    failed: Annotated[bool, typer.Option("--failed", help="What failed or was refused, the newest first.")] = False,
+    running: Annotated[bool, typer.Option("--running", help="Queued and running tasks, oldest first.")] = False,
+    slow: Annotated[bool, typer.Option("--slow", help="The last thousand tasks, slowest first.")] = False,
+    failed: Annotated[bool, typer.Option("--failed", help="Failed and refused tasks, newest first.")] = False,
     limit: LimitOption = 20,
     endpoint: EndpointOption = None,
     timeout: TimeoutOption = 2.0,
@@ -30,7 +30,7 @@ def tasks(
     server_key_file: ServerKeyFileOption = None,
     format_: FormatOption = Format.TEXT,
 ) -> None:
-    """List tasks and where their time goes; `transferd explain` tells the rest of one."""
+    """List tasks and where their time goes. `transferd explain` shows one task in detail."""
     chosen: list[Which] = []
     chosen += ["running"] if running else []
     chosen += ["slow"] if slow else []
@@ -41,7 +41,7 @@ def tasks(
     rows = ask(lambda client: client.tasks(which, limit), endpoint, timeout, key_file, server_key_file)
     from transferd.cli.tasks_view import tasks_table
 
-    _report(rows, tasks_table(rows), format_, "no such task" if chosen else "no task yet")
+    _report(rows, tasks_table(rows), format_, "no matching tasks" if chosen else "no tasks yet")
 
 
 def clients(
@@ -52,11 +52,11 @@ def clients(
     server_key_file: ServerKeyFileOption = None,
     format_: FormatOption = Format.TEXT,
 ) -> None:
-    """List who is connected, since when, and how many tasks each waits for. This command is one of them."""
+    """List connected clients, this command included: since when, and how many tasks each waits for."""
     rows = ask(lambda client: client.clients(limit), endpoint, timeout, key_file, server_key_file)
     from transferd.cli.tasks_view import clients_table
 
-    _report(rows, clients_table(rows), format_, "nobody")
+    _report(rows, clients_table(rows), format_, "no clients")
 
 
 def _report(rows: list[dict[str, Any]], table: Table, format_: Format, nothing: str) -> None:

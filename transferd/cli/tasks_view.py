@@ -1,4 +1,4 @@
-"""`transferd tasks` and `transferd clients` as tables of 80 columns. What clients named is printed escaped."""
+"""`transferd tasks` and `transferd clients` as tables of 80 columns. Text from clients is escaped."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from transferd.errors import one_line
 from transferd.observability.units import count, span
 
 STYLES = {"ok": "green", "miss": "green", "running": "bold", "failed": "red", "expired": "red", "rejected": "red"}
-SHORT_ID = 26  # characters of an id, where a line has to be one line
+SHORT_ID = 26  # characters of an id that is cut
 
 
 def tasks_table(rows: list[dict[str, Any]], *, whole_ids: bool = True) -> Table:
-    """One task a row; its time is split into where it went, or, under way, what it waits for.
+    """One row per task, with where its time went or, while it runs, what it waits for.
 
-    whole_ids: an id may take several lines, so that it can be copied.
+    whole_ids: a long id continues on the next line, so that it can be copied; otherwise it is cut.
     """
     table = _table()
     fit: dict[str, Any] = {"overflow": "fold" if whole_ids else "ellipsis", "no_wrap": not whole_ids}
@@ -44,7 +44,7 @@ def tasks_table(rows: list[dict[str, Any]], *, whole_ids: bool = True) -> Table:
 
 
 def where(row: dict[str, Any]) -> str:
-    """What a task waits for, or where its time went (most of it first), and why it failed."""
+    """What a task waits for, or why it failed and where its time went, the longest stage first."""
     if row["waits_for"]:
         return f"waits for {one_line(str(row['waits_for']))}"
     stages = sorted(("queue", "copy", "storage"), key=lambda stage: row[f"{stage}_s"], reverse=True)
@@ -57,14 +57,14 @@ def where(row: dict[str, Any]) -> str:
 
 
 def clients_table(rows: list[dict[str, Any]]) -> Table:
-    """One connection a row."""
+    """One row per connection."""
     table = _table()
     for name in ("client", "from", "may", "connected", "silent", "waits for"):
         table.add_column(name, overflow="fold")
     for row in rows:
         table.add_row(
             Text(one_line(str(row["client"]))),
-            Text(one_line(str(row["peer"])) or "not known"),
+            Text(one_line(str(row["peer"])) or "unknown"),
             "look" if row["observer"] else "all",
             span(row["connected_s"]),
             span(row["silent_s"]),

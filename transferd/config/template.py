@@ -1,4 +1,4 @@
-"""A commented configuration file, made from sections.py itself: each comment and default is written once, there."""
+"""A commented configuration file, generated from sections.py, where each comment and default is written once."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from transferd.config.size import Size
 
 
 def template(chosen: Mapping[str, Any] | None = None) -> str:
-    """Every section and key with its default, commented out, and what it means beside it.
+    """Every section and key, commented out, with its default and its meaning.
 
-    chosen: {"section.key": value} to be written as settings that count; everything else stays a comment.
+    chosen: {"section.key": value} to write as active settings; all others stay comments.
     """
     chosen = dict(chosen or {})
-    lines = ["# transferd: every setting with its default. Remove the # of what you want to change."]
+    lines = ["# transferd: every setting with its default. Uncomment what you want to change."]
     for section in msgspec.structs.fields(Config):
         lines += _section(section.name, section.type, chosen)
     if chosen:
@@ -70,7 +70,7 @@ def _toml(value: Any) -> str:
 
 
 def _struct_in(kind: Any) -> type[msgspec.Struct] | None:
-    """The section that a field holds, also where it may be absent."""
+    """The section that a field holds, optional or not."""
     options = typing.get_args(kind) or (kind,)
     return next((one for one in options if isinstance(one, type) and issubclass(one, msgspec.Struct)), None)
 

@@ -27,11 +27,11 @@ def _service(report: dict[str, Any], not_ready: str) -> list[str]:
     if cache["cleared"]:
         found.append("the cache is cleared: tasks are rejected until restore_cache")
     elif cache["missing"]:
-        found.append(f"ranks {_listed(cache['missing'])} have no memory: no engine has offered it")
+        found.append(f"ranks {_listed(cache['missing'])} have no memory: the engine has not offered it yet")
     elif not report["ready"]:
         found.append(f"not ready: {not_ready or 'see /readyz and the log'}")
     elif cache["unmapped"] and report["server"]["clients"] and sum(report["tasks"].values()):
-        found.append(f"no engine has ranks {_listed(cache['unmapped'])} attached: tasks are rejected, not_attached")
+        found.append(f"no engine has attached ranks {_listed(cache['unmapped'])}: tasks are rejected (not_attached)")
     for hold in report["held"]:
         found.append(f"{hold['what']} for {span(hold['for_s'])}, held by {hold['holder']}: `resume` ends it")
     if report["draining"] and not report["held"]:

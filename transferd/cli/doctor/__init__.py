@@ -1,1 +1,1 @@
-"""`transferd doctor`: what on this machine stands in the daemon's way, and what to do about each thing."""
+"""`transferd doctor`: what on this machine hinders the daemon, and how to fix it."""

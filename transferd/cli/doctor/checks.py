@@ -1,6 +1,6 @@
-"""The checks: each looks at one thing and gives one finding. A check decides, machine.py looks.
+"""The checks. Each inspects one thing and returns one finding; machine.py does the looking.
 
-A `fail` keeps the daemon from starting or serving as configured; a `warn` lets it run, more slowly or less safely.
+`fail`: the daemon cannot start or serve as configured. `warn`: it runs, but more slowly or less safely.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Level(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line. remedy: what to do, in one line; "" where nothing is to be done."""
+    """The result of one check. remedy: what to do, in one line; "" if there is nothing to do."""
 
     name: str
     level: Level
@@ -49,7 +49,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Patient:
-    """What is examined: a machine, and the configuration that it is to run."""
+    """What is examined: a machine, and the configuration that it should run."""
 
     machine: Machine
     config: Config
@@ -84,7 +84,7 @@ def memlock(patient: Patient) -> Finding:
     limit = NO_LIMIT if patient.machine.may_lock_any_memory() else patient.machine.limit("MEMLOCK")
     if limit >= needed:
         return ok("memlock", f"{size(needed)} of host memory can be pinned")
-    what = f"{size(needed)} of host memory should be pinned, and this user may pin {size(limit)}: copies are slower"
+    what = f"{size(needed)} of host memory should be pinned, but this user may pin {size(limit)}: copies are slower"
     return warn("memlock", what, "set LimitMEMLOCK=infinity in the unit, or ulimit -l unlimited")
 
 
@@ -99,14 +99,14 @@ def hugepages(patient: Patient) -> Finding:
 def shared_memory(patient: Patient) -> Finding:
     needed = patient.plan.sizes.shared
     if not needed:
-        return ok(SHARED_MEMORY, "not needed: the device cache is not shared memory of the daemon's")
+        return ok(SHARED_MEMORY, "not needed: the daemon keeps no device cache there")
     _, free = patient.machine.space(SHARED_MEMORY)
     if free >= needed:
         return ok(SHARED_MEMORY, f"{size(needed)} needed, {size(free)} free")
     remedy = (
         f"mount -o remount,size=… {SHARED_MEMORY} (containers: --shm-size), stop what fills it, or fewer device_blocks"
     )
-    return fail(SHARED_MEMORY, f"{size(needed)} needed, {size(free)} free (a daemon that runs counts)", remedy)
+    return fail(SHARED_MEMORY, f"{size(needed)} needed, {size(free)} free (a running daemon counts)", remedy)
 
 
 def numa(patient: Patient) -> Finding:
@@ -169,7 +169,7 @@ def cuda_ipc(patient: Patient) -> Finding:
         return warn("cuda ipc", what, remedy)
     if own == 0:
         return warn("cuda ipc", "this is root, the daemon of the unit is not", "run the doctor as the daemon's user")
-    who = "as server.allowed_uids says" if engines else "if it is the engine's, too: server.allowed_uids does not say"
+    who = "as server.allowed_uids says" if engines else "if the engine is that user, too (server.allowed_uids is empty)"
     return ok("cuda ipc", f"memory is shared within user {own}, {who}")
 
 
@@ -229,7 +229,7 @@ def mooncake(patient: Patient) -> Finding:
     address = patient.config.storage.mooncake.master_server_addr
     target = host_and_port(address)
     if "://" in address or target is None:
-        return ok("mooncake", f"{address}: found through its own directory, which is not asked here")
+        return ok("mooncake", f"{address}: found through its own directory, which the doctor does not query")
     problem = patient.machine.connects(*target)
     if problem:
         return fail(
@@ -246,7 +246,7 @@ def clock(patient: Patient) -> Finding:
 
 
 def socket(patient: Patient) -> Finding:
-    """Permissions of a socket that is there; whether somebody answers behind it, command.py asks."""
+    """The permissions of an existing socket. Whether a daemon answers there is another check (report.py)."""
     for endpoint in patient.config.server.endpoints:
         path = endpoint.removeprefix("ipc://")
         # A connection that says nothing would be counted and logged as a failed handshake: none where it could be made.

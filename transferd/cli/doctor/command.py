@@ -1,4 +1,4 @@
-"""`transferd doctor`: its options. What it does is loaded when it is called, as it loads the whole daemon."""
+"""The options of `transferd doctor`. The rest is imported when it runs, because it imports the whole daemon."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def doctor(
     server_key_file: ServerKeyFileOption = None,
     format_: FormatOption = Format.TEXT,
 ) -> None:
-    """Examine this machine and the daemon on it; exit 1 when something fails. Each trouble comes with its remedy."""
+    """Check this machine and its daemon, with a remedy for each problem; exit 1 if a check fails."""
     from rich.console import Console
 
     from transferd.cli.doctor import report

@@ -1,4 +1,4 @@
-"""What the doctor looks at: each question to this machine is one method, so that a test can answer for a sick one."""
+"""What the doctor inspects. Each question is one method, so that a test can answer for a sick machine."""
 
 from __future__ import annotations
 

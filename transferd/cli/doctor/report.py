@@ -1,4 +1,4 @@
-"""The doctor's findings in order: the configuration, this machine, the daemon; and how they are printed."""
+"""Collects the findings (configuration, machine, daemon) and prints them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
 
 
 def examine(machine: Machine, config: Path | None, overrides: list[str]) -> list[Finding]:
-    """The configuration, and what this machine makes of it. Raises ConfigError for one that cannot be read at all."""
+    """Check the configuration, then this machine. Raises ConfigError for a configuration that cannot be read."""
     effective = configuration.load(config, overrides=overrides)
     plan = preflight.build(effective)
     try:
@@ -33,7 +33,7 @@ def examine(machine: Machine, config: Path | None, overrides: list[str]) -> list
 
 
 def daemon(endpoint: str, timeout: float, key_file: Path | None, server_key_file: Path | None) -> Finding:
-    """Whether it answers, is ready, and is of this version."""
+    """Whether the daemon answers, is ready, and has this version."""
     try:
         report = ask(lambda client: client.stats(), endpoint, timeout, key_file, server_key_file)
     except (TransferError, TimeoutError) as error:
@@ -47,7 +47,7 @@ def daemon(endpoint: str, timeout: float, key_file: Path | None, server_key_file
         what = f"the daemon is {report['version']}, this command {VERSION}"
         return warn("daemon", what, "restart the daemon after an upgrade; docs/operations.md says in which order")
     if troubles:
-        return warn("daemon", "; ".join(troubles), "`transferd stats` shows each")
+        return warn("daemon", "; ".join(troubles), "run `transferd stats` for the details")
     return ok("daemon", f"{report['version']}, ready, {report['server']['clients']} clients, all is well")
 
 

@@ -1,4 +1,4 @@
-"""The loop of `transferd top`: asks the daemon, hears keys, draws. It changes nothing, so observers may run it."""
+"""The loop of `transferd top`: poll the daemon, read keys, draw. It changes nothing, so observers may run it."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from transferd.observability.story import as_text
 if TYPE_CHECKING:
     from transferd.client.client import Client
 
-ROWS = 400  # tasks that are asked for each time: enough for percentiles, about 100 KB
+ROWS = 400  # tasks per poll: enough for percentiles, about 100 KB
 _KEYS = {"\x1b[A": "up", "\x1b[B": "down", "k": "up", "j": "down", "\r": "enter", "\n": "enter", "e": "enter"}
 _KEYS |= {"\x1b": "back", "q": "quit", "s": "sort", "p": "pause", " ": "pause"}
 
 
 def top(
     once: Annotated[bool, typer.Option("--once", help="Print one screen after one interval, and exit.")] = False,
-    interval: Annotated[float, typer.Option("--interval", min=0.1, max=60.0, help="Seconds between two looks.")] = 1.0,
+    interval: Annotated[float, typer.Option("--interval", min=0.1, max=60.0, help="Seconds between refreshes.")] = 1.0,
     endpoint: EndpointOption = None,
     timeout: TimeoutOption = 2.0,
     key_file: KeyFileOption = None,
     server_key_file: ServerKeyFileOption = None,
     format_: FormatOption = Format.TEXT,
 ) -> None:
-    """Watch a daemon: rates, times by kind, the slowest tasks and what they wait for. Keys are told below the tasks."""
+    """Watch a daemon: rates, latencies by kind, the slowest tasks and what they wait for. The last line lists keys."""
     if not once and not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigError("top", "needs a terminal; use `transferd top --once`")
     client = client_for(endpoint, timeout, key_file, server_key_file)
@@ -75,7 +75,7 @@ class _Live:
         self._keys: asyncio.Queue[str] = asyncio.Queue()
 
     async def run(self) -> None:
-        """Draw until `q`. Raises ConnectTimeout if nobody answers at first; who goes away later is waited for."""
+        """Draw until `q`. Raises ConnectTimeout if no daemon answers at first; waits for one that goes away later."""
         loop = asyncio.get_running_loop()
         async with self._client:
             with _raw_keys(self._keys), self._console.screen(hide_cursor=True):
@@ -96,7 +96,7 @@ class _Live:
                     await self._pressed(key)
 
     async def _look(self) -> None:
-        """Ask for the figures of now. What goes wrong is shown, and the old ones stay."""
+        """Fetch new figures. After an error the old ones stay, and the screen says what went wrong."""
         try:
             async with asyncio.timeout(5 + self._interval):
                 report, rows = await self._client.stats(), await self._client.tasks("recent", ROWS)
@@ -152,7 +152,7 @@ def _padded(line: Text, width: int) -> Text:
 
 @contextlib.contextmanager
 def _raw_keys(keys: asyncio.Queue[str]) -> Iterator[None]:
-    """Keys as they are pressed, without an echo; the terminal is as before afterwards."""
+    """Read keys as they are pressed, without echo. Restores the terminal at the end."""
     descriptor, loop = sys.stdin.fileno(), asyncio.get_running_loop()
     before = termios.tcgetattr(descriptor)
 

@@ -1,4 +1,4 @@
-"""From what a daemon reports now and then to what happens per second: pure, no clock, no terminal."""
+"""Turn reports that were polled into rates and percentiles: pure, no clock, no terminal."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from transferd.cli.stats_view import MAIN_LANES, lane_totals
 from transferd.observability.concerns import concerns
 
-WINDOW = 60  # samples that sparklines have
-RECENT_S = 60.0  # percentiles are of tasks that ended within it
+WINDOW = 60  # samples in a sparkline
+RECENT_S = 60.0  # percentiles cover the tasks that ended in the last so many seconds
 
 
 @dataclass(slots=True)
 class KindFigures:
-    """One kind of task. seconds: p50 and p99 are None where no task of it ended in the last minute."""
+    """One kind of task. p50 and p99 are in seconds, None if no such task ended in the last minute."""
 
     queued: int
     running: int
@@ -28,14 +28,14 @@ class KindFigures:
 
 @dataclass(slots=True)
 class Figures:
-    """What one screen shows. rows: tasks as transferd/daemon/listing.py tells them, in no particular order."""
+    """What one screen shows. rows: tasks in the form of transferd/daemon/listing.py, unordered."""
 
     report: dict[str, Any]
     kinds: dict[str, KindFigures]
     tasks_per_s: list[float]  # the newest last, as all histories
     bytes_per_s: list[float]
     hit_share: float | None  # of look-ups within the window
-    waits: list[str]  # rank by rank: how many tasks wait for it, and what it does
+    waits: list[str]  # per rank: how many tasks wait for it, and what it is doing
     concerns: list[str]
     rows: list[dict[str, Any]]
 
@@ -55,14 +55,14 @@ class _Sample:
 
 
 class Samples:
-    """The last minute of one daemon. A daemon with another boot_id begins anew."""
+    """The last minute of one daemon. A new boot_id starts over."""
 
     def __init__(self) -> None:
         self._boot_id = ""
         self._samples: deque[_Sample] = deque(maxlen=WINDOW + 1)
 
     def add(self, at: float, report: dict[str, Any], rows: list[dict[str, Any]]) -> Figures:
-        """Take what was asked at monotonic second `at`; returns what there is to show now."""
+        """Add what was polled at monotonic time `at`. Returns what to show now."""
         if report["boot_id"] != self._boot_id:
             self._boot_id = report["boot_id"]
             self._samples.clear()
@@ -106,12 +106,12 @@ class Samples:
 
 
 def percentile(ordered: list[float], share: float) -> float | None:
-    """The smallest value that `share` of all are not above; None of nothing."""
+    """The smallest value that at least `share` of all values do not exceed; None if there are none."""
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None
 
 
 def waits_by_rank(rows: list[dict[str, Any]]) -> list[str]:
-    """Of the rounds that are open: for which ranks they wait, and what those do."""
+    """The ranks that open rounds wait for, and what each is doing."""
     ranks: dict[int, Counter[str]] = {}
     for row in rows:
         for one in row["ranks"]:

@@ -1,4 +1,4 @@
-"""One screen of `transferd top` as lines of text, at most as many and as wide as the terminal has."""
+"""One screen of `transferd top` as lines of text that fit the terminal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SPARK = 20  # characters of a sparkline
 
 @dataclass(slots=True)
 class View:
-    """What the user has chosen. chosen: the task that is marked, by id. story: lines of one task's, or None."""
+    """What the user chose. chosen: the id of the marked task. story: the lines of the open story, or None."""
 
     sort: str = SORTS[0]
     paused: bool = False
@@ -31,7 +31,7 @@ class View:
 
 
 def screen(figures: Figures | None, view: View, width: int, height: int) -> list[Text]:
-    """The lines to draw. figures: None while nothing was heard of the daemon."""
+    """The lines to draw. figures: None until the daemon has answered."""
     if view.story is not None:
         body = [Text(one_line(line)) for line in view.story[view.scrolled : view.scrolled + height - 1]]
         lines = body + [Text()] * (height - 1 - len(body))
@@ -50,7 +50,7 @@ def screen(figures: Figures | None, view: View, width: int, height: int) -> list
 
 
 def ordered(rows: list[dict[str, Any]], sort: str) -> list[dict[str, Any]]:
-    """What is under way comes first only where that is what was asked for: the newest."""
+    """Sort the rows. Running tasks come first only in the order `newest`."""
     if sort == "newest":
         return sorted(rows, key=lambda row: (row["ended_s"] is not None, row["ended_s"] or -row["seconds"]))
     return sorted(rows, key=lambda row: row["seconds" if sort == "slowest" else "bytes"], reverse=True)
