@@ -1,8 +1,8 @@
-"""What is known of the memory that tasks name: which ranks engines have mapped, which host blocks hold something.
+"""Tracks the memory that tasks name: which ranks engines have mapped, and which host blocks are filled.
 
-A daemon that was restarted, or whose cache was cleared, has new and empty memory, while an engine may still
-look at the old. So a task is refused as long as nobody has said, in this epoch of this daemon, that they have a
-rank's memory mapped; and a swap-in is refused for a host block that no swap-out has filled.
+After a restart or a clear, the daemon has new and empty memory, while an engine may still use the old one. So a task is
+refused unless some client has reported, in this epoch of this daemon, that it has each rank's memory mapped. And a
+swap-in is refused for a host block that no swap-out has filled.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transferd.tasks import ErrorInfo, Merged, SwapInTask, SwapOutTask, Task
 
 
 class Contents:
-    """Changed by the dispatcher only, as events say. Costs one look for most tasks, and one a block for swaps.
+    """Only the dispatcher changes it, on events. The check costs most tasks one comparison, and swaps one per block.
 
     all_mapped: every rank's memory is mapped, and no client maps earlier memory. Then only swap-ins need `refusal`.
     """
@@ -25,27 +25,26 @@ class Contents:
         self._unmapped: Sequence[int] = () if mapped else range(ranks)
         self.all_mapped = mapped
         self._outdated: Mapping[bytes, Sequence[int]] = {}  # clients that still have earlier memory mapped: ranks
-        self._filled = bytearray(host_blocks)  # 1: holds what a swap-out has brought
+        self._filled = bytearray(host_blocks)  # 1: a swap-out has filled it
 
     def mappings(self, unmapped: Sequence[int], outdated: Mapping[bytes, Sequence[int]]) -> None:
         self._unmapped, self._outdated = unmapped, outdated
         self.all_mapped = not (unmapped or outdated)
 
     def host_emptied(self) -> None:
-        """The host pool was given up; the next one is empty."""
+        """The host pool was freed; the next one is empty."""
         self._filled = bytearray(len(self._filled))
 
     def swapped_out(self, task: SwapOutTask, merged: Merged) -> None:
-        """A swap-out has run. One that did not end well may have left a part of each block on some ranks."""
+        """A swap-out has run. If it failed, it may have partly overwritten each block on some ranks."""
         whole = len(merged.block_ids) == task.blocks
         for block in task.cpu_block_ids:
             self._filled[block] = whole
 
     def refusal(self, client: bytes, task: Task, hazards: HazardTable) -> ErrorInfo | None:
-        """Why a task that is well-formed otherwise names memory that it must not; None when it may.
+        """Why an otherwise valid task may not name its memory; None if it may.
 
-        A block that a swap-out submitted earlier is still to fill counts as filled: `hollow` looks again before
-        the start.
+        A block that an earlier swap-out will still fill counts as filled: `hollow` checks again before the start.
         """
         if task.gpu_block_ids and (self._unmapped or self._outdated):
             info = self._not_attached(client)

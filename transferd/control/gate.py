@@ -1,16 +1,16 @@
-"""Whether tasks are admitted, and whether admitted ones are started: what stands against it, the weightiest first.
+"""Decides whether tasks are admitted, and whether admitted tasks start. The reasons against it, strongest first:
 
-    a rank has died       `failed`, for good; nothing is started any more
-    draining, shut down   `rejected`; a drain is undone by a resume, a shutdown is not
-    no memory             `busy` at the start, since the same task will do later; `rejected` once the memory was
-                          taken away, since the blocks that such a task names hold nothing any more
+    a rank has died       `failed`, permanently; no task starts any more
+    draining, shut down   `rejected`; a resume ends a drain, but not a shutdown
+    no memory             `busy` at the start, since the same task will succeed later; `rejected` once the memory was
+                          removed, since the blocks that such a task names are empty
 
 A pause is none of these: tasks are admitted and wait.
 
-A pause or a drain is *held* by the client that asked for it, and ends with it: nobody else knows what it was
-for. Several clients may hold one at once; tasks start, or are admitted, when the last of them has let go. A
-resume lets go of what its own client holds. Asked by a client that holds nothing, it ends everything that is
-held: that is how an operator overrules a client that hangs. (docs/adr/0030)
+The client that asked for a pause or a drain *holds* it, and it ends with that client, since no one else knows the
+reason. Several clients may hold one at once; tasks start, or are admitted, when the last hold ends. A resume ends the
+caller's own holds. If the caller holds nothing, it ends all holds, so that an operator can overrule a client that
+hangs. (docs/adr/0030)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DRAINING = ErrorInfo("draining", "the daemon is draining and admits no new tasks
 
 
 class Hold(NamedTuple):
-    """What keeps the gate shut. client: the connection that it ends with; since: monotonic seconds."""
+    """One pause or drain. client: the connection that it ends with; since: monotonic seconds."""
 
     what: str
     holder: str
@@ -33,11 +33,10 @@ class Hold(NamedTuple):
 
 
 class Gate:
-    """Changed by the dispatcher, as events say.
+    """Only the dispatcher changes it, on events.
 
-    refusal: what a task is answered that would be admitted otherwise. starts: admitted tasks are started.
-    paused, draining: somebody asked for it; a shutdown drains, too. alive: no rank has died, and no shutdown was
-    asked for.
+    refusal: the answer to a task that would otherwise be admitted. starts: whether admitted tasks start. paused,
+    draining: whether there is a hold; a shutdown drains, too. alive: no rank has died, and no shutdown has begun.
     """
 
     refusal: tuple[Status, ErrorInfo] | None
@@ -55,7 +54,7 @@ class Gate:
         self._changed()
 
     def _changed(self) -> None:
-        """Work out what every task asks; far fewer events change it."""
+        """Compute the answers for tasks now: far fewer events change them than tasks need them."""
         wanted = {hold.what for hold in self._held.values()}
         self.paused = "pause" in wanted
         self.draining = self._shut or "drain" in wanted
@@ -71,19 +70,19 @@ class Gate:
         return sorted(self._held.values(), key=lambda hold: hold.since)
 
     def hold(self, what: str, holder: str, client: bytes, now: float) -> None:
-        """Pause or drain. Held already by the same holder: it ends with this connection of it from now on."""
+        """Pause or drain. If the holder already holds it, it now ends with this connection."""
         before = self._held.get((what, holder))
         self._held[what, holder] = Hold(what, holder, client, now if before is None else before.since)
         self._changed()
 
     def resume(self, holder: str) -> None:
-        """Let go of what `holder` holds, or, if that is nothing, of everything."""
+        """End the holds of `holder`, or, if there are none, all holds."""
         others = {key: hold for key, hold in self._held.items() if hold.holder != holder}
         self._held = others if len(others) < len(self._held) else {}
         self._changed()
 
     def client_gone(self, client: bytes) -> list[Hold]:
-        """Let go of what ends with this connection; returns it."""
+        """End the holds of this connection, and return them."""
         ended = [hold for hold in self._held.values() if hold.client == client]
         for hold in ended:
             del self._held[hold.what, hold.holder]
@@ -91,7 +90,7 @@ class Gate:
         return ended
 
     def shut(self) -> None:
-        """Admit and start nothing any more."""
+        """Admit and start no more tasks."""
         self._shut = True
         self.alive = False
         self._changed()

@@ -1,28 +1,27 @@
-"""The cache as a whole: which rank has its memory, who gave it, and how all of it goes and comes back.
+"""The memory of the whole cache: which rank has it, who created it, and how it is cleared and restored.
 
 Theory of operation
 -------------------
-One side creates the device memory of every rank (ownership.py). If it is the daemon, `open` allocates, once. If
-it is the engine, each rank waits for an *offer*: a handle to the engine's memory, checked (does its owner live,
-do the arrays fit the layout) and mapped, or refused with nothing kept. Readiness is announced when every
-rank has memory, and only then; `missing` and `why` say what stands against it.
+One side creates the device memory of every rank (ownership.py). If it is the daemon, `open` allocates, once. If it is
+the engine, each rank waits for an *offer*: a handle to the engine's memory. The daemon checks it (does its owner live,
+do the arrays fit the layout) and maps it, or refuses it and keeps nothing. It announces readiness only when every rank
+has memory; until then `missing` and `why` give the reason.
 
     create:  absent ──open──▶ present ──clear──▶ absent ──restore──▶ present
     attach:  absent ──offer─▶ present ──clear, or its client has gone──▶ absent ──offer─▶ present
 
-Memory is taken away in one order, always: admit nothing (the dispatcher then refuses), wait until no rank
-touches any block, only then free or unmap. So a copy never meets memory that is going.
+Memory is always removed in one order: admit nothing (the dispatcher then refuses), wait until no rank touches any
+block, then free or unmap. So no copy ever uses memory that is being removed.
 
-A second creation of a rank is refused, and so is memory of which another rank has any byte. The same handle
-offered again is not a second one: it is the same client after its connection broke, and the offer is now
-that connection's.
+A second offer for a rank is refused, and so is memory that shares a byte with another rank. A repeated offer of the
+same handle is not a second one: it comes from the same client after its connection broke, and the offer now belongs to
+the new connection.
 
-*Clear and restore.* `clear` frees device and host memory; staging stays, it is a constant and holds no block.
-The generation that was served until then is closed: `restore` wants one that this daemon has never closed, and
-`set_generation` refuses to go back. So no earlier object or block can be read afterwards. Only an engine that
-says it serves the same weights again (it slept) may open a closed one: what is stored under it is still good. Each
-clear begins a new *epoch*; an offer says for which epoch it was made, since one that was on its way
-meanwhile names memory that its engine has given up.
+*Clear and restore.* `clear` frees device and host memory. Staging stays: its size is constant, and it holds no block.
+The current generation is closed: `restore` requires one that this daemon has never closed, and `set_generation` refuses
+to go back. So no earlier object or block can be read afterwards. Only an engine that says that it serves the same
+weights again (it slept) may reopen a closed one, whose objects are still valid. Each clear begins a new *epoch*. An
+offer names its epoch, because an offer that was in flight during a clear names memory that its engine has freed.
 
 *What others have mapped* (mappings.py). A task is refused while no client has a rank's memory mapped. A client that
 attached may still look at its arrays after a clear. Memory that outlives its creator's close (POSIX shared memory)

@@ -1,14 +1,14 @@
-"""Which tasks and clients there are, for `transferd tasks`, `clients` and `top`: bounded answers, plain data.
+"""Lists tasks and clients, for `transferd tasks`, `clients` and `top`: bounded answers, plain data.
 
-A row of `tasks` is a task that is under way, one that has ended, or one that was refused:
+A row of `tasks` is an active task, one that has ended, or one that was refused:
 
     task_id, kind     kind is "" for a task that was refused
     status            queued, running, cancelling; else the final one
     blocks, done      asked for; moved on every rank
     bytes             of all ranks
     seconds           since its admission, or from there to its answer
-    ended_s           how long ago it was answered; None while it is under way
-    queue_s, copy_s, storage_s   of the rank that spent most on it; 0 while it is under way
+    ended_s           how long ago it was answered; None while it is active
+    queue_s, copy_s, storage_s   of the rank that spent most on it; 0 while it is active
     waits_for         what it waits for, in words; "" once it has ended
     ranks             [{rank, step}]: ranks that it waits for, and what each does; empty once it has ended
     code, problem     of its error, or ""
@@ -34,8 +34,8 @@ class Listing:
     def tasks(self, which: str, limit: int) -> list[dict[str, Any]]:
         """At most `limit` rows.
 
-        which: "running" (queued ones, too; the oldest first), "slow" (the longest first, under way or ended),
-        "failed" (and refused; the newest first) or "recent" (what is under way, then what ended, the newest first).
+        which: "running" (and queued; the oldest first), "slow" (active or ended; the longest first), "failed" (and
+        refused; the newest first) or "recent" (active ones, then ended ones, the newest first).
         """
         if which == "failed":
             return self._failed(limit)

@@ -1,8 +1,8 @@
 """Storage whose daemon knows every object: an LRU index in memory, effects in threads.
 
 `FileStorage` and `MemoryStorage` differ only in what a write, a read or a removal does. *Decide, then do*: a decision
-is one step on the event loop that changes the index, its effect follows in an I/O thread, and the loop closes the
-books when the effect has ended.
+is one step on the event loop that changes the index, its effect follows in an I/O thread, and the loop records the
+outcome when the effect has ended.
 
 A put decides for each object, in order:
 

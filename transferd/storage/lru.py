@@ -1,4 +1,4 @@
-"""Which objects there are, how large they are together, and which ones go next. Decides; moves no byte.
+"""An index of all objects: their total size, and the order of their eviction. It decides, and moves no bytes.
 
 An object is *reserved* while it is being written and *present* from its commit on. Reserved bytes
 count, so that objects being written never overfill the store; they cannot be evicted, so the bytes
@@ -8,18 +8,18 @@ in `used` may stay above a capacity that was lowered until the current writes ha
                           reserved --release--> (absent)
 
 The order of eviction is by *use*, then by depth. A `Use` stands for one task on all its ranks, or one
-look-up. An object belongs to the last use that stored it, loaded it or asked for it, at the depth that
-it has in that use's chain of blocks. The use that began longest ago goes first, and of one use the
-deepest objects go first, whatever their rank: an engine can use a block only together with all blocks
-before it, on every rank, so a chain must be eaten from its leaf.
+lookup. An object belongs to the last use that stored it, loaded it or looked it up, at its depth in
+that use's chain of blocks. The oldest use is evicted first, and within a use the deepest objects,
+whatever their rank. An engine can use a block only together with all blocks before it, on every rank,
+so a chain must shrink from its leaf.
 
-Room for a write is made only from what comes before it in this order: earlier uses, and what is deeper
-in its own. So what a task stored, or found there, is never evicted for its own tail, and when the store
-is too small for a chain, all ranks end up with the same part of it: the root. (ADR 28.)
+A write may evict only what precedes it in this order: earlier uses, and deeper objects of its own use.
+So a task never evicts what it stored or found for its own tail. If the store is too small for a chain,
+all ranks keep the same part of it: the root. (ADR 28.)
 
 Properties, which the stateful test checks: `used` is the sum of all sizes, reserved and present;
-`reserve` never lets it pass the capacity; what leaves is always the next in the order above, and no
-more of it than needed.
+`reserve` never lets it exceed the capacity; eviction follows the order above, and takes no more than
+needed.
 
 One owner mutates an index, on the event loop, between awaits: every method is one step.
 """
