@@ -95,6 +95,8 @@ class BindingsDriver:
         self._api = api
         self.version = int(self._call("cuDriverGetVersion"))
         self._batch: BatchCopy | None = find_batch_copy(api, self.version)
+        hot = ("cuEventRecord", "cuStreamWaitEvent", "cuMemcpyAsync", "cuLaunchKernel")
+        self._record, self._wait, self._copy, self._launch = (getattr(api, name, None) for name in hot)
 
     @property
     def batches(self) -> bool:
@@ -114,6 +116,15 @@ class BindingsDriver:
         """One call; its first value, or None."""
         values = self._values(name, *arguments)
         return values[0] if values else None
+
+    def _do(self, name: str, function: Any, *arguments: Any) -> None:
+        """As `_call`, for what each chunk of a copy calls several times: nothing is looked up, nothing is returned."""
+        try:
+            (result,) = function(*arguments)
+        except (RuntimeError, ValueError) as error:
+            raise TierError(f"{name} failed: {' '.join(str(error).split())}") from error
+        if result:
+            raise self._failure(name, result)
 
     def _failure(self, name: str, result: Any) -> TierError:
         _, text = self._api.cuGetErrorString(result)
@@ -215,10 +226,10 @@ class BindingsDriver:
         self._call("cuEventDestroy", event)
 
     def record(self, event: int, stream: int) -> None:
-        self._call("cuEventRecord", event, stream)
+        self._do("cuEventRecord", self._record, event, stream)
 
     def wait(self, stream: int, event: int) -> None:
-        self._call("cuStreamWaitEvent", stream, event, 0)
+        self._do("cuStreamWaitEvent", self._wait, stream, event, 0)
 
     def synchronize(self, event: int) -> None:
         self._call("cuEventSynchronize", event)
@@ -240,7 +251,7 @@ class BindingsDriver:
     # --- work ---------------------------------------------------------------------------------------
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        self._call("cuMemcpyAsync", target, source, nbytes, stream)
+        self._do("cuMemcpyAsync", self._copy, target, source, nbytes, stream)
 
     def copy_batch(
         self,
@@ -280,9 +291,9 @@ class BindingsDriver:
         return int(self._call("cuModuleGetFunction", module, name.encode()))
 
     def launch(self, function: int, grid: int, block: int, argument: ctypes.Structure, stream: int) -> None:
-        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
-        shape = (grid, 1, 1, block, 1, 1)
-        self._call("cuLaunchKernel", function, *shape, 0, stream, ctypes.addressof(parameters), 0)
+        parameter = ctypes.c_void_p(ctypes.addressof(argument))  # the array of parameters has this one element
+        array = ctypes.addressof(parameter)
+        self._do("cuLaunchKernel", self._launch, function, grid, 1, 1, block, 1, 1, 0, stream, array, 0)
 
     # --- other processes ----------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import structlog
 
 from transferd.blocks.layout.base import Arena, BlockLayout
 from transferd.errors import DeviceLost, RequestError, TierError
@@ -22,8 +23,11 @@ from transferd.tiers.cuda.kernel import NAME, source
 from transferd.tiers.cuda.owned import CopyHung, Owned
 from transferd.tiers.cuda.submitter import SLOTS, CopyPath, KernelTable, upload_order
 from transferd.tiers.cuda.timeline import Timelines
+from transferd.tiers.cuda.tuning import mps_runs, tuning_for
 from transferd.tiers.owner import as_data, this_process
 from transferd.tiers.pages import locate_offered
+
+log = structlog.get_logger(__name__)
 
 _DEFAULT_STREAM = 0  # for the set-up, before the pipelines exist
 
@@ -49,6 +53,10 @@ class DeviceResources:
         lost: Callable[[DeviceLost], None] | None = None,
     ) -> None:
         self.info = find_device(driver, device)
+        self._mps = mps_runs()
+        if self.info.exclusive and not self._mps:
+            what = "the GPU lets one process in at a time, so no engine can use it: nvidia-smi -c DEFAULT, or run MPS"
+            log.warning(what, device=device, name=self.info.name)
         image = driver.compile(source(), self.info.capability)  # before anything is allocated
         self.driver = driver
         self._lost = lost
@@ -151,7 +159,8 @@ class DeviceResources:
         order = np.arange(len(self.arena.geometry.nbytes))
         main = upload_order(driver, self.arena, order, self._slot_bytes, _DEFAULT_STREAM, self._owned)
         batches = driver.batches and self.info.same_address
-        return KernelTable(self.arena, driver.function(module, NAME), main, self._slot_bytes, batches)
+        function, tuning = driver.function(module, NAME), tuning_for(self.info, mps=self._mps)
+        return KernelTable(self.arena, function, main, self._slot_bytes, batches, tuning)
 
     def _pipeline(self, *, outward: bool, copy_path: CopyPath | None) -> CopyPipeline:
         pipeline = CopyPipeline(
@@ -209,6 +218,7 @@ class DeviceResources:
     def statistics(self) -> dict[str, Any]:
         return {
             "name": self.info.name,
+            "mps": self._mps,
             "staging": 2 * SLOTS * self._slot_bytes,
             "copies": {"out": dict(self.outward.counts), "in": dict(self.inward.counts)},
             "unregistered": self.outward.submitter.unregistered + self.inward.submitter.unregistered,

@@ -16,8 +16,6 @@ NAME = "move_blocks"
 TILE = 16384  # bytes of one segment: what a thread block moves at a time
 MAX_BLOCKS = 448  # cache blocks a launch can name
 THREADS = 256  # per thread block; each thread moves four 16-byte vectors of a full tile
-# Enough to be ten times faster than any bus, few enough to leave most multiprocessors to the engine.
-GRID = 48
 
 
 class KernelSegment(ctypes.Structure):
@@ -54,10 +52,9 @@ class Move(ctypes.Structure):
         np.frombuffer(self.cache_ids, dtype=np.int32)[: len(cache_ids)] = cache_ids
         np.frombuffer(self.packed_ids, dtype=np.int32)[: len(packed_ids)] = packed_ids
 
-    @property
-    def grid(self) -> int:
-        """How many thread blocks to launch."""
-        return max(1, min(GRID, int(self.blocks) * int(self.segment_count) * int(self.tiles)))
+    def grid(self, most: int) -> int:
+        """How many thread blocks to launch: as many as there is work for, at most `most`."""
+        return max(1, min(most, int(self.blocks) * int(self.segment_count) * int(self.tiles)))
 
 
 def segment_table(

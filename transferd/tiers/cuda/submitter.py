@@ -40,12 +40,14 @@ from transferd.tiers.cuda.driver import Driver
 from transferd.tiers.cuda.kernel import MAX_BLOCKS, THREADS, Move, packed_order, segment_table
 from transferd.tiers.cuda.owned import Owned
 from transferd.tiers.cuda.pinning import boundaries, is_registered
+from transferd.tiers.cuda.tuning import DEFAULT, Tuning
 
 SLOTS = 2
 # A DMA of this length takes about five microseconds on PCIe 5: ten times the DMA engine's cost of starting it, and
-# twice the cost of a call of the bindings. Longer runs go straight; shorter DMAs go in batches.
+# twice the cost of a call of the bindings. Shorter ones go in batches.
 LONG = 256 * 1024
 BATCH_MOST = 256  # DMAs in one batch
+STEP_BYTES = 32 * 1024**2  # about so many are submitted at a time
 
 CopyPath = Literal["gather", "straight"]
 Ids = npt.NDArray[np.int64]
@@ -74,7 +76,7 @@ class KernelTable:
     """The kernel, the cache it works on and the size of a slot: all copies of a tier use them.
 
     function: the kernel. main: the order in which the layout lists segments. batches: DMAs may go in batches. Those
-    take host memory at the host's own address, which not every machine has (SGLang #40232).
+    take host memory at the host's own address, which not every machine has (SGLang #40232). tuning: see there.
     """
 
     cache: Arena
@@ -82,6 +84,7 @@ class KernelTable:
     main: PackedOrder
     slot_bytes: int
     batches: bool = True
+    tuning: Tuning = DEFAULT
 
 
 def upload_order(driver: Driver, cache: Arena, order: Ids, slot_bytes: int, stream: int, owned: Owned) -> PackedOrder:
@@ -130,6 +133,7 @@ class Submitter:
         self.unregistered = 0
         self._driver = driver
         self._kernel_table = kernel_table
+        self._grid = kernel_table.tuning.grid
         self._turn = 0
         self._owned = Owned()
         self._orders: dict[bytes, PackedOrder] = {}
@@ -206,7 +210,7 @@ class Submitter:
     def _gathers(self, plan: CopyPlan, moves: Moves) -> bool:
         if self.preferred:
             return self.preferred == "gather"
-        return plan.nbytes < LONG * len(moves.source_ids) * len(moves.source.nbytes)
+        return plan.nbytes < self._kernel_table.tuning.long_run * len(moves.source_ids) * len(moves.source.nbytes)
 
     # --- DMAs ---------------------------------------------------------------------------------------
 
@@ -239,12 +243,13 @@ class Submitter:
         cache, registered = self._kernel_table.cache.origin, is_registered(host.address)
         source, target = (cache, host.address) if self.outward else (host.address, cache)
         whole = _cut(plan.runs, 1 if self.outward else 0, boundaries(host.address, host.nbytes), host.address)
-        runs = whole.view(np.uint64)
+        runs = _short(whole, self._kernel_table.tuning.dma_most).view(np.uint64)
         sources, targets = runs[:, 0] + np.uint64(source), runs[:, 1] + np.uint64(target)
         sizes = np.ascontiguousarray(runs[:, 2])
         self.tail = self._copies
-        for start in range(0, len(sizes), BATCH_MOST):
-            part = slice(start, start + BATCH_MOST)
+        step = max(1, min(BATCH_MOST, STEP_BYTES * len(sizes) // max(1, int(sizes.sum()))))
+        for start in range(0, len(sizes), step):
+            part = slice(start, start + step)
             self._transfer(targets[part], sources[part], sizes[part], registered=registered)
             yield Submitted(int(sizes[part].sum()), len(sizes[part]))
 
@@ -290,7 +295,7 @@ class Submitter:
         move.first_segment, move.segment_count, move.tiles = part.first_segment, part.segments, part.tiles
         move.blocks = count = chunk.stop - chunk.start
         self._cache_ids[:count] = ids[chunk.start : chunk.stop]
-        self._driver.launch(self._kernel_table.function, move.grid, THREADS, move, self._kernels)
+        self._driver.launch(self._kernel_table.function, move.grid(self._grid), THREADS, move, self._kernels)
 
 
 def _cut(runs: npt.NDArray[np.int64], column: int, addresses: list[int], origin: int) -> npt.NDArray[np.int64]:
@@ -308,3 +313,15 @@ def _cut(runs: npt.NDArray[np.int64], column: int, addresses: list[int], origin:
         second[:, 2] -= length
         runs = np.concatenate((runs, second))
     return np.ascontiguousarray(runs)
+
+
+def _short(runs: npt.NDArray[np.int64], most: int) -> npt.NDArray[np.int64]:
+    """The same runs in pieces of at most `most` bytes, in order."""
+    if not len(runs) or int(runs[:, 2].max()) <= most:
+        return runs
+    counts = -(-runs[:, 2] // most)
+    pieces = np.repeat(runs, counts, axis=0)
+    number = np.arange(len(pieces)) - np.repeat(np.cumsum(counts) - counts, counts)
+    pieces[:, :2] += (number * most)[:, None]
+    pieces[:, 2] = np.minimum(most, pieces[:, 2] - number * most)
+    return np.ascontiguousarray(pieces)

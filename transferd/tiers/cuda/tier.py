@@ -3,7 +3,7 @@
 Memory of a rank, all of it owned by the tier from `open` to `close`:
 
     the cache          layout.device.extent bytes, one cudaMalloc (or the engine's, mapped: `attach`)
-    staging            2 directions × 2 slots × slot_bytes (8 MiB, or the longest segment if that is longer)
+    staging            2 directions × 2 slots × slot_bytes (32 MiB; less for a smaller cache)
     timelines          2 MiB
     segment tables     32 bytes for each layer and plane, once for each order of segments in host memory
 
@@ -32,6 +32,7 @@ from transferd.errors import DeviceLost, RequestError, TierError, TransferError
 from transferd.runtime.threads import Direction, Threads, noted
 from transferd.tiers.base import DeviceHandle, HostMemory
 from transferd.tiers.cuda.bindings import check_fit, open_driver
+from transferd.tiers.cuda.chunks import SLOT_ALIGNMENT
 from transferd.tiers.cuda.compiler import nvrtc_major
 from transferd.tiers.cuda.copy_pipeline import Copy, CopyPipeline, Stopped
 from transferd.tiers.cuda.device_resources import DeviceResources
@@ -41,7 +42,9 @@ from transferd.tiers.cuda.submitter import CopyPath
 from transferd.tiers.extents import Extent, extents_of
 from transferd.tiers.pinning import Pinning
 
-SLOT_BYTES = 8 * 1024**2  # long enough that submitting a chunk takes a fraction of moving it
+# With 8 MiB a lane takes three times as much of Python's lock (benchmarks/gpu_submission.py), and without MPS kernels
+# get a turn every one to two milliseconds: what lies in the slots has to last for that.
+SLOT_BYTES = 32 * 1024**2
 
 
 class CudaDeviceTier:
@@ -71,7 +74,8 @@ class CudaDeviceTier:
         self._driver = driver
         self._copy_path = copy_path
         longest = max(segment.nbytes for segment in layout.segments)
-        self._slot_bytes = align(max(slot_bytes, longest))
+        everything = layout.device_blocks * align(layout.block_bytes, SLOT_ALIGNMENT)
+        self._slot_bytes = align(max(min(slot_bytes, everything), longest))
         self._resources: DeviceResources | None = None
         self.on_lost: Callable[[str], None] | None = None
 
