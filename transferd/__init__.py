@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transferd.client.client import Client
+    from transferd.client.engines import Engine
     from transferd.client.pages import Pages
     from transferd.client.sync_client import SyncClient
     from transferd.errors import (
@@ -41,6 +42,7 @@ __all__ = [
     "ConfigError",
     "ConnectTimeout",
     "DaemonLost",
+    "Engine",
     "HandoverFailed",
     "Pages",
     "RankResult",
@@ -71,6 +73,7 @@ _ERRORS = (
 _HOMES = (
     {
         "Client": "transferd.client.client",
+        "Engine": "transferd.client.engines",
         "Pages": "transferd.client.pages",
         "SyncClient": "transferd.client.sync_client",
     }

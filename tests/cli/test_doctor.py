@@ -53,7 +53,7 @@ class Sound(Machine):
 
 
 def examine(machine: Machine, tree: dict[str, Any] | None = None) -> dict[str, Finding]:
-    config = from_tree(tree or {"storage": {"file": {"path": "/nowhere/blocks"}}})
+    config = from_tree({"cache": {}} | (tree or {"storage": {"file": {"path": "/nowhere/blocks"}}}))
     return {finding.name: finding for finding in checks.local(Patient(machine, config, build(config)))}
 
 

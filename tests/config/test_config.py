@@ -18,7 +18,9 @@ def test_without_any_source_the_defaults_are_those_of_the_contract() -> None:
     config = load(env={})
     assert config.server.endpoints == ["ipc:///run/transferd/transferd.sock"]
     assert (config.server.max_queued_tasks, config.server.max_message) == (4096, 64 * 2**20)
-    assert (config.cache.ranks, config.cache.device_of_rank) == (2, [0, 1])
+    assert config.cache is None, "engines register"
+    cache = from_tree({"cache": {}}).geometry
+    assert (cache.ranks, cache.device_of_rank) == (2, [0, 1])
     assert (config.host.staging, config.storage.file.capacity) == (64 * 2**20, 64 * 2**30)
     assert config.metrics.listen == "127.0.0.1:9464"
 

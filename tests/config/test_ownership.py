@@ -57,7 +57,7 @@ def test_the_rule_is_what_the_table_says(values: tuple[Any, ...]) -> None:
 
 
 def test_by_default_the_daemon_creates() -> None:
-    assert creator(from_tree({})) is Creator.DAEMON
+    assert creator(from_tree({"cache": {}})) is Creator.DAEMON
 
 
 def test_a_role_that_is_none_is_refused() -> None:

@@ -8,7 +8,7 @@ import tomllib
 import msgspec
 import pytest
 
-from transferd.config import Config, from_tree
+from transferd.config import CacheSection, Config, from_tree
 from transferd.config.template import template
 
 
@@ -21,8 +21,10 @@ def test_as_printed_it_is_the_default_configuration() -> None:
 def test_every_setting_is_there_with_its_default() -> None:
     """Remove the mark of every setting that has a value, and the result is still the default."""
     sections = [part for part in template().split("\n\n") if "\n# [" not in part]  # without those that may be absent
+    sections += [part.replace("\n# [cache]", "\n[cache]") for part in template().split("\n\n") if "\n# [cache]" in part]
     tree = tomllib.loads(re.sub(r"^# (\w+ = (?! ))", r"\1", "\n\n".join(sections), flags=re.MULTILINE))
-    assert msgspec.to_builtins(from_tree(tree), enc_hook=str) == msgspec.to_builtins(Config(), enc_hook=str)
+    default = Config(cache=CacheSection())
+    assert msgspec.to_builtins(from_tree(tree), enc_hook=str) == msgspec.to_builtins(default, enc_hook=str)
     assert set(tree) == {field.name for field in msgspec.structs.fields(Config)}
     assert len(tree["server"]) == len(msgspec.structs.fields(type(Config().server))) - 1  # without curve
 

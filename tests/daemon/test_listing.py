@@ -20,10 +20,9 @@ def parts(**more: Any) -> SimpleNamespace:
     recorder = Recorder(capacity=64)
     dispatcher = Dispatcher(limits(lane_depth=2, **more), recorder=recorder)
     clock = SimpleNamespace(monotonic=lambda: 10.0)
-    engine = SimpleNamespace(name="default", dispatcher=dispatcher, barrier=RankBarrier(2))
-    return SimpleNamespace(
-        recorder=recorder, default=engine, engines={"default": engine}, history=TaskHistory(), clock=clock
-    )
+    engine = SimpleNamespace(name="default", recorder=recorder, dispatcher=dispatcher, barrier=RankBarrier(2))
+    engines = SimpleNamespace(all=[engine])
+    return SimpleNamespace(recorder=recorder, default=engine, engines=engines, history=TaskHistory(), clock=clock)
 
 
 def read(task_id: str, block: int) -> ReadStorageTask:

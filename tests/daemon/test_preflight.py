@@ -249,7 +249,7 @@ def test_a_package_that_is_missing_is_said_before_a_master_is_waited_for(monkeyp
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     tree = {"storage": {"backend": "mooncake", "mooncake": {"master_server_addr": "192.0.2.1:1"}}}
     assert refusal(tree) == "storage.backend: needs the Python package mooncake, which is not installed ('mooncake')"
-    assert refusal({"pd": {"mode": "direct"}}).startswith("pd.mode: needs the Python package mooncake")
+    assert refusal({"cache": {}, "pd": {"mode": "direct"}}).startswith("pd.mode: needs the Python package mooncake")
 
 
 def test_addresses_are_held_against_this_machine() -> None:
@@ -262,7 +262,16 @@ def test_addresses_are_held_against_this_machine() -> None:
 
 
 def test_the_command_prints_sizes_that_are_still_toml_and_refuses_in_one_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "transferd", "check-config", "--set", "storage.backend=none"]
+    command = [
+        sys.executable,
+        "-m",
+        "transferd",
+        "check-config",
+        "--set",
+        "storage.backend=none",
+        "--set",
+        "cache.ranks=2",
+    ]
     env = {name: value for name, value in os.environ.items() if not name.startswith("TRANSFERD_")}
     shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, env=env).stdout
     assert "# A block of one rank has 131072 bytes." in shown

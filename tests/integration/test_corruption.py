@@ -383,7 +383,9 @@ def test_damaged_objects_in_a_mooncake_pool_are_never_delivered(
     master.start()
     try:
         section = {"master_server_addr": master.address, "global_segment_size": 256 * 1024**2}
-        storage = MooncakeStorage(from_tree({"storage": {"mooncake": section | {"local_buffer_size": "16MiB"}}}))
+        storage = MooncakeStorage(
+            from_tree({"cache": {}, "storage": {"mooncake": section | {"local_buffer_size": "16MiB"}}})
+        )
         told("mooncake", asyncio.run(through_the_backend(storage, tmp_path)), capfd)
     finally:
         master.stop()

@@ -96,6 +96,8 @@ def test_every_note_in_the_package_is_of_a_known_kind_and_says_what_that_kind_sa
                 continue
             owner = ast.unparse(call.func.value)
             mine = owner.endswith("recorder") or (owner == "self" and path.name == "recorder.py")
+            if path.name == "recorder.py" and owner == "self._recorder":  # handed on as it came
+                continue
             if call.func.attr == "step" and mine:
                 assert len(call.args) == 4
                 if isinstance(call.args[1], ast.Constant):

@@ -36,7 +36,7 @@ def mooncake_master() -> Master:
 
 def mooncake_config(master: str, **more: object) -> Config:
     section = {"master_server_addr": master, "global_segment_size": 64 * 1024**2, "local_buffer_size": 0, **more}
-    return from_tree({"storage": {"backend": "mooncake", "mooncake": section}})
+    return from_tree({"cache": {}, "storage": {"backend": "mooncake", "mooncake": section}})
 
 
 class KeptClient(NativeClient):

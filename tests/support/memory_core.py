@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from transferd.daemon.clients import Clients
+from transferd.daemon.clients import Clients, KnownClient
 from transferd.daemon.server import Greeting, Server
 from transferd.errors import RequestError, TierError, TransferError
 from transferd.tasks import ErrorInfo, Status, Task, TaskResult
@@ -115,7 +115,7 @@ class MemoryCore:
     def stats(self) -> dict[str, Any]:
         return self.report
 
-    def explain(self, task_id: str) -> dict[str, Any]:
+    def explain(self, task_id: str, engine: str = "") -> dict[str, Any]:
         if task_id not in self.ran:
             raise RequestError(f"nothing is known of task {task_id!r}", code="unknown_task")
         return {"task_id": task_id, "lives": [], "omitted": 0}
@@ -126,7 +126,29 @@ def serve(transport: ServerTransport, core: MemoryCore, *, max_message: int = 64
     clients = Clients(transport, core.boot_id)
     core.deliver = clients.deliver
     reports: dict[str, Any] = {"stats": lambda: core.stats(), "explain": core.explain, "listing": core}
-    return Server(clients, core, core.cache, core, greeting=Greeting(max_message=max_message), **reports, **more)
+    return Server(clients, OneEngine(core), greeting=Greeting(max_message=max_message), **reports, **more)
+
+
+class OneEngine:
+    """The engines of a daemon that has a MemoryCore as its only one. Every client speaks for it."""
+
+    def __init__(self, core: MemoryCore) -> None:
+        self.coordinator = self.lookup = core
+        self.cache = core.cache
+        self.block_size = 0
+        self.own = self
+
+    def join(self, peer: bytes, client: KnownClient, name: str, known: str = "") -> None:
+        client.engine, client.engine_name = self, name or "default"
+
+    def bound(self, peer: bytes, client: KnownClient) -> None:
+        self.join(peer, client, "")
+
+    def leave(self, peer: bytes, client: KnownClient) -> None:
+        self.coordinator.client_gone(peer)
+
+    def known_to(self, client: KnownClient) -> tuple[int, str, int]:
+        return self.cache.epoch, "", 1
 
 
 class MemoryCache:

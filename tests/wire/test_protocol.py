@@ -141,7 +141,7 @@ def test_the_handshake_of_the_documentation_is_what_a_daemon_says(tmp_path: Path
     assert (request.seq, request.body, request.session) == (1, wire.Hello(), wire.ANY_SESSION)
     said = wire.decode_reply(welcome)
     assert isinstance(said.body, wire.Welcome)
-    with running({"metrics": {"listen": ""}}, tmp_path) as daemon, zmq.Context() as context:
+    with running({"cache": {}, "metrics": {"listen": ""}}, tmp_path) as daemon, zmq.Context() as context:
         socket = context.socket(zmq.DEALER)
         socket.linger = 0
         socket.connect(daemon.endpoint)

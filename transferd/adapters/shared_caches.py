@@ -31,7 +31,7 @@ class SharedCaches:
     """
 
     def __init__(self, cache: Mapping[str, Any]) -> None:
-        layout = build_layout(from_tree({"cache": dict(cache)}).cache)
+        layout = build_layout(from_tree({"cache": dict(cache)}).geometry)
         name = f"{PREFIX}engine.{os.getpid()}.{next(_numbers)}"
         self._segment = SharedSegment(name, layout.device.extent, create=True)
         self.handle: DeviceHandle = created_handle(layout, self._segment)

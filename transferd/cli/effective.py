@@ -5,20 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from transferd.config import Config, to_tree
+from transferd.config import CacheSection, Config, to_tree
 from transferd.config.toml import to_toml
 from transferd.daemon.preflight import Sizes
 from transferd.errors import one_line
 from transferd.observability.units import size
 
 
-def comments(config: Config, sizes: Sizes, ranks: int, origins: Mapping[str, str]) -> str:
+def comments(config: Config, sizes: Sizes, origins: Mapping[str, str]) -> str:
     """Lines that begin with #, so that all of the output is still TOML. origins: `loading.origins`."""
-    return "\n".join(f"# {line}".rstrip() for line in (*_memory(sizes, ranks), *_chosen(config, origins)))
+    return "\n".join(f"# {line}".rstrip() for line in (*_memory(config, sizes), *_chosen(config, origins)))
 
 
-def _memory(sizes: Sizes, ranks: int) -> Iterator[str]:
+def _memory(config: Config, sizes: Sizes) -> Iterator[str]:
     yield ""
+    if config.cache is None:
+        yield "There is no [cache]: the daemon waits for engines to register, and allocates host memory for each."
+        return
+    ranks = config.cache.ranks
     yield f"A block of one rank has {sizes.block} bytes. Memory at the start:"
     yield f"{'':28}{'a rank':>12}{'in all':>12}"
     tiers = (
@@ -34,7 +38,8 @@ def _memory(sizes: Sizes, ranks: int) -> Iterator[str]:
 
 def _chosen(config: Config, origins: Mapping[str, str]) -> Iterator[str]:
     """Every setting that is not the default, and who said so."""
-    ours, defaults = dict(_leaves(to_tree(config))), dict(_leaves(to_tree(Config())))
+    default = Config() if config.cache is None else Config(cache=CacheSection())
+    ours, defaults = dict(_leaves(to_tree(config))), dict(_leaves(to_tree(default)))
     chosen = {key: value for key, value in ours.items() if value != defaults.get(key) and value is not None}
     yield ""
     yield "Not the default, and where it comes from:" if chosen else "Every setting has its default."

@@ -104,7 +104,7 @@ def check_config(config: ConfigOption = None, set_: SetOption = None, format_: F
         return
     print(to_toml(tree).rstrip())
     told = configuration.origins(config, overrides=set_ or ())
-    print(comments(effective, plan.sizes, effective.cache.ranks, told))
+    print(comments(effective, plan.sizes, told))
 
 
 @app.command()

@@ -23,6 +23,7 @@ from typing import Any, Self
 from transferd.client import handover
 from transferd.client.attachments import Attachments, arrays
 from transferd.client.busy_retry import BusyRetry
+from transferd.client.engines import Registering, Registration
 from transferd.client.holds import QUIET_TIMEOUT_S, Holds
 from transferd.client.lookup import StorageLookup
 from transferd.client.observing import Observing
@@ -47,7 +48,7 @@ def default_endpoint() -> str:
     return os.environ.get("TRANSFERD_ENDPOINT") or DEFAULT_ENDPOINT
 
 
-class Client(Observing, StorageLookup):
+class Client(Observing, StorageLookup, Registering):
     """An asyncio client of one daemon. `async with` waits until the daemon is ready.
 
     endpoint: default_endpoint() if None. connect_timeout: seconds to wait for a ready daemon.
@@ -55,6 +56,7 @@ class Client(Observing, StorageLookup):
         then waits only for an answer; call `wait_ready` later.
     transport: replaces the default ZeroMQ socket, for example to use CURVE keys. The client closes it.
     name: identifies this client in reports, for example as the holder of a pause. Default: the process id.
+    engine: the engine that this client speaks for (`register`). "" is the one of the daemon's [cache].
 
     Not thread-safe: use it on the event loop that entered it (use SyncClient from threads). You may enter it again
     after `close` or a failed connect. A client that is dropped without `close` warns (ResourceWarning) and closes.
@@ -74,15 +76,19 @@ class Client(Observing, StorageLookup):
         clock: Clock = SYSTEM_CLOCK,
         transport: ClientTransport | None = None,
         name: str = "",
+        engine: str = "",
     ) -> None:
         self.endpoint = endpoint or default_endpoint()
         self._connect_timeout = seconds_to_wait("connect_timeout", connect_timeout)
         self._await_ready = await_ready
         self._clock = clock
-        self._conversation = Conversation(self.endpoint, transport or ZmqClientTransport(self.endpoint), clock)
+        transport = transport or ZmqClientTransport(self.endpoint)
+        self._conversation = Conversation(self.endpoint, transport, clock, engine)
+        self._registration = Registration(self._conversation, clock.fresh_id)
         renewed = weakref.WeakMethod(self._renewed)  # the loop holds the conversation; it must not hold us as well
         self._conversation.renewed = lambda: (tell := renewed()) and tell()
-        self._known = "", 0, 0  # boot_id, session and epoch that were renewed last
+        self._known = "", 0, 0  # boot_id and session of the newest Welcome; epoch of the newest with an engine
+        self._absent = False  # there was no engine of our name
         self._repeated: list[int] = []  # requests that were repeated in the newest session
         self._dropped = False
         self._offers = Offers(self._conversation.request, CONTROL_TIMEOUT_S)
@@ -185,6 +191,7 @@ class Client(Observing, StorageLookup):
         self._busy.close()
         self._offers.clear()
         self._holds.clear()
+        self._registration.clear()
         self._conversation.close()
 
     # --- tasks --------------------------------------------------------------------------------------
@@ -325,7 +332,7 @@ class Client(Observing, StorageLookup):
     async def ping(self) -> tuple[str, float]:
         """Return (boot_id, round trip in seconds)."""
         before = self._conversation.now
-        welcome: wire.Welcome = await self._ask(wire.Hello())
+        welcome: wire.Welcome = await self._ask(self._conversation.hello())
         return welcome.boot_id, self._conversation.now - before
 
     # --- the cache's memory -------------------------------------------------------------------------
@@ -378,6 +385,8 @@ class Client(Observing, StorageLookup):
         Raises RequestError (`layout_mismatch`, `canary_mismatch`, `already_attached`, `not_attachable`,
         `stale_offer`, …), TierError.
         """
+        if self._conversation.engine and not self._conversation.session.epoch:
+            await self.ping()  # another process may have registered the engine since the last Welcome
         await self._offers.make(rank, handle, self._conversation.session.epoch, caches, block)
 
     async def clear_cache(self) -> None:
@@ -415,17 +424,31 @@ class Client(Observing, StorageLookup):
         self._offers.keep(epoch)
         self._attached.epoch_began(epoch)
 
+    def _engine_began(self, epoch: int) -> None:
+        self._known, self._absent = (*self._known[:2], epoch), False
+        self._attached.epoch_began(epoch)
+
+    def _engine_ends(self) -> None:
+        self._offers.clear()
+
     def _renewed(self) -> None:
         """A session or an epoch has begun: repeat to the daemon what an earlier one knew, and notify the engine."""
         now, (boot_id, number, epoch) = self._conversation.session, self._known
-        self._known = now.boot_id, now.session, now.epoch
-        again = self._attached.again()
-        if (boot_id, number) != (now.boot_id, now.session):  # a clear has ended the offers of other epochs
-            again += self._offers.again(now.epoch if boot_id == now.boot_id else epoch, now.epoch)
+        was_absent, self._absent = self._absent, bool(self._conversation.engine and not now.epoch)
+        self._known = now.boot_id, now.session, now.epoch or epoch
+        new, again = (boot_id, number) != (now.boot_id, now.session), self._attached.again()
+        if new:
+            again += self._registration.again()
+        if not self._absent and (new or was_absent):  # else a clear has ended the offers of other epochs
+            if now.registration not in ("", self._conversation.lineage):  # another engine has our name now
+                self._offers.clear()
+            made_anew = boot_id != now.boot_id or epoch < now.registered
+            again += self._offers.again(epoch if made_anew else now.epoch, now.epoch)
         requests = [(body, CONTROL_TIMEOUT_S) for body in again] + [(b, QUIET_TIMEOUT_S) for b in self._holds.again()]
         if requests or self._repeated:
             self._repeated = self._conversation.repeat(requests, self._repeated)
-        self._attached.renewed()
+        if not self._absent:
+            self._attached.renewed()
 
     async def _ask(self, body: wire.Control, timeout: float = CONTROL_TIMEOUT_S) -> Any:
         return await self._conversation.request(body, timeout)

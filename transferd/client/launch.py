@@ -97,7 +97,7 @@ def start(
         )
     daemon = DaemonProcess(process, endpoint, config_file, log_file)
     if wait:
-        _await_ready(daemon)
+        _await_ready(daemon, engine="cache" in sections)
     return daemon
 
 
@@ -113,13 +113,14 @@ def running(
         daemon.stop()
 
 
-def _await_ready(daemon: DaemonProcess) -> None:
+def _await_ready(daemon: DaemonProcess, *, engine: bool) -> None:
+    """Until it serves its own engine or, without one, answers."""
     from transferd.client.sync_client import SyncClient
     from transferd.errors import ConnectTimeout
 
     give_up = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < give_up and daemon.process.poll() is None:
-        with contextlib.suppress(ConnectTimeout), SyncClient(daemon.endpoint, connect_timeout=1.0):
+        with contextlib.suppress(ConnectTimeout), SyncClient(daemon.endpoint, connect_timeout=1.0, await_ready=engine):
             return
     code = daemon.process.poll()
     if code is None:

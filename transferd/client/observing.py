@@ -17,20 +17,21 @@ class Observing:
         """Return the daemon's report, the same as `transferd stats --format json`."""
         return dict(await self._ask(wire.Stats()))
 
-    async def explain(self, task_id: str) -> dict[str, Any]:
+    async def explain(self, task_id: str, engine: str = "") -> dict[str, Any]:
         """Return the story of a task from the flight recorder; transferd/observability/story.py describes its fields.
 
-        Raises RequestError with code `unknown_task` if the recorder holds no such task (any more).
+        engine: whose task; default this client's own. Raises RequestError with code `unknown_task` if the recorder
+        holds no such task (any more).
         """
-        return dict(await self._ask(wire.Explain(task_id)))
+        return dict(await self._ask(wire.Explain(task_id, engine)))
 
-    async def tasks(self, which: wire.Which = "recent", limit: int = 100) -> list[dict[str, Any]]:
+    async def tasks(self, which: wire.Which = "recent", limit: int = 100, engine: str = "") -> list[dict[str, Any]]:
         """List running, slow, failed or recent tasks; transferd/daemon/listing.py describes a row.
 
-        limit: the most rows to return, 1 to 1000.
+        limit: the most rows to return, 1 to 1000. engine: only its tasks.
         """
-        return list(await self._ask(wire.ListTasks(which, limit)))
+        return list(await self._ask(wire.ListTasks(which, limit, engine)))
 
-    async def clients(self, limit: int = 100) -> list[dict[str, Any]]:
-        """List who is connected: {client, peer, uid, pid, observer, connected_s, silent_s, tasks} of each."""
-        return list(await self._ask(wire.ListClients(limit)))
+    async def clients(self, limit: int = 100, engine: str = "") -> list[dict[str, Any]]:
+        """List who is connected: {client, engine, peer, uid, pid, observer, connected_s, silent_s, tasks} of each."""
+        return list(await self._ask(wire.ListClients(limit, engine)))

@@ -82,6 +82,9 @@ UNSAYABLE = (ValueError, TypeError, OverflowError)  # raised by encoding: lone s
 NO_SESSION = wire.Welcome(boot_id="", ready=False, version="", generation="", max_message=sys.maxsize)
 
 
+TOO_OLD = "this daemon is older than engines that register; update it, or name no engine"
+
+
 class Conversation:
     """Changed by its own callbacks and by `ask`, all on one loop. Owns the transport from `open` to `close`.
 
@@ -89,8 +92,11 @@ class Conversation:
     the new one.
     """
 
-    def __init__(self, endpoint: str, transport: ClientTransport, clock: Clock) -> None:
+    def __init__(self, endpoint: str, transport: ClientTransport, clock: Clock, engine: str = "") -> None:
+        """engine: that this client speaks for; "" for the daemon's own."""
         self.endpoint = endpoint
+        self.engine = engine
+        self.lineage = ""  # the engine's newest registration that is known
         self.session = NO_SESSION
         self.renewed: Callable[[], None] = _nothing_to_renew
         self._heart = Heartbeat()
@@ -135,6 +141,7 @@ class Conversation:
         self._transport.start(self._received)
         self._loop, self._pid = asyncio.get_running_loop(), os.getpid()
         self.session = NO_SESSION
+        self.lineage = ""
         self._heart.opened()
         self._overdue_at = self._now() + OVERDUE_EVERY_S
         self._greet()
@@ -282,6 +289,9 @@ class Conversation:
 
     def _encode(self, seq: int, pending: Pending) -> bytes | None:
         """Encode the request. Returns None if that fails; `pending` has then ended."""
+        if self.session.why == TOO_OLD:
+            pending.fail(RequestError(f"{self.endpoint}: {TOO_OLD}", code="unknown_engine"))
+            return None
         try:
             payload = wire.encode_request(seq, pending.body, ack=pending.ack, session=self.session.session)
         except UNSAYABLE as error:
@@ -353,6 +363,8 @@ class Conversation:
             return
         if was_lost:  # the next beat was scheduled for a lost daemon
             self._beat_in(FIRST_HELLO_S)
+        if self.engine and welcome.engine != self.engine:
+            welcome = msgspec.structs.replace(welcome, ready=False, why=TOO_OLD, epoch=0)
         another = welcome.boot_id != before.boot_id
         if another and before is not NO_SESSION:
             what = f"{self.endpoint}: the daemon was restarted (boot {welcome.boot_id}, was {before.boot_id})"
@@ -363,6 +375,7 @@ class Conversation:
             self._unsent.clear()
         if another or again or welcome.epoch != before.epoch:
             self.renewed()  # what it asks goes out first: the daemon must know it before it hears of tasks
+        self.lineage = welcome.registration or self.lineage
         if again:
             self._unsent.extend(waiting)
             self._send_waiting()
@@ -375,7 +388,10 @@ class Conversation:
     def _greet(self) -> None:
         self._seq += 1
         self._heart.said_hello(self._seq, self._now())
-        self._transport.send(wire.encode_request(self._seq, wire.Hello()))
+        self._transport.send(wire.encode_request(self._seq, self.hello()))
+
+    def hello(self) -> wire.Hello:
+        return wire.Hello(self.engine, self.lineage)
 
     def _beat_in(self, delay: float) -> None:
         if self._beat_timer is not None:

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from transferd.client.client import Client
+from transferd.client.engines import Engine
 from transferd.client.handover import ExtraKeys, Tokens
 from transferd.client.offers import HandleLike
 from transferd.errors import RequestError
@@ -44,8 +45,11 @@ class SyncClient:
         connect_timeout: float = 10.0,
         await_ready: bool = True,
         name: str = "",
+        engine: str = "",
     ) -> None:
-        self._client = Client(endpoint, connect_timeout=connect_timeout, await_ready=await_ready, name=name)
+        self._client = Client(
+            endpoint, connect_timeout=connect_timeout, await_ready=await_ready, name=name, engine=engine
+        )
         self._on_new_boot: Callable[[], object] | None = None
         self._thread: threading.Thread | None = None
         self._pid = 0  # of the process whose thread that is
@@ -262,17 +266,23 @@ class SyncClient:
     def stats(self) -> dict[str, Any]:
         return self._call(self._client.stats())
 
-    def explain(self, task_id: str) -> dict[str, Any]:
-        return self._call(self._client.explain(task_id))
+    def explain(self, task_id: str, engine: str = "") -> dict[str, Any]:
+        return self._call(self._client.explain(task_id, engine))
 
-    def tasks(self, which: Which = "recent", limit: int = 100) -> list[dict[str, Any]]:
-        return self._call(self._client.tasks(which, limit))
+    def tasks(self, which: Which = "recent", limit: int = 100, engine: str = "") -> list[dict[str, Any]]:
+        return self._call(self._client.tasks(which, limit, engine))
 
-    def clients(self, limit: int = 100) -> list[dict[str, Any]]:
-        return self._call(self._client.clients(limit))
+    def clients(self, limit: int = 100, engine: str = "") -> list[dict[str, Any]]:
+        return self._call(self._client.clients(limit, engine))
 
     def ping(self) -> tuple[str, float]:
         return self._call(self._client.ping())
+
+    def register(self, engine: Engine) -> None:
+        self._call(self._client.register(engine))
+
+    def unregister(self) -> None:
+        self._call(self._client.unregister())
 
     def attach(self, rank: int) -> dict[str, list[Any]]:
         return self._call(self._client.attach(rank))

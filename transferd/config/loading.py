@@ -160,6 +160,8 @@ def _choices(path: str) -> list[str]:
     """What a setting may be that has a few possible values."""
     kind: Any = msgspec.inspect.type_info(Config)
     for name in path.split("."):
+        if isinstance(kind, msgspec.inspect.UnionType):  # a section that may be absent
+            kind = next(one for one in kind.types if isinstance(one, msgspec.inspect.StructType))
         kind = next(field.type for field in kind.fields if field.name == name)
     alternatives = kind.types if isinstance(kind, msgspec.inspect.UnionType) else (kind,)
     return [str(v) for one in alternatives if isinstance(one, msgspec.inspect.LiteralType) for v in one.values]

@@ -31,7 +31,7 @@ def creator(config: Config, *, profiling: bool = False) -> Creator:
     storage tier. With a host tier alone a worker creates, and in prefill and decode engines the cache messager,
     which is the engine's as well. "create" and "attach" say it outright.
     """
-    cache = config.cache
+    cache = config.geometry
     if profiling or cache.ownership == "attach":
         return Creator.ENGINE
     if cache.ownership == "create":

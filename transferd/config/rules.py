@@ -6,7 +6,7 @@ import ipaddress
 import os
 import re
 
-from transferd.config.sections import Config, EventsSection, PeerSection, ServerSection
+from transferd.config.sections import CacheSection, Config, EventsSection, PeerSection, ServerSection
 from transferd.errors import ConfigError
 
 # Clients send Hello once a second (client/heartbeat.py): one late or lost Hello must not end a client.
@@ -17,16 +17,10 @@ _PORT = re.compile(r".+:(\d{1,5})")
 
 def check(config: Config) -> None:
     """The rules that join several keys. Raises ConfigError naming the one to change."""
-    cache = config.cache
-    if len(cache.device_of_rank) != cache.ranks:
-        raise ConfigError("cache.devices", f"must have one device index per rank ({cache.ranks} ranks)", cache.devices)
-    if cache.mtp_blocks is not None and not cache.mtp_layers:
-        raise ConfigError("cache.mtp_blocks", "requires cache.mtp_layers", cache.mtp_blocks)
-    if cache.mtp_blocks is not None and cache.mtp_blocks < cache.device_blocks:
-        # A block id names the same block in every layer, so an MTP layer has at least the main layers' blocks.
-        raise ConfigError(
-            "cache.mtp_blocks", f"must be at least cache.device_blocks, {cache.device_blocks}", cache.mtp_blocks
-        )
+    if config.cache is not None:
+        check_cache(config.cache)
+    if not config.engines.devices:
+        raise ConfigError("engines.devices", "must name at least one device", config.engines.devices)
     _check_server(config.server)
     if not config.storage.model:
         raise ConfigError("storage.model", "must not be empty: it is part of every key", config.storage.model)
@@ -49,6 +43,22 @@ def check(config: Config) -> None:
         )
     if not _has_port(config.pd.listen):
         raise ConfigError("pd.listen", "expected host:port", config.pd.listen)
+
+
+def check_cache(cache: CacheSection) -> None:
+    """The rules within [cache], also of an engine that registers. Raises ConfigError naming the key to change."""
+    if len(cache.device_of_rank) != cache.ranks:
+        raise ConfigError("cache.devices", f"must have one device index per rank ({cache.ranks} ranks)", cache.devices)
+    if cache.mtp_blocks is not None and not cache.mtp_layers:
+        raise ConfigError("cache.mtp_blocks", "requires cache.mtp_layers", cache.mtp_blocks)
+    if cache.mtp_blocks is not None and cache.mtp_blocks < cache.device_blocks:
+        # A block id names the same block in every layer, so an MTP layer has at least the main layers' blocks.
+        raise ConfigError(
+            "cache.mtp_blocks", f"must be at least cache.device_blocks, {cache.device_blocks}", cache.mtp_blocks
+        )
+    if cache.first_rank + cache.ranks > cache.tensor_parallel_size:
+        what = f"ranks {cache.first_rank} to {cache.first_rank + cache.ranks - 1} do not fit into the group"
+        raise ConfigError("cache.group_ranks", what, cache.tensor_parallel_size)
 
 
 def _has_port(address: str) -> bool:

@@ -80,6 +80,8 @@ class CacheSection(_Section, frozen=True, kw_only=True):
     host_blocks: Count = 128
     mtp_layers: Annotated[int, msgspec.Meta(ge=0, le=4096)] = 0
     mtp_blocks: Positive | None = None  # device blocks of an MTP layer; default device_blocks
+    group_ranks: Ranks | None = None  # ranks of the tensor-parallel group, if it spans nodes; default ranks
+    first_rank: Annotated[int, msgspec.Meta(ge=0, le=255)] = 0  # this node's first rank in that group
     kv_lora_rank: Extent = 512  # mla, dsa
     qk_rope_head_dim: Extent = 64  # mla, dsa
     index_head_dim: Extent = 128  # dsa
@@ -89,6 +91,26 @@ class CacheSection(_Section, frozen=True, kw_only=True):
     @property
     def device_of_rank(self) -> list[int]:
         return list(range(self.ranks)) if self.devices is None else list(self.devices)
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Ranks that hold parts of one block, on all nodes together."""
+        return self.ranks if self.group_ranks is None else self.group_ranks
+
+
+class EnginesSection(_Section, frozen=True, kw_only=True):
+    """Engines that register themselves: what each of them may take, and all of them together.
+
+    The bounds of [server] are for all engines together; a bound here is for each that registers.
+    """
+
+    max_engines: Positive = 64  # at once, besides the one of [cache]
+    devices: tuple[str, ...] = ("shm", "cuda")  # what their cache.device may be; the first is the default
+    host_memory: Size = Size(0)  # host blocks and staging of all of them; 0 = as much as this machine has
+    host_memory_each: Size = Size(0)  # and of one; 0 = host_memory
+    max_queued_tasks: Positive = 1024  # past it: busy
+    max_queued_bytes: Size = Size(128 * 1024**2)  # memory of admitted tasks; past it: busy
+    max_inflight_bytes: Size = Size(4 * 1024**3)  # per lane, queued and running, all ranks; past it: busy
 
 
 class HostSection(_Section, frozen=True, kw_only=True):
@@ -234,7 +256,8 @@ class Config(_Section, frozen=True, kw_only=True):
     """The daemon's whole configuration. docs/operations.md documents the sections."""
 
     server: ServerSection = ServerSection()
-    cache: CacheSection = CacheSection()
+    cache: CacheSection | None = None  # the engine "default"; without it, engines register
+    engines: EnginesSection = EnginesSection()
     host: HostSection = HostSection()
     storage: StorageSection = StorageSection()
     pd: PdSection = PdSection()
@@ -243,3 +266,9 @@ class Config(_Section, frozen=True, kw_only=True):
     events: EventsSection = EventsSection()
     log: LogSection = LogSection()
     recorder: RecorderSection = RecorderSection()
+
+    @property
+    def geometry(self) -> CacheSection:
+        """[cache], where this is the configuration of an engine."""
+        assert self.cache is not None, "there is no engine in this configuration"
+        return self.cache

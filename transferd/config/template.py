@@ -26,7 +26,8 @@ def template(chosen: Mapping[str, Any] | None = None) -> str:
     chosen = dict(chosen or {})
     lines = ["# transferd: every setting with its default. Uncomment what you want to change."]
     for section in msgspec.structs.fields(Config):
-        lines += _section(section.name, section.type, chosen)
+        needed = section.default is not None or any(key.startswith(f"{section.name}.") for key in chosen)
+        lines += _section(section.name, _struct_in(section.type), chosen, optional=not needed)
     if chosen:
         raise ValueError(f"there are no such settings: {', '.join(chosen)}")
     return "\n".join(lines) + "\n"
@@ -64,13 +65,15 @@ def _default(field: msgspec.structs.FieldInfo) -> Any:
 
 
 def _toml(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
     plain = str(value) if isinstance(value, Size) else value
     text: str = tomli_w.dumps({"v": plain}).strip().removeprefix("v = ")
     return text
 
 
-def _struct_in(kind: Any) -> type[msgspec.Struct] | None:
-    """The section that a field holds, optional or not."""
+def _struct_in(kind: Any) -> Any:
+    """The section that a field holds, optional or not; None for a setting."""
     options = typing.get_args(kind) or (kind,)
     return next((one for one in options if isinstance(one, type) and issubclass(one, msgspec.Struct)), None)
 

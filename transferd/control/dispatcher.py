@@ -50,6 +50,7 @@ from transferd.control.hazards import HazardTable
 from transferd.control.lanes import RETRY_AFTER_S, Lanes
 from transferd.control.results import ResultCache
 from transferd.control.task_state import AT_WORK, TRANSITIONS, State, TaskState
+from transferd.control.total import Total
 from transferd.errors import InvariantError, RequestError
 from transferd.observability.recorder import LONGEST_TEXT, Recorder
 from transferd.tasks import ErrorInfo, Lane, Merged, Status, Stop, SwapOutTask, TaskResult
@@ -90,9 +91,11 @@ class Dispatcher:
         generation: str = "",
         recorder: Recorder | None = None,
         admitting: bool = True,
+        total: Total | None = None,
     ) -> None:
-        """admitting: False while the daemon starts; CacheReady admits."""
+        """admitting: False while the daemon starts; CacheReady admits. total: of all engines, if there are others."""
         self.limits = limits
+        self._total = total
         self.boot_id = boot_id
         self.generation = generation
         self._recorder = recorder if recorder is not None else Recorder()
@@ -174,6 +177,20 @@ class Dispatcher:
         """All tasks that are admitted and not answered. To be read at once, and not changed."""
         return self._records.values()
 
+    @property
+    def queued(self) -> int:
+        """Tasks that are admitted and not running."""
+        return self._lanes.queued
+
+    @property
+    def argument_bytes(self) -> int:
+        """Memory that admitted tasks take, and those whose blocks are still claimed."""
+        return self._hazards.nbytes
+
+    def bytes_under_way(self, lane: Lane) -> int:
+        """Of tasks in this lane, queued and running, all ranks together."""
+        return self._lanes.loads[lane].nbytes
+
     def state_of(self, task_id: str) -> State | None:
         """None for a task that was never admitted or is long forgotten."""
         record = self._records.get(task_id)
@@ -224,6 +241,10 @@ class Dispatcher:
                 self._refuse(event, Status.REJECTED, absent)
                 return
         busy = self._lanes.too_much(prepared, self._hazards.nbytes)
+        total = self._total
+        if busy is None and total is not None and len(total.engines) > 1:  # else the bounds above are all there is
+            beyond = total.refusal(self, prepared)
+            busy = None if beyond is None else (beyond, self._lanes.hint(prepared.lane))
         if busy is not None:
             self._refuse(event, Status.BUSY, *busy)
             return

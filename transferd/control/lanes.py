@@ -61,6 +61,10 @@ class Lanes:
             return ErrorInfo("bytes_in_flight", told), self._hint(load)
         return None
 
+    def hint(self, lane: Lane) -> float:
+        """After how many seconds to ask again for a place in a lane."""
+        return self._hint(self.loads[lane])
+
     def _hint(self, load: LaneLoad) -> float:
         """How long this lane takes to work off a quarter of what waits: early enough, not a stampede."""
         waiting = max(1, load.tasks - load.running)

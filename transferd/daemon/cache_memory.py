@@ -33,7 +33,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+import itertools
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,6 +97,7 @@ class CacheMemory:
         *,
         tokens: TokenStorage | None = None,
         next_generation: Callable[[], str] | None = None,
+        epochs: Iterator[int] | None = None,
     ) -> None:
         """tokens: where storage is token-indexed; it is asked whether it is ready once every rank has memory.
 
@@ -104,7 +106,8 @@ class CacheMemory:
         self._tokens = tokens
         self._next_generation = next_generation
         self.creator = creator
-        self.epoch = 1
+        self._epochs = itertools.count(1) if epochs is None else epochs  # always rising; of all engines together
+        self.epoch = next(self._epochs)
         self.cleared = False
         self._core = core
         self._ranks = [_RankMemory(worker) for worker in workers]
@@ -319,7 +322,7 @@ class CacheMemory:
             await self._core.empty()
             self._closed_generations.add(self._core.generation)
             self._core.memory_gone(stored=True)
-            self.epoch += 1
+            self.epoch = next(self._epochs)
             for rank in self._ranks:
                 rank.offer, rank.present = None, False
             self._mappings.clear()

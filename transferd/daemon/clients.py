@@ -10,15 +10,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transferd.observability.recorder import Recorder
 from transferd.tasks import ErrorInfo, TaskResult
 from transferd.wire import protocol as wire
 from transferd.wire.credentials import process_of
 from transferd.wire.transport import ServerTransport
+
+if TYPE_CHECKING:
+    from transferd.daemon.engine import HostedEngine
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +33,9 @@ class KnownClient:
     came_at: float
     seen_at: float
     observer: bool = False  # may only look
+    engine_name: str = ""  # that it said; "" before its first Hello
+    engine: HostedEngine | None = None  # that it is bound to (engines.py)
+    refused: ErrorInfo | None = None  # why it is bound to none, although there is one of that name
     waiting: set[asyncio.Task[None]] = field(default_factory=set)  # its requests that wait for something
 
 
@@ -82,22 +88,28 @@ class Clients:
             self._answer_lost(client, seq)
             raise
 
-    def announce_epoch(self) -> None:
-        """Make every client say Hello, so that it learns from the Welcome at once that the cache was cleared."""
-        again = wire.Refused(ErrorInfo(wire.STALE_SESSION, "the cache was cleared; say Hello"))
-        for peer in self:
+    def say_hello(self, peers: Iterable[bytes], why: str) -> None:
+        """Make these clients say Hello, so that they learn from the Welcome at once what has changed."""
+        again = wire.Refused(ErrorInfo(wire.STALE_SESSION, f"{why}; say Hello"))
+        for peer in list(peers):
             self.send(peer, 0, again)
 
-    def rows(self, limit: int, now: float) -> list[dict[str, Any]]:
-        """At most `limit` connected clients, and since when; uid and pid if the socket knows them."""
-        rows = []
-        for peer, client in itertools.islice(self._peers.items(), limit):
+    def rows(self, limit: int, now: float, engine: str = "") -> list[dict[str, Any]]:
+        """At most `limit` connected clients, and since when; uid and pid if the socket knows them.
+
+        engine: only those that speak for it; "" for all.
+        """
+        rows: list[dict[str, Any]] = []
+        for peer, client in self._peers.items():
+            if engine not in ("", client.engine_name):
+                continue
+            if len(rows) == limit:
+                break
             who = self.transport.describe(peer)
             uid, pid = process_of(who)
+            row = {"client": peer.hex(), "engine": client.engine_name, "peer": who, "uid": uid, "pid": pid}
             times = {"connected_s": now - client.came_at, "silent_s": now - client.seen_at}
-            rows.append(
-                {"client": peer.hex(), "peer": who, "uid": uid, "pid": pid, "observer": client.observer} | times
-            )
+            rows.append(row | {"observer": client.observer} | times)
         return rows
 
     def _answer_lost(self, peer: bytes, seq: int) -> None:

@@ -14,18 +14,22 @@ from typing import Any
 
 import structlog
 
+from transferd.blocks.footer import FOOTER_BYTES
 from transferd.config import Config
 from transferd.daemon import stats as report
 from transferd.daemon.clients import Clients
 from transferd.daemon.coordinator import Coordinator
-from transferd.daemon.engine import DEFAULT, Ended, Engine, Shared, close_ranks
+from transferd.daemon.engine import DEFAULT, Ended, HostedEngine, Shared, close_ranks
+from transferd.daemon.engines import Engines
+from transferd.daemon.kv_events.departures import Departures
+from transferd.daemon.kv_events.sockets import EventSockets
 from transferd.daemon.listing import Listing
 from transferd.daemon.preflight import build
 from transferd.daemon.server import Greeting, Server
 from transferd.daemon.shutdown import Shutdown
 from transferd.observability.history import TaskHistory
 from transferd.observability.metrics import StatusServer
-from transferd.observability.recorder import Recorder
+from transferd.observability.recorder import EngineRecorder, Recorder
 from transferd.observability.story import task_story
 from transferd.observability.traces import Traces
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
@@ -67,8 +71,11 @@ class Daemon:
         self.tokens, self.storage = plan.tokens, plan.storage
         self.threads = threads if threads is not None else ThreadPools(COPY_THREADS)
         if self.storage is not None:
-            self.storage.expect(plan.objects.possible)
+            self.storage.expect(_plausible if plan.engine is None else plan.engine.objects.possible)
         self.peers = _build_peers(config)
+        self.events: EventSockets | None = None
+        if config.events.endpoint:
+            self.events = EventSockets(config.events, socket_mode=int(config.server.socket_mode, 8), clock=clock)
         self.transport = transport if transport is not None else ZmqServerTransport(config.server)
         self.clients = Clients(self.transport, self.boot_id, recorder=self.recorder)
         self.listing = Listing(self)
@@ -89,24 +96,23 @@ class Daemon:
             storage=self.storage,
             peers=self.peers,
             clients=self.clients,
+            events=self.events,
+            departures=Departures(self.storage),
             ended=_ended(self.reports, self.history, self.traces, clock),
             ran=None if self.traces is None else self.traces.ran,
             inline_check_bytes=inline_check_bytes,
         )
-        self.engines = {DEFAULT: Engine(DEFAULT, config, plan, shared)}
-        self.server = self._build_server(self.engines[DEFAULT])
+        self.engines = Engines(config, shared, plan.engine)
+        self.server = self._build_server()
         self.started_at = clock.monotonic()
 
-    def _build_server(self, engine: Engine) -> Server:
+    def _build_server(self) -> Server:
         config, peers = self.config, self.peers
         return Server(
             self.clients,
-            engine.coordinator,
-            engine.cache,
-            engine.lookup,
+            self.engines,
             greeting=Greeting(
                 max_message=config.server.max_message,
-                block_size=config.cache.block_size,
                 pd_mode=config.pd.mode,
                 pd_address=str if peers is None else lambda: peers.address,
             ),
@@ -120,9 +126,11 @@ class Daemon:
         )
 
     @property
-    def default(self) -> Engine:
-        """The engine of [cache]."""
-        return self.engines[DEFAULT]
+    def default(self) -> HostedEngine:
+        """The engine of [cache], where there is one."""
+        engine = self.engines.own
+        assert engine is not None
+        return engine
 
     # --- life ---------------------------------------------------------------------------------------
 
@@ -137,17 +145,25 @@ class Daemon:
         await self.reports.start()
         if self.traces is not None:
             self.traces.start()
-        for engine in self.engines.values():
-            if engine.kv_events is not None:
-                engine.kv_events.start()
+        if self.events is not None:
+            self.events.start()
+            log.info(
+                "publishing KV events",
+                endpoint=self.events.endpoint,
+                replay_endpoint=self.events.replay_endpoint,
+                token_ids=self.config.events.token_ids,
+            )
+        if (own := self.engines.own) is not None and own.kv_events is not None:
+            own.kv_events.start()
         if self.tokens is not None:
             await self.tokens.open()
         elif self.storage is not None:
             await self.storage.open()
         if self.peers is not None:
             await self.peers.open()
-        for engine in self.engines.values():
+        for engine in self.engines:
             await engine.open()
+        self.engines.opened.set()
 
     async def stop(self, budget_s: Callable[[], float]) -> list[str]:
         """Shut down, in this order, within the budget; nothing is skipped. Returns what does not end.
@@ -158,7 +174,8 @@ class Daemon:
         budget_s: seconds left, asked before and during each wait, so that a second signal can shorten it.
         """
         shutdown = Shutdown(budget_s, self.clock)
-        step, engines = shutdown.step, list(self.engines.values())
+        step, engines = shutdown.step, list(self.engines)
+        self.engines.closed = True
         coordinators = [engine.coordinator for engine in engines]
         # 1. Admit nothing more: new tasks are rejected, "draining"; readiness goes red.
         for coordinator in coordinators:
@@ -176,12 +193,15 @@ class Daemon:
         for engine in engines:
             if engine.kv_events is not None:
                 engine.kv_events.close()
+        if self.events is not None:
+            self.events.close()
         await step("reports", self.reports.close())
         if self.traces is not None:
             await step("traces", self.traces.close())
         await step("server", self.server.close())
         for coordinator in coordinators:
             coordinator.close()
+        await step("engines that were leaving", self.engines.settled())
         # 5. Close the caches (no more changes), workers (they wait for bytes in flight), the ways in and out, threads.
         for engine in engines:
             await step("cache", engine.cache.close())
@@ -207,10 +227,13 @@ class Daemon:
         """See stats.py."""
         return report.stats(self)
 
-    def explain(self, task_id: str) -> dict[str, Any]:
-        """The life of a task. Raises RequestError, code `unknown_task`."""
-        notes = self.recorder.notes(task_id) if task_id else []  # "" has the daemon's own notes
-        return task_story(task_id, notes, wall=self.clock.wall(), monotonic=self.clock.monotonic())
+    def explain(self, task_id: str, engine: str = DEFAULT) -> dict[str, Any]:
+        """The life of an engine's task; also of an engine that has left. Raises RequestError, code `unknown_task`."""
+        recorder = self.recorder if engine in ("", DEFAULT) else EngineRecorder(self.recorder, engine)
+        notes = recorder.notes(task_id) if task_id else []  # "" has the daemon's own notes
+        return {"engine": engine or DEFAULT} | task_story(
+            task_id, notes, wall=self.clock.wall(), monotonic=self.clock.monotonic()
+        )
 
     @property
     def alive(self) -> bool:
@@ -218,22 +241,29 @@ class Daemon:
 
         A slow task is no reason for alarm, a deadline that passes without being noticed is.
         """
-        return all(engine.coordinator.overdue_s < STUCK_AFTER_S for engine in self.engines.values())
+        return all(engine.coordinator.overdue_s < STUCK_AFTER_S for engine in self.engines.all)
 
     @property
     def not_ready(self) -> str:
-        """Why tasks are not served now; "" when they are."""
-        return self.default.not_ready
+        """Why tasks are not served now, or no engine can register; "" when they are."""
+        if self.engines.own is not None:
+            return self.engines.own.not_ready
+        if self.engines.closed:
+            return "stopping"
+        return "" if self.engines.opened.is_set() else "the daemon is starting"
 
 
-def _ended(reports: StatusServer, history: TaskHistory, traces: Traces | None, clock: Clock) -> Ended:
-    def ended(task: Task, result: TaskResult) -> None:
-        reports.tasks.observe_result(task, result)
-        history.ended(task, result, clock.monotonic())
-        if traces is not None:
-            traces.ended(task, result)
+def _ended(reports: StatusServer, history: TaskHistory, traces: Traces | None, clock: Clock) -> Callable[[str], Ended]:
+    def listener(engine: str) -> Ended:
+        def ended(task: Task, result: TaskResult) -> None:
+            reports.tasks.observe_result(task, result)
+            history.ended(task, result, clock.monotonic(), engine)
+            if traces is not None:
+                traces.ended(task, result)
 
-    return ended
+        return ended
+
+    return listener
 
 
 async def _quiet(coordinators: Sequence[Coordinator]) -> None:
@@ -253,4 +283,9 @@ def _build_peers(config: Config) -> PeerTransport | None:
     """In pd.mode "direct", what other daemons send to and receive from."""
     if config.pd.mode != "direct":
         return None
-    return PeerTransport(TransferEngineCarrier(config), config.pd.listen, config.cache.ranks)
+    return PeerTransport(TransferEngineCarrier(config), config.pd.listen, config.geometry.ranks)
+
+
+def _plausible(name: str, nbytes: int) -> bool:  # noqa: ARG001 - no layout is known yet that would tell the length
+    """Whether a stored object could be one of ours."""
+    return nbytes > FOOTER_BYTES

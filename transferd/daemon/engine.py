@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -21,14 +21,18 @@ from transferd.config.generation import generation_of
 from transferd.config.ownership import creator
 from transferd.control.admission import Limits
 from transferd.control.dispatcher import Dispatcher
+from transferd.control.total import Total
 from transferd.daemon.cache_memory import CacheMemory
 from transferd.daemon.clients import Clients
 from transferd.daemon.coordinator import Coordinator, Listeners
-from transferd.daemon.kv_events.feed import KvEventFeed, create_kv_event_feed
+from transferd.daemon.kv_events.departures import Departures
+from transferd.daemon.kv_events.feed import create_kv_event_feed
+from transferd.daemon.kv_events.sockets import EventSockets
 from transferd.daemon.lookup import Lookup
-from transferd.daemon.preflight import Plan
+from transferd.daemon.preflight import EnginePlan
 from transferd.daemon.shutdown import Shutdown
-from transferd.observability.recorder import Recorder
+from transferd.errors import TransferError
+from transferd.observability.recorder import EngineRecorder, Recorder
 from transferd.observability.traces import Ran
 from transferd.runtime.aio import every
 from transferd.runtime.clock import Clock
@@ -37,11 +41,12 @@ from transferd.storage.attention_store.settings import settings
 from transferd.storage.base import Storage
 from transferd.storage.divided import divided
 from transferd.storage.peer.transport import PeerTransport
-from transferd.tasks import Task, TaskResult
+from transferd.tasks import ErrorInfo, Task, TaskResult
 from transferd.tiers.pinned import HostPool
 from transferd.tiers.pinning import Pinning
 from transferd.tiers.registry import create_device_tier, create_pinning
 from transferd.tiers.staging import Staging
+from transferd.wire import protocol as wire
 from transferd.workers.context import INLINE_CHECK_BYTES, Background, PeerPath, RankContext
 from transferd.workers.rank import RankWorker
 
@@ -56,8 +61,8 @@ Ended = Callable[[Task, TaskResult], None]
 class Shared:
     """What the daemon lends to its engines, and closes after them.
 
-    storage: None without a keyed backend. peers: set in pd.mode "direct". ended: hears of every answered task; ran: of
-    when its ranks were done, before.
+    storage: None without a keyed backend. peers: set in pd.mode "direct". events: the sockets of KV events. ended: for
+    an engine's name, who hears of its answered tasks; ran: who hears, before, of when their ranks were done.
     """
 
     boot_id: str
@@ -67,25 +72,54 @@ class Shared:
     storage: Storage | None
     peers: PeerTransport | None
     clients: Clients
-    ended: Ended
+    events: EventSockets | None
+    departures: Departures
+    ended: Callable[[str], Ended]
     inline_check_bytes: int = INLINE_CHECK_BYTES
     ran: Callable[[str, Ran], None] | None = None
 
 
-class Engine:
+@dataclass(frozen=True, slots=True)
+class Registrant:
+    """What a client asked for, and the user that it runs as; None where the socket does not know."""
+
+    asked: wire.Register
+    uid: int | None
+
+
+class HostedEngine:
     """All parts of one engine. Owns every one of them; borrows `shared`."""
 
-    def __init__(self, name: str, config: Config, plan: Plan, shared: Shared) -> None:
-        """Build, and allocate host memory. config: the daemon's, with this engine's cache. Raises ConfigError."""
+    def __init__(
+        self,
+        name: str,
+        config: Config,
+        plan: EnginePlan,
+        shared: Shared,
+        total: Total,
+        epochs: Iterator[int],
+        *,
+        registration: Registrant | None = None,
+    ) -> None:
+        """Build, and allocate host memory. May run in a thread.
+
+        config: the daemon's, with this engine's cache and storage. epochs: never gives the same number twice.
+        registration: None for the engine of [cache]. Raises ConfigError, TierError.
+        """
         self.name = name
         self.config = config
+        self.registration = registration
+        self.nbytes = plan.sizes.memory
+        self.clients: set[bytes] = set()  # that are bound to it (engines.py)
+        self._total, self._epochs = total, epochs
+        self.recorder = shared.recorder if name == DEFAULT else EngineRecorder(shared.recorder, name)
         self._shared = shared
         self.layout, self.objects, self.tokens = plan.layout, plan.objects, plan.tokens
         self.only_flush = self.tokens is not None and settings(config).only_flush
         self.blocks = None if shared.storage is None else divided(shared.storage, self.objects.parts)
         self.dispatcher = self._build_dispatcher(plan.generation)
-        self.barrier = RankBarrier(config.cache.ranks)
-        self.workers = [self._build_rank(rank) for rank in range(config.cache.ranks)]
+        self.barrier = RankBarrier(config.geometry.ranks)
+        self.workers = [self._build_rank(rank) for rank in range(config.geometry.ranks)]
         self.kv_events = create_kv_event_feed(
             config,
             self.objects,
@@ -93,17 +127,19 @@ class Engine:
             generation=plan.generation,
             tokens=self.tokens,
             only_flush=self.only_flush,
-            clock=shared.clock,
+            sockets=shared.events,
+            departures=shared.departures,
         )
         self.coordinator = Coordinator(
             self.dispatcher,
             self.barrier,
             self.workers,
-            _listeners(shared, self.kv_events),
+            self._listeners(),
             clock=shared.clock,
-            recorder=shared.recorder,
+            recorder=self.recorder,
         )
         self.cache = self._build_cache()
+        self.first_epoch = self.cache.epoch
         self.lookup = Lookup(
             self.workers,
             self.dispatcher,
@@ -119,21 +155,22 @@ class Engine:
             self._limits(),
             boot_id=self._shared.boot_id,
             generation=generation,
-            recorder=self._shared.recorder,
+            recorder=self.recorder,
             admitting=False,
+            total=self._total,
         )
 
     def _limits(self) -> Limits:
         """Admission's view of the configuration."""
         config, layout, server = self.config, self.layout, self.config.server
         return Limits(
-            ranks=config.cache.ranks,
+            ranks=config.geometry.ranks,
             device_blocks=layout.device_blocks,
             host_blocks=layout.host_blocks,
             block_bytes=layout.block_bytes,
             storage=self._shared.storage is not None or self.tokens is not None,
-            direct=self._shared.peers is not None,
-            token_block=0 if self.tokens is None else config.cache.block_size,
+            direct=config.pd.mode == "direct",
+            token_block=0 if self.tokens is None else config.geometry.block_size,
             only_flush=self.only_flush,
             max_queued=server.max_queued_tasks,
             max_queued_bytes=server.max_queued_bytes,
@@ -161,13 +198,14 @@ class Engine:
             format=self.objects,
             threads=shared.threads,
             clock=shared.clock,
-            recorder=shared.recorder,
+            recorder=self.recorder,
             background=Background(),
-            peer=None if shared.peers is None else self._peer_path(shared.peers, pinning),
+            peer=None if config.pd.mode != "direct" or shared.peers is None else self._peer_path(shared.peers, pinning),
             inline_check_bytes=shared.inline_check_bytes,
             tokens=self.tokens,
-            block_size=config.cache.block_size,
+            block_size=config.geometry.block_size,
             only_flush=self.only_flush,
+            object_rank=config.geometry.first_rank + rank,
         )
         return RankWorker(context)
 
@@ -188,6 +226,7 @@ class Engine:
             creator(self.config),
             tokens=self.tokens,
             next_generation=next_generation,
+            epochs=self._epochs,
         )
 
     # --- life ---------------------------------------------------------------------------------------
@@ -203,6 +242,21 @@ class Engine:
                 raise problem
         await self.cache.open()
 
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block, as far as the layout knows."""
+        return self.config.geometry.block_size
+
+    @property
+    def token(self) -> str:
+        """Of its registration; "" for the engine of [cache]."""
+        return "" if self.registration is None else self.registration.asked.token
+
+    @property
+    def uid(self) -> int | None:
+        """The only user whose processes may speak for it; None for any."""
+        return None if self.registration is None else self.registration.uid
+
     def client_gone(self, client: bytes) -> None:
         """Nobody waits for what it pushed, and what it mapped or offered goes with it."""
         self.coordinator.client_gone(client)
@@ -216,31 +270,53 @@ class Engine:
         hung = next((worker.hung for worker in self.workers if worker.hung), "")
         return hung or ("" if self.coordinator.admitting else "draining")
 
+    async def end(self, why: ErrorInfo) -> None:
+        """Answer every task, then unmap and free all memory. Waits for copies and transfers that are under way.
+
+        Raises the first error of a rank, when all have been closed.
+        """
+        self.coordinator.withdraw(why, end=True)
+        await self.coordinator.empty()
+        self.coordinator.close()
+        if self.kv_events is not None:
+            self.kv_events.close()
+        await self.cache.close()
+        await every(worker.settled() for worker in self.workers)
+        errors: list[TransferError] = []
+        for worker in self.workers:
+            try:
+                await worker.give_back()
+            except TransferError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _listeners(self) -> Listeners:
+        shared, events = self._shared, self.kv_events
+
+        def epoch_began() -> None:
+            shared.clients.say_hello(self.clients, "the cache was cleared")
+
+        deliver = shared.clients.deliver
+        told = shared.ended(self.name)
+        if events is None:
+            return Listeners(deliver, told, lambda _: None, lambda _: None, epoch_began, shared.ran)
+
+        def ended(task: Task, result: TaskResult) -> None:
+            told(task, result)
+            events.task_ended(task, result)
+
+        return Listeners(deliver, ended, events.memory_gone, events.generation_changed, epoch_began, shared.ran)
+
     def called(self, rank: int) -> str:
         """A rank's name in reports."""
         return f"rank {rank}" if self.name == DEFAULT else f"rank {rank} of engine {self.name}"
 
 
-async def close_ranks(engines: Sequence[Engine], shutdown: Shutdown) -> None:
+async def close_ranks(engines: Sequence[HostedEngine], shutdown: Shutdown) -> None:
     """All ranks wait for their bytes together; then each one's memory is freed, unless bytes still move in it."""
     named = [(engine.called(worker.rank), worker) for engine in engines for worker in engine.workers]
     settled = await every(shutdown.step(f"{name}: bytes in flight", worker.settled()) for name, worker in named)
     for (name, worker), quiet in zip(named, settled, strict=True):
         if quiet:
             await shutdown.step(name, worker.close())
-
-
-def _listeners(shared: Shared, events: KvEventFeed | None) -> Listeners:
-    clients = shared.clients
-    if events is None:
-        return Listeners(
-            clients.deliver, shared.ended, lambda _: None, lambda _: None, clients.announce_epoch, shared.ran
-        )
-
-    def ended(task: Task, result: TaskResult) -> None:
-        shared.ended(task, result)
-        events.task_ended(task, result)
-
-    return Listeners(
-        clients.deliver, ended, events.memory_gone, events.generation_changed, clients.announce_epoch, shared.ran
-    )

@@ -12,17 +12,21 @@ A row of `tasks` is an active task, one that has ended, or one that was refused:
     waits_for         what it waits for, in words; "" once it has ended
     ranks             [{rank, step}]: ranks that it waits for, and what each does; empty once it has ended
     code, problem     of its error, or ""
+    engine            whose it is
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from transferd.control.task_state import State, TaskState
 from transferd.observability.history import Ended
+from transferd.observability.recorder import told_apart
 
 if TYPE_CHECKING:
     from transferd.daemon.daemon import Daemon
+    from transferd.daemon.engine import HostedEngine
 
 
 class Listing:
@@ -31,61 +35,70 @@ class Listing:
     def __init__(self, daemon: Daemon) -> None:
         self._daemon = daemon
 
-    def tasks(self, which: str, limit: int) -> list[dict[str, Any]]:
-        """At most `limit` rows.
+    def tasks(self, which: str, limit: int, engine: str = "") -> list[dict[str, Any]]:
+        """At most `limit` rows; only of this engine if one is named.
 
         which: "running" (and queued; the oldest first), "slow" (active or ended; the longest first), "failed" (and
         refused; the newest first) or "recent" (active ones, then ended ones, the newest first).
         """
         if which == "failed":
-            return self._failed(limit)
-        under_way = sorted(self._daemon.default.dispatcher.admitted, key=lambda record: record.admitted_at)
+            return self._failed(limit, engine)
+        under_way = self._admitted(engine)
         if which == "running":
             return self._under_way(under_way[:limit])
-        now, recent = self._daemon.clock.monotonic(), self._daemon.history.recent
+        now, recent = self._daemon.clock.monotonic(), _only(engine, self._daemon.history.recent)
         if which == "slow":
             rows = self._under_way(under_way[:limit])
             slowest = sorted(recent, key=lambda ended: ended.seconds, reverse=True)
             rows += [_ended(one, now) for one in slowest[:limit]]
             return sorted(rows, key=lambda row: row["seconds"], reverse=True)[:limit]
         rows = self._under_way(under_way[: (limit + 1) // 2])
-        newest = list(recent)[-(limit - len(rows)) :] if limit > len(rows) else []
+        newest = recent[-(limit - len(rows)) :] if limit > len(rows) else []
         return rows + [_ended(one, now) for one in reversed(newest)]
 
     def timeline(self, limit: int) -> list[dict[str, Any]]:
         """What is under way and what ended last, with `stages`: [{queue_s, copy_s, storage_s}] of each rank."""
         now, recent = self._daemon.clock.monotonic(), self._daemon.history.recent
-        under_way = sorted(self._daemon.default.dispatcher.admitted, key=lambda record: record.admitted_at)[
-            : limit // 2
-        ]
-        rows = [row | {"stages": []} for row in self._under_way(under_way)]
+        rows = [row | {"stages": []} for row in self._under_way(self._admitted()[: limit // 2])]
         for one in list(reversed(recent))[: limit - len(rows)]:
             stages = [{"queue_s": r.queue_s, "copy_s": r.copy_s, "storage_s": r.storage_s} for r in one.ranks]
             rows.append(_ended(one, now) | {"stages": stages})
         return rows
 
-    def clients(self, limit: int) -> list[dict[str, Any]]:
-        """At most `limit` clients, who came first first; `tasks`: those that it waits for."""
+    def clients(self, limit: int, engine: str = "") -> list[dict[str, Any]]:
+        """At most `limit` clients, who came first first; `tasks`: those that it waits for. engine: as for `tasks`."""
         waits: dict[str, int] = {}
-        for record in self._daemon.default.dispatcher.admitted:
+        for _, record in self._admitted():
             for client, _ in record.waiters:
                 waits[client.hex()] = waits.get(client.hex(), 0) + 1
-        rows = self._daemon.clients.rows(limit, self._daemon.clock.monotonic())
+        rows = self._daemon.clients.rows(limit, self._daemon.clock.monotonic(), engine)
         return [row | {"tasks": waits.get(row["client"], 0)} for row in rows]
 
-    def _failed(self, limit: int) -> list[dict[str, Any]]:
+    def _admitted(self, engine: str = "") -> list[tuple[HostedEngine, TaskState]]:
+        """What is under way, the oldest first, and whose it is."""
+        engines = [one for one in self._daemon.engines.all if engine in ("", one.name)]
+        found = [(one, record) for one in engines for record in one.dispatcher.admitted]
+        return sorted(found, key=lambda pair: pair[1].admitted_at)
+
+    def _failed(self, limit: int, engine: str) -> list[dict[str, Any]]:
         now = self._daemon.clock.monotonic()
-        rows = [_ended(one, now) for one in list(self._daemon.history.failed)[-limit:]]
-        for at, task_id, status, code in self._daemon.recorder.refusals(limit):
-            rows.append(_row(task_id, "", status, ended_s=now - at, code=code))
+        rows = [_ended(one, now) for one in _only(engine, self._daemon.history.failed)[-limit:]]
+        for at, label, status, code in self._daemon.recorder.refusals(limit):
+            whose, task_id = told_apart(label)
+            if engine in ("", whose):
+                rows.append(_row(task_id, "", status, ended_s=now - at, code=code, engine=whose))
         return sorted(rows, key=lambda row: row["ended_s"])[:limit]
 
-    def _under_way(self, records: list[TaskState]) -> list[dict[str, Any]]:
+    def _under_way(self, found: list[tuple[HostedEngine, TaskState]]) -> list[dict[str, Any]]:
         """With the newest step of each rank, found in one look through what the recorder has kept."""
-        steps = self._daemon.recorder.last_steps({record.task_id for record in records})
-        return [self._waiting(record, steps.get(record.task_id, {})) for record in records]
+        labels = [engine.recorder.label(record.task_id) for engine, record in found]
+        steps = self._daemon.recorder.last_steps(set(labels))
+        return [
+            self._waiting(engine, record, steps.get(label, {}))
+            for (engine, record), label in zip(found, labels, strict=True)
+        ]
 
-    def _waiting(self, record: TaskState, steps: dict[int, str]) -> dict[str, Any]:
+    def _waiting(self, engine: HostedEngine, record: TaskState, steps: dict[int, str]) -> dict[str, Any]:
         assert record.task is not None
         now = self._daemon.clock.monotonic()
         ranks: list[dict[str, Any]] = []
@@ -94,10 +107,10 @@ class Listing:
             waits = "a place in its lane"
             if before:
                 waits = f"{before} tasks before it on its blocks"
-            elif self._daemon.default.dispatcher.statistics().paused:
+            elif engine.dispatcher.statistics().paused:
                 waits = "resume"
         else:
-            missing = self._daemon.default.barrier.missing(record.task_id)
+            missing = engine.barrier.missing(record.task_id)
             ranks = [{"rank": rank, "step": steps.get(rank, "")} for rank in missing]
             waits = ", ".join(f"rank {one['rank']} {one['step']}".rstrip() for one in ranks) or "its answer"
         return _row(
@@ -108,7 +121,12 @@ class Listing:
             seconds=now - record.admitted_at,
             waits_for=waits,
             ranks=ranks,
+            engine=engine.name,
         )
+
+
+def _only(engine: str, ended: Iterable[Ended]) -> list[Ended]:
+    return [one for one in ended if engine in ("", one.engine)]
 
 
 def _ended(ended: Ended, now: float) -> dict[str, Any]:
@@ -121,6 +139,7 @@ def _ended(ended: Ended, now: float) -> dict[str, Any]:
         done=ended.done,
         bytes=ended.nbytes,
         seconds=ended.seconds,
+        engine=ended.engine,
         ended_s=now - ended.at,
         queue_s=max((rank.queue_s for rank in ranks), default=0.0),
         copy_s=max((rank.copy_s for rank in ranks), default=0.0),
@@ -133,4 +152,4 @@ def _ended(ended: Ended, now: float) -> dict[str, Any]:
 def _row(task_id: str, kind: str, status: str, **known: Any) -> dict[str, Any]:
     row = {"task_id": task_id, "kind": kind, "status": status, "blocks": 0, "done": 0, "bytes": 0, "seconds": 0.0}
     row |= {"ended_s": None, "queue_s": 0.0, "copy_s": 0.0, "storage_s": 0.0, "waits_for": "", "ranks": []}
-    return row | {"code": "", "problem": ""} | known
+    return row | {"code": "", "problem": "", "engine": "default"} | known

@@ -64,7 +64,8 @@ class Lookup:
             what = f"{len(keys)} keys, at most {MAX_MATCH_KEYS} can be looked up at once"
             raise RequestError(what, code="too_many_keys")
         ids = self._objects.ids(keys)
-        names = [self._objects.names(self._dispatcher.generation, ids, worker.rank) for worker in self._workers]
+        generation, ranks = self._dispatcher.generation, [worker.context.object_rank for worker in self._workers]
+        names = [self._objects.names(generation, ids, rank) for rank in ranks]
         use = Use()
         by_rank = await every(w.stored(n, use) for w, n in zip(self._workers, names, strict=True))
         return [all(there) for there in zip(*by_rank, strict=True)]

@@ -7,6 +7,7 @@ same configurations; only the start can notice a directory or port that another 
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import ipaddress
 import os
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from transferd.blocks.formats import ObjectFormat, SealedBlocks, object_format
 from transferd.blocks.layout import BlockLayout, build_layout
-from transferd.config import Config, Size
+from transferd.config import CacheSection, Config, Size
 from transferd.config.generation import configured_generation
 from transferd.config.ownership import Creator, creator
 from transferd.errors import ConfigError
@@ -38,13 +39,13 @@ MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Bytes that a daemon allocates at its start, all ranks together."""
+    """Bytes that an engine takes, all ranks together; of a daemon, with what it takes itself."""
 
-    block: int  # one block of one rank
-    shared: int  # the device cache, where it is shared memory and the daemon makes it
-    host: int
-    staging: int
-    pool: int  # what a Mooncake client takes
+    block: int = 0  # one block of one rank
+    shared: int = 0  # the device cache, where it is shared memory and the daemon makes it
+    host: int = 0
+    staging: int = 0
+    pool: int = 0  # what a Mooncake client takes
 
     @property
     def memory(self) -> int:
@@ -52,15 +53,24 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What follows from a configuration. Nothing in it is open."""
+class EnginePlan:
+    """What follows from the configuration of one engine. Nothing in it is open."""
 
     layout: BlockLayout
     objects: ObjectFormat
-    tokens: TokenStorage | None
-    storage: Storage | None
     generation: str
     creator: Creator
+    sizes: Sizes
+    tokens: TokenStorage | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What follows from a daemon's configuration. Nothing in it is open. engine: that of [cache]."""
+
+    tokens: TokenStorage | None
+    storage: Storage | None
+    engine: EnginePlan | None
     sizes: Sizes
 
 
@@ -69,32 +79,43 @@ def build(config: Config, clock: Clock = SYSTEM_CLOCK, storage: Storage | None =
 
     Raises ConfigError. No side effects.
     """
-    layout = build_layout(config.cache)
+    engine = None if config.cache is None else build_engine(config)
+    for key, value in (("pd.mode", config.pd.mode), ("storage.backend", config.storage.backend)):
+        if engine is None and value in ("direct", "attention_store"):
+            raise ConfigError(key, "requires [cache]: engines that register cannot use it", value)
+    tokens, keyed = create_storages(config, clock, storage)
+    if engine is not None:
+        engine = dataclasses.replace(engine, tokens=tokens)
+    backends = (config.storage.backend, config.storage.attention_store.data)
+    pooled = "mooncake" in backends[: 2 if tokens is not None else 1] and storage is None
+    mooncake = config.storage.mooncake
+    pool = mooncake.global_segment_size + mooncake.local_buffer_size if pooled else 0
+    sizes = dataclasses.replace(Sizes() if engine is None else engine.sizes, pool=pool)
+    return Plan(tokens, keyed, engine, sizes)
+
+
+def build_engine(config: Config) -> EnginePlan:
+    """Work out everything that the configuration of one engine decides. Raises ConfigError. No side effects."""
+    cache = config.geometry
+    layout = build_layout(cache)
     if layout.block_bytes > MOST_BLOCK_BYTES:
         problem = f"one block of one rank has {layout.block_bytes} bytes, the limit is {Size(MOST_BLOCK_BYTES)}"
-        raise ConfigError("cache.layers", problem, config.cache.layers)
+        raise ConfigError("cache.layers", problem, cache.layers)
     check_device(config)
     objects = object_format(config.storage, layout)
     staged = _staged(config.host.staging, objects.slot_bytes)
     if config.pd.mode == "direct":
         sealed = SealedBlocks(config.storage.model, layout)
         staged += _staged(config.pd.staging, sealed.slot_bytes, "pd.staging")
-    tokens, keyed = create_storages(config, clock, storage)
     owner = creator(config)
-    ranks, cache = config.cache.ranks, config.cache
     shared = device_bytes(layout) if cache.device == "shm" and owner is Creator.DAEMON else 0
-    backends = (config.storage.backend, config.storage.attention_store.data)
-    pooled = "mooncake" in backends[: 2 if tokens is not None else 1] and storage is None
-    mooncake = config.storage.mooncake
     sizes = Sizes(
         block=layout.block_bytes,
-        shared=shared * ranks,
-        host=layout.host_blocks * layout.block_bytes * ranks,
-        staging=staged * ranks,
-        pool=mooncake.global_segment_size + mooncake.local_buffer_size if pooled else 0,
+        shared=shared * cache.ranks,
+        host=layout.host_blocks * layout.block_bytes * cache.ranks,
+        staging=staged * cache.ranks,
     )
-    generation = configured_generation(config.storage)
-    return Plan(layout, objects, tokens, keyed, generation, owner, sizes)
+    return EnginePlan(layout, objects, configured_generation(config.storage), owner, sizes)
 
 
 def _staged(nbytes: int, slot_bytes: int, key: str = "host.staging") -> int:
@@ -188,13 +209,13 @@ def _examine_path(key: str, path: str, value: str) -> None:
 
 
 def _examine_memory(config: Config, sizes: Sizes) -> None:
-    cache = config.cache
+    cache = config.cache or CacheSection()
     if sizes.shared:
         there = os.statvfs(SHARED_MEMORY)
         if sizes.shared > (room := there.f_blocks * there.f_frsize):
             problem = f"the ranks need {sizes.shared} bytes of shared memory, but {SHARED_MEMORY} has only {room}"
             raise ConfigError("cache.device_blocks", problem, cache.device_blocks)
-    if sizes.memory > (memory := _memory()):
+    if sizes.memory > (memory := available_memory()):
         values = {
             "cache.device_blocks": (sizes.shared, cache.device_blocks),
             "cache.host_blocks": (sizes.host, cache.host_blocks),
@@ -208,7 +229,7 @@ def _examine_memory(config: Config, sizes: Sizes) -> None:
         raise ConfigError(key, problem, values[key][1])
 
 
-def _memory() -> int:
+def available_memory() -> int:
     """Bytes of this machine, or of the control group that this process may use up."""
     match = re.search(r"^MemTotal:\s+(\d+) kB", MEMORY.read_text(), re.MULTILINE)
     total = int(match[1]) * 1024 if match else 2**63

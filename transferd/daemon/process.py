@@ -14,6 +14,7 @@ import contextlib
 import gc
 import os
 from collections.abc import Callable
+from typing import Any
 
 import structlog
 
@@ -131,14 +132,17 @@ async def _started(daemon: Daemon, notifier: Notifier, signals: ProcessSignals) 
 async def _serving(daemon: Daemon, notifier: Notifier, signals: ProcessSignals, reloader: Reloader) -> None:
     """From readiness to the first signal."""
     quiet_collector()
+    own = daemon.engines.own
+    engine: dict[str, Any] = {}
+    if own is not None:
+        layout = own.layout
+        engine = {"ranks": len(own.workers), "block_bytes": layout.block_bytes, "fingerprint": layout.fingerprint}
     log.info(
-        "ready" if daemon.default.coordinator.ready else "listening",
-        waiting_for=daemon.default.cache.why or None,
+        "listening" if daemon.not_ready else "ready",
+        waiting_for=daemon.not_ready or None,
         boot_id=daemon.boot_id,
         endpoint=daemon.transport.endpoints,
-        ranks=daemon.config.cache.ranks,
-        block_bytes=daemon.default.layout.block_bytes,
-        fingerprint=daemon.default.layout.fingerprint,
+        **engine,
     )
     notifier.notify("READY=1", f"STATUS={reloader.status()}")
     reloader.serving = True

@@ -81,8 +81,13 @@ class Reloader:
 def _state(daemon: Daemon) -> str:
     if daemon.not_ready:
         return f"not serving: {daemon.not_ready}"
-    serving = f"serving {daemon.config.cache.ranks} ranks on {daemon.transport.endpoints[0]}"
-    pauses = [hold for hold in daemon.default.dispatcher.statistics().held if hold.what == "pause"]
+    ranks = sum(len(engine.workers) for engine in daemon.engines)
+    others = sum(engine.registration is not None for engine in daemon.engines)
+    serving = f"serving {ranks} ranks on {daemon.transport.endpoints[0]}"
+    if others or daemon.config.cache is None:
+        serving += f", {others} engines registered"
+    held = [hold for engine in daemon.engines for hold in engine.dispatcher.statistics().held]
+    pauses = sorted((hold for hold in held if hold.what == "pause"), key=lambda hold: hold.since)
     if not pauses:
         return serving
     longest = daemon.clock.monotonic() - pauses[0].since

@@ -15,11 +15,10 @@ from typing import Any
 
 import structlog
 
-from transferd.daemon.cache_memory import CacheMemory
 from transferd.daemon.clients import Clients, KnownClient
-from transferd.daemon.coordinator import Coordinator
+from transferd.daemon.engine import HostedEngine
+from transferd.daemon.engines import Engines
 from transferd.daemon.listing import Listing
-from transferd.daemon.lookup import Lookup
 from transferd.errors import InvariantError, OutOfMemory, RequestError, TransferError
 from transferd.observability.recorder import Recorder
 from transferd.runtime.bucket import Bucket
@@ -39,6 +38,7 @@ MAX_WAITING_BYTES = 256 * 1024**2  # memory of what they ask with; one alone may
 KEY_BYTES = 64  # of a key in memory, besides its text
 # What moves, changes and waits for nothing.
 OBSERVERS_MAY = (wire.Hello, wire.Bye, wire.Stats, wire.Explain, wire.ListTasks, wire.ListClients)
+NEED_NO_ENGINE = (*OBSERVERS_MAY, wire.Register)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,6 @@ class Greeting:
     """
 
     max_message: int = 64 * 1024**2
-    block_size: int = 0
     pd_mode: str = "storage"
     pd_address: Callable[[], str] = str
 
@@ -60,13 +59,11 @@ class Server:
     def __init__(
         self,
         clients: Clients,
-        coordinator: Coordinator,
-        cache: CacheMemory,
-        lookup: Lookup,
+        engines: Engines,
         *,
         greeting: Greeting,
         stats: Callable[[], dict[str, Any]],
-        explain: Callable[[str], dict[str, Any]],
+        explain: Callable[[str, str], dict[str, Any]],
         client_timeout: float = 5.0,
         observer_rate: float = 100.0,
         clock: Clock = SYSTEM_CLOCK,
@@ -81,9 +78,7 @@ class Server:
         self._listing = listing
         self._transport = clients.transport
         self._clients = clients
-        self._coordinator = coordinator
-        self._cache = cache
-        self._lookup = lookup
+        self._engines = engines
         self._report = stats
         self._story = explain
         self._greeting = greeting
@@ -119,6 +114,8 @@ class Server:
             wire.Offer: self._offer,
             wire.ClearCache: self._clear_cache,
             wire.RestoreCache: self._restore_cache,
+            wire.Register: self._register,
+            wire.Unregister: self._unregister,
         }
 
     async def start(self) -> None:
@@ -160,6 +157,8 @@ class Server:
         seq, body = request.seq, request.body
         if client.observer and not self._observer_may(peer, seq, body):
             return
+        if client.engine is None and not isinstance(body, NEED_NO_ENGINE) and not self._bound(peer, client, seq, body):
+            return
         # A Bye is valid in any session of its connection: an undeliverable answer may have begun a newer one.
         oldest = client.first_session if isinstance(body, wire.Bye) else client.session
         if not oldest <= request.session <= client.session and request.session != wire.ANY_SESSION:
@@ -168,7 +167,7 @@ class Server:
         try:
             if not isinstance(body, Task):
                 self._handlers[type(body)](peer, seq, body)
-            elif self._coordinator.submit(peer, seq, body) and request.ack:
+            elif client.engine.coordinator.submit(peer, seq, body) and request.ack:  # type: ignore[union-attr]
                 self._send(peer, seq, wire.Accepted())
         except TransferError as error:
             self._refused(peer, seq, error)
@@ -189,6 +188,16 @@ class Server:
         self._refused(peer, seq, TransferError("observers have asked too often; try again later", code="too_often"))
         return False
 
+    def _bound(self, peer: bytes, client: KnownClient, seq: int, body: wire.Body) -> bool:
+        """Whether there is an engine that this client speaks for. False: it has been told that not."""
+        try:
+            self._engines.bound(peer, client)
+        except RequestError as error:
+            task_id = body.task_id if isinstance(body, Task) else None
+            self._refuse(peer, wire.Malformed(str(error), code=error.reason, seq=seq, task_id=task_id))
+            return False
+        return True
+
     def _refuse(self, peer: bytes, error: wire.Malformed) -> None:
         """A task that could not be read ends here; anything else is refused."""
         self._rejects[error.reason] += 1
@@ -204,89 +213,119 @@ class Server:
             task_id=error.task_id,
             status=Status.FAILED if error.reason == OutOfMemory.code else Status.REJECTED,
             error=info,
-            generation=self._coordinator.generation,
-            boot_id=self._coordinator.boot_id,
+            generation=self._generation(peer),
+            boot_id=self._clients.boot_id,
         )
         self._send(peer, error.seq, wire.Result(result))
+
+    def _generation(self, peer: bytes) -> str:
+        """That is served to this client; to one that has said nothing yet, the default engine's."""
+        client = self._clients.get(peer)
+        engine = self._engines.own if client is None else client.engine
+        return "" if engine is None else engine.coordinator.generation
 
     def _warn(self, peer: bytes, reason: str) -> None:
         log.warning("request refused", reason=reason, client=peer.hex(), peer=self._transport.describe(peer))
 
     # --- requests -----------------------------------------------------------------------------------
 
-    def _hello(self, peer: bytes, seq: int, _: wire.Hello) -> None:
-        core, cache, greeting = self._coordinator, self._cache, self._greeting
+    def _hello(self, peer: bytes, seq: int, hello: wire.Hello) -> None:
+        client, greeting = self._clients[peer], self._greeting
+        self._engines.join(peer, client, hello.engine, hello.registration)
+        epoch, registration, registered = self._engines.known_to(client)
+        engine = client.engine
         welcome = wire.Welcome(
-            boot_id=core.boot_id,
-            ready=core.ready,
+            boot_id=self._clients.boot_id,
+            ready=engine is not None and engine.coordinator.ready,
             version=VERSION,
-            generation=core.generation,
+            generation="" if engine is None else engine.coordinator.generation,
             max_message=greeting.max_message,
-            session=self._clients[peer].session,
-            block_size=greeting.block_size,
+            session=client.session,
+            block_size=0 if engine is None else engine.block_size,
             pd_mode=greeting.pd_mode,
             pd_address=greeting.pd_address(),
-            missing=cache.missing,
-            why="" if core.ready else cache.why or "the daemon is stopping, or a rank has died",
-            epoch=cache.epoch,
+            missing=[] if engine is None else engine.cache.missing,
+            why=self._why_not_ready(client),
+            epoch=epoch,
+            engine=client.engine_name,
+            registration=registration,
+            registered=registered,
         )
         self._send(peer, seq, welcome)
+
+    def _why_not_ready(self, client: KnownClient) -> str:
+        engine = client.engine
+        if engine is None:
+            return self._engines.absent(client)
+        return "" if engine.coordinator.ready else engine.cache.why or "the daemon is stopping, or a rank has died"
+
+    def _register(self, peer: bytes, seq: int, asked: wire.Register) -> None:
+        self._later(peer, seq, self._engines.register(peer, self._clients[peer], asked))
+
+    def _unregister(self, peer: bytes, seq: int, _: wire.Unregister) -> None:
+        self._later(peer, seq, self._engines.unregister(self._engine(peer)))
+
+    def _engine(self, peer: bytes) -> HostedEngine:
+        """The engine that a client speaks for: `_received` has made sure that there is one."""
+        engine = self._clients[peer].engine
+        assert engine is not None
+        return engine
 
     def _bye(self, peer: bytes, _seq: int, _: wire.Bye) -> None:
         self._recorder.aside("", "client left", peer)
         self._forget(peer)
 
     def _cancel(self, peer: bytes, seq: int, cancel: wire.Cancel) -> None:
-        self._value(peer, seq, self._coordinator.cancel(cancel.task_id))
+        self._value(peer, seq, self._engine(peer).coordinator.cancel(cancel.task_id))
 
     def _match(self, peer: bytes, seq: int, match: wire.Match) -> None:
-        by_keys, path = match.keys, match.token_ids
-        work = self._lookup.match(by_keys) if path is None else self._lookup.match_tokens(path, match.start)
+        by_keys, path, lookup = match.keys, match.token_ids, self._engine(peer).lookup
+        work = lookup.match(by_keys) if path is None else lookup.match_tokens(path, match.start)
         nbytes = sum(map(len, by_keys)) + KEY_BYTES * len(by_keys) if path is None else path.array.nbytes
         self._later(peer, seq, work, nbytes)
 
     def _exists(self, peer: bytes, seq: int, exists: wire.Exists) -> None:
         keys = exists.keys
-        self._later(peer, seq, self._lookup.exists(keys), sum(map(len, keys)) + KEY_BYTES * len(keys))
+        self._later(peer, seq, self._engine(peer).lookup.exists(keys), sum(map(len, keys)) + KEY_BYTES * len(keys))
 
     def _locate(self, peer: bytes, seq: int, locate: wire.Locate) -> None:
-        self._value(peer, seq, self._lookup.locate(locate.token_ids))
+        self._value(peer, seq, self._engine(peer).lookup.locate(locate.token_ids))
 
     def _pause(self, peer: bytes, seq: int, pause: wire.Pause) -> None:
         self._check_waiting(peer)  # before it takes effect
-        self._later(peer, seq, self._coordinator.pause(peer, _holder(peer, pause)))
+        self._later(peer, seq, self._engine(peer).coordinator.pause(peer, _holder(peer, pause)))
 
     def _resume(self, peer: bytes, seq: int, resume: wire.Resume) -> None:
-        self._coordinator.resume(_holder(peer, resume))
+        self._engine(peer).coordinator.resume(_holder(peer, resume))
         self._value(peer, seq, None)
 
     def _drain(self, peer: bytes, seq: int, drain: wire.Drain) -> None:
         self._check_waiting(peer)
-        self._later(peer, seq, self._coordinator.drain(peer, _holder(peer, drain)))
+        self._later(peer, seq, self._engine(peer).coordinator.drain(peer, _holder(peer, drain)))
 
     def _set_generation(self, peer: bytes, seq: int, change: wire.SetGeneration) -> None:
-        self._cache.set_generation(change.generation)
+        self._engine(peer).cache.set_generation(change.generation)
         self._value(peer, seq, None)
 
     def _stats(self, peer: bytes, seq: int, _: wire.Stats) -> None:
         self._value(peer, seq, self._report())
 
     def _explain(self, peer: bytes, seq: int, explain: wire.Explain) -> None:
-        self._value(peer, seq, self._story(explain.task_id))
+        self._value(peer, seq, self._story(explain.task_id, explain.engine or self._clients[peer].engine_name))
 
     def _tasks(self, peer: bytes, seq: int, tasks: wire.ListTasks) -> None:
-        self._value(peer, seq, self._listing.tasks(tasks.which, tasks.limit))
+        self._value(peer, seq, self._listing.tasks(tasks.which, tasks.limit, tasks.engine))
 
     def _list_clients(self, peer: bytes, seq: int, clients: wire.ListClients) -> None:
-        self._value(peer, seq, self._listing.clients(clients.limit))
+        self._value(peer, seq, self._listing.clients(clients.limit, clients.engine))
 
     def _attach(self, peer: bytes, seq: int, attach: wire.Attach) -> None:
-        handle = self._cache.handle(peer, attach.rank, attach.epoch)
-        epoch = {"boot_id": self._coordinator.boot_id, "epoch": self._cache.epoch}
+        handle = self._engine(peer).cache.handle(peer, attach.rank, attach.epoch)
+        epoch = {"boot_id": self._clients.boot_id, "epoch": self._engine(peer).cache.epoch}
         self._value(peer, seq, {"kind": handle.kind, "data": handle.data} | epoch)
 
     def _detach(self, peer: bytes, seq: int, detach: wire.Detach) -> None:
-        self._cache.detach(peer, detach.rank)
+        self._engine(peer).cache.detach(peer, detach.rank)
         self._value(peer, seq, None)
 
     def _offer(self, peer: bytes, seq: int, offer: wire.Offer) -> None:
@@ -294,13 +333,13 @@ class Server:
         if "fd" in data:  # whose descriptor it is, the kernel says, never the offer
             data[PEER] = process_of(self._transport.describe(peer))
         handle = DeviceHandle(offer.kind, data)
-        self._later(peer, seq, self._cache.offer(peer, offer.rank, handle, offer.epoch))
+        self._later(peer, seq, self._engine(peer).cache.offer(peer, offer.rank, handle, offer.epoch))
 
     def _clear_cache(self, peer: bytes, seq: int, _: wire.ClearCache) -> None:
-        self._later(peer, seq, self._cache.clear())
+        self._later(peer, seq, self._engine(peer).cache.clear())
 
     def _restore_cache(self, peer: bytes, seq: int, restore: wire.RestoreCache) -> None:
-        self._later(peer, seq, self._cache.restore(restore.generation, same_weights=restore.same_weights))
+        self._later(peer, seq, self._engine(peer).cache.restore(restore.generation, same_weights=restore.same_weights))
 
     # --- answering ----------------------------------------------------------------------------------
 
@@ -389,8 +428,7 @@ class Server:
             return
         for task in client.waiting:
             task.cancel()
-        self._coordinator.client_gone(peer)
-        self._cache.client_gone(peer)
+        self._engines.leave(peer, client)
 
     def _look_later(self) -> None:
         delay = self._client_timeout / 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from transferd.config.loading import to_tree
@@ -11,87 +12,145 @@ from transferd.config.ownership import Creator
 from transferd.daemon.preflight import device_bytes
 from transferd.observability import logs
 from transferd.runtime.version import VERSION
+from transferd.wire.kv_events import MEDIUM_CPU, MEDIUM_GPU, MEDIUM_STORAGE
 
 if TYPE_CHECKING:
     from transferd.control.dispatcher import DispatchStatistics
     from transferd.control.gate import Hold
     from transferd.daemon.daemon import Daemon
+    from transferd.daemon.engine import HostedEngine
 
 
 def stats(daemon: Daemon) -> dict[str, Any]:
-    """The keys of the public contract, and more. Plain data; costs about a millisecond at 8 ranks."""
-    dispatch = daemon.default.dispatcher.statistics()
+    """The keys of the public contract, and more. Plain data; costs about a millisecond at 8 ranks.
+
+    Counts, memory and ranks are those of all engines together; what describes one engine (generation, cache, layout,
+    configured) is that of [cache], or empty without it. `engines` has the rest of each.
+    """
+    engines, own = daemon.engines.all, daemon.engines.own
+    each = {engine: engine.dispatcher.statistics() for engine in engines}
+    told = list(each.values())
     server = daemon.server.statistics()
+    rejects = sum((Counter(one.rejects) for one in told), daemon.engines.departed.rejects + Counter(server["rejects"]))
     return {
         "version": VERSION,
         "boot_id": daemon.boot_id,
         "uptime_s": daemon.clock.monotonic() - daemon.started_at,
-        "ready": daemon.default.coordinator.ready,
+        "ready": not daemon.not_ready if own is None else own.coordinator.ready,
         "endpoint": list(daemon.transport.endpoints),
-        "generation": daemon.default.dispatcher.generation,
-        "ranks": _ranks(daemon, dispatch.lanes),
+        "generation": "" if own is None else own.dispatcher.generation,
+        "ranks": [rank for engine in engines for rank in _ranks(engine, each[engine].lanes)],
+        "tasks": dict(sum((Counter(one.tasks) for one in told), daemon.engines.departed.tasks)),
+        "queued": sum(one.queued for one in told),
+        "running": sum(one.running for one in told),
+        "straggling": sum(one.straggling for one in told),
+        "paused": own is not None and each[own].paused,
+        "draining": daemon.engines.closed or (own is not None and each[own].draining),
+        "held": _held(daemon, [hold for one in told for hold in one.held]),
+        "argument_bytes": sum(one.argument_bytes for one in told),
+        "results_kept": sum(one.results_kept for one in told),
+        "result_bytes": sum(one.result_bytes for one in told),
+        "rejects": dict(rejects),
+        "barrier": _barrier(engines, own),
+        "refused": {**daemon.transport.refused(), **daemon.reports.refused()},
+        "cache": NO_CACHE if own is None else own.cache.statistics(),
+        "host": _host(engines, own),
+        "degraded": [reason for engine in engines for reason in _degraded(engine)],
+        "staging": _staging(engines),
+        "memory": _memory(daemon, each),
+        "storage": _storage(daemon, engines),
+        "pd": _pd(daemon),
+        "events": _events(daemon, engines),
+        "traces": {} if daemon.traces is None else daemon.traces.statistics(),
+        "server": server,
+        "effects_failed": dict(sum((engine.coordinator.effects_failed for engine in engines), Counter())),
+        **logs.statistics(),
+        "layout": {} if own is None else _layout(own),
+        "configured": {} if own is None else _configured(daemon, own),
+        "engines": {engine.name: _engine(engine, each[engine]) for engine in daemon.engines},
+        "engines_leaving": len(engines) - sum(1 for _ in daemon.engines),
+    }
+
+
+MEDIA = (MEDIUM_GPU, MEDIUM_CPU, MEDIUM_STORAGE)
+# What stats()["cache"] is without [cache].
+NO_CACHE = {"creator": "engine", "epoch": 0, "cleared": False, "missing": [], "owners": []} | {
+    key: [] for key in ("unmapped", "mapped", "outdated")
+}
+
+
+def _engine(engine: HostedEngine, dispatch: DispatchStatistics) -> dict[str, Any]:
+    """One engine: whether it is ready, its ranks and clients, its tasks so far and now."""
+    cache = engine.cache.statistics()
+    return {
+        "ready": engine.coordinator.ready,
+        "why": engine.not_ready,
+        "registered": engine.registration is not None,
+        "uid": engine.uid,
+        "ranks": len(engine.workers),
+        "first_rank": engine.config.geometry.first_rank,
+        "dp_rank": engine.config.events.dp_rank,
+        "clients": len(engine.clients),
+        "model": engine.config.storage.model,
+        "generation": engine.dispatcher.generation,
+        "fingerprint": engine.layout.fingerprint,
+        "epoch": cache["epoch"],
+        "missing": cache["missing"],
+        "owners": cache["owners"],
         "tasks": dispatch.tasks,
         "queued": dispatch.queued,
         "running": dispatch.running,
         "straggling": dispatch.straggling,
         "paused": dispatch.paused,
         "draining": dispatch.draining,
-        "held": _held(daemon, dispatch.held),
-        "argument_bytes": dispatch.argument_bytes,
-        "results_kept": dispatch.results_kept,
-        "result_bytes": dispatch.result_bytes,
-        "rejects": dict(Counter(dispatch.rejects) + Counter(server["rejects"])),
-        "barrier": dataclasses.asdict(daemon.default.barrier.statistics())
-        | {"skew_s": list(daemon.default.coordinator.skew_s)},
-        "refused": {**daemon.transport.refused(), **daemon.reports.refused()},
-        "cache": daemon.default.cache.statistics(),
-        "host": _host(daemon),
-        "degraded": _degraded(daemon),
-        "staging": _staging(daemon),
-        "memory": _memory(daemon, dispatch),
-        "storage": _storage(daemon),
-        "pd": _pd(daemon),
-        "events": {} if daemon.default.kv_events is None else daemon.default.kv_events.statistics(),
-        "traces": {} if daemon.traces is None else daemon.traces.statistics(),
-        "server": server,
-        "effects_failed": dict(daemon.default.coordinator.effects_failed),
-        **logs.statistics(),
-        "layout": _layout(daemon),
-        "configured": _configured(daemon),
+        "rejects": dispatch.rejects,
+        "bytes": sum(lane.bytes for worker in engine.workers for lane in worker.lanes.values()),
+        "block_bytes": engine.layout.block_bytes,
+        "device_blocks": engine.layout.device_blocks,
+        "host_blocks": engine.layout.host_blocks,
+        "host_bytes": engine.nbytes,
     }
 
 
 def _held(daemon: Daemon, holds: list[Hold]) -> list[dict[str, Any]]:
     """Who pauses or drains, and for how many seconds; the longest first."""
     now = daemon.clock.monotonic()
+    holds.sort(key=lambda hold: hold.since)
     return [{"what": hold.what, "holder": hold.holder, "for_s": now - hold.since} for hold in holds]
 
 
-def _ranks(daemon: Daemon, lanes: dict[str, dict[str, int]]) -> list[dict[str, Any]]:
-    ranks = [worker.statistics() for worker in daemon.default.workers]
+def _ranks(engine: HostedEngine, lanes: dict[str, dict[str, int]]) -> list[dict[str, Any]]:
+    ranks = [worker.statistics() | {"engine": engine.name} for worker in engine.workers]
     for rank in ranks:
         for name, lane in rank["lanes"].items():
             lane["queued"] = lanes[name]["queued"]  # one queue for all ranks: the dispatcher's
     return ranks
 
 
-def _host(daemon: Daemon) -> dict[str, Any]:
-    pools = [w.context.host.statistics() for w in daemon.default.workers if w.context.host is not None]
+def _barrier(engines: Sequence[HostedEngine], own: HostedEngine | None) -> dict[str, Any]:
+    each = [dataclasses.asdict(engine.barrier.statistics()) for engine in engines]
+    counts = {key: sum(one[key] for one in each) for key in ("open", "owing", "completed", "expired", "late")}
+    skew = [] if own is None else list(own.coordinator.skew_s)
+    return counts | {"dead": [rank for one in each for rank in one["dead"]], "skew_s": skew}
+
+
+def _host(engines: Sequence[HostedEngine], own: HostedEngine | None) -> dict[str, Any]:
+    pools = [w.context.host.statistics() for e in engines for w in e.workers if w.context.host is not None]
     return {
-        "blocks": daemon.default.layout.host_blocks,  # per rank
+        "blocks": 0 if own is None else own.layout.host_blocks,  # per rank
         "bytes": sum(pool["bytes"] for pool in pools),
         "pinned": bool(pools) and all(pool["pinned"] for pool in pools),
     }
 
 
-def _degraded(daemon: Daemon) -> list[str]:
-    """The reasons why the daemon runs slower than it should; empty if there are none."""
+def _degraded(engine: HostedEngine) -> list[str]:
+    """The reasons why it runs slower than it should; empty if there are none."""
     reasons: list[str] = []
-    for worker in daemon.default.workers:
+    for worker in engine.workers:
         context = worker.context
         regions = {"staging": context.staging.memory} | ({"host": context.host.memory} if context.host else {})
         reasons += [
-            f"rank {context.rank}: {name} memory is not pinned: {region.degraded}"
+            f"{engine.called(context.rank)}: {name} memory is not pinned: {region.degraded}"
             for name, region in regions.items()
             if region.degraded
         ]
@@ -99,40 +158,50 @@ def _degraded(daemon: Daemon) -> list[str]:
     return reasons
 
 
-def _staging(daemon: Daemon) -> dict[str, int]:
-    contexts = [worker.context for worker in daemon.default.workers]
+def _staging(engines: Sequence[HostedEngine]) -> dict[str, int]:
+    contexts = [worker.context for engine in engines for worker in engine.workers]
     stagings = [c.staging for c in contexts] + [c.peer.staging for c in contexts if c.peer is not None]
     each = [staging.statistics() for staging in stagings]
     return {key: sum(one[key] for one in each) for key in ("capacity", "used", "peak")}
 
 
-def _memory(daemon: Daemon, dispatch: DispatchStatistics) -> dict[str, int]:
+def _memory(daemon: Daemon, each: Mapping[HostedEngine, DispatchStatistics]) -> dict[str, int]:
     """Bytes that the daemon holds, by what for. Device memory of an engine's making is not the daemon's."""
-    cache, contexts = daemon.default.cache, [worker.context for worker in daemon.default.workers]
-    made = len(contexts) - len(cache.missing) if cache.creator is Creator.DAEMON else 0
+    contexts = [worker.context for engine in each for worker in engine.workers]
+    made = [e for e in each if e.cache.creator is Creator.DAEMON]
     storage = daemon.storage.statistics() if daemon.config.storage.backend == "memory" and daemon.storage else {}
     return {
-        "device_cache": made * device_bytes(daemon.default.layout),
+        "device_cache": sum((len(e.workers) - len(e.cache.missing)) * device_bytes(e.layout) for e in made),
         "host_pool": sum(context.host.statistics()["bytes"] for context in contexts if context.host is not None),
         "staging": sum(context.staging.statistics()["capacity"] for context in contexts),
         "peer_staging": sum(one.peer.staging.statistics()["capacity"] for one in contexts if one.peer is not None),
         "stored_objects": storage.get("bytes") or 0,
-        "task_arguments": dispatch.argument_bytes,
-        "results": dispatch.result_bytes,
+        "task_arguments": sum(dispatch.argument_bytes for dispatch in each.values()),
+        "results": sum(dispatch.result_bytes for dispatch in each.values()),
     }
 
 
-def _storage(daemon: Daemon) -> dict[str, Any]:
+def _storage(daemon: Daemon, engines: Sequence[HostedEngine]) -> dict[str, Any]:
     report: dict[str, Any] = {"backend": daemon.config.storage.backend}
     report |= dict.fromkeys(("objects", "bytes", "hits", "misses", "errors"), 0)
     storage = daemon.tokens or daemon.storage
     if storage is not None:
         report |= storage.statistics()
-    workers = daemon.default.workers
+    workers, departed = [worker for engine in engines for worker in engine.workers], daemon.engines.departed
     if "corrupt" not in report:  # a backend that counts its quarantine includes ours
-        report["corrupt"] = sum(worker.corrupt for worker in workers)
-    report["misses"] = (report["misses"] or 0) + sum(worker.missed for worker in workers)
+        report["corrupt"] = departed.corrupt + sum(worker.corrupt for worker in workers)
+    report["misses"] = (report["misses"] or 0) + departed.missed + sum(worker.missed for worker in workers)
     return report
+
+
+def _events(daemon: Daemon, engines: Sequence[HostedEngine]) -> dict[str, Any]:
+    each = [engine.kv_events.statistics() for engine in engines if engine.kv_events is not None]
+    if not each and daemon.events is None:
+        return {}
+    announced = sum((Counter(one["announced"]) for one in each), Counter(dict.fromkeys(MEDIA, 0)))
+    peers = {name: told for one in each for name, told in one["peers"].items()}
+    sockets = {} if daemon.events is None else daemon.events.statistics()
+    return sockets | {"announced": {m: announced[m] for m in MEDIA}, "peers": peers}
 
 
 def _pd(daemon: Daemon) -> dict[str, Any]:
@@ -141,10 +210,10 @@ def _pd(daemon: Daemon) -> dict[str, Any]:
     return {"mode": "direct"} | daemon.peers.statistics()
 
 
-def _layout(daemon: Daemon) -> dict[str, Any]:
-    layout = daemon.default.layout
+def _layout(engine: HostedEngine) -> dict[str, Any]:
+    layout = engine.layout
     return {
-        "attention": daemon.config.cache.attention,
+        "attention": engine.config.geometry.attention,
         "planes": list(dict.fromkeys(plane.name for plane in layout.planes)),
         "layers": layout.layers,
         "mtp_layers": layout.mtp_layers,
@@ -154,18 +223,18 @@ def _layout(daemon: Daemon) -> dict[str, Any]:
     }
 
 
-def _configured(daemon: Daemon) -> dict[str, Any]:
+def _configured(daemon: Daemon, engine: HostedEngine) -> dict[str, Any]:
     """The settings that an engine has to agree with; addresses and paths, which may hold secrets, are not told."""
     storage = daemon.config.storage
     return {
-        "cache": to_tree(daemon.config)["cache"] | {"devices": daemon.config.cache.device_of_rank},
+        "cache": to_tree(daemon.config)["cache"] | {"devices": engine.config.geometry.device_of_rank},
         "storage": {
             "backend": storage.backend,
             "model": storage.model,
             "key_schema": storage.key_schema,
             "version_file": storage.version_file,
             "attention_store": {
-                "only_flush": daemon.default.only_flush,
+                "only_flush": engine.only_flush,
                 "splitwise_role": storage.attention_store.splitwise_role,
                 "dp_id": storage.attention_store.dp_id,
             },

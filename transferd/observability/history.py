@@ -30,6 +30,7 @@ class Ended(NamedTuple):
     seconds: float
     error: ErrorInfo | None
     ranks: Sequence[RankResult]
+    engine: str = "default"
 
 
 class TaskHistory:
@@ -39,7 +40,7 @@ class TaskHistory:
         self.recent: deque[Ended] = deque(maxlen=RECENT)
         self.failed: deque[Ended] = deque(maxlen=FAILED)
 
-    def ended(self, task: Task, result: TaskResult, now: float) -> None:
+    def ended(self, task: Task, result: TaskResult, now: float, engine: str = "default") -> None:
         entry = Ended(
             now,
             task.task_id,
@@ -51,6 +52,7 @@ class TaskHistory:
             result.duration,
             result.error,
             result.ranks,
+            engine,
         )
         self.recent.append(entry)
         if result.status in _BAD or result.error is not None:

@@ -163,6 +163,10 @@ class Recorder:
         self.aside(task_id, "failure", problem)
         self.on_failure(problem)
 
+    def label(self, task_id: str) -> str:
+        """The name that a task has in the rings."""
+        return task_id
+
     def notes(self, task_id: str | None = None) -> list[Note]:
         """All notes kept, or those of one task, oldest first. Safe from any thread."""
         ring, asides, steps = list(self._ring), list(self._asides), list(self._steps)
@@ -193,6 +197,46 @@ class Recorder:
     def story(self, task_id: str) -> str:
         """The notes kept of one task, one per line."""
         return "\n".join(map(str, self.notes(task_id))) or "(no notes kept)"
+
+
+class EngineRecorder(Recorder):
+    """The daemon's recorder as one of several engines uses it: two engines may have tasks of the same id.
+
+    In the rings, and so in dumps and stories, its tasks are named "[engine] task_id".
+    """
+
+    def __init__(self, recorder: Recorder, engine: str) -> None:
+        self._recorder = recorder
+        self._prefix = f"[{engine}] "
+
+    def label(self, task_id: str) -> str:
+        return self._prefix + task_id if task_id else ""
+
+    def admitted(self, task_id: str, what: str, blocks: int, client: bytes) -> None:
+        self._recorder.admitted(self._prefix + task_id, what, blocks, client)
+
+    def step(self, task_id: str, what: str, rank: int, number: int) -> None:
+        self._recorder.step(self._prefix + task_id, what, rank, number)
+
+    def note(self, task_id: str, what: str, *detail: Any) -> None:
+        self._recorder.note(self.label(task_id), what, *detail)
+
+    def aside(self, task_id: str, what: str, *detail: Any) -> None:
+        self._recorder.aside(self.label(task_id), what, *detail)
+
+    def failure(self, task_id: str, problem: str) -> None:
+        self._recorder.failure(self.label(task_id), problem)
+
+    def notes(self, task_id: str | None = None) -> list[Note]:
+        return self._recorder.notes(None if task_id is None else self.label(task_id))
+
+
+def told_apart(label: str) -> tuple[str, str]:
+    """The engine and the task id that a name in the rings stands for."""
+    if label.startswith("[") and "] " in label:
+        engine, _, task_id = label[1:].partition("] ")
+        return engine, task_id
+    return "default", label
 
 
 def _told(entries: Iterable[_Entry]) -> Iterator[Note]:

@@ -31,6 +31,18 @@ def divided(storage: Storage, parts: Sequence[ObjectPart]) -> Storage:
     return storage if [part.suffix for part in parts] == [""] else DividedStorage(storage, parts)
 
 
+def of_blocks(left: Callable[[str], None], parts: Sequence[ObjectPart]) -> Callable[[str], None]:
+    """A listener for departures of objects that tells `left` which block is gone with one."""
+    suffixes = tuple(part.suffix for part in parts)
+
+    def object_left(name: str) -> None:
+        suffix = next((suffix for suffix in suffixes if name.endswith(suffix)), None)
+        if suffix is not None:
+            left(name.removesuffix(suffix))
+
+    return object_left
+
+
 class DividedStorage(Storage):
     """See the module. Borrows the storage behind it: `open` and `close` do nothing, its owner does that."""
 
@@ -59,14 +71,7 @@ class DividedStorage(Storage):
 
     def tell_departures(self, left: Callable[[str], None]) -> bool:
         """Reports a block when any of its objects leaves."""
-        suffixes = tuple(part.suffix for part in self._parts)
-
-        def object_left(name: str) -> None:
-            suffix = next((suffix for suffix in suffixes if name.endswith(suffix)), None)
-            if suffix is not None:
-                left(name.removesuffix(suffix))
-
-        return self._storage.tell_departures(object_left)
+        return self._storage.tell_departures(of_blocks(left, self._parts))
 
     def holds(self, name: str) -> bool:
         return all(self._storage.holds(name + part.suffix) for part in self._parts)

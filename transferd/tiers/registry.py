@@ -26,14 +26,14 @@ _CLASSES = {
 def create_device_tier(config: Config, layout: BlockLayout, rank: int, threads: Threads) -> DeviceTier:
     """One rank's device tier, not yet open. Raises ConfigError."""
     factory = check_device(config)
-    return cast("DeviceTier", factory(layout, rank, config.cache.device_of_rank[rank], threads))
+    return cast("DeviceTier", factory(layout, rank, config.geometry.device_of_rank[rank], threads))
 
 
 def check_device(config: Config) -> Any:
     """The class of the configured device, checked to load and to support `cache.ownership`. Raises ConfigError."""
     factory = _class_of(config)
     if creator(config) is Creator.ENGINE and not getattr(factory, "attaches", False):
-        name, ownership = config.cache.device, config.cache.ownership
+        name, ownership = config.geometry.device, config.geometry.ownership
         what = f'the {name} device cannot attach to an engine\'s memory: set "create", so that the daemon allocates it'
         raise ConfigError("cache.ownership", what, ownership)
     return factory
@@ -45,11 +45,11 @@ def create_pinning(config: Config, rank: int) -> Pinning:
     Raises ConfigError, or TierError if the class needs the device and there is none.
     """
     make = getattr(_class_of(config), "pinning", None)
-    return MEMORY_LOCK if make is None else cast("Pinning", make(config.cache.device_of_rank[rank]))
+    return MEMORY_LOCK if make is None else cast("Pinning", make(config.geometry.device_of_rank[rank]))
 
 
 def _class_of(config: Config) -> Any:
-    name = config.cache.device
+    name = config.geometry.device
     target = name if ":" in name else _CLASSES.get(name)
     if target is None:
         raise ConfigError("cache.device", f"expected one of {', '.join(_CLASSES)}, or package.module:Class", name)

@@ -74,8 +74,41 @@ class _Message(msgspec.Struct, frozen=True, tag_field="type"):
 # --- from clients ---------------------------------------------------------------------------------
 
 
-class Hello(_Message, frozen=True, tag="hello"):
-    """Greeting and heartbeat. Answered by Welcome."""
+EngineName = Annotated[str, msgspec.Meta(max_length=64)]
+Token = Annotated[str, msgspec.Meta(max_length=64)]  # of a registration: chosen at random by who registers
+
+
+class Hello(_Message, frozen=True, tag="hello", omit_defaults=True):
+    """Greeting and heartbeat. Answered by Welcome.
+
+    engine: the one that this client speaks for; "" is "default". registration: the last that a Welcome has named. A
+    client that names an earlier one of this engine is refused (`stale_epoch`) until it names the one that is there.
+    """
+
+    engine: EngineName = ""
+    registration: Token = ""
+
+
+class Register(_Message, frozen=True, tag="register", omit_defaults=True):
+    """The client's engine begins. Value: {epoch, registered} as in the Welcome, once its ranks can offer memory.
+
+    token: chosen by the client for this registration; the same one again finds the engine made before. layout: keys
+    of [cache] that say what a block is, how many there are, and on which devices. group_ranks: 0 for `ranks`.
+    """
+
+    token: Token
+    ranks: int
+    model: Annotated[str, msgspec.Meta(max_length=1024)]
+    layout: dict[str, Any]
+    generation: str = ""
+    host_blocks: int = 0
+    first_rank: int = 0
+    group_ranks: int = 0
+    dp_rank: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 0
+
+
+class Unregister(_Message, frozen=True, tag="unregister"):
+    """The client's engine ends. Value: nil, once its tasks have ended and its memory is unmapped."""
 
 
 class Bye(_Message, frozen=True, tag="bye"):
@@ -141,9 +174,13 @@ class Stats(_Message, frozen=True, tag="stats"):
 
 
 class Explain(_Message, frozen=True, tag="explain"):
-    """Value: the story of a task; story.py describes it. Refused with `unknown_task`."""
+    """Value: the story of a task; story.py describes it. Refused with `unknown_task`.
+
+    engine: whose task; "" is the client's own engine.
+    """
 
     task_id: str
+    engine: EngineName = ""
 
 
 Which = Literal["recent", "running", "slow", "failed"]
@@ -155,12 +192,14 @@ class ListTasks(_Message, frozen=True, tag="tasks"):
 
     which: Which = "recent"
     limit: Limit = 100
+    engine: EngineName = ""  # only of this one; "" = of all
 
 
 class ListClients(_Message, frozen=True, tag="clients"):
     """Value: at most `limit` clients that are connected, a map each, who came first first."""
 
     limit: Limit = 100
+    engine: EngineName = ""  # only those that speak for this one; "" = all
 
 
 class Attach(_Message, frozen=True, tag="attach"):
@@ -209,7 +248,7 @@ class RestoreCache(_Message, frozen=True, tag="restore_cache"):
 
 Control = (
     Hello | Bye | Cancel | Match | Exists | Locate | Pause | Resume | Drain | SetGeneration | Stats | Explain
-    | ListTasks | ListClients | Attach | Detach | Offer | ClearCache | RestoreCache
+    | ListTasks | ListClients | Register | Unregister | Attach | Detach | Offer | ClearCache | RestoreCache
 )  # fmt: skip
 
 
@@ -253,7 +292,10 @@ class Welcome(_Message, frozen=True, tag="welcome"):
     pd_address: str = ""
     missing: list[int] = []  # ranks without memory
     why: str = ""  # why it is not ready
-    epoch: int = 0  # grows when the cache is cleared
+    epoch: int = 0  # grows when the cache is cleared, and with each registration of the engine; 0: there is none
+    engine: str = ""  # the one that the client speaks for; "" from a daemon that knows of no engines
+    registration: str = ""  # its token; "" where there is no such engine, and for that of [cache]
+    registered: int = 0  # the epoch that began with it
 
 
 class Accepted(_Message, frozen=True, tag="accepted"):

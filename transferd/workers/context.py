@@ -106,10 +106,15 @@ class RankContext:
     tokens: TokenStorage | None = None
     block_size: int = 0
     only_flush: bool = False
+    object_rank: int = -1  # in the names of objects: over all nodes of the group; -1: rank
+
+    def __post_init__(self) -> None:
+        if self.object_rank < 0:
+            object.__setattr__(self, "object_rank", self.rank)
 
     def names(self, job: Job) -> list[str]:
         """Object names of the job's keys on this rank."""
-        return self.format.names(job.generation, job.key_ids(self.format), self.rank)
+        return self.format.names(job.generation, job.key_ids(self.format), self.object_rank)
 
     async def computed(self, job: Job) -> bool:
         """Wait until this rank's engine has got where the task says (`after`). False: the task was stopped first.
@@ -133,17 +138,17 @@ class RankContext:
         """Turn slots that hold the packed blocks at `positions` into complete objects, ready to be stored."""
         ids = [job.ids[i] for i in positions]
         if self.is_cheap(len(slots)):
-            self.format.seal(slots, job.generation, ids, self.rank)
+            self.format.seal(slots, job.generation, ids, self.object_rank)
         else:
-            work = functools.partial(self.format.seal, slots, job.generation, ids, self.rank)
+            work = functools.partial(self.format.seal, slots, job.generation, ids, self.object_rank)
             await self.threads.run(Direction.OUT, work, "checksums")
 
     async def check(self, slots: Sequence[memoryview], job: Job, positions: Sequence[int]) -> list[Damage | None]:
         """Verify the objects in these slots, the blocks at `positions`: None for a good one, otherwise the damage."""
         ids = [job.ids[i] for i in positions]
         if self.is_cheap(len(slots)):
-            return self.format.check(slots, job.generation, ids, self.rank)
-        work = functools.partial(self.format.check, slots, job.generation, ids, self.rank)
+            return self.format.check(slots, job.generation, ids, self.object_rank)
+        work = functools.partial(self.format.check, slots, job.generation, ids, self.object_rank)
         return await self.threads.run(Direction.IN, work, "checksums")
 
     def is_cheap(self, slots: int) -> bool:

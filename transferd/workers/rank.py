@@ -214,6 +214,14 @@ class RankWorker:
         if errors:
             raise next((error for error in errors if isinstance(error, StillRunning)), errors[0])
 
+    async def give_back(self) -> None:
+        """`close`, while other engines go on: freeing much memory takes long, so a thread does it."""
+        try:
+            if self.context.host is not None:
+                await self.context.threads.run(Direction.OUT, self.context.host.close, "freeing host blocks")
+        finally:
+            await self.close()
+
     @property
     def corrupt(self) -> int:
         """Objects that were found and failed their check."""

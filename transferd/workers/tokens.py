@@ -79,7 +79,8 @@ class TokenHandler:
 
     async def match(self, generation: str, keys: Sequence[str]) -> int:
         objects = self._context.format
-        return leading(await self._reader.source.stored(objects.names(generation, objects.ids(keys), self.rank), Use()))
+        names = objects.names(generation, objects.ids(keys), self._context.object_rank)
+        return leading(await self._reader.source.stored(names, Use()))
 
     async def read(self, job: Job) -> RankOutcome:
         assert isinstance(job.task, ReadStorageTask)

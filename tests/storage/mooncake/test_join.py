@@ -22,7 +22,7 @@ from transferd.storage.mooncake.native_calls import NativeCalls
 
 
 def config(**section: Any) -> Config:
-    return from_tree({"storage": {"mooncake": section}})
+    return from_tree({"cache": {}, "storage": {"mooncake": section}})
 
 
 async def test_an_absent_master_is_one_line_and_one_clear_error_within_the_connect_timeout(

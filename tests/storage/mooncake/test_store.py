@@ -27,7 +27,7 @@ Start = Callable[..., Any]
 
 def config(**section: object) -> Config:
     mooncake = {"master_server_addr": SIM_MASTER, "timeout": 5.0, "probe_interval": 0.01} | section
-    return from_tree({"storage": {"mooncake": mooncake}})
+    return from_tree({"cache": {}, "storage": {"mooncake": mooncake}})
 
 
 @pytest.fixture

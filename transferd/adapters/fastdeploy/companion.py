@@ -187,7 +187,7 @@ def whole(sections: Mapping[str, Any]) -> Config:
 
 
 def _start(asked: Mapping[str, Any], endpoint: str, directory: Path, environment: Mapping[str, str]) -> Companion:
-    block = build_layout(whole(asked).cache).block_bytes
+    block = build_layout(whole(asked).geometry).block_bytes
     sections: dict[str, Any] = {name: dict(values) for name, values in asked.items()}
     sections["server"] = {"endpoint": endpoint}
     sections["metrics"] = {"listen": ""}

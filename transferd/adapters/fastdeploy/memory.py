@@ -23,15 +23,15 @@ def offer_published(client: SyncClient, config: Config, devices: Sequence[int]) 
     devices: the index by rank as FastDeploy names it. Where memory has no such names (shm), nothing is offered:
     whoever made it does so itself. Raises EngineGone naming a tensor that is not published, RequestError, TierError.
     """
-    if config.cache.device not in ("cuda", "paddle"):
+    if config.geometry.device not in ("cuda", "paddle"):
         return
     for rank, device in enumerate(devices):
         client.offer(rank, _published(config, rank, device))
 
 
 def _published(config: Config, rank: int, device: int) -> DeviceHandle:
-    layout = build_layout(config.cache)
-    if config.cache.device == "paddle":
+    layout = build_layout(config.geometry)
+    if config.geometry.device == "paddle":
         from transferd.tiers.paddle_ops import handle_of as by_operators
 
         return by_operators(layout, rank, device, f"gpu:{device}")

@@ -203,7 +203,7 @@ def assemble(cache: CacheSection, planes: Sequence[Plane]) -> BlockLayout:
     shapes = ";".join(f"{plane.name}:{'x'.join(map(str, plane.shape))}:{plane.dtype}" for plane in ordered)
     identity = (
         f"attention={cache.attention} layers={cache.layers} mtp_layers={cache.mtp_layers} "
-        f"block_size={cache.block_size} dtype={cache.dtype} tp={cache.ranks} planes={shapes}"
+        f"block_size={cache.block_size} dtype={cache.dtype} tp={cache.tensor_parallel_size} planes={shapes}"
     )
     return BlockLayout(
         planes=ordered,

@@ -44,7 +44,7 @@ def layout(cache: CacheSection) -> BlockLayout:
         device_blocks=cache.device_blocks,
         mtp_blocks=cache.device_blocks,
         host_blocks=cache.host_blocks,
-        identity=f"pages {said} tp={cache.ranks}",
+        identity=f"pages {said} tp={cache.tensor_parallel_size}",
         page_bytes=tuple(sizes),
     )
 

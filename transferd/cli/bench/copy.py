@@ -110,7 +110,7 @@ def _rows(name: str, nbytes: int, memcpy: list[float], outs: list[float], ins: l
 
 async def _layout(name: str, cache: dict[str, object], device: str) -> list[Row]:
     config = from_tree({"cache": cache | _pool(device)})
-    layout = build_layout(config.cache)
+    layout = build_layout(config.geometry)
     threads = ThreadPools(1)
     tier = create_device_tier(config, layout, 0, threads)
     await tier.open()

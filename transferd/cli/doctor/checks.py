@@ -155,8 +155,11 @@ def direct_io(patient: Patient) -> Finding:
 
 def cuda_ipc(patient: Patient) -> Finding:
     """Whether daemon and engines can map each other's device memory, as far as it can be said without an engine."""
-    if patient.config.cache.device != "cuda":
-        return ok("cuda ipc", f'not used: cache.device = "{patient.config.cache.device}"')
+    cache = patient.config.cache
+    if cache is None:
+        return ok("cuda ipc", "not known yet: engines register (there is no [cache])")
+    if cache.device != "cuda":
+        return ok("cuda ipc", f'not used: cache.device = "{cache.device}"')
     own, remedy = patient.machine.user(), "run daemon and engine as one user (User= in the unit)"
     try:
         engines = resolve_uids("server.allowed_uids", patient.config.server.allowed_uids)
@@ -199,9 +202,11 @@ def descriptors(patient: Patient) -> Finding:
 
 
 def gpu(patient: Patient) -> Finding:
-    machine, ranks = patient.machine, patient.config.cache.ranks
-    if patient.config.cache.device != "cuda":
-        return ok("gpu", f'not used: cache.device = "{patient.config.cache.device}"')
+    machine, cache = patient.machine, patient.config.cache
+    if cache is None:
+        return ok("gpu", "not known yet: engines register (there is no [cache])")
+    if cache.device != "cuda":
+        return ok("gpu", f'not used: cache.device = "{cache.device}"')
     driver = machine.text("/proc/driver/nvidia/version")
     if driver is None:
         return fail(
@@ -211,8 +216,8 @@ def gpu(patient: Patient) -> Finding:
         if not machine.module(module):
             return fail("gpu", f"the Python module {module} is missing", "pip install 'transferd[cuda]'")
     there = len(machine.entries("/proc/driver/nvidia/gpus"))
-    if there <= max(patient.config.cache.device_of_rank):
-        return fail("gpu", f"{there} GPUs, and {ranks} ranks name more", "correct cache.ranks or cache.devices")
+    if there <= max(cache.device_of_rank):
+        return fail("gpu", f"{there} GPUs, and {cache.ranks} ranks name more", "correct cache.ranks or cache.devices")
     release = driver.splitlines()[0]
     if machine.entries("/tmp/nvidia-mps"):
         return warn(

@@ -20,7 +20,7 @@ from transferd.cli.replay.engine import Tiers
 from transferd.cli.replay.predict import predict
 from transferd.cli.replay.trace import TRACE_BLOCK_TOKENS, TraceRequest
 from transferd.config import Config
-from transferd.daemon.preflight import build
+from transferd.daemon.preflight import build_engine
 from transferd.errors import ConfigError
 
 SHARES = (64, 32, 16, 8, 4, 2, 1)  # default storage sizes: what the trace would fill, divided by these
@@ -38,7 +38,7 @@ class BlockSizes:
     @classmethod
     def of(cls, config: Config) -> BlockSizes:
         """From a daemon's configuration. Raises ConfigError."""
-        plan, cache = build(config), config.cache
+        plan, cache = build_engine(config), config.geometry
         parts = TRACE_BLOCK_TOKENS / cache.block_size  # cache blocks to a trace block
 
         def nbytes(of_block: int) -> int:

@@ -16,13 +16,14 @@ from transferd.blocks.formats import ObjectFormat
 from transferd.config import Config
 from transferd.control.admission import withdraws_the_rest
 from transferd.daemon.kv_events.announcements import Residency
+from transferd.daemon.kv_events.departures import Departures
 from transferd.daemon.kv_events.sockets import EventSockets
 from transferd.daemon.kv_events.subscriber import FollowedNode
 from transferd.errors import ConfigError
-from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.storage.attention_store.index import TokenIndex
 from transferd.storage.attention_store.open_index import OpenTokenStorage
 from transferd.storage.base import Storage
+from transferd.storage.divided import of_blocks
 from transferd.storage.tokens import TokenStorage
 from transferd.tasks import ReadStorageTask, Task, TaskResult, WriteStorageTask
 
@@ -32,7 +33,7 @@ log = structlog.get_logger(__name__)
 class KvEventFeed:
     """Publishes every change of residency from `start` to `close`.
 
-    A daemon's first and last batches are AllBlocksCleared: a daemon's announcements end with it, and a subscriber
+    Its first and last batches are AllBlocksCleared: an engine's announcements end with it, and a subscriber
     that missed its end learns of it from its successor.
 
     index: receives all events under the name `node`, and those of other nodes through `peers`. sockets: None if
@@ -51,22 +52,29 @@ class KvEventFeed:
         index: TokenIndex | None = None,
         node: str = "",
         peers: Sequence[FollowedNode] = (),
-        clock: Clock = SYSTEM_CLOCK,
+        sockets: EventSockets | None = None,
+        departures: Departures,
     ) -> None:
-        """storage: of blocks, as the ranks use it. generation: the one served at the start."""
+        """storage: of blocks, as the ranks use it. generation: the one served at the start.
+
+        sockets: the daemon's, shared by the feeds of all engines; None if `events.endpoint` is empty.
+        """
         self._objects = objects
         self._storage = storage
         self._tokens = tokens
         self._index = index
         self._node = node
         self._peers = peers
-        self._ranks = range(config.cache.ranks)
+        first = config.geometry.first_rank
+        self._ranks = range(first, first + config.geometry.ranks)
         self._generation = generation
         self._token_ids = config.events.token_ids
-        reports = storage is not None and storage.tell_departures(self._object_left)
+        self._departures = departures
+        self._departed = of_blocks(self._object_left, objects.parts)
+        reports = departures.listen(self._departed)
         self.residency = Residency(
             objects,
-            block_size=config.cache.block_size,
+            block_size=config.geometry.block_size,
             max_blocks=config.events.max_blocks,
             token_ids=config.events.token_ids,
             keys_of=self._keys_of,
@@ -75,22 +83,13 @@ class KvEventFeed:
             reports_departures=reports,
             changed=self._soon,
         )
-        self.sockets: EventSockets | None = None
-        if config.events.endpoint:
-            self.sockets = EventSockets(config.events, socket_mode=int(config.server.socket_mode, 8), clock=clock)
+        self.sockets = sockets
+        self._dp_rank = config.events.dp_rank
         self._flush: asyncio.Handle | None = None
         self._running = False
 
     def start(self) -> None:
-        """Bind, and begin with a clean slate. Raises ConfigError."""
-        if self.sockets is not None:
-            self.sockets.start()
-            log.info(
-                "publishing KV events",
-                endpoint=self.sockets.endpoint,
-                replay_endpoint=self.sockets.replay_endpoint,
-                token_ids=self._token_ids,
-            )
+        """Begin with a clean slate. The sockets are bound."""
         self._running = True
         self.residency.clear()
         for peer in self._peers:
@@ -106,8 +105,7 @@ class KvEventFeed:
             self._send()
         for peer in self._peers:
             peer.close()
-        if self.sockets is not None:
-            self.sockets.close()
+        self._departures.forget(self._departed)
 
     def task_ended(self, task: Task, result: TaskResult) -> None:
         """An admitted task was answered."""
@@ -150,7 +148,7 @@ class KvEventFeed:
             for event in events:
                 self._index.apply(self._node, event)
         if self.sockets is not None:
-            self.sockets.publish(events)
+            self.sockets.publish(events, self._dp_rank)
 
     def _keys_of(self, task: ReadStorageTask | WriteStorageTask) -> Sequence[str]:
         """Blocks of token-indexed storage are known by their tokens, whatever keys a caller has for them."""
@@ -179,7 +177,8 @@ def create_kv_event_feed(
     generation: str,
     tokens: TokenStorage | None,
     only_flush: bool,
-    clock: Clock,
+    sockets: EventSockets | None,
+    departures: Departures,
 ) -> KvEventFeed | None:
     """The feed, where anybody follows: routers on sockets, or our own token index. Raises ConfigError."""
     index, node, peers = None, "", []
@@ -189,7 +188,7 @@ def create_kv_event_feed(
             if name == node:
                 raise ConfigError("storage.attention_store.peers", "must not contain this node itself; remove it", name)
             peers.append(FollowedNode(name, peer, index, config.events.max_blocks))
-    if not config.events.endpoint and index is None:
+    if sockets is None and index is None:
         return None
     return KvEventFeed(
         config,
@@ -201,5 +200,6 @@ def create_kv_event_feed(
         index=index,
         node=node,
         peers=peers,
-        clock=clock,
+        sockets=sockets,
+        departures=departures,
     )

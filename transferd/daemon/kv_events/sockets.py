@@ -134,11 +134,14 @@ class EventSockets:
 
     # --- what is new --------------------------------------------------------------------------------
 
-    def publish(self, events: Sequence[KvEvent]) -> None:
-        """Publish one batch and keep it. Does nothing before `start` and after `close`."""
+    def publish(self, events: Sequence[KvEvent], dp_rank: int | None = None) -> None:
+        """Publish one batch and keep it. Does nothing before `start` and after `close`.
+
+        dp_rank: of the engine; None for events.dp_rank.
+        """
         if self._pub is None or not events:
             return
-        payload = encode_batch(self._clock.wall(), events, self._config.dp_rank)
+        payload = encode_batch(self._clock.wall(), events, self._config.dp_rank if dp_rank is None else dp_rank)
         kept = _SentBatch(self._sequence, zmq.Frame(payload, copy=True), len(payload))
         self._sequence += 1
         self._events += len(events)

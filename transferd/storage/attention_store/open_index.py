@@ -31,7 +31,7 @@ class OpenTokenStorage(TokenStorage):
         self.keyed = keyed
         self.node = settings(config).pod_name
         self.index = TokenIndex()
-        self.paths = PathKeys(config.cache.block_size)
+        self.paths = PathKeys(config.geometry.block_size)
         self._ports: dict[int, RankPort] = {}
 
     # --- the contract -------------------------------------------------------------------------------

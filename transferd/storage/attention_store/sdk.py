@@ -84,12 +84,12 @@ class SdkTokenStorage(TokenStorage):
         """Raises ConfigError without an SDK, or for a layout that it cannot store."""
         self._settings = settings(config)
         self._section = config.storage.attention_store
-        self._ranks_in_group = config.cache.ranks
-        self._block_size = config.cache.block_size
-        self.paths = PathKeys(config.cache.block_size)
+        self._ranks_in_group = config.geometry.ranks
+        self._block_size = config.geometry.block_size
+        self.paths = PathKeys(config.geometry.block_size)
         self._generation = configured_generation(config.storage)
         self._clock = clock
-        self._layout = build_layout(config.cache)
+        self._layout = build_layout(config.geometry)
         planes = [plane.name for plane in self._layout.planes]
         if planes != ["key", "value"]:
             what = f"the SDK stores only the planes key and value; this cache has {', '.join(planes)}"

@@ -90,10 +90,11 @@ class MooncakeStorage(Storage):
         self._puts, self._gets = Merger(self._put_now), Merger(self._get_now)
         self._moving = 0  # objects in native calls
         # FastDeploy's names do not contain a layout, and its pools hold no record of ours.
-        ours = config.storage.key_schema == "transferd"
-        self._layouts = (
-            LayoutRecords(config.storage.model, build_layout(config.cache), self._ask, clock) if ours else None
-        )
+        # Engines that register bring layouts that are not known yet.
+        cache, ours = config.cache, config.storage.key_schema == "transferd"
+        self._layouts = None
+        if ours and cache is not None:
+            self._layouts = LayoutRecords(config.storage.model, build_layout(cache), self._ask, clock)
 
     # --- life ---------------------------------------------------------------------------------------
 

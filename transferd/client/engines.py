@@ -1,0 +1,125 @@
+"""An engine that a client registers with the daemon, and what the client keeps of it. docs/adr/0040."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from transferd.client.session import Conversation
+from transferd.errors import RequestError
+from transferd.wire import protocol as wire
+
+REGISTER_TIMEOUT_S = 600.0  # to allocate host blocks: pinning hundreds of GiB takes minutes
+UNREGISTER_TIMEOUT_S = 24 * 3600.0  # its tasks have their own deadlines
+
+
+class Layout(Protocol):
+    """What says of itself what a block is, in the keys of [cache]."""
+
+    def as_cache(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """A group of ranks with one geometry, as it registers with a daemon.
+
+    ranks: on this node; the group may have more (group_ranks, first_rank). model, generation: what blocks are of; they
+    are part of every stored object's name. layout: `Pages`, or a mapping with keys of [cache] (attention, layers,
+    kv_heads, head_dim, block_size, dtype, device_blocks, device, …). host_blocks: of each rank's host tier, which the
+    daemon allocates. dp_rank: data-parallel rank, in KV events.
+
+    Engines whose model, generation, layout (all that says what a block is) and group size agree read each other's
+    blocks; others never do.
+    """
+
+    ranks: int
+    model: str
+    layout: Layout | Mapping[str, Any]
+    generation: str = ""
+    host_blocks: int = 0
+    first_rank: int = 0
+    group_ranks: int = 0
+    dp_rank: int = 0
+
+    def said(self, token: str) -> wire.Register:
+        """Raises RequestError for a layout that is none."""
+        layout = self.layout
+        if not isinstance(layout, Mapping):
+            if not hasattr(layout, "as_cache"):
+                what = f"a layout is Pages, or a mapping with keys of [cache], not {type(layout).__name__}"
+                raise RequestError(what, code="bad_value")
+            layout = layout.as_cache()
+        return wire.Register(
+            token,
+            self.ranks,
+            self.model,
+            dict(layout),
+            self.generation,
+            self.host_blocks,
+            self.first_rank,
+            self.group_ranks,
+            self.dp_rank,
+        )
+
+
+class Registration:
+    """The engine that this client has registered, if it has. It is registered again in each new session."""
+
+    def __init__(self, conversation: Conversation, fresh_id: Callable[[], str]) -> None:
+        self._conversation = conversation
+        self._fresh_id = fresh_id
+        self._made: wire.Register | None = None
+
+    async def register(self, engine: Engine) -> int:
+        """Returns the epoch that has begun, or goes on."""
+        body = engine.said(self._fresh_id() if self._made is None else self._made.token)
+        value: dict[str, int] = await self._conversation.request(body, REGISTER_TIMEOUT_S)
+        self._made = body
+        self._conversation.amend(
+            epoch=value["epoch"], registration=body.token, registered=value["registered"], ready=False
+        )
+        self._conversation.lineage = body.token
+        return value["epoch"]
+
+    async def unregister(self) -> None:
+        self._made = None
+        await self._conversation.request(wire.Unregister(), UNREGISTER_TIMEOUT_S)
+        self._conversation.amend(epoch=0, registration="", registered=0, ready=False)
+
+    def again(self) -> list[wire.Control]:
+        """The requests to repeat in a new session."""
+        return [] if self._made is None else [self._made]
+
+    def clear(self) -> None:
+        self._made = None
+
+
+class Registering:
+    """Registers a client's engine, and ends it."""
+
+    _registration: Registration
+
+    def _engine_began(self, epoch: int) -> None:
+        raise NotImplementedError
+
+    def _engine_ends(self) -> None:
+        raise NotImplementedError
+
+    async def register(self, engine: Engine) -> None:
+        """Register the engine that this client names; return when its ranks can `offer` their memory.
+
+        It stays for as long as one client that names it lives. If the daemon restarts, or has taken every client of
+        the engine for gone, this client registers it again by itself, and each client repeats its offers.
+
+        Raises RequestError (`engine_exists`, `too_many_engines`, `layout_mismatch`, `not_yours`, `no_room`, …).
+        """
+        self._engine_began(await self._registration.register(engine))
+
+    async def unregister(self) -> None:
+        """End this client's engine; return when its tasks have ended and the daemon has unmapped its memory.
+
+        Its other clients lose it as well. Raises RequestError.
+        """
+        self._engine_ends()
+        await self._registration.unregister()

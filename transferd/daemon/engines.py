@@ -1,0 +1,369 @@
+"""The engines of a daemon by name: who registered them, who speaks for them, and how they leave.
+
+    absent ──register──▶ building ──▶ registered ──unregister, or its last client has gone──▶ leaving ──▶ absent
+
+A client names its engine with every Hello. It is *bound* to the engine that has that name, so its requests can reach
+no other one. The name is leased: an engine stays for as long as one client that is bound to it lives (the server
+gives up those that fall silent), and until then nobody else can register the name. Each registration begins a new
+epoch. A client that knows an earlier one is bound only once it has said Hello with the new one: what it sent before
+that is about memory of the earlier engine.
+
+An engine that leaves admits nothing more; its queued tasks fail, running ones are told to end, and when no rank
+touches any block its memory is unmapped and freed. Its name is free at once: the next one shares nothing with it.
+
+The engine of [cache] is "default". It is there from start to stop, and nobody registers or unregisters it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import re
+from collections import Counter
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import structlog
+
+from transferd.config import CacheSection, Config, PdSection
+from transferd.config.rules import check_cache
+from transferd.control.total import Total
+from transferd.daemon.clients import KnownClient
+from transferd.daemon.engine import DEFAULT, HostedEngine, Registrant, Shared
+from transferd.daemon.preflight import EnginePlan, available_memory, build_engine
+from transferd.errors import ConfigError, EngineGone, RequestError, TransferError
+from transferd.runtime.threads import Direction
+from transferd.tasks import ErrorInfo
+from transferd.wire import protocol as wire
+from transferd.wire.credentials import process_of
+
+log = structlog.get_logger(__name__)
+
+LEAST_TOKEN = 8  # characters
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,63}")
+
+
+@dataclass(slots=True)
+class Departed:
+    """What engines that have left had counted: the daemon's counters never fall."""
+
+    tasks: Counter[str] = field(default_factory=Counter)
+    rejects: Counter[str] = field(default_factory=Counter)
+    corrupt: int = 0
+    missed: int = 0
+
+    def take(self, engine: HostedEngine) -> None:
+        dispatch = engine.dispatcher.statistics()
+        self.tasks.update(dispatch.tasks)
+        self.rejects.update(dispatch.rejects)
+        self.corrupt += sum(worker.corrupt for worker in engine.workers)
+        self.missed += sum(worker.missed for worker in engine.workers)
+
+
+class Engines:
+    """Registers, finds and dismisses engines. Changed on the loop only. Owns every engine until it has left.
+
+    total: what all engines have admitted. closed: no engine comes any more; the daemon stops.
+    """
+
+    def __init__(self, config: Config, shared: Shared, default: EnginePlan | None) -> None:
+        """default: the plan of [cache], if there is one. Raises ConfigError."""
+        self._config = config
+        self._shared = shared
+        self._epochs = itertools.count(1)
+        server = config.server
+        self.total = Total(server.max_queued_tasks, server.max_queued_bytes, server.max_inflight_bytes)
+        self._by_name: dict[str, HostedEngine] = {}
+        self._building: dict[str, int] = {}  # name: bytes of host memory
+        self._leaving: dict[HostedEngine, asyncio.Task[None]] = {}
+        self._work: set[asyncio.Task[Any]] = set()
+        self.closed = False
+        self.opened = asyncio.Event()  # storage is: engines may come
+        self.departed = Departed()
+        if default is not None:
+            self._by_name[DEFAULT] = HostedEngine(DEFAULT, config, default, shared, self.total, self._epochs)
+            self.total.engines.append(self._by_name[DEFAULT].dispatcher)
+
+    def __iter__(self) -> Iterator[HostedEngine]:
+        """All that have a name now."""
+        return iter(list(self._by_name.values()))
+
+    def get(self, name: str) -> HostedEngine | None:
+        return self._by_name.get(name)
+
+    @property
+    def own(self) -> HostedEngine | None:
+        """The engine of [cache]; None without it."""
+        engine = self._by_name.get(DEFAULT)
+        return engine if engine is not None and engine.registration is None else None
+
+    @property
+    def all(self) -> list[HostedEngine]:
+        """With those that are leaving."""
+        return [*self._by_name.values(), *self._leaving]
+
+    # --- who speaks for whom ------------------------------------------------------------------------
+
+    def join(self, peer: bytes, client: KnownClient, name: str, known: str = "") -> None:
+        """The client says for which engine it speaks. known: the registration of it that it knows; "" for none."""
+        name = name or DEFAULT
+        engine = self._by_name.get(name)
+        client.refused = None
+        if engine is not None:
+            client.refused = self._not_for(peer, engine, known)
+            engine = engine if client.refused is None else None
+        if engine is not client.engine:
+            self.leave(peer, client)
+            self._bind(peer, client, engine)
+        client.engine_name = name
+
+    def _not_for(self, peer: bytes, engine: HostedEngine, known: str) -> ErrorInfo | None:
+        """Why this client cannot speak for the engine; None when it can."""
+        if engine.uid is not None and engine.uid != self.uid_of(peer):
+            return ErrorInfo("not_yours", f"the engine {engine.name!r} belongs to the user {engine.uid}")
+        if known not in ("", engine.token):
+            what = f"the engine {engine.name!r} was registered anew; what was said to the one before is void"
+            return ErrorInfo("stale_epoch", what)
+        return None
+
+    def _bind(self, peer: bytes, client: KnownClient, engine: HostedEngine | None) -> None:
+        client.engine = engine
+        if engine is not None:
+            engine.clients.add(peer)
+
+    def bound(self, peer: bytes, client: KnownClient) -> HostedEngine:
+        """The engine that the client speaks for. Raises RequestError: unknown_engine, not_yours, stale_epoch."""
+        if client.engine is None and client.refused is None:  # it may have come since the last Hello
+            self.join(peer, client, client.engine_name)
+        if client.engine is not None:
+            return client.engine
+        if client.refused is not None:
+            raise RequestError(client.refused.message, code=client.refused.code)
+        raise RequestError(self.absent(client), code="unknown_engine")
+
+    def absent(self, client: KnownClient) -> str:
+        """Why the client is bound to no engine."""
+        name = client.engine_name or DEFAULT
+        if client.refused is not None:
+            return client.refused.message
+        if name in self._building:
+            return f"the engine {name!r} is being made"
+        if name == DEFAULT:
+            return "this daemon has no engine of its own (no [cache]); name one, or register it"
+        return f"no engine {name!r} is registered"
+
+    def known_to(self, client: KnownClient) -> tuple[int, str, int]:
+        """What a Welcome says of the client's engine: its epoch, its registration and the epoch of that."""
+        engine = client.engine
+        if engine is None and client.refused is not None and client.refused.code == "stale_epoch":
+            engine = self._by_name.get(client.engine_name)
+        return (0, "", 0) if engine is None else (engine.cache.epoch, engine.token, engine.first_epoch)
+
+    def leave(self, peer: bytes, client: KnownClient) -> None:
+        """The client has gone, or speaks for another engine. With the last one goes an engine that had registered."""
+        engine, client.engine = client.engine, None
+        if engine is None:
+            return
+        engine.clients.discard(peer)
+        engine.client_gone(peer)
+        if engine.registration is not None and not engine.clients:
+            log.warning("engine gone with its last client", engine=engine.name)
+            self._dismiss(engine, ErrorInfo(EngineGone.code, f"every client of the engine {engine.name!r} has gone"))
+
+    def uid_of(self, peer: bytes) -> int | None:
+        """Of the process that connected; None where the socket does not know it."""
+        return process_of(self._shared.clients.transport.describe(peer))[0]
+
+    # --- coming -------------------------------------------------------------------------------------
+
+    async def register(self, peer: bytes, client: KnownClient, asked: wire.Register) -> dict[str, Any]:
+        """Make the engine that the client speaks for, or find it made by the same client before. Its epoch.
+
+        Waits for a daemon that starts. Raises RequestError (engine_exists, too_many_engines, layout_mismatch,
+        bad_value, …), TierError.
+        """
+        await self.opened.wait()
+        name = client.engine_name or DEFAULT
+        there = self._by_name.get(name)
+        if there is not None and there.registration is not None and asked.token == there.token:
+            self._check_same(there, asked)
+            self.join(peer, client, name, there.token)
+            if client.engine is there:
+                return {"epoch": there.cache.epoch, "registered": there.first_epoch}
+        if there is not None or name in self._building:
+            what = f"the engine {name!r} is there already, and lives"
+            raise RequestError(what, code="engine_exists")
+        self._check_room(name)
+        if len(asked.token) < LEAST_TOKEN:
+            raise RequestError(f"a registration's token has at least {LEAST_TOKEN} characters", code="bad_value")
+        config = self._configured(asked)
+        plan = _planned(config)
+        nbytes = plan.sizes.memory
+        self._check_memory(name, nbytes)
+        self._building[name] = nbytes
+        engine: HostedEngine = await self._finished(
+            self._build(name, config, plan, Registrant(asked, self.uid_of(peer)))
+        )
+        if engine.name in self._by_name and self._by_name[name] is engine:
+            self.join(peer, client, name, engine.token)
+        return {"epoch": engine.cache.epoch, "registered": engine.first_epoch}
+
+    async def _build(self, name: str, config: Config, plan: EnginePlan, registration: Registrant) -> HostedEngine:
+        make = functools.partial(
+            HostedEngine, name, config, plan, self._shared, self.total, self._epochs, registration=registration
+        )
+        try:
+            engine = await self._shared.threads.run(Direction.IN, make, "making an engine")
+        finally:
+            del self._building[name]
+        if self.closed:
+            await engine.end(ErrorInfo("shutdown", "the daemon is shutting down"))
+            raise TransferError("the daemon is shutting down", code="shutdown")
+        self._by_name[name] = engine
+        self.total.engines.append(engine.dispatcher)
+        try:
+            if engine.kv_events is not None:
+                engine.kv_events.start()
+            await engine.open()
+        except TransferError as error:
+            self._dismiss(engine, ErrorInfo(error.reason, str(error)))
+            raise
+        log.info("engine registered", engine=name, ranks=len(engine.workers), fingerprint=plan.layout.fingerprint)
+        return engine
+
+    def _check_same(self, there: HostedEngine, asked: wire.Register) -> None:
+        assert there.registration is not None
+        if there.registration.asked != asked:
+            what = f"the engine {there.name!r} is registered with another geometry, model or generation"
+            raise RequestError(what, code="layout_mismatch")
+
+    def _check_room(self, name: str) -> None:
+        if self.closed:
+            raise TransferError("the daemon is shutting down", code="shutdown")
+        if not _NAME.fullmatch(name):
+            what = "an engine's name has 1 to 64 letters, digits and . _ : / @ -, and begins with a letter or digit"
+            raise RequestError(f"{what}, unlike {name[:80]!r}", code="bad_value")
+        most = self._config.engines.max_engines
+        if len(self._registered) + len(self._building) >= most:
+            what = f"there are {most} engines, the most allowed (engines.max_engines)"
+            raise RequestError(what, code="too_many_engines")
+
+    @property
+    def _registered(self) -> list[HostedEngine]:
+        """Those whose memory was not there from the start."""
+        return [engine for engine in self.all if engine.registration is not None]
+
+    def _check_memory(self, name: str, nbytes: int) -> None:
+        engines = self._config.engines
+        most = engines.host_memory or available_memory()
+        each = engines.host_memory_each or most
+        taken = sum(engine.nbytes for engine in self._registered) + sum(self._building.values())
+        if nbytes > each:
+            what = f"the engine {name!r} needs {nbytes} bytes of host memory, one may have {each}"
+            raise RequestError(f"{what} (engines.host_memory_each)", code="no_room")
+        if taken + nbytes > most:
+            what = f"the engine {name!r} needs {nbytes} bytes of host memory, {max(0, most - taken)} are left of {most}"
+            raise TransferError(f"{what} (engines.host_memory)", code="no_room")
+
+    def _configured(self, asked: wire.Register) -> Config:
+        """The daemon's configuration, with this engine's cache, model and generation. Raises RequestError."""
+        config = self._config
+        devices = config.engines.devices
+        given = {"device": devices[0], "ownership": "attach"} | asked.layout
+        named = {"ranks": asked.ranks, "host_blocks": asked.host_blocks, "first_rank": asked.first_rank}
+        if asked.group_ranks:
+            named["group_ranks"] = asked.group_ranks
+        try:
+            cache = msgspec.convert(given | named, CacheSection)
+            check_cache(cache)
+        except (msgspec.ValidationError, ConfigError) as error:
+            raise RequestError(f"the engine's layout cannot be used: {error}", code="bad_value") from None
+        if cache.device not in devices:
+            what = f"engines that register may use {', '.join(devices)} (engines.devices), not {cache.device[:40]!r}"
+            raise RequestError(what, code="bad_value")
+        if not asked.model:
+            raise RequestError("an engine must name its model: it is part of every key", code="bad_value")
+        storage = msgspec.structs.replace(
+            config.storage,
+            model=asked.model,
+            generation=asked.generation,
+            version_file="",
+            key_schema="transferd",  # FastDeploy's names tell neither models nor layouts apart
+        )
+        server = msgspec.structs.replace(
+            config.server,
+            max_queued_tasks=config.engines.max_queued_tasks,
+            max_queued_bytes=config.engines.max_queued_bytes,
+            max_inflight_bytes=config.engines.max_inflight_bytes,
+        )
+        events = msgspec.structs.replace(config.events, dp_rank=asked.dp_rank)
+        return msgspec.structs.replace(
+            config, cache=cache, storage=storage, server=server, events=events, pd=PdSection()
+        )
+
+    # --- leaving ------------------------------------------------------------------------------------
+
+    async def unregister(self, engine: HostedEngine) -> None:
+        """Dismiss it; return when its tasks have ended and its memory is unmapped. Raises RequestError."""
+        if engine.registration is None:
+            raise RequestError("the engine of [cache] ends with the daemon", code="bad_request")
+        log.info("engine unregistered", engine=engine.name)
+        await asyncio.shield(self._dismiss(engine, ErrorInfo(EngineGone.code, f"the engine {engine.name!r} has left")))
+
+    def _dismiss(self, engine: HostedEngine, why: ErrorInfo) -> asyncio.Task[None]:
+        leaving = self._leaving.get(engine)
+        if leaving is None:
+            self._by_name.pop(engine.name, None)
+            self.total.engines.remove(engine.dispatcher)
+            for peer in engine.clients:
+                client = self._shared.clients.get(peer)
+                if client is not None and client.engine is engine:
+                    client.engine = None
+                    client.refused = ErrorInfo("unknown_engine", f"{why.message}; say Hello")
+            self._shared.clients.say_hello(engine.clients, why.message)
+            leaving = self._leaving[engine] = asyncio.get_running_loop().create_task(self._closed(engine, why))
+        return leaving
+
+    async def _closed(self, engine: HostedEngine, why: ErrorInfo) -> None:
+        try:
+            await engine.end(why)
+            log.info("engine has left", engine=engine.name)
+        except TransferError as error:
+            log.warning("an engine could not be let go of well", engine=engine.name, problem=str(error))
+        finally:
+            del self._leaving[engine]
+            self.departed.take(engine)
+
+    async def settled(self) -> None:
+        """Wait until every engine that leaves has left."""
+        while self._leaving or self._work:
+            await asyncio.wait([*self._leaving.values(), *self._work])
+
+    async def _finished(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Wait for something that goes on to its end also when the client that asked for it leaves."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(self._orphaned)
+            raise
+
+    def _orphaned(self, task: asyncio.Task[Any]) -> None:
+        """The client that registered has gone; an engine that nobody else has joined goes as well."""
+        if task.cancelled() or task.exception() is not None:
+            return
+        engine: HostedEngine = task.result()
+        if self._by_name.get(engine.name) is engine and not engine.clients:
+            self._dismiss(engine, ErrorInfo(EngineGone.code, "its client has gone"))
+
+
+def _planned(config: Config) -> EnginePlan:
+    try:
+        return build_engine(config)
+    except ConfigError as error:
+        raise RequestError(f"the engine's layout cannot be used: {error}", code="bad_value") from None

@@ -1,0 +1,34 @@
+"""Which objects leave storage, told to the event feeds of all engines. A storage has one listener; this is it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from transferd.storage.base import Storage
+
+Left = Callable[[str], None]
+
+
+class Departures:
+    """Hands on what the storage tells. The storage is asked when the first listener comes: telling costs something."""
+
+    def __init__(self, storage: Storage | None) -> None:
+        self._storage = storage
+        self._tells: bool | None = None  # whether the storage knows; None: not asked yet
+        self._listeners: list[Left] = []
+
+    def listen(self, left: Left) -> bool:
+        """Call `left(name)` in the step in which a get stops finding an object. False: nobody will know."""
+        if self._tells is None:
+            self._tells = self._storage is not None and self._storage.tell_departures(self._left)
+        self._listeners.append(left)
+        return self._tells
+
+    def forget(self, left: Left) -> None:
+        """Tell it nothing more. Again: nothing."""
+        if left in self._listeners:
+            self._listeners.remove(left)
+
+    def _left(self, name: str) -> None:
+        for left in self._listeners:
+            left(name)
