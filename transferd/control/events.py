@@ -1,11 +1,11 @@
-"""What the dispatcher hears (events) and what it asks for in return (instructions). Plain data, no behaviour.
+"""The dispatcher's input (events) and output (instructions). Plain data, no behaviour.
 
-The dispatcher never acts. It hears one event, changes its own state, and returns instructions; the
-coordinator carries them out and reports what came of it as further events. A test, a simulation and
-a replay of a recorded incident can therefore drive the same decisions with nothing around them.
+The dispatcher never acts. It takes one event, changes its own state, and returns instructions. The
+coordinator carries them out and reports the outcome as further events. So a test, a simulation and a
+replay of a recorded incident can drive the same decisions without anything around them.
 
-They are msgspec structs because half a dozen are made for every task, and a frozen dataclass costs
-several times as much to make.
+They are msgspec structs because every task creates half a dozen, and creating a frozen dataclass costs
+several times as much.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class CancelRequested(msgspec.Struct, frozen=True):
 
 
 class DeadlineReached(msgspec.Struct, frozen=True):
-    """The time last asked for with WakeAt has come."""
+    """The time of the last WakeAt has come."""
 
     now: float
 
@@ -84,7 +84,7 @@ class CacheWithdrawn(msgspec.Struct, frozen=True):
 
 
 class CacheReady(msgspec.Struct, frozen=True):
-    """Every rank has its memory. Admits, unless something else stands against it (drain, shutdown, a dead rank)."""
+    """Every rank has its memory. Admit again, unless something else prevents it (drain, shutdown, a dead rank)."""
 
     now: float
 

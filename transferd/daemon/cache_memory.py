@@ -127,7 +127,7 @@ class CacheMemory:
 
     @property
     def why(self) -> str:
-        """What stands against readiness, as far as memory goes; "" when every rank has it."""
+        """Why memory prevents readiness; "" when every rank has its memory."""
         if self.cleared:
             return CLEARED.message
         if not self._started:

@@ -1,8 +1,7 @@
-"""The daemon's clients: who is there, in which session, and everything that is sent to them.
+"""The daemon's clients: which are connected, their sessions, and every message to them.
 
-Clients are known by the name that their connection has. Each has a session (see protocol.py), from its first
-message until it has gone. An answer that could not be handed to it begins a new one: the client then knows that it
-must ask again, and does.
+The name of its connection identifies a client. It has a session (see protocol.py) from its first message until
+it has gone. When an answer cannot be delivered, a new session begins, which makes the client repeat its requests.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class KnownClient:
-    """A client that is known. Its number in the world is bounded by connections, which descriptors bound."""
+    """A connected client. Their number is bounded by connections, which descriptors bound."""
 
     first_session: int  # of this connection; its sessions since then have greater numbers
     session: int
@@ -40,7 +39,7 @@ class KnownClient:
 
 
 class Clients:
-    """Borrows the transport, which the server starts and closes. undeliverable: answers whose client had gone."""
+    """Borrows the transport, which the server starts and closes. undeliverable: how many answers had no client."""
 
     def __init__(self, transport: ServerTransport, boot_id: str, *, recorder: Recorder | None = None) -> None:
         self.transport = transport
@@ -62,25 +61,25 @@ class Clients:
         return self._peers[peer]
 
     def meet(self, peer: bytes, now: float) -> KnownClient:
-        """Its first message has come."""
+        """Register a client at its first message."""
         session = next(self._sessions)
         client = self._peers[peer] = KnownClient(session, session, now, now, self.transport.observes(peer))
         self._recorder.aside("", "client came", peer, client.session)
         return client
 
     def leave(self, peer: bytes) -> KnownClient | None:
-        """It has gone. None: it was not known."""
+        """Remove a client that has gone. None if it was not known."""
         return self._peers.pop(peer, None)
 
     def send(self, peer: bytes, seq: int, body: wire.ReplyBody) -> None:
-        """An answer. To one that has gone it costs nothing."""
+        """Send an answer. Does nothing for a client that has gone."""
         if not self.transport.send(peer, wire.encode_reply(seq, body)):
             self._answer_lost(peer, seq)
 
     def deliver(self, client: bytes, seq: int, result: TaskResult) -> None:
         """Send one terminal result to the client that waits for it.
 
-        Raises what sending raises; the client then asks again, as for any answer that was lost.
+        Raises what sending raises; the client then repeats its request, as after any lost answer.
         """
         try:
             self.send(client, seq, wire.Result(result))
@@ -113,7 +112,7 @@ class Clients:
         return rows
 
     def _answer_lost(self, peer: bytes, seq: int) -> None:
-        """Begin a new session: the client finds its own to be over, and asks again for what it waits for."""
+        """Begin a new session: the client learns that its own is over, and repeats its pending requests."""
         self.undeliverable += 1
         client = self._peers.get(peer)
         if client is not None:

@@ -1,17 +1,16 @@
-"""Carries out what the dispatcher decides: the one place where decisions meet workers, barrier and clients.
+"""Carries out the dispatcher's decisions: the only place that connects them to workers, barrier and clients.
 
     submit → Dispatcher.handle → [Start, StopTask, Reply, …] → here → workers, barrier, deliver
                      ▲                                               │
                      └───────── RoundMerged, RankLeft, … ◀───────────┘
 
-Everything runs on the event loop and nothing here decides anything: an instruction is an effect, and
-what comes of the effect is an event. So the order of events is the order of callbacks on one loop,
-and a simulation that controls the loop controls everything.
+Everything runs on the event loop, and nothing here decides anything: an instruction causes an effect, and the
+effect's outcome is an event. So the order of events is the order of callbacks on one loop, and a simulation that
+controls the loop controls everything.
 
-The dispatcher has moved on by the time its instructions get here, so each of them is carried out
-whatever another one raises. An effect that raises is a bug: it is counted, told with the story of its
-task, and made good in the way that `_effect_raised` says for each instruction. No task goes without
-its answer, and no deadline unnoticed, for it.
+When the instructions arrive here, the dispatcher has already changed its state. So each one is carried out, even if
+another one raises. An effect that raises is a bug: it is counted and added to its task's story, and `_effect_raised`
+says how each kind is repaired. Every task still gets its answer, and every deadline still fires.
 """
 
 from __future__ import annotations
@@ -46,12 +45,12 @@ MISTAKEN = frozenset({"not_attached", "empty_block"})  # refusals that say that 
 
 @dataclass(slots=True)
 class Listeners:
-    """Who hears of what, in the step in which it happens.
+    """Callbacks for changes, called in the step in which they happen.
 
-    deliver: one terminal result for one waiting client (`Clients.deliver`). ended: every task that was admitted, once
-    it is answered. memory_gone: no block is in device or host memory any more; True: nor is one in storage.
-    generation_changed: objects are named by another generation. epoch_began: the cache was cleared. ran: when each
-    rank was done with a task that `ended` is to hear of; None: nobody asks.
+    deliver: one terminal result for one waiting client (`Clients.deliver`). ended: an admitted task was answered.
+    memory_gone: device and host memory hold no block any more; True: storage holds none either. generation_changed:
+    objects now have another generation in their names. epoch_began: the cache was cleared. ran: when each rank had
+    finished a task, called before `ended`; None if not needed.
     """
 
     deliver: Deliver
@@ -65,8 +64,8 @@ class Listeners:
 class Coordinator:
     """Runs tasks on all ranks, as the dispatcher decides; see the module's diagram.
 
-    ready: tasks are served. effects_failed: how often carrying out an instruction raised, by its kind. skew_s: seconds
-    by which each rank has arrived after the first one of its round, summed.
+    ready: whether tasks are served. effects_failed: how often an instruction's effect raised, by its kind. skew_s: for
+    each rank, the sum of the seconds by which it arrived after the first rank of its round.
     """
 
     def __init__(
@@ -118,7 +117,7 @@ class Coordinator:
 
     @property
     def overdue_s(self) -> float:
-        """Seconds for which a deadline has gone unnoticed: 0 while the dispatcher moves or is idle."""
+        """Seconds since a deadline that did not fire; 0 while the dispatcher progresses or is idle."""
         return max(0.0, self._clock.monotonic() - self._dispatcher.next_alarm)
 
     def submit(self, client: bytes, seq: int, task: Task) -> bool:
@@ -137,15 +136,15 @@ class Coordinator:
         return known
 
     def pause(self, client: bytes = b"", holder: str = "") -> Coroutine[Any, Any, None]:
-        """Start nothing more, from this call on; awaited, return once no rank touches any block. Admission goes on.
+        """Start no more tasks from this call on. The awaitable ends once no rank touches a block. Admission continues.
 
-        It ends with the holder's resume, or with the client, unless the holder has come back as another one.
+        The pause ends with the holder's resume, or with the client, unless the holder has returned as another client.
         """
         self._hear(ev.PauseRequested(self._clock.monotonic(), client, holder))
         return self.quiet()
 
     def resume(self, holder: str = "") -> None:
-        """End the holder's pauses and drains; everybody's, if it has none."""
+        """End the holder's pauses and drains; if it has none, end all."""
         self._hear(ev.ResumeRequested(self._clock.monotonic(), holder))
 
     def drain(self, client: bytes = b"", holder: str = "") -> Coroutine[Any, Any, None]:

@@ -258,7 +258,7 @@ class HostedEngine:
         return None if self.registration is None else self.registration.uid
 
     def client_gone(self, client: bytes) -> None:
-        """Nobody waits for what it pushed, and what it mapped or offered goes with it."""
+        """A client has gone: cancel the tasks that only it waits for, and drop its mappings and offers."""
         self.coordinator.client_gone(client)
         self.cache.client_gone(client)
 

@@ -1,10 +1,10 @@
-"""Who has which rank's memory mapped, in this epoch of the cache and from before it.
+"""Tracks which clients have mapped which rank's memory, in this epoch of the cache and in earlier ones.
 
-A rank is mapped while a client that lives has attached its memory, or has offered it. A client that attached
-memory which was cleared, or whose owner was replaced, is *outdated* for that rank: its engine reads and writes
-bytes that the daemon does not move. It stays so until it attaches again, detaches or leaves.
+A rank is mapped while a live client has attached its memory, or has offered it. A client that attached memory which
+was then cleared, or whose owner was replaced, is *outdated* for that rank: its engine reads and writes bytes that the
+daemon does not move. It stays outdated until it attaches again, detaches or leaves.
 
-The dispatcher hears of each change (`tell`) and refuses tasks accordingly; see control/contents.py.
+`tell` reports each change to the dispatcher, which refuses tasks accordingly; see control/contents.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _RankMappings:
 
 
 class Mappings:
-    """Changed by the cache only; see cache_memory.py."""
+    """Only the cache changes it; see cache_memory.py."""
 
     def __init__(self, ranks: int, tell: Tell) -> None:
         self._ranks = [_RankMappings() for _ in range(ranks)]
@@ -42,7 +42,7 @@ class Mappings:
 
     @property
     def unmapped(self) -> list[int]:
-        """Ranks whose memory no client that lives has attached or offered in this epoch."""
+        """Ranks whose memory no live client has attached or offered in this epoch."""
         return [number for number, rank in enumerate(self._ranks) if not (rank.offered or rank.current)]
 
     def mapped_by(self, rank: int) -> int:
@@ -50,13 +50,13 @@ class Mappings:
         return len(self._ranks[rank].current)
 
     def attach(self, client: bytes, rank: int) -> None:
-        """The client maps what is there now."""
+        """The client maps the current memory."""
         self._ranks[rank].outdated.discard(client)
         self._ranks[rank].current.add(client)
         self._changed()
 
     def outdate(self, client: bytes, rank: int) -> None:
-        """The client says that it has memory of an earlier epoch mapped."""
+        """The client reports that it has mapped memory of an earlier epoch."""
         self._ranks[rank].outdated.add(client)
         self._changed()
 
@@ -66,14 +66,14 @@ class Mappings:
         self._changed()
 
     def leave(self, client: bytes) -> None:
-        """The client has gone, and what it had mapped with it."""
+        """The client has gone, and its mappings with it."""
         for rank in self._ranks:
             rank.current.discard(client)
             rank.outdated.discard(client)
         self._changed()
 
     def offer(self, rank: int, handle: DeviceHandle) -> None:
-        """A client's memory serves the rank from now on."""
+        """The rank uses a client's memory from now on."""
         held = self._ranks[rank]
         if held.handle not in (None, handle):
             held.replaced()
@@ -81,12 +81,12 @@ class Mappings:
         self._changed()
 
     def withdraw(self, rank: int) -> None:
-        """Offered memory serves no more. The same may be offered again, so who attached it is not outdated yet."""
+        """The rank no longer uses offered memory. Attached clients are not outdated yet: it may come back."""
         self._ranks[rank].offered = False
         self._changed()
 
     def clear(self) -> None:
-        """A new epoch begins: all memory is given up."""
+        """A new epoch begins: all memory is released."""
         for rank in self._ranks:
             rank.replaced()
             rank.handle, rank.offered = None, False
