@@ -54,7 +54,7 @@ class Companion:
             self.process.stdin.close()
         with self.log_file.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "transferd.adapters.fastdeploy.embedded", str(self.config_file)],
+                [sys.executable, "-m", "transferd.adapters.embedded", str(self.config_file)],
                 stdin=subprocess.PIPE,  # never written to: its end tells the daemon that the engine is gone
                 stdout=log,
                 stderr=log,

@@ -1,6 +1,6 @@
 """A daemon that belongs to one engine: `transferd serve`, and a clean stop when the engine is gone.
 
-    python -m transferd.adapters.fastdeploy.embedded CONFIG
+    python -m transferd.adapters.embedded CONFIG
 
 Standard input is a pipe that the engine holds open and never writes to. When the engine ends, in whatever way, the
 kernel closes its end; the daemon then stops as on SIGTERM.

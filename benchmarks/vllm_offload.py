@@ -1,0 +1,114 @@
+"""What does vLLM gain: no offload, its own `fs` tier, TransferdTier and TransferdConnector, in one run?
+
+    PYTHON_WITH_VLLM benchmarks/vllm_offload.py [--format json] [--prompts 6] [--tokens 900]
+
+PYTHON_WITH_VLLM: build/vllm/bin/python after `make vllm-check`. The same engine (vLLM on the CPU, a model of eight
+layers with made-up weights), the same requests, one after another, each kind in a process of its own:
+
+    warm-up   other prompts: compiles kernels, connects
+    cold      new prompts: everything is computed, and stored
+    warm      GPU cache and host pool are emptied, the same prompts again, now loaded from storage; 3 times
+
+Of the tiers, the copies between KV memory and host pool are tests/with_vllm's stand-in, the same for both. ratio =
+beside vLLM without offload for cold and decode, beside its fs tier for warm. Run it on a quiet machine: a start takes
+half a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from tests.with_vllm import play
+from transferd.cli.bench.harness import Row, machine, report, row, show
+
+MODEL = {
+    "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8,
+    "num_key_value_heads": 8, "head_dim": 64,
+}  # fmt: skip
+KINDS = ("none", "fs", "tier", "connector")
+WARM = 3
+ANSWER = 32  # tokens
+START_S = 900
+
+
+def run(kind: str, prompts: int, tokens: int, place: Path) -> list[list[dict[str, Any]]]:
+    """Play the rounds with one kind of offload, in a fresh process, on an empty store."""
+    draw = random.Random(1)
+    asked = [[draw.randrange(3, 500) for _ in range(tokens)] for _ in range(prompts)]
+    script = {
+        "model": str(play.tiny_model(place / "model", **MODEL)),
+        "kind": kind,
+        "extra": {"root_dir": str(place / "fs")} if kind == "fs" else {},
+        "llm": {"num_gpu_blocks_override": 200, "max_num_seqs": 1},
+        "max_tokens": ANSWER,
+        "rounds": [[[499 - token for token in asked[0]]], asked, *[asked] * WARM],
+    }
+    if kind in ("fs", "tier"):
+        script["extra"]["cpu_bytes_to_use"] = 512 * 2**20  # type: ignore[index]
+    place.mkdir(exist_ok=True)
+    (place / "script").write_text(json.dumps(script), encoding="ascii")
+    variables = {"XDG_RUNTIME_DIR": str(place), "XDG_CACHE_HOME": str(place / "cache"), "PYTHONPATH": os.getcwd()}
+    subprocess.run(
+        [sys.executable, "-m", "tests.with_vllm.play", str(place / "script"), str(place / "out")],
+        env=os.environ | play.ENVIRONMENT | variables, check=True, timeout=START_S, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    played: list[list[dict[str, Any]]] = json.loads((place / "out").read_text(encoding="ascii"))
+    return played
+
+
+def rows(runs: dict[str, list[list[dict[str, Any]]]]) -> list[Row]:
+    """Medians over all requests of a phase."""
+
+    def figures(kind: str, phase: slice, name: str, scale: float) -> list[float]:
+        return [answer[name] * scale for answers in runs[kind][phase] for answer in answers]
+
+    cold, warm = slice(1, 2), slice(2, None)
+    found = []
+    for kind in runs:
+        for what, phase, name, scale, unit, beside in (
+            ("first token, cold", cold, "ttft", 1e3, "ms", "none"),
+            ("first token, warm", warm, "ttft", 1e3, "ms", "fs"),
+            ("token after token, cold", cold, "decode", 1e3 / (ANSWER - 1), "ms", "none"),
+        ):
+            limit = statistics.median(figures(beside, phase, name, scale))
+            found.append(row(f"{kind}: {what}", figures(kind, phase, name, scale), unit, limit, beside))
+        for what, phase in (("cold", cold), ("warm", warm)):
+            of = {k: [answers[0]["cpu"] / len(answers) for answers in runs[k][phase]] for k in (kind, "none")}
+            limit = statistics.median(of["none"])
+            found.append(row(f"{kind}: CPU a request, {what}", [1e3 * s for s in of[kind]], "ms", 1e3 * limit, "none"))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--format", choices=["text", "json"], default="text")
+    parser.add_argument("--prompts", type=int, default=6)
+    parser.add_argument("--tokens", type=int, default=900)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    asked = parser.parse_args()
+    before, runs = machine(), {}
+    with tempfile.TemporaryDirectory(prefix="tv.") as directory:
+        for kind in asked.kinds:
+            runs[kind] = run(kind, asked.prompts, asked.tokens, Path(directory) / kind)
+            hits = [answer["cached"] for answers in runs[kind][2:] for answer in answers]
+            print(f"{kind}: {min(hits)} to {max(hits)} of {asked.tokens} tokens loaded when warm", file=sys.stderr)
+    tree = report("vllm_offload", before, rows(runs))
+    if asked.format == "json":
+        print(json.dumps(tree, indent=2))
+    else:
+        show(tree, Console())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""The parts of the vLLM adapter that need no vLLM: memory, settings, interfaces, the daemon behind an engine."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from transferd.adapters.vllm import companion, identity, interfaces, memory
+from transferd.adapters.vllm.settings import settings
+from transferd.errors import ConfigError, TierError
+
+
+def test_memory_is_found_by_its_address_wherever_it_begins_in_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "pool"
+    file.write_bytes(bytes(5 * mmap.PAGESIZE))
+    with file.open("r+b") as opened:
+        mapped = mmap.mmap(opened.fileno(), 3 * mmap.PAGESIZE, offset=mmap.PAGESIZE)
+        view = np.frombuffer(mapped, dtype=np.uint8)
+        found = memory.shared_memory_at(view.ctypes.data + 64, 2 * mmap.PAGESIZE)
+        assert (found.path, found.offset, found.nbytes) == (str(file), mmap.PAGESIZE + 64, 2 * mmap.PAGESIZE)
+        assert os.fstat(found.descriptor()).st_ino == file.stat().st_ino
+        assert not found.name, "it is not in /dev/shm"
+        with pytest.raises(TierError, match="not one range"):
+            memory.shared_memory_at(view.ctypes.data + 64, 3000 * mmap.PAGESIZE)
+        del view
+        mapped.close()
+
+
+def test_memory_without_a_name_is_found_by_its_descriptor() -> None:
+    fd = os.memfd_create("pool")
+    os.ftruncate(fd, mmap.PAGESIZE)
+    mapped = mmap.mmap(fd, mmap.PAGESIZE)
+    view = np.frombuffer(mapped, dtype=np.uint8)
+    found = memory.shared_memory_at(view.ctypes.data, mmap.PAGESIZE)
+    assert not found.name
+    assert os.fstat(found.descriptor()).st_ino == os.fstat(fd).st_ino
+    del view
+    mapped.close()
+    os.close(fd)
+
+
+def test_private_memory_is_refused() -> None:
+    view = np.zeros(1 << 20, dtype=np.uint8)
+    with pytest.raises(TierError, match="private"):
+        memory.shared_memory_at(view.ctypes.data, view.nbytes)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"endpont": "x"}, "endpont"),
+        ({"timeout": -1}, r"s\.timeout"),
+        ({"timeout": "soon"}, "timeout"),
+        ({"start_timeout": -1}, r"s\.start_timeout"),
+        ({"capacity": "much"}, r"s\.capacity"),
+    ],
+)
+def test_a_wrong_setting_is_named(given: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        settings("s", given)
+
+
+def test_sizes_are_written_as_everywhere() -> None:
+    assert settings("s", {"capacity": "2GiB"}).capacity_bytes == 2 * 2**30
+
+
+def test_a_vllm_that_lacks_an_interface_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = types.ModuleType("vllm")
+    old.__version__ = "0.9.1"  # type: ignore[attr-defined]
+    old.__path__ = []
+    monkeypatch.setitem(sys.modules, "vllm", old)
+    monkeypatch.setitem(sys.modules, "vllm.v1", types.ModuleType("vllm.v1"))
+    with pytest.raises(ConfigError) as caught:
+        interfaces.require("TransferdTier", interfaces.TIER)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert "0.9.1" in text
+    assert "SecondaryTierManager" in text or "tiering" in text
+
+
+def test_the_package_imports_neither_vllm_nor_torch() -> None:
+    code = (
+        "import sys, transferd.adapters.vllm, transferd.adapters.vllm.scheduling, transferd.adapters.vllm.working;"
+        "sys.exit(bool({'vllm', 'torch'} & set(sys.modules)))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_names_of_facts_differ_with_each_fact() -> None:
+    facts = {"dtype": "float16", "layers": [["a", 3]]}
+    same, other = dict(reversed(facts.items())), facts | {"dtype": "bfloat16"}
+    assert identity.digest(facts) == identity.digest(same) != identity.digest(other)
+
+
+def test_who_listens_is_told_from_who_does_not(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    assert companion.nobody_listens(f"ipc://{path}")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(path))
+        assert companion.nobody_listens(f"ipc://{path}"), "bound, and nobody listens"
+        listening.listen(1)
+        assert not companion.nobody_listens(f"ipc://{path}")
+    assert companion.nobody_listens(f"ipc://{path}"), "its process has gone, the file is still there"
+    assert not companion.nobody_listens("tcp://127.0.0.1:1"), "cannot be told"
+
+
+def test_a_named_endpoint_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv(companion.ENDPOINT_VARIABLE, "ipc:///by/variable")
+    assert companion.DaemonFinder(endpoint="ipc:///x").find() == "ipc:///x"
+    assert companion.DaemonFinder().find() == "ipc:///by/variable"
+    with pytest.raises(ConfigError, match="path, capacity"):
+        companion.DaemonFinder(path="/tmp/x")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_capacity_of_the_first_start_stays(tmp_path: Path) -> None:
+    first = companion._capacity_of(tmp_path)
+    (tmp_path / companion.CAPACITY_FILE).write_text("12345", encoding="ascii")
+    assert first > 0
+    assert companion._capacity_of(tmp_path) == 12345

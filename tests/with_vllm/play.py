@@ -1,0 +1,123 @@
+"""Runs vLLM's engine once, in this process and its workers: `python -m tests.with_vllm.play SCRIPT OUT`, JSON both.
+
+SCRIPT: {model, kind, notes, extra, llm, rounds: [[[token, …], …], …], max_tokens}
+kind: "none", "tier", "connector" or "fs". wait: for a line of standard input after each round. OUT: for each round and
+prompt its tokens, logprobs, cached tokens and seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128, "intermediate_size": 256,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512,
+    "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "torch_dtype": "float32",
+    "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
+}  # fmt: skip
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}  # fmt: skip
+
+
+def tiny_model(directory: Path, **other: Any) -> Path:
+    """A model of two layers, or as `other` says; vLLM makes up its weights."""
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(TINY | other), encoding="ascii")
+    return directory
+
+
+def transfer(kind: str, extra: dict[str, Any], witness: bool) -> dict[str, Any] | None:
+    """The value of --kv-transfer-config."""
+    if kind == "none":
+        return None
+    if kind == "connector":
+        return {
+            "kv_connector": "WitnessConnector" if witness else "TransferdConnector",
+            "kv_connector_module_path": "tests.with_vllm.witness" if witness else "transferd.adapters.vllm",
+            "kv_role": "kv_both", "kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra,
+        }  # fmt: skip
+    tier = {"type": "fs"} if kind == "fs" else {
+        "type": "WitnessTier" if witness else "TransferdTier",
+        "module_path": "tests.with_vllm.witness" if witness else "transferd.adapters.vllm",
+    }  # fmt: skip
+    pool = extra.pop("cpu_bytes_to_use", 64 * 2**20)
+    return {
+        "kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "spec_name": "CpuTieringSpec", "spec_module_path": "tests.with_vllm.witness",
+            "cpu_bytes_to_use": pool, "secondary_tiers": [tier | extra],
+        },
+    }  # fmt: skip
+
+
+def play(script: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    from vllm import LLM, SamplingParams
+
+    options = {
+        "gpu_memory_utilization": 0.3,
+        "num_gpu_blocks_override": 80,
+        "max_model_len": 1024,
+        "max_num_seqs": 4,
+    } | script.get("llm", {})
+    llm = LLM(
+        model=script["model"], load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, dtype="float32",
+        block_size=32, seed=0, kv_transfer_config=transfer(script["kind"], script.get("extra", {}), "notes" in script),
+        disable_log_stats=False, **options,
+    )  # fmt: skip
+    ask = SamplingParams(
+        temperature=0, max_tokens=script.get("max_tokens", 8), detokenize=False, ignore_eos=True, logprobs=0
+    )
+    rounds = []
+    for prompts in script["rounds"]:
+        before, worked = time.monotonic(), _cpu_seconds()
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], ask, use_tqdm=False)
+        seconds = time.monotonic() - before
+        rounds.append([_told(output, seconds) | {"cpu": _cpu_seconds() - worked} for output in outputs])
+        if script.get("forget", True):
+            give_up = time.monotonic() + 10
+            while not llm.reset_prefix_cache(reset_connector=True) and time.monotonic() < give_up:
+                time.sleep(0.05)
+                llm.llm_engine.step()
+        print("PLAYED", len(rounds), flush=True)
+        if script.get("wait"):
+            sys.stdin.readline()
+    llm.llm_engine.engine_core.shutdown()
+    return rounds
+
+
+def _cpu_seconds() -> float:
+    """Of this process and of all that it has started, the daemon too."""
+    import psutil
+
+    me = psutil.Process()
+    return sum(sum(one.cpu_times()[:2]) for one in (me, *me.children(recursive=True)))
+
+
+def _told(output: Any, seconds: float) -> dict[str, Any]:
+    answer = output.outputs[0]
+    return {
+        "tokens": list(answer.token_ids),
+        "logprobs": [next(iter(place.values())).logprob for place in answer.logprobs],
+        "cached": output.num_cached_tokens,
+        "seconds": seconds,
+        "ttft": output.metrics.first_token_latency if output.metrics else None,
+        "decode": output.metrics.last_token_ts - output.metrics.first_token_ts if output.metrics else None,
+    }
+
+
+def main() -> None:
+    script = json.loads(Path(sys.argv[1]).read_text(encoding="ascii"))
+    if "notes" in script:
+        os.environ["TRANSFERD_WITNESS"] = script["notes"]
+    Path(sys.argv[2]).write_text(json.dumps(play(script)), encoding="ascii")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""The adapter under vLLM's real engine: a tiny model with made-up weights on the CPU, and a real daemon.
+
+Equal answers prove nothing. Witnesses note the sha256 of every block as it is stored and after it was loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.with_vllm.engine import Engine, witnessed
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.parametrize("kind", ["tier", "connector"])]
+
+
+def prompts(seed: int, *lengths: int) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(3, 500) for _ in range(length)] for length in lengths]
+
+
+def tokens(answers: list[dict[str, object]]) -> list[object]:
+    return [answer["tokens"] for answer in answers]
+
+
+def test_a_restarted_engine_loads_what_the_last_one_stored(place: Path, kind: str) -> None:
+    asked = prompts(1, 200, 300, 170)
+    (plain,) = Engine(place, "none", [asked]).result()
+    (cold,) = Engine(place, kind, [asked]).result()
+    (warm,) = Engine(place, kind, [asked]).result()
+    assert tokens(cold) == tokens(warm) == tokens(plain)
+    assert [answer["cached"] for answer in cold] == [0, 0, 0]
+    assert [answer["cached"] for answer in warm] == [192, 288, 160]
+    stored, loaded = witnessed(place)
+    assert stored >= 20
+    assert loaded == 20
+
+
+def test_a_killed_daemon_costs_time_and_no_byte(place: Path, kind: str) -> None:
+    asked = prompts(2, 200, 300)
+    engine = Engine(place, kind, [asked, asked, asked, asked], wait=True)
+    engine.played(1)
+    os.kill(engine.daemon(), signal.SIGKILL)
+    for number in (2, 3, 4):
+        engine.go_on()
+        engine.played(number)
+    engine.go_on()
+    rounds = engine.result()
+    assert all(tokens(answers) == tokens(rounds[0]) for answers in rounds)
+    witnessed(place)
+
+
+def test_a_killed_engine_leaves_nothing_wrong_behind(place: Path, kind: str) -> None:
+    asked = prompts(3, 200, 300, 250)
+    engine = Engine(place, kind, [asked, prompts(4, 600, 600, 600)], wait=True)
+    engine.played(1)
+    engine.go_on()
+    engine.kill()
+    (warm,) = Engine(place, kind, [asked]).result()
+    (plain,) = Engine(place, "none", [asked]).result()
+    assert tokens(warm) == tokens(plain)
+    _, loaded = witnessed(place)
+    assert loaded
+
+
+def test_preempted_requests_are_right(place: Path, kind: str) -> None:
+    asked = prompts(5, 250, 250, 250, 250)
+    small = {"num_gpu_blocks_override": 36, "max_num_seqs": 4}
+    options = {"llm": small, "max_tokens": 120}
+    plain = Engine(place, "none", [asked, asked], **options).result()
+    rounds = Engine(place, kind, [asked, asked], **options).result()
+    assert [tokens(answers) for answers in rounds] == [tokens(answers) for answers in plain]
+    _, loaded = witnessed(place)
+    assert loaded
+
+
+def test_two_ranks(place: Path, kind: str) -> None:
+    asked = prompts(6, 200, 300)
+    options = {"llm": {"tensor_parallel_size": 2}}
+    rounds = Engine(place, kind, [asked, asked], **options).result()
+    assert tokens(rounds[0]) == tokens(rounds[1])
+    assert [answer["cached"] for answer in rounds[1]] == [192, 288]
+    _, loaded = witnessed(place)
+    assert loaded

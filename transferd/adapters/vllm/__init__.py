@@ -1,0 +1,39 @@
+"""vLLM over a transferd daemon, without a change to vLLM (docs/vllm.md).
+
+tier         TransferdTier: a secondary tier under vLLM's TieringOffloadingSpec; vLLM copies to and from the GPU
+connector    TransferdConnector: the daemon moves blocks of the engine's own KV memory
+scheduling, working, metrics   the connector's half in the scheduler, its half in a worker, and its figures
+link         the client that both use, in a thread of its own; it comes back after a lost daemon
+companion    the daemon that runs already, or one that is started with defaults and ends with the engine
+memory       what to offer: which file in shared memory an address belongs to
+identity     what two engines must have in common to read each other's blocks
+interfaces   which of vLLM's interfaces are needed; the one error if they are missing
+
+vLLM and torch are imported when one of the two classes is asked for, and not before.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from transferd.adapters.vllm import interfaces
+
+if TYPE_CHECKING:
+    from transferd.adapters.vllm.connector import TransferdConnector
+    from transferd.adapters.vllm.tier import TransferdTier
+
+__all__ = ["TransferdConnector", "TransferdTier"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "TransferdTier":
+        interfaces.require(name, interfaces.TIER)
+        from transferd.adapters.vllm.tier import TransferdTier
+
+        return TransferdTier
+    if name == "TransferdConnector":
+        interfaces.require(name, interfaces.CONNECTOR)
+        from transferd.adapters.vllm.connector import TransferdConnector
+
+        return TransferdConnector
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

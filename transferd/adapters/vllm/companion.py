@@ -1,0 +1,186 @@
+"""The daemon behind an engine: one that runs already, or one that is started with defaults and ends with the engine.
+
+    where           the `endpoint` of the configuration, else TRANSFERD_ENDPOINT, else the packaged socket if a daemon
+                    answers there, else a socket in a directory of this user's
+    runs already    it is used as it is, and never stopped
+    runs not        with an endpoint named, the engine goes on without it and comes back when it is there;
+                    with none named, one is started with files under a cache directory
+
+Several engines of a user share the one that was started first. It ends with the engine that started it, whichever way
+that ends; the others then start another one.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transferd.adapters.vllm.entry import EngineFacts
+from transferd.config.sections import DEFAULT_ENDPOINT
+from transferd.config.toml import to_toml
+from transferd.errors import ConfigError, TransferError
+
+log = logging.getLogger("vllm.transferd")  # vLLM shows what its own loggers say, and no other's
+
+ENDPOINT_VARIABLE = "TRANSFERD_ENDPOINT"
+FREE_SHARE = 0.5  # of the free space, for the blocks of a daemon that is started here
+CAPACITY_FILE = "capacity"  # beside the blocks: a restart must not take half of what is left again
+LEAST_STAGING = 64 * 1024**2
+START_AGAIN_S = 5.0  # a daemon that cannot start is not started in a loop
+STAGED_BLOCKS = 4  # what staging holds at least, so that storage I/O and copies overlap
+
+
+class DaemonFinder:
+    """Where the daemon is, and its process if it was started here.
+
+    endpoint, path, capacity: as the operator gave them, "" or 0 if not. block_bytes: of the engine's blocks.
+    """
+
+    def __init__(
+        self, *, endpoint: str = "", path: str = "", capacity: int = 0, engine: EngineFacts | None = None
+    ) -> None:
+        self._named = endpoint or os.environ.get(ENDPOINT_VARIABLE, "")
+        if self._named and (path or capacity):
+            what = "is for a daemon that is started here; the one at this endpoint has its own configuration"
+            raise ConfigError("path, capacity", what, self._named)
+        self._path, self._capacity, self._engine = path, capacity, engine
+        self._endpoint = self._named
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started = -math.inf
+        self._log_file: Path | None = None
+
+    @property
+    def starting(self) -> bool:
+        """Whether a daemon was started here that does not listen yet."""
+        return self._process is not None and self._process.poll() is None and nobody_listens(self._endpoint)
+
+    def find(self) -> str:
+        """The endpoint to connect to, always the same; starts a daemon there if there is none and none is named.
+
+        It may not answer yet. Raises TransferError, OSError.
+        """
+        if not self._endpoint:
+            packaged = nobody_listens(DEFAULT_ENDPOINT)
+            self._endpoint = f"ipc://{runtime_directory() / 'transferd.sock'}" if packaged else DEFAULT_ENDPOINT
+        ours = self._endpoint not in (self._named, DEFAULT_ENDPOINT)
+        if (
+            ours
+            and self._engine is not None
+            and nobody_listens(self._endpoint)
+            and time.monotonic() - self._started > START_AGAIN_S
+        ):
+            self._start(runtime_directory(), self._endpoint)
+        return self._endpoint
+
+    def _start(self, directory: Path, endpoint: str) -> None:
+        if self._process is not None and self._process.poll() is None:
+            return  # it has not bound its socket yet
+        self._started = time.monotonic()
+        self._say_how_it_ended()
+        sections, blocks, capacity = self._sections(directory, endpoint)
+        config_file = directory / f"{os.getpid()}.toml"
+        config_file.write_text(to_toml(sections), encoding="utf-8")
+        self._log_file = directory / f"{os.getpid()}.log"
+        with self._log_file.open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "transferd.adapters.embedded", str(config_file)],
+                stdin=subprocess.PIPE,  # never written to: its end tells the daemon that the engine is gone
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # a Ctrl-C is for the engine, which then ends the daemon
+            )
+        what = "no transferd daemon runs, so one was started: pid %d, up to %.1f GiB in %s, log in %s"
+        log.info(what, self._process.pid, capacity / 2**30, blocks, self._log_file)
+
+    def _say_how_it_ended(self) -> None:
+        if self._process is None or self._log_file is None:
+            return
+        end = self._log_file.read_text(encoding="utf-8", errors="replace")[-1000:]
+        log.warning("the transferd daemon that was started here ended (exit code %s): %s", self._process.poll(), end)
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+    def _sections(self, directory: Path, endpoint: str) -> tuple[Mapping[str, Any], Path, int]:
+        blocks = Path(self._path) if self._path else cache_directory()
+        blocks.mkdir(mode=0o700, parents=True, exist_ok=True)
+        capacity = self._capacity or _capacity_of(blocks)
+        assert self._engine is not None
+        staging = max(LEAST_STAGING, STAGED_BLOCKS * self._engine.block_bytes)
+        return (
+            {
+                "server": {"endpoint": endpoint},
+                "host": {"staging": staging},
+                "storage": {"backend": "file", "file": {"path": str(blocks / "blocks"), "capacity": capacity}},
+                "metrics": {"listen": ""},
+                "recorder": {"directory": str(directory / "flight")},
+            },
+            blocks,
+            capacity,
+        )
+
+    def close(self, timeout: float) -> None:
+        """Stop the daemon that was started here, if any; it is killed after `timeout` seconds."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.stdin is not None:
+            process.stdin.close()
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def nobody_listens(endpoint: str) -> bool:
+    """Whether no process has the unix socket open. False for other transports, where that cannot be told."""
+    scheme, _, path = endpoint.partition("://")
+    if scheme != "ipc":
+        return False
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
+            probe.connect(path)
+    except (FileNotFoundError, ConnectionRefusedError):
+        return True
+    except OSError:
+        return False  # it is there: full, or not for us
+    return False
+
+
+def runtime_directory() -> Path:
+    """This user's directory for the socket, configurations and logs; made if it is not there."""
+    base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+    directory = base / f"transferd-vllm-{os.getuid()}"
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if directory.stat().st_uid != os.getuid():
+        raise ConfigError("XDG_RUNTIME_DIR", "belongs to another user", str(directory))
+    return directory
+
+
+def cache_directory() -> Path:
+    """Where blocks are kept if the operator names no place."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "transferd"
+
+
+def _capacity_of(blocks: Path) -> int:
+    """Half of what was free when this directory was first used."""
+    file = blocks / CAPACITY_FILE
+    try:
+        return int(file.read_text(encoding="ascii"))
+    except (FileNotFoundError, ValueError):
+        capacity = int(shutil.disk_usage(blocks).free * FREE_SHARE)
+    try:
+        file.write_text(str(capacity), encoding="ascii")
+    except OSError as error:
+        raise TransferError(f"cannot write to {blocks}: {error.strerror}; name another place with `path`") from error
+    return capacity

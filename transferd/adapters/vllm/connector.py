@@ -1,0 +1,226 @@
+"""TransferdConnector: the daemon moves blocks of the engine's own KV memory, without vLLM's host pool in between.
+
+vLLM makes one object of this class in the scheduler's process and one in each worker's. The workers offer their
+memory and say, step by step, what their stream has passed (working.py). The scheduler's pushes all tasks, each for
+all ranks at once (scheduling.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.kv_events import BlockStored
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash, resolve_kv_cache_block_sizes
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from transferd.adapters.vllm import metrics
+from transferd.adapters.vllm.companion import DaemonFinder
+from transferd.adapters.vllm.link import Link
+from transferd.adapters.vllm.scheduling import News, Scheduling
+from transferd.adapters.vllm.settings import AdapterSettings, settings
+from transferd.adapters.vllm.working import Working
+from transferd.errors import ConfigError
+
+log = logging.getLogger("vllm.transferd")
+
+LEAVE_TIMEOUT_S = 2.0
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """From the scheduler to every worker, with each step."""
+
+    news: News
+
+
+@dataclass
+class ReadyWord(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """From a worker to the scheduler: its stream has passed every step up to this one."""
+
+    step: int
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> ReadyWord:
+        assert isinstance(other, ReadyWord)
+        return ReadyWord(min(self.step, other.step))
+
+
+class TransferdConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not installed where mypy runs
+    """vLLM's KV connector over a transferd daemon. See docs/vllm.md for its keys."""
+
+    _cache_hit_source = CacheHitSource.DISK
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._settings = settings("kv_connector_extra_config", self._kv_transfer_config.kv_connector_extra_config)
+        _check(vllm_config, kv_cache_config)
+        self._scheduling: Scheduling | None = None
+        self._working: Working | None = None
+        self._link: Link | None = None
+        name = self._settings.name or f"vllm-{self._kv_transfer_config.engine_id}"
+        if role is KVConnectorRole.WORKER:
+            self._working = Working(vllm_config, kv_cache_config, name, self._settings)
+            return
+        self._link = _to_the_daemon(self._settings, name)
+        event = self._event if _events_wanted(vllm_config) else None
+        self._tokens, _ = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)  # the same for a single group
+        self._scheduling = Scheduling(
+            self._link,
+            tokens=self._tokens,
+            timeout=self._settings.timeout,
+            prefix=f"{name}-{id(self):x}",
+            event=event,
+        )
+        if not self._link.wait_ready(self._settings.start_timeout):
+            log.warning("transferd: no daemon after %g s; vLLM starts without it", self._settings.start_timeout)
+
+    # --- in the workers -----------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        assert self._working is not None
+        self._working.register(kv_caches)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Loads begin elsewhere, when every rank's stream has passed this step."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """A request runs only after all of its layers were loaded."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Saves begin elsewhere, when every rank's stream has passed this step."""
+
+    def wait_for_save(self) -> None:
+        assert self._working is not None
+        self._working.launched(self._news.step)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:  # noqa: ARG002
+        return None, set(self._news.loaded) or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set(self._news.bad_blocks)
+
+    def build_connector_worker_meta(self) -> ReadyWord | None:
+        assert self._working is not None
+        self._working.launched(self._news.step)  # a step without a forward pass
+        return ReadyWord(self._working.passed())
+
+    @property
+    def _news(self) -> News:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StepMetadata)
+        return metadata.news
+
+    # --- in the scheduler ---------------------------------------------------------------------------
+
+    @property
+    def _scheduler(self) -> Scheduling:
+        assert self._scheduling is not None
+        return self._scheduling
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._scheduler.bind(kv_cache_manager)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._scheduler.matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        return StepMetadata(self._scheduler.stepped(scheduler_output))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        word = connector_output.kv_connector_worker_meta
+        if isinstance(word, ReadyWord):
+            self._scheduler.ready(word.step)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002
+        self._scheduler.finished(request.request_id)
+        return False, None
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler.busy
+
+    def take_events(self) -> Iterable[Any]:
+        return self._scheduler.take_events()
+
+    def reset_cache(self) -> bool:
+        """Blocks in storage stay valid: their names follow from what they hold."""
+        self._scheduler.collect()
+        return True
+
+    def _event(self, request: Any, i: int) -> BlockStored:
+        hashes, lora = request.block_hashes, request.lora_request
+        return BlockStored(
+            block_hashes=[maybe_convert_block_hash(hashes[i])],
+            parent_block_hash=maybe_convert_block_hash(hashes[i - 1]) if i else None,
+            token_ids=list(request.all_token_ids[i * self._tokens : (i + 1) * self._tokens]),
+            block_size=self._tokens,
+            lora_id=lora.adapter_id if lora else None,
+            medium="STORAGE",
+            lora_name=lora.name if lora else None,
+        )
+
+    # --- both ---------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        if self._working is not None:
+            self._working.close(LEAVE_TIMEOUT_S)
+        if self._link is not None:
+            self._scheduler.release()
+            self._link.close(LEAVE_TIMEOUT_S)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:  # noqa: ARG003
+        return "LBHNC"  # a block of a layer is one range of bytes
+
+    def get_kv_connector_stats(self) -> metrics.ConnectorStats | None:
+        if self._scheduling is None or self._link is None:
+            return None
+        counts = dict(self._scheduling.counts)
+        self._scheduling.counts.clear()
+        return metrics.ConnectorStats(data={**counts, metrics.READY: int(self._link.ready)})
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> metrics.ConnectorStats:
+        return metrics.ConnectorStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+    ) -> Any:
+        return metrics.Prometheus(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _to_the_daemon(chosen: AdapterSettings, name: str) -> Link:
+    """The scheduler's link: a worker starts the daemon if there is none, and registers the engine."""
+    companion = DaemonFinder(endpoint=chosen.endpoint, path=chosen.path, capacity=chosen.capacity_bytes)
+    return Link(companion, name)
+
+
+def _check(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Refuse what this connector would do wrong. Raises ConfigError."""
+    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+    if transfer.kv_load_failure_policy != "recompute":
+        what = 'must be "recompute": a block that storage has lost is computed anew, and no request fails'
+        raise ConfigError("kv_transfer_config.kv_load_failure_policy", what, transfer.kv_load_failure_policy)
+    if kv_cache_config is not None and len(kv_cache_config.kv_cache_groups) > 1:
+        what = "a hybrid model has several; use TransferdTier, or --disable-hybrid-kv-cache-manager"
+        raise ConfigError("kv_cache_groups", what, len(kv_cache_config.kv_cache_groups))
+    for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            raise ConfigError(name, "must be 1 with TransferdConnector; use TransferdTier", getattr(parallel, name))
+
+
+def _events_wanted(vllm_config: Any) -> bool:
+    events = vllm_config.kv_events_config
+    return events is not None and bool(events.enable_kv_cache_events)

@@ -1,0 +1,216 @@
+"""An engine process's way to the daemon: a client in a thread of its own, so that vLLM's threads never wait for it.
+
+The link connects, brings in what the engine has (`enter`: registers, offers memory), and does both again after the
+daemon was lost or replaced. Meanwhile every look-up is a miss and every task fails at once.
+
+A task whose daemon went silent may still be running: a daemon can be suspended rather than dead, and then still
+writes to the engine's memory when it is woken. Its answer is therefore held back until that is impossible: another
+daemon answers, nobody listens there any more, or the same daemon is back and tells the result itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from transferd.adapters.vllm.companion import DaemonFinder, nobody_listens
+from transferd.client.client import Client
+from transferd.errors import TransferError
+from transferd.tasks import ErrorInfo, ReadStorageTask, Status, TaskResult, WriteStorageTask
+
+T = TypeVar("T")
+log = logging.getLogger("vllm.transferd")  # vLLM shows what its own loggers say, and no other's
+
+LOOKUP_TIMEOUT_S = 2.0  # then the blocks count as missing: the engine computes them
+WATCH_S = 1.0  # how often a lost daemon is looked for
+PATIENCE_S = 10.0  # how often a task that is held back is told about
+UNKNOWN = ("daemon_lost", "no_answer")  # codes of results that do not say whether the task still runs
+
+StorageTask = ReadStorageTask | WriteStorageTask
+Enter = Callable[[Client], Awaitable[None]]
+
+
+class Link:
+    """Owns a thread, a client, and the companion's process.
+
+    name: of the engine that it speaks for. enter: brings in what this process has of it; called for every daemon that
+    answers, and again until it succeeds. None: other processes do that.
+    """
+
+    def __init__(self, companion: DaemonFinder, name: str, enter: Enter | None = None) -> None:
+        self._name = name
+        self._companion = companion
+        self._enter = enter
+        self._loop = asyncio.new_event_loop()
+        self._client: Client | None = None
+        self._entered = ""  # boot id of the daemon that knows this engine
+        self._ready = threading.Event()
+        self._told = ""
+        self._work: set[asyncio.Task[Any]] = set()
+        self._thread = threading.Thread(target=self._main, name="transferd-link", daemon=True)
+        self._thread.start()
+        self._watching = self._begin(self._watch())
+
+    @property
+    def ready(self) -> bool:
+        """Whether a daemon answers that knows this engine and its memory."""
+        client = self._client
+        return client is not None and client.connected and client.boot_id == self._entered
+
+    def wait_ready(self, timeout: float) -> bool:
+        """Wait until `ready` for the first time."""
+        return self._ready.wait(timeout)
+
+    def exists(self, keys: Sequence[str]) -> list[bool]:
+        """For each key whether its block can be loaded. False for all if the daemon does not say so in time."""
+        try:
+            return self._begin(self._there(keys)).result()
+        except (RuntimeError, concurrent.futures.CancelledError):  # closed
+            return [False] * len(keys)
+
+    def ask(self, keys: Sequence[str], answer: Callable[[list[bool]], None]) -> None:
+        """Like `exists`, but return at once; `answer` gets the list in the link's thread, and must not raise."""
+
+        async def run() -> None:
+            answer(await self._there(keys))
+
+        self._begin(run())
+
+    def submit(self, task: StorageTask, done: Callable[[TaskResult], None]) -> None:
+        """Begin a task and return at once. `done` gets its result, in the link's thread, and must not raise."""
+
+        async def run() -> None:
+            try:
+                result = await self._carried_out(task)
+            except asyncio.CancelledError:
+                done(_failed(task, "closed", "the engine is shutting down"))
+                raise
+            done(result)
+
+        try:
+            self._begin(run())
+        except RuntimeError:  # closed
+            done(_failed(task, "closed", "the engine is shutting down"))
+
+    def close(self, timeout: float, leave: Enter | None = None) -> None:
+        """Say good-bye to the daemon and end the thread, in about `timeout` seconds. Idempotent."""
+        if not self._thread.is_alive():
+            return
+        try:
+            self._begin(self._close(leave)).result(timeout)
+        except (TransferError, TimeoutError, concurrent.futures.CancelledError) as error:
+            log.warning("transferd: leaving the daemon failed: %r", error)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout)
+        self._companion.close(timeout)
+
+    # --- in the link's thread -----------------------------------------------------------------------
+
+    def _main(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        pending = asyncio.all_tasks(self._loop)
+        for task in pending:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+        self._loop.close()
+
+    def _begin(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError:
+            work.close()
+            raise
+
+    async def _watch(self) -> None:
+        """Find, connect, enter; and again after each loss."""
+        while True:
+            try:
+                await self._look()
+            except (TransferError, OSError) as error:
+                self._tell(f"not in use yet, vLLM goes on without it: {error}")
+            await asyncio.sleep(WATCH_S if self.ready or self._client else WATCH_S / 4)
+
+    async def _look(self) -> None:
+        client = self._client
+        if client is None or not client.connected:
+            endpoint = await asyncio.to_thread(self._companion.find)
+            if self._companion.starting:
+                return
+            client = self._client = client or await self._connected(endpoint)
+        if client.boot_id and client.boot_id != self._entered:
+            boot_id = client.boot_id
+            if self._enter is not None:
+                await self._enter(client)
+            await client.wait_ready()
+            self._entered, self._told = boot_id, ""
+            self._ready.set()
+            log.info("transferd: using the daemon at %s", client.endpoint)
+
+    async def _connected(self, endpoint: str) -> Client:
+        client = Client(endpoint, engine=self._name, await_ready=False, connect_timeout=LOOKUP_TIMEOUT_S)
+        await client.connect()
+        client.on_new_boot = lambda: None  # `_watch` notices, and enters again
+        return client
+
+    async def _there(self, keys: Sequence[str]) -> list[bool]:
+        client = self._client
+        if client is None or not self.ready:
+            return [False] * len(keys)
+        try:
+            return await asyncio.wait_for(client.exists(keys), LOOKUP_TIMEOUT_S)
+        except (TransferError, TimeoutError) as error:
+            self._tell(f"looking up {len(keys)} blocks failed, they count as missing: {error!r}")
+            return [False] * len(keys)
+
+    async def _carried_out(self, task: StorageTask) -> TaskResult:
+        """Push a task until it is known how it ended."""
+        client = self._client
+        if client is None or not self.ready:
+            return _failed(task, "not_connected", "no daemon answers")
+        boot_id = client.boot_id
+        while True:
+            result = await client.insist(task)
+            if result.error is None or result.error.code not in UNKNOWN:
+                return result
+            if await self._is_gone(client, boot_id, task.task_id):
+                return result
+            # The same daemon is back: it joins the push to the task that runs, or repeats its result.
+
+    async def _is_gone(self, client: Client, boot_id: str, task_id: str) -> bool:
+        """Wait until the daemon answers again (False), or can never touch this engine's memory any more (True)."""
+        waited = 0.0
+        while not (client.connected and client.boot_id == boot_id):
+            if client.boot_id != boot_id or nobody_listens(client.endpoint):
+                return True
+            await asyncio.sleep(WATCH_S / 4)
+            waited += WATCH_S / 4
+            if waited % PATIENCE_S == 0:
+                what = "transferd: the daemon at %s is silent but alive; task %s waits for it (%.0f s)"
+                log.warning(what, client.endpoint, task_id, waited)
+        return False
+
+    async def _close(self, leave: Enter | None) -> None:
+        self._watching.cancel()
+        client, self._client = self._client, None
+        if client is None:
+            return
+        if leave is not None and client.connected:
+            with contextlib.suppress(TransferError):
+                await leave(client)
+        await client.close()
+
+    def _tell(self, what: str) -> None:
+        """Log a problem once, until all is well again."""
+        if what != self._told:
+            self._told = what
+            log.warning("transferd: %s", what)
+
+
+def _failed(task: StorageTask, code: str, message: str) -> TaskResult:
+    return TaskResult(task_id=task.task_id, status=Status.FAILED, error=ErrorInfo(code, message))

@@ -1,0 +1,107 @@
+"""Which shared memory an address belongs to, as the kernel knows it.
+
+An engine's tensors and memoryviews are addresses in its own process; the daemon needs a file and an offset. We ask
+the kernel's list of mappings instead of the engine's books: what an allocator puts in front of the data (torch: 64
+bytes) is then accounted for, and so is memory whose name was unlinked.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from transferd.errors import TierError
+
+MAPS = Path("/proc/self/maps")
+DESCRIPTORS = Path("/proc/self/fd")
+SHARED_MEMORY = Path("/dev/shm")
+DELETED = " (deleted)"
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """A range of a mapped file. device, inode: of the file. offset: bytes from the file's start."""
+
+    path: str
+    device: int
+    inode: int
+    offset: int
+    nbytes: int
+
+    @property
+    def name(self) -> str:
+        """Its name in /dev/shm; "" if it has none (any more)."""
+        path = Path(self.path)
+        try:
+            found = path.lstat()
+        except OSError:
+            return ""
+        same = (found.st_dev, found.st_ino) == (self.device, self.inode)
+        return path.name if same and path.parent == SHARED_MEMORY else ""
+
+    def descriptor(self) -> int:
+        """A descriptor of the file that this process has open. Borrowed. Raises TierError if there is none."""
+        for entry in DESCRIPTORS.iterdir():
+            try:
+                found = os.fstat(int(entry.name))
+            except OSError:
+                continue  # the one that lists the directory
+            if (found.st_dev, found.st_ino) == (self.device, self.inode):
+                return int(entry.name)
+        raise TierError(f"the memory of {self.path} has neither a name in {SHARED_MEMORY} nor an open descriptor")
+
+
+@dataclass(frozen=True, slots=True)
+class _KernelMapping:
+    start: int
+    end: int
+    shared: bool
+    offset: int
+    device: int
+    inode: int
+    path: str
+
+
+def shared_memory_at(address: int, nbytes: int) -> Mapped:
+    """The shared memory that holds these bytes of this process. Raises TierError if others cannot map it."""
+    reached, first = address, None
+    for part in _mappings():
+        if part.end <= reached:
+            continue
+        if part.start > reached:
+            break
+        if first is None:
+            if not part.shared or not part.inode:
+                where = part.path or "anonymous memory"
+                raise TierError(f"the bytes at {address:#x} are private ({where}): no other process can map them")
+            first = part
+        elif (part.device, part.inode, part.offset - part.start) != (
+            first.device,
+            first.inode,
+            first.offset - first.start,
+        ):
+            break
+        reached = part.end
+        if reached >= address + nbytes:
+            offset = first.offset + address - first.start
+            return Mapped(first.path.removesuffix(DELETED), first.device, first.inode, offset, nbytes)
+    raise TierError(f"the {nbytes} bytes at {address:#x} are not one range of one mapped file")
+
+
+def _mappings() -> Iterator[_KernelMapping]:
+    """The mappings of this process, by address."""
+    for line in MAPS.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
+        where, permissions, offset, device, inode, *path = line.split(maxsplit=5)
+        start, end = (int(text, 16) for text in where.split("-"))
+        major, minor = (int(text, 16) for text in device.split(":"))
+        yield _KernelMapping(
+            start,
+            end,
+            permissions[3] == "s",
+            int(offset, 16),
+            os.makedev(major, minor),
+            int(inode),
+            path[0] if path else "",
+        )

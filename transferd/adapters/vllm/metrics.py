@@ -1,0 +1,56 @@
+"""TransferdConnector's figures, in the form in which vLLM collects, logs and exports a connector's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+READY = "ready"
+HELP = {
+    "blocks_loaded": "Blocks that transferd brought back.",
+    "blocks_not_loaded": "Blocks that transferd was asked for and did not bring back: they were computed anew.",
+    "blocks_saved": "Blocks that transferd stored, or had already.",
+    "blocks_not_saved": "Blocks that were not stored.",
+    "bytes_loaded": "Bytes that transferd brought back, of all ranks.",
+    "bytes_saved": "Bytes that transferd wrote, of all ranks.",
+}
+
+
+@dataclass
+class ConnectorStats(KVConnectorStats):  # type: ignore[misc]
+    """Counts since the last time, and READY as it is now."""
+
+    def reset(self) -> None:
+        self.data: dict[str, Any] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> ConnectorStats:
+        for name, value in other.data.items():
+            self.data[name] = value if name == READY else self.data.get(name, 0) + value
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return {f"transferd {name}": value for name, value in self.data.items()}
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class Prometheus(KVConnectorPromMetrics):  # type: ignore[misc]
+    """vllm:transferd_…, one for each engine."""
+
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        made = {name: self._counter_cls(f"vllm:transferd_{name}", text, labelnames) for name, text in HELP.items()}
+        made[READY] = self._gauge_cls("vllm:transferd_ready", "1 while a daemon serves this engine.", labelnames)
+        self._metrics = {
+            engine: {name: metric.labels(*values) for name, metric in made.items()}
+            for engine, values in per_engine_labelvalues.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for name, value in transfer_stats_data.items():
+            metric = self._metrics[engine_idx].get(name)
+            if metric is not None:
+                (metric.set if name == READY else metric.inc)(value)

@@ -1,0 +1,261 @@
+"""The scheduler's half of TransferdConnector: what to load and save, and when a transfer may start.
+
+    found       the daemon is asked once for all of a request's blocks; until it answers, vLLM is told to ask again
+    load        vLLM has allocated blocks for what was found; bytes go in once every rank's stream has passed this step
+    save        blocks that this step fills; bytes come out once every rank's stream has passed this step
+    ready word  each rank's worker says, with each step, up to which step its stream is done; the least of them counts
+
+A save holds a reference to its blocks in vLLM's pool until its result is there. So neither a finished, nor an
+aborted, nor a preempted request can hand them to another one meanwhile, and nothing has to be waited for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transferd.adapters.vllm.link import Link, StorageTask
+from transferd.tasks import ReadStorageTask, Status, TaskResult, WriteStorageTask
+
+log = logging.getLogger("vllm.transferd")
+
+PINNED_SHARE = 4  # saves hold at most a quarter of vLLM's blocks; what comes on top is not saved
+
+
+@dataclass(slots=True)
+class Known:
+    """What is known of a request. found: for each of its first blocks, whether it can be loaded; None until answered.
+
+    local: tokens that vLLM had when it asked last. saved: blocks from the start that need no save (any more).
+    """
+
+    request: Any
+    asked: bool = False
+    found: list[bool] | None = None
+    local: int = 0
+    saved: int | None = None
+
+
+@dataclass(slots=True)
+class PendingTransfer:
+    """A task that waits for the ready word, or runs. request_id: of a load. first: index of its first block there."""
+
+    task: StorageTask
+    step: int
+    request_id: str = ""
+    first: int = 0
+    blocks: Sequence[Any] = ()
+    stored: list[Callable[[], Any]] = field(default_factory=list)  # for each block, makes the event that tells of it
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What the workers have to tell vLLM: requests whose load has ended, and blocks whose bytes did not come."""
+
+    step: int
+    loaded: frozenset[str]
+    bad_blocks: frozenset[int]
+
+
+class Scheduling:
+    """Used on the scheduler's thread alone; results come in through a queue.
+
+    tokens: of a block. event: makes vLLM's event for a stored block; None
+    where nobody listens.
+    """
+
+    def __init__(
+        self, link: Link, *, tokens: int, timeout: float, prefix: str, event: Callable[..., Any] | None
+    ) -> None:
+        self._link, self._tokens = link, tokens
+        self._timeout, self._prefix, self._event = timeout, prefix, event
+        self._pool: Any = None
+        self._block_ids: Callable[[str], Sequence[int]] = lambda _: ()
+        self._requests: dict[str, Known] = {}
+        self._numbers = itertools.count()
+        self._step = 0
+        self._waiting: list[PendingTransfer] = []
+        self._running = 0
+        self._ended: queue.SimpleQueue[tuple[PendingTransfer, TaskResult]] = queue.SimpleQueue()
+        self._saving: set[str] = set()  # keys
+        self._pinned = 0
+        self._loaded: set[str] = set()
+        self._bad_blocks: set[int] = set()
+        self._events: list[Any] = []
+        self.counts: Counter[str] = Counter()
+
+    def bind(self, manager: Any) -> None:
+        """manager: vLLM's KVCacheManager; its pool keeps the blocks, and it knows which of them a request has."""
+        self._pool = manager.block_pool
+        self._block_ids = lambda request_id: manager.get_block_ids(request_id)[0]
+
+    # --- looking up and loading ---------------------------------------------------------------------
+
+    def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        """How many tokens can be loaded behind the first `computed`; None: ask again."""
+        known = self._requests.setdefault(request.request_id, Known(request))
+        known.local = computed
+        first, end = computed // self._tokens, min((request.num_tokens - 1) // self._tokens, len(request.block_hashes))
+        if first >= end:
+            return 0, False
+        if not known.asked:
+            if not self._link.ready:
+                return 0, False
+            known.asked = True
+            self._link.ask(self._keys(request, 0, end), lambda found: setattr(known, "found", found))
+        if known.found is None:
+            return None, False
+        count = len(list(itertools.takewhile(bool, known.found[first:end])))
+        return count * self._tokens, count > 0
+
+    def allocated(self, request: Any, block_ids: Sequence[int], external: int) -> None:
+        """vLLM has blocks for `external` tokens that `matched` promised."""
+        if external <= 0:
+            return
+        known = self._requests[request.request_id]
+        first, count = known.local // self._tokens, external // self._tokens
+        task = ReadStorageTask(
+            task_id=self._name("load"),
+            keys=self._keys(request, first, first + count),
+            gpu_block_ids=list(block_ids[first : first + count]),
+            timeout=self._timeout,
+            prefix=False,
+        )
+        self._waiting.append(PendingTransfer(task, self._step + 1, request.request_id, first))
+
+    # --- each step ----------------------------------------------------------------------------------
+
+    def stepped(self, output: Any) -> News:
+        """vLLM has decided what its next step computes."""
+        self._step += 1
+        self.collect()
+        self._save(output)
+        news = News(self._step, frozenset(self._loaded), frozenset(self._bad_blocks))
+        self._loaded.clear()
+        self._bad_blocks.clear()
+        return news
+
+    def ready(self, word: int) -> None:
+        """Every rank's stream has passed the steps up to `word`."""
+        due = [transfer for transfer in self._waiting if transfer.step <= word]
+        self._waiting = [transfer for transfer in self._waiting if transfer.step > word]
+        for transfer in due:
+            self._running += 1
+            self._link.submit(transfer.task, lambda result, it=transfer: self._ended.put((it, result)))  # type: ignore[misc]
+        self.collect()
+
+    def collect(self) -> None:
+        """Take in the results that have come."""
+        while not self._ended.empty():
+            transfer, result = self._ended.get_nowait()
+            self._running -= 1
+            moved = set(result.block_ids)
+            self._count(transfer, result, len(moved))
+            if transfer.request_id:
+                self._load_ended(transfer, moved)
+            else:
+                self._save_ended(transfer, moved)
+
+    def finished(self, request_id: str) -> None:
+        self._requests.pop(request_id, None)
+
+    @property
+    def busy(self) -> bool:
+        """Whether vLLM has to go on stepping, though it may have nothing to compute."""
+        return bool(self._waiting or self._running or self._loaded)
+
+    def take_events(self) -> Iterable[Any]:
+        events, self._events = self._events, []
+        return events
+
+    def release(self) -> None:
+        """The engine ends: give back every block of a save that has not begun."""
+        for transfer in self._waiting:
+            self._unpin(transfer)
+        self._waiting.clear()
+        self.collect()
+
+    # --- parts --------------------------------------------------------------------------------------
+
+    def _save(self, output: Any) -> None:
+        keys: list[str] = []
+        blocks: list[Any] = []
+        stored: list[Callable[[], Any]] = []
+        most = len(self._pool.blocks) // PINNED_SHARE
+        for known, computed in self._scheduled(output):
+            request = known.request
+            if known.saved is None:
+                known.saved = computed // self._tokens
+            end = computed + output.num_scheduled_tokens[request.request_id]
+            end = min(end // self._tokens, len(request.block_hashes))
+            if end <= known.saved:
+                continue
+            ids = self._block_ids(request.request_id)
+            for i, key in enumerate(self._keys(request, known.saved, end), known.saved):
+                block = self._pool.blocks[ids[i]]
+                if key in self._saving or block.is_null or not self._link.ready:
+                    continue
+                if self._pinned + len(blocks) >= most:
+                    self.counts["blocks_not_saved"] += 1
+                    continue
+                self._saving.add(key)
+                keys.append(key)
+                blocks.append(block)
+                if self._event is not None:
+                    stored.append(lambda request=request, i=i: self._event(request, i))  # type: ignore[misc]
+            known.saved = end
+        if keys:
+            self._pool.touch(blocks)
+            self._pinned += len(blocks)
+            ids = [block.block_id for block in blocks]
+            task = WriteStorageTask(task_id=self._name("save"), keys=keys, gpu_block_ids=ids, timeout=self._timeout)
+            self._waiting.append(PendingTransfer(task, self._step, blocks=blocks, stored=stored))
+
+    def _scheduled(self, output: Any) -> Iterator[tuple[Known, int]]:
+        """The requests of a step, and how many of their tokens were computed before it."""
+        cached = output.scheduled_cached_reqs
+        new = ((request.req_id, request.num_computed_tokens) for request in output.scheduled_new_reqs)
+        for request_id, computed in itertools.chain(new, zip(cached.req_ids, cached.num_computed_tokens, strict=True)):
+            if request_id in self._requests:
+                yield self._requests[request_id], computed
+
+    def _load_ended(self, transfer: PendingTransfer, moved: set[int]) -> None:
+        self._loaded.add(transfer.request_id)
+        known = self._requests.get(transfer.request_id)
+        for i, block in enumerate(transfer.task.gpu_block_ids, transfer.first):
+            if block in moved:
+                continue
+            self._bad_blocks.add(block)
+            if known is not None and known.found is not None:
+                known.found[i] = False  # or vLLM would ask for it, and load it, for ever
+
+    def _save_ended(self, transfer: PendingTransfer, moved: set[int]) -> None:
+        if transfer.stored:
+            told = zip(transfer.task.gpu_block_ids, transfer.stored, strict=True)
+            self._events += [make() for block, make in told if block in moved]
+        self._unpin(transfer)
+
+    def _unpin(self, transfer: PendingTransfer) -> None:
+        if transfer.blocks:
+            self._pool.free_blocks(list(reversed(transfer.blocks)))
+            self._pinned -= len(transfer.blocks)
+            self._saving.difference_update(transfer.task.keys)
+
+    def _count(self, transfer: PendingTransfer, result: TaskResult, moved: int) -> None:
+        done, not_done = ("loaded", "not_loaded") if transfer.request_id else ("saved", "not_saved")
+        self.counts[f"blocks_{done}"] += moved
+        self.counts[f"bytes_{done}"] += result.bytes
+        if result.status is not Status.OK:
+            self.counts[f"blocks_{not_done}"] += len(transfer.task.keys) - moved
+
+    def _keys(self, request: Any, first: int, end: int) -> list[str]:
+        """vLLM's hash of a block stands for all tokens up to its end."""
+        return [block_hash.hex() for block_hash in request.block_hashes[first:end]]
+
+    def _name(self, kind: str) -> str:
+        return f"{kind}-{self._prefix}-{next(self._numbers)}"

@@ -1,0 +1,51 @@
+"""What an operator can say in vLLM's configuration, checked where it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from transferd.config.size import Size
+from transferd.errors import ConfigError
+
+LONGEST_TIMEOUT_S = 3600.0
+
+
+class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The keys of a tier, or of kv_connector_extra_config.
+
+    endpoint: of a daemon that runs; "" = see companion.py. name: of the engine, "" = made from vLLM's engine id.
+    generation: weight version; part of every key. path, capacity: where and how much a daemon that is started here
+    stores. timeout: seconds for one transfer. start_timeout: seconds that the start of the engine waits for a daemon.
+    """
+
+    endpoint: str = ""
+    name: str = ""
+    generation: str = ""
+    path: str = ""
+    capacity: int | str = 0
+    timeout: float = 30.0
+    start_timeout: float = 20.0
+
+    @property
+    def capacity_bytes(self) -> int:
+        return int(Size.parse(self.capacity))
+
+
+def settings(section: str, given: Mapping[str, Any]) -> AdapterSettings:
+    """Raises ConfigError that names the key."""
+    try:
+        found = msgspec.convert(given, AdapterSettings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(section, str(error)) from None
+    if not 0 < found.timeout <= LONGEST_TIMEOUT_S:
+        raise ConfigError(f"{section}.timeout", f"must be above 0 and at most {LONGEST_TIMEOUT_S:g}", found.timeout)
+    if found.start_timeout < 0:
+        raise ConfigError(f"{section}.start_timeout", "must be at least 0", found.start_timeout)
+    try:
+        _ = found.capacity_bytes
+    except ValueError as error:
+        raise ConfigError(f"{section}.capacity", str(error), found.capacity) from None
+    return found

@@ -1,0 +1,260 @@
+"""TransferdTier: transferd as a secondary tier under vLLM's TieringOffloadingSpec.
+
+vLLM copies KV between the GPU and its host pool, a file in /dev/shm. Each chunk of the pool is one row there, which
+holds the bytes of all workers. The daemon maps that file; a chunk is one transferd block, and its row number is the
+block id. So this class moves no bytes: it turns jobs into tasks and results into job results.
+
+Everything here runs in vLLM's scheduler process and on its thread, except `_Lookups.batch_lookup` (a thread of vLLM's)
+and `_Jobs.done` (the link's).
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import Counter
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingCounterMetadata,
+    OffloadingEvent,
+    OffloadingGaugeMetadata,
+    OffloadingMetricMetadata,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+
+from transferd.adapters.vllm import identity
+from transferd.adapters.vllm.companion import DaemonFinder
+from transferd.adapters.vllm.entry import EngineFacts, OfferedMemory
+from transferd.adapters.vllm.link import Link, StorageTask
+from transferd.adapters.vllm.memory import shared_memory_at
+from transferd.adapters.vllm.settings import settings
+from transferd.tasks import ReadStorageTask, Status, TaskResult, WriteStorageTask
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.base import OffloadKey, ReqContext, ScheduleEndContext
+    from vllm.v1.kv_offload.tiering.base import TransferJob
+
+log = logging.getLogger("vllm.transferd")
+
+LEAVE_TIMEOUT_S = 2.0  # vLLM gives an engine about 5 s to end
+
+READY = "vllm:kv_offload_transferd_ready"
+LOST_CHUNKS = "vllm:kv_offload_transferd_chunks_not_moved"
+
+
+class TransferdTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not installed where mypy runs
+    """A secondary tier whose storage is a transferd daemon. See docs/vllm.md for its keys."""
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        enable_kv_events: bool = False,
+        locality: str | None = None,
+        **given: Any,
+    ) -> None:
+        """Find or start the daemon and offer it vLLM's host pool. Raises ConfigError, TierError.
+
+        A daemon that does not answer in time is no error: until it does, everything is a miss.
+        """
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        self._settings = chosen = settings("secondary_tiers", given)
+        self.locality = None if locality is None else Locality(locality)
+        engine = _engine(offloading_spec.config, primary_kv_view, chosen.name, chosen.generation)
+        companion = DaemonFinder(
+            endpoint=chosen.endpoint,
+            path=chosen.path,
+            capacity=chosen.capacity_bytes,
+            engine=engine,
+        )
+        self._link = Link(companion, engine.name, engine.enter)
+        self._jobs = _Jobs(self._block_size_bytes)
+        self._lookups = _Lookups(self._link, tier_type)
+        events = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
+        self._events: list[OffloadingEvent] | None = [] if events else None
+        self._not_moved: Counter[str] = Counter()
+        if not self._link.wait_ready(chosen.start_timeout):
+            log.warning("transferd: no daemon after %g s; vLLM starts without it", chosen.start_timeout)
+
+    # --- look-ups -----------------------------------------------------------------------------------
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:  # noqa: ARG002
+        return RequestOffloadingContext()
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        there = self._lookups.lookup(key, req_context)
+        if there is None:
+            return LookupResult.RETRY
+        return LookupResult.HIT if there else LookupResult.MISS
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:  # noqa: ARG002
+        self._lookups.flush()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._lookups.cleanup(req_context.req_id)
+
+    # --- transfers ----------------------------------------------------------------------------------
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        keys, rows = list(job_metadata.keys), job_metadata.chunk_ids.tolist()
+        self._submit(
+            job_metadata,
+            WriteStorageTask(
+                task_id=f"store-{self._jobs.prefix}-{job_metadata.job_id}",
+                keys=[key.hex() for key in keys],
+                gpu_block_ids=rows,
+                timeout=self._settings.timeout,
+            ),
+        )
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        keys, rows = list(job_metadata.keys), job_metadata.chunk_ids.tolist()
+        self._submit(
+            job_metadata,
+            ReadStorageTask(
+                task_id=f"load-{self._jobs.prefix}-{job_metadata.job_id}",
+                keys=[key.hex() for key in keys],
+                gpu_block_ids=rows,
+                timeout=self._settings.timeout,
+                prefix=False,
+            ),
+        )
+
+    def _submit(self, job: TransferJob, task: StorageTask) -> None:
+        self._jobs.began(job)
+        self._link.submit(task, lambda result: self._jobs.done(job, result))
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        return [self._finished(job, result) for job, result in self._jobs.take()]
+
+    def _finished(self, job: TransferJob, result: TaskResult) -> JobResult:
+        moved = set(result.block_ids)
+        good = [key for key, row in zip(job.keys, job.chunk_ids.tolist(), strict=True) if row in moved]
+        whole = result.status is Status.OK
+        if not whole:
+            bad = [key for key, row in zip(job.keys, job.chunk_ids.tolist(), strict=True) if row not in moved]
+            self._not_moved[result.error.code if result.error else str(result.status)] += len(bad)
+            if job.is_promotion:
+                self._lookups.mark_miss(bad)  # or vLLM would ask, and load, for ever
+        elif self._events is not None and not job.is_promotion:
+            self._events.append(OffloadingEvent(keys=good, medium=self.medium, removed=False, locality=self.locality))
+        return JobResult(
+            job_id=job.job_id,
+            success=whole,
+            successful_keys=good if good and job.is_promotion and not whole else None,
+            transfer_time=result.duration,
+            transfer_bytes=len(good) * self._block_size_bytes,
+        )
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        if self._events:
+            yield from self._events
+            self._events.clear()
+
+    def drain_jobs(self) -> None:
+        """Wait until no job touches the pool. A daemon that is alive and silent makes this wait: it may still write."""
+        self._jobs.wait_idle()
+
+    def shutdown(self) -> None:
+        self._lookups.stop()
+        self._link.close(LEAVE_TIMEOUT_S)
+        self._lookups.shutdown()
+
+    # --- metrics ------------------------------------------------------------------------------------
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:  # noqa: ARG003
+        return {
+            READY: OffloadingGaugeMetadata(documentation="1 while a transferd daemon serves this engine, else 0."),
+            LOST_CHUNKS: OffloadingCounterMetadata(
+                documentation="Chunks that transferd did not store or load, labeled by why: an error code, or miss.",
+                labelnames=("reason",),
+            ),
+        }
+
+    def get_stats(self) -> OffloadingConnectorStats:
+        stats = OffloadingConnectorStats()
+        stats.set_gauge(READY, int(self._link.ready))
+        for reason, count in self._not_moved.items():
+            stats.increase_counter(LOST_CHUNKS, count, (reason,))
+        self._not_moved.clear()
+        return stats
+
+
+class _Jobs:
+    """Jobs that were submitted and not yet reported. `done` may be called in any thread."""
+
+    def __init__(self, row_bytes: int) -> None:
+        self.prefix = f"{id(self):x}-{threading.get_native_id()}"
+        self._row_bytes = row_bytes
+        self._finished: queue.SimpleQueue[tuple[TransferJob, TaskResult]] = queue.SimpleQueue()
+        self._running = 0
+        self._idle = threading.Condition()
+
+    def began(self, job: TransferJob) -> None:  # noqa: ARG002
+        with self._idle:
+            self._running += 1
+
+    def done(self, job: TransferJob, result: TaskResult) -> None:
+        self._finished.put((job, result))
+        with self._idle:
+            self._running -= 1
+            self._idle.notify_all()
+
+    def take(self) -> Iterable[tuple[TransferJob, TaskResult]]:
+        while not self._finished.empty():
+            yield self._finished.get_nowait()
+
+    def wait_idle(self) -> None:
+        with self._idle:
+            self._idle.wait_for(lambda: not self._running)
+
+
+class _Lookups(AsyncLookupManager):  # type: ignore[misc]
+    """vLLM's own look-ups by a thread; one question to the daemon for each request and step."""
+
+    def __init__(self, link: Link, tier_type: str) -> None:
+        self._link = link
+        self._stopped = False
+        super().__init__(tier_type)
+
+    def batch_lookup(self, keys: Collection[OffloadKey], req_context: ReqContext) -> Iterable[bool]:  # noqa: ARG002
+        if self._stopped:
+            return [False] * len(keys)
+        return self._link.exists([key.hex() for key in keys])
+
+    def stop(self) -> None:
+        """From now on, answer at once."""
+        self._stopped = True
+
+
+def _engine(config: Any, view: memoryview, name: str, generation: str) -> EngineFacts:
+    """vLLM's host pool as an engine of one rank. Raises TierError."""
+    assert view.strides is not None
+    assert view.shape is not None
+    rows, stride = view.shape[0], view.strides[0]
+    mapped = shared_memory_at(np.asarray(view).ctypes.data, rows * stride)
+    return EngineFacts(
+        name=name or f"vllm-tier-{config.engine_id}",
+        model=config.model.name,
+        generation=generation,
+        identity=f"vllm-tier/{identity.digest(identity.of_tier(config, stride))}",
+        ranks=1,
+        blocks=rows,
+        page_bytes=(stride,),
+        memory=OfferedMemory(0, mapped, ((0, stride),)),
+    )
