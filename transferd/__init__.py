@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transferd.client.client import Client
     from transferd.client.engines import Engine
+    from transferd.client.group import GroupClient
     from transferd.client.pages import Pages
     from transferd.client.sync_client import SyncClient
     from transferd.errors import (
@@ -43,6 +44,7 @@ __all__ = [
     "ConnectTimeout",
     "DaemonLost",
     "Engine",
+    "GroupClient",
     "HandoverFailed",
     "Pages",
     "RankResult",
@@ -74,6 +76,7 @@ _HOMES = (
     {
         "Client": "transferd.client.client",
         "Engine": "transferd.client.engines",
+        "GroupClient": "transferd.client.group",
         "Pages": "transferd.client.pages",
         "SyncClient": "transferd.client.sync_client",
     }

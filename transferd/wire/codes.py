@@ -87,6 +87,9 @@ CODES: dict[str, Code] = {
     "no_direct_mode": Code("rejected", 'the daemon has `pd.mode = "storage"`', _CONFIGURE),
     "no_timelines": Code("failed", "the device tier cannot wait for a timeline (`after`)", _CONFIGURE),
     "prefix_only": Code("rejected", "a sparse read, where only leading blocks can be found or moved", "set `prefix`"),
+    "group_mismatch": Code(
+        "client, failed", "the nodes of a group do not fit together, or one has changed", _CONFIGURE
+    ),
     # the world failed
     "expired": Code("expired, partial", "the deadline passed", "as for the status"),
     "cancelled": Code("cancelled, failed", "the task was taken back, here or by the peer", "as for the status"),

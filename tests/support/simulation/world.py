@@ -6,6 +6,7 @@ ones; time, chance, network, storage, device and threads are fakes that go wrong
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 from tests.support.simulation.blocks import Bytes
@@ -50,24 +51,33 @@ def small_config(ranks: int = 2, staging: str = "32KiB", *, key_schema: str = "t
 
 
 class SimWorld:
-    """Builds and owns everything of one simulated run."""
+    """Builds and owns everything of one simulated run: of one node, where there are several.
 
-    def __init__(self, loop: SimLoop, config: Config, weather: Weather = CALM, *, capacity: int | None = None) -> None:
+    node: where there are several, so that each has a chance of its own.
+    """
+
+    def __init__(
+        self, loop: SimLoop, config: Config, weather: Weather = CALM, *, capacity: int | None = None, node: str = ""
+    ) -> None:
         self.loop = loop
+        self.node = node
         self.config = config
         self.clock = SimClock(loop)
         self.stood_still = 0.0  # seconds so far for which nothing ran
         self.watch = MemoryWatch()
-        self.network = SimNetwork(rng=loop.stream("network"))
-        self.storage = SimStorage(capacity=capacity, rng=loop.stream("storage"), watch=self.watch)
+        self.network = SimNetwork(rng=self._stream("network"))
+        self.storage = SimStorage(capacity=capacity, rng=self._stream("storage"), watch=self.watch)
         self.build(self.storage)
-        self.log = SimLog(self.clock, loop.stream("log"))
+        self.log = SimLog(self.clock, self._stream("log"))
         self.weather = weather
+
+    def _stream(self, part: str) -> random.Random:
+        return self.loop.stream(self.node + part)
 
     def build(self, storage: Storage) -> None:
         """A daemon on this storage. Called again: a successor, in calm weather."""
         # The stream keeps the name it was first given, so that a seed still means the same story.
-        self.threads = SimThreads(rng=self.loop.stream("offload"))
+        self.threads = SimThreads(rng=self._stream("offload"))
         self.daemon = Daemon(
             self.config,
             transport=self.network.server(),
@@ -80,13 +90,13 @@ class SimWorld:
             self._own(worker.context.device, rank)
             for rank, worker in enumerate(self.daemon.default.coordinator.workers)
         ]
-        self.effects = SimEffects(self.daemon, self.loop.stream("effects"))
+        self.effects = SimEffects(self.daemon, self._stream("effects"))
 
     def _own(self, device: DeviceTier, rank: int) -> SimDevice:
         """The registry made the device; here it gets this world's chance and watch."""
         assert isinstance(device, SimDevice)
         device.watch = self.watch
-        device.dice = Dice(self.loop.stream(f"device {rank}"), f"device {rank}")
+        device.dice = Dice(self._stream(f"device {rank}"), f"device {rank}")
         return device
 
     @property

@@ -1,0 +1,186 @@
+"""What a group does with its nodes' answers and silences, each node a stub that answers when the test says so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from transferd.client.group import GroupClient
+from transferd.errors import DaemonLost, RequestError, TransferError
+from transferd.tasks import ErrorInfo, RankResult, ReadStorageTask, Status, Task, TaskResult
+
+TASK = ReadStorageTask(task_id="t", keys=["a", "b"], gpu_block_ids=[4, 5])
+
+
+class Node:
+    """In a Client's place. asked: what was asked of it, in order. fails: which requests raise, and what."""
+
+    def __init__(self, number: int, engine: dict[str, Any] | None = None) -> None:
+        self.endpoint = f"tcp://node-{number}:1"
+        self.connected = True
+        self.asked: list[str] = []
+        self.fails: dict[str, TransferError] = {}
+        self.answers: dict[str, Any] = {}
+        self.result: asyncio.Future[TaskResult] = asyncio.get_running_loop().create_future()
+        alike = {"model": "m", "fingerprint": "f", "generation": "g", "ranks": 2, "first_rank": 2 * number}
+        self.answers["stats"] = {"engines": {"default": alike | (engine or {})}}
+
+    async def _ask(self, what: str) -> Any:
+        self.asked.append(what)
+        if what in self.fails:
+            raise self.fails[what]
+        return self.answers.get(what)
+
+    async def push(self, task: Task) -> asyncio.Future[TaskResult]:
+        await self._ask("push")
+        return self.result
+
+    async def cancel(self, task_id: str) -> bool:
+        cancelled = bool(await self._ask("cancel"))
+        if cancelled and not self.result.done():
+            self.ends(Status.CANCELLED, code="cancelled")
+        return cancelled
+
+    def __getattr__(self, name: str) -> Any:
+        async def ask(*_: Any) -> Any:
+            return await self._ask(name)
+
+        return ask
+
+    def ends(self, status: Status, blocks: Sequence[int] = (), code: str = "", ranks: int = 0, **more: Any) -> None:
+        error = ErrorInfo(code, "why") if code else None
+        shares = [RankResult(rank=rank, status=status, blocks=len(blocks)) for rank in range(ranks)]
+        result = TaskResult(
+            task_id="t", status=status, block_ids=list(blocks), ranks=shares, error=error, generation="g"
+        )
+        self.result.set_result(msgspec.structs.replace(result, **more))
+
+
+async def group_of(*nodes: Node) -> GroupClient:
+    group = GroupClient([node.endpoint for node in nodes])
+    group.clients = list(nodes)  # type: ignore[arg-type]
+    await group.connect()
+    return group
+
+
+async def test_a_task_ends_when_every_node_has_answered_and_not_before() -> None:
+    one, two = Node(0), Node(1)
+    group = await group_of(one, two)
+    pushed = await group.push(TASK)
+    one.ends(Status.OK, [4, 5], ranks=2)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not pushed.done()
+    two.ends(Status.PARTIAL, [4], ranks=2)
+    result = await pushed
+    assert (result.status, result.block_ids) == (Status.PARTIAL, [4])
+    assert [rank.rank for rank in result.ranks] == [0, 1, 2, 3]
+    assert "cancel" not in one.asked + two.asked, "a read that found less is no reason to stop the others"
+
+
+@pytest.mark.parametrize(("status", "code"), [(Status.FAILED, "daemon_lost"), (Status.BUSY, "queue_full")])
+async def test_where_a_node_takes_no_part_the_others_are_told_to_stop(status: Status, code: str) -> None:
+    one, two = Node(0), Node(1)
+    one.answers["cancel"] = True
+    group = await group_of(one, two)
+    pushed = await group.push(TASK)
+    two.ends(status, code=code)
+    result = await pushed
+    assert one.asked[-2:] == ["push", "cancel"]
+    assert "cancel" not in two.asked
+    assert (result.status, result.error and result.error.code) == (status, code)
+    assert result.error is not None
+    assert two.endpoint in result.error.message
+
+
+async def test_cancelling_the_wait_leaves_the_task_and_its_result_alone() -> None:
+    one = Node(0)
+    group = await group_of(one)
+    waiting = asyncio.ensure_future(group.submit(TASK))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert one.asked[-1] == "push"
+    one.ends(Status.OK, [4, 5], ranks=2)
+    await group.close()
+
+
+async def test_a_cancel_counts_if_any_node_took_it_and_fails_only_if_none_could_tell() -> None:
+    one, two = Node(0), Node(1)
+    group = await group_of(one, two)
+    assert not await group.cancel("t")
+    one.fails["cancel"] = DaemonLost("gone")
+    with pytest.raises(DaemonLost, match="tcp://node-0:1: gone"):
+        await group.cancel("t")
+    two.answers["cancel"] = True
+    assert await group.cancel("t")
+
+
+async def test_questions_are_about_what_every_node_has() -> None:
+    one, two = Node(0), Node(1)
+    group = await group_of(one, two)
+    one.answers |= {"match": 3, "exists": [True, True, False]}
+    two.answers |= {"match": 2, "exists": [True, False, True]}
+    assert await group.match(["a"]) == 2
+    assert await group.exists(["a", "b", "c"]) == [True, False, False]
+    assert (await group.stats())["ranks"] == [2, 2]
+    await group.set_generation("next")
+    assert [node.asked[-1] for node in (one, two)] == ["set_generation"] * 2
+
+
+async def test_a_pause_that_fails_on_one_node_holds_none() -> None:
+    one, two = Node(0), Node(1)
+    group = await group_of(one, two)
+    two.fails["pause"] = DaemonLost("gone")
+    with pytest.raises(DaemonLost, match="tcp://node-1:1: gone"):
+        await group.pause()
+    assert one.asked[-2:] == ["pause", "resume"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        ({"first_rank": 0}, "its first rank is 0; in this order of nodes it must be 2"),
+        ({"first_rank": 3}, "its first rank is 3"),
+        ({"model": "other"}, "its model is 'other', that of tcp://node-0:1 is 'm'"),
+        ({"fingerprint": "other"}, "its fingerprint is 'other'"),
+        ({"generation": "other"}, "its generation is 'other'"),
+    ],
+)
+async def test_nodes_that_do_not_fit_are_refused_by_name(engine: dict[str, Any], said: str) -> None:
+    one, two = Node(0), Node(1, engine)
+    with pytest.raises(RequestError, match=said) as refusal:
+        await group_of(one, two)
+    assert refusal.value.reason == "group_mismatch"
+    assert two.endpoint in str(refusal.value)
+    assert [node.asked[-1] for node in (one, two)] == ["close"] * 2
+
+
+async def test_a_daemon_that_knows_no_engines_is_too_old() -> None:
+    one = Node(0)
+    one.answers["stats"] = {}
+    with pytest.raises(RequestError, match="too old for groups, or has no engine 'default'"):
+        await group_of(one)
+
+
+async def test_a_group_that_is_not_ready_takes_no_task() -> None:
+    group = GroupClient(["tcp://node-0:1", "tcp://node-1:1"], await_ready=False)
+    with pytest.raises(RequestError, match="connect the group first"):
+        await group.push(TASK)
+
+
+@pytest.mark.parametrize("endpoints", [[], ["tcp://a:1", "tcp://a:1"]])
+async def test_a_group_needs_its_nodes_each_once(endpoints: list[str]) -> None:
+    with pytest.raises(RequestError, match="one endpoint per node, each once"):
+        GroupClient(endpoints)
+
+
+async def test_every_node_has_its_transport() -> None:
+    with pytest.raises(RequestError, match="2 endpoints, but 0 transports"):
+        GroupClient(["tcp://a:1", "tcp://b:1"], transports=[])

@@ -1,0 +1,249 @@
+"""A tensor-parallel group whose ranks live on several nodes, as one client: a daemon on each node, one result a task.
+
+Node i holds the ranks after those of the nodes before it; each daemon has its share of them as `first_rank` and
+`group_ranks` ([cache] or `Engine`), so that objects carry the rank in the group. A task goes to every node under the
+same id, and its results are merged as a daemon merges its ranks (group_merge.py).
+
+A group answers once every node has answered or is lost, because only then its blocks are free on every node. The others
+cannot make up for a node that is lost or takes no part, so they are told to stop, which shortens the wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from transferd.client.client import Client
+from transferd.client.group_merge import MISMATCH, NodeResult, merge_nodes
+from transferd.errors import RequestError, TransferError
+from transferd.runtime.clock import SYSTEM_CLOCK, Clock
+from transferd.tasks import Status, Task, TaskResult
+from transferd.wire.transport import ClientTransport
+
+T = TypeVar("T")
+
+# What every node of a group must say alike of its engine.
+ALIKE = ("model", "fingerprint", "generation")
+
+
+class GroupClient:
+    """One client of all nodes of a group, in the order of their ranks.
+
+    endpoints: one per node. engine: the engine's name, the same on every node; "" is that of [cache]. transports:
+    replace the default sockets, one per node, for example to use CURVE keys. connect_timeout, await_ready, name: as for
+    Client.
+
+    `clients` are the clients of the nodes, to attach or offer their ranks' memory. Errors of control requests name the
+    node. Belongs to one event loop, as a Client does.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        *,
+        engine: str = "",
+        connect_timeout: float = 10.0,
+        await_ready: bool = True,
+        clock: Clock = SYSTEM_CLOCK,
+        transports: Sequence[ClientTransport] | None = None,
+        name: str = "",
+    ) -> None:
+        if not endpoints or len(set(endpoints)) != len(endpoints):
+            raise RequestError(f"a group needs one endpoint per node, each once, not {list(endpoints)}")
+        if transports is not None and len(transports) != len(endpoints):
+            raise RequestError(f"{len(endpoints)} endpoints, but {len(transports)} transports")
+        self.engine = engine
+        self._clock = clock
+        spoken: dict[str, Any] = {"engine": engine} if engine else {}
+        self.clients = [
+            Client(
+                endpoint,
+                connect_timeout=connect_timeout,
+                await_ready=await_ready,
+                clock=clock,
+                transport=None if transports is None else transports[number],
+                name=name,
+                **spoken,
+            )
+            for number, endpoint in enumerate(endpoints)
+        ]
+        self._ranks: list[range] = []  # of each node
+        self._running: set[asyncio.Task[TaskResult]] = set()
+
+    # --- life ---------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        await self.connect()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def connect(self) -> None:
+        """Connect to every node, and check that together they are one group.
+
+        Without `await_ready`, call `wait_ready` after the memory was offered; it makes the check. Raises
+        ConnectTimeout, ConfigError; RequestError with code `group_mismatch` that names the node which does not fit.
+        """
+        try:
+            await self._on_all(lambda client: client.connect())
+            if all(client.connected for client in self.clients):
+                await self._check()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def wait_ready(self, timeout: float | None = None) -> None:
+        """Wait until every node is ready. Raises as `connect`."""
+        await self._on_all(lambda client: client.wait_ready(timeout))
+        await self._check()
+
+    async def close(self) -> None:
+        """Leave every node. Pending results end with code `closed`. Idempotent."""
+        await asyncio.gather(*(client.close() for client in self.clients))
+        if self._running:
+            await asyncio.wait(self._running)
+
+    async def _check(self) -> None:
+        """Learn each node's ranks, and that they follow each other and mean the same."""
+        told = await self._on_all(lambda client: client.stats())
+        engines = [self._engine_of(client, report) for client, report in zip(self.clients, told, strict=True)]
+        ranks: list[range] = []
+        for client, one in zip(self.clients, engines, strict=True):
+            start = ranks[-1].stop if ranks else 0
+            if one["first_rank"] != start:
+                what = f"its first rank is {one['first_rank']}; in this order of nodes it must be {start}"
+                raise RequestError(f"{client.endpoint}: {what}", code=MISMATCH)
+            for what in ALIKE:
+                if one[what] != engines[0][what]:
+                    said = f"{client.endpoint}: its {what} is {one[what]!r}, that of {self.clients[0].endpoint} "
+                    raise RequestError(f"{said}is {engines[0][what]!r}", code=MISMATCH)
+            ranks.append(range(start, start + one["ranks"]))
+        self._ranks = ranks
+
+    def _engine_of(self, client: Client, report: dict[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] | None = report.get("engines", {}).get(self.engine or "default")
+        if found is None:
+            what = (
+                f"{client.endpoint}: this daemon is too old for groups, or has no engine {self.engine or 'default'!r}"
+            )
+            raise RequestError(what, code=MISMATCH)
+        return found
+
+    # --- tasks --------------------------------------------------------------------------------------
+
+    async def submit(self, task: Task) -> TaskResult:
+        """Push a task to every node and wait for its one result. Cancelling this wait does not cancel the task."""
+        return await (await self.push(task))
+
+    async def push(self, task: Task) -> asyncio.Future[TaskResult]:
+        """Push a task to every node; return once each has admitted or answered it, or is lost.
+
+        The result: `ranks` has every rank of the group by its number there. `busy` and `rejected` mean that no node has
+        touched anything. A node that is lost is `failed`, code `daemon_lost`; the message names its endpoint.
+        """
+        if not self._ranks:
+            raise RequestError("connect the group first; with await_ready=False, call wait_ready", code="not_ready")
+        began = self._clock.monotonic()
+        pushed = await asyncio.gather(*(client.push(task) for client in self.clients))
+        running = asyncio.get_running_loop().create_task(self._joined(task, pushed, began))
+        self._running.add(running)
+        running.add_done_callback(self._running.discard)
+        return asyncio.shield(running)
+
+    async def _joined(self, task: Task, pushed: Sequence[asyncio.Future[TaskResult]], began: float) -> TaskResult:
+        waiting, taken_back = set(pushed), False
+        late: set[asyncio.Future[TaskResult]] = set()
+        while waiting:
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if waiting and not taken_back and any(_took_no_part(future.result()) for future in done):
+                taken_back, late = True, set(waiting)
+                await asyncio.gather(
+                    *(
+                        client.cancel(task.task_id)
+                        for client, future in zip(self.clients, pushed, strict=True)
+                        if future in waiting
+                    ),
+                    return_exceptions=True,  # a node that cannot be asked is lost, and ends its future
+                )
+        nodes = [
+            NodeResult(client.endpoint, ranks, future.result(), future in late)
+            for client, ranks, future in zip(self.clients, self._ranks, pushed, strict=True)
+        ]
+        return merge_nodes(task, nodes, self._clock.monotonic() - began)
+
+    async def cancel(self, task_id: str) -> bool:
+        """Cancel a task on every node. Returns False if no node had such a task. Raises only if no node could tell."""
+        answers = await asyncio.gather(*(client.cancel(task_id) for client in self.clients), return_exceptions=True)
+        if any(answer is True for answer in answers):
+            return True
+        for client, answer in zip(self.clients, answers, strict=True):
+            if isinstance(answer, BaseException):
+                raise _named(client, answer)
+        return False
+
+    # --- control ------------------------------------------------------------------------------------
+
+    async def match(self, keys: Sequence[str]) -> int:
+        """Return how many leading blocks every rank of the group can load."""
+        return min(await self._on_all(lambda client: client.match(keys)))
+
+    async def exists(self, keys: Sequence[str]) -> list[bool]:
+        """Return for each key whether every rank of the group can load its block."""
+        answers = await self._on_all(lambda client: client.exists(keys))
+        return [all(there) for there in zip(*answers, strict=True)]
+
+    async def pause(self) -> None:
+        """Pause every node; return once no task touches a block on any. If one fails, none stays paused by this."""
+        try:
+            await self._on_all(lambda client: client.pause())
+        except TransferError:
+            await asyncio.gather(*(client.resume() for client in self.clients), return_exceptions=True)
+            raise
+
+    async def resume(self) -> None:
+        """End this group's pause on every node."""
+        await self._on_all(lambda client: client.resume())
+
+    async def set_generation(self, generation: str) -> None:
+        """Use this weight version on every node from now on.
+
+        Raises if a node could not be told: repeat it. Until all agree, tasks fail (`generation_mismatch`), because
+        their ranks would move blocks of different weights.
+        """
+        await self._on_all(lambda client: client.set_generation(generation))
+
+    async def stats(self) -> dict[str, Any]:
+        """Return {"ready", "ranks": [how many each node has], "nodes": {endpoint: that daemon's report}}."""
+        told = await self._on_all(lambda client: client.stats())
+        return {
+            "ready": all(client.connected for client in self.clients),
+            "ranks": [len(ranks) for ranks in self._ranks],
+            "nodes": {client.endpoint: report for client, report in zip(self.clients, told, strict=True)},
+        }
+
+    async def _on_all(self, ask: Callable[[Client], Coroutine[Any, Any, T]]) -> list[T]:
+        """Ask every node at once; wait for all answers. Raises the first node's error, which then names the node."""
+        answers = await asyncio.gather(*(ask(client) for client in self.clients), return_exceptions=True)
+        good: list[T] = []
+        for client, answer in zip(self.clients, answers, strict=True):
+            if isinstance(answer, BaseException):
+                raise _named(client, answer)
+            good.append(answer)
+        return good
+
+
+def _took_no_part(result: TaskResult) -> bool:
+    """The node refused or is lost: whatever the others do, no block can be moved on every rank."""
+    return not result.ranks and result.status is not Status.OK
+
+
+def _named(client: Client, error: BaseException) -> BaseException:
+    """The same error, its text beginning with the node's endpoint."""
+    if isinstance(error, TransferError) and client.endpoint not in str(error):
+        error.args = (f"{client.endpoint}: {error}", *error.args[1:])
+    return error
