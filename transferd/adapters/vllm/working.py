@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,19 +13,14 @@ from transferd.adapters.vllm.memory import shared_memory_at
 from transferd.adapters.vllm.settings import AdapterSettings
 from transferd.errors import TierError
 
-log = logging.getLogger("vllm.transferd")
-
 
 class Working:
-    """One rank. The word of a step counts once everything that was launched up to there has ended on the device."""
+    """One rank, on the CPU."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, name: str, chosen: AdapterSettings) -> None:
         self._config, self._cache_config, self._name, self._settings = vllm_config, kv_cache_config, name, chosen
         self._link: Link | None = None
-        self._launched = 0
         self._passed = 0
-        self._events: deque[tuple[int, Any]] = deque()  # of a GPU: recorded behind a step's work
-        self._on_gpu = False
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """Offer the memory of these tensors, one a layer. Raises TierError."""
@@ -59,22 +52,10 @@ class Working:
 
     def launched(self, step: int) -> None:
         """Everything of this step has been submitted to the device."""
-        if step <= self._launched:
-            return
-        self._launched = step
-        if not self._on_gpu:
-            self._passed = step  # a CPU has computed it by now
-            return
-        import torch
-
-        event = torch.cuda.Event()
-        event.record()
-        self._events.append((step, event))
+        self._passed = max(self._passed, step)  # a CPU has computed it by now; a GPU would need an event here
 
     def passed(self) -> int:
         """The ready word: the last step of which the device has done everything."""
-        while self._events and self._events[0][1].query():
-            self._passed, _ = self._events.popleft()
         return self._passed
 
     def close(self, timeout: float) -> None:
@@ -106,7 +87,9 @@ def _memory(rank: int, tensors: list[Any]) -> OfferedMemory:
         raise TierError(f"vLLM has allocated the KV cache in {len(storages)} pieces; one is supported")
     (storage,) = storages.values()
     if storage.device.type != "cpu":
-        raise TierError(f"KV memory on {storage.device} cannot be offered yet; use TransferdTier")
+        raise TierError(
+            f"KV memory is on {storage.device}; TransferdConnector serves CPUs only so far: use TransferdTier"
+        )
     if not storage.is_shared():
         storage._share_filename_cpu_()
     size = tensors[0].element_size()
