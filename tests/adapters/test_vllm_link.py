@@ -1,0 +1,133 @@
+"""An engine process's link to a real daemon that it has started itself, with memory that has no name; without vLLM."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import queue
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from transferd.adapters.vllm.companion import DaemonFinder
+from transferd.adapters.vllm.entry import EngineFacts, OfferedMemory
+from transferd.adapters.vllm.link import Link
+from transferd.adapters.vllm.memory import shared_memory_at
+from transferd.tasks import ReadStorageTask, Status, TaskResult, WriteStorageTask
+
+pytestmark = pytest.mark.one_loop
+
+BLOCKS, PAGE = 16, 4096
+WAIT_S = 60.0
+
+
+class OneEngine:
+    """An engine of one rank: two layers, whose pages lie one block behind the other."""
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("kv")
+        os.ftruncate(self.fd, 2 * BLOCKS * PAGE)
+        self._mapped = mmap.mmap(self.fd, 2 * BLOCKS * PAGE)
+        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._mapped, dtype=np.uint8)
+        mapped = shared_memory_at(self.bytes.ctypes.data, self.bytes.nbytes)
+        memory = OfferedMemory(0, mapped, ((0, PAGE), (BLOCKS * PAGE, PAGE)), self.bytes)
+        facts = EngineFacts("e", "model", "", "identity", 1, BLOCKS, (PAGE, PAGE), memory)
+        self.finder = DaemonFinder(engine=facts)
+        self.link = Link(self.finder, facts.name, facts.enter)
+        assert self.link.wait_ready(WAIT_S)
+
+    def block(self, number: int) -> npt.NDArray[np.uint8]:
+        return self.bytes.reshape(2, BLOCKS, PAGE)[:, number]
+
+    def start(self, task: ReadStorageTask | WriteStorageTask) -> queue.SimpleQueue[TaskResult]:
+        answers: queue.SimpleQueue[TaskResult] = queue.SimpleQueue()
+        self.link.submit(task, answers.put)
+        return answers
+
+    def daemon(self) -> int:
+        assert self.finder._process is not None
+        return self.finder._process.pid
+
+    def close(self) -> None:
+        self.link.close(10.0)
+        del self.bytes
+        os.close(self.fd)
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[OneEngine]:
+    place = Path(tempfile.mkdtemp(prefix="tl."))  # a short name: a socket lives in it
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(place))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(place / "cache"))
+    monkeypatch.delenv("TRANSFERD_ENDPOINT", raising=False)
+    one = OneEngine()
+    yield one
+    one.close()
+    shutil.rmtree(place, ignore_errors=True)
+
+
+def until(true: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + WAIT_S
+    while not true():
+        assert time.monotonic() < give_up
+        time.sleep(0.02)
+
+
+def write(engine: OneEngine, *keys: str) -> None:
+    for i in range(1, len(keys) + 1):
+        engine.block(i)[:] = np.random.default_rng(i).integers(0, 256, (2, PAGE), dtype=np.uint8)
+    task = WriteStorageTask(task_id=f"w{keys}", keys=list(keys), gpu_block_ids=list(range(1, len(keys) + 1)))
+    assert engine.start(task).get(timeout=WAIT_S).status is Status.OK
+
+
+def test_each_key_has_an_answer_and_each_block_its_bytes(engine: OneEngine) -> None:
+    write(engine, "a", "b", "c")
+    assert engine.link.exists(["a", "x", "c"]) == [True, False, True]
+    answers: queue.SimpleQueue[list[bool]] = queue.SimpleQueue()
+    engine.link.ask(["x", "b"], answers.put)
+    assert answers.get(timeout=WAIT_S) == [False, True]
+    read = ReadStorageTask(task_id="r", keys=["a", "x", "c"], gpu_block_ids=[8, 9, 10], prefix=False)
+    result = engine.start(read).get(timeout=WAIT_S)
+    assert (result.status, result.block_ids) == (Status.PARTIAL, [8, 10])
+    assert np.array_equal(engine.block(8), engine.block(1))
+    assert np.array_equal(engine.block(10), engine.block(3))
+    assert not engine.block(9).any()
+
+
+def test_a_task_of_a_suspended_daemon_is_answered_when_it_can_write_no_more(engine: OneEngine) -> None:
+    write(engine, "a")
+    os.kill(engine.daemon(), signal.SIGSTOP)
+    try:
+        answers = engine.start(ReadStorageTask(task_id="r", keys=["a"], gpu_block_ids=[8]))
+        until(lambda: not engine.link.ready)
+        assert engine.link.exists(["a"]) == [False], "look-ups do not wait for it"
+        refused = engine.start(ReadStorageTask(task_id="s", keys=["a"], gpu_block_ids=[9])).get(timeout=WAIT_S)
+        assert refused.error is not None
+        assert refused.error.code == "not_connected"
+        assert answers.empty()
+    finally:
+        os.kill(engine.daemon(), signal.SIGCONT)
+    result = answers.get(timeout=WAIT_S)
+    assert np.array_equal(engine.block(8), engine.block(1)) or not result.block_ids
+
+
+def test_a_killed_daemon_answers_its_tasks_and_is_started_again(engine: OneEngine) -> None:
+    write(engine, "a")
+    before = engine.daemon()
+    os.kill(before, signal.SIGSTOP)  # so that the task cannot end first
+    answers = engine.start(ReadStorageTask(task_id="r", keys=["a"], gpu_block_ids=[8]))
+    os.kill(before, signal.SIGKILL)
+    result = answers.get(timeout=WAIT_S)
+    assert (result.status, result.error and result.error.code) == (Status.FAILED, "daemon_lost")
+    until(lambda: engine.daemon() != before and engine.link.ready)
+    assert engine.start(ReadStorageTask(task_id="t", keys=["a"], gpu_block_ids=[8])).get(timeout=WAIT_S).block_ids == [
+        8
+    ]
+    assert np.array_equal(engine.block(8), engine.block(1))
