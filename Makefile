@@ -15,7 +15,7 @@ MODULE ?= control/dispatcher
 CONTROL_TESTS := tests/control tests/test_barrier.py tests/test_barrier_stateful.py tests/test_tasks.py
 FAST_TESTS := $(wildcard tests/test_*.py) $(addprefix tests/,runtime config blocks control observability workers)
 
-.PHONY: help demo test quick fix lint types check coverage mutate steady sim faults fuzz soak wheel bench bench-gate gpu-check fastdeploy-check vllm-check clean
+.PHONY: help demo test quick fix lint types check coverage mutate steady sim faults fuzz soak wheel bench bench-gate gpu-check fastdeploy-check fastdeploy-gains vllm-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -81,6 +81,9 @@ gpu-check: ## correctness and speed on a machine with an NVIDIA GPU; builds and 
 
 fastdeploy-check: ## the adapter under FastDeploy's own source, where that is here; sets up an environment of its own
 	$(PYTHON) -m tests.with_fastdeploy.check
+
+fastdeploy-gains: ## what FastDeploy gains, measured and written to docs/fastdeploy.md; wants a quiet machine (10 minutes)
+	$(PYTHON) -m tests.with_fastdeploy.check --gains
 
 vllm-check: ## the adapter under vLLM's own engine on the CPU; sets up an environment of its own (3.5 GB)
 	$(PYTHON) -m tests.with_vllm.check $(if $(SHORT),--short)

@@ -4,11 +4,15 @@ Both sides run FastDeploy's unmodified PrefixCacheManager and its way of waiting
 cache_transfer_manager.py for each rank, with operators that copy by memmove (fastdeploy_transfer_process.py); the other
 has the plugin and a daemon with shared memory standing in for devices. Every byte is compared after every transfer.
 
-    build/fastdeploy/venv/bin/python -m benchmarks.fastdeploy_real --tree DIRECTORY [--format json]
+    make fastdeploy-gains                  sets up what it needs, measures, and writes the table of docs/fastdeploy.md
+    build/fastdeploy/venv/bin/python -m benchmarks.fastdeploy_real --tree DIRECTORY [--rounds N] [--format json]
 
-Needs what `make fastdeploy-check` sets up; DIRECTORY holds FastDeploy's source. Idle CPU is that of the engine's
-process and all that it started, in which the PrefixCacheManager itself looks for answers every millisecond.
-ratio: how many times transferd's time FastDeploy's own takes.
+DIRECTORY holds FastDeploy's source. Each round runs both sides at each size, in processes of their own, the other side
+first than in the round before. value and limit are medians of the rounds' medians; ratio: how many times transferd's
+time FastDeploy's own takes; spread: (highest - lowest) / median of the rounds' own ratios.
+
+Idle CPU is that of the engine's process and all that it started, in which the PrefixCacheManager itself looks for
+answers every millisecond.
 """
 
 from __future__ import annotations
@@ -24,13 +28,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+from transferd.cli.bench.harness import Row
+
 ROOT = Path(__file__).resolve().parents[1]
 GROUPS = (1, 2, 4)
 BLOCKS = 16  # in one transfer
 LAYERS, HEADS, BLOCK_SIZE, DIM = 8, 2, 64, 128  # 512 KiB a block and rank, bfloat16
-TIMES = 15
-IDLE_S, IDLE_TIMES = 2.0, 3
+ROUNDS = 5
+TIMES = 8  # transfers of each kind in a round; the first of them warms up and does not count
+IDLE_S = 3.0
 SETTLE_S = 2.0
+SIDE_TIMEOUT_S = 400
 SEGMENTS = "TRANSFERD_BENCH_SEGMENTS"
 
 
@@ -39,8 +47,8 @@ def segment(name: str) -> Path:
     return Path("/dev/shm") / f"{os.environ[SEGMENTS]}.{name}"
 
 
-def measure(tp: int, *, ours: bool) -> dict[str, Any]:
-    """One side at one size, in this process: milliseconds of each transfer, and % of a core when idle."""
+def measure(tp: int, *, ours: bool) -> dict[str, float]:
+    """One side at one size, in this process: median milliseconds of each transfer, and % of a core when idle."""
     from tests.with_fastdeploy import engine as harness
 
     harness.LAYERS, harness.HEADS, harness.BLOCK_SIZE, harness.DIM = LAYERS, HEADS, BLOCK_SIZE, DIM
@@ -85,14 +93,12 @@ def measure(tp: int, *, ours: bool) -> dict[str, Any]:
             assert timed("read", lambda: manager.issue_prefetch_storage_task(read)) == there_too  # noqa: B023
             check(there_too, number)
         time.sleep(SETTLE_S)
-        idle = []
-        for _ in range(IDLE_TIMES):
-            before, since = _cpu_s(os.getpid()), time.perf_counter()
-            time.sleep(IDLE_S)
-            idle.append((_cpu_s(os.getpid()) - before) / (time.perf_counter() - since) * 100)
+        before, since = _cpu_s(os.getpid()), time.perf_counter()
+        time.sleep(IDLE_S)
+        idle = (_cpu_s(os.getpid()) - before) / (time.perf_counter() - since) * 100
     finally:
         made.close()
-    return {"times": taken, "idle": idle}
+    return {**{what: statistics.median(times[1:]) for what, times in taken.items()}, "idle": idle}
 
 
 def _own(harness: Any) -> Any:
@@ -165,7 +171,7 @@ def _cpu_s(root: int) -> float:
     return sum(used.get(pid, 0.0) for pid in family)
 
 
-def _side(tree: str, tp: int, *, ours: bool) -> dict[str, Any]:
+def _side(tree: str, tp: int, *, ours: bool) -> dict[str, float]:
     """Measure in a fresh process."""
     with tempfile.TemporaryDirectory(prefix="tfd.") as scratch:
         variables = os.environ | {
@@ -178,42 +184,45 @@ def _side(tree: str, tp: int, *, ours: bool) -> dict[str, Any]:
             variables["FD_PLUGINS"] = "transferd"
         command = [sys.executable, "-m", "benchmarks.fastdeploy_real", "--side", "ours" if ours else "own", str(tp)]
         done = subprocess.run(
-            command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=400, check=False
+            command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=SIDE_TIMEOUT_S, check=False
         )
         if done.returncode:
             raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
-        measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        measured: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
         return measured
+
+
+def _rows(tree: str, tp: int, rounds: int) -> list[Row]:
+    """All figures of one size, from rounds in which the sides take turns."""
+    measured: dict[bool, list[dict[str, float]]] = {False: [], True: []}
+    for number in range(rounds):
+        for ours in (False, True) if number % 2 == 0 else (True, False):
+            measured[ours].append(_side(tree, tp, ours=ours))
+    rows = []
+    for what in measured[False][0]:
+        own, with_us = ([max(one[what], 0.01) for one in measured[ours]] for ours in (False, True))
+        ratios = [a / b for a, b in zip(own, with_us, strict=True)]
+        name = f"idle CPU, TP{tp}" if what == "idle" else f"{what} of {BLOCKS} blocks, TP{tp}"
+        units = ("% of a core, own", "% transferd") if what == "idle" else ("ms FastDeploy's own", "ms transferd")
+        spread = (max(ratios) - min(ratios)) / statistics.median(ratios)
+        rows.append(Row(name, statistics.median(own), units[0], statistics.median(with_us), units[1], spread))
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tree", help="FastDeploy's source")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--format", choices=("text", "json"), default="text")
     parser.add_argument("--side", nargs=2, metavar=("SIDE", "TP"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
         print(json.dumps(measure(int(options.side[1]), ours=options.side[0] == "ours")))
         return
-    from transferd.cli.bench.harness import machine, report, row, show
+    from transferd.cli.bench.harness import machine, report, show
 
-    where, rows = machine(), []
-    for tp in GROUPS:
-        own, ours = (_side(options.tree, tp, ours=side) for side in (False, True))
-        for what, times in own["times"].items():
-            with_us = statistics.median(ours["times"][what])
-            rows.append(
-                row(f"{what} of {BLOCKS} blocks, TP{tp}", times, "ms FastDeploy's own", with_us, "ms transferd")
-            )
-        rows.append(
-            row(
-                f"idle CPU, TP{tp}",
-                own["idle"],
-                "% of a core, own",
-                max(statistics.median(ours["idle"]), 0.01),
-                "% transferd",
-            )
-        )
+    where = machine()
+    rows = [row for tp in GROUPS for row in _rows(options.tree, tp, options.rounds)]
     tree = report("fastdeploy_real", where, rows)
     if options.format == "json":
         print(json.dumps(tree))

@@ -1,6 +1,6 @@
 """`make fastdeploy-check`: the adapter under FastDeploy's own, unmodified source, and FastDeploy's tests with it.
 
-    python -m tests.with_fastdeploy.check [--short]
+    python -m tests.with_fastdeploy.check [--short | --gains]
 
 The source is not ours to carry. It is looked for as *.tar.xz in $TRANSFERD_FASTDEPLOY, else in ../shared/fastdeploy
 beside this checkout; each archive holds fastdeploy/ and tests/. An environment with Paddle for the CPU is made under
@@ -30,6 +30,7 @@ GPU_SITE = Path(__file__).parent / "gpu" / "site"
 VENV = BUILD / "venv"
 PYTHON = VENV / "bin" / "python"
 REQUIREMENTS = Path(__file__).parent / "requirements.txt"
+RESULT = ROOT / "benchmarks" / "results" / "fastdeploy_real.json"
 SOURCE_VARIABLE = "TRANSFERD_FASTDEPLOY"
 THEIR_TESTS = ("tests/cache_manager", "tests/inter_communicator")
 WITHOUT_DEPENDENCIES = "paddleformers==1.2.0"  # asks for another transformers than FastDeploy does
@@ -113,6 +114,18 @@ def their_tests(tree: Path) -> bool:
     return not bad and without.keys() == with_it.keys()
 
 
+def gains(tree: Path, rounds: int) -> None:
+    """Measure what FastDeploy gains; the figures go to benchmarks/results and the tables of docs/."""
+    command = [str(PYTHON), "-m", "benchmarks.fastdeploy_real", "--tree", str(tree), "--rounds", str(rounds)]
+    run = subprocess.run(
+        [*command, "--format", "json"], cwd=ROOT, env=_variables(ROOT), timeout=RUN_TIMEOUT_S, check=True,
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    RESULT.write_text(run.stdout.splitlines()[-1] + "\n", encoding="utf-8")
+    subprocess.run([sys.executable, "-m", "benchmarks.table"], cwd=ROOT, env=_variables(ROOT), check=True)
+    print(f"written: {RESULT.relative_to(ROOT)} and docs/fastdeploy.md")
+
+
 def _outcomes(tree: Path, *, plugin: bool, names: tuple[str, ...]) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.xml"
@@ -165,7 +178,9 @@ def _variables(*paths: Path) -> dict[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--short", action="store_true", help="only our tests, with one version")
-    short = parser.parse_args().short
+    parser.add_argument("--gains", action="store_true", help="measure what FastDeploy gains; tests nothing")
+    parser.add_argument("--rounds", type=int, default=5, help="of --gains")
+    options = parser.parse_args()
     found = archives()
     if not found:
         print(f"fastdeploy-check: skipped, FastDeploy's source is not here (*.tar.xz in ${SOURCE_VARIABLE})")
@@ -174,12 +189,15 @@ def main() -> int:
     if why_not:
         print(f"fastdeploy-check: skipped, {why_not}")
         return 0
+    if options.gains:
+        gains(unpacked(found[-1]), options.rounds)
+        return 0
     results: dict[str, bool] = {}
     for archive in reversed(found):
         tree = unpacked(archive)
         print(f"== {archive.name}", flush=True)
         results[f"{archive.name}: ours"] = our_tests(tree)
-        if short:
+        if options.short:
             break
         results[f"{archive.name}: ours, with workers and messagers"] = our_tests(tree, gpu=True)
         results[f"{archive.name}: theirs"] = their_tests(tree)
