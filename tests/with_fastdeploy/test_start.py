@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,8 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.with_fastdeploy.engine import Engine, Shape, engine, wait_for
+from tests.with_fastdeploy.engine import Engine, Shape, engine, fastdeploy_manager, wait_for
 from tests.with_fastdeploy.test_tiers import prompts
+from transferd.adapters.fastdeploy.arguments import SCRIPT
 from transferd.client.launch import running
 from transferd.errors import ConfigError
 
@@ -169,3 +171,11 @@ def configuration_of(shape: Shape) -> dict[str, object]:
         },
         "storage": {"backend": shape.backend, "model": shape.model},
     }  # fmt: skip
+
+
+def test_every_argument_of_a_transfer_process_is_in_the_docs() -> None:
+    script = Path(fastdeploy_manager.__file__).with_name(SCRIPT).read_text(encoding="utf-8")
+    flags = set(re.findall(r'add_argument\(\s*"(--\w+)"', script))
+    assert len(flags) > 20
+    page = (Path(__file__).parents[2] / "docs" / "fastdeploy.md").read_text(encoding="utf-8")
+    assert flags <= set(re.findall(r"`(--\w+)`", page))

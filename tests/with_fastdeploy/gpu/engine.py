@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -82,6 +82,7 @@ class GpuEngine(base.Engine):
         runner.share_inputs = _Inputs(stop_flags=np.zeros(1, dtype=bool))
         runner.prompt_logprobs_reqs, runner.in_progress_prompt_logprobs = {}, {}
         runner.use_cudagraph = runner.speculative_decoding = runner.enable_cache_manager_v1 = False
+        runner.mla_cache = runner.dsa_cache = False
         runner.is_weight_sleeping = runner.is_kvcache_sleeping = False
         runner.cache_ready_signal = IPCSignal(
             name="cache_ready_signal", array=np.zeros([shape.tp], dtype=np.int32), dtype=np.int32, suffix=self.port,
@@ -102,6 +103,7 @@ class GpuEngine(base.Engine):
                 do(runner)
             except BaseException as error:  # noqa: BLE001 - raised where it is waited for
                 failed.append(error)
+                self.queue.group._closing.set()  # or the engine would wait for this worker as long as FastDeploy does
 
         self.workers = []
         threads = [threading.Thread(target=work, args=(runner,), daemon=True) for runner in self.runners]
@@ -152,6 +154,8 @@ class GpuEngine(base.Engine):
         connector = SimpleNamespace(engine_worker_queue=self.worker_queue, logger=base.common_engine.llm_logger)
         SplitwiseConnector.send_cache_info_to_messager(connector, [request], request.idx)
         self.worker_queue.put_cache_info([{"request_id": request.request_id, "dest_block_ids": blocks}])
+        if hasattr(self.worker_queue, "get_finished_add_cache_task_req"):  # versions whose engine waits for it
+            assert _awaited(self.worker_queue.get_finished_add_cache_task_req) == [request.request_id]
 
     def tell(self, request: Any, tokens: range) -> None:
         """What the attention kernels say while a chunk of the prompt is computed, layer by layer."""
@@ -160,14 +164,7 @@ class GpuEngine(base.Engine):
                 operators.tell(rank, layer, [(request.idx, tokens.start, len(tokens))])
 
     def await_sent(self) -> list[Any]:
-        found: list[Any] = []
-
-        def over() -> bool:
-            found.extend(self.worker_queue.get_finished_req())
-            return bool(found)
-
-        base.wait_for(over)
-        return found
+        return _awaited(self.worker_queue.get_finished_req)
 
     def close(self) -> None:
         self.workers = []
@@ -183,6 +180,18 @@ class GpuEngine(base.Engine):
             runner.cache_kvs_map.clear()
             runner.share_inputs.clear()
         _remove_names(self.devices)
+
+
+def _awaited(ask: Callable[[], list[Any]]) -> list[Any]:
+    """What a queue of FastDeploy's has, as soon as it has something."""
+    found: list[Any] = []
+
+    def some() -> bool:
+        found.extend(ask())
+        return bool(found)
+
+    base.wait_for(some)
+    return found
 
 
 class _Inputs(dict[str, Any]):
