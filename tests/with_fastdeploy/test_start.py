@@ -54,6 +54,7 @@ def test_an_engine_that_is_killed_takes_its_daemon_along(place: Path) -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
     assert run.returncode == -9, run.stderr[-2000:]
+    assert re.search(r"transferd at ipc://\S+ serves 1 ranks of port \d+", run.stderr), "docs/fastdeploy.md says so"
     pid = int(run.stdout.split()[-1])
     wait_for(lambda: not Path(f"/proc/{pid}").exists())
 

@@ -67,8 +67,9 @@ def queue_for(
     local_data_parallel_id: int = 0,  # noqa: ARG001 - every group has a port of its own
 ) -> EngineQueue:
     """What FastDeploy gets where it constructs an EngineCacheQueue. Raises ConfigError."""
-    from transferd.adapters.fastdeploy.plugin import switch_manager
+    from transferd.adapters.fastdeploy.plugin import be_heard, switch_manager
 
+    be_heard()
     switch_manager()
     if not is_server and not 0 <= client_id < num_client:
         raise ConfigError("client_id", f"must be 0 to {num_client - 1}", client_id)

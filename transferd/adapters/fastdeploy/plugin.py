@@ -65,6 +65,17 @@ def switch_manager() -> None:
         module.subprocess = _Subprocess()  # type: ignore[attr-defined]
 
 
+def be_heard() -> None:
+    """What the plugin says at INFO reaches standard error. FastDeploy's loggers have handlers, Python's root has none.
+
+    Idempotent. Not while FastDeploy is imported: handlers come and go meanwhile.
+    """
+    logger = logging.getLogger(__package__)
+    if not logger.hasHandlers():
+        logger.addHandler(logging.StreamHandler())
+        logger.setLevel(logging.INFO)
+
+
 class _Subprocess:
     """The module `subprocess`, but for the command of a cache transfer process."""
 
