@@ -132,6 +132,16 @@ CODES: dict[str, Code] = {
     "unknown_task": Code("refused", "the flight recorder holds no such task any more", "look into a dump"),
     "not_token_indexed": Code("refused", "storage is found by keys", "match `keys`"),
     "no_token_index": Code("refused", "the daemon keeps no open token index", _CONFIGURE),
+    # engines
+    "unknown_engine": Code("rejected, refused", "no engine of this name is registered, or it has left", "register it"),
+    "engine_exists": Code("refused", "a living engine has this name", "take another name, or wait until it has left"),
+    "too_many_engines": Code("refused", "`engines.max_engines` is reached", _LATER),
+    "no_room": Code("refused", "the engine needs more host memory than it may have", "ask for fewer host blocks"),
+    "not_yours": Code(
+        "rejected, refused",
+        "the engine, or the memory of an offered descriptor, belongs to another user",
+        "run as that user",
+    ),
     # memory
     "not_ready": Code("refused", "the rank has no memory now", "wait for `ready`, then ask again"),
     "stale_epoch": Code("refused", "what is mapped is of an earlier epoch", "attach again, with epoch 0"),
@@ -142,9 +152,6 @@ CODES: dict[str, Code] = {
         "the daemon allocates this memory itself; or it cannot map a descriptor like this",
         "attach instead of offering; or offer memory with a name",
     ),
-    "not_yours": Code(
-        "refused", "the memory of a descriptor belongs to another user than the process that offers it", _CORRECT
-    ),
     "unsealed": Code(
         "refused",
         "the memory of a descriptor could shrink while the daemon has it mapped",
@@ -152,6 +159,7 @@ CODES: dict[str, Code] = {
     ),
     "canary_mismatch": Code("refused", "the block that was read is not the one that was written", _CORRECT),
     "wrong_kind": Code("refused", "the handle is not of the daemon's device tier", _CONFIGURE),
+    "not_shareable": Code("client", "this GPU memory cannot be shared with another process", "the message says how"),
     "wrong_device": Code("refused", "the memory is on another GPU than the rank", _CONFIGURE),
     "still_mapped": Code("refused", "clients have the memory mapped", "let them detach, then ask again"),
     "not_cleared": Code("refused", "nothing was cleared", "none: the cache is there"),
