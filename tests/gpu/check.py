@@ -1,12 +1,14 @@
 """`make gpu-check`: everything that only a machine with an NVIDIA GPU can show, in one command.
 
-    python -m tests.gpu.check [--device 0] [--only WORD] [--keep-going] [--no-bench] [--results DIRECTORY] [--seed N]
+    python -m tests.gpu.check [--device 0] [--only WORD] [--first] [--no-bench] [--results DIRECTORY] [--seed N]
                               [--limit SECONDS]
 
 Needs python3 with cuda-bindings and NVRTC, and what transferd itself imports; builds and fetches nothing, and
-transferd need not be installed. Every check prints one line; the first that fails says what was wrong and
-ends the run with exit code 1. Then the benchmark measures, and its JSON goes to benchmarks/results/. What hangs
-ends after --limit, 9 minutes, with the traceback of every thread; what was measured by then is written.
+transferd need not be installed. Every check prints one line with a verdict: right or wrong; fast or slow where it
+measures beside a limit; skipped where this machine lacks what it needs. One that is wrong says how to run it alone, and
+makes the exit code 1. Then the benchmark measures, and a table of all verdicts ends it. The JSON goes to
+benchmarks/results/ (gpu-check.json, copy-cuda.json). What hangs ends after --limit, 9 minutes, with the traceback of
+every thread; what was found by then is written.
 """
 
 from __future__ import annotations

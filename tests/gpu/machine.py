@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -45,6 +45,18 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "mtp": SMALL | {"layers": 2, "kv_heads": 1, "head_dim": 9, "block_size": 4, "mtp_layers": 2, "mtp_blocks": 31},
     "large segments": SMALL | {"layers": 2, "kv_heads": 8, "head_dim": 128, "block_size": 64},
 }  # fmt: skip
+
+
+Verdict = Literal["right", "fast", "slow", "wrong", "skipped"]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a check that measures found. figures: for the JSON."""
+
+    note: str
+    verdict: Verdict = "right"
+    figures: dict[str, Any] = field(default_factory=dict)
 
 
 class Failed(Exception):

@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -54,12 +54,15 @@ class Peer:
 
 
 @asynccontextmanager
-async def peer(machine: Machine) -> AsyncIterator[Peer]:
-    """An engine's process, gone at the end however it ends."""
+async def peer(
+    machine: Machine, *, before: Sequence[str] = (), env: Mapping[str, str] | None = None
+) -> AsyncIterator[Peer]:
+    """An engine's process, gone at the end however it ends. before: a command that runs it (unshare, setpriv)."""
     run = ["-m", "tests.support.cuda.abi"] if machine.fake else ["-m"]
     process = await asyncio.create_subprocess_exec(
-        sys.executable, *run, "tests.gpu.peer", str(machine.index),
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, limit=1 << 26, env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        *before, sys.executable, *run, "tests.gpu.peer", str(machine.index),
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, limit=1 << 26,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"} | (env or {}),
     )  # fmt: skip
     made = Peer(process)
     try:

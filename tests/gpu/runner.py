@@ -14,17 +14,29 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
-from tests.gpu import copies, daemon, processes
-from tests.gpu.machine import Failed, Machine
+from tests.gpu import beside, copies, daemon, environment, memory, ordering, processes, sharing
+from tests.gpu.machine import Failed, Found, Machine
 from transferd.errors import DeviceLost, TransferError
 from transferd.tiers.cuda.bindings import open_driver
 from transferd.tiers.cuda.device import find_device
 from transferd.tiers.segment import remove_stale_segments
 
-Check = Callable[[Machine], Awaitable[str]]
+Check = Callable[[Machine], Awaitable[str | Found]]
 # Last is what may lose this process's context, and with it every check after it.
-CHECKS: tuple[Check, ...] = (*copies.CHECKS, *processes.CHECKS, *daemon.CHECKS, processes.an_engine_is_killed)
+CHECKS: tuple[Check, ...] = (
+    environment.the_environment,
+    *copies.CHECKS,
+    *memory.CHECKS,
+    *processes.CHECKS,
+    *ordering.CHECKS,
+    *sharing.CHECKS,
+    *daemon.CHECKS,
+    *beside.CHECKS,
+    environment.a_lost_device_is_noticed,
+    processes.an_engine_is_killed,
+)
 GOALS = {"swap_out": 0.95, "swap_in": 0.95, "swap both ways": 0.9}
 LIMIT_S = 540.0
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -35,7 +47,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.check", description="Check transferd on an NVIDIA GPU.")
     parser.add_argument("--device", type=int, default=0)
     parser.add_argument("--only", default="", help="run the checks whose name has this in it")
-    parser.add_argument("--keep-going", action="store_true", help="go on after a check has failed, and measure")
+    parser.add_argument("--first", action="store_true", help="end with the first check that fails, and do not measure")
     parser.add_argument("--no-bench", action="store_true")
     parser.add_argument("--results", type=Path, help=f"where the benchmark's JSON goes; by default {RESULTS}")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
@@ -58,9 +70,14 @@ def main() -> int:
     )
     with tempfile.TemporaryDirectory(prefix="transferd-gpu-") as directory:
         machine = Machine(driver, options.device, Path(directory), options.seed)
-        failed = _run([check for check in CHECKS if options.only in check.__name__], machine, options.keep_going)
-    if (not failed or options.keep_going) and not options.no_bench and not options.only:
-        failed += bench(machine, options.results or (None if machine.fake else RESULTS))
+        rows = _run([check for check in CHECKS if options.only in check.__name__], machine, first=options.first)
+        failed = sum(row["verdict"] == "wrong" for row in rows)
+        results = options.results or (None if machine.fake else RESULTS)
+        if results is not None and not options.only:
+            _write(results, environment.environment(machine), rows, options.seed)
+    if not (failed and options.first) and not options.no_bench and not options.only:
+        failed += bench(machine, results)
+    _tell(rows)
     with contextlib.suppress(DeviceLost):
         driver.release(options.device)
     if machine.fake:
@@ -70,27 +87,49 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def _run(checks: list[Check], machine: Machine, keep_going: bool) -> int:
-    failed = 0
+def _run(checks: list[Check], machine: Machine, *, first: bool) -> list[dict[str, Any]]:
+    """Every check in its order; a row for each. first: end with the first that fails."""
+    rows: list[dict[str, Any]] = []
     for check in checks:
         before = time.monotonic()
         name = check.__name__.replace("_", " ")
         if sys.stdout.isatty():
             print(f"      {name} …", end="\r", flush=True)
-        try:
-            note = asyncio.run(check(machine))
-        except Exception as error:  # noqa: BLE001 - a check that breaks is a check that failed
-            failed += 1
-            print(f"FAIL  {name} ({time.monotonic() - before:.1f} s)")
-            print(f"      {type(error).__name__}: {error}" if not isinstance(error, Failed) else f"      {error}")
-            if not isinstance(error, Failed):
-                traceback.print_exc()
-            print(f"      again, alone: python -m tests.gpu.check --only {check.__name__} --seed {machine.seed}")
-            if not keep_going:
-                break
-        else:
-            print(f"ok    {name}: {note} ({time.monotonic() - before:.1f} s)", flush=True)
-    return failed
+        found = _checked(check, machine)
+        seconds = time.monotonic() - before
+        print(f"{found.verdict:<7} {name}: {found.note} ({seconds:.1f} s)", flush=True)
+        rows.append({"check": name, "verdict": found.verdict, "seconds": round(seconds, 2), "note": found.note})
+        rows[-1]["figures"] = found.figures
+        if found.verdict == "wrong" and first:
+            break
+    return rows
+
+
+def _checked(check: Check, machine: Machine) -> Found:
+    try:
+        found = asyncio.run(check(machine))
+    except Exception as error:  # noqa: BLE001 - a check that breaks is a check that failed
+        if not isinstance(error, Failed):
+            traceback.print_exc()
+        again = f"again, alone: python -m tests.gpu.check --only {check.__name__} --seed {machine.seed}"
+        what = str(error) if isinstance(error, Failed) else f"{type(error).__name__}: {error}"
+        return Found(f"{what}\n        {again}", "wrong")
+    return Found(found) if isinstance(found, str) else found
+
+
+def _tell(rows: list[dict[str, Any]]) -> None:
+    """The table: what is right, fast, slow, wrong, or was not tried here."""
+    width = max((len(row["check"]) for row in rows), default=0)
+    print()
+    for row in rows:
+        print(f"{row['check']:<{width}}  {row['verdict']}")
+
+
+def _write(results: Path, facts: dict[str, Any], rows: list[dict[str, Any]], seed: int) -> None:
+    results.mkdir(parents=True, exist_ok=True)
+    path = results / "gpu-check.json"
+    path.write_text(json.dumps({"environment": facts, "seed": seed, "checks": rows}, indent=1, default=str) + "\n")
+    print(f"written to {path}")
 
 
 def bench(machine: Machine, results: Path | None) -> int:

@@ -740,3 +740,17 @@ async def test_a_driver_that_refuses_everything_has_lost_the_device(threads: Thr
         with pytest.raises(DeviceLost, match="refused 16 copies in a row"):
             await made.tier.copy_in(made.inward([0], [0]), made.pool.memory)
         assert "in a row" in await asyncio.wait_for(told.get(), 30)
+
+
+@pytest.mark.parametrize("answer", ["CUDA_ERROR_ILLEGAL_ADDRESS", "CUDA_ERROR_INVALID_VALUE"])
+async def test_a_copy_that_is_refused_while_the_device_is_being_lost_ends_too(
+    threads: ThreadPools, answer: str
+) -> None:
+    gpu = FakeGpu(batches=False)
+    async with rig(gpu, threads, clean=False) as made:
+        gpu.refuse("copy", "CUDA_ERROR_INVALID_VALUE")
+        gpu.refuse("synchronize_stream", answer)
+        with pytest.raises(DeviceLost, match=answer):
+            await asyncio.wait_for(made.tier.copy_in(made.inward([0], [0]), made.pool.memory), 30)
+        with pytest.raises(DeviceLost):
+            await asyncio.wait_for(made.tier.copy_in(made.inward([1], [1]), made.pool.memory), 30)

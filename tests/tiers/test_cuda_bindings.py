@@ -44,7 +44,11 @@ def test_gpu_check_passes_over_the_real_bindings(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     lines = done.stdout.splitlines()
     assert lines[-1] == "all good"
-    assert len([line for line in lines if line.startswith("ok    ")]) == 17
+    verdicts = [row["verdict"] for row in json.loads((tmp_path / "gpu-check.json").read_text())["checks"]]
+    assert len(verdicts) == 32
+    assert set(verdicts) == {"right", "skipped"}
+    assert verdicts.count("skipped") == 4, "a second user, torch, MPS and half a terabyte are for a GPU machine"
+    assert [line.split()[-1] for line in lines[-1 - len(verdicts) : -1]] == verdicts, "the table ends it"
     report = json.loads((tmp_path / "copy-cuda.json").read_text())
     assert report["machine"]["gpu"] == "Fake GPU"
     assert any(row["name"].startswith("swap both ways, MLA") for row in report["rows"])

@@ -291,7 +291,11 @@ class CopyPipeline:
                     raise DeviceLost(
                         f"the driver refused {self._failures} copies in a row, the last: {error}"
                     ) from error
-                self._quiesce()
+                try:
+                    self._quiesce()
+                except Exception:
+                    self._active.append(copy)  # it ends with the device
+                    raise
                 self._finish(copy, error if isinstance(error, TransferError) else InvariantError(repr(error)))
                 continue
             over = copy.stopped or not copy.left

@@ -1,0 +1,147 @@
+"""Timelines between processes, waits that nobody ends, and a launch queue that is full."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import threading
+import time
+
+import numpy as np
+
+from tests.gpu.machine import LAYOUTS, Failed, Found, Machine, Rig, open_rig, within
+from tests.gpu.processes import Peer, peer
+from transferd.client.timeline import Timeline
+from transferd.errors import TransferError
+
+BEHIND_S = 0.005
+LATE = LAYOUTS["mla"]
+
+
+async def _attached(rig: Rig, engine: Peer) -> bool:
+    data = rig.tier.handle().data
+    await engine.ask("attach", data=data)
+    return data["timelines"] is not None
+
+
+async def _task(rig: Rig, after: tuple[int, int] | None, value: int | None) -> None:
+    """A swap-out as a worker does it; its blocks must have this in every byte."""
+    if after is not None:
+        await rig.tier.reached(after)
+    rig.host[:] = 0
+    await rig.tier.copy_out(rig.out([0, 3], [1, 2]), rig.pool.memory)
+    stride, nbytes = int(rig.layout.host.strides[0]), rig.layout.block_bytes
+    found = {int(byte) for slot in (1, 2) for byte in np.unique(rig.host[slot * stride : slot * stride + nbytes])}
+    if value is not None and found != {value}:
+        raise Failed(f"the copy has {sorted(found)} where the engine's kernels left {value}")
+
+
+async def a_rank_that_is_behind_is_waited_for(machine: Machine) -> Found:
+    """The engine launches its kernels and advances its timeline 5 ms after the task was pushed."""
+    async with open_rig(machine, LATE) as rig, peer(machine) as engine:
+        if not await _attached(rig, engine):
+            return Found("this device shares no timelines", "wrong")
+        line, worst = Timeline(0), 0.0
+        for value in range(1, 4 if machine.fake else 40):
+            after = line.next()
+            task = asyncio.ensure_future(_task(rig, after, value))
+            await asyncio.sleep(0)
+            await engine.ask("compute", value=value, after=after, wait_s=BEHIND_S)
+            before = time.monotonic()
+            await within(task, "a task behind a timeline")
+            worst = max(worst, time.monotonic() - before)
+    return Found(f"right, the result at most {worst * 1e3:.1f} ms after the engine's end", figures={"worst_s": worst})
+
+
+async def two_streams_do_not_wait_for_each_other(machine: Machine) -> str:
+    """A task of a stream that got there is served while another stream's task waits."""
+    async with open_rig(machine, LATE) as rig, peer(machine) as engine:
+        if not await _attached(rig, engine):
+            raise Failed("this device shares no timelines")
+        slow, quick = Timeline(0).next(), Timeline(1).next()
+        waiting = asyncio.ensure_future(_task(rig, slow, None))
+        await engine.ask("compute", value=7, after=quick)
+        await within(_task(rig, quick, 7), "a task of the stream that got there")
+        if waiting.done():
+            raise Failed("a task did not wait for its stream")
+        await engine.ask("compute", value=9, after=slow)
+        await within(waiting, "a task of the slow stream")
+    return "each by its own timeline"
+
+
+async def a_wait_that_nobody_ends_holds_up_nothing(machine: Machine) -> Found:
+    """kill -9 of the engine before it advances: other copies go on, and closing lets go of the wait."""
+    async with open_rig(machine, LATE) as rig:
+        async with peer(machine) as engine:
+            if not await _attached(rig, engine):
+                raise Failed("this device shares no timelines")
+            waiting = asyncio.ensure_future(_task(rig, Timeline(2).next(), None))
+            await asyncio.sleep(0.01)
+            await engine.kill()
+            with contextlib.suppress(BrokenPipeError):
+                pass
+        await within(_task(rig, None, None), "a copy beside a wait that never ends")
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        before = time.monotonic()
+        await within(rig.tier.close(), "closing while something waits on the device", 30)
+        closed = time.monotonic() - before
+        await rig.tier.open()
+    return Found(f"other copies went on; closed after {closed * 1e3:.0f} ms", figures={"close_s": closed})
+
+
+async def a_full_launch_queue(machine: Machine) -> Found:
+    """A stream is held and 2000 fills are submitted: which call blocks, and do others' calls block with it."""
+    driver, count = machine.driver, 8 if machine.fake else 2000
+    context, slow, others = driver.retain(machine.index), [], 0.0
+    with driver.current(context):
+        held, free, words = driver.create_stream(), driver.create_stream(urgent=True), driver.allocate(1 << 21)
+        driver.fill(words, 0, 1 << 21, free)
+        driver.synchronize_stream(free)
+        driver.wait_value(words, 1, held)
+
+    def submit() -> None:
+        with driver.current(context):
+            for number in range(count):
+                before = time.monotonic()
+                driver.fill(words + 4096, 1, 4096, held)
+                if time.monotonic() - before > 0.01:
+                    slow.append(number)
+
+    submitting = threading.Thread(target=submit)
+    submitting.start()
+    await asyncio.sleep(0.0 if machine.fake else 0.5)
+
+    def other() -> float:
+        before = time.monotonic()
+        with driver.current(context):
+            event = driver.create_event()
+            driver.record(event, free)
+            driver.passed(event)
+            driver.destroy_event(event)
+            one = ctypes.c_int64(1)
+            driver.copy(words, ctypes.addressof(one), 8, free)  # and this lets go of the held stream
+            driver.synchronize_stream(free)
+        return time.monotonic() - before
+
+    with contextlib.suppress(TransferError):
+        others = await within(asyncio.to_thread(other), "calls beside a full launch queue", 30)
+    await within(asyncio.to_thread(submitting.join), "the submissions", 30)
+    with driver.current(context):
+        driver.synchronize_stream(held)
+        driver.destroy_stream(held)
+        driver.destroy_stream(free)
+        driver.free(words)
+    driver.release(machine.index)
+    first = str(slow[0]) if slow else "none"
+    note = f"first call to block: {first} of {count}; other streams' calls took {others * 1e3:.1f} ms"
+    return Found(note, "right" if others < 0.1 else "slow", {"blocked_at": slow[:1], "others_s": others})
+
+
+CHECKS = (
+    a_rank_that_is_behind_is_waited_for,
+    two_streams_do_not_wait_for_each_other,
+    a_wait_that_nobody_ends_holds_up_nothing,
+    a_full_launch_queue,
+)

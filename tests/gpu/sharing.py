@@ -1,0 +1,57 @@
+"""How engines really run and allocate: other users, other namespaces, other allocators."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import Any
+
+from tests.gpu.machine import LAYOUTS, Failed, Found, Machine, open_rig
+from tests.gpu.processes import peer
+
+PRIVATE_SHM = 'mount -t tmpfs none /dev/shm && exec "$@"'
+NAMESPACES: dict[str, tuple[str, ...]] = {
+    "another user": ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"),
+    "a private /dev/shm": ("unshare", "--mount", "--ipc", "sh", "-c", PRIVATE_SHM, "sh"),
+    "its own PID namespace": ("unshare", "--pid", "--fork", "--mount-proc"),
+}
+TOLD = ("one user for both", "PID namespace", "has ended", "share it")  # what a refusal has to name, one of these
+
+
+async def engines_in_other_places(machine: Machine) -> Found:
+    """Whether the cache can be mapped by another user and from other namespaces, or what the refusal says."""
+    if machine.fake or os.geteuid() != 0 or shutil.which("unshare") is None:
+        return Found("needs a GPU, root and util-linux", "skipped")
+    told: dict[str, Any] = {}
+    for name, before in NAMESPACES.items():
+        async with open_rig(machine, LAYOUTS["gqa"]) as rig:
+            try:
+                async with peer(machine, before=before) as engine:
+                    arrays = await engine.ask("attach", data=rig.tier.handle().data)
+                    ready = await engine.ask("shares")
+                    told[name] = f"{arrays} arrays mapped, {ready}"
+            except Failed as error:
+                told[name] = str(error).splitlines()[0]
+    bad = [name for name, text in told.items() if "mapped" not in text and not any(word in text for word in TOLD)]
+    note = "; ".join(f"{name}: {text}" for name, text in told.items())
+    return Found(note, "wrong" if bad else "right", told)
+
+
+async def allocators_are_taken_or_named(machine: Machine) -> Found:
+    """torch with each of its allocators: its memory is shared, or refused with the setting to change."""
+    told: dict[str, Any] = {}
+    for setting in ("", "expandable_segments:True", "backend:cudaMallocAsync"):
+        env = {"PYTORCH_CUDA_ALLOC_CONF": setting}
+        async with peer(machine, env=env) as engine:
+            try:
+                data = None if machine.fake else await engine.ask("torch_own", cache=LAYOUTS["gqa"])
+                told[setting or "native"] = "there is no torch" if data is None else "shared"
+            except Failed as error:
+                told[setting or "native"] = str(error).splitlines()[0]
+    if all(text == "there is no torch" for text in told.values()):
+        return Found("there is no torch here", "skipped")
+    bad = [name for name, text in told.items() if text != "shared" and name.split(":")[-1] not in text]
+    return Found("; ".join(f"{name}: {text}" for name, text in told.items()), "wrong" if bad else "right", told)
+
+
+CHECKS = (engines_in_other_places, allocators_are_taken_or_named)
