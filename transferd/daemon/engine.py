@@ -205,6 +205,7 @@ class HostedEngine:
             tokens=self.tokens,
             block_size=config.geometry.block_size,
             only_flush=self.only_flush,
+            engine=self.name,
             object_rank=config.geometry.first_rank + rank,
         )
         return RankWorker(context)

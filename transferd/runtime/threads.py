@@ -26,6 +26,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from pathlib import Path
@@ -42,6 +43,8 @@ CLOSE_S = 1.0  # how long a close waits for running functions; callers have alre
 LEAST = 32
 
 
+# Names the engine that functions of this context are run for.
+whose: ContextVar[str] = ContextVar("whose", default="")
 # Collects the functions that this context gives to threads, so that it can withdraw them.
 noted: ContextVar[list[asyncio.Future[Any]] | None] = ContextVar("noted", default=None)
 
@@ -124,8 +127,46 @@ class Work(asyncio.Future[T]):
             return False
 
 
+class Turns:
+    """What waits for a thread of a crew. Owners (`whose`) take turns; each owner's functions keep their order.
+
+    So a function waits for at most one function of each other owner per function of its own, whatever they give.
+    """
+
+    def __init__(self) -> None:
+        self._ready: queue.SimpleQueue[bool] = queue.SimpleQueue()  # one True a function, one False a dismissal
+        self._waiting: OrderedDict[str, deque[Work[object]]] = OrderedDict()  # by owner; whose turn it is, first
+        self._lock = threading.Lock()
+
+    def put(self, work: Work[object] | None) -> None:
+        """None dismisses one thread."""
+        if work is not None:
+            with self._lock:
+                self._waiting.setdefault(whose.get(), deque()).append(work)
+        self._ready.put(work is not None)
+
+    def get(self) -> Work[object] | None:
+        """Wait for the next; None ends the thread."""
+        return self._next() if self._ready.get() else None
+
+    def get_nowait(self) -> Work[object] | None:
+        """Raises queue.Empty."""
+        return self._next() if self._ready.get_nowait() else None
+
+    def _next(self) -> Work[object]:
+        with self._lock:
+            owner, works = self._waiting.popitem(last=False)
+            work = works.popleft()
+            if works:
+                self._waiting[owner] = works
+        return work
+
+    def qsize(self) -> int:
+        return self._ready.qsize()
+
+
 class Crew:
-    """A fixed number of threads that serve functions in order of arrival. Owns them until `close`.
+    """A fixed number of threads that serve functions in turns of their owners. Owns them until `close`.
 
     most_waiting: how many functions may wait for a thread; None for no limit.
     """
@@ -134,7 +175,7 @@ class Crew:
         self.name = name
         self._size = size
         self._most_waiting = most_waiting
-        self._queue: queue.SimpleQueue[Work[object] | None] = queue.SimpleQueue()
+        self._queue = Turns()
         self._threads: list[threading.Thread] = []
         self._running: dict[str, tuple[object, float]] = {}  # by a thread's name: what, and since when
         self._closed = False

@@ -106,6 +106,7 @@ class RankContext:
     tokens: TokenStorage | None = None
     block_size: int = 0
     only_flush: bool = False
+    engine: str = ""
     object_rank: int = -1  # in the names of objects: over all nodes of the group; -1: rank
 
     def __post_init__(self) -> None:

@@ -16,7 +16,7 @@ import structlog
 
 from transferd.errors import DeviceLost, InvariantError, StillRunning, TransferError
 from transferd.observability.recorder import LONGEST_TEXT
-from transferd.runtime.threads import Direction
+from transferd.runtime.threads import Direction, whose
 from transferd.storage.lru import Use
 from transferd.tasks import ErrorInfo, Lane, RankOutcome
 from transferd.tiers.base import DeviceHandle
@@ -156,6 +156,7 @@ class RankWorker:
     async def _run(self, job: Job, arrive: Arrive, died: Died) -> None:
         lane = self.lanes[job.task.lane]
         lane.running += 1
+        whose.set(self.context.engine)  # in this asyncio task, and in those that it creates
         try:
             outcome = await self._handlers[job.task.lane](job)
         except TransferError as error:
