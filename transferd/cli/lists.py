@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from transferd.wire.protocol import Which
 
+EngineOption = Annotated[str, typer.Option("--engine", help="Only this engine's.")]
 LimitOption = Annotated[int, typer.Option("--limit", min=1, max=1000, help="Maximum number of rows.")]
 
 
@@ -24,6 +25,7 @@ def tasks(
     slow: Annotated[bool, typer.Option("--slow", help="The last thousand tasks, slowest first.")] = False,
     failed: Annotated[bool, typer.Option("--failed", help="Failed and refused tasks, newest first.")] = False,
     limit: LimitOption = 20,
+    engine: EngineOption = "",
     endpoint: EndpointOption = None,
     timeout: TimeoutOption = 2.0,
     key_file: KeyFileOption = None,
@@ -38,7 +40,7 @@ def tasks(
     if len(chosen) > 1:
         raise ConfigError("tasks", f"choose one of --{' and --'.join(chosen)}")
     which: Which = chosen[0] if chosen else "recent"
-    rows = ask(lambda client: client.tasks(which, limit), endpoint, timeout, key_file, server_key_file)
+    rows = ask(lambda client: client.tasks(which, limit, engine), endpoint, timeout, key_file, server_key_file)
     from transferd.cli.tasks_view import tasks_table
 
     _report(rows, tasks_table(rows), format_, "no matching tasks" if chosen else "no tasks yet")
@@ -46,6 +48,7 @@ def tasks(
 
 def clients(
     limit: LimitOption = 100,
+    engine: EngineOption = "",
     endpoint: EndpointOption = None,
     timeout: TimeoutOption = 2.0,
     key_file: KeyFileOption = None,
@@ -53,7 +56,7 @@ def clients(
     format_: FormatOption = Format.TEXT,
 ) -> None:
     """List connected clients, this command included: since when, and how many tasks each waits for."""
-    rows = ask(lambda client: client.clients(limit), endpoint, timeout, key_file, server_key_file)
+    rows = ask(lambda client: client.clients(limit, engine), endpoint, timeout, key_file, server_key_file)
     from transferd.cli.tasks_view import clients_table
 
     _report(rows, clients_table(rows), format_, "no clients")

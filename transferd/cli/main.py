@@ -220,6 +220,7 @@ def explain(
     dump: Annotated[
         Path | None, typer.Option("--dump", help="A dump file, or a directory: its newest dump is used.")
     ] = None,
+    engine: Annotated[str, typer.Option("--engine", help="Whose task it is (default: the engine of [cache]).")] = "",
     timeout: TimeoutOption = 2.0,
     key_file: KeyFileOption = None,
     server_key_file: ServerKeyFileOption = None,
@@ -230,9 +231,9 @@ def explain(
     from transferd.observability.dump_file import read_dump
 
     if dump is None:
-        story = ask(lambda client: client.explain(task_id), endpoint, timeout, key_file, server_key_file)
+        story = ask(lambda client: client.explain(task_id, engine), endpoint, timeout, key_file, server_key_file)
     else:
-        story = read_dump(dump).story(task_id)
+        story = read_dump(dump).story(f"[{engine}] {task_id}" if engine else task_id)
     print(json.dumps(story) if format_ is Format.JSON else stories.as_text(story))
 
 

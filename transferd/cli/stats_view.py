@@ -76,13 +76,32 @@ def _identity(report: dict[str, Any]) -> Text:
 
 def _engine(report: dict[str, Any]) -> Text:
     layout, cache = report["layout"], report["cache"]
-    devices = ", ".join(str(rank["device"]) for rank in report["ranks"])
+    others = _others(report)
+    if not layout:
+        return Text(others or "engine   none: this daemon has no [cache], and no engine has registered")
+    devices = ", ".join(str(rank["device"]) for rank in _own_ranks(report))
     clients, lost = report["server"]["clients"], report["server"]["clients_lost"]
-    text = f"engine   {one_line(layout['attention'])}, {layout['layers']} layers, {len(report['ranks'])} ranks on "
+    text = f"engine   {one_line(layout['attention'])}, {layout['layers']} layers, {len(_own_ranks(report))} ranks on "
     text += f"devices {devices}; a block is {size(layout['block_bytes'])} a rank\n"
     attached = ", ".join(map(str, cache["mapped"]))
     text += f"clients  {clients} connected with this command, {lost} lost; attached to each rank: {attached}"
-    return Text(text)
+    return Text(f"{text}\n{others}" if others else text)
+
+
+def _own_ranks(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Those of the engine of [cache]."""
+    return [rank for rank in report["ranks"] if rank.get("engine", "default") == "default"]
+
+
+def _others(report: dict[str, Any]) -> str:
+    """A line for each engine that has registered."""
+    told = [
+        f"engine   {one_line(name)}: {one_line(one['model'])}, {one['ranks']} ranks, {one['clients']} clients, "
+        + ("ready" if one["ready"] else f"not ready: {one_line(one['why'])}")
+        for name, one in report.get("engines", {}).items()
+        if one["registered"]
+    ]
+    return "\n".join(told)
 
 
 def _tasks(report: dict[str, Any]) -> Text:
@@ -98,11 +117,11 @@ def _tasks(report: dict[str, Any]) -> Text:
 def _tiers(report: dict[str, Any]) -> RenderableType:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
     host, staging, storage = report["host"], report["staging"], report["storage"]
-    ranks, block = len(report["ranks"]), report["layout"]["block_bytes"]
-    device_blocks, creator = report["layout"]["device_blocks"], report["cache"]["creator"]
-    table.add_row(
-        "\ndevice", "", f"\n{device_blocks} blocks a rank, {size(device_blocks * ranks * block)}, made by the {creator}"
-    )
+    if report["layout"]:
+        ranks, block = len(_own_ranks(report)), report["layout"]["block_bytes"]
+        blocks, creator = report["layout"]["device_blocks"], report["cache"]["creator"]
+        in_all = f"\n{blocks} blocks a rank, {size(blocks * ranks * block)}, made by the {creator}"
+        table.add_row("\ndevice", "", in_all)
     pinned = "pinned" if host["pinned"] else "not pinned"
     in_host = f"{host['blocks']} blocks a rank, {size(host['bytes'])} in all, {pinned}" if host["blocks"] else "none"
     table.add_row("host", "", in_host)

@@ -28,7 +28,7 @@ def tasks_table(rows: list[dict[str, Any]], *, whole_ids: bool = True) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("where the time went", ratio=3, **fit)
     for row in rows:
-        task_id = one_line(str(row["task_id"]))
+        task_id = one_line(whose(row) + str(row["task_id"]))
         if not whole_ids and len(task_id) > SHORT_ID:
             task_id = task_id[: SHORT_ID - 1] + "…"
         status = one_line(str(row["status"]))
@@ -41,6 +41,12 @@ def tasks_table(rows: list[dict[str, Any]], *, whole_ids: bool = True) -> Table:
             Text(where(row)),
         )
     return table
+
+
+def whose(row: dict[str, Any]) -> str:
+    """The engine before a task's id; nothing for the one of [cache]."""
+    engine = str(row.get("engine", "default"))
+    return "" if engine in ("", "default") else f"[{engine}] "
 
 
 def where(row: dict[str, Any]) -> str:
@@ -63,7 +69,7 @@ def clients_table(rows: list[dict[str, Any]]) -> Table:
         table.add_column(name, overflow="fold")
     for row in rows:
         table.add_row(
-            Text(one_line(str(row["client"]))),
+            Text(one_line(whose(row) + str(row["client"]))),
             Text(one_line(str(row["peer"])) or "unknown"),
             "look" if row["observer"] else "all",
             span(row["connected_s"]),

@@ -1,6 +1,6 @@
 """Prometheus metrics: read from one stats() dict at each scrape, plus what task_metrics.py counts of each task.
 
-Labels are bounded by construction: ranks, lanes, statuses, codes, tiers.
+Labels are bounded by construction: ranks, lanes, statuses, codes, tiers, and the engines that are there.
 """
 
 from __future__ import annotations
@@ -78,6 +78,7 @@ class _StatsCollector:
         yield InfoMetricFamily("transferd_build", "Which version this is", {"version": stats["version"]})
         yield from self._daemon(stats)
         yield from self._ranks(stats)
+        yield from self._engines(stats.get("engines", {}))
         yield from self._memory(stats)
         yield from self._storage(stats["storage"])
         if "batches" in stats["events"]:
@@ -125,6 +126,26 @@ class _StatsCollector:
         yield _counter("transferd_log_dropped", "Log lines that were lost", [], {"": stats["log_dropped"]})
         yield _counter("transferd_log_left_out", "Log lines that came too often", [], {"": stats["log_left_out"]})
 
+    def _engines(self, engines: dict[str, Any]) -> Iterator[Metric]:
+        """Those that are there: an engine's series end with it. `transferd_tasks` counts on over all of them."""
+        name_of = ["engine"]
+        ready = GaugeMetricFamily("transferd_engine_ready", "1 when every rank of an engine is ready", labels=name_of)
+        clients = GaugeMetricFamily("transferd_engine_clients", "Clients that speak for an engine", labels=name_of)
+        queued = GaugeMetricFamily(
+            "transferd_engine_tasks_queued", "Tasks of an engine that are queued", labels=name_of
+        )
+        running = GaugeMetricFamily("transferd_engine_tasks_running", "Tasks of an engine that run", labels=name_of)
+        moved = CounterMetricFamily("transferd_engine_bytes", "Bytes that an engine's ranks have moved", labels=name_of)
+        text = "Tasks of an engine that were answered, by final status"
+        tasks = CounterMetricFamily("transferd_engine_tasks", text, labels=["engine", "status"])
+        for name, engine in engines.items():
+            ready.add_metric([name], float(engine["ready"]))
+            for family, key in ((clients, "clients"), (queued, "queued"), (running, "running"), (moved, "bytes")):
+                family.add_metric([name], engine[key])
+            for status in STATUSES:
+                tasks.add_metric([name, status], engine["tasks"].get(status, 0))
+        yield from (ready, clients, queued, running, moved, tasks)
+
     def _ranks(self, stats: dict[str, Any]) -> Iterator[Metric]:
         names = ["rank", "lane"]
         running = GaugeMetricFamily("transferd_lane_running", "Tasks running on a rank", labels=names)
@@ -132,6 +153,8 @@ class _StatsCollector:
         failed = CounterMetricFamily("transferd_lane_failed", "Tasks a rank has failed", labels=names)
         moved = CounterMetricFamily("transferd_lane_bytes", "Bytes a rank has moved", labels=names)
         for rank in stats["ranks"]:
+            if rank.get("engine", "default") != "default":  # each has its own rank 0; `_engines` tells of those
+                continue
             for name, lane in rank["lanes"].items():
                 labels = [str(rank["rank"]), name]
                 running.add_metric(labels, lane["running"])
