@@ -131,10 +131,8 @@ class _StatsCollector:
         name_of = ["engine"]
         ready = GaugeMetricFamily("transferd_engine_ready", "1 when every rank of an engine is ready", labels=name_of)
         clients = GaugeMetricFamily("transferd_engine_clients", "Clients that speak for an engine", labels=name_of)
-        queued = GaugeMetricFamily(
-            "transferd_engine_tasks_queued", "Tasks of an engine that are queued", labels=name_of
-        )
-        running = GaugeMetricFamily("transferd_engine_tasks_running", "Tasks of an engine that run", labels=name_of)
+        queued = GaugeMetricFamily("transferd_engine_tasks_queued", "Queued tasks of an engine", labels=name_of)
+        running = GaugeMetricFamily("transferd_engine_tasks_running", "Running tasks of an engine", labels=name_of)
         moved = CounterMetricFamily("transferd_engine_bytes", "Bytes that an engine's ranks have moved", labels=name_of)
         text = "Tasks of an engine that were answered, by final status"
         tasks = CounterMetricFamily("transferd_engine_tasks", text, labels=["engine", "status"])

@@ -113,7 +113,7 @@ CODES: dict[str, Code] = {
     "peer_refused": Code("failed", "the other daemon refused or took back the transfer", _COMPUTE),
     "already_sending": Code("failed", "this transfer_id is being sent already", "use a new transfer_id"),
     "model_mismatch": Code("failed", "the daemons serve different models", _CONFIGURE),
-    "layout_mismatch": Code("failed, refused", "memory or ranks do not fit the configured layout", _CONFIGURE),
+    "layout_mismatch": Code("failed, refused", "memory, ranks or a registration do not fit the layout", _CONFIGURE),
     "generation_mismatch": Code("failed", "the daemons have different weight generations", "set the same generation"),
     "blocks_mismatch": Code("failed", "sender and receiver name different blocks", "name the same keys on both sides"),
     "version_mismatch": Code("failed", "the daemons speak different versions", "upgrade the older daemon"),
@@ -144,7 +144,11 @@ CODES: dict[str, Code] = {
     ),
     # memory
     "not_ready": Code("refused", "the rank has no memory now", "wait for `ready`, then ask again"),
-    "stale_epoch": Code("refused", "what is mapped is of an earlier epoch", "attach again, with epoch 0"),
+    "stale_epoch": Code(
+        "rejected, refused",
+        "what is mapped is of an earlier epoch; or the engine was registered anew since this client heard of it",
+        "attach again, with epoch 0; say `hello` with the registration that `welcome` names",
+    ),
     "stale_offer": Code("refused", "the offer was made before a clear", "offer again after `restore_cache`"),
     "already_attached": Code("refused", "the rank has memory, or the bytes are another rank's", "offer each byte once"),
     "not_attachable": Code(
