@@ -16,6 +16,7 @@ from transferd.blocks.layout import build_layout
 from transferd.client.client import Client
 from transferd.client.launch import running
 from transferd.client.launch import start as start_daemon
+from transferd.client.timeline import Timeline
 from transferd.config import CacheSection
 from transferd.tasks import ReadStorageTask, Status, SwapInTask, SwapOutTask, Task, WriteStorageTask
 from transferd.tiers.cuda import engine
@@ -124,6 +125,46 @@ async def a_daemon_moves_blocks_of_two_ranks(machine: Machine) -> str:
                 raise Failed(f"the daemon is degraded: {stats['degraded']}")
             cache.ranks.clear()
     return f"{json.dumps(stats['tasks'])}"
+
+
+async def a_task_waits_for_the_timelines_of_both_ranks(machine: Machine) -> str:
+    """Pushed before either rank has computed; rank 1 gets there later. Over sockets, through client.timelines."""
+    driver = machine.driver
+    with running(tree(machine), _directory(machine, "ordered")) as daemon:
+        async with Client(daemon.endpoint) as client:
+            cache = await attached(machine, client)
+            words = [await client.timelines(rank) for rank in range(2)]
+            if None in words:
+                raise Failed("the daemon's ranks have no timelines")
+            timeline, context = Timeline(3), driver.retain(machine.index)
+            with driver.current(context):
+                stream = driver.create_stream()
+            for value in range(1, 6):
+                after = timeline.next()
+                task = SwapOutTask(task_id=f"out {value}", gpu_block_ids=[5], cpu_block_ids=[6], after=after)
+                waiting = await client.push(task)
+                for rank in range(2):
+                    await asyncio.sleep(0.005)
+                    if waiting.done():
+                        raise Failed(f"the task ended before rank {rank} had computed: {waiting.result()}")
+                    with driver.current(context):
+                        for array in cache.arrays(rank):
+                            driver.fill(array.address, value, array.nbytes, stream)
+                    words[rank].advance(after, stream)
+                    with driver.current(context):
+                        driver.synchronize_stream(stream)
+                result = await within(waiting, "a task whose ranks have computed")
+                if result.status is not Status.OK:
+                    raise Failed(f"the task ended {result.status}: {result.error}")
+                await done(client, SwapInTask(task_id=f"in {value}", gpu_block_ids=[9], cpu_block_ids=[6]))
+                if any((part != value).any() for part in cache.read(9)):
+                    raise Failed("the copy has bytes that nobody had computed when it was pushed")
+            with driver.current(context):
+                driver.destroy_stream(stream)
+            driver.release(machine.index)
+            words.clear()
+            cache.ranks.clear()
+    return "5 tasks"
 
 
 async def a_daemon_maps_what_the_engine_offers(machine: Machine) -> str:
@@ -251,6 +292,7 @@ def _directory(machine: Machine, name: str) -> Path:
 
 CHECKS = (
     a_daemon_moves_blocks_of_two_ranks,
+    a_task_waits_for_the_timelines_of_both_ranks,
     a_daemon_maps_what_the_engine_offers,
     a_daemon_is_killed,
     an_engine_is_killed_while_a_copy_waits_for_it,

@@ -45,7 +45,7 @@ def test_gpu_check_passes_over_the_real_bindings(tmp_path: Path) -> None:
     lines = done.stdout.splitlines()
     assert lines[-1] == "all good"
     verdicts = [row["verdict"] for row in json.loads((tmp_path / "gpu-check.json").read_text())["checks"]]
-    assert len(verdicts) == 32
+    assert len(verdicts) == 33
     assert set(verdicts) == {"right", "skipped"}
     assert verdicts.count("skipped") == 4, "a second user, torch, MPS and half a terabyte are for a GPU machine"
     assert [line.split()[-1] for line in lines[-1 - len(verdicts) : -1]] == verdicts, "the table ends it"

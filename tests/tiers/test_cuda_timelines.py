@@ -13,6 +13,7 @@ from tests.support.cuda.gpu import FakeGpu
 from tests.support.cuda.shim import compiler
 from transferd.blocks.copyplan import plan_copy
 from transferd.blocks.layout import build_layout
+from transferd.client import attachments
 from transferd.client.timeline import Timeline
 from transferd.config import CacheSection
 from transferd.errors import Closed, RequestError
@@ -274,3 +275,9 @@ def test_numbers_grow_also_when_the_clock_does_not() -> None:
     assert Timeline().next()[1] < timeline.END
     with pytest.raises(ValueError, match="slot is 0 to"):
         Timeline(TIMELINE_SLOTS)
+
+
+def test_a_client_maps_timelines_of_gpus_and_of_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "timelines", lambda data: f"the words of {data}")
+    assert attachments.timelines({"kind": "cuda_ipc", "data": "a rank"}) == "the words of a rank"
+    assert attachments.timelines({"kind": "shm", "data": {}}) is None

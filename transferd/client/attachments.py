@@ -31,6 +31,15 @@ def arrays(handle: dict[str, Any]) -> dict[str, list[Any]]:
     return attach_arrays(handle["data"])
 
 
+def timelines(handle: dict[str, Any]) -> Any:
+    """Map the timelines that a handle names; see Client.timelines. Raises TierError."""
+    if handle["kind"] != "cuda_ipc":
+        return None
+    from transferd.tiers.cuda.engine import timelines as mapped  # loads CUDA when it is called
+
+    return mapped(handle["data"])
+
+
 class Attachments:
     """Changed by one client, on its loop.
 

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from transferd.client import handover
-from transferd.client.attachments import Attachments, arrays
+from transferd.client.attachments import Attachments, arrays, timelines
 from transferd.client.busy_retry import BusyRetry
 from transferd.client.engines import Registering, Registration
 from transferd.client.holds import QUIET_TIMEOUT_S, Holds
@@ -346,6 +346,10 @@ class Client(Observing, StorageLookup, Registering):
         Raises RequestError, and TierError if the memory cannot be shared.
         """
         return arrays(await self.device_handle(rank))
+
+    async def timelines(self, rank: int) -> Any:
+        """Map a rank's timelines (client/timeline.py): `advance(after, stream)` behind its work. None: it has none."""
+        return timelines(await self.device_handle(rank))
 
     async def reattach(self, timeout: float | None = None) -> dict[int, dict[str, list[Any]]]:
         """Attach again every rank that this client had attached, after a restart or a clear: {rank: `attach`'s arrays}.

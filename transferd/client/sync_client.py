@@ -287,6 +287,9 @@ class SyncClient:
     def attach(self, rank: int) -> dict[str, list[Any]]:
         return self._call(self._client.attach(rank))
 
+    def timelines(self, rank: int) -> Any:
+        return self._call(self._client.timelines(rank))
+
     def reattach(self, timeout: float | None = None) -> dict[int, dict[str, list[Any]]]:
         return self._call(self._client.reattach(timeout))
 

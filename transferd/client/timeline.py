@@ -3,7 +3,9 @@
 timeline = Timeline()                              # where tasks are pushed
 after = timeline.next()                            # goes to every rank with the step's other metadata
 await client.push(SwapOutTask(…, after=after))     # any time: before the kernels are launched, or after
-attached.timelines.advance(after, stream)          # on every rank, behind the kernels (tiers/cuda/engine.py)
+
+words = await client.timelines(rank)               # on every rank, once
+words.advance(after, stream)                       # behind the kernels; stream: its CUDA address
 """
 
 from __future__ import annotations
