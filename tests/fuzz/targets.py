@@ -74,8 +74,9 @@ def config(data: bytes) -> None:
     accepted = _accepted(lambda: from_tree(tree))
     if accepted is not None:
         assert to_tree(from_tree(tomllib.loads(to_toml(to_tree(accepted))))) == to_tree(accepted)
-        with contextlib.suppress(ConfigError):
-            build_layout(accepted.cache)
+        if accepted.cache is not None:
+            with contextlib.suppress(ConfigError):
+                build_layout(accepted.cache)
 
 
 def override(data: bytes) -> None:
@@ -139,7 +140,8 @@ def seeds(target: str) -> list[bytes]:
         ]
         return [peer_wire.encode(message)[4:] for message in messages]
     if target == "config":
-        return [to_toml(to_tree(from_tree({}))).encode(), b'[cache]\nattention = "mla"\n', b"[storage.file]\n"]
+        whole = to_toml(to_tree(from_tree({"cache": {}}))).encode()
+        return [whole, b'[cache]\nattention = "mla"\n', b"[storage.file]\n"]
     if target == "override":
         return [b"server.endpoint=ipc:///x", b"CACHE__RANKS=3", b"host.staging='1MiB'", b"cache.devices=[0,1]"]
     if target == "path":

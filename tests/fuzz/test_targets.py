@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from tests.fuzz.frames import Frames
 from tests.fuzz.targets import TARGETS, seeds
-from transferd.config import Config, from_tree, to_tree
+from transferd.config import CacheSection, Config, from_tree, to_tree
 from transferd.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent.parent
@@ -63,7 +63,7 @@ def test_what_the_attacker_of_the_socket_sends() -> None:
 
 # --- configuration, by its structure ----------------------------------------------------------------
 
-_SECTIONS: dict[str, Any] = to_tree(Config())
+_SECTIONS: dict[str, Any] = to_tree(Config(cache=CacheSection()))
 _values = st.one_of(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
     st.sampled_from(["64MiB", "1e400TiB", "-1", "0", "", "ipc://", "tcp://*:1", "nan", 2**70, -1, 0, 0.0, 1e308]),
