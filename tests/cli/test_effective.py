@@ -17,7 +17,7 @@ def test_each_setting_that_is_not_the_default_names_its_source(tmp_path: Path) -
     overrides = ["cache.host_blocks=7", "log.format=console"]
     config = load(file, overrides=overrides, env=env)
     told = origins(file, overrides=overrides, env=env)
-    text = comments(config, build(config).sizes, config.cache.ranks, told)
+    text = comments(config, build(config).sizes, told)
     lines = text.partition("where it comes from:\n")[2].splitlines()
     assert lines == [
         f"# cache.ranks = 4   {file}",
@@ -34,7 +34,7 @@ def test_memory_is_told_by_rank_and_tier_and_in_all() -> None:
     tree = {"cache": {"ranks": 4}, "storage": {"backend": "mooncake", "mooncake": {"master_server_addr": "h:1"}}}
     config = from_tree(tree)
     sizes = build(config).sizes
-    rows = {line[2:30].strip(): line[30:].split() for line in comments(config, sizes, 4, {}).splitlines()}
+    rows = {line[2:30].strip(): line[30:].split() for line in comments(config, sizes, {}).splitlines()}
     assert rows["device cache, in /dev/shm"] == ["8.0", "MiB", "32.0", "MiB"]
     assert rows["host tier"] == ["16.0", "MiB", "64.0", "MiB"]
     assert rows["staging"] == ["64.0", "MiB", "256", "MiB"]
@@ -44,6 +44,6 @@ def test_memory_is_told_by_rank_and_tier_and_in_all() -> None:
 
 def test_a_configuration_of_defaults_says_so_and_all_of_it_is_toml() -> None:
     config = from_tree({})
-    text = comments(config, build(config).sizes, 2, {})
+    text = comments(config, build(config).sizes, {})
     assert "Every setting has its default." in text
     assert tomllib.loads(text) == {}

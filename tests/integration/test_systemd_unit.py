@@ -50,4 +50,4 @@ def test_the_stop_timeout_leaves_room_for_the_daemons_own_budget() -> None:
 def test_the_example_configuration_is_the_default_written_out() -> None:
     example = config.to_tree(config.load(SYSTEMD / "transferd.toml", env={}))
     example["cache"]["devices"] = None
-    assert example == config.to_tree(config.Config())
+    assert example == config.to_tree(config.Config(cache=config.CacheSection()))
