@@ -338,13 +338,17 @@ def wait_for(condition: Any) -> None:
 
 
 class Ended:
-    """Ends FastDeploy's endless threads quietly at their next look; in an engine the process ends."""
+    """Stops FastDeploy's endless threads at their next look, for good. They are daemons; in an engine the process ends.
+
+    They do not raise: pytest would see it whenever it comes, which may be after the last test.
+    """
 
     def get_transfer_done_signal(self) -> None:
-        raise SystemExit
+        threading.Event().wait()
 
     def __getitem__(self, _: int) -> int:
-        raise SystemExit
+        threading.Event().wait()
+        raise AssertionError("unreachable")
 
 
 class _Idle:
