@@ -1,19 +1,19 @@
-"""The device tier on Paddle's own operations, for any device that Paddle knows.
+"""The device tier built on Paddle's own operations, for any device that Paddle supports.
 
-Each (plane, layer) is one tensor [blocks, elements]. A copy out gathers rows by index on the device, packs
-them block by block there, and brings each piece to pinned host memory in one transfer; a copy in does the
-same backwards. A piece is at most PIECE_BYTES, of which the device holds two copies meanwhile. Rows travel
-as the widest integer type that divides all of them, since gather and scatter are not there for every
-element type (paddle 3.3: none for float16 and float8), and bytes are all that matters.
+Each (plane, layer) is one tensor [blocks, elements]. A copy out gathers rows by index and packs them block by
+block on the device, then transfers each piece to pinned host memory at once; a copy in does the reverse. A piece
+has at most PIECE_BYTES, and the device holds two copies of it meanwhile. Rows are moved as the widest integer type
+that divides all of them: Paddle lacks gather and scatter for some element types (3.3: float16 and float8), and only
+the bytes matter.
 
-This is the portable way, not the fastest one: it needs no kernel of ours, so it is how XPU and other
-hardware is reached. On NVIDIA GPUs the cuda tier does the same with less.
+This is the portable way, not the fastest. It needs no kernel of ours, so it serves XPU and other hardware; on
+NVIDIA GPUs the cuda tier does the same work with fewer steps.
 
-On the CPU place the tensors lie in POSIX shared memory, which an engine maps like that of the shm tier,
-and every operation but the transfer between place and host is the same as on a device.
+On the CPU place the tensors lie in POSIX shared memory, which an engine maps as with the shm tier. Every operation
+except the transfer between device and host is the same as on a device.
 
-Operations of one process and place run in one order (Paddle has one compute stream a place), so threads
-that copy at the same time do not disturb each other: the rows they touch are theirs.
+Paddle has one compute stream per process and place, so its operations run in one order. Threads that copy at the
+same time do not disturb each other, because each touches only its own rows.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ Int64s = npt.NDArray[np.int64]
 
 
 class PaddleDeviceTier:
-    """One rank's blocks as paddle tensors. Owns them, and what is under them, from open or attach to close.
+    """One rank's blocks as paddle tensors. Owns the tensors and their memory from `open` or `attach` until `close`.
 
-    place: such as "cpu" or "xpu:1"; by default this rank's device of the kind that this Paddle was built for.
-    shared: on the CPU place, lie in shared memory; False makes it do all that a device does. operators: how
-    tensors of a device are shared; by default those of an installed FastDeploy, without which they are not.
-    Raises ConfigError without paddle.
+    place: for example "cpu" or "xpu:1"; default: this rank's device of the kind that this Paddle was built for.
+    shared: on the CPU place, keep the tensors in shared memory; False exercises everything that a device needs.
+    operators: share a device's tensors; default: those of an installed FastDeploy, and without one no sharing.
+    Raises ConfigError if paddle is not installed.
     """
 
     attaches = True

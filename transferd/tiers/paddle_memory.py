@@ -1,7 +1,7 @@
-"""Where the paddle tier's tensors come from: shared memory under the CPU place, or a device's own memory.
+"""The memory of the paddle tier's tensors: shared memory on the CPU place, or a device's own memory.
 
-Both give one tensor [blocks, elements] for each segment, in the layout's order and in the widest integer
-type that divides every row and its place, and take everything back in `close`.
+Both classes provide one tensor [blocks, elements] per segment, in the layout's order, with the widest integer
+type that divides every row and its offset. `close` frees everything.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ELEMENTS = (("int64", 8), ("int32", 4), ("int16", 2), ("uint8", 1))  # widest fi
 
 
 class TensorMemory(Protocol):
-    """What the tier needs of either. tensors: emptied by `close`, which frees or unmaps."""
+    """What the tier needs from either kind. `close` empties `tensors` and frees or unmaps their memory."""
 
     tensors: list[Any]
     arena: Arena
@@ -36,7 +36,7 @@ class TensorMemory(Protocol):
 
 
 class SharedMemory:
-    """Tensors over a POSIX shared memory segment, ours or mapped. Owns the segment or the mapping."""
+    """Tensors over a POSIX shared memory segment, our own or mapped. Owns the segment or the mapping."""
 
     outlives_close = True  # a mapping stays good when the name and its maker are gone
 

@@ -1,15 +1,15 @@
-"""Sharing Paddle tensors of any device between processes, by the operators that FastDeploy builds for it.
+"""Shares Paddle tensors of any device between processes, with the operators that FastDeploy builds for it.
 
-There is no portable way to do that: CUDA, XPU and others each have handles of their own, and Paddle has no
-call over all of them. FastDeploy has one operator set for each device under the same names, and an engine
-that runs there has them installed:
+There is no portable way: CUDA, XPU and others have handles of their own, and Paddle has no common call for them.
+FastDeploy builds one set of operators per device, under the same names, and an engine that runs on such a device
+has them installed:
 
     set_data_ipc(tensor, name)                              publish
     share_external_data(empty, name, shape[, use_ipc])      a tensor over published memory; XPU wants the flag
     unset_data_ipc(tensor, name, close_ipc, unlink_shm)     let go; not there on XPU, where only the name is removed
 
 (FastDeploy, custom_ops/{gpu,xpu}_ops and cache_manager/ops.py; the objects they write: tiers/fastdeploy.py.)
-What they write holds neither size nor offset, so the shape has to come with the handle.
+What they write contains neither size nor offset, so the handle has to carry the shape.
 
 Tested with a double of these operators (tests/support/paddle_ops.py), not on a device.
 """

@@ -1,9 +1,9 @@
 """The driver API through NVIDIA's own bindings, cuda-bindings 12.9.1 or newer.
 
-Every call of the bindings releases the GIL and answers (CUresult, value, …); it is translated once, here.
-Older ones keep the GIL: one thread that waits for an event would stop the daemon, so they are refused.
-Structs are read and written through their addresses: the bindings' attribute names for them have changed
-(the `reserved` bytes of an IPC handle came and went between 12.9 and 13.5), the memory has not.
+Every call of the bindings releases the GIL and returns (CUresult, value, …), which this module translates.
+Older bindings hold the GIL: one thread that waits for an event would stop the daemon, so they are refused.
+Structs are read and written through their addresses: the bindings have renamed attributes (the `reserved`
+bytes of an IPC handle came and went between 12.9 and 13.5), but the memory layout has stayed the same.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _OLDEST = (12, 9, 1)  # cuda-bindings that release the GIL (its release notes)
 
 @functools.cache
 def open_driver() -> Driver:
-    """The driver of this process. Raises TierError with code `no_cuda` and one line that says what is missing."""
+    """Return this process's driver. Raises TierError, code `no_cuda`, with one line that says what is missing."""
     try:
         from cuda.bindings import __version__ as release
         from cuda.bindings import driver as api
@@ -89,7 +89,7 @@ def check_release(version: str) -> None:
 
 
 class BindingsDriver:
-    """Driver over the module cuda.bindings.driver. Stateless: what it makes belongs to the caller."""
+    """Driver over the module cuda.bindings.driver. Keeps no state: the caller owns whatever it creates."""
 
     def __init__(self, api: Any) -> None:
         self._api = api
@@ -103,7 +103,7 @@ class BindingsDriver:
         return self._batch is not None
 
     def _values(self, name: str, *arguments: Any) -> list[Any]:
-        """One call and what it returned besides CUDA_SUCCESS. Raises what `failure` says of any other answer."""
+        """Make a call and return its values after CUDA_SUCCESS. Raises what `failure` makes of any other result."""
         try:
             result, *rest = getattr(self._api, name)(*arguments)
         except (RuntimeError, ValueError) as error:  # a function the driver lacks; an answer newer than the bindings
@@ -113,7 +113,7 @@ class BindingsDriver:
         return list(rest)
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """One call; its first value, or None."""
+        """Make a call and return its first value, or None."""
         values = self._values(name, *arguments)
         return values[0] if values else None
 

@@ -1,15 +1,14 @@
-"""What the tier needs of CUDA: some thirty calls of the driver API, in plain integers and bytes.
+"""The part of CUDA's driver API that the tier uses: about forty calls, in plain integers and bytes.
 
-`Driver` is the seam. `bindings.BindingsDriver` is the real one; `tests.support.cuda` has a double that moves
-bytes and keeps account of who may touch what when. Everything above this file knows CUDA's rules
-(ordering, lifetimes, what is asynchronous) and nothing of its bindings; everything below knows calling
-conventions and no rule.
+`Driver` is the seam. `bindings.BindingsDriver` implements it on a GPU; `tests.support.cuda` has a double that
+moves bytes and records who may touch which memory when. Code above this seam knows CUDA's rules (ordering,
+lifetimes, what is asynchronous) and nothing about its bindings; code below knows calling conventions only.
 
-Handles (contexts, streams, events, modules, functions) and addresses are integers. Every call acts on
-the context that `current` made so on this thread, except those that say otherwise.
+Handles (contexts, streams, events, modules, functions) and addresses are integers. Unless a method says
+otherwise, it acts on the context that `current` has made current on the calling thread.
 
-Errors: each call raises what `failure` makes of CUDA's answer. After some answers a context never works
-again (CUDA calls them sticky): those are DeviceLost, everything else is a TierError.
+Errors: each call raises what `failure` makes of CUDA's answer. After some answers, which CUDA calls sticky, a
+context never works again: those become DeviceLost, all others TierError.
 """
 
 from __future__ import annotations
@@ -86,23 +85,26 @@ class DeviceInfo:
 
 
 class Driver(Protocol):
-    """See the module. Arrays are one-dimensional and C-contiguous."""
+    """See the module docstring. Arrays are one-dimensional and C-contiguous."""
 
     @property
     def version(self) -> int:
-        """Of the CUDA that the driver supports: 13000 for 13.0."""
+        """The newest CUDA version that the driver supports: 13000 for 13.0."""
         ...
 
     @property
     def batches(self) -> bool:
-        """copy_batch is one call to the driver, and not one for each copy."""
+        """True if `copy_batch` makes one call to the driver; False if it makes one call per copy."""
         ...
 
-    # devices and contexts; these need no current context
+    # Devices and contexts. These calls need no current context.
     def device_count(self) -> int: ...
     def describe(self, index: int) -> DeviceInfo: ...
     def retain(self, index: int) -> int:
-        """The device's primary context, which torch, paddle and the CUDA runtime of a process share. Counted."""
+        """Return the device's primary context, which torch, paddle and the CUDA runtime of a process share.
+
+        The driver counts references: call `release` once for each `retain`.
+        """
         ...
 
     def release(self, index: int) -> None: ...
@@ -112,7 +114,7 @@ class Driver(Protocol):
 
     # memory
     def allocate(self, nbytes: int) -> int:
-        """Device memory that can be exported (cuMemAlloc, at least 256-byte aligned). Waits for nothing."""
+        """Allocate device memory that can be exported (cuMemAlloc), aligned to at least 256 bytes. Does not wait."""
         ...
 
     def free(self, address: int) -> None: ...
@@ -121,41 +123,41 @@ class Driver(Protocol):
         ...
 
     def address_range(self, address: int) -> tuple[int, int]:
-        """(start, bytes) of the allocation that an address lies in."""
+        """Return (start, bytes) of the allocation that contains an address."""
         ...
 
     def register_host(self, address: int, nbytes: int) -> None:
-        """Lock host pages and let every device reach them at the same address."""
+        """Lock host pages and make them accessible to every device."""
         ...
 
     def unregister_host(self, address: int) -> None: ...
 
     # streams and events
     def create_stream(self, *, urgent: bool = False) -> int:
-        """A stream that does not wait for the default one. urgent: its kernels are placed before others."""
+        """Create a stream that does not synchronize with the default one. urgent: its kernels are scheduled first."""
         ...
 
     def destroy_stream(self, stream: int) -> None: ...
     def synchronize_stream(self, stream: int) -> None:
-        """Wait until everything in the stream has ended. Releases the GIL."""
+        """Block until all work on the stream has finished. Releases the GIL."""
         ...
 
     def create_event(self, *, shared: bool = False) -> int:
-        """An event without a time stamp; waiting for it sleeps. shared: another process can open it."""
+        """Create an event without time stamps; waiting for it sleeps. shared: another process can open it."""
         ...
 
     def destroy_event(self, event: int) -> None: ...
     def record(self, event: int, stream: int) -> None: ...
     def wait(self, stream: int, event: int) -> None:
-        """The stream goes on when what was recorded last, up to now, has happened. An unrecorded event has."""
+        """Make the stream wait for the event's latest record so far. An event never recorded counts as done."""
         ...
 
     def synchronize(self, event: int) -> None:
-        """Wait in this thread, asleep and without the GIL, for what was recorded last."""
+        """Block until the event's latest record is done. Sleeps, and releases the GIL."""
         ...
 
     def passed(self, event: int) -> bool:
-        """Whether what was recorded last has happened. Does not wait. An unrecorded event has."""
+        """Whether the event's latest record is done. Does not wait. An event never recorded counts as done."""
         ...
 
     def write_value(self, address: int, value: int, stream: int) -> None:
@@ -166,9 +168,9 @@ class Driver(Protocol):
         """The stream goes on when this 64-bit word, signed, is at least `value`."""
         ...
 
-    # work; asynchronous unless said otherwise
+    # Work. Asynchronous unless a method says otherwise.
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        """Between any two of device and host memory. With pageable host memory it may wait for the stream."""
+        """Copy between any two of device and host memory. With pageable host memory it may wait for the stream."""
         ...
 
     def copy_batch(
@@ -178,12 +180,12 @@ class Driver(Protocol):
         sizes: npt.NDArray[np.uint64],
         stream: int,
     ) -> None:
-        """Many copies, in no order among themselves. Host memory must be registered. The arrays are read at once."""
+        """Submit many copies, unordered among themselves. Host memory must be registered. Reads the arrays at once."""
         ...
 
     def fill(self, address: int, value: int, nbytes: int, stream: int) -> None: ...
     def compile(self, source: bytes, capability: tuple[int, int]) -> bytes:
-        """What `load` takes, for devices of this compute capability. Needs no current context."""
+        """Compile a kernel source into what `load` takes. Needs no current context."""
         ...
 
     def load(self, image: bytes) -> int: ...
@@ -191,7 +193,7 @@ class Driver(Protocol):
     def unload(self, module: int) -> None: ...
     def function(self, module: int, name: str) -> int: ...
     def launch(self, function: int, grid: int, block: int, argument: ctypes.Structure, stream: int) -> None:
-        """Run a kernel whose one parameter is a struct; it is read at once."""
+        """Launch a kernel whose only parameter is this struct. Reads the struct at once."""
         ...
 
     # other processes
@@ -200,17 +202,17 @@ class Driver(Protocol):
         ...
 
     def export_memory(self, address: int) -> bytes:
-        """64 bytes that name the allocation. TierError where it did not come from cudaMalloc."""
+        """Return the 64-byte IPC handle of an allocation. Raises TierError if it is not from cudaMalloc."""
         ...
 
     def open_memory(self, handle: bytes) -> int:
-        """Map another process's allocation; its start. The exporter itself cannot. Errors as for a bad handle."""
+        """Map another process's allocation and return its start. A process cannot open its own handles."""
         ...
 
     def close_memory(self, address: int) -> None: ...
     def export_event(self, event: int) -> bytes: ...
     def open_event(self, handle: bytes) -> int:
-        """Destroyed by destroy_event, like one's own."""
+        """Open another process's event. Destroy it with `destroy_event`."""
         ...
 
 

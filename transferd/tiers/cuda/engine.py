@@ -1,11 +1,10 @@
-"""The engine's side of a shared GPU cache: arrays over the daemon's memory, or the daemon's access to its own.
+"""The engine's side of a shared GPU cache: it maps the daemon's memory as arrays, or exports memory of its own.
 
     caches = attach(handle.data).caches       # {plane: [one DeviceArray per layer]}
     data = export(caches, device=0, event=…)  # of memory that this process allocated
 
-A DeviceArray is what frameworks take without a copy, by `__cuda_array_interface__` (torch.as_tensor,
-cupy.asarray, numba) or by DLPack (torch, paddle, jax: from_dlpack). The mapping lives as long as any array
-over it.
+Frameworks take a DeviceArray without a copy, through `__cuda_array_interface__` (torch.as_tensor, cupy.asarray,
+numba) or DLPack (from_dlpack in torch, paddle and jax). The mapping lives as long as any array over it.
 
 Ordering: push a task when what it names is computed; or let it name a number of a timeline, and have every rank's
 process advance that timeline behind the kernels that write or read the blocks:
@@ -51,7 +50,7 @@ _ELEMENTS = {
 
 
 class _Held:
-    """A mapping and its context, for as long as anything refers to it."""
+    """Keeps a mapping and its context alive while anything refers to this object."""
 
     def __init__(self, driver: Driver, info: DeviceInfo, handle: ipc.CudaHandle) -> None:
         self.driver = driver
@@ -100,7 +99,7 @@ class DeviceArray:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Version 3, without a stream: whoever uses it orders its work by `Attached.ready` and by results."""
+        """Version 3, without a stream: consumers order their work by timelines and by task results."""
         return {
             "shape": self.shape,
             "typestr": self.dtype.str,
@@ -113,18 +112,18 @@ class DeviceArray:
         return (dlpack.CUDA, self.device)
 
     def __dlpack__(self, **_wishes: object) -> Any:
-        """Wishes (a stream, a version, no copy) need nothing here; version 0.8 is what every consumer reads."""
+        """Ignores the consumer's wishes (stream, version, copy): every consumer reads version 0.8."""
         return dlpack.capsule(self.address, self.shape, self.dtype.name, self.__dlpack_device__(), self._owner)
 
 
 class ReadyEvent:
-    """The event that copies wait for before they touch device blocks."""
+    """The event that copies wait for before they touch device blocks. For engines of one process and one stream."""
 
     def __init__(self, held: _Held) -> None:
         self._held = held
 
     def record(self, stream: int) -> None:
-        """All that is on this CUDA stream (its address) by now has to happen first. The next record takes its place."""
+        """Make copies wait for the work that is on this CUDA stream (its address) now. Replaces the last record."""
         held = self._held
         with held.driver.current(held.context):
             held.driver.record(held.mapping.event, stream)
@@ -140,10 +139,10 @@ class Attached:
 
 
 def attach(data: Map[str, Any], driver: Driver | None = None) -> Attached:
-    """Map what a handle of kind "cuda_ipc" describes.
+    """Map the memory of a "cuda_ipc" handle.
 
-    Raises RequestError for what is no handle, TierError when its owner has gone, its GPU is not visible
-    here, or it cannot be mapped.
+    Raises RequestError if the data is no handle; TierError if the owner has exited, the GPU is not visible to this
+    process, or mapping fails.
     """
     handle = ipc.read(data)
     if handle.segments:
@@ -190,7 +189,7 @@ def _device_with(driver: Driver, uuid: str) -> DeviceInfo:
 def export(
     caches: Map[str, Sequence[Any]], *, device: int, event: bytes = b"", driver: Driver | None = None
 ) -> dict[str, Any]:
-    """The data of a handle over memory that this process has on GPU `device`.
+    """Export memory of this process on GPU `device` and return the handle's data.
 
     caches: {plane: [one array per layer]}, contiguous, anything with `__cuda_array_interface__`. event: 64
     bytes of an IPC event (torch.cuda.Event(interprocess=True).ipc_handle()). The caller still owns the memory, and
@@ -306,7 +305,7 @@ def _remedy() -> str:
 
 
 def described(array: Any, what: str) -> tuple[int, list[int], str]:
-    """Address, shape and numpy's type name of an array that is contiguous. Raises RequestError for others."""
+    """Return address, shape and numpy type name of a contiguous array. Raises RequestError for any other."""
     interface = array.__cuda_array_interface__
     shape = [int(size) for size in interface["shape"]]
     dtype = _ELEMENTS.get(str(interface["typestr"]).lstrip("<|="))

@@ -1,13 +1,13 @@
-"""Device memory across processes: what a handle of kind "cuda_ipc" holds, how it is made and mapped.
+"""Device memory shared between processes: the contents of a "cuda_ipc" handle, and how to export and map one.
 
-The process that allocated with cudaMalloc exports, the other one maps; both see the same bytes. Either
-side may be the engine:
+The process that allocated the memory with cudaMalloc exports it; the other one maps it. Both see the same bytes.
+The engine may be on either side:
 
-* `create`: `CudaDeviceTier.handle()` exports, the engine opens it (`engine.attach`) and gets arrays;
-* `attach`: the engine exports what it allocated (`engine.export`), `CudaDeviceTier.attach` maps it.
-  FastDeploy's exchange through named shared memory arrives as the same data (`fastdeploy.handle_of`).
+* `create`: `CudaDeviceTier.handle()` exports; the engine maps the handle (`engine.attach`) and gets arrays;
+* `attach`: the engine exports what it has allocated (`engine.export`); `CudaDeviceTier.attach` maps it.
+  FastDeploy's exchange through named shared memory ends in the same data (`fastdeploy.handle_of`).
 
-The data of a handle, plain types only:
+A handle's data consists of plain types:
 
     device   UUID of the GPU, 32 hex digits: indices differ between processes, the UUID does not
     owner    who allocated, as owner.as_data() says it
@@ -19,8 +19,8 @@ The data of a handle, plain types only:
              waited for before device blocks are read or written
     timelines  the words that an engine advances, in memory of the daemon (timeline.py); nil or absent without them
 
-A process maps an allocation once, however often and for however many regions it is named; the last
-`Mapping` of it to be closed unmaps it.
+A process maps an allocation only once, however many handles and regions name it. Closing the last `Mapping`
+that uses the allocation unmaps it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
 
 
 class ExportedRegion(msgspec.Struct, frozen=True, kw_only=True):
-    """A range of one allocation. handle: hex of the allocation's IPC handle. offset: of the range in it."""
+    """A range of one allocation. handle: the allocation's IPC handle in hex. offset: where the range starts in it."""
 
     handle: str
     nbytes: int
@@ -82,7 +82,7 @@ def as_data(handle: CudaHandle) -> dict[str, Any]:
 
 
 def read(data: object) -> CudaHandle:
-    """The handle that plain data says. Raises RequestError for anything else."""
+    """Convert plain data to a handle. Raises RequestError if the data is malformed."""
     try:
         handle = msgspec.convert(data, CudaHandle)
     except msgspec.ValidationError as error:
@@ -109,10 +109,10 @@ def _bytes_of(text: str) -> bytes:
 
 
 class _Allocations:
-    """Which allocations of others this process has mapped on one device, and how many hold each.
+    """The allocations of other processes that this process has mapped on one device, with a reference count each.
 
-    A finalizer may give back wherever the collector runs, also in the middle of a `take` of the same
-    thread. So what is given is only noted, and settled by whoever has the lock, or can have it at once.
+    A finalizer may call `give` at any point where the collector runs, even inside a `take` on the same thread. So
+    `give` only queues the handle; whoever holds the lock, or can take it without waiting, works off the queue.
     """
 
     def __init__(self) -> None:
