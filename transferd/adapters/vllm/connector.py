@@ -129,6 +129,10 @@ class TransferdConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is no
         super().bind_kv_cache_manager(kv_cache_manager)
         self._scheduler.bind(kv_cache_manager)
 
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # a save that did not happen is a later miss, no more
+
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._scheduler.matched(request, num_computed_tokens)
 
