@@ -254,7 +254,12 @@ def test_saves_leave_most_of_the_pool_alone() -> None:
     world.ids["a"] = list(range(1, 32))
     world.step(new={"a": 0}, scheduled=120)
     assert len(world.pool.pinned) == 10
-    assert world.it.counts["blocks_not_saved"] == 20
+    world.it.ready(1)
+    world.link.end()
+    world.step(cached={"a": 120}, scheduled=1)
+    assert world.pool.pinned == set(range(11, 21)), "the next ones, once the first ones have ended"
+    world.it.finished("a")
+    assert world.it.counts["blocks_not_saved"] == 10
     world.it.release()
     assert not world.pool.pinned
 

@@ -136,6 +136,8 @@ class WitnessScheduling(Scheduling):
     def _look(self, what: str, transfer: PendingTransfer, moved: set[int]) -> None:
         for memory in sorted(Path(os.environ[NOTES]).glob("memory.*")):
             name, offset, segments, pages = json.loads(memory.read_text(encoding="ascii"))
+            if not Path(f"/dev/shm/{name}").exists():
+                return  # the engine ends
             with open(f"/dev/shm/{name}", "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
                 for key, block in zip(transfer.task.keys, transfer.task.gpu_block_ids, strict=True):
                     if block in moved:

@@ -24,14 +24,15 @@ from transferd.tasks import ReadStorageTask, Status, TaskResult, WriteStorageTas
 
 log = logging.getLogger("vllm.transferd")
 
-PINNED_SHARE = 4  # saves hold at most a quarter of vLLM's blocks; what comes on top is not saved
+PINNED_SHARE = 4  # saves hold at most a quarter of vLLM's blocks; what comes on top waits while its request lives
 
 
 @dataclass(slots=True)
 class Known:
     """What is known of a request. found: for each of its first blocks, whether it can be loaded; None until answered.
 
-    local: tokens that vLLM had when it asked last. saved: blocks from the start that need no save (any more).
+    local: tokens that vLLM had when it asked last. saved: blocks from the start that need no save (any more). full:
+    blocks from the start that have been computed.
     """
 
     request: Any
@@ -39,6 +40,7 @@ class Known:
     found: list[bool] | None = None
     local: int = 0
     saved: int | None = None
+    full: int = 0
 
 
 @dataclass(slots=True)
@@ -162,7 +164,9 @@ class Scheduling:
                 self._save_ended(transfer, moved)
 
     def finished(self, request_id: str) -> None:
-        self._requests.pop(request_id, None)
+        known = self._requests.pop(request_id, None)
+        if known is not None and known.saved is not None:
+            self.counts["blocks_not_saved"] += max(0, known.full - known.saved)
 
     @property
     def busy(self) -> bool:
@@ -193,6 +197,7 @@ class Scheduling:
                 known.saved = computed // self._tokens
             end = computed + output.num_scheduled_tokens[request.request_id]
             end = min(end // self._tokens, len(request.block_hashes))
+            known.full = max(known.full, end)
             if end <= known.saved:
                 continue
             ids = self._block_ids(request.request_id)
@@ -201,8 +206,8 @@ class Scheduling:
                 if key in self._saving or block.is_null or not self._link.ready:
                     continue
                 if self._pinned + len(blocks) >= most:
-                    self.counts["blocks_not_saved"] += 1
-                    continue
+                    end = i  # the rest in a later step
+                    break
                 self._saving.add(key)
                 keys.append(key)
                 blocks.append(block)
