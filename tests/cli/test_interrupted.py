@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from tests.cli.conftest import transferd
@@ -18,6 +21,7 @@ from transferd.cli import main as command_line
 from transferd.cli.bench import control
 from transferd.cli.bench.harness import Row, Told
 from transferd.cli.options import INTERRUPTED
+from transferd.cli.replay.command import progress_bar
 from transferd.cli.replay.trace import generated_workload
 from transferd.cli.verify import verify
 from transferd.client.launch import DaemonProcess, running
@@ -102,3 +106,21 @@ def test_any_other_command_says_so_in_a_line(
 
 def test_the_version_is_printed_without_a_word_of_progress() -> None:
     assert transferd("version").stderr == ""
+
+
+def test_a_replay_shows_rate_and_time_left_on_a_terminal() -> None:
+    drawn = io.StringIO()
+    console = Console(file=drawn, force_terminal=True, width=80)
+    with progress_bar(console, "replaying") as progress:
+        bar = progress.add_task("replaying", total=4)
+        now = iter((0.0, 1.0, 2.0, 3.0, 3.0, 3.0))
+        progress.get_time = lambda: next(now, 3.0)  # type: ignore[method-assign]
+        for _ in range(2):
+            progress.advance(bar)
+        progress.refresh()
+    assert "2/4" in drawn.getvalue()
+    assert re.search(r"\d+/s", drawn.getvalue())
+    plain = io.StringIO()
+    with progress_bar(Console(file=plain), "replaying") as progress:
+        progress.advance(progress.add_task("replaying", total=4))
+    assert plain.getvalue() == ""

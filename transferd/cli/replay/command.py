@@ -12,7 +12,17 @@ from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
 
 from transferd.cli.replay.engine import ReplayEngine, Tiers
 from transferd.cli.replay.kvdata import KvData
@@ -60,9 +70,20 @@ def _uncancel() -> None:
     task.uncancel()
 
 
+class _Rate(ProgressColumn):
+    """Requests per second, once there are any."""
+
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text("" if speed is None else f"{speed:.0f}/s")
+
+
 def progress_bar(console: Console, what: str) -> Progress:
-    """A bar that shows on a terminal only."""
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    """A bar with rate and time left. It shows on a terminal only."""
+    columns = (
+        *(TextColumn(what), BarColumn(), MofNCompleteColumn()),
+        *(_Rate(), TimeElapsedColumn(), TimeRemainingColumn()),
+    )
     return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
 
 
