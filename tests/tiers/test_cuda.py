@@ -399,6 +399,20 @@ async def test_a_small_copy_does_not_wait_for_the_whole_of_a_large_one(
     assert submitted <= copy_pipeline.WINDOW * len(LAYOUT.segments) + 1, "no more than a window is submitted ahead"
 
 
+async def test_many_small_dmas_fill_no_launch_queue(threads: ThreadPools, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy_pipeline, "TURN_DMAS", 1)
+    monkeypatch.setattr(copy_pipeline, "QUEUE_DMAS", 2)
+    gpu = Slow()
+    async with rig(gpu, threads) as made:
+        gpu.go.clear()
+        copying = asyncio.ensure_future(made.tier.copy_in(made.inward(BLOCKS, BLOCKS), made.pool.memory))
+        await asyncio.to_thread(gpu.asked.wait, 30)
+        assert gpu.count("launch") == 2, "two turns of one DMA each, though the window has four"
+        gpu.go.set()
+        await copying
+        assert await made.there_and_back()
+
+
 async def test_a_copy_that_is_stopped_moves_nothing_more_and_says_so_when_nothing_moves(
     threads: ThreadPools, monkeypatch: pytest.MonkeyPatch
 ) -> None:

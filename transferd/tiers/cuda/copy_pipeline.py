@@ -37,6 +37,7 @@ WINDOW = 4  # turns on the device's queues
 TURN_BYTES = 32 * 1024**2  # 0.6 ms of PCIe 5: four such turns outlast the wait for Python's lock
 # A channel takes about 1024 entries before calls block. A chunk's kernel and events are five, a DMA is one.
 TURN_DMAS = 192
+QUEUE_DMAS = 512  # no further turn while so many are on the queues: a chunk of small blocks may have 448
 PROBE_S = 5.0  # how often an idle device is asked whether it is still there
 MOST_FAILURES = 16  # copies in a row that the driver refuses: a context that was reset under us answers so for ever
 CLOSE_S = 10.0  # how long `stop` waits for a copy that hangs; all others have ended before
@@ -138,7 +139,9 @@ class CopyPipeline:
         self._engine = engine
         self._inbox: queue.SimpleQueue[Copy | None] = queue.SimpleQueue()
         self._active: deque[Copy] = deque()
-        self._turns: deque[tuple[int, Copy | None]] = deque()  # each turn's event, and the copy that it completes
+        # Each turn's event, the copy that it completes, and how many DMAs it has.
+        self._turns: deque[tuple[int, Copy | None, int]] = deque()
+        self._queued = 0  # DMAs of all turns
         self._idle_events: list[int] = []
         self._closing = False
         self._ended = False
@@ -198,8 +201,9 @@ class CopyPipeline:
         except Exception as raised:  # noqa: BLE001 - or the thread ends, and no copy ever does
             error = raised if isinstance(raised, DeviceLost) else DeviceLost(f"the copy pipeline failed: {raised!r}")
             self._is_lost(error)
-            ending = [*(copy for _, copy in self._turns if copy is not None), *self._active]
+            ending = [*(copy for _, copy, _ in self._turns if copy is not None), *self._active]
             self._turns.clear()
+            self._queued = 0
             self._active.clear()
             for copy in dict.fromkeys(ending):
                 self._finish(copy, error)
@@ -269,15 +273,16 @@ class CopyPipeline:
     # --- turns --------------------------------------------------------------------------------------
 
     def _submit_turns(self) -> None:
-        while self._active and len(self._turns) < WINDOW:
+        while self._active and len(self._turns) < WINDOW and self._queued < QUEUE_DMAS:
             copy = self._active.popleft()
             if copy.steps is None:
                 if not copy.take():  # withdrawn
                     continue
                 copy.steps = self.submitter.steps(copy.plan, copy.host)
+            dmas = 0
             try:
                 if not copy.stopped:
-                    self._submit(copy, copy.steps)
+                    dmas = self._submit(copy, copy.steps)
                 event = self._take_event()
                 self._driver.record(event, self.submitter.tail)
                 self._failures = 0
@@ -299,17 +304,19 @@ class CopyPipeline:
                 self._finish(copy, error if isinstance(error, TransferError) else InvariantError(repr(error)))
                 continue
             over = copy.stopped or not copy.left
-            self._turns.append((event, copy if over else None))
+            self._turns.append((event, copy if over else None, dmas))
+            self._queued += dmas
             if not over:
                 self._active.append(copy)
 
-    def _submit(self, copy: Copy, steps: Iterator[Submitted]) -> None:
-        """One turn of a copy."""
+    def _submit(self, copy: Copy, steps: Iterator[Submitted]) -> int:
+        """One turn of a copy. Returns how many DMAs it has."""
         nbytes = dmas = 0
         with self._in_driver():
             while copy.left and nbytes < TURN_BYTES and dmas < TURN_DMAS:
                 step = next(steps)
                 nbytes, dmas, copy.left = nbytes + step.nbytes, dmas + step.dmas, copy.left - step.nbytes
+        return dmas
 
     @contextlib.contextmanager
     def _in_driver(self) -> Iterator[None]:
@@ -323,7 +330,7 @@ class CopyPipeline:
         """Sleep until the oldest turn has ended."""
         if not self._turns:
             return
-        event, copy = self._turns[0]
+        event, copy, dmas = self._turns[0]
         problem: TransferError | None = None
         try:
             with self._in_driver():
@@ -333,6 +340,7 @@ class CopyPipeline:
         except TierError as error:
             problem = error
         self._turns.popleft()
+        self._queued -= dmas
         self._idle_events.append(event)
         if copy is not None:
             if copy.left:
