@@ -89,7 +89,7 @@ SICK: list[tuple[str, Level, Machine, dict[str, Any] | None, str]] = [
     ("gpu", Level.FAIL, Sound(files={"/proc/driver/nvidia/version": None}), CUDA, "no NVIDIA driver"),
     ("gpu", Level.FAIL, Sound(module=lambda name: name != "cuda.bindings.nvrtc"), CUDA, "nvrtc is missing"),
     ("gpu", Level.FAIL, Sound(entries={"/proc/driver/nvidia/gpus": ["a"]}), CUDA, "1 GPUs, and 2 ranks"),
-    ("gpu", Level.WARN, Sound(entries={"/tmp/nvidia-mps": ["control"]}), CUDA, "an MPS server may run"),
+    ("gpu", Level.WARN, Sound(entries={"/tmp/nvidia-mps": ["control"]}), CUDA, "MPS listens in /tmp"),
     ("cuda ipc", Level.WARN, Sound(), CUDA | {"server": {"allowed_uids": [1000]}}, "engines are 1000"),
     ("cuda ipc", Level.FAIL, Sound(), CUDA | {"server": {"allowed_uids": ["no-such-user"]}}, "no such user"),
     ("cuda ipc", Level.WARN, Sound(user=lambda: 0), CUDA, "this is root"),
@@ -108,6 +108,13 @@ def test_each_sickness_is_found_alone_and_has_a_remedy(
     assert findings[name].level is level
     assert findings[name].remedy
     assert "\n" not in findings[name].remedy
+
+
+@pytest.mark.parametrize(("listens", "told"), [(["control"], "; MPS runs"), ([], "; no MPS: kernels of engine and")])
+def test_whether_mps_runs_is_told_and_is_no_sickness(listens: list[str], told: str) -> None:
+    finding = examine(Sound(entries={"/run/nvidia-mps": listens}), CUDA)["gpu"]
+    assert told in finding.found
+    assert finding.level is Level.OK
 
 
 def test_direct_io_is_told_either_way(tmp_path: Path) -> None:

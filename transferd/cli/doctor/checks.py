@@ -219,11 +219,12 @@ def gpu(patient: Patient) -> Finding:
     if there <= max(cache.device_of_rank):
         return fail("gpu", f"{there} GPUs, and {cache.ranks} ranks name more", "correct cache.ranks or cache.devices")
     release = driver.splitlines()[0]
-    if machine.entries("/tmp/nvidia-mps"):
-        return warn(
-            "gpu", f"{there} GPUs; an MPS server may run", "CUDA IPC needs daemon and engine under the same MPS server"
-        )
-    return ok("gpu", f"{there} GPUs; {release}")
+    if "control" in machine.entries("/run/nvidia-mps"):
+        return ok("gpu", f"{there} GPUs; {release}; MPS runs")
+    if "control" in machine.entries("/tmp/nvidia-mps"):
+        remedy = "start it with CUDA_MPS_PIPE_DIRECTORY=/run/nvidia-mps, as gpu.conf has it, and the engine, too"
+        return warn("gpu", f"{there} GPUs; MPS listens in /tmp, which the unit hides (PrivateTmp=)", remedy)
+    return ok("gpu", f"{there} GPUs; {release}; no MPS: kernels of engine and daemon take turns")
 
 
 def mooncake(patient: Patient) -> Finding:
