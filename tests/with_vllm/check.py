@@ -38,21 +38,25 @@ def environment() -> str:
     free = shutil.disk_usage(VENV.parent).free
     if free < ROOM:
         return f"it needs {ROOM >> 30} GiB of disk, and {free >> 30} GiB are free"
-    steps = (
-        [sys.executable, "-m", "venv", str(VENV)],
-        [*_pip("install"), "--extra-index-url", TORCH_INDEX, "-r", str(REQUIREMENTS)],
-        [*_pip("uninstall"), "--yes", *CUDA_BUILDS],
-        [*_pip("install"), "-e", str(ROOT)],
-    )
-    for step in steps:
-        try:
-            done = subprocess.run(step, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False)
-        except subprocess.TimeoutExpired:
-            return f"{' '.join(step[:5])} … took longer than {INSTALL_TIMEOUT_S} s"
-        if done.returncode:
-            return f"{' '.join(step[:5])} … failed: {done.stderr.strip().splitlines()[-1:]}"
-    stamp.touch()
-    return ""
+    install = [*_pip("install"), "-r", str(REQUIREMENTS)]
+    why_not = _do([sys.executable, "-m", "venv", str(VENV)])
+    if not why_not and _do(install):  # pip's own settings do not lead to torch for the CPU
+        why_not = _do([*install, "--retries", "0", "--extra-index-url", TORCH_INDEX])
+    for step in ([*_pip("uninstall"), "--yes", *CUDA_BUILDS], [*_pip("install"), "-e", str(ROOT)]):
+        why_not = why_not or _do(step)
+    if not why_not:
+        stamp.touch()
+    return why_not
+
+
+def _do(step: list[str]) -> str:
+    """Why it failed, or ""."""
+    try:
+        done = subprocess.run(step, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"{' '.join(step[:5])} … took longer than {INSTALL_TIMEOUT_S} s"
+    errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+    return f"{' '.join(step[:5])} … failed: {'; '.join(errors) or done.stderr[-300:]}" if done.returncode else ""
 
 
 def _pip(verb: str) -> list[str]:
