@@ -207,6 +207,8 @@ REQUESTS: dict[type, wire.Body] = {
         wire.Explain("t"),
         wire.ListTasks(),
         wire.ListClients(),
+        wire.Register("token-of-8", 1, "m", {"layers": 1}),
+        wire.Unregister(),
         wire.Attach(0),
         wire.Detach(0),
         wire.Offer(0, "shm", msgspec.Raw(b"\x80"), 1),
