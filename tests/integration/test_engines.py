@@ -333,6 +333,7 @@ async def test_an_engine_goes_with_its_last_client_and_comes_again_under_a_new_e
     async with client(endpoint, "e") as stays:
         async with serving(endpoint, "e") as (one, _):
             await until(lambda: stays.connected, "another client of the engine sees it")
+            assert (await stays.submit(read("r", ["k"], [0]))).status is Status.MISS, "it takes part"
             before = daemon.engines.get("e")
             assert before is not None
         assert daemon.engines.get("e") is before, "a client of it lives"
@@ -344,9 +345,52 @@ async def test_an_engine_goes_with_its_last_client_and_comes_again_under_a_new_e
         assert after.first_epoch > before.first_epoch
         assert (await one.submit(write("w", ["k"], [0]))).status is Status.OK
     report = daemon.stats()
-    assert report["tasks"]["ok"] == 1, "what an engine had counted does not go with it"
+    assert (report["tasks"]["ok"], report["tasks"]["miss"]) == (1, 1), "what an engine had counted does not go with it"
     assert daemon.engines.all == [] or await daemon.engines.settled() is None
     assert report["engines_leaving"] in (0, 1)
+
+
+async def test_a_client_that_waits_for_the_name_does_not_keep_the_engine_that_died(
+    daemon: Daemon, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of an engine that was killed and restarted at once."""
+    async with Memory() as memory, client(endpoint, "e") as again:
+        async with serving(endpoint, "e") as (killed, _):
+            await until(lambda: again.connected, "it says the name of an engine that is there")
+            with pytest.raises(RequestError) as caught:
+                await again.register(described())
+            assert caught.value.reason == "engine_exists"
+            monkeypatch.setattr(killed._conversation, "tell", lambda _: None)  # no Bye
+        await until(lambda: daemon.engines.get("e") is None, "the dead are given up")
+        await again.register(described())
+        await again.offer(0, memory.handle())
+        await again.wait_ready(5)
+        assert (await again.submit(write("w", ["k"], [0]))).status is Status.OK
+
+
+async def test_sixteen_engines_on_one_daemon_share_and_leave_without_a_trace_in_the_others(
+    daemon: Daemon, endpoint: str
+) -> None:
+    async with contextlib.AsyncExitStack() as stay:
+        stays = [await stay.enter_async_context(serving(endpoint, f"stays-{n}", ranks=1)) for n in range(8)]
+        async with contextlib.AsyncExitStack() as leave:
+            leaves = [await leave.enter_async_context(serving(endpoint, f"leaves-{n}", ranks=1)) for n in range(8)]
+            assert len((await stays[0][0].stats())["engines"]) == 16
+            for number, (one, memory) in enumerate(stays + leaves):
+                memory.paint(number % 8, 0x10 + number)
+                assert (await one.submit(write("w", [f"k{number}"], [number % 8]))).status is Status.OK
+            for number, (one, memory) in enumerate(stays + leaves):
+                other = (number + 5) % 16
+                assert (await one.submit(read("r", [f"k{other}"], [(number + 1) % 8]))).status is Status.OK
+                assert memory.holds((number + 1) % 8, 0x10 + other)
+            before = [[array.tobytes() for array in memory.arrays()] for _, memory in stays]
+            await asyncio.gather(*(one.unregister() for one, _ in leaves[:4]))
+        await until(lambda: len(list(daemon.engines)) == 8, "half of them have left")
+        await daemon.engines.settled()
+        assert [[array.tobytes() for array in memory.arrays()] for _, memory in stays] == before
+        for number, (one, memory) in enumerate(stays):
+            assert (await one.submit(read("last", [f"k{15 - number}"], [7]))).status is Status.OK
+            assert memory.holds(7, 0x10 + 15 - number), "what an engine stored outlives it"
 
 
 async def test_who_knows_an_earlier_engine_of_the_name_is_refused_until_it_knows_the_new_one(

@@ -302,7 +302,7 @@ async def test_fastdeploys_queue_flushes_evicted_blocks(tmp_path: Path, monkeypa
 def test_check_config_says_what_token_indexed_storage_comes_to(tmp_path: Path) -> None:
     file = tmp_path / "t.toml"
     peer = '[storage.attention_store.peers."node 2"]\nendpoint = "tcp://10.0.0.2:5557"\n'
-    file.write_text(f'[storage]\nbackend = "attention_store"\n{peer}')
+    file.write_text(f'[cache]\n[storage]\nbackend = "attention_store"\n{peer}')
     command = [sys.executable, "-m", "transferd", "check-config", "--config", str(file)]
     shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     again = tmp_path / "again.toml"

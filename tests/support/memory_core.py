@@ -144,6 +144,9 @@ class OneEngine:
     def bound(self, peer: bytes, client: KnownClient) -> None:
         self.join(peer, client, "")
 
+    def hold(self, client: KnownClient) -> None:
+        """It is there anyway."""
+
     def leave(self, peer: bytes, client: KnownClient) -> None:
         self.coordinator.client_gone(peer)
 

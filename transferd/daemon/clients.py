@@ -34,6 +34,7 @@ class KnownClient:
     observer: bool = False  # may only look
     engine_name: str = ""  # that it said; "" before its first Hello
     engine: HostedEngine | None = None  # that it is bound to (engines.py)
+    holds: bool = False  # it has registered, offered, attached or pushed: the engine stays while it lives
     refused: ErrorInfo | None = None  # why it is bound to none, although there is one of that name
     waiting: set[asyncio.Task[None]] = field(default_factory=set)  # its requests that wait for something
 

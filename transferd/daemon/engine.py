@@ -111,6 +111,7 @@ class HostedEngine:
         self.registration = registration
         self.nbytes = plan.sizes.memory
         self.clients: set[bytes] = set()  # that are bound to it (engines.py)
+        self.holders = 0  # of those, the ones that keep it
         self._total, self._epochs = total, epochs
         self.recorder = shared.recorder if name == DEFAULT else EngineRecorder(shared.recorder, name)
         self._shared = shared

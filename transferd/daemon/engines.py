@@ -3,10 +3,11 @@
     absent ──register──▶ building ──▶ registered ──unregister, or its last client has gone──▶ leaving ──▶ absent
 
 A client names its engine with every Hello. It is *bound* to the engine that has that name, so its requests can reach
-no other one. The name is leased: an engine stays for as long as one client that is bound to it lives (the server
-gives up those that fall silent), and until then nobody else can register the name. Each registration begins a new
-epoch. A client that knows an earlier one is bound only once it has said Hello with the new one: what it sent before
-that is about memory of the earlier engine.
+no other one. The name is leased: an engine stays for as long as one client lives that has registered it, offered or
+attached memory of it, or pushed a task to it (the server gives up those that fall silent). Until then nobody else can
+register the name. A client that only says its name, such as that of a restarted engine, does not keep the old one.
+Each registration begins a new epoch. A client that knows an earlier one is bound only once it has said Hello with the
+new one: what it sent before that is about memory of the earlier engine.
 
 An engine that leaves admits nothing more; its queued tasks fail, running ones are told to end, and when no rank
 touches any block its memory is unmapped and freed. Its name is free at once: the next one shares nothing with it.
@@ -169,9 +170,18 @@ class Engines:
             return
         engine.clients.discard(peer)
         engine.client_gone(peer)
-        if engine.registration is not None and not engine.clients:
+        held, client.holds = client.holds, False
+        if held:
+            engine.holders -= 1
+        if held and engine.registration is not None and not engine.holders:
             log.warning("engine gone with its last client", engine=engine.name)
             self._dismiss(engine, ErrorInfo(EngineGone.code, f"every client of the engine {engine.name!r} has gone"))
+
+    def hold(self, client: KnownClient) -> None:
+        """The client uses its engine, which stays for as long as it lives."""
+        if client.engine is not None and not client.holds:
+            client.holds = True
+            client.engine.holders += 1
 
     def uid_of(self, peer: bytes) -> int | None:
         """Of the process that connected; None where the socket does not know it."""
@@ -192,6 +202,7 @@ class Engines:
             self._check_same(there, asked)
             self.join(peer, client, name, there.token)
             if client.engine is there:
+                self.hold(client)
                 return {"epoch": there.cache.epoch, "registered": there.first_epoch}
         if there is not None or name in self._building:
             what = f"the engine {name!r} is there already, and lives"
@@ -209,6 +220,7 @@ class Engines:
         )
         if engine.name in self._by_name and self._by_name[name] is engine:
             self.join(peer, client, name, engine.token)
+            self.hold(client)
         return {"epoch": engine.cache.epoch, "registered": engine.first_epoch}
 
     async def _build(self, name: str, config: Config, plan: EnginePlan, registration: Registrant) -> HostedEngine:
@@ -321,7 +333,7 @@ class Engines:
             for peer in engine.clients:
                 client = self._shared.clients.get(peer)
                 if client is not None and client.engine is engine:
-                    client.engine = None
+                    client.engine, client.holds = None, False
                     client.refused = ErrorInfo("unknown_engine", f"{why.message}; say Hello")
             self._shared.clients.say_hello(engine.clients, why.message)
             leaving = self._leaving[engine] = asyncio.get_running_loop().create_task(self._closed(engine, why))
@@ -358,7 +370,7 @@ class Engines:
         if task.cancelled() or task.exception() is not None:
             return
         engine: HostedEngine = task.result()
-        if self._by_name.get(engine.name) is engine and not engine.clients:
+        if self._by_name.get(engine.name) is engine and not engine.holders:
             self._dismiss(engine, ErrorInfo(EngineGone.code, "its client has gone"))
 
 

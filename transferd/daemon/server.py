@@ -38,6 +38,7 @@ MAX_WAITING_BYTES = 256 * 1024**2  # memory of what they ask with; one alone may
 KEY_BYTES = 64  # of a key in memory, besides its text
 # What moves, changes and waits for nothing.
 OBSERVERS_MAY = (wire.Hello, wire.Bye, wire.Stats, wire.Explain, wire.ListTasks, wire.ListClients)
+HOLD = (Task, wire.Attach)  # what keeps an engine while its client lives; so does an offer that was taken
 NEED_NO_ENGINE = (*OBSERVERS_MAY, wire.Register)
 
 
@@ -164,6 +165,8 @@ class Server:
         if not oldest <= request.session <= client.session and request.session != wire.ANY_SESSION:
             self._refuse(peer, wire.Malformed("of an earlier session; say Hello", code=wire.STALE_SESSION, seq=seq))
             return
+        if not client.holds and isinstance(body, HOLD):
+            self._engines.hold(client)
         try:
             if not isinstance(body, Task):
                 self._handlers[type(body)](peer, seq, body)
@@ -333,7 +336,14 @@ class Server:
         if "fd" in data:  # whose descriptor it is, the kernel says, never the offer
             data[PEER] = process_of(self._transport.describe(peer))
         handle = DeviceHandle(offer.kind, data)
-        self._later(peer, seq, self._engine(peer).cache.offer(peer, offer.rank, handle, offer.epoch))
+        self._later(peer, seq, self._offered(peer, offer.rank, handle, offer.epoch))
+
+    async def _offered(self, peer: bytes, rank: int, handle: DeviceHandle, epoch: int) -> str | None:
+        engine, client = self._engine(peer), self._clients[peer]
+        answer = await engine.cache.offer(peer, rank, handle, epoch)
+        if client.engine is engine:
+            self._engines.hold(client)
+        return answer
 
     def _clear_cache(self, peer: bytes, seq: int, _: wire.ClearCache) -> None:
         self._later(peer, seq, self._engine(peer).cache.clear())
