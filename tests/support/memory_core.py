@@ -144,6 +144,9 @@ class OneEngine:
     def bound(self, peer: bytes, client: KnownClient) -> None:
         self.join(peer, client, "")
 
+    async def offer(self, peer: bytes, client: KnownClient, rank: int, handle: DeviceHandle, epoch: int) -> None:
+        await self.cache.offer(peer, rank, handle, epoch)
+
     def hold(self, client: KnownClient) -> None:
         """It is there anyway."""
 

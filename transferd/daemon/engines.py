@@ -38,6 +38,7 @@ from transferd.daemon.preflight import EnginePlan, available_memory, build_engin
 from transferd.errors import ConfigError, EngineGone, RequestError, TransferError
 from transferd.runtime.threads import Direction
 from transferd.tasks import ErrorInfo
+from transferd.tiers.base import DeviceHandle
 from transferd.wire import protocol as wire
 from transferd.wire.credentials import process_of
 
@@ -182,6 +183,14 @@ class Engines:
         if client.engine is not None and not client.holds:
             client.holds = True
             client.engine.holders += 1
+
+    async def offer(self, peer: bytes, client: KnownClient, rank: int, handle: DeviceHandle, epoch: int) -> str | None:
+        """Map a client's memory as a rank's of its engine; see CacheMemory.offer."""
+        engine = self.bound(peer, client)
+        answer = await engine.cache.offer(peer, rank, handle, epoch)
+        if client.engine is engine:
+            self.hold(client)
+        return answer
 
     def uid_of(self, peer: bytes) -> int | None:
         """Of the process that connected; None where the socket does not know it."""

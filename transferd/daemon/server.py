@@ -336,14 +336,7 @@ class Server:
         if "fd" in data:  # whose descriptor it is, the kernel says, never the offer
             data[PEER] = process_of(self._transport.describe(peer))
         handle = DeviceHandle(offer.kind, data)
-        self._later(peer, seq, self._offered(peer, offer.rank, handle, offer.epoch))
-
-    async def _offered(self, peer: bytes, rank: int, handle: DeviceHandle, epoch: int) -> str | None:
-        engine, client = self._engine(peer), self._clients[peer]
-        answer = await engine.cache.offer(peer, rank, handle, epoch)
-        if client.engine is engine:
-            self._engines.hold(client)
-        return answer
+        self._later(peer, seq, self._engines.offer(peer, self._clients[peer], offer.rank, handle, offer.epoch))
 
     def _clear_cache(self, peer: bytes, seq: int, _: wire.ClearCache) -> None:
         self._later(peer, seq, self._engine(peer).cache.clear())
