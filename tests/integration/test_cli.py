@@ -67,7 +67,7 @@ def test_check_config_prints_the_effective_configuration(tmp_path: Path) -> None
         (["--set", "cache.device=tpu"], "cache.device: expected one of"),
         (["--set", "storage.backend=tape"], "storage.backend: expected one of"),
         (
-            ["--set", "host.staging=1KiB"],
+            ["--set", "host.staging=1KiB", "--set", "cache.ranks=2"],
             "host.staging: must be at least 270336 bytes: one block each for read, write (1024)",
         ),
         (["--config", "/nonexistent.toml"], "/nonexistent.toml: cannot be read"),
