@@ -658,8 +658,9 @@ async def test_a_daemon_that_is_killed_leaves_the_engine_its_memory_and_gets_it_
         assert colours(engine.caches(0)) == {0x42}, "nothing of a living engine is cleaned up"
         assert (await client.submit(SwapOutTask(task_id="o", gpu_block_ids=[0], cpu_block_ids=[0]))).status == "ok"
         assert await asyncio.to_thread(process.stop) == 0
-        assert '"event": "listening"' in process.log
-        assert "no engine has offered the memory of ranks 0, 1" in process.log
+        # An engine that is quick has offered its memory again before the daemon says whether it waits for it.
+        waited = "no engine has offered the memory of ranks 0, 1" in process.log
+        assert ('"event": "listening"' if waited else '"event": "ready"') in process.log
 
 
 async def test_after_a_clear_the_engine_offers_anew_and_an_old_offer_is_refused(start: Start, endpoint: str) -> None:
