@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -164,6 +165,26 @@ def test_an_impossible_task_is_refused_with_a_code_and_the_value_that_is_wrong(t
 
 def test_an_endless_timeout_is_refused() -> None:
     assert refused(write(timeout=float("inf"))).startswith("bad_value: timeout")
+
+
+@pytest.mark.parametrize(
+    ("after", "told"),
+    [
+        ((-1, 5), "after names timeline -1; a rank has 0 to 15"),
+        ((16, 5), "after names timeline 16; a rank has 0 to 15"),
+        ((0, 0), "after names the number 0, which is not from 1 to 2^63 - 2"),
+        ((0, 2**63 - 1), f"after names the number {2**63 - 1}, which is not from 1 to 2^63 - 2"),
+    ],
+)
+def test_a_timeline_or_number_that_cannot_be_is_refused(after: tuple[int, int], told: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(told)) as raised:
+        check_task(write(after=after), LIMITS)
+    assert raised.value.reason == "bad_value"
+
+
+@pytest.mark.parametrize("after", [(0, 1), (15, 2**63 - 2)])
+def test_the_first_and_last_timeline_and_number_are_good(after: tuple[int, int]) -> None:
+    check_task(write(after=after), LIMITS)
 
 
 def test_a_text_that_is_told_back_is_cut_after_80_characters() -> None:
