@@ -14,8 +14,8 @@ number says that a message was lost, or that the daemon took us for gone. Every 
 again, in its original order; the daemon joins tasks that it knows and does not run them twice. Requests wait
 for the first Welcome: without a session, a request could be lost or run twice, without a trace.
 
-*Backpressure.* Requests that the transport does not accept wait in order in `_unsent`. They are retried with
-each message that arrives and with each heartbeat.
+*Backpressure.* Requests that the transport does not accept wait in order in `_unsent`. They are retried
+with each message that arrives, and shortly after each refusal.
 
 *Lifetime.* `open` begins a conversation that knows nothing of an earlier one. It belongs to one event loop in
 one process: a forked child inherits the object but may neither use it nor touch its socket.
@@ -60,6 +60,7 @@ from transferd.wire.transport import ClientTransport
 log = logging.getLogger("transferd.client")  # the engine's logging configuration decides where this goes
 
 HINT_AFTER_S = 1.0  # after this long, log what we are waiting for
+RETRY_SEND_S = 0.02  # until a transport that was full is tried again
 OVERDUE_EVERY_S = 5.0  # how often pending requests are checked against their time limits
 
 # These errors keep their type across the wire.
@@ -108,6 +109,7 @@ class Conversation:
         self._pending: dict[int, Pending] = {}  # in the order asked
         self._unsent: deque[int] = deque()
         self._beat_timer: asyncio.TimerHandle | None = None
+        self._send_timer: asyncio.TimerHandle | None = None
         self._overdue_at = math.inf
         self._waiters: dict[asyncio.Future[None], bool] = {}  # for a daemon; True: for a ready one
 
@@ -194,8 +196,10 @@ class Conversation:
         else:
             self._leave()
         self._heart.closed()
-        if self._beat_timer is not None:
-            self._beat_timer.cancel()
+        for timer in (self._beat_timer, self._send_timer):
+            if timer is not None:
+                timer.cancel()
+        self._send_timer = None
         error = Closed("the client was closed")
         self._fail_all(error)
         for future in self._waiters:
@@ -251,8 +255,11 @@ class Conversation:
         if payload is None:
             return seq
         self._pending[seq] = pending
-        if self._unsent or self.session is NO_SESSION or not self._transport.send(payload):
+        if self._unsent or self.session is NO_SESSION:
             self._unsent.append(seq)
+        elif not self._transport.send(payload):
+            self._unsent.append(seq)
+            self._send_soon()
         return seq
 
     def repeat(self, requests: Iterable[tuple[wire.Control, float]], before: Iterable[int]) -> list[int]:
@@ -313,8 +320,18 @@ class Conversation:
                 if payload is None:
                     del self._pending[seq]
                 elif not self._transport.send(payload):
+                    self._send_soon()
                     return
             self._unsent.popleft()
+
+    def _send_soon(self) -> None:
+        """Try again shortly: nothing tells us when a full transport has room, and a heartbeat may be a second away."""
+        if self._send_timer is None:
+            self._send_timer = asyncio.get_running_loop().call_later(RETRY_SEND_S, self._send_again)
+
+    def _send_again(self) -> None:
+        self._send_timer = None
+        self._send_waiting()
 
     # --- hearing ------------------------------------------------------------------------------------
 
@@ -408,8 +425,6 @@ class Conversation:
             self._leave()
             self._fail_all(DaemonLost(f"{self.endpoint}: no answer for {SILENCE_S:g} s"))
         self._greet()
-        if self._unsent:
-            self._send_waiting()
         if now >= self._overdue_at:
             self._overdue_at = now + OVERDUE_EVERY_S
             self._end_overdue(now)
