@@ -24,7 +24,7 @@ from tests.support.simulation.story import Story
 from tests.support.simulation.weather import CALM, STORM
 from transferd.tiers.staging import Staging
 
-SEEDS = int(os.environ.get("SEEDS", "2000"))
+SEEDS = int(os.environ.get("SEEDS", "1000"))
 PROCESSES = min(os.cpu_count() or 1, 8)
 
 # Everything that the fault plan promises, as the stories call it, and everything a daemon may answer.
@@ -47,7 +47,7 @@ def quiet() -> Iterator[None]:
     structlog.reset_defaults()
 
 
-@pytest.mark.timeout(0 if SEEDS > 2000 else 900)  # minutes, beside other work
+@pytest.mark.timeout(0 if SEEDS > 1000 else 900)  # minutes, beside other work
 def test_storms_pass_and_every_task_was_answered_once_in_time_and_honestly(capfd: pytest.CaptureFixture[str]) -> None:
     command = [
         sys.executable,
