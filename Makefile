@@ -24,7 +24,7 @@ demo: $(STAMP) ## set up, then show the main job in under a minute
 	@$(BIN)/transferd demo
 
 test: $(TEST_STAMP) ## set up, then run every test this machine can
-	@base=$$(mktemp -d /tmp/td.XXXX); $(BIN)/python -m pytest -n auto --dist loadfile --basetemp=$$base/t $(PYTEST_ARGS); \
+	@base=$$(mktemp -d /tmp/td.XXXX); $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --basetemp=$$base/t $(PYTEST_ARGS); \
 	code=$$?; rm -rf $$base; exit $$code # a short path: the name of a unix socket has at most 107 characters
 
 lint: $(TEST_STAMP) ## ruff

@@ -10,10 +10,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import pytest
 import uvloop
 from hypothesis import HealthCheck, Phase, settings
+
+# Files that take longest, slowest first: with several processes none may be left for the end (see Makefile).
+LONGEST = (
+    "sim/test_storms.py",
+    "integration/test_group.py",
+    "systemd/test_network.py",
+    "tiers/test_cuda_bindings.py",
+    "integration/test_daemon.py",
+    "systemd/test_unit.py",
+    "soak/test_soak.py",
+    "faults/test_matrix.py",
+    "test_wheel.py",
+    "integration/test_stop.py",
+    "integration/test_handover.py",
+    "integration/test_rehearsal.py",
+)
 
 settings.register_profile("transferd", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 # For `make mutate`, which runs the same tests hundreds of times: few examples, and a failing one as it was found.
@@ -21,6 +38,12 @@ settings.register_profile(
     "mutate", settings.get_profile("transferd"), max_examples=25, phases=[Phase.explicit, Phase.generate]
 )
 settings.load_profile("transferd")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    place = {here / name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path, len(place)))  # stable: the others keep their order
 
 
 def pytest_asyncio_loop_factories(

@@ -19,7 +19,7 @@ from transferd.cli.replay.predict import predict
 from transferd.cli.replay.trace import TraceRequest, generated_workload
 from transferd.config import from_tree
 from transferd.config.toml import to_toml
-from transferd.daemon.preflight import build
+from transferd.daemon.preflight import build_engine
 
 pytestmark = pytest.mark.one_loop
 
@@ -35,7 +35,7 @@ def really(
     tree: dict[str, Any] = {"server": {"endpoint": "ipc:///nowhere"}, "cache": cache, "storage": {"backend": "none"}}
     if capacity is not None:
         tree["storage"] = {"backend": "file", "file": {"path": str(tmp_path / "unused")}}
-        nbytes = build(from_tree(tree)).objects.slot_bytes
+        nbytes = build_engine(from_tree(tree)).objects.slot_bytes
         tree["storage"]["file"]["capacity"] = capacity * 2 * nbytes
     config = tmp_path / "replayed.toml"
     config.write_text(to_toml(tree))
