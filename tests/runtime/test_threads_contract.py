@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from tests.support import native
-from tests.support.simulation.faults import Latency, ThreadFaults
+from tests.support.simulation.faults import Gate, Latency, ThreadFaults
 from tests.support.simulation.threads import SimThreads
 from transferd.errors import Closed, NoThreads
 from transferd.runtime import threads
@@ -34,6 +34,7 @@ class Kind:
         self.name = name
         self._monkeypatch = monkeypatch
         self._go = threading.Event()
+        self._held: list[Gate] = []
 
     def make(self, size: int = 1) -> Threads:
         if self.name == "real":
@@ -57,11 +58,11 @@ class Kind:
     async def begun(self, pools: Threads, direction: Direction, ran: list[str]) -> asyncio.Future[str]:
         """A function that a thread has taken and that has not ended, until `go`."""
         if isinstance(pools, SimThreads):
-            pools.faults = ThreadFaults(Latency(0.2, 0.2))
+            pools.ends[direction].hold()
+            self._held.append(pools.ends[direction])
             running = pools.run(direction, lambda: ran.append("first") or "done")
-            while not ran:  # noqa: ASYNC110 - the time is simulated
+            while not ran:  # noqa: ASYNC110 - its effect comes after a drawn time
                 await asyncio.sleep(0.001)
-            pools.faults = ThreadFaults(Latency(0.001, 0.001))
             return running
         entered, loop = asyncio.Event(), asyncio.get_running_loop()
 
@@ -77,6 +78,8 @@ class Kind:
 
     def go(self) -> None:
         self._go.set()
+        for end in self._held:
+            end.release()
 
 
 @pytest.fixture(params=["real", "simulated"])

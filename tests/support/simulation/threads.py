@@ -24,19 +24,20 @@ class SimThreads(ThreadPools):
     A function has its effect at one moment between its start and its end, as the seed chooses: whoever
     takes memory back before the end is found out.
 
-    faults: the plan, may be replaced at any time. dice: for scripts, operation "start" of a thread. gates: per
-    direction, hold what would start now.
+    faults: the plan, may be replaced at any time. dice: for scripts, operation "start" of a thread. gates, ends: per
+    direction, hold what would start now, and what would end.
     """
 
     def __init__(self, size: int = 4, *, faults: ThreadFaults | None = None, rng: random.Random | None = None) -> None:
         self.faults = faults or ThreadFaults()
         self.dice = Dice(rng, "threads")
         self.gates = {direction: Gate() for direction in Direction}
+        self.ends = {direction: Gate() for direction in Direction}
         self.started = 0
         super().__init__(size)
 
     def _crew(self, name: str, size: int) -> Crew:
-        return _SimCrew(name, size, self, self.gates[Direction(name.rpartition("-")[2])])
+        return _SimCrew(name, size, self, Direction(name.rpartition("-")[2]))
 
     def close(self, within: float = CLOSE_S) -> list[str]:
         """Withdraw what has not begun. What has begun runs to its end by itself."""
@@ -57,10 +58,10 @@ class _SimThread:
 class _SimCrew(Crew):
     """A crew whose threads are tasks of the loop."""
 
-    def __init__(self, name: str, size: int, owner: SimThreads, gate: Gate) -> None:
+    def __init__(self, name: str, size: int, owner: SimThreads, direction: Direction) -> None:
         super().__init__(name, size)
         self._owner = owner
-        self._gate = gate
+        self._begins, self._ends = owner.gates[direction], owner.ends[direction]
         self._queue: Any = _SimQueue(self._serve_next)
         self._tasks: dict[asyncio.Task[None], Work[object]] = {}
         self._busy = 0
@@ -93,7 +94,7 @@ class _SimCrew(Crew):
         return running
 
     async def _work(self, work: Work[object]) -> None:
-        await self._gate.passed()
+        await self._begins.passed()
         dice = self._owner.dice
         self._owner.started += 1
         seconds = self._owner.faults.latency.draw(dice.rng)
@@ -102,6 +103,7 @@ class _SimCrew(Crew):
         ended = work.execute()
         if ended:
             await take(seconds - effect)
+            await self._ends.passed()
             work.deliver()
         self._busy -= 1
         self._serve_next()
