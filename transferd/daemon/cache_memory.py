@@ -241,20 +241,20 @@ class CacheMemory:
                     if canary is not None:
                         await check_canary(rank.worker.context, canary)
                 except TransferError:
-                    await _given_up(number, rank.worker.close_device())
+                    await self._given_up(number, rank.worker.close_device())
                     raise
                 if canary is not None:
                     await rank.worker.close_device()
                     return CHECKED
                 rank.offer, rank.present = _MappedOffer(client, handle, owner), True
                 self._mappings.offer(number, handle)
-                log.info("memory attached", rank=number, kind=handle.kind, pid=owner.pid)
+                log.info("memory attached", engine=self._core.engine, rank=number, kind=handle.kind, pid=owner.pid)
                 try:
                     await self._announce()
                 except TransferError:
                     rank.offer, rank.present = None, False
                     self._mappings.withdraw(number)
-                    await _given_up(number, rank.worker.close_device())
+                    await self._given_up(number, rank.worker.close_device())
                     raise
                 return None
         finally:
@@ -281,7 +281,7 @@ class CacheMemory:
         self._mappings.leave(client)
         if lost and not self._closed:
             what = f"the engine that owned the memory of {_ranks(lost)} has gone"
-            log.warning("engine gone", ranks=lost)
+            log.warning("engine gone", engine=self._core.engine, ranks=lost)
             self._core.withdraw(ErrorInfo(EngineGone.code, what), end=True)
             self._begin(self._let_go(client))
 
@@ -293,7 +293,7 @@ class CacheMemory:
                 if rank.offer is not None and rank.offer.client == client:
                     rank.offer, rank.present = None, False
                     self._mappings.withdraw(number)
-                    await _given_up(number, rank.worker.close_device())
+                    await self._given_up(number, rank.worker.close_device())
             with contextlib.suppress(TransferError):  # of token-indexed storage; the next offer asks it again
                 await self._announce()  # the same engine may have offered the same memory on another connection
 
@@ -333,7 +333,8 @@ class CacheMemory:
                     await rank.worker.free()
                 except TransferError as error:
                     errors.append(error)
-            log.info("cache cleared", epoch=self.epoch, generation=self._core.generation)
+            core = self._core
+            log.info("cache cleared", engine=core.engine, epoch=self.epoch, generation=core.generation)
             if errors:
                 raise errors[0]
             return self.epoch
@@ -369,13 +370,13 @@ class CacheMemory:
                 if reopened:
                     self._closed_generations.add(generation)
                 for number, rank in enumerate(self._ranks):
-                    await _given_up(number, rank.worker.free())
+                    await self._given_up(number, rank.worker.free())
                 raise
             self._core.set_generation(generation)
             for rank in self._ranks:
                 rank.present = self.creator is Creator.DAEMON
             self.cleared = False
-            log.info("cache restored", epoch=self.epoch, generation=generation)
+            log.info("cache restored", engine=self._core.engine, epoch=self.epoch, generation=generation)
             if not (self.missing or self._closed):
                 self._core.announce_ready()
             return self.epoch
@@ -431,27 +432,27 @@ class CacheMemory:
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            task.add_done_callback(_heard)
+            task.add_done_callback(self._heard)
             raise
+
+    def _heard(self, task: asyncio.Task[Any]) -> None:
+        """Log a failed change that no caller waits for any more."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            what = "a change of the cache failed after its client had gone"
+            log.warning(what, engine=self._core.engine, problem=str(error))
+
+    async def _given_up(self, number: int, closing: Awaitable[None]) -> None:
+        """Close memory, and only log an error: nothing will use it again."""
+        try:
+            await closing
+        except TransferError as error:
+            what = "error while releasing memory"
+            log.warning(what, engine=self._core.engine, rank=number, problem=str(error))
 
 
 def _extents(rank: _RankMemory) -> list[Extent]:
     extents: list[Extent] = getattr(rank.worker.context.device, "extents", list)()  # a tier of others may not know
     return extents
-
-
-def _heard(task: asyncio.Task[Any]) -> None:
-    """Log a failed change that no caller waits for any more."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.warning("a change of the cache failed after its client had gone", problem=str(error))
-
-
-async def _given_up(number: int, closing: Awaitable[None]) -> None:
-    """Close memory, and only log an error: nothing will use it again."""
-    try:
-        await closing
-    except TransferError as error:
-        log.warning("error while releasing memory", rank=number, problem=str(error))
 
 
 def _ranks(numbers: list[int]) -> str:

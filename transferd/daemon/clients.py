@@ -61,6 +61,11 @@ class Clients:
     def __getitem__(self, peer: bytes) -> KnownClient:
         return self._peers[peer]
 
+    def engine_of(self, peer: bytes) -> str | None:
+        """The name of the engine that a client said it speaks for; None if it has said none."""
+        client = self._peers.get(peer)
+        return None if client is None else client.engine_name or None
+
     def meet(self, peer: bytes, now: float) -> KnownClient:
         """Register a client at its first message."""
         session = next(self._sessions)

@@ -64,8 +64,9 @@ class Listeners:
 class Coordinator:
     """Runs tasks on all ranks, as the dispatcher decides; see the module's diagram.
 
-    ready: whether tasks are served. effects_failed: how often an instruction's effect raised, by its kind. skew_s: for
-    each rank, the sum of the seconds by which it arrived after the first rank of its round.
+    engine: its name, in log lines. ready: whether tasks are served. effects_failed: how often an instruction's effect
+    raised, by its kind. skew_s: for each rank, the sum of the seconds by which it arrived after the first rank of its
+    round.
     """
 
     def __init__(
@@ -77,7 +78,9 @@ class Coordinator:
         *,
         clock: Clock = SYSTEM_CLOCK,
         recorder: Recorder | None = None,
+        engine: str = "default",
     ) -> None:
+        self.engine = engine
         self.workers = workers
         self.listeners = listeners
         self._recorder = recorder if recorder is not None else Recorder()
@@ -259,7 +262,8 @@ class Coordinator:
         with contextlib.suppress(Exception):
             self._recorder.failure(task_id, problem)
             bug = InvariantError(f"{problem}\n{self._recorder.story(task_id)}")
-            log.error("an effect raised", effect=kind, task_id=task_id or None, problem=str(bug), exc_info=error)
+            names = {"engine": self.engine, "task_id": task_id or None, "effect": kind}
+            log.error("an effect raised", **names, problem=str(bug), exc_info=error)
         return ErrorInfo(InvariantError.code, problem)
 
     def _once_more(self, instruction: ev.Instruction, job: Job | None) -> None:
@@ -298,13 +302,20 @@ class Coordinator:
     def _expire(self, expire: ev.ExpireRound) -> None:
         missing = self._barrier.expire(expire.task_id)
         if missing:
-            log.warning("ranks left behind at the deadline", task_id=expire.task_id, ranks=list(missing))
+            names = {"engine": self.engine, "task_id": expire.task_id}
+            log.warning("ranks left behind at the deadline", **names, ranks=list(missing))
 
     def _reply(self, reply: ev.Reply) -> None:
         result = reply.result
         if result.status is Status.REJECTED and result.error is not None and result.error.code in MISTAKEN:
-            code, problem = result.error.code, result.error.message
-            log.warning("task refused", task_id=result.task_id, code=code, problem=problem, client=reply.client.hex())
+            log.warning(
+                "task refused",
+                engine=self.engine,
+                task_id=result.task_id,
+                code=result.error.code,
+                problem=result.error.message,
+                client=reply.client.hex(),
+            )
         self.listeners.deliver(reply.client, reply.seq, result)
 
     def _publish(self, publish: ev.Publish) -> None:
@@ -313,6 +324,7 @@ class Coordinator:
         if result.error is not None:
             log.warning(
                 "task ended with an error",
+                engine=self.engine,
                 task_id=task.task_id,
                 kind=task.kind,
                 status=str(result.status),
@@ -344,7 +356,7 @@ class Coordinator:
 
     def rank_died(self, rank: int, cause: str) -> None:
         """A rank's device is lost: every task fails naming it, now and from now on."""
-        log.error("rank died", rank=rank, cause=cause)
+        log.error("rank died", engine=self.engine, rank=rank, cause=cause)
         self.ready = False
         self._hear(ev.RankFailed(rank, cause, self._clock.monotonic()))
         self._barrier.rank_died(rank, cause)

@@ -9,6 +9,7 @@ process.py runs one from its start to its end.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ from transferd.observability.history import TaskHistory
 from transferd.observability.metrics import StatusServer
 from transferd.observability.recorder import EngineRecorder, Recorder
 from transferd.observability.story import task_story
-from transferd.observability.traces import Traces
+from transferd.observability.traces import Ran, Traces
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.threads import ThreadPools, Threads
 from transferd.storage.base import Storage
@@ -99,7 +100,7 @@ class Daemon:
             events=self.events,
             departures=Departures(self.storage),
             ended=_ended(self.reports, self.history, self.traces, clock),
-            ran=None if self.traces is None else self.traces.ran,
+            ran=None if self.traces is None else _ran(self.traces),
             inline_check_bytes=inline_check_bytes,
         )
         self.engines = Engines(config, shared, plan.engine)
@@ -259,11 +260,15 @@ def _ended(reports: StatusServer, history: TaskHistory, traces: Traces | None, c
             reports.tasks.observe_result(task, result)
             history.ended(task, result, clock.monotonic(), engine)
             if traces is not None:
-                traces.ended(task, result)
+                traces.ended(task, result, engine)
 
         return ended
 
     return listener
+
+
+def _ran(traces: Traces) -> Callable[[str], Callable[[str, Ran], None]]:
+    return lambda engine: functools.partial(traces.ran, engine=engine)
 
 
 async def _quiet(coordinators: Sequence[Coordinator]) -> None:

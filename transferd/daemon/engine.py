@@ -62,7 +62,7 @@ class Shared:
     """What the daemon lends to its engines, and closes after them.
 
     storage: None without a keyed backend. peers: set in pd.mode "direct". events: the sockets of KV events. ended: for
-    an engine's name, who hears of its answered tasks; ran: who hears, before, of when their ranks were done.
+    an engine's name, who hears of its answered tasks; ran: likewise, before, of when their ranks were done.
     """
 
     boot_id: str
@@ -76,7 +76,7 @@ class Shared:
     departures: Departures
     ended: Callable[[str], Ended]
     inline_check_bytes: int = INLINE_CHECK_BYTES
-    ran: Callable[[str, Ran], None] | None = None
+    ran: Callable[[str], Callable[[str, Ran], None]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +138,7 @@ class HostedEngine:
             self._listeners(),
             clock=shared.clock,
             recorder=self.recorder,
+            engine=name,
         )
         self.cache = self._build_cache()
         self.first_epoch = self.cache.epoch
@@ -301,14 +302,15 @@ class HostedEngine:
 
         deliver = shared.clients.deliver
         told = shared.ended(self.name)
+        ran = None if shared.ran is None else shared.ran(self.name)
         if events is None:
-            return Listeners(deliver, told, lambda _: None, lambda _: None, epoch_began, shared.ran)
+            return Listeners(deliver, told, lambda _: None, lambda _: None, epoch_began, ran)
 
         def ended(task: Task, result: TaskResult) -> None:
             told(task, result)
             events.task_ended(task, result)
 
-        return Listeners(deliver, ended, events.memory_gone, events.generation_changed, epoch_began, shared.ran)
+        return Listeners(deliver, ended, events.memory_gone, events.generation_changed, epoch_began, ran)
 
     def called(self, rank: int) -> str:
         """A rank's name in reports."""

@@ -228,7 +228,8 @@ class Server:
         return "" if engine is None else engine.coordinator.generation
 
     def _warn(self, peer: bytes, reason: str) -> None:
-        log.warning("request refused", reason=reason, client=peer.hex(), peer=self._transport.describe(peer))
+        who = {"engine": self._clients.engine_of(peer), "client": peer.hex()}
+        log.warning("request refused", reason=reason, **who, peer=self._transport.describe(peer))
 
     # --- requests -----------------------------------------------------------------------------------
 
@@ -445,7 +446,8 @@ class Server:
         if now - self._reap_due < self._client_timeout / 4:
             silent = [peer for peer in self._clients if now - self._clients[peer].seen_at > self._client_timeout]
             for peer in silent:
-                log.warning("client gone", client=peer.hex(), silent_s=round(now - self._clients[peer].seen_at, 3))
+                silent_s, engine = now - self._clients[peer].seen_at, self._clients.engine_of(peer)
+                log.warning("client gone", engine=engine, client=peer.hex(), silent_s=round(silent_s, 3))
                 self._recorder.aside("", "client silent", peer)
                 self._lost += 1
                 self._forget(peer)

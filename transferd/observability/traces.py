@@ -50,6 +50,7 @@ class Ran(NamedTuple):
 
 
 class _Answered(NamedTuple):
+    engine: str
     task: Task
     result: TaskResult
     wall: float  # of the answer, seconds since the epoch
@@ -73,7 +74,8 @@ class Traces:
         self._endpoint, self._sample, self._instance = endpoint, sample, instance
         self._wall, self._monotonic = wall, monotonic
         self._queue: queue.Queue[_Answered] = queue.Queue(MAX_WAITING)
-        self._running: dict[str, Ran] = {}  # between the end of a round and the answer: a few
+        # By engine and task id, between the end of a round and the answer: a few.
+        self._running: dict[tuple[str, str], Ran] = {}
         self._closing = threading.Event()
         self._done: asyncio.Future[None] | None = None
         self._silent = False  # the last request failed: said once
@@ -90,15 +92,15 @@ class Traces:
         self._done = loop.create_future()
         threading.Thread(target=self._run, args=(spans, loop, self._done), name="traces", daemon=True).start()
 
-    def ran(self, task_id: str, ran: Ran) -> None:
-        """The round of a task has ended; `ended` follows."""
-        self._running[task_id] = ran
+    def ran(self, task_id: str, ran: Ran, engine: str = "default") -> None:
+        """The round of a task of this engine has ended; `ended` follows."""
+        self._running[engine, task_id] = ran
 
-    def ended(self, task: Task, result: TaskResult) -> None:
-        """A task was answered. Never blocks, never raises."""
-        ran = self._running.pop(task.task_id, None)
+    def ended(self, task: Task, result: TaskResult, engine: str = "default") -> None:
+        """A task of this engine was answered. Never blocks, never raises."""
+        ran = self._running.pop((engine, task.task_id), None)
         try:
-            self._queue.put_nowait(_Answered(task, result, self._wall(), self._monotonic(), ran))
+            self._queue.put_nowait(_Answered(engine, task, result, self._wall(), self._monotonic(), ran))
         except queue.Full:
             self.dropped += 1
 
@@ -205,7 +207,7 @@ class SpanMaker:
             f"transferd.{task.kind}",
             self._propagator.extract(parent),  # what is no traceparent begins a trace of its own
             kind=SpanKind.SERVER,
-            attributes=_attributes(task, result),
+            attributes=_attributes(one.engine, task, result),
             start_time=began,
         )
         if result.status in _ERRORS:
@@ -227,8 +229,9 @@ class SpanMaker:
         root.end(began + _ns(result.duration))
 
 
-def _attributes(task: Task, result: TaskResult) -> dict[str, str | int]:
+def _attributes(engine: str, task: Task, result: TaskResult) -> dict[str, str | int]:
     attributes: dict[str, str | int] = {
+        "transferd.engine": engine,
         "transferd.task_id": task.task_id,
         "transferd.kind": task.kind,
         "transferd.status": str(result.status),

@@ -164,7 +164,7 @@ class RankWorker:
             if isinstance(error, InvariantError):
                 self.context.recorder.failure(job.task.task_id, f"rank {self.rank}: {error}")
         except Exception as error:
-            log.exception("handler failed", task_id=job.task.task_id, rank=self.rank)
+            log.exception("handler failed", engine=self.context.engine, task_id=job.task.task_id, rank=self.rank)
             self.context.recorder.failure(job.task.task_id, f"rank {self.rank}: {type(error).__name__}: {error}")
             outcome = self._failure(InvariantError.code, f"{type(error).__name__}: {error}", job)
         lane.running -= 1

@@ -1,0 +1,113 @@
+"""Who did it: what a daemon with two engines writes, traces and publishes names the engine, also for equal task ids."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import structlog
+
+from tests.integration.subscriber import WAIT_MS, AllBlocksCleared, BlockRemoved, Subscriber
+from tests.integration.test_engines import LAYOUT, running, serving, write
+from tests.observability.test_traces import Collector, attributes
+from transferd import Client, Status, SwapInTask, SwapOutTask
+from transferd.observability.traces import Ran, Traces
+from transferd.tasks import TaskResult
+from transferd.wire.kv_events import block_hash
+
+
+async def test_log_lines_about_an_engine_name_it(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/t.sock"
+    cache = LAYOUT | {"ranks": 1, "host_blocks": 0}
+    with structlog.testing.capture_logs() as lines:
+        async with running(endpoint, cache=cache), Client(endpoint) as own, serving(endpoint, "a") as (a, _):
+            await own.attach(0)
+            empty = await a.submit(SwapInTask(task_id="empty", gpu_block_ids=[0], cpu_block_ids=[0]))
+            assert empty.status is Status.REJECTED
+            for one in (own, a):
+                await one.pause()
+                late = msgspec.structs.replace(write("late", ["k"], [0]), timeout=0.01)
+                assert (await one.submit(late)).status is Status.EXPIRED
+                await one.resume()
+                await one.clear_cache()
+                await one.restore_cache("again")
+    named = [(line["event"], line.get("engine")) for line in lines]
+    for event in ("task ended with an error", "cache cleared", "cache restored"):
+        assert [engine for what, engine in named if what == event] == ["default", "a"], (event, named)
+    assert ("memory attached", "a") in named
+    assert ("task refused", "a") in named
+    assert [line for line in lines if "task_id" in line and "engine" not in line] == []
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    made = Collector()
+    yield made
+    made.close()
+
+
+async def test_spans_name_the_engine_and_tasks_of_one_id_are_told_apart(collector: Collector) -> None:
+    made = Traces(collector.url, 1.0, "x", wall=lambda: 1000.0, monotonic=lambda: 10.0)
+    made.start()
+    task = write("t", ["k"], [0])
+    made.ran("t", Ran(9.0, 9.25, [(0, 9.5)]), "a")
+    made.ran("t", Ran(9.5, 9.5, [(0, 9.75), (1, 9.875)]), "b")
+    for engine, duration in (("a", 1.0), ("b", 0.5)):
+        made.ended(task, TaskResult(task_id="t", status=Status.OK, duration=duration), engine)
+    await made.close()
+    collector.wait_for("t")
+    roots = {attributes(span)["transferd.engine"]: span for span in collector.spans if not span.parent_span_id}
+    below = {
+        engine: sorted(span.name for span in collector.spans if span.parent_span_id == root.span_id)
+        for engine, root in roots.items()
+    }
+    assert below == {"a": ["queue", "rank 0"], "b": ["queue", "rank 0", "rank 1"]}
+    assert roots["b"].start_time_unix_nano - roots["a"].start_time_unix_nano == 500_000_000
+
+
+async def test_a_router_tells_the_events_of_two_engines_apart(tmp_path: Path) -> None:
+    places = {"endpoint": f"ipc://{tmp_path}/pub", "replay_endpoint": f"ipc://{tmp_path}/replay"}
+    endpoint = f"ipc://{tmp_path}/t.sock"
+    subscriber = Subscriber(**places)
+    try:
+        async with running(endpoint, events=places), serving(endpoint, "b", dp_rank=5) as (b, _):
+            async with serving(endpoint, "a", dp_rank=3) as (a, _):
+                assert (await a.submit(write("same", ["x", "both"], [0, 1]))).status is Status.OK
+                assert (await b.submit(write("same", ["y", "both"], [0, 1]))).status is Status.OK
+                assert (await b.submit(SwapOutTask(task_id="o", gpu_block_ids=[0], cpu_block_ids=[2]))).status == "ok"
+                stored = {3: {"STORAGE": {"x", "both"}}, 5: {"STORAGE": {"y", "both"}, "CPU": {"y"}}}
+                await told(subscriber, b, stored)
+            await told(subscriber, b, stored | {3: {}})
+    finally:
+        subscriber.close()
+
+
+async def told(subscriber: Subscriber, client: Client, expected: dict[int, dict[str, set[str]]]) -> None:
+    """Ask for what was missed until a router that keeps an index for each dp_rank knows exactly this."""
+    wanted = {
+        rank: {medium: set(map(block_hash, keys)) for medium, keys in of.items()} for rank, of in expected.items()
+    }
+    known: dict[int | None, dict[str | None, set[int | bytes]]] = {}
+    async with asyncio.timeout(WAIT_MS / 1000):
+        while known != wanted:
+            await client.stats()  # a turn of the daemon's loop
+            await asyncio.to_thread(subscriber.catch_up)
+            known = by_engine(subscriber)
+
+
+def by_engine(subscriber: Subscriber) -> dict[int | None, dict[str | None, set[int | bytes]]]:
+    known: dict[int | None, dict[str | None, set[int | bytes]]] = {}
+    for batch in subscriber.batches:
+        index = known.setdefault(batch.data_parallel_rank, {})
+        for event in batch.events:
+            if isinstance(event, AllBlocksCleared):
+                index.clear()
+            elif isinstance(event, BlockRemoved):
+                index[event.medium] -= set(event.block_hashes)
+            else:
+                index.setdefault(event.medium, set()).update(event.block_hashes)
+    return known
