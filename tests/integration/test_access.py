@@ -19,6 +19,7 @@ import structlog
 import zmq
 import zmq.asyncio
 
+from tests.integration.test_engines import read, running, serving, write
 from tests.support.memory_core import MemoryCore, serve
 from transferd.client.client import Client
 from transferd.config import ServerSection
@@ -84,9 +85,11 @@ def directory() -> Iterator[Path]:
         yield Path(path)
 
 
-async def as_user(uid: int, endpoint: str, *actions: str, groups: str = "-", timeout: float = 10.0) -> dict[str, str]:
+async def as_user(
+    uid: int, endpoint: str, *actions: str, groups: str = "-", timeout: float = 10.0, engine: str = ""
+) -> dict[str, str]:
     """What another user is told. timeout: for a user who is let in; one who is not is waited for that long."""
-    command = [AS_USER, uid, uid, groups, endpoint, timeout, *actions]
+    command = [AS_USER, uid, uid, groups, endpoint, timeout, engine, *actions]
     process = await asyncio.create_subprocess_exec(sys.executable, *map(str, command), stdout=asyncio.subprocess.PIPE)
     out, _ = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == 0
@@ -163,6 +166,29 @@ async def test_the_observers_socket_has_a_mode_and_a_group_of_its_own(directory:
         assert modes == {"door": 0o660, "window": 0o620}
         assert os.stat(directory / "window").st_gid == GROUP
         assert os.stat(directory / "door").st_gid == os.getegid()
+
+
+@needs_root
+@on_one_loop
+async def test_another_user_cannot_use_change_or_end_an_engine_and_may_have_one_of_its_own(directory: Path) -> None:
+    endpoint = f"ipc://{directory}/s"
+    server = {"endpoint": endpoint, "socket_mode": "0666"}
+    async with running(endpoint, server=server) as daemon, serving(endpoint, "mine") as (mine, memory):
+        memory.paint(0, 0x11)
+        assert (await mine.submit(write("w", ["k"], [0]))).status is Status.OK
+        before, blocks = daemon.engines.get("mine"), [array.tobytes() for array in memory.arrays()]
+        use = ("write", "read", "exists", "attach", "offer", "pause", "resume", "clear", "generation", "unregister")
+        assert await as_user(OTHER, endpoint, *use, engine="mine") == dict.fromkeys(use, "not_yours")
+        assert await as_user(OTHER, endpoint, "register", engine="mine") == {"register": "engine_exists"}
+        assert [array.tobytes() for array in memory.arrays()] == blocks
+        assert daemon.engines.get("mine") is before
+        memory.paint(0, 0)
+        assert (await mine.submit(read("r", ["k"], [0]))).block_ids == [0]
+        assert memory.holds(0, 0x11)
+        assert await as_user(OTHER, endpoint, "register", "unregister", engine="theirs") == {
+            "register": "ok",
+            "unregister": "ok",
+        }
 
 
 # --- observers ------------------------------------------------------------------------------------
