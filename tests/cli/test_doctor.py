@@ -183,7 +183,8 @@ def test_a_daemon_that_is_absent_is_a_warning_and_one_that_is_not_ready_a_failur
     assert (nobody.level, "there is no such socket" in nobody.found) == (Level.WARN, True)
     waiting = start({"cache": {"device_blocks": 2, "ownership": "attach"}}, tmp_path, wait=False)
     try:
-        finding = report.daemon(waiting.endpoint, 60.0, None, None)
+        with SyncClient(waiting.endpoint, connect_timeout=60.0, await_ready=False):
+            finding = report.daemon(waiting.endpoint, 60.0, None, None)
     finally:
         waiting.stop()
     assert finding.level is Level.FAIL

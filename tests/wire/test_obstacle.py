@@ -83,7 +83,8 @@ def test_permission_denied_names_who_may(listener: Path) -> None:
     listener.chmod(0o660)
     os.chown(listener, 0, 0)
     assert as_nobody(listener) == (
-        f"permission denied: {listener} (mode 0660) allows group root, but user {NOBODY} is not in it"
+        f"permission denied: {listener} (mode 0660) allows group root, but user {NOBODY} is not in it "
+        f"(usermod -aG root {NOBODY})"
     )
     os.chown(listener, NOBODY + 1, NOBODY + 1)
     assert f"allows group {NOBODY + 1}, but" in as_nobody(listener)

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from transferd.errors import ConnectTimeout
+from transferd.observability import logs
+
 if TYPE_CHECKING:
     from transferd.client.client import Client
 
 T = TypeVar("T")
+
+PROBE_AFTER_S = 0.1  # a daemon that is there has answered by then, nearly always
 
 EndpointOption = Annotated[
     str | None, typer.Option("--endpoint", envvar="TRANSFERD_ENDPOINT", help="Where the daemon listens.")
@@ -32,18 +38,63 @@ ServerKeyFileOption = Annotated[
 ]
 
 
-def client_for(
-    endpoint: str | None, timeout: float, key_file: Path | None = None, server_key_file: Path | None = None
-) -> Client:
-    """A client that is not connected yet and does not insist on a ready daemon. Raises ConfigError for bad keys."""
+@contextlib.asynccontextmanager
+async def connected(
+    endpoint: str | None,
+    timeout: float,
+    key_file: Path | None = None,
+    server_key_file: Path | None = None,
+    *,
+    wait: bool = False,
+) -> AsyncIterator[Client]:
+    """A client of a daemon that answers, ready or not.
+
+    If the connection is refused (no such socket, permission, key, …), this fails at once and says why. With `wait` it
+    says why on stderr and goes on trying until the timeout, for a daemon that is being started.
+
+    Raises ConnectTimeout, and ConfigError for bad keys or a bad endpoint.
+    """
     from transferd.client.client import Client, default_endpoint
     from transferd.wire.curve import ClientCurve
+    from transferd.wire.obstacle import is_refusal
     from transferd.wire.transport import ZmqClientTransport
 
     where = endpoint or default_endpoint()
     curve = ClientCurve.load(key_file, server_key_file) if key_file or server_key_file else None
     transport = ZmqClientTransport(where, curve=curve)
-    return Client(where, connect_timeout=timeout, await_ready=False, transport=transport)
+    client = Client(where, connect_timeout=timeout, await_ready=False, transport=transport)
+    connecting = asyncio.ensure_future(client.connect())
+    try:
+        await asyncio.wait({connecting}, timeout=PROBE_AFTER_S)
+        obstacle = "" if connecting.done() else await transport.obstacle()
+        if not connecting.done() and is_refusal(obstacle):
+            what = f"{where}: no daemon answered: {obstacle}{_remedy(obstacle)}"
+            if not wait:
+                raise ConnectTimeout(what)
+            logs.say(f"{what} (waiting up to {timeout:g} s)", "warning")
+        await connecting
+        yield client
+    finally:
+        connecting.cancel()
+        await asyncio.wait({connecting})
+        await client.close()
+
+
+def _remedy(obstacle: str) -> str:
+    from transferd.wire.obstacle import NO_SOCKET, NOBODY_LISTENS
+
+    if obstacle not in (NO_SOCKET, NOBODY_LISTENS):
+        return ""
+    return " Start it (systemctl start transferd, or `transferd serve`), or name another endpoint with --endpoint."
+
+
+async def await_ready(client: Client, timeout: float) -> None:
+    """Wait until the daemon is ready; say on stderr what it waits for. Raises ConnectTimeout."""
+    try:
+        await client.wait_ready(0.0)
+    except ConnectTimeout as not_ready:
+        logs.say(f"{not_ready} (waiting up to {timeout:g} s)", "warning")
+        await client.wait_ready(timeout)
 
 
 def ask(
@@ -57,7 +108,7 @@ def ask(
 
     async def go() -> T:
         # Connecting has a limit of its own, and takes a little longer to find out what is in the way.
-        async with client_for(endpoint, timeout, key_file, server_key_file) as client, asyncio.timeout(timeout + 1):
+        async with connected(endpoint, timeout, key_file, server_key_file) as client, asyncio.timeout(timeout + 1):
             return await question(client)
 
     return asyncio.run(go())

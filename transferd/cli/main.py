@@ -21,7 +21,15 @@ import typer
 
 from transferd import config as configuration
 from transferd.cli import lists
-from transferd.cli.asking import EndpointOption, KeyFileOption, ServerKeyFileOption, TimeoutOption, ask, client_for
+from transferd.cli.asking import (
+    EndpointOption,
+    KeyFileOption,
+    ServerKeyFileOption,
+    TimeoutOption,
+    ask,
+    await_ready,
+    connected,
+)
 from transferd.cli.bench.command import app as bench_app
 from transferd.cli.completion import Shell
 from transferd.cli.doctor.command import doctor
@@ -147,22 +155,26 @@ def version(format_: FormatOption = Format.TEXT) -> None:
 def ping(
     endpoint: EndpointOption = None,
     ready: Annotated[bool, typer.Option("--ready", help="Also exit 1 if the daemon is not ready.")] = False,
-    timeout: TimeoutOption = 2.0,
+    timeout: Annotated[
+        float | None, typer.Option("--timeout", min=0.0, help="Seconds to wait for a daemon that is starting (2).")
+    ] = None,
     key_file: KeyFileOption = None,
     server_key_file: ServerKeyFileOption = None,
     format_: FormatOption = Format.TEXT,
 ) -> None:
     """Print the daemon's boot_id and round-trip time; exit 1 if no daemon answers.
 
-    Waits until the daemon is ready; if it is not ready in time, prints the reason on stderr.
+    With --ready or --timeout, waits until the daemon is ready, and prints on stderr what for. Without them, says at
+    once why no daemon can be reached, or that the daemon is not ready.
     """
+    waits, limit = ready or timeout is not None, 2.0 if timeout is None else timeout
 
     async def question() -> tuple[str, float, bool]:
-        client = client_for(endpoint, timeout, key_file, server_key_file)
-        async with client, asyncio.timeout(2 * timeout + 1):
+        reached = connected(endpoint, limit, key_file, server_key_file, wait=waits)
+        async with reached as client, asyncio.timeout(limit + 2):
             is_ready = True
             try:
-                await client.wait_ready()
+                await (await_ready(client, limit) if waits else client.wait_ready(0.0))
             except ConnectTimeout as not_ready:
                 is_ready = False
                 logs.say(str(not_ready))

@@ -167,24 +167,25 @@ class Conversation:
         try:
             await asyncio.wait({future}, timeout=min(timeout, HINT_AFTER_S))
             if not future.done() and timeout > HINT_AFTER_S:
-                log.warning("%s: %s (still waiting)", self.endpoint, await self._obstacle(f"within {HINT_AFTER_S:g} s"))
+                log.warning("%s: %s (still waiting)", self.endpoint, await self._obstacle(HINT_AFTER_S))
                 left = max(give_up - self.now, 0.0)
                 await asyncio.wait({future}, timeout=None if left == math.inf else left)
             if not future.done():
-                raise ConnectTimeout(f"{self.endpoint}: {await self._obstacle(f'within {timeout:g} s')}")
+                raise ConnectTimeout(f"{self.endpoint}: {await self._obstacle(timeout)}")
             future.result()
         finally:
             del self._waiters[future]
             future.cancel()
 
-    async def _obstacle(self, within: str) -> str:
+    async def _obstacle(self, waited_s: float) -> str:
         if not self._answered:
             why = await self._transport.obstacle()
-            return f"no daemon answered {within}" + (f": {why}" if why else "")
+            return f"no daemon answered within {waited_s:g} s" + (f": {why}" if why else "")
         missing = self.session.missing
         ranks = f"; without memory: rank {', '.join(map(str, missing))}" if missing else ""
         why = self.session.why or "it gave no reason"
-        return f"the daemon answers but did not become ready {within}: {why}{ranks}"
+        state = f"did not become ready within {waited_s:g} s" if waited_s else "is not ready"
+        return f"the daemon answers but {state}: {why}{ranks}"
 
     def close(self) -> None:
         """Say Bye and disconnect. Pending requests end with code `closed`. Idempotent; a no-op in a forked child."""

@@ -29,7 +29,11 @@ _FINAL = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
+NO_SOCKET = "there is no such socket; is the daemon running?"
 NOBODY_LISTENS = "nobody listens there; is the daemon running?"
+SUSPENDED = "the daemon does not accept connections; it may be suspended or overloaded"
+STUCK = "the daemon accepts connections but does not answer; it may be suspended or stuck"
+SILENT = "the handshake got no reply; the host, its firewall or the daemon is silent"
 
 
 async def find_obstacle(endpoint: str, prepare: Callable[[zmq.Socket[bytes]], None], *, keys: bool) -> str:
@@ -49,6 +53,11 @@ async def find_obstacle(endpoint: str, prepare: Callable[[zmq.Socket[bytes]], No
     return _meaning(event, value, scheme, keys)
 
 
+def is_refusal(obstacle: str) -> bool:
+    """Whether a connection is refused, so that the cause is known. False: the daemon may only be slow to answer."""
+    return obstacle not in ("", SUSPENDED, STUCK, SILENT)
+
+
 def obstacle_at(path: str) -> str:
     """Say why a connection to a unix socket fails; "" if it succeeds."""
     try:
@@ -58,13 +67,13 @@ def obstacle_at(path: str) -> str:
         with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM | sockets.SOCK_NONBLOCK) as probe:
             probe.connect(path)
     except FileNotFoundError:
-        return "there is no such socket; is the daemon running?"
+        return NO_SOCKET
     except PermissionError:
         return f"permission denied: {_who_may(path)}"
     except ConnectionRefusedError:
         return NOBODY_LISTENS
     except BlockingIOError:
-        return "the daemon does not accept connections; it may be suspended or overloaded"
+        return SUSPENDED
     except OSError as error:
         return error.strerror or str(error)
     return ""
@@ -85,7 +94,7 @@ def _who_may(path: str) -> str:
     owner, group, me = _user(found.st_uid), _group(found.st_gid), _user(os.geteuid())
     mode = f"mode {stat.S_IMODE(found.st_mode):04o}"
     if found.st_mode & needed:
-        return f"{denied} ({mode}) allows group {group}, but user {me} is not in it"
+        return f"{denied} ({mode}) allows group {group}, but user {me} is not in it (usermod -aG {group} {me})"
     return f"{denied} ({mode}) allows user {owner}, but this process runs as user {me}"
 
 
@@ -125,7 +134,7 @@ async def _try(endpoint: str, prepare: Callable[[zmq.Socket[bytes]], None]) -> t
 
 def _meaning(event: int, value: int, scheme: str, keys: bool) -> str:
     if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-        return "the daemon accepts connections but does not answer; it may be suspended or stuck"
+        return STUCK
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
         if scheme == "ipc":
             return f"the daemon refuses user {_user(os.geteuid())} (server.allowed_uids)"
@@ -137,4 +146,4 @@ def _meaning(event: int, value: int, scheme: str, keys: bool) -> str:
         if keys:
             guess = "have a key other than server_key, or not use CURVE keys"
         return f"the peer closed the connection during the handshake; it may {guess}, or not be transferd"
-    return "the handshake got no reply; the host, its firewall or the daemon is silent"
+    return SILENT

@@ -24,14 +24,16 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from transferd.cli.asking import await_ready, connected
 from transferd.cli.replay.engine import ReplayEngine, Tiers
 from transferd.cli.replay.kvdata import KvData
 from transferd.cli.replay.own import own_daemon
 from transferd.cli.replay.report import ReplayReport
 from transferd.cli.replay.trace import TraceRequest
-from transferd.client.client import Client
 from transferd.errors import TransferError
 from transferd.runtime.threads import ThreadPools
+
+CONNECT_TIMEOUT_S = 10.0
 
 
 async def replay(endpoint: str, requests: Sequence[TraceRequest], concurrency: int, console: Console) -> ReplayReport:
@@ -43,7 +45,8 @@ async def replay(endpoint: str, requests: Sequence[TraceRequest], concurrency: i
     report = ReplayReport()
     threads = ThreadPools(1)
     try:
-        async with Client(endpoint) as client:
+        async with connected(endpoint, CONNECT_TIMEOUT_S) as client:
+            await await_ready(client, CONNECT_TIMEOUT_S)
             stats = await client.stats()
             data = KvData([await client.attach(rank["rank"]) for rank in stats["ranks"]])
             engine = ReplayEngine(client, data, Tiers.of(stats), report, threads)

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.control import Control
 from rich.text import Text
 
-from transferd.cli.asking import EndpointOption, KeyFileOption, ServerKeyFileOption, TimeoutOption, client_for
+from transferd.cli.asking import EndpointOption, KeyFileOption, ServerKeyFileOption, TimeoutOption, connected
 from transferd.cli.options import Format, FormatOption
 from transferd.cli.top.figures import Figures, Samples
 from transferd.cli.top.screen import KEYS, SORTS, View, ordered, screen
@@ -44,17 +44,20 @@ def top(
     """Watch a daemon: rates, latencies by kind, the slowest tasks and what they wait for. The last line lists keys."""
     if not once and not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigError("top", "needs a terminal; use `transferd top --once`")
-    client = client_for(endpoint, timeout, key_file, server_key_file)
+
+    async def watch() -> None:
+        async with connected(endpoint, timeout, key_file, server_key_file) as client:
+            await (_print_once(client, interval, format_) if once else _Live(client, interval).run())
+
     with contextlib.suppress(KeyboardInterrupt):  # ends it as `q` does
-        asyncio.run(_print_once(client, interval, format_) if once else _Live(client, interval).run())
+        asyncio.run(watch())
 
 
 async def _print_once(client: Client, interval: float, format_: Format) -> None:
     samples, now = Samples(), asyncio.get_running_loop().time
-    async with client:
-        samples.add(now(), await client.stats(), [])
-        await asyncio.sleep(interval)
-        figures = samples.add(now(), await client.stats(), await client.tasks("recent", ROWS))
+    samples.add(now(), await client.stats(), [])
+    await asyncio.sleep(interval)
+    figures = samples.add(now(), await client.stats(), await client.tasks("recent", ROWS))
     if format_ is Format.JSON:
         print(json.dumps(figures.tree()))
         return
@@ -65,7 +68,7 @@ async def _print_once(client: Client, interval: float, format_: Format) -> None:
 
 
 class _Live:
-    """One run on a terminal, from its connection to `q`."""
+    """One run on a terminal, with a connected client."""
 
     def __init__(self, client: Client, interval: float) -> None:
         self._client, self._interval = client, interval
@@ -75,25 +78,24 @@ class _Live:
         self._keys: asyncio.Queue[str] = asyncio.Queue()
 
     async def run(self) -> None:
-        """Draw until `q`. Raises ConnectTimeout if no daemon answers at first; waits for one that goes away later."""
+        """Draw until `q`. Waits for a daemon that goes away."""
         loop = asyncio.get_running_loop()
-        async with self._client:
-            with _raw_keys(self._keys), self._console.screen(hide_cursor=True):
-                await self._look()
-                due = loop.time() + self._interval
-                while True:
-                    self._draw()
-                    try:
-                        async with asyncio.timeout_at(due):
-                            key = await self._keys.get()
-                    except TimeoutError:
-                        due = loop.time() + self._interval
-                        if not self._view.paused:
-                            await self._look()
-                        continue
-                    if key == "quit":
-                        return
-                    await self._pressed(key)
+        with _raw_keys(self._keys), self._console.screen(hide_cursor=True):
+            await self._look()
+            due = loop.time() + self._interval
+            while True:
+                self._draw()
+                try:
+                    async with asyncio.timeout_at(due):
+                        key = await self._keys.get()
+                except TimeoutError:
+                    due = loop.time() + self._interval
+                    if not self._view.paused:
+                        await self._look()
+                    continue
+                if key == "quit":
+                    return
+                await self._pressed(key)
 
     async def _look(self) -> None:
         """Fetch new figures. After an error the old ones stay, and the screen says what went wrong."""
