@@ -129,6 +129,16 @@ def test_a_daemon_that_runs_already_is_used_if_it_is_configured_alike(
         for difference in ("cache.host_blocks is 32, FastDeploy needs 33", "cache.head_dim is 8, FastDeploy needs 16"):
             assert difference in str(caught.value)
         assert "\n" not in str(caught.value)
+        assert "or set TRANSFERD_ENDPOINT to another address" in str(caught.value)
+
+
+def test_a_daemon_of_engines_that_register_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no [cache], so every single setting would differ."""
+    monkeypatch.delenv("TRANSFERD_CACHE__DEVICE", raising=False)
+    with running({}, tmp_path) as daemon:
+        monkeypatch.setenv("TRANSFERD_ENDPOINT", daemon.endpoint)
+        with pytest.raises(ConfigError, match=r"has no \[cache\] section, so it serves only engines that register"):
+            find_or_start(derived(), port=9200, data_parallel_id=1, groups=1)
 
 
 def test_settings_that_fastdeploy_does_not_decide_may_differ() -> None:

@@ -38,9 +38,8 @@ class Modules:
 
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[Modules]:
-    for name in (plugin.PACKAGE, MANAGER, ENGINE):
+    for name in (plugin.PACKAGE, MANAGER, ENGINE, "fastdeploy.envs"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.delenv("ENABLE_V1_KVCACHE_MANAGER", raising=False)
     return Modules(monkeypatch)
 
 
@@ -79,16 +78,29 @@ def test_a_name_that_somebody_else_has_replaced_stays(modules: Modules) -> None:
 
 
 @pytest.mark.parametrize("case", ["v1 manager", "unknown version"])
-def test_what_cannot_be_switched_over_is_said_and_left(
-    modules: Modules, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, case: str
+def test_what_cannot_be_switched_over_is_said_once_and_left(
+    modules: Modules, caplog: pytest.LogCaptureFixture, case: str
 ) -> None:
     package = modules.add(plugin.PACKAGE, **({"EngineCacheQueue": TheirQueue} if case == "v1 manager" else {}))
     if case == "v1 manager":
-        monkeypatch.setenv("ENABLE_V1_KVCACHE_MANAGER", "1")
+        modules.add("fastdeploy.envs", ENABLE_V1_KVCACHE_MANAGER=1)
+    plugin._say_once.cache_clear()
     with caplog.at_level(logging.ERROR):
-        plugin.register()
-    assert "does nothing" in caplog.text
+        for _ in range(2):  # as FastDeploy does, once for each of its two entry-point groups
+            plugin.register()
+    assert caplog.text.count("does nothing") == 1
     assert getattr(package, "EngineCacheQueue", TheirQueue) is TheirQueue
+
+
+def test_a_version_without_the_v1_cache_manager_is_switched_over_whatever_the_variable_says(
+    modules: Modules, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """release/2.6 does not know ENABLE_V1_KVCACHE_MANAGER and starts transfer processes all the same."""
+    monkeypatch.setenv("ENABLE_V1_KVCACHE_MANAGER", "1")
+    package = modules.add(plugin.PACKAGE, EngineCacheQueue=TheirQueue)
+    modules.add("fastdeploy.envs", FD_PLUGINS=["transferd"])
+    plugin.register()
+    assert package.EngineCacheQueue is queue_for
 
 
 def test_both_ends_of_a_port_are_one_queue_and_each_port_has_its_own() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.with_fastdeploy import check
+from tests.with_fastdeploy.gpu import machine
 
 SHORT = {
     "engine": "tests/with_fastdeploy/test_tiers.py::test_blocks_come_back_from_storage[2]",
@@ -46,3 +48,19 @@ def test_collecting_the_tests_with_fastdeploy_configures_no_daemon_of_other_test
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=bare, capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_cache_messager_ends_with_the_tests_that_started_it(tmp_path: Path) -> None:
+    """Tests that were killed left FastDeploy's messagers behind; its shell stands between the two."""
+    messager = tmp_path / machine.MESSAGER
+    messager.write_text("import os, sys; print(os.getpid(), flush=True); sys.stdin.read()")
+    tests = f"import subprocess; subprocess.run('X=1 {sys.executable} {messager}; true', shell=True)"
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (check.GPU_SITE, check.ROOT)))}
+    variables.pop(machine.OWNER_VARIABLE, None)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", tests], env=variables, **pipes) as process:
+        assert process.stdout is not None
+        messager_ended = os.pidfd_open(int(process.stdout.readline()))
+        process.kill()
+        assert select.select([messager_ended], [], [], 60.0)[0], "it is still there"
+        os.close(messager_ended)

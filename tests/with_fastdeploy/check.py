@@ -24,6 +24,8 @@ import tempfile
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+from tests.support.orphans import die_with_parent
+
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "fastdeploy"
 GPU_SITE = Path(__file__).parent / "gpu" / "site"
@@ -92,7 +94,7 @@ def our_tests(tree: Path, *arguments: str, gpu: bool = False) -> bool:
     paths = (GPU_SITE, tree, ROOT) if gpu else (tree, ROOT)
     run = subprocess.run(
         [*command, f"--timeout={OUR_TIMEOUT_S}", *(arguments or (str(here / "gpu" if gpu else here),))],
-        cwd=ROOT, env=_variables(*paths), timeout=RUN_TIMEOUT_S, check=False,
+        cwd=ROOT, env=_variables(*paths), timeout=RUN_TIMEOUT_S, check=False, preexec_fn=die_with_parent,
     )  # fmt: skip
     return run.returncode == 0
 
@@ -119,7 +121,7 @@ def gains(tree: Path, rounds: int) -> None:
     command = [str(PYTHON), "-m", "benchmarks.fastdeploy_real", "--tree", str(tree), "--rounds", str(rounds)]
     run = subprocess.run(
         [*command, "--format", "json"], cwd=ROOT, env=_variables(ROOT), timeout=RUN_TIMEOUT_S, check=True,
-        stdout=subprocess.PIPE, text=True,
+        stdout=subprocess.PIPE, text=True, preexec_fn=die_with_parent,
     )  # fmt: skip
     RESULT.write_text(run.stdout.splitlines()[-1] + "\n", encoding="utf-8")
     subprocess.run([sys.executable, "-m", "benchmarks.table"], cwd=ROOT, env=_variables(ROOT), check=True)
@@ -141,7 +143,7 @@ def _outcomes(tree: Path, *, plugin: bool, names: tuple[str, ...]) -> dict[str, 
         subprocess.run(
             [str(PYTHON), "-m", "pytest", "-q", "-p", "no:cacheprovider", *as_it_is, f"--junitxml={report}", *names],
             cwd=tree, env=variables, timeout=RUN_TIMEOUT_S, check=False, stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL, preexec_fn=die_with_parent,
         )  # fmt: skip
         cases = ET.parse(report).iter("testcase")
         return {_name(case): _end(case) for case in cases}

@@ -8,7 +8,6 @@ the task, and the last steps. `--replay SEED` lives one seed alone and prints it
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import itertools
 import json
@@ -24,13 +23,13 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from tests.support.orphans import die_with_parent
 from tests.support.simulation.plan import draw_plan
 from tests.support.simulation.shrink import Failure, attempt, shrink
 from tests.support.simulation.story import live
 
 SHARE = 25  # seeds that a process takes at a time
 TOLD_EVERY_S = 60.0
-PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 @dataclass
@@ -110,7 +109,7 @@ def _quiet() -> None:
     gc.freeze()  # modules live as long as we do: a daemon that closes collects what is left of its failed copies
     if multiprocessing.parent_process() is not None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a parent that is killed leaves nobody waiting
+        die_with_parent()  # a parent that is killed leaves nobody waiting
 
 
 def _tell(seed: int) -> None:
