@@ -33,6 +33,7 @@ from transferd.errors import ConfigError, ConnectTimeout, TransferError
 ENDPOINT_VARIABLE = "TRANSFERD_ENDPOINT"
 ANSWER_TIMEOUT_S = 2.0  # a daemon that runs answers in milliseconds
 START_TIMEOUT_S = 120.0  # CUDA, pinned host memory, a pool's master
+ELSEWHERE = f"set {ENDPOINT_VARIABLE} to another address, where a daemon is then started for this engine"
 STAGED_BLOCKS = 4  # what staging holds at least, so that storage I/O and copies overlap
 
 
@@ -168,14 +169,16 @@ def _ask(endpoint: str) -> dict[str, Any] | None:
 
 
 def _check_same(endpoint: str, asked: Mapping[str, Any], running: Mapping[str, Any]) -> None:
+    """Raises ConfigError, in one line that says what differs and what to do about it."""
     if "configured" not in running:
-        what = f"is of version {running.get('version')}, which does not say how it is configured; update it"
-        raise ConfigError(ENDPOINT_VARIABLE, f"the daemon there {what}", endpoint)
-    found = differences(whole(asked), asked, running["configured"])
-    if found:
-        raise ConfigError(
-            ENDPOINT_VARIABLE, f"the daemon there is configured differently: {'; '.join(found)}", endpoint
-        )
+        what = f"is version {running.get('version')}, which does not say how it is configured: update it"
+    elif not running["configured"]:
+        what = f"has no [cache] section, so it serves only engines that register: give it one, or {ELSEWHERE}"
+    elif found := differences(whole(asked), asked, running["configured"]):
+        what = f"is configured differently: {'; '.join(found)}. Change its configuration, or {ELSEWHERE}"
+    else:
+        return
+    raise ConfigError(ENDPOINT_VARIABLE, f"the daemon there {what}", endpoint)
 
 
 def whole(sections: Mapping[str, Any]) -> Config:

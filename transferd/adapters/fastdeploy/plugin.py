@@ -14,8 +14,8 @@ queue is made. Everything else of FastDeploy goes on as it is: workers and the c
 
 from __future__ import annotations
 
+import functools
 import logging
-import os
 import subprocess
 import sys
 from typing import Any
@@ -30,19 +30,19 @@ PACKAGE = "fastdeploy.inter_communicator"
 MANAGER = "fastdeploy.cache_manager.prefix_cache_manager"
 USERS = (MANAGER, "fastdeploy.engine.common_engine")
 QUEUE = "EngineCacheQueue"
+V1_MANAGER = "ENABLE_V1_KVCACHE_MANAGER"
 
 
 def register() -> None:
-    """The entry point. Idempotent. What cannot be switched over is told in one line and left as it is."""
-    if os.environ.get("ENABLE_V1_KVCACHE_MANAGER", "0").strip().lower() in ("1", "true"):
-        log.error(
-            "ENABLE_V1_KVCACHE_MANAGER is set: that cache manager uses no transfer processes; transferd does nothing"
-        )
-        return
+    """The entry point, called once for each entry-point group. What cannot be switched over is said in one line."""
     package = sys.modules.get(PACKAGE)
     original = getattr(package, QUEUE, None)
+    # A version that does not know the variable has no such cache manager, whatever the environment says.
+    if getattr(sys.modules.get("fastdeploy.envs"), V1_MANAGER, 0):
+        _say_once(f"{V1_MANAGER} is set: that cache manager uses no transfer processes; transferd does nothing")
+        return
     if package is None or original is None:
-        log.error("%s has no %s: transferd does not know this version of FastDeploy, and does nothing", PACKAGE, QUEUE)
+        _say_once(f"{PACKAGE} has no {QUEUE}: transferd does not know this version of FastDeploy, and does nothing")
         return
     if original is queue_for:
         return
@@ -52,6 +52,11 @@ def register() -> None:
         if getattr(user, QUEUE, None) is original:
             setattr(user, QUEUE, queue_for)
     switch_manager()
+
+
+@functools.cache
+def _say_once(what: str) -> None:
+    log.error("%s", what)
 
 
 def switch_manager() -> None:
