@@ -52,11 +52,17 @@ class Saboteur:
     @contextlib.contextmanager
     def order(self, operation: Operation, rank: int, how: Literal["fail", "stall"] = "fail") -> Iterator[None]:
         """In force inside the context."""
+        _mark(self.file).unlink(missing_ok=True)
         self._write(msgspec.json.encode(Order(operation, rank, how)))
         try:
             yield
         finally:
             self.lift()
+
+    @property
+    def stalls(self) -> bool:
+        """The order in force has stalled an operation: what a test does now happens in the middle of it."""
+        return _mark(self.file).exists()
 
     def lift(self) -> None:
         self._write(b"")
@@ -78,8 +84,14 @@ async def _fails(operation: Operation, rank: int | None = None) -> Order | None:
     while (order := _order(operation)) is not None and rank in (None, order.rank):
         if order.how == "fail":
             return order
+        _mark(Path(os.environ[FILE_VARIABLE])).touch()
         await asyncio.sleep(LOOK_AGAIN_S)
     return None
+
+
+def _mark(file: Path) -> Path:
+    """Where a stalled operation says so."""
+    return file.with_suffix(".stalls")
 
 
 class SabotagedDevice(ShmDeviceTier):

@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from fastdeploy.cache_manager.cache_data import CacheStatus
 from fastdeploy.engine.common_engine import EngineService
 from fastdeploy.engine.request import ControlRequest
 from fastdeploy.inter_communicator import KVCacheStatus, PrefixTreeStatus
@@ -98,10 +99,24 @@ def test_a_pause_drops_what_is_queued_and_a_resume_goes_on(made: Engine, service
     assert made.inflight() == [0] * tp
     assert not made.manager.node_map, "FastDeploy resets its tree"
     service.ask("pause")  # FastDeploy: already paused, nothing to do
+    gone = (CacheStatus.SWAP2CPU, "late", [1], [0], [0])  # of a node that the tree has no more
+    made.queue.put_transfer_task(gone)
     service.ask("resume")
     assert made.inflight() == [1] * tp
     assert made.run(asked[0])["storage_match_token_num"] == 40
     made.settle()
+
+
+def test_a_second_group_is_answered_on_the_queues_of_its_own_ranks(place: Path) -> None:
+    with (
+        engine(tp=2, dp=1, groups=2, gpu_blocks=24, cpu_blocks=48) as made,
+        contextlib.closing(Service(made)) as service,
+    ):
+        assert all("_rank2_" in name or "_rank3_" in name for name in service.service._ctrl_output_queues)
+        service.ask("pause")
+        assert made.inflight() == [0, 0]
+        service.ask("resume")
+        assert made.inflight() == [1, 1]
 
 
 def test_new_weights_find_nothing_of_the_old_ones(made: Engine, service: Service, place: Path) -> None:

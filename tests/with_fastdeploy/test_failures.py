@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.sabotage import FILE_VARIABLE, Saboteur
-from tests.with_fastdeploy.engine import Engine, engine, wait_for
+from tests.support.sabotage import FILE_VARIABLE, Operation, Saboteur
+from tests.with_fastdeploy.engine import TIMEOUT_S, Engine, engine, wait_for
 from tests.with_fastdeploy.test_control import Service
 from tests.with_fastdeploy.test_tiers import prompts
 
@@ -130,3 +131,24 @@ def test_a_daemon_that_is_killed_costs_hits_and_nothing_else(place: Path, tp: in
             made.run(tokens)  # bytes of what is on the device are checked all the while
         made.settle()
         assert all(made.run(tokens)["cpu_match_token_num"] == 0 for tokens in asked)
+
+
+@pytest.mark.parametrize("operation", ["copy_out", "copy_in", "put", "get"])
+def test_a_daemon_that_is_killed_in_the_middle_of_a_transfer(
+    saboteur: Saboteur, monkeypatch: pytest.MonkeyPatch, operation: Operation
+) -> None:
+    """One rank has done its part, the other stands still: the transfer is told as failed, and computed anew."""
+    swaps = operation.startswith("copy")
+    if not swaps:
+        monkeypatch.setenv("TRANSFERD_STORAGE__BACKEND", "tests.support.sabotage:SabotagedStorage")
+    before = 2 if operation in ("copy_out", "put") else 4
+    with filled(4, before, tp=2, **(SWAPPING if swaps else STORING)) as (made, asked), ThreadPoolExecutor(1) as other:
+        with saboteur.order(operation, 1, "stall"):
+            under_way = other.submit(lambda: [made.run(tokens) for tokens in asked[before:] or asked[:1]])
+            wait_for(lambda: saboteur.stalls)
+            made.kill_daemon()
+        for metrics in under_way.result(TIMEOUT_S):
+            assert metrics["cpu_match_token_num"] == metrics["storage_match_token_num"] == 0
+        made.settle()
+        for tokens in asked:
+            made.run(tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import re
@@ -12,10 +13,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from fastdeploy import envs
 
 from tests.with_fastdeploy.engine import Engine, Shape, engine, fastdeploy_manager, wait_for
 from tests.with_fastdeploy.test_tiers import prompts
+from transferd.adapters.fastdeploy import plugin
 from transferd.adapters.fastdeploy.arguments import SCRIPT
+from transferd.adapters.fastdeploy.engine_queue import queue_for
 from transferd.client.launch import running
 from transferd.errors import ConfigError
 
@@ -82,6 +86,26 @@ def test_a_daemon_that_is_configured_otherwise_is_one_clear_error(place: Path, m
         ):
             pass
         assert "\n" not in str(caught.value)
+
+
+def test_without_the_variable_nothing_of_transferd_is_imported(place: Path) -> None:
+    """Installed or not: FastDeploy loads no plugin that FD_PLUGINS does not name."""
+    code = (
+        "import sys, fastdeploy.engine.common_engine as module\n"
+        "print(module.EngineCacheQueue.__module__, [name for name in sys.modules if name.startswith('transferd')])"
+    )
+    variables = {name: value for name, value in os.environ.items() if name != "FD_PLUGINS"}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, env=variables)
+    assert run.stdout.splitlines()[-1:] == ["fastdeploy.inter_communicator.engine_cache_queue []"], run.stderr[-2000:]
+
+
+def test_the_v1_cache_manager_is_told_apart_where_this_version_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked of FastDeploy itself: a version that does not know the variable starts its transfer processes."""
+    package = importlib.import_module(plugin.PACKAGE)
+    monkeypatch.setattr(package, plugin.QUEUE, package.engine_cache_queue.EngineCacheQueue)
+    monkeypatch.setenv(plugin.V1_MANAGER, "1")
+    plugin.register()
+    assert (package.EngineCacheQueue is queue_for) is not hasattr(envs, plugin.V1_MANAGER)
 
 
 def test_what_cannot_be_served_ends_the_start_with_one_line(place: Path) -> None:
