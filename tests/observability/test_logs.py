@@ -7,6 +7,7 @@ import errno
 import json
 import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -215,10 +216,35 @@ def test_kinds_are_bounded() -> None:
 # --- from an event to a line ----------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("format_", "terminal", "json_"),
+    [
+        ("auto", False, True),
+        ("auto", True, False),
+        ("json", True, True),
+        ("console", False, False),
+    ],
+)
+def test_a_terminal_gets_the_console_format_unless_the_format_is_set(
+    format_: str, terminal: bool, json_: bool, page: Page, writer: LogWriter
+) -> None:
+    log_on(writer, format_, terminal=terminal).take("warning", "kind", {"event": "ready", "ranks": 2})
+    assert writer.flush(WAIT_S)
+    (line,) = page.lines
+    if json_:
+        assert json.loads(line)["ranks"] == 2
+    else:
+        assert re.match(r"(\x1b\S+?m)?20\d\d-\d\d-\d\dT", line), "the time comes first"
+        assert "{" not in line
+    assert LogSection().format == "auto"
+
+
 @pytest.mark.parametrize("format_", ["json", "console"])
-@pytest.mark.parametrize("colors", [False, True])
-def test_nothing_from_outside_reaches_a_terminal_raw(format_: str, colors: bool, page: Page, writer: LogWriter) -> None:
-    log = log_on(writer, format_, colors=colors)
+@pytest.mark.parametrize("terminal", [False, True])
+def test_nothing_from_outside_reaches_a_terminal_raw(
+    format_: str, terminal: bool, page: Page, writer: LogWriter
+) -> None:
+    log = log_on(writer, format_, terminal=terminal)
     try:
         raise ValueError(EVIL)
     except ValueError as error:
@@ -228,7 +254,7 @@ def test_nothing_from_outside_reaches_a_terminal_raw(format_: str, colors: bool,
     assert writer.flush(WAIT_S)
     text = page.written.decode()
     ours = {"\x1b[0m", "\x1b[1m", "\x1b[2m"} | {f"\x1b[3{color}m" for color in range(8) if color != 1}
-    for color in ours if colors else ():  # EVIL's is red
+    for color in ours if terminal else ():  # EVIL's is red
         text = text.replace(color, "")
     bad = [c for c in text.replace("\n", "") if not c.isprintable()]
     assert not bad, bad

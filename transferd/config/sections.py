@@ -239,7 +239,7 @@ class LogSection(_Section, frozen=True, kw_only=True):
     """The lowest level that is logged, and the format of a line."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
-    format: Literal["json", "console"] = "json"
+    format: Literal["auto", "json", "console"] = "auto"  # auto: console on a terminal, else json
 
 
 class RecorderSection(_Section, frozen=True, kw_only=True):

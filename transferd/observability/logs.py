@@ -49,22 +49,22 @@ class Log:
         section: LogSection,
         writer: LogWriter,
         *,
-        colors: bool = False,
+        terminal: bool = False,
         journal: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """journal: begin each line with its priority."""
+        """terminal: use colors; "auto" is then the console format. journal: begin each line with its priority."""
         self.level = _LEVELS[section.level]
         self.writer = writer
         self.rate = LogRate(clock)
         self._journal = journal
-        json = section.format == "json"
+        json = section.format == "json" or (section.format == "auto" and not terminal)
         self._stamp = structlog.processors.TimeStamper(fmt="iso", utc=True, key="ts")
         self._text: Callable[[str], Any] = str if json else _printable
         self._render: structlog.typing.Processor = structlog.processors.JSONRenderer()
         if not json:
             self._render = structlog.dev.ConsoleRenderer(
-                colors=colors, exception_formatter=structlog.dev.plain_traceback
+                colors=terminal, timestamp_key="ts", exception_formatter=structlog.dev.plain_traceback
             )
 
     def take(self, level: str, kind: Hashable, event: Event) -> None:
@@ -162,7 +162,7 @@ _log = Log(LogSection(), LogWriter(STDERR))
 def configure(section: LogSection) -> None:
     """Set up structlog, and route the standard library's logging into the same stream."""
     global _log
-    _log = Log(section, _log.writer, colors=os.isatty(STDERR), journal=under_journal(os.environ))
+    _log = Log(section, _log.writer, terminal=os.isatty(STDERR), journal=under_journal(os.environ))
     structlog.configure(
         processors=[structlog.contextvars.merge_contextvars, _from_structlog],
         wrapper_class=structlog.make_filtering_bound_logger(logging.NOTSET),
