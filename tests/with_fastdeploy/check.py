@@ -90,6 +90,7 @@ def environment(timeout: float = INSTALL_TIMEOUT_S) -> str:
 def our_tests(tree: Path, *arguments: str, gpu: bool = False) -> bool:
     """Every test of this directory, with this version. gpu: those that want the machine with the double of a GPU."""
     command = [str(PYTHON), "-m", "pytest", "-q", "-p", "no:cacheprovider", "--show-capture=no"]
+    command += ["-o", "faulthandler_timeout=0"]  # a slow test on a busy machine prints no threads into the report
     here = Path(__file__).parent.relative_to(ROOT)
     paths = (GPU_SITE, tree, ROOT) if gpu else (tree, ROOT)
     run = subprocess.run(
