@@ -11,6 +11,7 @@ from rich.text import Text
 from transferd.errors import one_line
 from transferd.observability.concerns import concerns
 from transferd.observability.units import bar, count, share, size, span
+from transferd.tasks import DEFAULT_ENGINE
 
 MAIN_LANES = ("write", "read", "swap_out", "swap_in")  # always shown; the others once they have worked
 MOST_CONCERNS = 6
@@ -90,7 +91,7 @@ def _engine(report: dict[str, Any]) -> Text:
 
 def _own_ranks(report: dict[str, Any]) -> list[dict[str, Any]]:
     """Those of the engine of [cache]."""
-    return [rank for rank in report["ranks"] if rank.get("engine", "default") == "default"]
+    return [rank for rank in report["ranks"] if rank.get("engine", DEFAULT_ENGINE) == DEFAULT_ENGINE]
 
 
 def _others(report: dict[str, Any]) -> str:

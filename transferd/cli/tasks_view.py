@@ -9,6 +9,7 @@ from rich.text import Text
 
 from transferd.errors import one_line
 from transferd.observability.units import count, span
+from transferd.tasks import DEFAULT_ENGINE
 
 STYLES = {"ok": "green", "miss": "green", "running": "bold", "failed": "red", "expired": "red", "rejected": "red"}
 SHORT_ID = 26  # characters of an id that is cut
@@ -45,8 +46,8 @@ def tasks_table(rows: list[dict[str, Any]], *, whole_ids: bool = True) -> Table:
 
 def whose(row: dict[str, Any]) -> str:
     """The engine before a task's id; nothing for the one of [cache]."""
-    engine = str(row.get("engine", "default"))
-    return "" if engine in ("", "default") else f"[{engine}] "
+    engine = str(row.get("engine", DEFAULT_ENGINE))
+    return "" if engine in ("", DEFAULT_ENGINE) else f"[{engine}] "
 
 
 def where(row: dict[str, Any]) -> str:

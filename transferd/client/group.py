@@ -19,7 +19,7 @@ from transferd.client.client import Client
 from transferd.client.group_merge import MISMATCH, NodeResult, merge_nodes
 from transferd.errors import RequestError, TransferError
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
-from transferd.tasks import Status, Task, TaskResult
+from transferd.tasks import DEFAULT_ENGINE, Status, Task, TaskResult
 from transferd.wire.transport import ClientTransport
 
 T = TypeVar("T")
@@ -56,7 +56,6 @@ class GroupClient:
             raise RequestError(f"{len(endpoints)} endpoints, but {len(transports)} transports")
         self.engine = engine
         self._clock = clock
-        spoken: dict[str, Any] = {"engine": engine} if engine else {}
         self.clients = [
             Client(
                 endpoint,
@@ -65,7 +64,7 @@ class GroupClient:
                 clock=clock,
                 transport=None if transports is None else transports[number],
                 name=name,
-                **spoken,
+                engine=engine,
             )
             for number, endpoint in enumerate(endpoints)
         ]
@@ -126,11 +125,10 @@ class GroupClient:
         self._ranks = ranks
 
     def _engine_of(self, client: Client, report: dict[str, Any]) -> dict[str, Any]:
-        found: dict[str, Any] | None = report.get("engines", {}).get(self.engine or "default")
+        name = self.engine or DEFAULT_ENGINE
+        found: dict[str, Any] | None = report.get("engines", {}).get(name)
         if found is None:
-            what = (
-                f"{client.endpoint}: this daemon is too old for groups, or has no engine {self.engine or 'default'!r}"
-            )
+            what = f"{client.endpoint}: this daemon is too old for groups, or has no engine {name!r}"
             raise RequestError(what, code=MISMATCH)
         return found
 

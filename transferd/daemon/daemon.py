@@ -20,7 +20,7 @@ from transferd.config import Config
 from transferd.daemon import stats as report
 from transferd.daemon.clients import Clients
 from transferd.daemon.coordinator import Coordinator
-from transferd.daemon.engine import DEFAULT, Ended, HostedEngine, Shared, close_ranks
+from transferd.daemon.engine import Ended, HostedEngine, Shared, close_ranks
 from transferd.daemon.engines import Engines
 from transferd.daemon.kv_events.departures import Departures
 from transferd.daemon.kv_events.sockets import EventSockets
@@ -38,7 +38,7 @@ from transferd.runtime.threads import ThreadPools, Threads
 from transferd.storage.base import Storage
 from transferd.storage.peer.transfer_engine import TransferEngineCarrier
 from transferd.storage.peer.transport import PeerTransport
-from transferd.tasks import Task, TaskResult
+from transferd.tasks import DEFAULT_ENGINE, Task, TaskResult
 from transferd.wire.transport import ServerTransport, ZmqServerTransport
 from transferd.workers.context import INLINE_CHECK_BYTES
 
@@ -228,11 +228,11 @@ class Daemon:
         """See stats.py."""
         return report.stats(self)
 
-    def explain(self, task_id: str, engine: str = DEFAULT) -> dict[str, Any]:
+    def explain(self, task_id: str, engine: str = DEFAULT_ENGINE) -> dict[str, Any]:
         """The life of an engine's task; also of an engine that has left. Raises RequestError, code `unknown_task`."""
-        recorder = self.recorder if engine in ("", DEFAULT) else EngineRecorder(self.recorder, engine)
+        recorder = self.recorder if engine in ("", DEFAULT_ENGINE) else EngineRecorder(self.recorder, engine)
         notes = recorder.notes(task_id) if task_id else []  # "" has the daemon's own notes
-        return {"engine": engine or DEFAULT} | task_story(
+        return {"engine": engine or DEFAULT_ENGINE} | task_story(
             task_id, notes, wall=self.clock.wall(), monotonic=self.clock.monotonic()
         )
 
@@ -248,7 +248,7 @@ class Daemon:
     def not_ready(self) -> str:
         """Why tasks are not served now, or no engine can register; "" when they are."""
         if self.engines.own is not None:
-            return self.engines.own.not_ready
+            return self.engines.own.why_not_served
         if self.engines.closed:
             return "stopping"
         return "" if self.engines.opened.is_set() else "the daemon is starting"

@@ -7,7 +7,6 @@ close   in the order of `Daemon.stop`, which does it for all engines together
 
 from __future__ import annotations
 
-import asyncio
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -41,7 +40,7 @@ from transferd.storage.attention_store.settings import settings
 from transferd.storage.base import Storage
 from transferd.storage.divided import divided
 from transferd.storage.peer.transport import PeerTransport
-from transferd.tasks import ErrorInfo, Task, TaskResult
+from transferd.tasks import DEFAULT_ENGINE, ErrorInfo, Task, TaskResult
 from transferd.tiers.pinned import HostPool
 from transferd.tiers.pinning import Pinning
 from transferd.tiers.registry import create_device_tier, create_pinning
@@ -51,8 +50,6 @@ from transferd.workers.context import INLINE_CHECK_BYTES, Background, PeerPath, 
 from transferd.workers.rank import RankWorker
 
 log = structlog.get_logger(__name__)
-
-DEFAULT = "default"  # the engine of [cache], and of clients that name none
 
 Ended = Callable[[Task, TaskResult], None]
 
@@ -113,7 +110,7 @@ class HostedEngine:
         self.clients: set[bytes] = set()  # that are bound to it (engines.py)
         self.holders = 0  # of those, the ones that keep it
         self._total, self._epochs = total, epochs
-        self.recorder = shared.recorder if name == DEFAULT else EngineRecorder(shared.recorder, name)
+        self.recorder = shared.recorder if name == DEFAULT_ENGINE else EngineRecorder(shared.recorder, name)
         self._shared = shared
         self.layout, self.objects, self.tokens = plan.layout, plan.objects, plan.tokens
         self.only_flush = self.tokens is not None and settings(config).only_flush
@@ -239,10 +236,7 @@ class HostedEngine:
         memory, which may be after this returns). Storage is open. Raises TransferError."""
         for worker in self.workers:
             worker.watch(self.coordinator.rank_died)
-        opened = await asyncio.gather(*(worker.open() for worker in self.workers), return_exceptions=True)
-        for problem in opened:
-            if isinstance(problem, BaseException):
-                raise problem
+        await every(worker.open() for worker in self.workers)
         await self.cache.open()
 
     @property
@@ -266,10 +260,15 @@ class HostedEngine:
         self.cache.client_gone(client)
 
     @property
-    def not_ready(self) -> str:
-        """Why its tasks are not served now; "" when they are."""
-        if not self.coordinator.ready:
-            return self.cache.why or "stopping, or a rank has died"
+    def why_not_ready(self) -> str:
+        """Why its tasks are refused now; "" when they are not."""
+        return "" if self.coordinator.ready else self.cache.why or "the daemon is stopping, or a rank has died"
+
+    @property
+    def why_not_served(self) -> str:
+        """Why its tasks are not served now; "" when they are. Adds to `why_not_ready` what may pass by itself."""
+        if self.why_not_ready:
+            return self.why_not_ready
         hung = next((worker.hung for worker in self.workers if worker.hung), "")
         return hung or ("" if self.coordinator.admitting else "draining")
 
@@ -314,7 +313,7 @@ class HostedEngine:
 
     def called(self, rank: int) -> str:
         """A rank's name in reports."""
-        return f"rank {rank}" if self.name == DEFAULT else f"rank {rank} of engine {self.name}"
+        return f"rank {rank}" if self.name == DEFAULT_ENGINE else f"rank {rank} of engine {self.name}"
 
 
 async def close_ranks(engines: Sequence[HostedEngine], shutdown: Shutdown) -> None:

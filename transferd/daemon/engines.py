@@ -33,11 +33,11 @@ from transferd.config import CacheSection, Config, PdSection
 from transferd.config.rules import check_cache
 from transferd.control.total import Total
 from transferd.daemon.clients import KnownClient
-from transferd.daemon.engine import DEFAULT, HostedEngine, Registrant, Shared
+from transferd.daemon.engine import HostedEngine, Registrant, Shared
 from transferd.daemon.preflight import EnginePlan, available_memory, build_engine
 from transferd.errors import ConfigError, EngineGone, RequestError, TransferError
 from transferd.runtime.threads import Direction
-from transferd.tasks import ErrorInfo
+from transferd.tasks import DEFAULT_ENGINE, ErrorInfo
 from transferd.tiers.base import DeviceHandle
 from transferd.wire import protocol as wire
 from transferd.wire.credentials import process_of
@@ -86,8 +86,9 @@ class Engines:
         self.opened = asyncio.Event()  # storage is: engines may come
         self.departed = Departed()
         if default is not None:
-            self._by_name[DEFAULT] = HostedEngine(DEFAULT, config, default, shared, self.total, self._epochs)
-            self.total.engines.append(self._by_name[DEFAULT].dispatcher)
+            own = HostedEngine(DEFAULT_ENGINE, config, default, shared, self.total, self._epochs)
+            self._by_name[DEFAULT_ENGINE] = own
+            self.total.engines.append(own.dispatcher)
 
     def __iter__(self) -> Iterator[HostedEngine]:
         """All that have a name now."""
@@ -99,7 +100,7 @@ class Engines:
     @property
     def own(self) -> HostedEngine | None:
         """The engine of [cache]; None without it."""
-        engine = self._by_name.get(DEFAULT)
+        engine = self._by_name.get(DEFAULT_ENGINE)
         return engine if engine is not None and engine.registration is None else None
 
     @property
@@ -111,7 +112,7 @@ class Engines:
 
     def join(self, peer: bytes, client: KnownClient, name: str, known: str = "") -> None:
         """The client says for which engine it speaks. known: the registration of it that it knows; "" for none."""
-        name = name or DEFAULT
+        name = name or DEFAULT_ENGINE
         engine = self._by_name.get(name)
         client.refused = None
         if engine is not None:
@@ -148,12 +149,12 @@ class Engines:
 
     def absent(self, client: KnownClient) -> str:
         """Why the client is bound to no engine."""
-        name = client.engine_name or DEFAULT
+        name = client.engine_name or DEFAULT_ENGINE
         if client.refused is not None:
             return client.refused.message
         if name in self._building:
             return f"the engine {name!r} is being made"
-        if name == DEFAULT:
+        if name == DEFAULT_ENGINE:
             return "this daemon has no engine of its own (no [cache]); name one, or register it"
         return f"no engine {name!r} is registered"
 
@@ -205,7 +206,7 @@ class Engines:
         bad_value, …), TierError.
         """
         await self.opened.wait()
-        name = client.engine_name or DEFAULT
+        name = client.engine_name or DEFAULT_ENGINE
         there = self._by_name.get(name)
         if there is not None and there.registration is not None and asked.token == there.token:
             self._check_same(there, asked)
@@ -227,7 +228,7 @@ class Engines:
         engine: HostedEngine = await self._finished(
             self._build(name, config, plan, Registrant(asked, self.uid_of(peer)))
         )
-        if engine.name in self._by_name and self._by_name[name] is engine:
+        if self._by_name.get(name) is engine:
             self.join(peer, client, name, engine.token)
             self.hold(client)
         return {"epoch": engine.cache.epoch, "registered": engine.first_epoch}

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from transferd.control.task_state import State, TaskState
 from transferd.observability.history import Ended
 from transferd.observability.recorder import told_apart
+from transferd.tasks import DEFAULT_ENGINE
 
 if TYPE_CHECKING:
     from transferd.daemon.daemon import Daemon
@@ -152,4 +153,4 @@ def _ended(ended: Ended, now: float) -> dict[str, Any]:
 def _row(task_id: str, kind: str, status: str, **known: Any) -> dict[str, Any]:
     row = {"task_id": task_id, "kind": kind, "status": status, "blocks": 0, "done": 0, "bytes": 0, "seconds": 0.0}
     row |= {"ended_s": None, "queue_s": 0.0, "copy_s": 0.0, "storage_s": 0.0, "waits_for": "", "ranks": []}
-    return row | {"code": "", "problem": "", "engine": "default"} | known
+    return row | {"code": "", "problem": "", "engine": DEFAULT_ENGINE} | known

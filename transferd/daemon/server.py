@@ -261,7 +261,7 @@ class Server:
         engine = client.engine
         if engine is None:
             return self._engines.absent(client)
-        return "" if engine.coordinator.ready else engine.cache.why or "the daemon is stopping, or a rank has died"
+        return engine.why_not_ready
 
     def _register(self, peer: bytes, seq: int, asked: wire.Register) -> None:
         self._later(peer, seq, self._engines.register(peer, self._clients[peer], asked))

@@ -84,7 +84,7 @@ def _engine(engine: HostedEngine, dispatch: DispatchStatistics) -> dict[str, Any
     cache = engine.cache.statistics()
     return {
         "ready": engine.coordinator.ready,
-        "why": engine.not_ready,
+        "why": engine.why_not_served,
         "registered": engine.registration is not None,
         "uid": engine.uid,
         "ranks": len(engine.workers),

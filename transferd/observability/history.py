@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from transferd.tasks import ErrorInfo, RankResult, Status, Task, TaskResult
+from transferd.tasks import DEFAULT_ENGINE, ErrorInfo, RankResult, Status, Task, TaskResult
 
 RECENT = 1024
 FAILED = 256  # kept apart, so that a busy hour of good tasks does not push a failure out
@@ -30,7 +30,7 @@ class Ended(NamedTuple):
     seconds: float
     error: ErrorInfo | None
     ranks: Sequence[RankResult]
-    engine: str = "default"
+    engine: str = DEFAULT_ENGINE
 
 
 class TaskHistory:
@@ -40,7 +40,7 @@ class TaskHistory:
         self.recent: deque[Ended] = deque(maxlen=RECENT)
         self.failed: deque[Ended] = deque(maxlen=FAILED)
 
-    def ended(self, task: Task, result: TaskResult, now: float, engine: str = "default") -> None:
+    def ended(self, task: Task, result: TaskResult, now: float, engine: str = DEFAULT_ENGINE) -> None:
         entry = Ended(
             now,
             task.task_id,

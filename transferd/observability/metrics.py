@@ -18,7 +18,7 @@ from transferd.observability.http import MAX_CONNECTIONS, Asked, HttpServer, Pag
 from transferd.observability.page import ROWS, as_json, front_page, story_page
 from transferd.observability.task_metrics import TaskMetrics
 from transferd.runtime.descriptors import spare
-from transferd.tasks import Status
+from transferd.tasks import DEFAULT_ENGINE, Status
 
 # What exists at 0 from the start, of counters with labels: rate() misses the first one of a series that begins with it.
 STATUSES = [str(status) for status in Status]
@@ -151,8 +151,8 @@ class _StatsCollector:
         failed = CounterMetricFamily("transferd_lane_failed", "Tasks a rank has failed", labels=names)
         moved = CounterMetricFamily("transferd_lane_bytes", "Bytes a rank has moved", labels=names)
         for rank in stats["ranks"]:
-            if rank.get("engine", "default") != "default":  # each has its own rank 0; `_engines` tells of those
-                continue
+            if rank.get("engine", DEFAULT_ENGINE) != DEFAULT_ENGINE:
+                continue  # each engine has a rank 0; `_engines` tells of the others
             for name, lane in rank["lanes"].items():
                 labels = [str(rank["rank"]), name]
                 running.add_metric(labels, lane["running"])

@@ -25,6 +25,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
+from transferd.tasks import DEFAULT_ENGINE
 
 TASKS = 8192  # roughly how many are remembered
 STEPS_PER_TASK = 8
@@ -236,7 +237,7 @@ def told_apart(label: str) -> tuple[str, str]:
     if label.startswith("[") and "] " in label:
         engine, _, task_id = label[1:].partition("] ")
         return engine, task_id
-    return "default", label
+    return DEFAULT_ENGINE, label
 
 
 def _told(entries: Iterable[_Entry]) -> Iterator[Note]:
