@@ -1,9 +1,12 @@
-"""What every test shares: each async test runs on asyncio's own loop and on uvloop; hypothesis watches no clock.
+"""What every test shares: which event loops it runs on, its place in the order; hypothesis watches no clock.
+
+What may run in an engine's process (client, wire, adapters, and what these share with the daemon) is tested on
+asyncio's own loop and on uvloop. What only the daemon runs is tested on uvloop, on which the daemon always runs.
 
 Examples are the same in every run, and may take as long as a busy machine needs: what has not changed does not
 fail. `--hypothesis-profile=default` looks for new ones.
 
-Marked `one_loop` are slow tests of daemons in processes of their own, which run on uvloop anyway.
+Marked `one_loop` are slow tests of daemons in processes of their own: the test is the engine, on asyncio.
 """
 
 from __future__ import annotations
@@ -15,6 +18,9 @@ from pathlib import Path
 import pytest
 import uvloop
 from hypothesis import HealthCheck, Phase, settings
+
+HERE = Path(__file__).parent
+DAEMON_ONLY = {"daemon", "integration", "observability", "soak", "storage", "tiers", "workers"}
 
 # Files that take longest, slowest first: with several processes none may be left for the end (see Makefile).
 LONGEST = (
@@ -41,15 +47,17 @@ settings.load_profile("transferd")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
-    place = {here / name: number for number, name in enumerate(LONGEST)}
+    place = {HERE / name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path, len(place)))  # stable: the others keep their order
 
 
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    factories: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {"asyncio": asyncio.new_event_loop}
-    if item.get_closest_marker("one_loop") is None:
+    factories: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {}
+    one_loop = item.get_closest_marker("one_loop") is not None
+    if one_loop or item.path.relative_to(HERE).parts[0] not in DAEMON_ONLY:
+        factories["asyncio"] = asyncio.new_event_loop
+    if not one_loop:
         factories["uvloop"] = uvloop.new_event_loop
     return factories

@@ -6,10 +6,9 @@ vocabulary. Each task class states as data what the rest of the package would ot
 * `lane`: the queue that it runs in, so that loads never wait behind stores;
 * `footprint()`: the blocks that it reads and writes in each tier, to order conflicting tasks;
 * `merge`: how the outcomes of all ranks become one answer. It lists a block only if *every* rank moved it:
-
-* read: the longest prefix (a later block is useless to most engines without the earlier ones);
-* sparse read, write: all of them;
-* swap: all or nothing (an engine maps whole nodes between device and host).
+  - read: the longest prefix (a later block is useless to most engines without the earlier ones);
+  - sparse read, write: all of them;
+  - swap: all or nothing (an engine maps whole nodes between device and host).
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -264,3 +267,14 @@ async def test_after_close_nothing_is_sent_and_the_addresses_are_free(open_socke
     assert sockets.statistics()["batches"] == 1
     assert not (tmp_path / "replay").exists()
     open_sockets()
+
+
+async def test_connections_are_bounded(open_sockets: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """libzmq would abort the process at the last descriptor."""
+    monkeypatch.setattr("transferd.daemon.kv_events.sockets.first_refused", lambda _: len(os.listdir("/proc/self/fd")))
+    sockets = open_sockets(endpoint=f"ipc://{tmp_path}/pub")
+    for number, name in enumerate(("pub", "replay"), start=1):
+        with contextlib.ExitStack() as crowd:
+            for _ in range(64):
+                crowd.enter_context(socket.socket(socket.AF_UNIX)).connect(str(tmp_path / name))
+            await until(lambda number=number: sockets.refused()["too_many_connections"] >= 16 * number)  # type: ignore[misc]

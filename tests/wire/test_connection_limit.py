@@ -8,6 +8,8 @@ import os
 import resource
 import socket
 import struct
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +21,7 @@ import zmq
 
 from transferd.errors import ConfigError
 from transferd.runtime import descriptors
+from transferd.wire import connection_limit
 from transferd.wire.connection_limit import ConnectionLimit
 
 PLACES = 32  # descriptors, of which the first client takes a dozen
@@ -142,8 +145,9 @@ class Monitored:
 
 @pytest.mark.parametrize("number", ["closed", "reused by a file"])
 def test_a_failed_handshake_counts_even_if_its_connection_is_gone_before_anybody_looks(
-    number: str, tmp_path: Path
+    number: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(connection_limit, "disable_monitor", Monitored.disable_monitor)
     with zmq.Context() as context, open(tmp_path / "file", "wb") as file:
         gone = file.fileno() if number == "reused by a file" else 1_000_000
         socket = Monitored(context)
@@ -161,17 +165,70 @@ def test_a_failed_handshake_counts_even_if_its_connection_is_gone_before_anybody
         socket.close()
 
 
+BURST = """
+import collections, os, signal, socket, sys, threading, time
+import zmq
+from transferd.runtime.descriptors import UNSEEN
+from transferd.wire import connection_limit
+from transferd.wire.connection_limit import ConnectionLimit
+
+path = sys.argv[1]
+looking, may_look = threading.Event(), threading.Event()
+
+class Slow(ConnectionLimit):
+    def _begun(self, descriptor):
+        looking.set()
+        may_look.wait()
+        super()._begun(descriptor)
+
+context = zmq.Context()
+router = context.socket(zmq.ROUTER)
+limit = Slow(context, router, 512)
+router.bind("ipc://" + path)
+own = len(os.listdir("/proc/self/fd"))
+child = os.fork()
+if child == 0:
+    crowd = [socket.socket(socket.AF_UNIX) for _ in range(1500)]
+    for raw in crowd:
+        raw.connect(path)  # waits for a place in the backlog
+    signal.pause()
+assert looking.wait(30)
+counts = collections.deque([0], maxlen=50)
+while counts[0] < 900 or len(set(counts)) > 1:  # until libzmq accepts no more
+    counts.append(len(os.listdir("/proc/self/fd")) - own)
+    time.sleep(0.01)
+assert counts[-1] <= UNSEEN, counts[-1]
+print("blocked", flush=True)
+threading.Timer(0.2, may_look.set).start()  # needs the GIL, which a close must not keep
+limit.close()
+print("closed", flush=True)
+os.kill(child, 9)
+os.waitpid(child, 0)
+router.close(0)
+context.term()
+"""
+
+
+def test_libzmq_waits_for_a_thread_that_falls_behind_and_a_close_lets_it_catch_up(tmp_path: Path) -> None:
+    """Otherwise a burst of connections takes the last descriptor, and libzmq aborts the process."""
+    done = subprocess.run(
+        [sys.executable, "-c", BURST, str(tmp_path / "door")], capture_output=True, text=True, timeout=60, check=False
+    )
+    lines = done.stdout.splitlines()  # between them the refusals, logged
+    assert (lines[:1], lines[-1:], done.returncode) == (["blocked"], ["closed"], 0), done.stderr
+
+
 def test_the_limit_is_raised_to_what_the_process_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = [(1024, 4096)]
+    limits = [(1024, 16384)]
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda _, both: limits.append(both))
-    assert descriptors.raise_limit() == 4096
-    assert limits[-1] == (4096, 4096)
+    assert descriptors.raise_limit() == 16384
+    assert limits[-1] == (16384, 16384)
     assert descriptors.first_refused(100) == 100 + descriptors.OTHERS
-    assert descriptors.first_refused(100_000) == 3072
+    assert descriptors.first_refused(100_000) == 8192
 
 
 def test_a_limit_too_low_to_live_with_is_one_line_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
-    with pytest.raises(ConfigError, match=r"RLIMIT_NOFILE: the limit must be at least 512 file descriptors; .*\(64\)"):
+    with pytest.raises(ConfigError, match=r"RLIMIT_NOFILE: the limit must be at least 8192 file descriptors; .*\(64\)"):
         descriptors.raise_limit()

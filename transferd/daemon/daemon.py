@@ -10,6 +10,7 @@ process.py runs one from its start to its end.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -76,7 +77,8 @@ class Daemon:
         self.peers = _build_peers(config)
         self.events: EventSockets | None = None
         if config.events.endpoint:
-            self.events = EventSockets(config.events, socket_mode=int(config.server.socket_mode, 8), clock=clock)
+            mode, most = int(config.server.socket_mode, 8), config.server.max_connections
+            self.events = EventSockets(config.events, socket_mode=mode, max_connections=most, clock=clock)
         self.transport = transport if transport is not None else ZmqServerTransport(config.server)
         self.clients = Clients(self.transport, self.boot_id, recorder=self.recorder)
         self.listing = Listing(self)
@@ -235,6 +237,13 @@ class Daemon:
         return {"engine": engine or DEFAULT_ENGINE} | task_story(
             task_id, notes, wall=self.clock.wall(), monotonic=self.clock.monotonic()
         )
+
+    def refused(self) -> dict[str, int]:
+        """Connections and requests refused since the start, by reason."""
+        counts = Counter(self.transport.refused())
+        counts.update(self.reports.refused())
+        counts.update({} if self.events is None else self.events.refused())
+        return dict(counts)
 
     @property
     def alive(self) -> bool:

@@ -52,7 +52,7 @@ def stats(daemon: Daemon) -> dict[str, Any]:
         "result_bytes": sum(one.result_bytes for one in told),
         "rejects": dict(rejects),
         "barrier": _barrier(engines, own),
-        "refused": {**daemon.transport.refused(), **daemon.reports.refused()},
+        "refused": daemon.refused(),
         "cache": NO_CACHE if own is None else own.cache.statistics(),
         "host": _host(engines, own),
         "degraded": [reason for engine in engines for reason in _degraded(engine)],

@@ -2,7 +2,8 @@
 
 libzmq aborts the process when it cannot accept a connection for lack of a descriptor (an assertion in its ipc
 listener; seen with 4.3.5). The soft limit is low by default for programs that use select(), so the daemon raises
-it to the hard limit at start and bounds connections well below that (connection_limit.py).
+it to the hard limit at start and bounds connections well below that (wire/connection_limit.py). Half of a low limit
+stays free, for the connections that libzmq accepts before the bound is applied, and for files.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import sys
 
 from transferd.errors import ConfigError
 
-LEAST = 512  # with fewer, the daemon could run out of descriptors and abort
+LISTENERS = 4  # sockets that may listen: for everybody, for observers, for KV events and for their replays
+UNSEEN = 1024  # connections that libzmq may accept on one socket before we see the first of them
+LEAST = 2 * LISTENERS * UNSEEN  # with fewer, a burst of connections could take the last one
 OTHERS = 1024  # descriptors besides clients' connections: files, HTTP, a pool's sockets, libraries
 
 
@@ -33,12 +36,11 @@ def raise_limit() -> int:
 def first_refused(max_connections: int) -> int:
     """The lowest descriptor number at which a connection is refused.
 
-    The kernel assigns the lowest free number, so a new connection's number says how many are open. A quarter of a
-    low limit stays free for files, and for connections accepted before connection_limit.py sees them.
+    The kernel assigns the lowest free number, so a new connection's number says how many are open.
     """
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     wanted = max_connections + OTHERS
-    return wanted if limit == resource.RLIM_INFINITY else min(wanted, limit - limit // 4)
+    return wanted if limit == resource.RLIM_INFINITY else min(wanted, limit // 2)
 
 
 def fill_standard() -> None:

@@ -5,6 +5,9 @@ with its descriptor number. A separate thread reads the monitor, because it must
 while the event loop is busy. It refuses a connection with shutdown(2); libzmq then closes it like any other. A
 refused client reconnects by itself, with growing delays, and succeeds once there is room.
 
+Where the thread falls behind, libzmq waits for it: its I/O thread writes to the monitor, blocks when that is full, and
+accepts nothing meanwhile. So at most `descriptors.UNSEEN` connections are open that the thread has not seen.
+
 The monitor also reports each failed handshake: no key, a wrong or replayed key, bytes that are not ZeroMQ, silence.
 That event does not name the connection, but the disconnect event of the same connection follows it, and the peer of
 each descriptor was noted when it was accepted, unless libzmq closed the connection before our thread looked.
@@ -14,6 +17,7 @@ each descriptor was noted when it was accepted, unless libzmq closed the connect
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import os
 import socket as sockets
@@ -22,6 +26,7 @@ from collections import Counter
 
 import structlog
 import zmq
+from zmq.backend.cython import _zmq
 
 from transferd.errors import NoThreads
 from transferd.runtime.threads import start_thread
@@ -59,18 +64,19 @@ class ConnectionLimit:
         address = f"inproc://transferd.connection-limit.{next(_numbers)}"
         socket.monitor(address, _WATCHED)
         self._events: zmq.Socket[bytes] = context.socket(zmq.PAIR)
+        self._events.setsockopt(zmq.RCVHWM, 1)  # to the 1,000 of the monitor's own end, which nobody can change
         self._events.connect(address)
         try:
             self._thread = start_thread("transferd.connection-limit", self._watch)
         except NoThreads:
-            socket.disable_monitor()
+            disable_monitor(socket)
             self._events.close(0)
             raise
 
     def close(self) -> None:
         """Stop watching. Call it before the socket is closed. Idempotent."""
         if self._thread.is_alive():
-            self._socket.disable_monitor()
+            disable_monitor(self._socket)
             self._thread.join()
 
     def _watch(self) -> None:
@@ -129,6 +135,15 @@ class ConnectionLimit:
                     there.shutdown(sockets.SHUT_RDWR)
                     ended += 1
         return ended
+
+
+def disable_monitor(socket: zmq.Socket[bytes]) -> None:
+    """As `socket.disable_monitor`, but without the GIL.
+
+    libzmq waits for a place in a full monitor here, which our thread can make only if it gets the GIL.
+    """
+    libzmq = ctypes.CDLL(_zmq.__file__)
+    libzmq.zmq_socket_monitor(ctypes.c_void_p(socket.underlying), None, 0)
 
 
 def _duplicate(descriptor: int) -> sockets.socket:

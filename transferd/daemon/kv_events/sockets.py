@@ -17,7 +17,7 @@ has gone, ends there.
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -26,6 +26,8 @@ import zmq
 
 from transferd.config import EventsSection
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
+from transferd.runtime.descriptors import first_refused
+from transferd.wire.connection_limit import ConnectionLimit
 from transferd.wire.endpoint import EndpointLock
 from transferd.wire.kv_events import KvEvent, encode_batch
 from transferd.wire.transport import Channel, set_common_options
@@ -53,9 +55,19 @@ class _SentBatch(NamedTuple):
 class EventSockets:
     """Both sockets, on the running loop, from `start` to `close`. Owns them."""
 
-    def __init__(self, config: EventsSection, *, socket_mode: int = 0o660, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(
+        self,
+        config: EventsSection,
+        *,
+        socket_mode: int = 0o660,
+        max_connections: int = 4096,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        """max_connections: of each socket (connection_limit.py)."""
         self._config = config
         self._mode = socket_mode
+        self._max_connections = max_connections
+        self._limits: list[ConnectionLimit] = []
         self._clock = clock
         self._topic = config.topic.encode()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
@@ -102,15 +114,21 @@ class EventSockets:
             socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
             self.replay_endpoint = self._bind(socket, self._config.replay_endpoint, "events.replay_endpoint")
         except BaseException:
+            self._close_limits()
             socket.close(0)
             context.term()
             raise
         self._router = Channel(context, socket, self._asked)
 
     def _bind(self, socket: zmq.Socket[bytes], endpoint: str, key: str) -> str:
+        self._limits.append(ConnectionLimit(socket.context, socket, first_refused(self._max_connections)))
         lock = EndpointLock(endpoint, key)
         self._locks.append(lock)
         return lock.bind(socket, self._mode)
+
+    def refused(self) -> Counter[str]:
+        """Connections refused since the start, by reason."""
+        return sum((limit.refused for limit in self._limits), Counter())
 
     def close(self) -> None:
         """Stop at once; what was sent gets LINGER_MS to leave. Idempotent."""
@@ -118,6 +136,7 @@ class EventSockets:
             self._step.cancel()
             self._step = None
         self._replays.clear()
+        self._close_limits()
         router, self._router = self._router, None
         if router is not None:
             router.close()
@@ -131,6 +150,10 @@ class EventSockets:
             lock.release()
         self._locks.clear()
         self._kept.clear()
+
+    def _close_limits(self) -> None:
+        for limit in self._limits:
+            limit.close()  # before its socket; keeps its counts
 
     # --- what is new --------------------------------------------------------------------------------
 
