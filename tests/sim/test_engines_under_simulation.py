@@ -18,6 +18,7 @@ import structlog
 
 from tests.support.simulation.blocks import Blocks
 from tests.support.simulation.clock import SimClock
+from tests.support.simulation.faults import Latency, StorageFaults, ThreadFaults
 from tests.support.simulation.loop import SimLoop, simulate
 from tests.support.simulation.memory import MemoryWatch
 from tests.support.simulation.network import ENDPOINT, SimNetwork
@@ -37,6 +38,7 @@ KEYS = 8
 LIVES = 3
 ENGINES = 4
 GONE = {"engine_gone", "unknown_engine", "stale_epoch", "daemon_lost", "closed", "not_attached", "not_ready"}
+GONE |= {"cancelled"}  # its client said Bye
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +55,10 @@ class Story:
         self.loop, self.clock = loop, SimClock(loop)
         self.network = SimNetwork(rng=loop.stream("network"))
         self.storage = SimStorage(rng=loop.stream("storage"), watch=MemoryWatch())
+        self.storage.joins_gets = self.storage.joins_puts = self.joins()
+        self.storage.faults = StorageFaults(latency=Latency(0.001, 0.02))  # so that engines meet at one object
+        self.clients: list[Client] = []
+        self.seen: Counter[str] = Counter()
         tree: dict[str, Any] = {
             "server": {"endpoint": "ipc:///nowhere"},
             "engines": {"devices": [DEVICE]},
@@ -63,12 +69,15 @@ class Story:
         self.daemon = Daemon(
             from_tree(tree),
             transport=self.network.server(),
-            threads=SimThreads(rng=loop.stream("offload")),
+            threads=SimThreads(rng=loop.stream("offload"), faults=ThreadFaults(latency=Latency(0.0, 0.002))),
             storage=self.storage,
             clock=self.clock,
             inline_check_bytes=0,
         )
-        self.seen: Counter[str] = Counter()
+
+    def joins(self) -> bool:
+        """Whether the daemon joins engines' calls on this storage."""
+        return self.loop.seed % 2 == 0
 
     async def run(self) -> Counter[str]:
         await self.daemon.open()
@@ -80,6 +89,7 @@ class Story:
         report = self.daemon.stats()
         assert report["engines"] == {}
         assert (report["engines_leaving"], report["staging"]["used"], report["host"]["bytes"]) == (0, 0, 0)
+        assert report["storage"]["corrupt"] == 0
         assert report["queued"] == report["running"] == report["straggling"] == 0
         assert await self.daemon.stop(lambda: 10.0) == []
         return self.seen
@@ -98,7 +108,7 @@ class Story:
                 engine=f"e{number}",
                 await_ready=False,
             )
-            await asyncio.sleep(chance.uniform(0, 2))
+            await asyncio.sleep(chance.uniform(0, 0.3))
             await client.connect()
             await self._registered(client, ranks)
             end = chance.choice(("word", "bye", "death"))

@@ -13,10 +13,12 @@ from pathlib import Path
 
 from tests.support.simulation.pool import SIM_MASTER, SimPool
 from tests.support.simulation.storage import SimStorage
+from tests.support.simulation.threads import SimThreads
 from transferd.cli.pool.local import Master, master_executable
 from transferd.config import Config, MooncakeStorageSection, from_tree
 from transferd.storage.base import Blob, Outcome, Storage
 from transferd.storage.file import FileStorage
+from transferd.storage.joined import JoinedStorage
 from transferd.storage.memory import MemoryStorage
 from transferd.storage.mooncake import MooncakeStorage
 from transferd.storage.mooncake.client import NativeClient
@@ -94,9 +96,17 @@ class Backend:
     keeps_lru: bool = True  # evicts exactly the least recently used, so a test can say which objects are left
 
 
+def _joined(_: Path, capacity: int) -> Storage:
+    """As engines that share objects have it."""
+    storage = SimStorage(capacity=capacity)
+    storage.joins_gets = storage.joins_puts = True
+    return JoinedStorage(storage, SimThreads(), lambda: True)
+
+
 # A new backend is one line here.
 BACKENDS = [
     Backend("simulated", lambda _, capacity: SimStorage(capacity=capacity), keeps_lru=False),
+    Backend("joined", _joined, keeps_lru=False),
     Backend("memory", lambda _, capacity: MemoryStorage(memory_config(capacity))),
     Backend("file", lambda path, capacity: FileStorage(file_config(path, capacity))),
     Backend("file-fsync", lambda path, capacity: FileStorage(file_config(path, capacity, fsync=True))),

@@ -37,6 +37,7 @@ from transferd.observability.traces import Ran, Traces
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.threads import ThreadPools, Threads
 from transferd.storage.base import Storage
+from transferd.storage.joined import joined
 from transferd.storage.peer.transfer_engine import TransferEngineCarrier
 from transferd.storage.peer.transport import PeerTransport
 from transferd.tasks import DEFAULT_ENGINE, Task, TaskResult
@@ -73,6 +74,7 @@ class Daemon:
         self.tokens, self.storage = plan.tokens, plan.storage
         self.threads = threads if threads is not None else ThreadPools(COPY_THREADS)
         if self.storage is not None:
+            self.storage = joined(self.storage, self.threads, self._has_several_engines, inline_check_bytes)
             self.storage.expect(_plausible if plan.engine is None else plan.engine.objects.possible)
         self.peers = _build_peers(config)
         self.events: EventSockets | None = None
@@ -108,6 +110,9 @@ class Daemon:
         self.engines = Engines(config, shared, plan.engine)
         self.server = self._build_server()
         self.started_at = clock.monotonic()
+
+    def _has_several_engines(self) -> bool:
+        return len(self.engines.total.engines) > 1
 
     def _build_server(self) -> Server:
         config, peers = self.config, self.peers

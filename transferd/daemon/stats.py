@@ -183,7 +183,7 @@ def _memory(daemon: Daemon, each: Mapping[HostedEngine, DispatchStatistics]) -> 
 
 def _storage(daemon: Daemon, engines: Sequence[HostedEngine]) -> dict[str, Any]:
     report: dict[str, Any] = {"backend": daemon.config.storage.backend}
-    report |= dict.fromkeys(("objects", "bytes", "hits", "misses", "errors"), 0)
+    report |= dict.fromkeys(("objects", "bytes", "hits", "misses", "errors", "shared_loads", "shared_stores"), 0)
     storage = daemon.tokens or daemon.storage
     if storage is not None:
         report |= storage.statistics()

@@ -82,6 +82,9 @@ class Storage(abc.ABC):
     """A storage backend. See the module's contract."""
 
     backend: str  # its name in the configuration and in reports
+    # Whether calls of several engines for one object at the same time are to become one (joined.py): where a get costs
+    # more than a copy in memory; where a put does, unless the backend joins puts itself.
+    joins_gets = joins_puts = False
 
     @abc.abstractmethod
     async def open(self) -> None:

@@ -38,6 +38,7 @@ class FileStorage(IndexedStorage):
     """
 
     backend = "file"
+    joins_gets = True
 
     def __init__(self, config: Config, *, clock: Clock = SYSTEM_CLOCK, threads: Threads | None = None) -> None:
         section = config.storage.file

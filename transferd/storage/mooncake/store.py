@@ -76,6 +76,7 @@ class MooncakeStorage(Storage):
     """
 
     backend = "mooncake"
+    joins_gets = joins_puts = True
 
     def __init__(self, config: Config, *, clock: Clock = SYSTEM_CLOCK, set_up: SetUp = NativeClient) -> None:
         self._section = config.storage.mooncake

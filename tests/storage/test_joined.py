@@ -1,0 +1,210 @@
+"""Calls of several engines for one object at the same time become one, and each has its own honest answer and bytes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable
+from typing import TypeVar
+
+import pytest
+
+from tests.storage.harness import Harness, Memory
+from tests.support.simulation.storage import SimStorage
+from tests.support.simulation.threads import SimThreads
+from transferd.errors import StorageUnavailable
+from transferd.runtime.threads import Direction
+from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found
+from transferd.storage.file import FileStorage
+from transferd.storage.joined import JoinedStorage, joined
+from transferd.storage.memory import MemoryStorage
+from transferd.storage.mooncake import MooncakeStorage
+from transferd.tiers.base import INLINE_BYTES
+
+T = TypeVar("T")
+LARGE = bytes(range(256)) * (INLINE_BYTES // 256 + 1)  # copied in a thread
+UNTOUCHED = b"\xaa"
+
+
+class Joining(SimStorage):
+    joins_gets = joins_puts = True
+
+
+@pytest.fixture
+async def behind() -> SimStorage:
+    storage = Joining()
+    await storage.open()
+    return storage
+
+
+@pytest.fixture
+def threads() -> SimThreads:
+    return SimThreads()
+
+
+@pytest.fixture
+async def engines(behind: SimStorage, threads: SimThreads) -> AsyncIterator[Harness]:
+    storage, memory = joined(behind, threads, lambda: True), Memory(16 * 1024**2)
+    storage.register(memory)
+    yield Harness(storage, memory)
+    assert isinstance(storage, JoinedStorage)
+    assert (len(storage._gets), len(storage._puts)) == (0, 0), "an object is under way for ever"
+    storage.unregister(memory)
+    await storage.close()
+
+
+def start(awaitable: Awaitable[T]) -> asyncio.Future[T]:
+    return asyncio.ensure_future(awaitable)
+
+
+async def turns(number: int = 10) -> None:
+    for _ in range(number):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("content", [b"small", LARGE], ids=["small", "large"])
+async def test_gets_at_once_are_one_get_and_each_has_the_bytes(
+    behind: SimStorage, engines: Harness, content: bytes
+) -> None:
+    await engines.put(("a", content))
+    got = await asyncio.gather(*(engines.get(("a", len(content))) for _ in range(3)))
+    assert got == [[(FOUND, content)]] * 3
+    assert behind.counts["hits"] == 1
+    assert engines.storage.statistics()["shared_loads"] == 2
+    await engines.get(("a", len(content)))  # nothing is kept: whoever asks later asks storage
+    assert behind.counts["hits"] == 2
+
+
+async def test_a_leader_returns_when_its_bytes_have_been_copied(
+    behind: SimStorage, engines: Harness, threads: SimThreads
+) -> None:
+    """Its buffer may be used for other bytes as soon as it returns."""
+    await engines.put(("a", LARGE))
+    threads.gates[Direction.IN].hold()
+    leads, follows = Blob("a", engines.buffer(len(LARGE))), Blob("a", engines.buffer(len(LARGE)))
+    leading, following = start(engines.storage.get([leads])), start(engines.storage.get([follows]))
+    await turns()
+    assert bytes(leads.data) == LARGE
+    assert not leading.done()
+    assert not following.done()
+    threads.gates[Direction.IN].release()
+    assert await leading == [FOUND]
+    leads.data[:] = bytes(len(LARGE))
+    assert await following == [FOUND]
+    assert bytes(follows.data) == LARGE
+
+
+@pytest.mark.parametrize("gives_up", [0, 1], ids=["the leader", "a follower"])
+async def test_who_gives_up_takes_nothing_from_the_others(behind: SimStorage, engines: Harness, gives_up: int) -> None:
+    await engines.put(("a", b"content"))
+    behind.gate.hold()
+    blobs = [Blob("a", engines.buffer(7)) for _ in range(3)]
+    calls = [start(engines.storage.get([blob])) for blob in blobs]
+    await turns()
+    calls[gives_up].cancel()
+    await turns()
+    assert not calls[gives_up].done(), "bytes may still come to its buffer"
+    behind.gate.release()
+    await asyncio.wait(calls)
+    assert calls.pop(gives_up).cancelled()
+    blobs.pop(gives_up)
+    assert [call.result() for call in calls] == [[FOUND]] * 2
+    assert [bytes(blob.data) for blob in blobs] == [b"content"] * 2
+    assert behind.counts["hits"] == 1
+
+
+async def test_a_get_that_fails_fails_for_all_and_a_missing_object_is_missing_for_all(
+    behind: SimStorage, engines: Harness
+) -> None:
+    await engines.put(("a", b"content"), ("b", b"content"))
+    behind.dice.script("object get", "error", "missing", None)
+    wanted = (("a", 7), ("b", 7), ("c", 7))
+    for answers in await asyncio.gather(engines.get(*wanted), engines.get(*wanted)):
+        assert [outcome.found for outcome, _ in answers] == [Found.FAILED, Found.MISSING, Found.MISSING]
+        assert "could not be read" in str(answers[0][0].error)
+    assert [outcome.found for outcome, _ in await engines.get(*wanted)] == [Found.FOUND, Found.FOUND, Found.MISSING]
+
+
+async def test_a_call_that_fails_as_a_whole_fails_what_joined_it_and_no_more(
+    behind: SimStorage, engines: Harness
+) -> None:
+    await engines.put(("a", b"content"), ("b", b"content"))
+    behind.dice.script("get", "unavailable", None)
+    leading, following = start(engines.get(("a", 7))), start(engines.get(("b", 7), ("a", 7)))
+    with pytest.raises(StorageUnavailable):
+        await leading
+    (b, a) = await following
+    assert b == (FOUND, b"content")
+    assert a[0].error is not None
+    assert a[0].error.reason == StorageUnavailable.code
+    assert a[1] == UNTOUCHED * 7
+
+
+async def test_calls_that_lead_and_follow_each_other_end(behind: SimStorage, engines: Harness) -> None:
+    await engines.put(*((name, name.encode() * 4) for name in "abcd"))
+    behind.gate.hold()
+    first = start(engines.get(("a", 4), ("b", 4)))
+    await turns()
+    crossing = [start(engines.get(*((name, 4) for name in names))) for names in ("bca", "dcb", "acdda")]
+    await turns()
+    behind.gate.release()
+    for names, call in zip(("ab", "bca", "dcb", "acdda"), [first, *crossing], strict=True):
+        assert await call == [(FOUND, name.encode() * 4) for name in names]
+    assert behind.counts["hits"] == 4
+
+
+async def test_objects_of_another_length_are_not_the_same(behind: SimStorage, engines: Harness) -> None:
+    await engines.put(("a", b"content"))
+    behind.gate.hold()
+    calls = [start(engines.get(("a", nbytes))) for nbytes in (7, 6)]
+    await turns()
+    behind.gate.release()
+    assert await calls[0] == [(FOUND, b"content")]
+    assert (await calls[1])[0][0] == MISSING
+
+
+async def test_puts_at_once_are_one_put(behind: SimStorage, engines: Harness) -> None:
+    behind.gate.hold()
+    calls = [start(engines.put(("a", b"content"))), start(engines.put(("b", b"b"), ("a", b"content")))]
+    await turns()
+    behind.gate.release()
+    assert await asyncio.gather(*calls) == [[STORED], [STORED, EXISTS]]
+    assert behind.objects == {"a": b"content", "b": b"b"}
+    assert engines.storage.statistics()["shared_stores"] == 1
+
+
+async def test_a_put_that_fails_counts_as_stored_for_nobody(behind: SimStorage, engines: Harness) -> None:
+    behind.dice.script("object put", "full")
+    for answers in await asyncio.gather(engines.put(("a", b"content")), engines.put(("a", b"content"))):
+        assert [(one.found, one.error.reason) for one in answers if one.error] == [(Found.FAILED, "storage_full")]
+    assert await engines.put(("a", b"content")) == [STORED]
+
+
+async def test_a_copy_that_cannot_run_is_the_followers_failure(
+    behind: SimStorage, engines: Harness, threads: SimThreads
+) -> None:
+    await engines.put(("a", LARGE))
+    threads.close()
+    leading, following = await asyncio.gather(*(engines.get(("a", len(LARGE))) for _ in range(2)))
+    assert leading == [(FOUND, LARGE)]
+    assert following[0][0].found is Found.FAILED
+
+
+async def test_a_single_engine_pays_nothing() -> None:
+    class Marks(Joining):
+        def get(self, blobs: object) -> str:  # type: ignore[override]
+            return "the backend's own"
+
+        put = get  # type: ignore[assignment]
+
+    storage = JoinedStorage(Marks(), SimThreads(), lambda: False)
+    assert storage.get([]) == storage.put([]) == "the backend's own"  # type: ignore[comparison-overlap]
+
+
+def test_only_what_costs_more_than_a_copy_in_memory_is_joined() -> None:
+    plain = SimStorage()
+    assert joined(plain, SimThreads(), lambda: True) is plain
+    assert [(kind.joins_gets, kind.joins_puts) for kind in (MemoryStorage, FileStorage, MooncakeStorage)] == [
+        (False, False),
+        (True, False),  # a file store writes a name once, whoever asks (indexed.py)
+        (True, True),
+    ]
