@@ -175,7 +175,7 @@ def test_a_worker_that_does_not_let_go_fails_the_sleep_on_every_rank(
 ) -> None:
     monkeypatch.setattr("transferd.adapters.fastdeploy.group.WORKER_TIMEOUT_S", 0.2)
     service.ask("pause")
-    with pytest.raises(Exception, match="let go of its KV cache"):
+    with pytest.raises(Exception, match="release their KV cache"):
         service.transfer("sleep", tags="kv_cache")
     service.ask("resume")
     assert made.run(prompts(1)[0])["gpu_match_token_num"] == 0

@@ -1,4 +1,4 @@
-"""A rank's cache in shared memory that the engine makes: what it computes in, and offers to the daemon.
+"""A rank's cache in shared memory that the engine creates, computes in, and offers to the daemon.
 
 with SharedCaches(cache) as mine:                       # the same table as the daemon's [cache]
     mine.caches["key"][0][3] = …                         # {plane: [one array per layer]}
@@ -25,9 +25,9 @@ _numbers = itertools.count()
 class SharedCaches:
     """Zeroed arrays for one rank in a segment of POSIX shared memory. Owns the segment until `close`.
 
-    cache: the daemon's [cache] section as plain data. handle: what `Client.offer` takes. caches: numpy arrays, which
-    stay readable after `close` for as long as they are referred to; nobody else sees them then.
-    Raises ConfigError for a cache that is none, TierError when /dev/shm has no room.
+    cache: the daemon's [cache] section as plain data. handle: what `Client.offer` takes. caches: numpy arrays. They
+    stay readable after `close` while a reference to them exists, but no other process sees them then.
+    Raises ConfigError for an invalid `cache`, TierError when /dev/shm has no room.
     """
 
     def __init__(self, cache: Mapping[str, Any]) -> None:
@@ -46,5 +46,5 @@ class SharedCaches:
         self.close()
 
     def close(self) -> None:
-        """Give the memory back once nobody has it mapped. Idempotent."""
+        """Free the memory once no process has it mapped. Idempotent."""
         self._segment.close()

@@ -2,11 +2,11 @@
 
 plugin        what FastDeploy loads: changes names in its modules, nothing on disk
 engine_queue  the queue of an engine that was switched over; group: the state behind it
-arguments     FastDeploy's command for a transfer process, as the daemon's configuration
-companion     the daemon that runs already, or one that is started (adapters/embedded.py) and ends with the engine
-signals, replies, memory   by what FastDeploy's processes wait for each other, answer, and share device blocks
-books         its PrefixCacheManager hears of swaps that failed
-queue, items, control, retired   the queue itself; needs nothing of FastDeploy
+arguments     derives the daemon's configuration from FastDeploy's command for a transfer process
+companion     finds a running daemon, or starts one (adapters/embedded.py) that ends with the engine
+signals, replies, memory   how FastDeploy's processes wait for each other, answer, and share device blocks
+books         corrects FastDeploy's PrefixCacheManager after a failed swap
+queue, items, control, retired   the queue itself; needs nothing from FastDeploy
 """
 
 from __future__ import annotations

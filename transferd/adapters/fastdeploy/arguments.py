@@ -1,11 +1,11 @@
-"""What FastDeploy tells its cache transfer processes, read from the command that starts one.
+"""Reads what FastDeploy passes to its cache transfer processes from the command that starts one.
 
-The PrefixCacheManager starts one process for each rank by a shell command:
+The PrefixCacheManager starts one process for each rank with a shell command:
 
     NAME=value … python …/cache_transfer_manager.py --rank 0 --mp_num 2 --key_cache_shape 64,2,16,8 … >log 2>&1
 
-That command is the interface: it says everything about the cache, in every version that we know of. So the
-daemon's configuration is derived from it, and no part of FastDeploy's own configuration is looked into.
+That command is the interface: in every version that we know, it describes the cache completely. So we derive the
+daemon's configuration from it, and read no part of FastDeploy's own configuration.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class TransferArguments:
 
     @property
     def version_file(self) -> Path:
-        """Where FastDeploy's training loop says which weights are served; often not there."""
+        """The file in which FastDeploy's training loop names the served weights; it often does not exist."""
         return Path(self.model_path) / "version.yaml"
 
 
@@ -64,7 +64,7 @@ def is_transfer_process(command: Any) -> bool:
 
 
 def read_command(command: str) -> TransferArguments:
-    """Understand a command that starts a transfer process. Raises ConfigError naming the flag that is wrong."""
+    """Parse a command that starts a transfer process. Raises ConfigError that names the wrong flag."""
     environment, flags = _split(command)
     speculative = _json(flags, "speculative_config")
     key_shape = _shape(flags, "key_cache_shape")
@@ -98,8 +98,8 @@ def read_command(command: str) -> TransferArguments:
 def configuration(group: Sequence[TransferArguments], *, device: str) -> dict[str, Any]:
     """The daemon's configuration for one tensor-parallel group, as plain sections.
 
-    group: one for each rank, in their order. device: what `cache.device` is on this machine. What FastDeploy's
-    arguments do not say (the endpoint, directories, staging) is left to the caller and to the defaults.
+    group: one for each rank, in order. device: the value of `cache.device` on this machine. The caller or the
+    defaults set what FastDeploy's arguments do not say: the endpoint, directories, staging.
     Raises ConfigError for a cache that transferd cannot serve.
     """
     first = group[0]
@@ -134,7 +134,7 @@ def configuration(group: Sequence[TransferArguments], *, device: str) -> dict[st
 
 
 def _check_served(arguments: TransferArguments) -> None:
-    """What transferd does not do for this engine is said now, not at the first request."""
+    """Refuse now, not at the first request, what transferd cannot do for this engine."""
     moves = arguments.host_blocks > 0 or arguments.backend != "none"
     if arguments.routing_replay and moves:
         what = "transferd does not move routing data with its blocks: turn routing replay off, or CPU cache and storage"
@@ -145,7 +145,7 @@ def _check_served(arguments: TransferArguments) -> None:
 
 
 def _block(arguments: TransferArguments) -> dict[str, Any]:
-    """What one block is. FastDeploy says it as two shapes: [blocks, heads, block_size, dim]."""
+    """The settings that describe a block. FastDeploy gives two shapes: [blocks, heads, block_size, dim]."""
     _, heads, tokens, dim = arguments.key_shape
     if not arguments.value_shape:
         return {
@@ -161,13 +161,13 @@ def _block(arguments: TransferArguments) -> dict[str, Any]:
 
 
 def _latent(dim: int) -> dict[str, int]:
-    """MLA's one dimension is a latent and its rope; only their sum is told, and only their sum matters."""
+    """MLA's one dimension is a latent and its rope; FastDeploy gives only their sum, and only that matters."""
     rope = 64 if dim > 64 else 1
     return {"kv_lora_rank": dim - rope, "qk_rope_head_dim": rope}
 
 
 def _split(command: str) -> tuple[dict[str, str], dict[str, str]]:
-    """The variables set before the command, and its flags; a flag without a value has ''."""
+    """The variables set before the command, and its flags; a flag without a value maps to ''."""
     words = shlex.split(command)
     script = next((i for i, word in enumerate(words) if word.endswith(SCRIPT)), None)
     if script is None:

@@ -1,18 +1,18 @@
-"""What FastDeploy's PrefixCacheManager does when a swap failed, which its own code has no place for.
+"""Corrects FastDeploy's PrefixCacheManager after a failed swap, which its own code does not handle.
 
-Its transfer processes reported swaps that worked and nothing else, so its tree believes whatever was answered.
-These methods go around its own: they call them first, and where a swap failed they put the tree right.
+Its transfer processes reported only swaps that worked, so its tree believes every answer.
+These methods wrap its own: they call them first, and correct the tree if a swap failed.
 
-    swap out failed   the blocks still are on the device, but room is needed: the nodes leave the tree with all
-                      that is below them, and their device and host blocks are free
-    swap in failed    the request lets go of what it matched, the nodes leave the tree, the blocks that were to
-                      receive them are free, and the request is matched again: what is lost is computed anew
+    swap out failed   the blocks still are on the device, but room is needed: the nodes leave the tree with
+                      everything below them, and their device and host blocks become free
+    swap in failed    the request releases what it matched, the nodes leave the tree, their target blocks become
+                      free, and the request is matched again: it recomputes what is lost
 
 A node that another request holds meanwhile stays: after a failed swap out its bytes are where they were. So no node
-keeps a state in transit, no block is lost, and nothing is claimed whose bytes are wrong.
+stays in transit, no block is lost, and the tree names no block whose bytes are wrong.
 
-Locks. The tree changes under `request_release_lock`, states under `cache_status_lock` as well. A swap in is waited
-for with the first one held; a swap out with none, on a thread of its own.
+Locks. The tree changes under `request_release_lock`, states also under `cache_status_lock`. A swap in is awaited
+with the first lock held; a swap out with none, on a thread of its own.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from transferd.tasks import Status
 
 log = logging.getLogger(__name__)
 
-ATTEMPTS = 3  # to match a request; the first failure takes what failed out of the tree
+ATTEMPTS = 3  # to match a request; each failure removes the failed nodes from the tree
 Blocks = Mapping[Any, tuple[int, int]]  # node id -> its device block and its host block in a swap
 
-_extra = threading.local()  # .blocks: device blocks that the running request has been given
+_extra = threading.local()  # .blocks: device blocks that the running request has received
 
 
 class SwapFailed(TransferError):
-    """Blocks could not be brought back from the host; the tree is right again."""
+    """Blocks could not be swapped in from the host; the tree has been corrected."""
 
     code = "swap_failed"
 
 
 def keep_right(manager: type[Any]) -> None:
-    """Put these methods around those of FastDeploy's PrefixCacheManager. Once for a class."""
+    """Wrap the methods of FastDeploy's PrefixCacheManager in these. Call it once per class."""
     if "transferd_keeps_right" in vars(manager):
         return
     manager.transferd_keeps_right = True
@@ -78,11 +78,11 @@ def _issue_swap_task(
     before = {node_id: self.node_map.get(node_id) for node_id in swap_node_ids}
     original(transfer_task_id, swap_node_ids, gpu_block_ids, cpu_block_ids, event_type, is_sync)
     result = self.cache_task_queue.take_result(transfer_task_id, event_type)
-    if result is None or result.status is Status.OK:  # None: the tree is being cleared, and all of it goes
+    if result is None or result.status is Status.OK:  # None: the whole tree is being cleared
         return
     blocks: Blocks = dict(zip(swap_node_ids, zip(gpu_block_ids, cpu_block_ids, strict=True), strict=True))
     if event_type.name == "SWAP2GPU":
-        raise SwapFailed(f"{len(blocks)} blocks could not be brought back: {result.error and result.error.message}")
+        raise SwapFailed(f"{len(blocks)} blocks could not be swapped in: {result.error and result.error.message}")
     with self.request_release_lock, self.cache_status_lock:
         same = {node_id: pair for node_id, pair in blocks.items() if self.node_map.get(node_id) is before[node_id]}
         _give_up_swap_out(self, same, event_type)
@@ -91,13 +91,13 @@ def _issue_swap_task(
 def _give_up_swap_out(self: Any, blocks: Blocks, in_transit: Any) -> None:
     for node_id, (_, host_block) in blocks.items():
         node = self.node_map.get(node_id)
-        if node is None:  # gone with a node above it
+        if node is None:  # it left with a node above it
             continue
         if node.cache_status.value == in_transit.value:
             _drop(self, node, blocks)
-        else:  # a request has matched it meanwhile: it stays on the device
+        else:  # a request has matched it since: it stays on the device
             self.recycle_cpu_blocks(host_block)
-    log.warning("%d blocks could not be moved to the host; they leave the cache", len(blocks))
+    log.warning("%d blocks could not be swapped out; they leave the cache", len(blocks))
 
 
 def _prepare_cpu_cache(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
@@ -112,7 +112,7 @@ def _prepare_cpu_cache(original: Callable[..., None], self: Any, *args: Any, **k
             _rest(self, held)
         blocks = set(getattr(_extra, "blocks", ())) | set(given["gpu_recv_block_ids"])
         self.recycle_gpu_blocks(sorted(blocks), given["req_id"])
-        log.warning("request %s: %s; they are computed anew", given["req_id"], error)
+        log.warning("request %s: %s; it recomputes them", given["req_id"], error)
         raise
 
 
@@ -149,7 +149,7 @@ def _allocate_gpu_blocks(original: Callable[..., list[int]], _: Any, *args: Any,
 
 
 def _issue_write_back(original: Callable[..., Any], self: Any, task: Any, is_sync: bool = True) -> Any:
-    """An eviction's flush is not waited for; FastDeploy would keep its answer for ever."""
+    """Nobody waits for an eviction's flush; FastDeploy would keep its answer for ever."""
     if not is_sync:
         self.cache_task_queue.answer_nobody(task.task_id)
     return original(task, is_sync)
@@ -169,7 +169,7 @@ _AROUND: dict[str, Callable[..., Any]] = {
 
 
 def _drop(self: Any, node: Any, swapping: Blocks) -> None:
-    """Take a node that nobody holds out of the tree, with all below it; their blocks are free."""
+    """Remove a node that no request holds, and all nodes below it, from the tree; their blocks become free."""
     for child in list(node.children.values()):
         _drop(self, child, swapping)
     if node.parent is not None and node.parent.children.get(node.hash_value) is node:
@@ -197,7 +197,7 @@ def _drop(self: Any, node: Any, swapping: Blocks) -> None:
 
 
 def _let_go(self: Any, request_id: Any) -> list[Any]:
-    """Undo what a match has counted for this request; the nodes that it held."""
+    """Undo the counts of a match for this request; returns the nodes that it held."""
     held = [node for node in self.node_map.values() if request_id in node.req_id_set]
     for node in held:
         node.req_id_set.discard(request_id)
@@ -206,7 +206,7 @@ def _let_go(self: Any, request_id: Any) -> list[Any]:
 
 
 def _rest(self: Any, nodes: Iterable[Any]) -> None:
-    """Leaves that nobody holds may be evicted: the tree finds them in its two heaps."""
+    """Leaves that no request holds may be evicted: the tree finds them in its two heaps."""
     for node in nodes:
         if node is self.radix_tree_root or node.shared_count or node.node_id not in self.node_map:
             continue

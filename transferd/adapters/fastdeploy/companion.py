@@ -1,12 +1,12 @@
-"""The daemon behind one FastDeploy group: one that runs already, or one that is started and ends with the engine.
+"""The daemon behind one FastDeploy group: a running one, or one that we start here and that ends with the engine.
 
     where           TRANSFERD_ENDPOINT ({port}, {dp} filled in), else the packaged socket if a daemon answers there,
-                    else a socket in a directory of this user's, named after the engine's port
-    runs already    its configuration is compared with what FastDeploy's arguments ask for; a difference is an error
-    runs not        one is started with the configuration that those arguments ask for
+                    else a socket in this user's directory, named after the engine's port
+    runs already    its configuration must match what FastDeploy's arguments require; a difference is an error
+    does not run    we start one with the configuration that those arguments require
 
-A daemon that was started here holds one end of a pipe and stops when the engine's end closes, so it goes with
-its engine however that ends.
+A daemon started here holds one end of a pipe and stops when the engine's end closes, so it ends with
+its engine, however that ends.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ ENDPOINT_VARIABLE = "TRANSFERD_ENDPOINT"
 ANSWER_TIMEOUT_S = 2.0  # a daemon that runs answers in milliseconds
 START_TIMEOUT_S = 120.0  # CUDA, pinned host memory, a pool's master
 ELSEWHERE = f"set {ENDPOINT_VARIABLE} to another address, where a daemon is then started for this engine"
-STAGED_BLOCKS = 4  # what staging holds at least, so that storage I/O and copies overlap
+STAGED_BLOCKS = 4  # the least that staging holds, so that storage I/O and copies overlap
 
 
 @dataclass(slots=True)
 class Companion:
-    """A daemon and the way to it. process: only of a daemon that was started here."""
+    """A daemon and how to reach it. process: set only for a daemon that was started here."""
 
     endpoint: str
     process: subprocess.Popen[bytes] | None = None
-    environment: Mapping[str, str] = field(default_factory=dict)  # what it has beyond the engine's
+    environment: Mapping[str, str] = field(default_factory=dict)  # its variables beyond the engine's
     config_file: Path | None = None
     log_file: Path | None = None
 
     def start(self) -> None:
-        """Start it, again if it was; what it logs is added to what it logged. It does not answer yet."""
+        """Start or restart it; it appends to its log. It does not answer yet."""
         assert self.config_file is not None
         assert self.log_file is not None
         if self.process is not None and self.process.stdin is not None:
@@ -67,18 +67,18 @@ class Companion:
         return self.process is None or self.process.poll() is None
 
     def died(self) -> bool:
-        """It was started here and ended otherwise than by being told to, as FastDeploy does when its engine ends."""
+        """It was started here and ended without being told to, as FastDeploy tells it when its engine ends."""
         return self.process is not None and self.process.poll() not in (None, 0)
 
     def log(self, characters: int = 3000) -> str:
-        """How its log ends, for whoever has to say why it did not start."""
+        """The end of its log, for an error that says why it did not start."""
         if self.log_file is None:
             return ""
         return self.log_file.read_text(encoding="utf-8", errors="replace")[-characters:]
 
 
 def named_endpoint(port: int, data_parallel_id: int, groups: int) -> str | None:
-    """Where the operator says the group's daemon is, or None.
+    """The endpoint that the operator named for the group's daemon, or None.
 
     groups: data-parallel groups on this node. Raises ConfigError where several would share one daemon.
     """
@@ -92,7 +92,7 @@ def named_endpoint(port: int, data_parallel_id: int, groups: int) -> str | None:
 
 
 def filled_in(template: str, port: int | None, data_parallel_id: int) -> str:
-    """Raises ConfigError for other braces than {dp} and {port}, or {port} where no port is known."""
+    """Raises ConfigError for braces other than {dp} and {port}, or for {port} if no port is known."""
     known: dict[str, Any] = {"dp": data_parallel_id} | ({} if port is None else {"port": port})
     try:
         return template.format(**known)
@@ -109,11 +109,11 @@ def find_or_start(
     groups: int,
     environment: Mapping[str, str] | None = None,
 ) -> Companion:
-    """A daemon with this configuration for the group; it may not be ready yet where memory has to be offered.
+    """A daemon with this configuration for the group; it may not be ready yet if memory must still be offered.
 
-    wanted: sections as `arguments.configuration` gives them; TRANSFERD_SECTION__KEY variables count over them.
-    environment: what a daemon that is started gets beyond this process's.
-    Raises ConfigError for a daemon that is configured differently, TransferError when one does not start.
+    wanted: sections from `arguments.configuration`; TRANSFERD_SECTION__KEY variables override them.
+    environment: variables that a started daemon gets in addition to this process's.
+    Raises ConfigError for a daemon that is configured differently, TransferError if one does not start.
     """
     named = named_endpoint(port, data_parallel_id, groups)
     candidates = [named] if named else ([DEFAULT_ENDPOINT] if groups == 1 else [])
@@ -127,7 +127,7 @@ def find_or_start(
 
 
 def runtime_directory(port: int) -> Path:
-    """This user's directory for the group's socket, configuration and log; made if it is not there."""
+    """This user's directory for the group's socket, configuration and log; created if missing."""
     base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
     directory = base / f"transferd-fastdeploy-{os.getuid()}" / str(port)
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -137,7 +137,7 @@ def runtime_directory(port: int) -> Path:
 
 
 def differences(wanted: Config, asked: Mapping[str, Any], running: Mapping[str, Any]) -> list[str]:
-    """What a running daemon has otherwise than FastDeploy asks for, one `section.key: …` each.
+    """Where a running daemon differs from what FastDeploy requires, one `section.key: …` each.
 
     wanted: the whole configuration; asked: the sections and keys that FastDeploy's arguments decide. running: a
     daemon's `stats()["configured"]`.
@@ -157,7 +157,7 @@ def differences(wanted: Config, asked: Mapping[str, Any], running: Mapping[str, 
 
 
 def _ask(endpoint: str) -> dict[str, Any] | None:
-    """What the daemon at this endpoint says of itself, or None if nobody answers."""
+    """What the daemon at this endpoint reports about itself, or None if none answers."""
     client = SyncClient(endpoint, connect_timeout=ANSWER_TIMEOUT_S, await_ready=False)
     try:
         client.connect()
@@ -182,7 +182,7 @@ def _check_same(endpoint: str, asked: Mapping[str, Any], running: Mapping[str, A
 
 
 def whole(sections: Mapping[str, Any]) -> Config:
-    """The whole configuration: these sections, the environment over them, the defaults beneath."""
+    """The whole configuration: the environment overrides these sections, which override the defaults."""
     with tempfile.NamedTemporaryFile("w", suffix=".toml", encoding="utf-8") as file:
         file.write(to_toml(sections))
         file.flush()

@@ -1,18 +1,18 @@
 """FastDeploy's control requests to its transfer processes, carried out by the daemon.
 
-They travel through the cache queue as (CacheStatus.CTRL, request), a request having method, request_id and
-args. FastDeploy's transfer processes answer on a queue of their own; here a function that the engine gives
-hears how each request ended (`EngineCacheQueue.on_control`).
+They travel through the cache queue as (CacheStatus.CTRL, request); a request has method, request_id and
+args. FastDeploy's transfer processes answer on a queue of their own; here a function of the engine
+learns how each request ended (`EngineCacheQueue.on_control`).
 
-    pause           no task starts, and none is at work any more when it ends
+    pause           no task starts; when the request ends, none is running
     resume          tasks start again
     update_weights  blocks are stored under the new weight version: args["version"], else version.yaml
-    sleep           the cache's memory is freed (tags without kv_cache: nothing is ours to free)
-    wakeup          and made anew, under a weight version that was not served before
+    sleep           frees the cache's memory (tags without kv_cache: we have nothing to free)
+    wakeup          creates it again, under a weight version that was not served before
 
-A version is told by args["version"]; else by the file in TRANSFERD_STORAGE__VERSION_FILE, where the engine has
-that variable, too; else a wakeup takes what the daemon's own storage.version_file says, or what an
-update_weights has set meanwhile.
+The version comes from args["version"]; else from the file in TRANSFERD_STORAGE__VERSION_FILE, if the engine has
+that variable, too; else a wakeup uses what the daemon's own storage.version_file says, or what an
+update_weights has set since.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from transferd.client.sync_client import SyncClient
 from transferd.config.generation import generation_named, generation_of
 from transferd.errors import ConfigError, RequestError
 
-VERSION_FILE_VARIABLE = "TRANSFERD_STORAGE__VERSION_FILE"  # the daemon's own setting, where the engine has it too
+VERSION_FILE_VARIABLE = "TRANSFERD_STORAGE__VERSION_FILE"  # the daemon's own setting, if the engine has it too
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class ControlItem:
 
 
 def obey(item: ControlItem, client: SyncClient) -> None:
-    """Do what is asked; returns when it is done.
+    """Carry out a request; return when it is done.
 
-    Raises RequestError for an unknown method, and what the daemon raises.
+    Raises RequestError for an unknown method, and the daemon's errors.
     """
     command = _COMMANDS.get(item.method)
     if command is None:
@@ -54,7 +54,7 @@ def obey(item: ControlItem, client: SyncClient) -> None:
 def _update_weights(client: SyncClient, args: Mapping[str, Any]) -> None:
     generation = _new_generation(args)
     if generation is None:
-        what = "neither the request nor the environment says where the new weight version is"
+        what = "neither the request nor the environment names the new weight version"
         raise ConfigError(VERSION_FILE_VARIABLE, what)
     client.set_generation(generation)
 
@@ -70,7 +70,7 @@ def _wakeup(client: SyncClient, args: Mapping[str, Any]) -> None:
 
 
 def is_about_the_cache(args: Mapping[str, Any]) -> bool:
-    """tags: FastDeploy's "weight,kv_cache", or a list; without any, everything is meant."""
+    """tags: FastDeploy's "weight,kv_cache", or a list; none means everything."""
     tags = args.get("tags")
     if not tags:
         return True

@@ -1,8 +1,8 @@
 """The cache queue of an engine that FastDeploy's plugin has switched over: one object for both of its ends.
 
 FastDeploy makes a server end in its engine, for control requests, and a client end in its PrefixCacheManager. With a
-daemon there is nothing between them, so both are the same object, found by the port. It reaches no daemon until
-FastDeploy asks for transfer processes; an engine that needs none never does.
+daemon there is nothing between them, so both are the same object, found by its port. It connects to no daemon before
+FastDeploy asks for transfer processes; an engine that needs none never asks.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class EngineQueue(EngineCacheQueue):
         self._unheard: set[Any] = set()  # ids of tasks whose answers nobody waits for
 
     def answer_nobody(self, transfer_id: Any) -> None:
-        """The next task of this id is carried out like any other, and its end is not told."""
+        """The next task of this id runs like any other, but its end is not reported."""
         self._unheard.add(transfer_id)
 
     def close(self) -> None:
-        """FastDeploy calls it `cleanup`, when its engine ends."""
+        """Close the group as well. FastDeploy calls `cleanup` when its engine ends."""
         super().close()
         self.group.close()
         if _queues.get(self.group.port) is self:
@@ -45,7 +45,7 @@ class EngineQueue(EngineCacheQueue):
         return self.group.client
 
     def _disconnect(self, client: SyncClient) -> None:
-        """The group's client is the group's."""
+        """The group owns its client, so this closes nothing."""
 
     def _carry_out(self, item: ControlItem, client: SyncClient) -> None:  # noqa: ARG002 - the group has it
         self.group.control(item)
@@ -66,7 +66,7 @@ def queue_for(
     local_data_parallel_size: int = 1,
     local_data_parallel_id: int = 0,  # noqa: ARG001 - every group has a port of its own
 ) -> EngineQueue:
-    """What FastDeploy gets where it constructs an EngineCacheQueue. Raises ConfigError."""
+    """What FastDeploy gets when it constructs an EngineCacheQueue. Raises ConfigError."""
     from transferd.adapters.fastdeploy.plugin import be_heard, switch_manager
 
     be_heard()

@@ -1,18 +1,18 @@
-"""One tensor-parallel group of an engine: all that its cache transfer processes did, done with one daemon.
+"""One tensor-parallel group of an engine: one daemon does everything that its cache transfer processes did.
 
-    launch      FastDeploy would start a process for each rank; the last one finds or starts the daemon instead,
-                sees to the memory, and sets the signals that the engine and its workers wait for
+    launch      FastDeploy would start a process for each rank; the last launch finds or starts the daemon instead,
+                arranges the memory, and sets the signals that the engine and its workers wait for
     control     pause, resume, update_weights, sleep, wakeup; each is answered on every rank's queue
-    weights     the older way to the same: kv_cache_status, served by a thread
+    weights     the older way to do the same: kv_cache_status, served by a thread
     close       the engine ends
 
-Who creates the device memory is FastDeploy's rule, told by `--create_cache_tensor`: with it the daemon creates and
-the workers map; without it a worker or the cache messager creates, says so by cache_ready_signal, and the daemon
-maps what was published under FastDeploy's names.
+FastDeploy decides who creates the device memory (`--create_cache_tensor`): with the flag, the daemon creates it and
+the workers map it; without, a worker or the cache messager creates it, sets cache_ready_signal, and the daemon
+maps the tensors published under FastDeploy's names.
 
 Memory that the daemon created is gone with the daemon, and a worker keeps what it has mapped for its whole life. So
-a daemon that comes back is not told that workers are attached: it refuses their blocks, requests are computed anew,
-and nothing is claimed whose bytes are elsewhere. A sleep and a wakeup, or a new engine, join them again.
+nobody tells a restarted daemon that workers are attached: it refuses their blocks, the engine recomputes requests,
+and no block is claimed whose bytes are elsewhere. A sleep and a wakeup, or a new engine, join them again.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-WORKER_TIMEOUT_S = 50.0  # for workers to let go of memory before a sleep; FastDeploy waits 60 s for the whole of it
-READY_TIMEOUT_S = 300.0  # for a daemon to make its memory, or to map what was offered
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # between two starts of a daemon that dies
+WORKER_TIMEOUT_S = 50.0  # for workers to release memory before a sleep; FastDeploy waits 60 s for all of it
+READY_TIMEOUT_S = 300.0  # for a daemon to create its memory, or to map an offer
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # between two starts of a daemon that keeps dying
 _KEEPER = (
     sys.executable,
     "-I",
     "-S",
     "-c",
     "import sys; sys.stdin.read()",
-)  # a process that waits for the engine's end
+)  # waits for the engine's end
 
 
 class Group:
@@ -83,7 +83,7 @@ class Group:
 
     @property
     def client(self) -> SyncClient:
-        """Raises TransferError before FastDeploy has asked for transfer processes, and after `close`."""
+        """The client. Raises TransferError before FastDeploy has asked for transfer processes, and after `close`."""
         if self._client is None:
             raise TransferError(f"FastDeploy has asked for no cache transfer processes at port {self.port}")
         return self._client
@@ -96,9 +96,9 @@ class Group:
     # --- start and end ------------------------------------------------------------------------------
 
     def launch(self, command: str) -> subprocess.Popen[bytes]:
-        """What FastDeploy gets for the command that would start one rank's transfer process.
+        """Returns what FastDeploy gets for the command that would start one rank's transfer process.
 
-        The process it gets ends with the engine, and FastDeploy may end it: the daemon itself where it was started
+        That process ends with the engine, and FastDeploy may end it. It is the daemon itself if it was started
         here, else one that only waits. Raises ConfigError, TransferError, which ends the engine's start with one line.
         """
         arguments = read_command(command)
@@ -141,9 +141,9 @@ class Group:
         self._watcher.start()
 
     def _join_memory(self, timeout: float | None) -> None:
-        """Make the daemon and the workers see the same device memory, and tell whoever waits for it.
+        """Make the daemon and the workers see the same device memory, and signal those that wait for it.
 
-        timeout: seconds for workers that create it; at start None, since FastDeploy waits for them as long as it takes.
+        timeout: seconds for workers that create it; at start None, since FastDeploy waits for them without a limit.
         """
         client, signals, first = self.client, _there(self._signals), self._launched[0]
         if first.creates:
@@ -213,13 +213,13 @@ class Group:
             _there(self._signals).paused(False)
 
     def _take_generation(self) -> None:
-        """The weights that are served now, where FastDeploy's training loop says so."""
+        """The weights that are served now, if FastDeploy's training loop names them."""
         version = self._generation()
         if version is not None and version != self.client.generation:
             self.client.set_generation(version)
 
     def _new_generation(self, args: Mapping[str, Any]) -> str:
-        """Of weights that are new. Where nobody names them, a name of its own: nothing of before is theirs."""
+        """A generation for new weights; if nothing names them, a unique name, so that they share no older block."""
         version = args.get("version")
         named = generation_named(version) if isinstance(version, str) and version else None
         return self._generation() or named or f"unnamed-{uuid.uuid4().hex[:16]}"
@@ -237,7 +237,7 @@ class Group:
             self._restore(self._generation() or self.client.generation)
 
     def _clear(self) -> None:
-        """Free device and host memory, in FastDeploy's order: who only mapped it lets go first. Idempotent."""
+        """Free device and host memory, in FastDeploy's order: processes that mapped it release it first. Idempotent."""
         if self._cleared:
             return
         client, signals, first = self.client, _there(self._signals), self._launched[0]
@@ -251,7 +251,7 @@ class Group:
         self._cleared = True
 
     def _restore(self, generation: str) -> None:
-        """Make the memory anew. generation: of the weights that are served now; those of before have the same."""
+        """Create the memory again. generation: of the weights that are served now; the same if they did not change."""
         self.client.restore_cache(generation, same_weights=True)
         self._join_memory(READY_TIMEOUT_S)
         _there(self._signals).swap_space_ready(bool(self._launched[0].host_blocks))
@@ -263,9 +263,9 @@ class Group:
         _there(self._signals).watch_status(self._closing, self._clear_weights, self._update_weights, self._look)
 
     def _look(self) -> None:
-        """A daemon of ours that died is started again, at growing intervals: whatever killed it may do so again.
+        """Restart a daemon of ours that died, at growing intervals, because the cause may kill it again.
 
-        The client finds it by itself and offers memory again; see the module about memory that the daemon created.
+        The client finds it by itself and offers memory again; for memory that the daemon created, see the module.
         """
         companion = _there(self._companion)
         now = time.monotonic()
@@ -273,10 +273,10 @@ class Group:
             return
         self._pause_before_start = min(2 * self._pause_before_start, LONGEST_PAUSE_S)
         self._start_again_at = now + self._pause_before_start
-        log.error("the transferd daemon died and is started again; its log ends:\n%s", companion.log(500))
+        log.error("the transferd daemon died, restarting it; its log ends:\n%s", companion.log(500))
         companion.start()
 
-    # Every worker sets the status. One that comes late asks for what was done for the others already.
+    # Every worker sets the status. A late one asks for what has already been done for the others.
 
     def _clear_weights(self) -> None:
         with _told("clearing the KV cache"):
@@ -309,9 +309,9 @@ def _there(part: T | None) -> T:
 
 
 def _device(creates: bool) -> str:
-    """What `cache.device` is where this engine runs; TRANSFERD_CACHE__DEVICE counts over it.
+    """The value of `cache.device` for this engine; TRANSFERD_CACHE__DEVICE overrides it.
 
-    creates: the daemon creates; then the workers map by FastDeploy's operators what it publishes by them.
+    creates: the daemon creates; it then publishes memory with FastDeploy's operators, by which the workers map it.
     """
     from fastdeploy.platforms import current_platform
 
@@ -328,7 +328,7 @@ def _told(what: str) -> Any:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Its input ends, which is how it learns that the engine does; a daemon then has its shutdown_timeout."""
+    """Close its input, which tells it that the engine has ended; a daemon then has its shutdown_timeout."""
     if process.stdin is not None:
         process.stdin.close()
     try:

@@ -1,7 +1,7 @@
 """What FastDeploy puts into its cache queue and expects back, as values.
 
-FastDeploy speaks in tuples. Five shapes have been in use, and all are understood (CacheStatus members
-stand as SWAP2CPU, SWAP2GPU, STORAGE2GPU, GPU2STORAGE):
+FastDeploy uses tuples. Five shapes have been in use, and all are understood (the CacheStatus members are
+SWAP2CPU, SWAP2GPU, STORAGE2GPU, GPU2STORAGE):
 
     swap            (event, transfer_task_id, swap_node_ids, gpu_block_ids, cpu_block_ids)
     swap, older     (swap_node_ids, gpu_block_ids, cpu_block_ids, event, transfer_task_id)
@@ -9,16 +9,16 @@ stand as SWAP2CPU, SWAP2GPU, STORAGE2GPU, GPU2STORAGE):
     storage, older  (event, request_id, keys, gpu_block_ids, timeout)
     control         (CTRL, request)                   see control.py; not answered in the queue
 
-Answers have the shape of the question for swaps, and (event, task_id, keys, gpu_block_ids) for storage.
-An answer carries back the caller's own event object. Its lists say what *every* rank moved: for a read the
+For swaps, an answer has the shape of the item; for storage it is (event, task_id, keys, gpu_block_ids).
+An answer returns the caller's own event object. Its lists name what *every* rank moved: for a read the
 prefix, for a write the blocks that are stored now, for a swap all or nothing.
 
-Nothing of FastDeploy is imported: an event is known by the name of its enum member, or else by its value
-where that is known (1 and 2, the swaps; storage events have had no published numbers); a task is known by
-its attributes, and those that came later may be missing.
+This module imports nothing from FastDeploy. It recognises an event by the name of its enum member, or by its value
+if that is known (1 and 2, the swaps; storage events never had published numbers). It recognises a task by
+its attributes; newer ones may be missing.
 
-The shapes are those of FastDeploy's cache_transfer_manager.py and prefix_cache_manager.py from release 2.0 on;
-release/2.6 and develop are run against (tests/with_fastdeploy).
+The shapes are those of FastDeploy's cache_transfer_manager.py and prefix_cache_manager.py since release 2.0;
+tests/with_fastdeploy runs them against release/2.6 and develop.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Answer = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class SwapItem:
-    """A swap. `event_first`: of the newer shape."""
+    """A swap. `event_first`: it has the newer shape."""
 
     lane: Lane
     event: Any
@@ -66,12 +66,12 @@ class SwapItem:
     event_first: bool
 
     def task(self, task_id: str, swap_timeout: float) -> Task:
-        """Raises TypeError for lists that are none."""
+        """Raises TypeError for lists that are not lists."""
         kind = SwapOutTask if self.lane is Lane.SWAP_OUT else SwapInTask
         return kind(task_id=task_id, timeout=swap_timeout, gpu_block_ids=list(self.gpu), cpu_block_ids=list(self.cpu))
 
     def answers(self, result: TaskResult, ranks: int) -> list[Answer]:  # noqa: ARG002 - rank 0 alone reports a swap
-        """The lists that were asked for if every rank moved every block, else empty ones."""
+        """The requested lists if every rank moved every block, else empty ones."""
         done = result.status is Status.OK
         nodes, gpu, cpu = (self.nodes, self.gpu, self.cpu) if done else ([], [], [])
         if self.event_first:
@@ -81,7 +81,7 @@ class SwapItem:
 
 @dataclass(frozen=True, slots=True)
 class StorageItem:
-    """A read from storage or a write to it. `source`: has the attributes that depend on FastDeploy's version."""
+    """A read from storage or a write to it. `source` has the attributes that depend on FastDeploy's version."""
 
     lane: Lane
     event: Any
@@ -109,9 +109,9 @@ class StorageItem:
         )
 
     def answers(self, result: TaskResult, ranks: int) -> list[Answer]:
-        """As many as there are ranks: FastDeploy counts them and takes the shortest.
+        """One answer per rank: FastDeploy counts them and takes the shortest.
 
-        It counts those of a write since #7839; before, the first one was enough and further ones were ignored.
+        Since #7839 it also counts the answers to a write; before that, it took the first one and ignored the others.
         """
         return [(self.event, self.transfer_id, self.keys, list(result.block_ids)) for _ in range(ranks)]
 
@@ -120,7 +120,7 @@ Item = SwapItem | StorageItem
 
 
 def read_item(item: Any) -> Item | ControlItem:
-    """Understand what was put. Raises RequestError for what has none of the module's shapes."""
+    """Parse what was put. Raises RequestError if it has none of the module's shapes."""
     if not isinstance(item, tuple | list):
         raise _unknown(item)
     fields = list(item)

@@ -1,8 +1,8 @@
-"""Device memory that a worker or the cache messager created, handed to the daemon under FastDeploy's names.
+"""Offers the daemon device memory that a worker or the cache messager created, under FastDeploy's names.
 
 FastDeploy's processes publish each tensor by `set_data_ipc` as key_caches_{layer}_rank{rank}.device{device} and the
 like (tiers/fastdeploy.py); its transfer processes mapped them by name. The engine's process does not hold the
-memory; it only tells the daemon where to find it, so workers need no code of ours.
+memory. It only tells the daemon where the memory is, so workers need no code of ours.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from transferd.tiers.owner import this_process
 
 
 def offer_published(client: SyncClient, config: Config, devices: Sequence[int]) -> None:
-    """Offer every rank's published cache to the daemon; returns once all are mapped.
+    """Offer every rank's published cache to the daemon; return once all are mapped.
 
-    devices: the index by rank as FastDeploy names it. Where memory has no such names (shm), nothing is offered:
-    whoever made it does so itself. Raises EngineGone naming a tensor that is not published, RequestError, TierError.
+    devices: each rank's device index in FastDeploy's numbering. If memory has no such names (shm), this offers
+    nothing: its creator offers it. Raises EngineGone naming a tensor that is not published, RequestError, TierError.
     """
     if config.geometry.device not in ("cuda", "paddle"):
         return
@@ -42,6 +42,6 @@ def _published(config: Config, rank: int, device: int) -> DeviceHandle:
 
 
 def _seen_as(device: int) -> int:
-    """The index in this process of a GPU that FastDeploy names by its index on the machine."""
+    """This process's index of a GPU that FastDeploy names by its index on the machine."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     return visible.index(str(device)) if str(device) in visible else device

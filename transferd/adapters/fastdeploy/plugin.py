@@ -1,15 +1,15 @@
-"""FastDeploy's plugin: with `FD_PLUGINS=transferd` a daemon does what its cache transfer processes did.
+"""FastDeploy's plugin: with `FD_PLUGINS=transferd` a daemon replaces its cache transfer processes.
 
 FastDeploy loads `register` in every process, while `import fastdeploy` runs. It changes names in the modules of the
 engine's process, nothing on disk:
 
-    fastdeploy.inter_communicator.EngineCacheQueue     the queue to the daemon, for whoever imports it from there
-    prefix_cache_manager.subprocess                    the command of a transfer process reaches the group instead
-    prefix_cache_manager.PrefixCacheManager            hears of swaps that failed (books.py)
+    fastdeploy.inter_communicator.EngineCacheQueue     becomes the queue to the daemon
+    prefix_cache_manager.subprocess                    passes the command of a transfer process to the group
+    prefix_cache_manager.PrefixCacheManager            handles failed swaps (books.py)
 
-Modules are only half imported at that time, in an order that differs between versions. So a name is changed where it
-is already, and in the package that the others will import it from; the manager's class, at the latest, when the
-queue is made. Everything else of FastDeploy goes on as it is: workers and the cache messager need nothing.
+Modules are only half imported at that time, in an order that differs between versions. So the plugin replaces a name
+in modules that have it already, and in the package from which the others will import it; the manager's class, at the
+latest, when the queue is made. The rest of FastDeploy is unchanged: workers and the cache messager need nothing.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ def switch_manager() -> None:
 
 
 def be_heard() -> None:
-    """What the plugin says at INFO reaches standard error. FastDeploy's loggers have handlers, Python's root has none.
+    """Send the plugin's INFO log to standard error. FastDeploy's loggers have handlers, Python's root has none.
 
-    Idempotent. Not while FastDeploy is imported: handlers come and go meanwhile.
+    Idempotent. Do not call it during the import of FastDeploy: handlers come and go meanwhile.
     """
     logger = logging.getLogger(__package__)
     if not logger.hasHandlers():
@@ -82,7 +82,7 @@ def be_heard() -> None:
 
 
 class _Subprocess:
-    """The module `subprocess`, but for the command of a cache transfer process."""
+    """The module `subprocess`, except for the command of a cache transfer process."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(subprocess, name)

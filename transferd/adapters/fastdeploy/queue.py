@@ -4,18 +4,18 @@
                        ◀─ get_transfer_done_signal ── answers ◀── one TaskResult ◀──┘
 
 FastDeploy's queue is a server process, a hand-off bitmask, thirteen barriers and one process for each rank.
-The daemon replaces all of it, so what is left here is translation: an item becomes a task, its result
-becomes as many answers as the caller counts. Three promises hold whatever happens:
+The daemon replaces all of it, so this module only translates: an item becomes a task, and its result
+becomes as many answers as the caller counts. Four promises hold whatever happens:
 
 * `put_transfer_task` never waits: not for a rank, not for the daemon, not while the daemon is busy.
-* Every item that was accepted is answered exactly once (a storage task: once for each rank), in time: its timeout,
+* Every accepted item is answered exactly once (a storage task: once for each rank), in time: its timeout,
   the daemon's `deadline_slack`, and at most 5 s more if the daemon itself is lost.
-* After a pause nothing moves and nothing is answered late: what was put before is answered when the pause ends,
-  what is put meanwhile is answered at once, as refused. FastDeploy resets its tree while paused.
-* An answer never names a block that some rank did not move. What failed is answered with empty lists,
-  because that is the only way to say it in FastDeploy's shapes; `transfer_result` has the whole story.
+* When a pause has completed, nothing moves and no late answer comes: earlier items have been answered by then, and
+  items put during the pause are refused at once. FastDeploy resets its tree while paused.
+* An answer never names a block that some rank did not move. A failure is answered with empty lists,
+  because FastDeploy's shapes have no other way to express it; `transfer_result` has the details.
 
-An item that is not understood raises at once: it has no id under which it could be answered.
+An unknown item raises at once: it has no id under which it could be answered.
 
 Task ids. FastDeploy uses one id (its request's) for the read and the write of a request, and again when a
 preempted request comes back. The daemon joins pushes of one id, so each put gets an id of its own:
@@ -53,23 +53,23 @@ Address = str | tuple[str, int]
 OnControl = Callable[[Any, Exception | None], None]
 OnNewCaches = Callable[[dict[int, dict[str, list[Any]]]], None]
 
-CONNECT_TIMEOUT_S = 15.0  # as long as FastDeploy's client keeps trying
+CONNECT_TIMEOUT_S = 15.0  # FastDeploy's client tries for as long
 RESULTS_KEPT = 1024
-TAKEN_TIMEOUT_S = 2.0  # for an engine to take an answer that waits for it; it looks every millisecond
-SOCKET_NAME = re.compile(r"fd_task_queue_(\d+)\.sock$")  # FastDeploy's own address where it uses a socket in /dev/shm
-_ID_CHARACTERS = 128  # of FastDeploy's id in ours, which is for people to read
+TAKEN_TIMEOUT_S = 2.0  # for an engine to take a waiting answer; it polls every millisecond
+SOCKET_NAME = re.compile(r"fd_task_queue_(\d+)\.sock$")  # FastDeploy's own address if it uses a socket in /dev/shm
+_ID_CHARACTERS = 128  # of FastDeploy's id in ours, for people to read
 
 
 class NotConnected(ConnectTimeout, ConnectionError):
-    """No ready daemon answers. Also a ConnectionError, which is what FastDeploy's own client raises."""
+    """No ready daemon answers. Also a ConnectionError, as FastDeploy's own client raises."""
 
 
 class EngineCacheQueue:
     """The engine's end of the cache queue. Thread-safe.
 
-    address: where the daemon is, if it is an endpoint (`ipc://…`, `tcp://…`). FastDeploy's own addresses,
-        (host, port) or a socket's path, name a server that is not there any more; then TRANSFERD_ENDPOINT
-        says where the daemon is, or else it is the packaged one. In that variable `{dp}` stands for
+    address: the daemon's endpoint (`ipc://…`, `tcp://…`). FastDeploy's own addresses, (host, port) or a
+        socket's path, name a server that no longer exists; then TRANSFERD_ENDPOINT names the daemon, and the
+        packaged endpoint is the default. In that variable `{dp}` stands for
         local_data_parallel_id and `{port}` for the address's port: one daemon serves one tensor-parallel group.
     authkey: not used; the socket's permissions decide who may connect.
     is_server: True connects at the first put instead of now.
@@ -79,13 +79,12 @@ class EngineCacheQueue:
     swap_timeout: seconds for a swap, which has none in FastDeploy.
     connect_timeout: seconds to wait for a ready daemon.
 
-    on_control, an attribute: called on another thread with each control request that has ended, and with the error
-    it ended with or None.
+    on_control, an attribute: called on another thread with each ended control request, and with its error or None.
 
     on_new_caches, an attribute: called on another thread with {rank: caches} after a restart of the daemon, or a clear
-        by somebody else, when the queue has attached again what was attached through `client`. The engine must use
-        these and forget what its blocks held. Without it nothing is attached again: an engine that went on with its
-        old arrays would store wrong bytes, so transfers are refused until `client.reattach()`.
+        by another client, once the queue has reattached the ranks that were attached through `client`. The engine
+        must use these and forget what its blocks held. Without it nothing is reattached: an engine that kept using
+        its old arrays would store wrong bytes, so transfers are refused until `client.reattach()`.
 
     Raises NotConnected; ConfigError for a client_id or num_client that does not fit.
     """
@@ -126,11 +125,11 @@ class EngineCacheQueue:
         self._run = SYSTEM_CLOCK.fresh_id()[:12]
         self._numbers = itertools.count()
         self._done: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-        self._taken = threading.Event()  # the engine has come back for more: it is done with all it got
+        self._taken = threading.Event()  # the engine came back for more: it has handled all answers so far
         self._taken.set()
         self._paused = False
         self._lock = threading.Lock()
-        self._idle = threading.Condition(self._lock)  # told of every answer
+        self._idle = threading.Condition(self._lock)  # notified of every answer
         self._unanswered: dict[str, Item] = {}  # by task id
         self._results: OrderedDict[tuple[str, Any], TaskResult] = OrderedDict()  # the newest last
         self._connecting = threading.Lock()
@@ -149,8 +148,8 @@ class EngineCacheQueue:
     def put_transfer_task(self, item: Any) -> None:
         """Hand a transfer over. item: see items.py. Returns at once; the answer comes as a done signal.
 
-        Control requests are carried out one after the other on a thread of their own; `on_control` hears of them.
-        Raises RequestError for an item of no known shape, Closed, NotConnected (first use of a server instance).
+        Control requests run one after the other on a thread of their own, which calls `on_control` with each.
+        Raises RequestError for an item of unknown shape, Closed, NotConnected (first use of a server instance).
         """
         understood = read_item(item)
         client = self._connected()
@@ -176,8 +175,7 @@ class EngineCacheQueue:
     def get_transfer_done_signal(self, timeout: float = 0.0) -> Answer | None:
         """The next answer, oldest first, or None.
 
-        timeout: seconds to wait for one. FastDeploy asks without waiting and sleeps a millisecond in between;
-        a caller of ours need not poll.
+        timeout: seconds to wait for one. FastDeploy polls once a millisecond; other callers need not.
         """
         try:
             return self._done.get_nowait()
@@ -189,15 +187,15 @@ class EngineCacheQueue:
             return None
 
     def result_queue_empty(self) -> bool:
-        """No answer waits to be fetched."""
+        """Whether no answer waits to be fetched."""
         return self._done.empty()
 
     def empty(self) -> bool:
-        """Every item that was put has been answered. (Answers may wait to be fetched.)"""
+        """Whether every item has been answered. (Answers may still wait to be fetched.)"""
         return not self._unanswered
 
     def clear_transfer_task(self) -> None:
-        """Take back what was put and is not answered yet. Each is still answered, with what it moved until then."""
+        """Cancel every unanswered item. Each is still answered, with what it has moved by then."""
         with self._lock:
             task_ids = list(self._unanswered)
         client = self._client
@@ -206,13 +204,13 @@ class EngineCacheQueue:
                 break
             try:
                 client.cancel(task_id)
-            except TransferError:  # the daemon is lost, hence so are the tasks: they are answered already
+            except TransferError:  # the daemon is lost, and so are its tasks, which have been answered
                 break
 
     def get_server_port(self) -> int:
-        """The port in the address; for port 0 one that is kept free of others while this server instance lives."""
+        """The port in the address; for port 0, one that stays reserved while this server instance lives."""
         if not self.is_server:
-            raise RuntimeError("only the server instance has a port to tell")
+            raise RuntimeError("only the server instance has a port")
         port = port_of(self.address)
         if port is None:
             raise RuntimeError(f"the address {self.address!r} has no port")
@@ -223,31 +221,31 @@ class EngineCacheQueue:
         raise _no_workers()
 
     def put_transfer_done_signal(self, item: Any) -> None:  # noqa: ARG002 - FastDeploy's signature
-        """As get_transfer_task."""
+        """Like get_transfer_task."""
         raise _no_workers()
 
     def cleanup(self) -> None:
         """FastDeploy's name for close."""
         self.close()
 
-    # --- beyond it ----------------------------------------------------------------------------------
+    # --- more than FastDeploy's ----------------------------------------------------------------------------------
 
     @property
     def client(self) -> SyncClient:
-        """The client beneath: match, pause, resume, set_generation, stats, attach. Raises Closed, NotConnected."""
+        """The underlying client: match, pause, resume, set_generation, stats, attach. Raises Closed, NotConnected."""
         return self._connected()
 
     @property
     def connected(self) -> bool:
-        """A ready daemon answers now. What is put while this is False may be answered as failed at once."""
+        """Whether a ready daemon answers now. While this is False, items may be answered as failed at once."""
         client = self._client
         return client is not None and client.connected
 
     def transfer_result(self, transfer_task_id: Any, event_type: Any = None) -> TaskResult | None:
         """What really happened to a transfer: status, every rank's share, the error. The newest under that id.
 
-        event_type: where FastDeploy uses one id for several kinds. None when it is not answered, or is
-        long ago: the last RESULTS_KEPT are remembered.
+        event_type: needed if FastDeploy uses one id for several kinds. Returns None if the transfer is not
+        answered yet, or is too old: the last RESULTS_KEPT are remembered.
         """
         name = None if event_type is None else _event_name(event_type)
         with self._lock:
@@ -257,12 +255,12 @@ class EngineCacheQueue:
         return None
 
     def take_result(self, transfer_task_id: Any, event_type: Any) -> TaskResult | None:
-        """As `transfer_result`, for whoever wants it once: it is forgotten."""
+        """Like `transfer_result`, but forget the result afterwards."""
         with self._lock:
             return self._results.pop((_event_name(event_type), transfer_task_id), None)
 
     def close(self) -> None:
-        """Disconnect. What is not answered yet is answered as failed. Idempotent."""
+        """Disconnect. Unanswered items are answered as failed. Idempotent."""
         with self._connecting:
             self._closed = True
             client, self._client = self._client, None
@@ -288,7 +286,7 @@ class EngineCacheQueue:
             if self._closed:
                 raise Closed("the queue was closed")
             if self._pid != os.getpid():
-                raise Closed("the queue belongs to the process that made it, and threads do not survive a fork")
+                raise Closed("the queue belongs to the process that created it: threads do not survive a fork")
             if self._client is None:
                 self._client = self._connect()
             return self._client
@@ -314,15 +312,15 @@ class EngineCacheQueue:
         return client
 
     def _attach_again(self, client: SyncClient) -> None:
-        """All blocks are empty. Called on a thread of its own for each restart or clear."""
+        """Attach again: all blocks are empty. Called on a thread of its own for each restart or clear."""
         log.warning("the daemon at %s was restarted or its cache cleared: all blocks are empty", self.endpoint)
         while self.on_new_caches is not None and client.outdated:
             try:
                 caches = client.reattach()
-            except ConnectTimeout:  # it is cleared still, or does not start
+            except ConnectTimeout:  # it is still cleared, or does not start
                 continue
             except TransferError as error:
-                log.warning("the memory of the daemon at %s cannot be attached again: %s", self.endpoint, error)
+                log.warning("cannot attach the memory of the daemon at %s again: %s", self.endpoint, error)
                 return
             self.on_new_caches(caches)
 
@@ -347,7 +345,7 @@ class EngineCacheQueue:
         with self._lock:
             self._idle.notify_all()
 
-    def _tell(self, transfer_id: Any, answers: list[Answer]) -> None:  # noqa: ARG002 - for who hears of some only
+    def _tell(self, transfer_id: Any, answers: list[Answer]) -> None:  # noqa: ARG002 - for a subclass that drops some
         self._taken.clear()
         for answer in answers:
             self._done.put(answer)
@@ -366,7 +364,7 @@ class EngineCacheQueue:
             error: Exception | None = None
             try:
                 self._carry_out(item, client)
-            except Exception as raised:  # noqa: BLE001 - whoever asked must hear of it, whatever it is
+            except Exception as raised:  # noqa: BLE001 - the requester must learn of any error
                 error = raised
                 log.warning("control request %s failed: %s", item.method, raised)
             self.on_control(item.request, error)
@@ -383,16 +381,16 @@ class EngineCacheQueue:
         self._paused = False
 
     def hold(self) -> None:
-        """Refuse new transfers, take back those under way, and wait until the engine has handled every answer."""
+        """Refuse new transfers, cancel those under way, and wait until the engine has handled every answer."""
         self._paused = True
         self.clear_transfer_task()
         with self._lock:
             self._idle.wait_for(lambda: not self._unanswered)  # each is answered in time
         if not self._taken.wait(TAKEN_TIMEOUT_S):
-            log.warning("nobody takes the answers that wait in the cache queue")
+            log.warning("the engine does not fetch the answers that wait in the cache queue")
 
     def _with_port(self, address: Address) -> Address:
-        """FastDeploy lets a server choose its port with 0 and tells it to others; they want one that is unique."""
+        """With port 0, FastDeploy lets a server choose its port and passes it on, so it must be unique."""
         if isinstance(address, str) or address[1] != 0:
             return address
         self._port_keeper = socket.socket()
@@ -403,7 +401,7 @@ class EngineCacheQueue:
 def endpoint_of(address: Address, data_parallel_id: int = 0) -> str:
     """The daemon's endpoint that an EngineCacheQueue of this address talks to; see its `address`.
 
-    Raises ConfigError for other braces than {dp} and {port}, or {port} with an address that has none.
+    Raises ConfigError for braces other than {dp} and {port}, or for {port} with an address that has none.
     """
     if isinstance(address, str) and "://" in address and not os.environ.get("TRANSFERD_ENDPOINT"):
         return address
@@ -444,7 +442,7 @@ def _not_pushed(task_id: str, error: BaseException) -> TaskResult:
 
 
 def _nobody_asked(request: Any, error: Exception | None) -> None:
-    """The engine takes it that its control requests are carried out."""
+    """The default `on_control`: the engine assumes that its control requests succeed."""
 
 
 def _event_name(event: Any) -> str:

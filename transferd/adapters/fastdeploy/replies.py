@@ -1,4 +1,4 @@
-"""How FastDeploy's engine hears that a control request was carried out: one ControlResponse on every rank's queue."""
+"""Tells FastDeploy's engine that a control request was carried out: one ControlResponse on every rank's queue."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transferd.adapters.fastdeploy.arguments import TransferArguments
 
 log = logging.getLogger(__name__)
 
-SEND_TIMEOUT_S = 10.0  # a queue that its engine listens to takes an answer at once
+SEND_TIMEOUT_S = 10.0  # a queue accepts an answer at once if its engine listens
 
 
 class Replies:
@@ -24,7 +24,7 @@ class Replies:
         self._queues = [FMQ().queue(name, "producer") for name in names]
 
     def send(self, request: Any, code: int, message: str) -> None:
-        """code: FastDeploy's, 200 for done; the engine raises what any rank says that is not 200."""
+        """code: FastDeploy's, 200 for done; the engine raises an error if any rank sends another one."""
         from fastdeploy.engine.request import ControlResponse
 
         response = ControlResponse(request.request_id, code, message)
@@ -36,10 +36,10 @@ class Replies:
         try:
             asyncio.run(put_all())
         except TimeoutError:
-            log.error("nobody takes the answer to the control request %s", request.request_id)
+            log.error("no engine takes the answer to the control request %s", request.request_id)
 
     def close(self) -> None:
-        """Leave the queues."""
+        """Disconnect from the queues."""
 
         async def close_all() -> None:
             for queue in self._queues:

@@ -1,7 +1,7 @@
-"""Parts of FastDeploy's queue that have nothing left to do, kept so that code which touches them goes on.
+"""Parts of FastDeploy's queue that no longer do anything, kept for code that touches them.
 
 Its ranks met at barriers in the queue's server. Here ranks meet inside the daemon, so a barrier of the
-queue lets everybody through at once.
+queue lets everyone through at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BARRIERS = (
 
 
 class OpenBarrier:
-    """The interface of threading.Barrier; nobody ever waits at it."""
+    """The interface of threading.Barrier, but `wait` never waits."""
 
     def __init__(self, parties: int) -> None:
         self.parties = parties
@@ -38,4 +38,4 @@ class OpenBarrier:
         """Nothing to reset."""
 
     def abort(self) -> None:
-        """Nobody to wake."""
+        """Nothing to abort."""

@@ -1,13 +1,13 @@
 """The shared-memory signals by which FastDeploy's processes wait for its cache transfer processes.
 
-    cache_transfer_inited_signal[rank]   1: this rank's transfer process is there
-    cache_ready_signal[rank]             1: the device cache exists; 0: it is gone. Whoever creates it sets it
+    cache_transfer_inited_signal[rank]   1: this rank's transfer process is up
+    cache_ready_signal[rank]             1: the device cache exists; 0: it is gone. Its creator sets the signal
     swap_space_ready_signal[rank]        1: the CPU cache exists
-    cache_task_inflight[rank]            0: paused, and nothing is under way; 1: transfers may run
+    cache_task_inflight[rank]            0: paused, and no transfer is running; 1: transfers may run
     cache_task_is_paused[0]              1: paused
     kv_cache_status[0]                   weights are cleared or updated (V0): CLEARING → CLEARED, UPDATING → NORMAL
 
-They are FastDeploy's own IPCSignals, made by its engine and attached to here; rank is that within the group.
+They are FastDeploy's own IPCSignals: its engine creates them and we attach to them. rank: within the group.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 
 from transferd.errors import TransferError
 
-POLL_S = 0.05  # a signal is a number in memory: nobody can be woken by it
+POLL_S = 0.05  # a signal is a number in memory and wakes no one
 
 NORMAL, UPDATING, CLEARING, CLEARED = 0, 1, -1, -2  # KVCacheStatus
 
@@ -29,7 +29,7 @@ class Signals:
     """The signals of one group. Attached, never created or removed here."""
 
     def __init__(self, ranks: int, suffix: int) -> None:
-        """suffix: the engine_worker_queue_port, which the engine puts behind every name."""
+        """suffix: the engine_worker_queue_port, which the engine appends to every name."""
         from fastdeploy.inter_communicator import IPCSignal
 
         def attach(name: str, size: int) -> Any:
@@ -58,9 +58,9 @@ class Signals:
         self._inflight.value[:] = int(not is_paused)
 
     def await_cache(self, there: bool, closing: threading.Event, timeout: float | None) -> None:
-        """Wait until every rank's creator says that its cache exists, or is gone.
+        """Wait until every rank's creator reports that its cache exists, or is gone.
 
-        timeout: seconds; None for as long as FastDeploy itself waits. Raises TransferError past it, or when closing.
+        timeout: seconds; None: no limit, like FastDeploy. Raises TransferError after it, or when closing.
         """
         wanted = np.full(self.ranks, int(there), dtype=np.int32)
         pauses = None if timeout is None else int(timeout / POLL_S)
@@ -70,8 +70,8 @@ class Signals:
             if pauses is not None:
                 pauses -= 1
                 if pauses < 0:
-                    what = "create its KV cache" if there else "let go of its KV cache"
-                    raise TransferError(f"not every worker has come to {what} within {timeout:g} s")
+                    what = "create their KV cache" if there else "release their KV cache"
+                    raise TransferError(f"some workers did not {what} within {timeout:g} s")
 
     def watch_status(
         self,
@@ -80,10 +80,10 @@ class Signals:
         update: Callable[[], None],
         look: Callable[[], None],
     ) -> None:
-        """Serve kv_cache_status until closing: clear and update are called when they are asked for, and their end is
-        told; look is called at each look.
+        """Serve kv_cache_status until closing: call clear or update on request, and report when it has ended.
+        Call look at every poll.
 
-        An exception leaves the status as it is, and whoever asked times out: FastDeploy has no way to be told.
+        After an exception the status stays as it is and the requester times out: FastDeploy has no way to learn of it.
         """
         served = {CLEARING: (clear, CLEARED), UPDATING: (update, NORMAL)}
         failed: int | None = None
@@ -97,6 +97,6 @@ class Signals:
             try:
                 action()
             except TransferError:
-                failed = status  # the action has said why; it is tried again when the status was another meanwhile
+                failed = status  # the action has logged why; it is retried once the status has changed in between
             else:
                 self._status.value[0] = then
