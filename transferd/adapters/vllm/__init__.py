@@ -1,15 +1,15 @@
-"""vLLM over a transferd daemon, without a change to vLLM (docs/vllm.md).
+"""Unmodified vLLM over a transferd daemon (docs/vllm.md).
 
 tier         TransferdTier: a secondary tier under vLLM's TieringOffloadingSpec; vLLM copies to and from the GPU
 connector    TransferdConnector: the daemon moves blocks of the engine's own KV memory
 scheduling, working, metrics   the connector's half in the scheduler, its half in a worker, and its figures
-link         the client that both use, in a thread of its own; it comes back after a lost daemon
-companion    the daemon that runs already, or one that is started with defaults and ends with the engine
-memory       what to offer: which file in shared memory an address belongs to
+link         the client that both use, in a thread of its own; it reconnects after a lost daemon
+companion    finds a running daemon, or starts one with defaults that ends with the engine
+memory       finds the file in shared memory that an address belongs to
 identity     what two engines must have in common to read each other's blocks
-interfaces   which of vLLM's interfaces are needed; the one error if they are missing
+interfaces   which of vLLM's interfaces we need, and the one error if they are missing
 
-vLLM and torch are imported when one of the two classes is asked for, and not before.
+vLLM and torch are imported only when one of the two classes is first used.
 """
 
 from __future__ import annotations

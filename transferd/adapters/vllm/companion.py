@@ -1,12 +1,12 @@
-"""The daemon behind an engine: one that runs already, or one that is started with defaults and ends with the engine.
+"""The daemon behind an engine: a running one, or one that we start with defaults and that ends with the engine.
 
     where           the `endpoint` of the configuration, else TRANSFERD_ENDPOINT, else the packaged socket if a daemon
-                    answers there, else a socket in a directory of this user's
-    runs already    it is used as it is, and never stopped
-    runs not        with an endpoint named, the engine goes on without it and comes back when it is there;
-                    with none named, one is started with files under a cache directory
+                    answers there, else a socket in this user's directory
+    runs already    we use it as it is, and never stop it
+    does not run    with a named endpoint, the engine runs without a daemon and connects once one is there;
+                    without, we start one that stores files under a cache directory
 
-Several engines of a user share the one that was started first. It ends with the engine that started it, whichever way
+Several engines of a user share the daemon that was started first. It ends with the engine that started it, however
 that ends; the others then start another one.
 """
 
@@ -30,14 +30,14 @@ from transferd.config.sections import DEFAULT_ENDPOINT
 from transferd.config.toml import to_toml
 from transferd.errors import ConfigError, TransferError
 
-log = logging.getLogger("vllm.transferd")  # vLLM shows what its own loggers say, and no other's
+log = logging.getLogger("vllm.transferd")  # vLLM shows only its own loggers
 
 ENDPOINT_VARIABLE = "TRANSFERD_ENDPOINT"
-FREE_SHARE = 0.5  # of the free space, for the blocks of a daemon that is started here
-CAPACITY_FILE = "capacity"  # beside the blocks: a restart must not take half of what is left again
+FREE_SHARE = 0.5  # of the free space, for the blocks of a daemon started here
+CAPACITY_FILE = "capacity"  # beside the blocks: a restart must not take half of the remaining space again
 LEAST_STAGING = 64 * 1024**2
 START_AGAIN_S = 5.0  # a daemon that cannot start is not started in a loop
-STAGED_BLOCKS = 4  # what staging holds at least, so that storage I/O and copies overlap
+STAGED_BLOCKS = 4  # the least that staging holds, so that storage I/O and copies overlap
 
 
 class DaemonFinder:
@@ -51,7 +51,7 @@ class DaemonFinder:
     ) -> None:
         self._named = endpoint or os.environ.get(ENDPOINT_VARIABLE, "")
         if self._named and (path or capacity):
-            what = "is for a daemon that is started here; the one at this endpoint has its own configuration"
+            what = "are for a daemon that the engine starts; the one at this endpoint has its own configuration"
             raise ConfigError("path, capacity", what, self._named)
         self._path, self._capacity, self._engine = path, capacity, engine
         self._endpoint = self._named
@@ -61,13 +61,13 @@ class DaemonFinder:
 
     @property
     def starting(self) -> bool:
-        """Whether a daemon was started here that does not listen yet."""
+        """Whether we have started a daemon that does not listen yet."""
         return self._process is not None and self._process.poll() is None and nobody_listens(self._endpoint)
 
     def find(self) -> str:
-        """The endpoint to connect to, always the same; starts a daemon there if there is none and none is named.
+        """The endpoint to connect to, always the same. Starts a daemon there if none listens and no endpoint is named.
 
-        It may not answer yet. Raises TransferError, OSError.
+        The daemon may not answer yet. Raises TransferError, OSError.
         """
         if not self._endpoint:
             packaged = nobody_listens(DEFAULT_ENDPOINT)
@@ -99,14 +99,14 @@ class DaemonFinder:
                 stderr=output,
                 start_new_session=True,  # a Ctrl-C is for the engine, which then ends the daemon
             )
-        what = "no transferd daemon runs, so one was started: pid %d, up to %.1f GiB in %s, log in %s"
+        what = "no transferd daemon was running, so this engine started one: pid %d, up to %.1f GiB in %s, log in %s"
         log.info(what, self._process.pid, capacity / 2**30, blocks, self._log_file)
 
     def _say_how_it_ended(self) -> None:
         if self._process is None or self._log_file is None:
             return
         end = self._log_file.read_text(encoding="utf-8", errors="replace")[-1000:]
-        log.warning("the transferd daemon that was started here ended (exit code %s): %s", self._process.poll(), end)
+        log.warning("the transferd daemon of this engine ended (exit code %s): %s", self._process.poll(), end)
         if self._process.stdin is not None:
             self._process.stdin.close()
 
@@ -143,7 +143,7 @@ class DaemonFinder:
 
 
 def nobody_listens(endpoint: str) -> bool:
-    """Whether no process has the unix socket open. False for other transports, where that cannot be told."""
+    """Whether no process has the unix socket open. False for other transports, where this cannot be known."""
     scheme, _, path = endpoint.partition("://")
     if scheme != "ipc":
         return False
@@ -153,12 +153,12 @@ def nobody_listens(endpoint: str) -> bool:
     except (FileNotFoundError, ConnectionRefusedError):
         return True
     except OSError:
-        return False  # it is there: full, or not for us
+        return False  # somebody listens: its queue is full, or we may not connect
     return False
 
 
 def runtime_directory() -> Path:
-    """This user's directory for the socket, configurations and logs; made if it is not there."""
+    """This user's directory for the socket, configurations and logs; created if missing."""
     base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
     directory = base / f"transferd-vllm-{os.getuid()}"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -168,12 +168,12 @@ def runtime_directory() -> Path:
 
 
 def cache_directory() -> Path:
-    """Where blocks are kept if the operator names no place."""
+    """Where blocks are stored if the operator names no path."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "transferd"
 
 
 def _capacity_of(blocks: Path) -> int:
-    """Half of what was free when this directory was first used."""
+    """Half of the space that was free when this directory was first used."""
     file = blocks / CAPACITY_FILE
     try:
         return int(file.read_text(encoding="ascii"))
@@ -182,5 +182,5 @@ def _capacity_of(blocks: Path) -> int:
     try:
         file.write_text(str(capacity), encoding="ascii")
     except OSError as error:
-        raise TransferError(f"cannot write to {blocks}: {error.strerror}; name another place with `path`") from error
+        raise TransferError(f"cannot write to {blocks}: {error.strerror}; name another one with `path`") from error
     return capacity

@@ -1,7 +1,7 @@
 """TransferdConnector: the daemon moves blocks of the engine's own KV memory, without vLLM's host pool in between.
 
 vLLM makes one object of this class in the scheduler's process and one in each worker's. The workers offer their
-memory and say, step by step, what their stream has passed (working.py). The scheduler's pushes all tasks, each for
+memory and report which step their stream has passed (working.py). The scheduler's object pushes all tasks, each for
 all ranks at once (scheduling.py).
 """
 
@@ -89,13 +89,13 @@ class TransferdConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is no
         self._working.register(kv_caches)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Loads begin elsewhere, when every rank's stream has passed this step."""
+        """Does nothing: the scheduler's half begins loads, once every rank's stream has passed this step."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """A request runs only after all of its layers were loaded."""
+        """Does nothing: a request runs only after all of its layers have been loaded."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Saves begin elsewhere, when every rank's stream has passed this step."""
+        """Does nothing: the scheduler's half begins saves, once every rank's stream has passed this step."""
 
     def wait_for_save(self) -> None:
         assert self._working is not None
@@ -131,7 +131,7 @@ class TransferdConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is no
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # a save that did not happen is a later miss, no more
+        return False  # a missing save only causes a later miss
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._scheduler.matched(request, num_computed_tokens)
@@ -158,7 +158,7 @@ class TransferdConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is no
         return self._scheduler.take_events()
 
     def reset_cache(self) -> bool:
-        """Blocks in storage stay valid: their names follow from what they hold."""
+        """Blocks in storage stay valid: their names follow from their contents."""
         self._scheduler.collect()
         return True
 
@@ -206,16 +206,16 @@ class TransferdConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is no
 
 
 def _to_the_daemon(chosen: AdapterSettings, name: str) -> Link:
-    """The scheduler's link: a worker starts the daemon if there is none, and registers the engine."""
+    """The scheduler's link. A worker starts the daemon if there is none, and registers the engine."""
     companion = DaemonFinder(endpoint=chosen.endpoint, path=chosen.path, capacity=chosen.capacity_bytes)
     return Link(companion, name)
 
 
 def _check(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Refuse what this connector would do wrong. Raises ConfigError."""
+    """Refuse settings that this connector cannot serve correctly. Raises ConfigError."""
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     if transfer.kv_load_failure_policy != "recompute":
-        what = 'must be "recompute": a block that storage has lost is computed anew, and no request fails'
+        what = 'must be "recompute", so that vLLM recomputes lost blocks instead of failing requests'
         raise ConfigError("kv_transfer_config.kv_load_failure_policy", what, transfer.kv_load_failure_policy)
     if kv_cache_config is not None and len(kv_cache_config.kv_cache_groups) > 1:
         what = "a hybrid model has several; use TransferdTier, or --disable-hybrid-kv-cache-manager"

@@ -39,7 +39,7 @@ class OfferedMemory:
 class EngineFacts:
     """An engine as transferd sees it. page_bytes: of one block, for each layer. memory: what this process offers.
 
-    One process of an engine registers it: the one that has rank 0.
+    The process that has rank 0 registers the engine.
     """
 
     name: str
@@ -56,9 +56,9 @@ class EngineFacts:
         return sum(self.page_bytes)
 
     async def enter(self, client: Client) -> None:
-        """Tell the daemon, and wait until the engine is ready. Raises TransferError.
+        """Register, offer memory, and wait until the engine is ready. Raises TransferError.
 
-        Another process's `register` may still be to come: then this raises, and the link tries again.
+        If another process has not registered the engine yet, this raises, and the link tries again.
         """
         layout = Pages(
             layers=len(self.page_bytes), page_bytes=self.page_bytes, blocks=self.blocks, identity=self.identity

@@ -1,7 +1,7 @@
 """What two engines must have in common to read each other's blocks.
 
-A block is opaque bytes to the daemon. Whatever changes the meaning of those bytes without changing their number has
-to be in the identity: then two engines that differ in it never meet in storage.
+To the daemon, a block is opaque bytes. The identity must contain everything that changes the meaning of those bytes
+without changing their number: then two engines that differ never share an object in storage.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def digest(facts: Mapping[str, Any]) -> str:
-    """A short name for these facts: equal if and only if they are equal. Values as JSON has them."""
+    """A short name for these facts: equal if and only if they are equal. facts: JSON values."""
     text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
@@ -21,7 +21,7 @@ def digest(facts: Mapping[str, Any]) -> str:
 def of_tier(config: Any, row_bytes: int) -> dict[str, Any]:
     """The facts about a chunk of vLLM's host pool. config: vLLM's OffloadingConfig; row_bytes: of one chunk.
 
-    A row holds what all workers have of a chunk, so their number counts, unless vLLM says that it does not.
+    A row holds every worker's part of a chunk, so the number of workers is a fact, unless vLLM says otherwise.
     """
     parallel = config.parallel
     shape = (parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size)
@@ -56,7 +56,7 @@ def of_connector(vllm_config: Any, layers: Mapping[str, tuple[int, ...]], page_b
 
 
 def _version() -> str:
-    """Major and minor: attention backends arrange keys and values as they like from one release to the next."""
+    """Major and minor: attention backends may arrange keys and values differently in each release."""
     import vllm
 
     return ".".join(str(vllm.__version__).split(".")[:2])

@@ -1,4 +1,4 @@
-"""Which of vLLM's interfaces each class here needs, and the one error for a vLLM that lacks them."""
+"""The vLLM interfaces that each class here needs, and the one error for a vLLM that lacks them."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""An engine process's way to the daemon: a client in a thread of its own, so that vLLM's threads never wait for it.
+"""An engine process's link to the daemon: a client in a thread of its own, so that vLLM's threads never wait for it.
 
-The link connects, brings in what the engine has (`enter`: registers, offers memory), and does both again after the
+The link connects and enters (`enter` registers the engine and offers its memory). It does both again after the
 daemon was lost or replaced. Meanwhile every look-up is a miss and every task fails at once.
 
-A task whose daemon went silent may still be running: a daemon can be suspended rather than dead, and then still
-writes to the engine's memory when it is woken. Its answer is therefore held back until that is impossible: another
-daemon answers, nobody listens there any more, or the same daemon is back and tells the result itself.
+If the daemon falls silent, a task may still be running: a suspended daemon is not dead, and writes to the engine's
+memory once it wakes up. So the link holds the task's answer back until that is impossible: another
+daemon answers, nobody listens there any more, or the same daemon is back and reports the result itself.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from transferd.errors import TransferError
 from transferd.tasks import ErrorInfo, ReadStorageTask, Status, TaskResult, WriteStorageTask
 
 T = TypeVar("T")
-log = logging.getLogger("vllm.transferd")  # vLLM shows what its own loggers say, and no other's
+log = logging.getLogger("vllm.transferd")  # vLLM shows only its own loggers
 
-LOOKUP_TIMEOUT_S = 2.0  # then the blocks count as missing: the engine computes them
-WATCH_S = 1.0  # how often a lost daemon is looked for
-PATIENCE_S = 10.0  # how often a task that is held back is told about
+LOOKUP_TIMEOUT_S = 2.0  # after that the blocks count as missing: the engine computes them
+WATCH_S = 1.0  # how often the link looks for a lost daemon
+PATIENCE_S = 10.0  # how often a held-back task is logged
 UNKNOWN = ("daemon_lost", "no_answer")  # codes of results that do not say whether the task still runs
 
 StorageTask = ReadStorageTask | WriteStorageTask
@@ -38,8 +38,8 @@ Enter = Callable[[Client], Awaitable[None]]
 class Link:
     """Owns a thread, a client, and the companion's process.
 
-    name: of the engine that it speaks for. enter: brings in what this process has of it; called for every daemon that
-    answers, and again until it succeeds. None: other processes do that.
+    name: of the engine that it speaks for. enter: registers the engine and offers this process's memory; called for
+    every new daemon, and retried until it succeeds. None: other processes do that.
     """
 
     def __init__(self, companion: DaemonFinder, name: str, enter: Enter | None = None) -> None:
@@ -67,7 +67,7 @@ class Link:
         return self._ready.wait(timeout)
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
-        """For each key whether its block can be loaded. False for all if the daemon does not say so in time."""
+        """For each key, whether its block can be loaded. All False if the daemon does not answer in time."""
         try:
             return self._begin(self._there(keys)).result()
         except (RuntimeError, concurrent.futures.CancelledError):  # closed
@@ -82,7 +82,7 @@ class Link:
         self._begin(run())
 
     def submit(self, task: StorageTask, done: Callable[[TaskResult], None]) -> None:
-        """Begin a task and return at once. `done` gets its result, in the link's thread, and must not raise."""
+        """Start a task and return at once. `done` gets its result, in the link's thread, and must not raise."""
 
         async def run() -> None:
             try:
@@ -104,7 +104,7 @@ class Link:
         try:
             self._begin(self._close(leave)).result(timeout)
         except (TransferError, TimeoutError, concurrent.futures.CancelledError) as error:
-            log.warning("transferd: leaving the daemon failed: %r", error)
+            log.warning("transferd: disconnecting from the daemon failed: %r", error)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout)
         self._companion.close(timeout)
@@ -133,7 +133,7 @@ class Link:
             try:
                 await self._look()
             except (TransferError, OSError) as error:
-                self._tell(f"not in use yet, vLLM goes on without it: {error}")
+                self._tell(f"not in use yet, vLLM runs without it: {error}")
             await asyncio.sleep(WATCH_S if self.ready or self._client else WATCH_S / 4)
 
     async def _look(self) -> None:
@@ -165,11 +165,11 @@ class Link:
         try:
             return await asyncio.wait_for(client.exists(keys), LOOKUP_TIMEOUT_S)
         except (TransferError, TimeoutError) as error:
-            self._tell(f"looking up {len(keys)} blocks failed, they count as missing: {error!r}")
+            self._tell(f"looking up {len(keys)} blocks failed, so they count as missing: {error!r}")
             return [False] * len(keys)
 
     async def _carried_out(self, task: StorageTask) -> TaskResult:
-        """Push a task until it is known how it ended."""
+        """Push a task until its outcome is known."""
         client = self._client
         if client is None or not self.ready:
             return _failed(task, "not_connected", "no daemon answers")
@@ -206,7 +206,7 @@ class Link:
         await client.close()
 
     def _tell(self, what: str) -> None:
-        """Log a problem once, until all is well again."""
+        """Log a problem once, until it changes or is solved."""
         if what != self._told:
             self._told = what
             log.warning("transferd: %s", what)

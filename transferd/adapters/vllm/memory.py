@@ -1,8 +1,8 @@
-"""Which shared memory an address belongs to, as the kernel knows it.
+"""Finds the shared memory that an address belongs to, according to the kernel.
 
-An engine's tensors and memoryviews are addresses in its own process; the daemon needs a file and an offset. We ask
-the kernel's list of mappings instead of the engine's books: what an allocator puts in front of the data (torch: 64
-bytes) is then accounted for, and so is memory whose name was unlinked.
+An engine's tensors and memoryviews are addresses in its own process; the daemon needs a file and an offset. We read
+the kernel's list of mappings instead of trusting the engine. So an allocator's header in front of the data (torch: 64
+bytes) is accounted for, and so is memory whose name was unlinked.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Mapped:
         return path.name if same and path.parent == SHARED_MEMORY else ""
 
     def descriptor(self) -> int:
-        """A descriptor of the file that this process has open. Borrowed. Raises TierError if there is none."""
+        """A descriptor under which this process has the file open. Borrowed. Raises TierError if there is none."""
         for entry in DESCRIPTORS.iterdir():
             try:
                 found = os.fstat(int(entry.name))
             except OSError:
-                continue  # the one that lists the directory
+                continue  # the descriptor that lists the directory
             if (found.st_dev, found.st_ino) == (self.device, self.inode):
                 return int(entry.name)
         raise TierError(f"the memory of {self.path} has neither a name in {SHARED_MEMORY} nor an open descriptor")

@@ -9,18 +9,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 READY = "ready"
 HELP = {
-    "blocks_loaded": "Blocks that transferd brought back.",
-    "blocks_not_loaded": "Blocks that transferd was asked for and did not bring back: they were computed anew.",
-    "blocks_saved": "Blocks that transferd stored, or had already.",
-    "blocks_not_saved": "Blocks that were not stored.",
-    "bytes_loaded": "Bytes that transferd brought back, of all ranks.",
-    "bytes_saved": "Bytes that transferd wrote, of all ranks.",
+    "blocks_loaded": "Blocks that transferd loaded.",
+    "blocks_not_loaded": "Blocks that transferd did not load, so vLLM recomputed them.",
+    "blocks_saved": "Blocks that transferd stored, or had stored already.",
+    "blocks_not_saved": "Blocks that transferd did not store.",
+    "bytes_loaded": "Bytes that transferd loaded, of all ranks.",
+    "bytes_saved": "Bytes that transferd stored, of all ranks.",
 }
 
 
 @dataclass
 class ConnectorStats(KVConnectorStats):  # type: ignore[misc]
-    """Counts since the last time, and READY as it is now."""
+    """Counts since the last collection, and READY as it is now."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}

@@ -1,12 +1,12 @@
 """The scheduler's half of TransferdConnector: what to load and save, and when a transfer may start.
 
-    found       the daemon is asked once for all of a request's blocks; until it answers, vLLM is told to ask again
-    load        vLLM has allocated blocks for what was found; bytes go in once every rank's stream has passed this step
+    found       we ask the daemon once for all blocks of a request; until it answers, we tell vLLM to ask again
+    load        vLLM has allocated blocks for those found; bytes go in once every rank's stream has passed this step
     save        blocks that this step fills; bytes come out once every rank's stream has passed this step
-    ready word  each rank's worker says, with each step, up to which step its stream is done; the least of them counts
+    ready word  with each step, each rank's worker reports which step its stream has passed; the lowest counts
 
-A save holds a reference to its blocks in vLLM's pool until its result is there. So neither a finished, nor an
-aborted, nor a preempted request can hand them to another one meanwhile, and nothing has to be waited for.
+A save holds a reference to its blocks in vLLM's pool until its result arrives. So a request that finishes, is
+aborted or is preempted cannot hand them to another one meanwhile, and nothing has to wait.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from transferd.tasks import ReadStorageTask, Status, TaskResult, WriteStorageTas
 
 log = logging.getLogger("vllm.transferd")
 
-PINNED_SHARE = 4  # saves hold at most a quarter of vLLM's blocks; what comes on top waits while its request lives
+PINNED_SHARE = 4  # saves hold at most a quarter of vLLM's blocks; others wait while their request lives
 
 
 @dataclass(slots=True)
 class Known:
-    """What is known of a request. found: for each of its first blocks, whether it can be loaded; None until answered.
+    """The state of a request. found: for each of its first blocks, whether it can be loaded; None until answered.
 
-    local: tokens that vLLM had when it asked last. saved: blocks from the start that need no save (any more). full:
-    blocks from the start that have been computed.
+    local: tokens that vLLM had when it last asked. saved: leading blocks that need no save (any more). full:
+    leading blocks that have been computed.
     """
 
     request: Any
@@ -45,19 +45,19 @@ class Known:
 
 @dataclass(slots=True)
 class PendingTransfer:
-    """A task that waits for the ready word, or runs. request_id: of a load. first: index of its first block there."""
+    """A task that waits for the ready word, or runs. request_id: of a load. first: index of its first block."""
 
     task: StorageTask
     step: int
     request_id: str = ""
     first: int = 0
     blocks: Sequence[Any] = ()
-    stored: list[Callable[[], Any]] = field(default_factory=list)  # for each block, makes the event that tells of it
+    stored: list[Callable[[], Any]] = field(default_factory=list)  # for each block, makes its event
 
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What the workers have to tell vLLM: requests whose load has ended, and blocks whose bytes did not come."""
+    """What the workers must report to vLLM: requests whose load has ended, and blocks whose bytes did not arrive."""
 
     step: int
     loaded: frozenset[str]
@@ -65,10 +65,9 @@ class News:
 
 
 class Scheduling:
-    """Used on the scheduler's thread alone; results come in through a queue.
+    """For the scheduler's thread only; results arrive through a queue.
 
-    tokens: of a block. event: makes vLLM's event for a stored block; None
-    where nobody listens.
+    tokens: of a block. event: makes vLLM's event for a stored block; None if events are off.
     """
 
     def __init__(
@@ -92,14 +91,14 @@ class Scheduling:
         self.counts: Counter[str] = Counter()
 
     def bind(self, manager: Any) -> None:
-        """manager: vLLM's KVCacheManager; its pool keeps the blocks, and it knows which of them a request has."""
+        """manager: vLLM's KVCacheManager, which owns the pool of blocks and knows which blocks a request has."""
         self._pool = manager.block_pool
         self._block_ids = lambda request_id: manager.get_block_ids(request_id)[0]
 
     # --- looking up and loading ---------------------------------------------------------------------
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
-        """How many tokens can be loaded behind the first `computed`; None: ask again."""
+        """How many tokens can be loaded after the first `computed`; None: ask again."""
         known = self._requests.setdefault(request.request_id, Known(request))
         known.local = computed
         first, end = computed // self._tokens, min((request.num_tokens - 1) // self._tokens, len(request.block_hashes))
@@ -152,7 +151,7 @@ class Scheduling:
         self.collect()
 
     def collect(self) -> None:
-        """Take in the results that have come."""
+        """Process the results that have arrived."""
         while not self._ended.empty():
             transfer, result = self._ended.get_nowait()
             self._running -= 1
@@ -170,7 +169,7 @@ class Scheduling:
 
     @property
     def busy(self) -> bool:
-        """Whether vLLM has to go on stepping, though it may have nothing to compute."""
+        """Whether vLLM must keep stepping even if it has nothing to compute."""
         return bool(self._waiting or self._running or self._loaded)
 
     def take_events(self) -> Iterable[Any]:
@@ -178,7 +177,7 @@ class Scheduling:
         return events
 
     def release(self) -> None:
-        """The engine ends: give back every block of a save that has not begun."""
+        """The engine ends: release the blocks of saves that have not begun."""
         for transfer in self._waiting:
             self._unpin(transfer)
         self._waiting.clear()
@@ -206,7 +205,7 @@ class Scheduling:
                 if key in self._saving or block.is_null or not self._link.ready:
                     continue
                 if self._pinned + len(blocks) >= most:
-                    end = i  # the rest in a later step
+                    end = i  # a later step saves the rest
                     break
                 self._saving.add(key)
                 keys.append(key)
@@ -237,7 +236,7 @@ class Scheduling:
                 continue
             self._bad_blocks.add(block)
             if known is not None and known.found is not None:
-                known.found[i] = False  # or vLLM would ask for it, and load it, for ever
+                known.found[i] = False  # otherwise vLLM would ask for it and load it for ever
 
     def _save_ended(self, transfer: PendingTransfer, moved: set[int]) -> None:
         if transfer.stored:

@@ -1,4 +1,4 @@
-"""What an operator can say in vLLM's configuration, checked where it is read."""
+"""The settings that an operator can give in vLLM's configuration, checked where they are read."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ LONGEST_TIMEOUT_S = 3600.0
 class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The keys of a tier, or of kv_connector_extra_config.
 
-    endpoint: of a daemon that runs; "" = see companion.py. name: of the engine, "" = made from vLLM's engine id.
-    generation: weight version; part of every key. path, capacity: where and how much a daemon that is started here
-    stores. timeout: seconds for one transfer. start_timeout: seconds that the start of the engine waits for a daemon.
+    endpoint: of a running daemon; "" = see companion.py. name: of the engine, "" = made from vLLM's engine id.
+    generation: weight version; part of every key. path, capacity: where and how much a daemon started by the engine
+    stores. timeout: seconds for one transfer. start_timeout: how many seconds the engine's start waits for a daemon.
     """
 
     endpoint: str = ""

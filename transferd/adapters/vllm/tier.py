@@ -4,8 +4,8 @@ vLLM copies KV between the GPU and its host pool, a file in /dev/shm. Each chunk
 holds the bytes of all workers. The daemon maps that file; a chunk is one transferd block, and its row number is the
 block id. So this class moves no bytes: it turns jobs into tasks and results into job results.
 
-Everything here runs in vLLM's scheduler process and on its thread, except `_Lookups.batch_lookup` (a thread of vLLM's)
-and `_Jobs.done` (the link's).
+Everything here runs in vLLM's scheduler process and on its thread, except `_Lookups.batch_lookup` (on a thread of
+vLLM's) and `_Jobs.done` (on the link's).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class TransferdTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not i
     ) -> None:
         """Find or start the daemon and offer it vLLM's host pool. Raises ConfigError, TierError.
 
-        A daemon that does not answer in time is no error: until it does, everything is a miss.
+        It is not an error if the daemon does not answer in time: until it does, every look-up misses.
         """
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self._settings = chosen = settings("secondary_tiers", given)
@@ -149,7 +149,7 @@ class TransferdTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not i
             bad = [key for key, row in zip(job.keys, job.chunk_ids.tolist(), strict=True) if row not in moved]
             self._not_moved[result.error.code if result.error else str(result.status)] += len(bad)
             if job.is_promotion:
-                self._lookups.mark_miss(bad)  # or vLLM would ask, and load, for ever
+                self._lookups.mark_miss(bad)  # otherwise vLLM would ask and load for ever
         elif self._events is not None and not job.is_promotion:
             self._events.append(OffloadingEvent(keys=good, medium=self.medium, removed=False, locality=self.locality))
         return JobResult(
@@ -166,7 +166,7 @@ class TransferdTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not i
             self._events.clear()
 
     def drain_jobs(self) -> None:
-        """Wait until no job touches the pool. A daemon that is alive and silent makes this wait: it may still write."""
+        """Wait until no job touches the pool, also for a daemon that is alive but silent: it may still write."""
         self._jobs.wait_idle()
 
     def shutdown(self) -> None:
@@ -181,7 +181,7 @@ class TransferdTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not i
         return {
             READY: OffloadingGaugeMetadata(documentation="1 while a transferd daemon serves this engine, else 0."),
             LOST_CHUNKS: OffloadingCounterMetadata(
-                documentation="Chunks that transferd did not store or load, labeled by why: an error code, or miss.",
+                documentation="Chunks that transferd did not store or load; reason: an error code, or miss.",
                 labelnames=("reason",),
             ),
         }
@@ -196,7 +196,7 @@ class TransferdTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not i
 
 
 class _Jobs:
-    """Jobs that were submitted and not yet reported. `done` may be called in any thread."""
+    """Jobs that were submitted and not yet reported. Any thread may call `done`."""
 
     def __init__(self, row_bytes: int) -> None:
         self.prefix = f"{id(self):x}-{threading.get_native_id()}"
@@ -225,7 +225,7 @@ class _Jobs:
 
 
 class _Lookups(AsyncLookupManager):  # type: ignore[misc]
-    """vLLM's own look-ups by a thread; one question to the daemon for each request and step."""
+    """vLLM's own look-up thread, with one question to the daemon per request and step."""
 
     def __init__(self, link: Link, tier_type: str) -> None:
         self._link = link

@@ -1,4 +1,4 @@
-"""A worker's half of TransferdConnector: it offers its KV memory, and says what its stream has passed."""
+"""A worker's half of TransferdConnector: it offers its KV memory, and reports which step its stream has passed."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class Working:
         self._link = Link(companion, engine.name, engine.enter)
 
     def launched(self, step: int) -> None:
-        """Everything of this step has been submitted to the device."""
+        """All work of this step has been submitted to the device."""
         self._passed = max(self._passed, step)  # a CPU has computed it by now; a GPU would need an event here
 
     def passed(self) -> int:
-        """The ready word: the last step of which the device has done everything."""
+        """The ready word: the last step that the device has finished."""
         return self._passed
 
     def close(self, timeout: float) -> None:
@@ -64,13 +64,13 @@ class Working:
 
 
 def _distinct(kv_caches: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors without those that show another one's memory (layers that share their KV)."""
+    """The tensors without those that alias another one's memory (layers that share their KV)."""
     seen: dict[int, str] = {}
     return {name: t for name, t in kv_caches.items() if seen.setdefault(t.data_ptr(), name) == name}
 
 
 def _check(name: str, tensor: Any, blocks: int) -> None:
-    """A block of a layer must be one range of bytes. Raises TierError."""
+    """Check that a block of a layer is one range of bytes. Raises TierError."""
     page = tensor[0]
     extent = 1 + sum((size - 1) * stride for size, stride in zip(page.shape, page.stride(), strict=True))
     if tensor.shape[0] != blocks or extent != page.numel() or tensor.stride(0) < extent:
