@@ -15,7 +15,7 @@ MODULE ?= control/dispatcher
 CONTROL_TESTS := tests/control tests/test_barrier.py tests/test_barrier_stateful.py tests/test_tasks.py
 FAST_TESTS := $(wildcard tests/test_*.py) $(addprefix tests/,runtime config blocks control observability workers)
 
-.PHONY: help demo test quick fix lint types check coverage mutate steady sim faults fuzz soak wheel bench bench-gate gpu-check fastdeploy-check fastdeploy-gains vllm-check clean
+.PHONY: help demo test quick fix lint types check coverage mutate steady sim faults fuzz soak wheel bench bench-gate gpu-check fastdeploy-check fastdeploy-gains vllm-check vllm-gains clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -85,8 +85,11 @@ fastdeploy-check: ## the adapter under FastDeploy's own source, where that is he
 fastdeploy-gains: ## what FastDeploy gains, measured and written to docs/fastdeploy.md; wants a quiet machine (10 minutes)
 	$(PYTHON) -m tests.with_fastdeploy.check --gains
 
-vllm-check: ## the adapter under vLLM's own engine on the CPU; sets up an environment of its own (3.5 GB)
+vllm-check: ## the adapter under vLLM's own engine on the CPU; sets up an environment of its own (3.5 GB); SHORT=1: no engine
 	$(PYTHON) -m tests.with_vllm.check $(if $(SHORT),--short)
+
+vllm-gains: ## what vLLM gains, measured and written to docs/vllm.md; wants a quiet machine (6 minutes)
+	$(PYTHON) -m tests.with_vllm.check --gains
 
 clean: ## remove what these targets made
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

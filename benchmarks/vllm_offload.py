@@ -1,17 +1,19 @@
 """What does vLLM gain: no offload, its own `fs` tier, TransferdTier and TransferdConnector, in one run?
 
-    PYTHON_WITH_VLLM benchmarks/vllm_offload.py [--format json] [--prompts 6] [--tokens 900]
+    make vllm-gains                        runs this where `make vllm-check` runs, and writes docs/vllm.md's table
+    PYTHON_WITH_VLLM -m benchmarks.vllm_offload [--format json] [--prompts 6] [--tokens 900]
 
-PYTHON_WITH_VLLM: build/vllm/bin/python after `make vllm-check`. The same engine (vLLM on the CPU, a model of eight
-layers with made-up weights), the same requests, one after another, each kind in a process of its own:
+The same engine (vLLM on the CPU, a model of eight layers with made-up weights), the same requests, one after another,
+each kind in a process of its own:
 
-    warm-up   other prompts: compiles kernels, connects
+    warm-up   another prompt: compiles kernels, connects
     cold      new prompts: everything is computed, and stored
     warm      GPU cache and host pool are emptied, the same prompts again, now loaded from storage; 3 times
 
-Of the tiers, the copies between KV memory and host pool are tests/with_vllm's stand-in, the same for both. ratio =
-beside vLLM without offload for cold and decode, beside its fs tier for warm. Run it on a quiet machine: a start takes
-half a minute.
+Of the tiers, the copies between KV memory and host pool are tests/with_vllm's stand-in, the same for both. A transfer
+lasts until the scheduler knows how it ended (tests/with_vllm/probe.py). ratio = beside vLLM without offload for cold,
+decode, steps and CPU, beside its fs tier for warm and for bytes. Run it on a quiet machine: a start takes half a
+minute.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +56,7 @@ def run(kind: str, prompts: int, tokens: int, place: Path) -> list[list[dict[str
         "llm": {"num_gpu_blocks_override": 200, "max_num_seqs": 1},
         "max_tokens": ANSWER,
         "rounds": [[[499 - token for token in asked[0]]], asked, *[asked] * WARM],
+        "alone": True,
     }
     if kind in ("fs", "tier"):
         script["extra"]["cpu_bytes_to_use"] = 512 * 2**20  # type: ignore[index]
@@ -68,25 +72,40 @@ def run(kind: str, prompts: int, tokens: int, place: Path) -> list[list[dict[str
 
 
 def rows(runs: dict[str, list[list[dict[str, Any]]]]) -> list[Row]:
-    """Medians over all requests of a phase."""
+    """Medians over all requests of a phase; `runs` has "none" and "fs", and what is beside them."""
 
     def figures(kind: str, phase: slice, name: str, scale: float) -> list[float]:
         return [answer[name] * scale for answers in runs[kind][phase] for answer in answers]
 
+    def steps(kind: str, phase: slice) -> list[float]:
+        return [1e6 * statistics.median(answers[0]["seen"]["steps"]) for answers in runs[kind][phase]]
+
+    def speeds(kind: str, phase: slice, what: str) -> list[float]:
+        moved = [answers[0]["seen"][what] for answers in runs[kind][phase]]
+        return [sum(nbytes for nbytes, _ in one) / sum(took for _, took in one) / 2**20 for one in moved if one]
+
+    def cpu(kind: str, phase: slice) -> list[float]:
+        return [1e3 * answers[0]["cpu"] / len(answers) for answers in runs[kind][phase]]
+
     cold, warm = slice(1, 2), slice(2, None)
     found = []
+
+    def compared(kind: str, what: str, unit: str, beside: str, measured: Callable[[str], list[float]]) -> None:
+        values, others = measured(kind), measured(beside)
+        if values and others:
+            found.append(row(f"{kind}: {what}", values, unit, statistics.median(others), f"{unit}, {beside}"))
+
+    per_token = 1e3 / (ANSWER - 1)
     for kind in runs:
-        for what, phase, name, scale, unit, beside in (
-            ("first token, cold", cold, "ttft", 1e3, "ms", "none"),
-            ("first token, warm", warm, "ttft", 1e3, "ms", "fs"),
-            ("token after token, cold", cold, "decode", 1e3 / (ANSWER - 1), "ms", "none"),
-        ):
-            limit = statistics.median(figures(beside, phase, name, scale))
-            found.append(row(f"{kind}: {what}", figures(kind, phase, name, scale), unit, limit, beside))
-        for what, phase in (("cold", cold), ("warm", warm)):
-            of = {k: [answers[0]["cpu"] / len(answers) for answers in runs[k][phase]] for k in (kind, "none")}
-            limit = statistics.median(of["none"])
-            found.append(row(f"{kind}: CPU a request, {what}", [1e3 * s for s in of[kind]], "ms", 1e3 * limit, "none"))
+        compared(kind, "first token, cold", "ms", "none", lambda k: figures(k, cold, "ttft", 1e3))
+        compared(kind, "first token, warm", "ms", "fs", lambda k: figures(k, warm, "ttft", 1e3))
+        compared(kind, "token after token, cold", "ms", "none", lambda k: figures(k, cold, "decode", per_token))
+        compared(kind, "scheduler, a step, cold", "us", "none", lambda k: steps(k, cold))
+        compared(kind, "scheduler, a step, warm", "us", "none", lambda k: steps(k, warm))
+        compared(kind, "CPU a request, cold", "ms", "none", lambda k: cpu(k, cold))
+        compared(kind, "CPU a request, warm", "ms", "none", lambda k: cpu(k, warm))
+        compared(kind, "stored", "MiB/s", "fs", lambda k: speeds(k, cold, "stores"))
+        compared(kind, "loaded", "MiB/s", "fs", lambda k: speeds(k, warm, "loads"))
     return found
 
 
@@ -95,17 +114,16 @@ def main() -> None:
     parser.add_argument("--format", choices=["text", "json"], default="text")
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=900)
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     asked = parser.parse_args()
     before, runs = machine(), {}
     with tempfile.TemporaryDirectory(prefix="tv.") as directory:
-        for kind in asked.kinds:
+        for kind in KINDS:
             runs[kind] = run(kind, asked.prompts, asked.tokens, Path(directory) / kind)
             hits = [answer["cached"] for answers in runs[kind][2:] for answer in answers]
             print(f"{kind}: {min(hits)} to {max(hits)} of {asked.tokens} tokens loaded when warm", file=sys.stderr)
     tree = report("vllm_offload", before, rows(runs))
     if asked.format == "json":
-        print(json.dumps(tree, indent=2))
+        print(json.dumps(tree))
     else:
         show(tree, Console())
 

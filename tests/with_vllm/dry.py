@@ -1,0 +1,283 @@
+"""vLLM's scheduler, block pool and connectors, with no model between them: many runs in the time of one engine start.
+
+To "compute" a block is to write bytes that follow from vLLM's hash of it. So at every step of every request, each
+block that it stands on can be checked byte by byte, whoever stored, loaded or computed it. What differs from vLLM's
+own loop (EngineCore.step, KVConnectorModelRunnerMixin) is the model alone; results of ranks are joined by vLLM's own
+KVOutputAggregator.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import os
+import random
+import signal
+import time
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from vllm import SamplingParams
+from vllm.config import set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from tests.with_vllm import play
+
+TOKENS = 32  # of a block
+LAYERS = ("model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn")
+SHAPE = (2, TOKENS, 64)  # of a block of a layer: heads, tokens, key and value
+PAGE = 4 * 2 * TOKENS * 64
+GIVE_UP_S = 240.0  # for one `run`, on a busy machine
+IDLE_STEPS = 20_000  # without a token computed: a livelock
+PAUSE_S = 0.002  # a step of the model
+STALE = 0xA5  # what is in a block that nobody computed
+
+
+class DryRank:
+    """A worker: its KV memory, and the connector's half that lives there."""
+
+    def __init__(self, config: Any, cache: Any, rank: int) -> None:
+        self.rank = rank
+        mine = copy.copy(config)
+        mine.parallel_config = copy.copy(config.parallel_config)
+        mine.parallel_config.rank = rank
+        whole = torch.full((len(LAYERS) * cache.num_blocks * PAGE,), STALE, dtype=torch.uint8)
+        tensors = whole.view(torch.float32).view(len(LAYERS), cache.num_blocks, *SHAPE)
+        self.connector = KVConnectorFactory.create_connector(mine, KVConnectorRole.WORKER, cache)
+        self.connector.register_kv_caches(dict(zip(LAYERS, tensors, strict=True)))
+        self.bytes = whole.numpy().reshape(len(LAYERS), cache.num_blocks, PAGE)
+        self._whole = whole  # numpy shows its storage, wherever the connector has moved it
+        assert self.bytes.ctypes.data == whole.data_ptr()
+
+    def content(self, block_hash: bytes) -> np.ndarray:
+        """What a block with this hash has to hold on this rank."""
+        return _content(block_hash, self.rank)
+
+    def step(self, output: Any, compute: Callable[[DryRank], None]) -> KVConnectorOutput:
+        """One step, in the order of KVConnectorModelRunnerMixin."""
+        it, told = self.connector, KVConnectorOutput()
+        if output.preempted_req_ids:
+            it.handle_preemptions(output.kv_connector_metadata)
+        it.bind_connector_metadata(output.kv_connector_metadata)
+        compute(self)
+        it.start_load_kv(None)
+        it.wait_for_save()
+        results = it.get_transfer_results(output.finished_req_ids)
+        told.finished_sending, told.finished_recving = results.finished_sending, results.finished_recving
+        told.failed_recving = results.failed_recving
+        told.invalid_block_ids = it.get_block_ids_with_load_errors()
+        told.kv_connector_worker_meta = it.build_connector_worker_meta()
+        it.clear_connector_metadata()
+        return told
+
+
+class DryEngine:
+    """An engine of `ranks` ranks over TransferdTier or TransferdConnector ("tier", "connector"). `with` ends it."""
+
+    def __init__(
+        self, place: Path, kind: str, *, blocks: int = 64, ranks: int = 1, together: int = 4, **extra: Any
+    ) -> None:
+        transfer = play.transfer(kind, dict(extra), witness=False)
+        assert transfer is not None
+        transfer["engine_id"] = uuid.uuid4().hex[:12]
+        config = EngineArgs(
+            model=str(play.tiny_model(place / "tiny")), skip_tokenizer_init=True, load_format="dummy",
+            enforce_eager=True, dtype="float32", block_size=TOKENS, max_model_len=2048, max_num_seqs=together,
+            max_num_batched_tokens=2048, async_scheduling=False, kv_transfer_config=transfer,
+        ).create_engine_config()  # fmt: skip
+        config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = ranks
+        config.cache_config.num_gpu_blocks = blocks
+        spec = FullAttentionSpec(block_size=TOKENS, num_kv_heads=2, head_size=32, dtype=torch.float32)
+        placed = KVCacheTensor(len(LAYERS) * blocks * PAGE, list(LAYERS), blocks * PAGE, PAGE)
+        cache = KVCacheConfig(blocks, [placed], [KVCacheGroupSpec(list(LAYERS), spec)], kv_cache_layout="LBHNC")
+        hashing = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+        init_none_hash(hashing)
+        self._hasher = get_request_block_hasher(TOKENS, hashing)
+        with set_current_vllm_config(config):
+            workers_first = kind == "connector"  # one of them starts the daemon that the scheduler's half waits for
+            made = [DryRank(config, cache, rank) for rank in range(ranks)] if workers_first else []
+            self.scheduler = Scheduler(config, cache, StructuredOutputManager(config), TOKENS)
+            self.ranks = made or [DryRank(config, cache, rank) for rank in range(ranks)]
+        self.connector = self.scheduler.connector
+        self._aggregator = KVOutputAggregator.from_connector(self.connector, ranks)
+        self._numbers = 0
+        self.computed: dict[str, int] = {}  # tokens, for each request
+        self.answers: dict[str, list[int]] = {}
+        self.preempted = 0
+        self.held: set[int] = set()  # ranks whose ready word stays behind
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for rank in self.ranks:
+            rank.connector.shutdown()
+        self.scheduler.shutdown()
+
+    # --- the daemon ---------------------------------------------------------------------------------
+
+    @property
+    def links(self) -> list[Any]:
+        """To the daemon; the first one's process may have started it."""
+        if hasattr(self.connector, "_link"):
+            return [*(rank.connector._working._link for rank in self.ranks), self.connector._link]
+        return [self.connector.connector_scheduler.manager.secondary_tiers[0]._link]
+
+    def daemon(self) -> int:
+        """The pid of the daemon that this engine has started."""
+        return int(self.links[0]._companion._process.pid)
+
+    def kill_daemon(self) -> None:
+        os.kill(self.daemon(), signal.SIGKILL)
+
+    def served_again(self, boots: Sequence[str]) -> None:
+        """Step until another daemon than these serves every link. boots: what `boots` said before."""
+        self.until(lambda: all(link.ready and link._entered not in boots for link in self.links))
+
+    @property
+    def boots(self) -> list[str]:
+        return [link._entered for link in self.links]
+
+    # --- requests -----------------------------------------------------------------------------------
+
+    def add(self, prompt: Sequence[int], answer: int = 2) -> str:
+        """Submit a request; its name."""
+        self._numbers += 1
+        name = f"r{self._numbers}"
+        ask = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True)
+        request = Request(name, list(prompt), ask, None, block_hasher=self._hasher)
+        self.computed[name], self.answers[name] = 0, []
+        self.scheduler.add_request(request)
+        return name
+
+    def run(self, prompts: Iterable[Sequence[int]], answer: int = 2) -> list[int]:
+        """Play these requests to their end; how many tokens of each were computed."""
+        names = [self.add(prompt, answer) for prompt in prompts]
+        self.finish()
+        return [self.computed[name] for name in names]
+
+    def finish(self) -> None:
+        """Step until nothing is left to do, saves and loads included."""
+        give_up, idle = time.monotonic() + GIVE_UP_S, 0
+        while self.scheduler.has_requests():
+            idle = 0 if self.step() else idle + 1
+            assert time.monotonic() < give_up, "requests hang"
+            assert idle < IDLE_STEPS, "a livelock"
+
+    def until(self, true: Callable[[], bool]) -> None:
+        give_up = time.monotonic() + GIVE_UP_S
+        while not true():
+            self.step()
+            assert time.monotonic() < give_up
+
+    def abort(self, name: str) -> None:
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def forget(self) -> None:
+        """Empty the prefix cache and vLLM's host pool, and spoil every byte, so that only a load brings it back."""
+        give_up = time.monotonic() + GIVE_UP_S
+        while not self.scheduler.reset_prefix_cache(reset_connector=True):
+            self.step()
+            assert time.monotonic() < give_up, "blocks stay in use"
+        for rank in self.ranks:
+            rank.bytes[:] = STALE
+
+    # --- a step -------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """One step of the engine. Whether it computed anything."""
+        output = self.scheduler.schedule()
+        told = [rank.step(output, lambda rank: self._compute(rank, output)) for rank in self.ranks]
+        for rank in self.held:
+            told[rank].kv_connector_worker_meta.step = 0
+        names = list(output.num_scheduled_tokens)
+        sampled = [self._sampled(name, output.num_scheduled_tokens[name]) for name in names]
+        results = [
+            ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, sampled, kv_connector_output=one)
+            for one in told
+        ]
+        self.preempted += len(output.preempted_req_ids or ())
+        for name in names:
+            self.computed[name] += output.num_scheduled_tokens[name]
+        answered = self.scheduler.update_from_output(output, self._aggregator.aggregate(results))
+        for outputs in answered.values():
+            for one in outputs.outputs:
+                self.answers[one.request_id] += one.new_token_ids
+        if not names:
+            time.sleep(PAUSE_S)
+        return bool(names)
+
+    def _compute(self, rank: DryRank, output: Any) -> None:
+        """Check what the scheduled requests stand on, and write the blocks that they fill."""
+        for name, count in output.num_scheduled_tokens.items():
+            request = self.scheduler.requests[name]
+            begin = request.num_computed_tokens - count  # `schedule` has counted them already
+            ids = self.scheduler.kv_cache_manager.get_block_ids(name)[0]
+            for i, block_hash in enumerate(request.block_hashes[: begin // TOKENS]):
+                good = np.array_equal(rank.bytes[:, ids[i]], rank.content(block_hash))
+                assert good, f"{name}: wrong bytes in block {i} (number {ids[i]}) on rank {rank.rank}"
+            end = (begin + count) // TOKENS
+            for i in range(begin // TOKENS, end):
+                rank.bytes[:, ids[i]] = rank.content(request.block_hashes[i])
+            if (begin + count) % TOKENS:
+                rank.bytes[:, ids[end]] = STALE  # begun, and not to be stored yet
+
+    def _sampled(self, name: str, count: int) -> list[int]:
+        """A token that follows from all tokens before it, once they are computed."""
+        request = self.scheduler.requests[name]
+        if request.num_computed_tokens < request.num_tokens:
+            return []
+        return [
+            3 + int.from_bytes(hashlib.sha256(repr(list(request.all_token_ids)).encode()).digest()[:4], "big") % 490
+        ]
+
+
+@functools.lru_cache(maxsize=1000)  # 32 MiB
+def _content(block_hash: bytes, rank: int) -> np.ndarray:
+    seed = hashlib.sha256(block_hash + bytes([rank])).digest()[:8]
+    return np.random.default_rng(int.from_bytes(seed, "big")).integers(0, 256, (len(LAYERS), PAGE), dtype=np.uint8)
+
+
+def hashes(engine: DryEngine, prompt: Sequence[int]) -> list[bytes]:
+    """vLLM's names of the prompt's full blocks."""
+    ask = SamplingParams(max_tokens=1)
+    return [bytes(one) for one in Request("", list(prompt), ask, None, block_hasher=engine._hasher).block_hashes]
+
+
+def objects(place: Path) -> list[Path]:
+    """The stored blocks, one file for each block and rank."""
+    files = [path for path in (place / "cache/transferd/blocks").rglob("*") if "quarantine" not in path.parts]
+    return sorted(path for path in files if path.is_file() and path.stat().st_size > PAGE)
+
+
+def object_with(place: Path, content: np.ndarray) -> Path:
+    """The stored block with these bytes."""
+    (found,) = [path for path in objects(place) if content[0, :64].tobytes() in path.read_bytes()]
+    return found
+
+
+def flip(path: Path, at: int = 1000) -> None:
+    """Damage a file by one bit."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def prompts(seed: int, *lengths: int) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(3, 500) for _ in range(length)] for length in lengths]
