@@ -6,7 +6,9 @@ import asyncio
 import threading
 from collections.abc import Callable
 
-from transferd.runtime.threads import Crew, whose
+import pytest
+
+from transferd.runtime.threads import Crew, Stripe, whose
 
 
 def owned(owner: str, give: Callable[[], asyncio.Future[None]]) -> asyncio.Future[None]:
@@ -41,10 +43,94 @@ async def test_an_owner_that_floods_gets_every_other_turn() -> None:
 
 
 async def test_what_waits_is_refused_at_a_close_whoever_gave_it() -> None:
-    crew, gate = Crew("turns", 1), threading.Event()
-    held = crew.run(gate.wait)
+    crew, gate, begun = Crew("turns", 1), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        begun.set()
+        gate.wait(20)
+
+    held = crew.run(hold)
+    assert await asyncio.to_thread(begun.wait, 20), "else it is refused as well"
     waiting = [owned(name, lambda: crew.run(lambda: None)) for name in ("a", "b", "a")]
     threading.Timer(0.05, gate.set).start()
     assert crew.close(5.0) == []
     assert all("closed before its turn" in str(one.exception()) for one in waiting)
     await held
+
+
+class Held:
+    """An effect on items that waits at some of them: `begun` is set there, `go` lets it go on."""
+
+    def __init__(self, ran: list[str], *held: str) -> None:
+        self.ran, self.held = ran, held
+        self.begun, self.go = threading.Event(), threading.Event()
+
+    def __call__(self, item: str) -> str:
+        if item in self.held:
+            self.begun.set()
+            assert self.go.wait(20)
+        self.ran.append(item)
+        return item.upper()
+
+
+async def test_a_batch_gives_way_after_each_item() -> None:
+    """A quiet owner waits for the item that runs, and for one of each other owner; not for the rest of any batch."""
+    crew, ran = Crew("turns", 1), []  # type: ignore[var-annotated]
+    effect = Held(ran, "flood 0")
+    try:
+        items = [f"flood {number}" for number in range(4)]
+        flood = owned("flood", lambda: crew.run(Stripe(effect, items)))  # type: ignore[arg-type, return-value]
+        more = owned("flood", lambda: crew.run(lambda: ran.append("flood later")))  # type: ignore[arg-type, return-value]
+        assert await asyncio.to_thread(effect.begun.wait, 20)
+        other = owned("other", lambda: crew.run(Stripe(effect, ["other 0", "other 1"])))  # type: ignore[arg-type, return-value]
+        quiet = owned("quiet", lambda: crew.run(lambda: ran.append("quiet")))  # type: ignore[arg-type, return-value]
+        effect.go.set()
+        await asyncio.gather(more, other, quiet)
+        assert await flood == [item.upper() for item in items]
+        assert await other == ["OTHER 0", "OTHER 1"]
+    finally:
+        effect.go.set()
+        assert crew.close() == []
+    assert ran[:4] == ["flood 0", "other 0", "quiet", "flood 1"]
+    assert ran[-1] == "flood later", "an owner's functions keep their order"
+
+
+async def test_a_batch_of_the_only_owner_does_not_stop_between_items() -> None:
+    crew, ran = Crew("turns", 1), []  # type: ignore[var-annotated]
+    try:
+        both = [crew.run(Stripe(Held(ran), [f"{batch} {item}" for item in range(3)])) for batch in range(2)]
+        await asyncio.gather(*both)
+    finally:
+        assert crew.close() == []
+    assert ran == [f"{batch} {item}" for batch in range(2) for item in range(3)]
+
+
+async def test_a_batch_that_gave_way_is_finished_at_a_close() -> None:
+    """Part of it has had its effect, so it must not be refused; what has not begun must be."""
+    crew, ran = Crew("turns", 1), []  # type: ignore[var-annotated]
+    flood, other = Held(ran, "flood 0"), Held(ran, "other")
+    first = owned("flood", lambda: crew.run(Stripe(flood, ["flood 0", "flood 1"])))  # type: ignore[arg-type, return-value]
+    assert await asyncio.to_thread(flood.begun.wait, 20)
+    second = owned("other", lambda: crew.run(lambda: other("other")))  # type: ignore[arg-type, return-value]
+    third = owned("other", lambda: crew.run(lambda: None))
+    flood.go.set()
+    assert await asyncio.to_thread(other.begun.wait, 20)  # so the batch has given way
+    assert not first.cancel(), "a batch that has begun cannot be withdrawn"
+    assert len(crew.close(0.0)) == 1
+    other.go.set()
+    assert await first == ["FLOOD 0", "FLOOD 1"]
+    assert await second == "OTHER"
+    assert "closed before its turn" in str(third.exception())
+    assert crew.close(20) == []
+
+
+async def test_an_item_that_raises_ends_its_batch() -> None:
+    def divide(number: int) -> float:
+        return 1 / number
+
+    crew = Crew("turns", 1)
+    try:
+        with pytest.raises(ZeroDivisionError):
+            await crew.run(Stripe(divide, [1, 0, 2]))
+    finally:
+        assert crew.close() == []

@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import functools
 import queue
 import sys
 import threading
@@ -81,6 +82,8 @@ class Work(asyncio.Future[T]):
     def __init__(self, function: Callable[[], T], what: object = None) -> None:
         super().__init__(loop=asyncio.get_running_loop())
         self.what = what or getattr(function, "__qualname__", None) or type(function).__name__
+        self.owner = ""
+        self.begun = False  # a thread has taken it; it may wait again, between two items of a Stripe
         self._function = [function]
         self._turn = [True]  # popped once: by the thread that runs the function, or by the caller that withdraws it
         self._returned: list[T] = []
@@ -97,14 +100,23 @@ class Work(asyncio.Future[T]):
             self.set_exception(error)
             self.exception()  # mark it retrieved: asyncio must not log it if no caller is left
 
-    def execute(self) -> bool:
-        """In a thread: run the function, unless it was withdrawn. If True, call `deliver` next, on the loop."""
-        if not self._take_turn():
+    def execute(self, give_way: Callable[[], bool] = bool) -> bool:
+        """In a thread: run the function, unless it was withdrawn. If True, call `deliver` next, on the loop.
+
+        give_way: asked between the items of a Stripe. If it says so, this returns False with `begun` set; call again.
+        """
+        if not self.begun and not self._take_turn():
             return False
+        self.begun = True
         try:
+            if isinstance(self._function[0], Stripe):
+                while self._function[0].step():
+                    if give_way():
+                        return False
             self._returned.append(self._function.pop()())  # no name for it: an error's traceback would keep it alive
         except BaseException as error:  # noqa: BLE001 - the caller gets it
             self._raised = error
+            self._function.clear()
         self.what = None
         return True
 
@@ -130,20 +142,49 @@ class Work(asyncio.Future[T]):
 class Turns:
     """What waits for a thread of a crew. Owners (`whose`) take turns; each owner's functions keep their order.
 
-    So a function waits for at most one function of each other owner per function of its own, whatever they give.
+    So a function waits for at most one turn of each other owner per function of its own, whatever they give. A turn
+    is one function, and of a Stripe one item: between two items it gives way, and goes on in its owner's next turn.
     """
 
     def __init__(self) -> None:
         self._ready: queue.SimpleQueue[bool] = queue.SimpleQueue()  # one True a function, one False a dismissal
         self._waiting: OrderedDict[str, deque[Work[object]]] = OrderedDict()  # by owner; whose turn it is, first
         self._lock = threading.Lock()
+        self._closed = False
 
     def put(self, work: Work[object] | None) -> None:
         """None dismisses one thread."""
         if work is not None:
+            work.owner = whose.get()
             with self._lock:
-                self._waiting.setdefault(whose.get(), deque()).append(work)
+                self._waiting.setdefault(work.owner, deque()).append(work)
         self._ready.put(work is not None)
+
+    def put_back(self, work: Work[object]) -> bool:
+        """It has given way: it is its owner's next, after the others' turns. False after `close`: run it to its end."""
+        with self._lock:
+            if self._closed:
+                return False
+            self._waiting.setdefault(work.owner, deque()).appendleft(work)
+            self._waiting.move_to_end(work.owner)
+            self._ready.put(True)
+        return True
+
+    def others_wait(self, work: Work[object]) -> bool:
+        """Whether another owner waits for a thread."""
+        with self._lock:
+            return len(self._waiting) > (work.owner in self._waiting)
+
+    def close(self) -> list[Work[object]]:
+        """Everything that waits. Nothing is put back any more."""
+        with self._lock:
+            self._closed = True
+        waiting: list[Work[object]] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if (work := self.get_nowait()) is not None:
+                    waiting.append(work)
+        return waiting
 
     def get(self) -> Work[object] | None:
         """Wait for the next; None ends the thread."""
@@ -214,11 +255,11 @@ class Crew:
         """Accept no more, withdraw what waits, wait for what runs. Returns what still runs. Idempotent."""
         if not self._closed:
             self._closed = True
-            with contextlib.suppress(queue.Empty):
-                while True:
-                    waiting = self._queue.get_nowait()
-                    if waiting is not None:
-                        waiting.refuse(Closed(f"{self.name}: closed before its turn came"))
+            for waiting in self._queue.close():
+                if waiting.begun:  # a part of it has had its effect
+                    self._queue.put(waiting)
+                else:
+                    waiting.refuse(Closed(f"{self.name}: closed before its turn came"))
             self._dismiss()
         end = time.monotonic() + within
         for thread in self._threads:
@@ -236,7 +277,9 @@ class Crew:
         """The body of one thread."""
         while (work := self._queue.get()) is not None:
             self._running[name] = work.what, time.monotonic()
-            ended = work.execute()
+            ended = work.execute(functools.partial(self._queue.others_wait, work))
+            if not ended and work.begun and not self._queue.put_back(work):
+                ended = work.execute()
             del self._running[name]
             if ended:
                 work.deliver_from_thread()
@@ -279,9 +322,15 @@ class Stripe(Generic[S, T]):
         self._done: list[T] = []
 
     def __call__(self) -> list[T]:
-        for item in self._items:
-            self._done.append(self._effect(item))
+        while self.step():
+            pass
         return self._done
+
+    def step(self) -> bool:
+        """Do the next item, if there is one. False when all are done."""
+        if len(self._done) < len(self._items):
+            self._done.append(self._effect(self._items[len(self._done)]))
+        return len(self._done) < len(self._items)
 
     def __str__(self) -> str:
         item = self._items[min(len(self._done), len(self._items) - 1)]

@@ -7,7 +7,6 @@ wait at. Who may start, queue, withdraw and run what is the real code's, so a bu
 from __future__ import annotations
 
 import asyncio
-import queue
 import random
 from collections import deque
 from collections.abc import Callable
@@ -120,10 +119,10 @@ class _SimQueue:
         self.waiting.append(work)
         self._arrived()
 
-    def get_nowait(self) -> Work[object] | None:
-        if not self.waiting:
-            raise queue.Empty
-        return self.waiting.popleft()
+    def close(self) -> list[Work[object]]:
+        waiting = [work for work in self.waiting if work is not None]
+        self.waiting.clear()
+        return waiting
 
     def qsize(self) -> int:
         return len(self.waiting)
