@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import paddle
 import pytest
-from fastdeploy.inter_communicator import KVCacheStatus, ModelWeightsStatus, PrefixTreeStatus
+from fastdeploy.entrypoints.engine_client import EngineClient
+from fastdeploy.inter_communicator import ModelWeightsStatus
 from fastdeploy.rl.dynamic_weight_manager import DynamicWeightManager
 
 from tests.with_fastdeploy.engine import wait_for
-from tests.with_fastdeploy.gpu.engine import gpu_engine
+from tests.with_fastdeploy.gpu.engine import GpuEngine, gpu_engine
 from tests.with_fastdeploy.test_control import Service, weights
 from tests.with_fastdeploy.test_tiers import prompts
 
@@ -79,33 +81,49 @@ def test_workers_sleep_and_wake_up_with_the_same_weights(place: Path, backend: s
             made.settle()
 
 
-@pytest.mark.parametrize("backend", [None, "file"], ids=["workers-create", "daemon-creates"])
-def test_workers_clear_and_update_their_weights_by_signals(place: Path, backend: str | None) -> None:
-    """FD_ENABLE_V1_UPDATE_WEIGHTS=0: DynamicWeightManager.check_model_weights_status, as the workers' loop calls it."""
-    with gpu_engine(tp=2, gpu_blocks=24, cpu_blocks=48, backend=backend, model=str(weights(place, 1))) as made:
-        made.new_weights(place / "model")
-        wanted, status = made.signals["model_weights_status"], made.signals["kv_cache_status"]
-        tree = made.signals["prefix_tree_status"].value
+class ApiServer:
+    """The way of FastDeploy's API server to new weights: /clear_load_weight and /update_model_weight."""
+
+    def __init__(self, made: GpuEngine) -> None:
+        client = self._client = object.__new__(EngineClient)
+        client.clear_update_lock = threading.Lock()
+        client.data_parallel_info = {}
+        client.enable_cache_transfer = client.enable_prefix_caching = True
+        for name in ("model_weights_status", "kv_cache_status", "prefix_tree_status"):
+            setattr(client, f"{name}_signal", made.signals[name])
+        self._made = made
+
+    def ask(self, method: str, wanted: int) -> None:
+        """Call it, and do what the workers' loop does when it sees that."""
+        made, signals = self._made, self._made.signals
 
         def look(runner: Any) -> None:
-            DynamicWeightManager.check_model_weights_status(wanted, status, runner, made.port, False)
+            status = signals["model_weights_status"], signals["kv_cache_status"]
+            DynamicWeightManager.check_model_weights_status(*status, runner, made.port, False)
 
+        with ThreadPoolExecutor(1) as server:
+            answer = server.submit(getattr(self._client, method), 60)
+            wait_for(lambda: signals["model_weights_status"].value[0] == wanted)
+            made.in_workers(look)()
+            code, body = answer.result()
+        assert code == 200, body
+
+
+@pytest.mark.parametrize("backend", [None, "file"], ids=["workers-create", "daemon-creates"])
+def test_workers_clear_and_update_their_weights_by_signals(place: Path, backend: str | None) -> None:
+    """FD_ENABLE_V1_UPDATE_WEIGHTS=0: EngineClient asks, DynamicWeightManager does it, as the workers' loop calls it."""
+    with gpu_engine(tp=2, gpu_blocks=24, cpu_blocks=48, backend=backend, model=str(weights(place, 1))) as made:
+        made.new_weights(place / "model")
+        server = ApiServer(made)
         asked = prompts(4)
         for step in (2, 3):
             for tokens in asked * 2:
                 made.run(tokens)
             made.settle()
-            wanted.value[0] = ModelWeightsStatus.CLEARING
-            made.in_workers(look)()
-            wait_for(lambda: status.value[0] == KVCacheStatus.CLEARED)
-            tree[0] = PrefixTreeStatus.CLEARING
-            wait_for(lambda: tree[0] == PrefixTreeStatus.CLEARED)
+            server.ask("clear_load_weight", ModelWeightsStatus.CLEARING)
+            assert made.queue.client.stats()["cache"]["cleared"]
             weights(place, step)
-            wanted.value[0] = ModelWeightsStatus.UPDATING
-            made.in_workers(look)()
-            wait_for(lambda: status.value[0] == KVCacheStatus.NORMAL)
-            tree[0] = PrefixTreeStatus.UPDATING
-            wait_for(lambda: tree[0] == PrefixTreeStatus.NORMAL)
+            server.ask("update_model_weight", ModelWeightsStatus.UPDATING)
             assert made.queue.client.generation == f"RL-STEP0{step}"
             metrics = made.run(asked[0])
             assert metrics["storage_match_token_num"] == metrics["cpu_match_token_num"] == 0
