@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +93,17 @@ def test_the_fake_link_is_called_as_the_real_one() -> None:
 
 def test_the_version_that_was_recorded_is_the_tested_one() -> None:
     assert RECORDED["vllm"] in interfaces.TESTED
+
+
+@pytest.mark.parametrize(
+    ("files", "listed"),
+    [(("tier.py",), interfaces.TIER), (("connector.py", "metrics.py"), interfaces.CONNECTOR)],
+    ids=["tier", "connector"],
+)
+def test_whatever_is_imported_from_vllm_is_missed_by_name(files: tuple[str, ...], listed: Mapping[str, Any]) -> None:
+    """Or an older vLLM ends in an ImportError of its own, and not in the one error that names version and remedy."""
+    for file in files:
+        for node in ast.parse((ADAPTER / file).read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm"):
+                known = {name.split(".")[0] for name in listed[str(node.module)]}
+                assert {one.name for one in node.names} <= known, (file, node.module)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import operator
 from collections.abc import Mapping, Sequence
 
 from transferd.errors import ConfigError
@@ -10,22 +11,40 @@ from transferd.errors import ConfigError
 TESTED = ("0.32.0",)  # the versions that `make vllm-check` runs
 OFFLOAD = "vllm.v1.kv_offload"
 TIERING = f"{OFFLOAD}.tiering"
+KV_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1"
 
 TIER: Mapping[str, Sequence[str]] = {
-    f"{OFFLOAD}.base": ("LookupResult", "Medium", "OffloadingEvent", "OffloadingCounterMetadata"),
-    f"{TIERING}.base": ("SecondaryTierManager", "TransferJob", "JobResult", "RequestOffloadingContext"),
-    f"{TIERING}.async_lookup": ("AsyncLookupManager",),
-    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics": ("OffloadingConnectorStats",),
+    f"{OFFLOAD}.base": (
+        "Locality",
+        "LookupResult",
+        "Medium",
+        "OffloadingCounterMetadata",
+        "OffloadingEvent",
+        "OffloadingGaugeMetadata",
+        "OffloadingMetricMetadata",
+        "RequestOffloadingContext",
+    ),
+    f"{TIERING}.base": ("JobResult", "SecondaryTierManager.drain_jobs", "TransferJob"),
+    f"{TIERING}.async_lookup": (
+        "AsyncLookupManager.cleanup",
+        "AsyncLookupManager.flush",
+        "AsyncLookupManager.mark_miss",
+    ),
+    f"{KV_CONNECTOR}.offloading.metrics": ("OffloadingConnectorStats",),
 }
 CONNECTOR: Mapping[str, Sequence[str]] = {
-    "vllm.distributed.kv_transfer.kv_connector.v1.base": (
-        "KVConnectorBase_V1",
+    f"{KV_CONNECTOR}.base": (
+        "KVConnectorBase_V1.bind_kv_cache_manager",
+        "KVConnectorBase_V1.build_connector_worker_meta",
+        "KVConnectorBase_V1.has_pending_push_work",
         "KVConnectorMetadata",
         "KVConnectorRole",
         "KVConnectorWorkerMetadata",
     ),
-    "vllm.v1.outputs": ("KVConnectorOutput",),
+    f"{KV_CONNECTOR}.metrics": ("KVConnectorPromMetrics", "KVConnectorStats"),
     "vllm.distributed.kv_events": ("BlockStored",),
+    "vllm.v1.core.kv_cache_utils": ("maybe_convert_block_hash", "resolve_kv_cache_block_sizes"),
+    "vllm.v1.metrics.cache_hit_source": ("CacheHitSource",),
 }
 
 
@@ -42,7 +61,15 @@ def _missing(module: str, names: Sequence[str]) -> list[str]:
         found = importlib.import_module(module)
     except ImportError as error:
         return [f"{module} ({error})"]
-    return [f"{module}.{name}" for name in names if not hasattr(found, name)]
+    return [f"{module}.{name}" for name in names if not _has(found, name)]
+
+
+def _has(module: object, dotted: str) -> bool:
+    try:
+        operator.attrgetter(dotted)(module)
+    except AttributeError:
+        return False
+    return True
 
 
 def _version() -> str:
