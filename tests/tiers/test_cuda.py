@@ -593,7 +593,7 @@ async def test_an_engine_that_dies_before_its_event_keeps_the_memory_and_a_close
     withdrawn.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(withdrawn, 10)
-    with pytest.raises(TierError, match="recorded its event and never got there") as caught:
+    with pytest.raises(TierError, match="never reached the engine's event") as caught:
         await tier.close()
     assert caught.value.reason == "device_stuck"
     with pytest.raises(Closed):

@@ -54,7 +54,7 @@ def test_two_tensors_of_one_allocation_are_one_region() -> None:
     [
         ({"namespace": -1, "pid": os.getpid()}, "each in its PID namespace: CUDA takes them for one"),
         ({"namespace": -1, "pid": 1}, "share it (--pid=host"),
-        ({"pid": 1}, "CUDA wants one user for both"),
+        ({"pid": 1}, "CUDA requires the same user"),
         ({}, ""),
     ],
 )

@@ -51,7 +51,7 @@ def open_driver() -> Driver:
 
 
 def _initialise(api: Any, wait: Callable[[float], None] = time.sleep) -> None:
-    """cuInit, for some time also while the machine's fabric manager is still starting. Raises TierError."""
+    """Call cuInit, and retry for a while if the machine's fabric manager is still starting. Raises TierError."""
     for attempt in range(FABRIC_ATTEMPTS):
         try:
             (result,) = api.cuInit(0)
@@ -70,11 +70,11 @@ def _initialise(api: Any, wait: Callable[[float], None] = time.sleep) -> None:
 
 
 def check_fit(driver: int, nvrtc: int | None) -> None:
-    """Raise TierError if this NVRTC makes code that this driver cannot load. nvrtc: None: there is none."""
+    """Raise TierError if this NVRTC makes code that this driver cannot load. nvrtc: None if there is none."""
     major = driver // 1000
     if nvrtc is None or nvrtc <= major:
         return
-    what = f"the driver is for CUDA {major}.{driver % 1000 // 10}, NVRTC {nvrtc} makes code that it cannot load"
+    what = f"the driver is for CUDA {major}.{driver % 1000 // 10}, but NVRTC {nvrtc} makes code that it cannot load"
     remedy = f"pip install 'cuda-bindings>=12.9.1,<{major + 1}' 'nvidia-cuda-nvrtc-cu{major}'"
     raise TierError(f"{what}: {remedy}, or install a driver for CUDA {nvrtc}", code=NO_DRIVER)
 
@@ -118,7 +118,7 @@ class BindingsDriver:
         return values[0] if values else None
 
     def _do(self, name: str, function: Any, *arguments: Any) -> None:
-        """As `_call`, for what each chunk of a copy calls several times: nothing is looked up, nothing is returned."""
+        """Like `_call`, for calls that each chunk makes several times: it looks nothing up and returns nothing."""
         try:
             (result,) = function(*arguments)
         except (RuntimeError, ValueError) as error:
@@ -149,7 +149,7 @@ class BindingsDriver:
                 attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_MODE,
             )
         )
-        # Version 2 knows the slices of a GPU (MIG) apart; newer bindings have it under the plain name.
+        # Version 2 distinguishes the slices of a GPU (MIG); newer bindings have it under the plain name.
         uuid = "cuDeviceGetUuid_v2" if hasattr(self._api, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
         return DeviceInfo(
             index=index,
@@ -327,7 +327,7 @@ class BindingsDriver:
 
 
 def _content(struct: Any, nbytes: int) -> bytes:
-    """The bytes of a struct of the bindings, which lives as long as this parameter."""
+    """The bytes of one of the bindings' structs, valid for as long as this parameter lives."""
     return ctypes.string_at(struct.getPtr(), nbytes)
 
 

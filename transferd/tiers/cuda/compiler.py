@@ -1,6 +1,6 @@
 """NVRTC: compiles the kernel's source for one architecture, at start, once per architecture and process.
 
-So transferd needs no compiler where it is installed, and supports GPUs newer than this release: if NVRTC does
+So transferd needs no compiler on the machine, and supports GPUs newer than this release: if NVRTC does
 not know the device's architecture, it makes PTX for the newest one below, which the driver translates on load.
 """
 
@@ -25,7 +25,7 @@ def compile_kernel(source: bytes, capability: tuple[int, int]) -> bytes:
 
 
 def nvrtc_major() -> int | None:
-    """NVRTC's major version; None if it cannot be loaded, which `compile_kernel` says better."""
+    """NVRTC's major version; None if it cannot be loaded, for which `compile_kernel` has a better error."""
     try:
         from cuda.bindings import nvrtc
 

@@ -3,8 +3,8 @@
 A copy is cut into chunks (submitter.py). The thread submits some chunks of one copy, then some of the next, and
 keeps at most a window of them on the device's queues. So
 
-* a copy of one block does not wait for the ten gigabytes that were asked for before it;
-* a copy that is stopped ends after the chunks that are under way: no further byte moves;
+* a copy of one block does not wait for the ten gigabytes that were requested before it;
+* a stopped copy ends after the chunks already submitted: no further byte moves;
 * the driver's launch queue never fills. A call that finds it full blocks inside the driver, perhaps with the lock of
   the whole context;
 * nothing else waits for this thread, whatever blocks it: each direction of each device has its own.
@@ -12,7 +12,7 @@ keeps at most a window of them on the device's queues. So
 The thread sleeps in cuEventSynchronize until the oldest turn has ended. Its window covers several turns, so the
 device has work while the thread waits for Python's lock.
 
-What the engine has to do first is waited for before a copy comes here (`EventGate`, timeline.py). (docs/adr/0044)
+A copy comes here only once the engine's own work is done (`EventGate`, timeline.py). (docs/adr/0044)
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ TURN_BYTES = 32 * 1024**2  # 0.6 ms of PCIe 5: four such turns outlast the wait 
 # A channel takes about 1024 entries before calls block. A chunk's kernel and events are five, a DMA is one.
 TURN_DMAS = 192
 QUEUE_DMAS = 512  # no further turn while so many are on the queues: a chunk of small blocks may have 448
-PROBE_S = 5.0  # how often an idle device is asked whether it is still there
-MOST_FAILURES = 16  # copies in a row that the driver refuses: a context that was reset under us answers so for ever
-CLOSE_S = 10.0  # how long `stop` waits for a copy that hangs; all others have ended before
+PROBE_S = 5.0  # how often the thread checks that an idle device still answers
+MOST_FAILURES = 16  # copies in a row that the driver refuses: a context that was reset under us never recovers
+CLOSE_S = 10.0  # how long `stop` waits for a copy that hangs; all others have ended by then
 
 Completed = Callable[[TransferError | None], None]
 
@@ -62,12 +62,12 @@ class Copy:
         self.completed = completed
         self.steps: Iterator[Submitted] | None = None
         self.left = plan.nbytes  # bytes that have not been submitted
-        self.released = False  # it has waited for the engine
+        self.released = False  # the engine's work is done
         self.stopped = False
         self._state = [True]  # whoever pops it decides: the pipeline begins the copy, or its owner withdraws it
 
     def withdraw(self) -> bool:
-        """True: it never begins, and `completed` is not called. False: it ends with what is under way."""
+        """True: it never begins, and `completed` is not called. False: it ends after the submitted chunks."""
         self.stopped = True
         return self.take()
 
@@ -114,7 +114,7 @@ class CopyPipeline:
     """One direction. Owns a submitter and a thread, until `close`.
 
     outward: device → host. engine: what copies wait for first. copy_path: see Submitter. lost: called once, in the
-    pipeline's thread, when the device is found to be lost, by a copy or by a look at an idle device.
+    pipeline's thread, when a copy or a probe of the idle device finds that the device is lost.
 
     Creating and closing require the context to be current. Raises TierError.
     """
@@ -161,7 +161,7 @@ class CopyPipeline:
 
     @property
     def waiting_s(self) -> float:
-        """For how long the thread has been in one call to the driver; 0 if it is in none that waits."""
+        """How long the thread has been in one call to the driver; 0 if it is in none that waits."""
         since = self._waiting_since
         return 0.0 if since is None else time.monotonic() - since
 
@@ -195,10 +195,10 @@ class CopyPipeline:
 
     @contextlib.contextmanager
     def _losing(self) -> Iterator[None]:
-        """If the device is lost in here, every copy under way ends with that. So with what nobody expects."""
+        """If the device is lost in here, every running copy ends with that; so with an unexpected error."""
         try:
             yield
-        except Exception as raised:  # noqa: BLE001 - or the thread ends, and no copy ever does
+        except Exception as raised:  # noqa: BLE001 - otherwise the thread ends, and no copy ever does
             error = raised if isinstance(raised, DeviceLost) else DeviceLost(f"the copy pipeline failed: {raised!r}")
             self._is_lost(error)
             ending = [*(copy for _, copy, _ in self._turns if copy is not None), *self._active]
@@ -209,7 +209,7 @@ class CopyPipeline:
                 self._finish(copy, error)
 
     def _admit(self) -> None:
-        """Take the copies that have come; without any other work wait for one."""
+        """Take the copies that have arrived; wait for one if there is no other work."""
         while not self._ended:
             busy = bool(self._active or self._turns)
             try:
@@ -225,7 +225,7 @@ class CopyPipeline:
                 self._begin(copy)
 
     def _probe(self) -> None:
-        """Whether an idle device still does what it is asked."""
+        """Check whether an idle device still works."""
         with self._losing(), self._in_driver():
             event = self._take_event()
             self._driver.record(event, self.submitter.tail)
@@ -259,7 +259,7 @@ class CopyPipeline:
         self._active.append(copy)
 
     def _engine_passed(self, copy: Copy, error: TransferError | None) -> None:
-        """The engine has got there, says the gate's thread."""
+        """The gate's thread reports that the engine's work is done."""
         if error is None:
             copy.released = True
             self._inbox.put(copy)
@@ -344,7 +344,7 @@ class CopyPipeline:
         self._idle_events.append(event)
         if copy is not None:
             if copy.left:
-                problem = problem or Stopped("the copy was stopped before all of it had moved")
+                problem = problem or Stopped("the copy was stopped before it was complete")
             self._finish(copy, problem)
 
     def _quiesce(self) -> None:
@@ -366,7 +366,9 @@ class CopyPipeline:
                 self._inbox.put(None)
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
-            raise CopyHung(f"a copy {'out of' if self.outward else 'into'} the device has not ended; its memory stays")
+            raise CopyHung(
+                f"a copy {'out of' if self.outward else 'into'} the device has not ended; its memory stays allocated"
+            )
 
     def close(self) -> None:
         """`stop`, then free everything. Idempotent. Raises the first TierError, after the rest.

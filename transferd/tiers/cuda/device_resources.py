@@ -36,7 +36,7 @@ class DeviceResources:
     """Context, cache, timelines, kernel, segment table and two pipelines.
 
     handle: map the engine's cache that it names; None: allocate one. event: the event that copies wait for, or 0.
-    timelines: None where the device or the driver cannot share words.
+    timelines: None if the device or the driver cannot share words.
     Creating and closing block. Raises TierError, and RequestError for a handle that does not fit; then nothing is
     left behind.
     """
@@ -88,7 +88,7 @@ class DeviceResources:
             raise
 
     def _with_memory_figures(self, error: BaseException) -> TierError | None:
-        """For an out-of-memory error: one that says how much memory is free, taken before anything is freed again."""
+        """For an out-of-memory error, one that adds how much memory was free before the clean-up; else None."""
         if not isinstance(error, TierError) or error.reason != OUT_OF_MEMORY:
             return None
         with self.driver.current(self.context):
@@ -177,14 +177,14 @@ class DeviceResources:
         return pipeline
 
     def _stop_gates(self) -> None:
-        """Let go of all that waits for the engine. Raises CopyHung."""
+        """Release everything that waits for the engine. Raises CopyHung."""
         if self._engine is not None:
             self._engine.gate.dismiss()
         if self.timelines is not None:
             with contextlib.suppress(DeviceLost):
                 self.timelines.stop()
         if self._engine is not None and not self._engine.gate.ended(CLOSE_S):
-            raise CopyHung("the engine recorded its event and never got there; the device's memory stays")
+            raise CopyHung("the GPU never reached the engine's event; the device's memory stays allocated")
 
     def handle(self) -> DeviceHandle:
         """A handle for an engine that attaches. Raises TierError if an engine allocated the memory."""
@@ -212,7 +212,7 @@ class DeviceResources:
 
     @property
     def waiting_s(self) -> float:
-        """For how long a call to the driver has not come back; 0 if none is under way."""
+        """How long the current call to the driver has taken; 0 if there is none."""
         return max((pipeline.waiting_s for pipeline in self._pipelines), default=0.0)
 
     def statistics(self) -> dict[str, Any]:
@@ -243,7 +243,7 @@ class DeviceResources:
                 hung = hung or error
         if hung is not None:
             raise hung
-        with contextlib.suppress(DeviceLost):  # the driver took everything when it lost the context
+        with contextlib.suppress(DeviceLost):  # the driver freed everything when it lost the context
             try:
                 with self.driver.current(context):
                     self._owned.release()

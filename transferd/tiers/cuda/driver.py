@@ -28,9 +28,9 @@ NO_DRIVER = "no_cuda"  # code of a TierError: no driver, or no device at all
 MAPPED_ALREADY = "already_mapped"  # code of a TierError
 NOT_YET = "gpu_not_ready"  # code of a TierError: the machine's GPUs are still being set up
 
-# What to do about answers that say little by themselves.
+# Remedies for answers that say little by themselves.
 _REMEDIES = {
-    "CUDA_ERROR_SYSTEM_NOT_READY": "the GPUs wait for NVIDIA's fabric manager: systemctl start nvidia-fabricmanager",
+    "CUDA_ERROR_SYSTEM_NOT_READY": "the GPUs need NVIDIA's fabric manager: systemctl start nvidia-fabricmanager",
     "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": "the driver's libraries and kernel module differ: reboot after its upgrade",
     "CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE": "remove the cuda-compat package, or take a driver for this GPU",
     "CUDA_ERROR_DEVICE_UNAVAILABLE": "another process has the GPU in exclusive mode: nvidia-smi -c DEFAULT, or run MPS",
@@ -165,7 +165,7 @@ class Driver(Protocol):
         ...
 
     def wait_value(self, address: int, value: int, stream: int) -> None:
-        """The stream goes on when this 64-bit word, signed, is at least `value`."""
+        """The stream continues once this 64-bit word, signed, is at least `value`."""
         ...
 
     # Work. Asynchronous unless a method says otherwise.

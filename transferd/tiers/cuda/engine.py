@@ -6,7 +6,7 @@
 Frameworks take a DeviceArray without a copy, through `__cuda_array_interface__` (torch.as_tensor, cupy.asarray,
 numba) or DLPack (from_dlpack in torch, paddle and jax). The mapping lives as long as any array over it.
 
-Ordering: push a task when what it names is computed; or let it name a number of a timeline, and have every rank's
+Ordering: push a task once its blocks are computed; or let the task name a number of a timeline, and have every rank's
 process advance that timeline behind the kernels that write or read the blocks:
 
     timeline = Timeline(slot=0)                       # where tasks are pushed
@@ -15,7 +15,7 @@ process advance that timeline behind the kernels that write or read the blocks:
     attached.timelines.advance(after, stream)         # on every rank, behind the kernels
 
 An engine with one process for each daemon and one compute stream may record `Attached.ready` instead and push at once.
-With several ranks that is wrong: nothing orders the record of a rank that is behind before the push (docs/adr/0043).
+With several ranks this is wrong: nothing makes a slow rank record before the push (docs/adr/0043).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from transferd.tiers.cuda.driver import DeviceInfo, Driver
 from transferd.tiers.cuda.timeline import EngineTimelines
 from transferd.tiers.owner import as_data, check_owner, this_process
 
-# Element types by what an exporter may call them; numpy has no bfloat16 and no float8.
+# Element types by the names that exporters use; numpy has no bfloat16 and no float8.
 _ELEMENTS = {
     "f2": "float16",
     "f4": "float32",
@@ -62,7 +62,7 @@ class _Held:
             driver.release(info.index)
             raise
         end = weakref.finalize(self, _unmap, driver, info.index, self.context, self.mapping)
-        end.atexit = False  # a process that ends gives everything back by itself
+        end.atexit = False  # the end of the process frees everything anyway
 
 
 def _unmap(driver: Driver, index: int, context: int, mapping: ipc.Mapping) -> None:
@@ -131,7 +131,7 @@ class ReadyEvent:
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """caches: {plane: [one array per layer]}. ready, timelines: None where they cannot be shared."""
+    """caches: {plane: [one array per layer]}. ready, timelines: None if they cannot be shared."""
 
     caches: dict[str, list[DeviceArray]]
     ready: ReadyEvent | None
@@ -160,9 +160,10 @@ def attach(data: Map[str, Any], driver: Driver | None = None) -> Attached:
 
 
 def timelines(data: Map[str, Any], driver: Driver | None = None) -> EngineTimelines | None:
-    """Map only the timelines of a handle: for the engine that owns the memory itself. None where there are none.
+    """Map only the timelines of a handle: for the engine that owns the memory itself. None if there are none.
 
-    data: of the handle that the daemon gives for the rank after the offer (`Client.device_handle`). Raises as `attach`.
+    data: of the handle that the daemon returns for the rank after the offer (`Client.device_handle`). Raises like
+    `attach`.
     """
     handle = ipc.read(data)
     if handle.timelines is None:
@@ -263,7 +264,7 @@ def export_pages(
     return ipc.as_data(exported)
 
 
-# Settings under which allocators make memory that CUDA IPC cannot share: variable, what it has in it, what to do.
+# Settings that make allocators use memory that CUDA IPC cannot share: variable, text in its value, remedy.
 _ALLOCATORS = (
     ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", "unset it, or set expandable_segments:False"),
     ("PYTORCH_ALLOC_CONF", "expandable_segments:True", "unset it, or set expandable_segments:False"),
@@ -277,7 +278,7 @@ _ALLOCATORS = (
 
 
 def _check_exportable(driver: Driver, caches: Map[str, Sequence[Any]], device: int) -> None:
-    """Raise TierError for the first array that cannot be shared, with what this process could change."""
+    """Raise TierError for the first array that cannot be shared, naming the setting to change."""
     context = driver.retain(device)
     try:
         with driver.current(context):
@@ -294,10 +295,10 @@ def _check_exportable(driver: Driver, caches: Map[str, Sequence[Any]], device: i
 
 
 def _remedy() -> str:
-    """The setting of this process that makes such memory; all that are known where none is found."""
+    """The setting of this process that causes such memory, or, if none is found, all known ones."""
     for variable, text, remedy in _ALLOCATORS:
         if text.lower() in os.environ.get(variable, "").lower():
-            return f"{variable}={os.environ[variable]} does that; {remedy}"
+            return f"{variable}={os.environ[variable]} causes this: {remedy}"
     return (
         "switch off torch's expandable_segments and cudaMallocAsync, vLLM's sleep mode, SGLang's memory saver and "
         "paddle's FLAGS_use_virtual_memory_auto_growth, or let the daemon make the cache (cache.ownership)"

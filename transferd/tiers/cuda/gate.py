@@ -1,7 +1,7 @@
-"""Gates: copies wait here for the engine, outside of the pipelines.
+"""Gates: copies wait here for the engine, outside the pipelines.
 
-A wait that is put on a pipeline's stream holds up everything that is submitted behind it, and for good if the
-engine dies before it gets there. So each thing to wait for has a stream of its own, with nothing else on it, and a
+A wait on a pipeline's stream would hold up everything submitted behind it, and for good if the
+engine dies first. So each thing to wait for has a stream of its own, with nothing else on it, and a
 thread that sleeps until the wait is over. Only then does the copy go to its pipeline (docs/adr/0043).
 """
 
@@ -33,15 +33,15 @@ class GateWait:
         self.passed = passed
 
     def withdraw(self) -> bool:
-        """Wait no longer. False: `passed` has been called, or is about to be."""
+        """Stop waiting. False: `passed` has been called, or is about to be."""
         return self._gate.withdraw(self)
 
 
 class StreamGate:
     """One thing to wait for. Owns a stream, an event and a thread, all made with the first wait, until `close`.
 
-    wait: puts a wait for a value on a stream. Whoever waits for that value or a smaller one passes together.
-    newest: always wait for the largest value that somebody waits for, and not for the smallest. name: of the thread.
+    wait: puts a wait for a value on a stream. All waiters for that value or a smaller one pass together.
+    newest: always wait for the largest requested value, not for the smallest. name: of the thread.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class StreamGate:
             self._fail(error)
 
     def _next(self) -> int | None:
-        """The value to wait for next; None at the end."""
+        """The next value to wait for; None at the end."""
         with self._changed:
             self.waits_for = None
             while not self._waiting and not self._closing:
@@ -132,7 +132,7 @@ class StreamGate:
         return over
 
     def dismiss(self) -> None:
-        """Let nobody in any more; whoever waits gets Closed. The thread ends when its present wait is over."""
+        """Accept no more waiters; those present get Closed. The thread ends when its current wait is over."""
         with self._changed:
             self._closing = True
             over = self._take(lambda _: True)
@@ -141,7 +141,7 @@ class StreamGate:
             held.passed(Closed("the device memory is being closed"))
 
     def ended(self, within: float) -> bool:
-        """Wait for the thread to end. False: its wait on the device is not over."""
+        """Wait for the thread to end. False: it still waits on the device."""
         if self._thread is None:
             return True
         self._thread.join(within)

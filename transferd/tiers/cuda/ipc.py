@@ -10,13 +10,13 @@ The engine may be on either side:
 A handle's data consists of plain types:
 
     device   UUID of the GPU, 32 hex digits: indices differ between processes, the UUID does not
-    owner    who allocated, as owner.as_data() says it
+    owner    the allocating process, as owner.as_data() describes it
     regions  [{handle, offset, nbytes}]: the 64 bytes of a CUDA IPC handle in hex, which names a whole
              allocation; where in it the region starts; how long the region is
     arrays   [{plane, layer, offset, shape, dtype, region}], as for every kind (arrays.py)
-    segments [[offset, block_stride, region], …] instead of arrays, where the layout is pages (pages.py)
-    event    the 64 bytes of a CUDA IPC event handle in hex, or "". Work that was recorded into it is
-             waited for before device blocks are read or written
+    segments [[offset, block_stride, region], …] instead of arrays, if the layout is pages (pages.py)
+    event    the 64 bytes of a CUDA IPC event handle in hex, or "". Copies wait for the work recorded into it
+             before they read or write device blocks
     timelines  the words that an engine advances, in memory of the daemon (timeline.py); nil or absent without them
 
 A process maps an allocation only once, however many handles and regions name it. Closing the last `Mapping`
@@ -112,7 +112,7 @@ class _Allocations:
     """The allocations of other processes that this process has mapped on one device, with a reference count each.
 
     A finalizer may call `give` at any point where the collector runs, even inside a `take` on the same thread. So
-    `give` only queues the handle; whoever holds the lock, or can take it without waiting, works off the queue.
+    `give` only queues the handle; a thread that holds the lock, or can take it without waiting, empties the queue.
     """
 
     def __init__(self) -> None:
@@ -134,7 +134,7 @@ class _Allocations:
         self._settle(driver)
 
     def _settle(self, driver: Driver) -> None:
-        # Whoever holds the lock looks again after letting go of it, so nothing that is noted stays.
+        # A thread checks the queue again after it releases the lock, so no queued handle is left.
         while self._given and self._lock.acquire(blocking=False):
             try:
                 while self._given:
@@ -154,7 +154,7 @@ _allocations: weakref.WeakKeyDictionary[Driver, dict[str, _Allocations]] = weakr
 
 
 def _hint(owner: dict[str, Any]) -> str:
-    """What is known to keep CUDA from mapping the memory of this process; "" if nothing is seen."""
+    """A known reason why CUDA cannot map the memory of that process; "" if none applies."""
     here = this_process()
     if owner.get("namespace") != here.namespace:
         if owner.get("pid") == here.pid:
@@ -166,15 +166,15 @@ def _hint(owner: dict[str, Any]) -> str:
         return ""
     if uid == os.geteuid():
         return ""
-    return f". It runs as user {uid}, this process as {os.geteuid()}: CUDA wants one user for both (User= in the unit)"
+    return f". It runs as user {uid}, this process as {os.geteuid()}: CUDA requires the same user (User= in the unit)"
 
 
 class Mapping:
     """The regions and the event of a handle, mapped here. Owns the mapping until `close`.
 
-    regions: in the handle's order. event: 0 without one, or where it cannot be shared. words: the address of the
+    regions: in the handle's order. event: 0 without one, or if it cannot be shared. words: the address of the
     first timeline; 0 without them. Requires the device's context to be current, in `close` too. Raises RequestError
-    for a handle of another device or of less memory than it says, TierError if it cannot be mapped; then nothing
+    for a handle of another device or of less memory than it claims, TierError if it cannot be mapped; then nothing
     stays mapped.
     """
 
@@ -206,7 +206,7 @@ class Mapping:
             raise
 
     def _open_event(self, handle: CudaHandle) -> None:
-        """An event cannot be opened across containers with a /dev/shm each; memory and timelines can."""
+        """Containers with separate /dev/shm cannot share an event; they can share memory and timelines."""
         try:
             self.event = self._driver.open_event(_bytes_of(handle.event))
         except DeviceLost:
@@ -228,7 +228,7 @@ class Mapping:
         return Region(address + region.offset, region.nbytes)
 
     def _room(self, address: int) -> int | None:
-        """Bytes of a mapped allocation; None where the driver does not say that of memory of others."""
+        """Bytes of a mapped allocation; None if the driver does not report them for another process's memory."""
         try:
             start, nbytes = self._driver.address_range(address)
         except DeviceLost:

@@ -47,7 +47,7 @@ SLOTS = 2
 # twice the cost of a call of the bindings. Shorter ones go in batches.
 LONG = 256 * 1024
 BATCH_MOST = 256  # DMAs in one batch
-STEP_BYTES = 32 * 1024**2  # about so many are submitted at a time
+STEP_BYTES = 32 * 1024**2  # about as many as are submitted at a time
 
 CopyPath = Literal["gather", "straight"]
 Ids = npt.NDArray[np.int64]
@@ -172,14 +172,14 @@ class Submitter:
         self._owned.release()
 
     def quiesce(self) -> None:
-        """Wait until nothing that was submitted still moves."""
+        """Wait until no submitted copy still moves bytes."""
         for stream in (self._kernels, self._copies):
             self._driver.synchronize_stream(stream)
 
     # --- a copy, step by step -----------------------------------------------------------------------
 
     def steps(self, plan: CopyPlan, host: HostMemory) -> Iterator[Submitted]:
-        """Submits one chunk each time it is asked for the next. `tail` is the stream that finishes a chunk last."""
+        """Submits a chunk for each `next`. `tail` is the stream that finishes a chunk last."""
         self.unregistered += not is_registered(host.address)
         moves = plan.moves
         order = None if moves is None else self._order(moves)
@@ -256,7 +256,7 @@ class Submitter:
     # --- blocks, through staging --------------------------------------------------------------------
 
     def _blocks(self, moves: Moves, order: PackedOrder, host: HostMemory) -> Iterator[Submitted]:
-        """What is the same for all chunks is computed once, here: a chunk takes slices of it."""
+        """Compute here, once, what all chunks share: a chunk takes slices of it."""
         driver, cutter = self._driver, order.cutter
         filling, emptying = (self._kernels, self._copies) if self.outward else (self._copies, self._kernels)
         cache_ids, packed, host_ids = moves.source_ids, moves.target, moves.target_ids

@@ -12,8 +12,8 @@ kernel and the device's primary context, which is reference-counted.
 
 The engine's compute and these copies are ordered like this (docs/adr/0012, 0043):
 
-* before a copy: the engine pushes a task once the blocks it names are computed; or the task names a timeline and how
-  far it has to get (`after`), and each rank's process of the engine advances its own. An engine with one process and
+* before a copy: the engine pushes a task once its blocks are computed; or the task names a timeline and a number
+  (`after`), and each rank's process of the engine advances its own timeline. An engine with one process and
   one stream may record the shared event (a field of the handle) and push at once: each copy waits for the last record;
 * after a copy: the daemon sends the result once the host has seen the copy end, so work that the engine starts
   after it has the result sees the bytes.
@@ -43,7 +43,7 @@ from transferd.tiers.extents import Extent, extents_of
 from transferd.tiers.pinning import Pinning
 
 # With 8 MiB a lane takes three times as much of Python's lock (benchmarks/gpu_submission.py), and without MPS kernels
-# get a turn every one to two milliseconds: what lies in the slots has to last for that.
+# get a turn every one to two milliseconds: the slots must hold enough work to last that long.
 SLOT_BYTES = 32 * 1024**2
 
 
@@ -81,9 +81,9 @@ class CudaDeviceTier:
 
     @staticmethod
     def pinning(device: int) -> Pinning:
-        """Pins host memory for this device. Raises TierError without a driver, the device or an NVRTC that fits.
+        """Pins host memory for this device. Raises TierError without a driver, the device or a matching NVRTC.
 
-        It is the first thing that a daemon makes for a rank, so what cannot work is said before memory is allocated.
+        A daemon makes this first for each rank, so such errors come before any memory is allocated.
         """
         pinning = CudaPinning(device)
         check_fit(open_driver().version, nvrtc_major())
@@ -97,7 +97,7 @@ class CudaDeviceTier:
 
     @property
     def resources(self) -> DeviceResources:
-        """What the tier has on its device, for measurements and checks. Raises TierError if it is not open."""
+        """The tier's resources on its device, for measurements and checks. Raises TierError if it is not open."""
         if self._resources is None:
             raise TierError(f"the device memory of rank {self.rank} is not open")
         return self._resources
@@ -143,7 +143,9 @@ class CudaDeviceTier:
     async def reached(self, after: tuple[int, int]) -> None:
         timelines = self.resources.timelines
         if timelines is None:
-            raise RequestError(f"device {self.device} has no timelines: push tasks when computed", code="no_timelines")
+            raise RequestError(
+                f"device {self.device} has no timelines: push tasks once their blocks are computed", code="no_timelines"
+            )
         slot, value = after
         if timelines.reached(slot) >= value:
             return
@@ -176,7 +178,7 @@ class CudaDeviceTier:
         return self.resources.with_timelines(handle)
 
     def extents(self) -> list[Extent]:
-        """By address: a process maps an allocation once (ipc.py), and no two have the same address."""
+        """Identified by address: a process maps an allocation once (ipc.py), and no two have the same address."""
         return extents_of(self._layout, self.arena, self.resources.info.uuid)
 
     async def close(self) -> None:
@@ -185,13 +187,13 @@ class CudaDeviceTier:
             await self._threads.run(Direction.IN, resources.close, "closing device memory")
 
     def statistics(self) -> dict[str, Any]:
-        """bytes of the cache; if open also of staging, the device's name, and copies by direction and path."""
+        """Bytes of the cache; if open, also of staging, the device's name, and copies by direction and path."""
         report: dict[str, Any] = {"bytes": self._layout.device.extent, "open": self._resources is not None}
         return report | (self._resources.statistics() if self._resources is not None else {})
 
 
 class _CopyEnd(asyncio.Future[None]):
-    """The end of a copy. Cancelling withdraws the copy; if some of it moves already, its end is still waited for."""
+    """The end of a copy. Cancelling withdraws the copy; if some of it is moving already, wait for its end."""
 
     copy: Copy
 

@@ -3,11 +3,11 @@
 A rank has SLOTS timelines, one 64-bit word each, in memory of the daemon that its handle names. The engine's process
 of that rank puts the write of a larger number on its compute stream (`EngineTimelines.advance`). A task names a
 timeline and a number (`after`, made by client.timeline); on each rank its copies begin once that rank's word has
-reached the number. So the order of the task's push and the rank's write does not matter: a rank that is a step behind
-is waited for, and a later step of another stream has another word. (docs/adr/0043)
+reached the number. So the order of the task's push and the rank's write does not matter: copies wait for a rank that
+is a step behind, and a later step of another stream has another word. (docs/adr/0043)
 
-The daemon owns the words, so nobody's death takes them away. The wait for a word is on a stream of its own (gate.py),
-so it holds up no copy but those of its task, and before the daemon frees the words it lets go of every wait itself.
+The daemon owns the words, so they survive an engine's death. The wait for a word is on a stream of its own (gate.py),
+so it holds up only copies of its task. Before the daemon frees the words, it ends every wait itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transferd.tiers.cuda.gate import CLOSE_S, GateWait, Passed, StreamGate
 from transferd.tiers.cuda.ipc import ExportedTimelines
 from transferd.tiers.cuda.owned import CopyHung, Owned
 
-STRIDE = 64  # bytes from word to word: the two sides of a GPU's memory system never share a line of two words
+STRIDE = 64  # bytes from word to word, so that two words never share a line of the GPU's memory system
 # An allocation of less than 2 MiB shares its pages with others, and the other process would map those, too.
 NBYTES = 2 * 1024**2
 END = 2**63 - 1  # larger than every number that a task may name
@@ -42,7 +42,7 @@ class Timelines:
         try:
             self._words = driver.allocate(NBYTES)
             self._owned.add(lambda: driver.free(self._words))
-            # Made before any wait: it lets go of waits, so nothing may ever be ahead of it.
+            # Made before any wait: this stream ends waits, so nothing may ever be ahead of it.
             self._release = driver.create_stream(urgent=True)
             self._owned.add(lambda: driver.destroy_stream(self._release))
             driver.fill(self._words, 0, NBYTES, self._release)
@@ -78,11 +78,11 @@ class Timelines:
 
     @property
     def waiting(self) -> dict[int, int]:
-        """The timelines that are waited for now, each with the number."""
+        """The timelines that have waiters now, each with the number."""
         return {slot: gate.waits_for for slot, gate in self._gates.items() if gate.waits_for is not None}
 
     def stop(self) -> None:
-        """End every wait, whatever has become of the engine. Idempotent. Raises CopyHung if a wait goes on."""
+        """End every wait, even if the engine is dead. Idempotent. Raises CopyHung if a wait does not end."""
         for gate in self._gates.values():
             gate.dismiss()
         stuck = [slot for slot, gate in self._gates.items() if not gate.ended(0.0)]
@@ -90,7 +90,7 @@ class Timelines:
             self._let_go(stuck)
         for slot in stuck:
             if not self._gates[slot].ended(CLOSE_S):
-                raise CopyHung(f"the wait for timeline {slot} does not end; the device's memory stays")
+                raise CopyHung(f"the wait for timeline {slot} does not end; the device's memory stays allocated")
 
     def _let_go(self, slots: list[int]) -> None:
         end = ctypes.c_int64(END)
@@ -123,9 +123,9 @@ class EngineTimelines:
         self._owner = owner  # keeps the mapping
 
     def advance(self, after: tuple[int, int], stream: int) -> None:
-        """Write, behind all that is on this CUDA stream (its address) by now, that the timeline has got so far.
+        """Advance the timeline behind all work that is on this CUDA stream (its address) now.
 
-        after: what the tasks name that have to wait for this work (`client.timeline`). Call it on every rank. It puts
+        after: the pair that the waiting tasks name (`client.timeline`). Call it on every rank. It puts
         one small write on the stream and waits for nothing. Raises RequestError, TierError.
         """
         slot, value = after

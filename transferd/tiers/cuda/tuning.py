@@ -1,10 +1,11 @@
-"""How copies share a GPU with its engine: the figures that a measurement on each kind of GPU decides.
+"""How copies share a GPU with its engine: figures that depend on the kind of GPU and must be measured there.
 
-Kernels of two processes take turns unless NVIDIA's MPS runs, so the best grid depends on that: under MPS the kernel
-leaves most multiprocessors to the engine; without it the engine waits for its end in any case, and it should come soon.
+Kernels of two processes take turns unless NVIDIA's MPS runs, so the best grid depends on MPS: with it, the kernel
+leaves most multiprocessors to the engine; without it, the engine waits for the kernel's end anyway, which should come
+soon.
 
-MEASURED has what `make gpu-check` found with a busy neighbour, by the beginning of a GPU's name and whether MPS runs.
-It is empty: no GPU was measured yet. The defaults are from published figures, and each says which.
+MEASURED has the results of `make gpu-check` with a busy neighbour, by the beginning of a GPU's name and whether MPS
+runs. It is empty: no GPU has been measured yet. The defaults come from published figures, and each says which.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ _MPS_DIRECTORY = "/tmp/nvidia-mps"
 class Tuning:
     """grid: thread blocks of the kernel, at most. long_run: mean bytes of a run from which copies go straight.
 
-    dma_most: bytes of one DMA. A copy engine has no priorities and breaks no DMA off: the engine's own small copies
-    wait for it. 4 MiB are 80 us of PCIe 5, and starting a DMA costs half a microsecond (LMCache's figure).
+    dma_most: bytes of one DMA. A copy engine has no priorities and never interrupts a DMA: the engine's own small
+    copies wait for it. 4 MiB are 80 us of PCIe 5, and starting a DMA costs half a microsecond (LMCache's figure).
     """
 
     grid: int
@@ -36,14 +37,14 @@ MEASURED: dict[tuple[str, bool], Tuning] = {}
 
 
 def tuning_for(info: DeviceInfo, *, mps: bool) -> Tuning:
-    """What was measured for this GPU, or the defaults."""
+    """The figures measured for this GPU, or the defaults."""
     for (name, beside_mps), tuning in MEASURED.items():
         if beside_mps == mps and info.name.startswith(name):
             return tuning
-    # A third of an H100's multiprocessors outruns a bus ten times; two blocks on each are what fills the GPU.
+    # A third of an H100's multiprocessors is ten times faster than the bus; two blocks on each fill the GPU.
     return Tuning(grid=max(1, info.multiprocessors // 3) if mps else 2 * info.multiprocessors)
 
 
 def mps_runs() -> bool:
-    """Whether a CUDA process that starts here becomes a client of MPS: its control daemon has a pipe for us."""
+    """Whether a CUDA process started here becomes a client of MPS: whether the control daemon's pipe exists."""
     return (Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or _MPS_DIRECTORY) / "control").exists()
