@@ -71,6 +71,7 @@ def test_a_sound_machine_has_nothing_but_ok(tree: dict[str, Any] | None) -> None
 
 SICK: list[tuple[str, Level, Machine, dict[str, Any] | None, str]] = [
     ("memlock", Level.WARN, Sound(limit=lambda _: 8 * 2**20), None, "this user may pin 8.0 MiB"),
+    ("engines", Level.WARN, Sound(), {"engines": {"host_memory": "4096TiB"}}, "there is room for"),
     ("hugepages", Level.WARN, Sound(files={HUGE: "always madvise [never]"}), None, "transparent huge pages are off"),
     ("/dev/shm", Level.FAIL, Sound(space=lambda _: (64 * 2**20, 2**20)), None, "16.0 MiB needed, 1.0 MiB free"),
     ("numa", Level.WARN, Sound(files={"/proc/sys/kernel/numa_balancing": "1"}), None, "2 nodes"),

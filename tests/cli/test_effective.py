@@ -47,3 +47,10 @@ def test_a_configuration_of_defaults_says_so_and_all_of_it_is_toml() -> None:
     text = comments(config, build(config).sizes, {})
     assert "Every setting has its default." in text
     assert tomllib.loads(text) == {}
+
+
+def test_what_engines_that_register_may_take_is_told() -> None:
+    for tree in ({}, {"cache": {}}):
+        config = from_tree(tree | {"engines": {"host_memory": "3GiB", "host_memory_each": "1GiB"}})
+        told = "# Engines that register: 3.0 GiB of host memory for all of them, at most 1.0 GiB for each."
+        assert told in comments(config, build(config).sizes, {}).splitlines()

@@ -245,6 +245,17 @@ def test_sizes_are_held_against_the_memory_of_this_machine(tmp_path: Path, monke
     assert refusal({"cache": {"device_blocks": blocks}}).startswith("cache.device_blocks: the ranks need ")
 
 
+def test_engines_that_register_may_take_what_the_daemon_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = tmp_path / "memory.max"
+    limit.write_text(f"{2**30}\n")
+    monkeypatch.setattr(preflight, "MEMORY_LIMIT", limit)
+    config = from_tree({"cache": {}, "storage": {"backend": "none"}})
+    sizes = build(config).sizes
+    assert preflight.host_memory(config, sizes) == (2**30 - sizes.memory,) * 2
+    config = from_tree({"engines": {"host_memory": "1GiB", "host_memory_each": "256MiB"}})
+    assert preflight.host_memory(config, sizes) == (2**30, 2**28)
+
+
 def test_a_package_that_is_missing_is_said_before_a_master_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     tree = {"storage": {"backend": "mooncake", "mooncake": {"master_server_addr": "192.0.2.1:1"}}}

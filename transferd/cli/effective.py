@@ -7,7 +7,7 @@ from typing import Any
 
 from transferd.config import CacheSection, Config, to_tree
 from transferd.config.toml import to_toml
-from transferd.daemon.preflight import Sizes
+from transferd.daemon.preflight import Sizes, host_memory
 from transferd.errors import one_line
 from transferd.observability.units import size
 
@@ -21,6 +21,7 @@ def _memory(config: Config, sizes: Sizes) -> Iterator[str]:
     yield ""
     if config.cache is None:
         yield "There is no [cache]: the daemon waits for engines to register, and allocates host memory for each."
+        yield _budget(config, sizes)
         return
     ranks = config.cache.ranks
     yield f"A block of one rank has {sizes.block} bytes. Memory at the start:"
@@ -34,6 +35,12 @@ def _memory(config: Config, sizes: Sizes) -> Iterator[str]:
         yield f"{name:28}{size(nbytes / ranks):>12}{size(nbytes):>12}"
     yield f"{'lent to a Mooncake pool':28}{'':12}{size(sizes.pool):>12}"
     yield f"{'in all':28}{'':12}{size(sizes.memory):>12}   ({sizes.memory} bytes)"
+    yield _budget(config, sizes)
+
+
+def _budget(config: Config, sizes: Sizes) -> str:
+    most, each = host_memory(config, sizes)
+    return f"Engines that register: {size(most)} of host memory for all of them, at most {size(each)} for each."
 
 
 def _chosen(config: Config, origins: Mapping[str, str]) -> Iterator[str]:

@@ -107,7 +107,7 @@ class Daemon:
             ran=None if self.traces is None else _ran(self.traces),
             inline_check_bytes=inline_check_bytes,
         )
-        self.engines = Engines(config, shared, plan.engine)
+        self.engines = Engines(config, shared, plan.engine, plan.sizes)
         self.server = self._build_server()
         self.started_at = clock.monotonic()
 

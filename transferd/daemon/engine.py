@@ -76,7 +76,7 @@ class Shared:
     ran: Callable[[str], Callable[[str, Ran], None]] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Registrant:
     """What a client asked for, and the user that it runs as; None where the socket does not know."""
 

@@ -31,10 +31,11 @@ import structlog
 
 from transferd.config import CacheSection, Config, PdSection
 from transferd.config.rules import check_cache
+from transferd.control.host_budget import HostBudget
 from transferd.control.total import Total
 from transferd.daemon.clients import KnownClient
 from transferd.daemon.engine import HostedEngine, Registrant, Shared
-from transferd.daemon.preflight import EnginePlan, available_memory, build_engine
+from transferd.daemon.preflight import EnginePlan, Sizes, build_engine, host_memory
 from transferd.errors import ConfigError, EngineGone, RequestError, TransferError
 from transferd.runtime.threads import Direction
 from transferd.tasks import DEFAULT_ENGINE, ErrorInfo
@@ -68,18 +69,23 @@ class Departed:
 class Engines:
     """Registers, finds and dismisses engines. Changed on the loop only. Owns every engine until it has left.
 
-    total: what all engines have admitted. closed: no engine comes any more; the daemon stops.
+    total: what all engines have admitted. host: the memory of those that register. closed: no engine comes any more;
+    the daemon stops.
     """
 
-    def __init__(self, config: Config, shared: Shared, default: EnginePlan | None) -> None:
-        """default: the plan of [cache], if there is one. Raises ConfigError."""
+    def __init__(self, config: Config, shared: Shared, default: EnginePlan | None, sizes: Sizes) -> None:
+        """default: the plan of [cache], if there is one. sizes: what the daemon and that engine take.
+
+        Raises ConfigError.
+        """
         self._config = config
         self._shared = shared
         self._epochs = itertools.count(1)
         server = config.server
         self.total = Total(server.max_queued_tasks, server.max_queued_bytes, server.max_inflight_bytes)
+        self.host = HostBudget(*host_memory(config, sizes))
         self._by_name: dict[str, HostedEngine] = {}
-        self._building: dict[str, int] = {}  # name: bytes of host memory
+        self._building: set[str] = set()
         self._leaving: dict[HostedEngine, asyncio.Task[None]] = {}
         self._work: set[asyncio.Task[Any]] = set()
         self.closed = False
@@ -222,12 +228,10 @@ class Engines:
             raise RequestError(f"a registration's token has at least {LEAST_TOKEN} characters", code="bad_value")
         config = self._configured(asked)
         plan = _planned(config)
-        nbytes = plan.sizes.memory
-        self._check_memory(name, nbytes)
-        self._building[name] = nbytes
-        engine: HostedEngine = await self._finished(
-            self._build(name, config, plan, Registrant(asked, self.uid_of(peer)))
-        )
+        registrant = Registrant(asked, self.uid_of(peer))
+        self.host.book(registrant, name, plan.sizes.memory)
+        self._building.add(name)
+        engine: HostedEngine = await self._finished(self._build(name, config, plan, registrant))
         if self._by_name.get(name) is engine:
             self.join(peer, client, name, engine.token)
             self.hold(client)
@@ -239,10 +243,14 @@ class Engines:
         )
         try:
             engine = await self._shared.threads.run(Direction.IN, make, "making an engine")
+        except BaseException:
+            self.host.give_back(registration)
+            raise
         finally:
-            del self._building[name]
+            self._building.remove(name)
         if self.closed:
             await engine.end(ErrorInfo("shutdown", "the daemon is shutting down"))
+            self.host.give_back(registration)
             raise TransferError("the daemon is shutting down", code="shutdown")
         self._by_name[name] = engine
         self.total.engines.append(engine.dispatcher)
@@ -277,18 +285,6 @@ class Engines:
     def _registered(self) -> list[HostedEngine]:
         """Those whose memory was not there from the start."""
         return [engine for engine in self.all if engine.registration is not None]
-
-    def _check_memory(self, name: str, nbytes: int) -> None:
-        engines = self._config.engines
-        most = engines.host_memory or available_memory()
-        each = engines.host_memory_each or most
-        taken = sum(engine.nbytes for engine in self._registered) + sum(self._building.values())
-        if nbytes > each:
-            what = f"the engine {name!r} needs {nbytes} bytes of host memory, one may have {each}"
-            raise RequestError(f"{what} (engines.host_memory_each)", code="no_room")
-        if taken + nbytes > most:
-            what = f"the engine {name!r} needs {nbytes} bytes of host memory, {max(0, most - taken)} are left of {most}"
-            raise TransferError(f"{what} (engines.host_memory)", code="no_room")
 
     def _configured(self, asked: wire.Register) -> Config:
         """The daemon's configuration, with this engine's cache, model and generation. Raises RequestError."""
@@ -358,6 +354,7 @@ class Engines:
         finally:
             del self._leaving[engine]
             self.departed.take(engine)
+            self.host.give_back(engine.registration)
 
     async def settled(self) -> None:
         """Wait until every engine that leaves has left."""

@@ -229,6 +229,13 @@ def _examine_memory(config: Config, sizes: Sizes) -> None:
         raise ConfigError(key, problem, values[key][1])
 
 
+def host_memory(config: Config, sizes: Sizes) -> tuple[int, int]:
+    """Bytes for all engines that register, and for each. sizes: what the daemon itself takes."""
+    engines = config.engines
+    most = engines.host_memory or max(0, available_memory() - sizes.memory)
+    return most, min(engines.host_memory_each or most, most)
+
+
 def available_memory() -> int:
     """Bytes of this machine, or of the control group that this process may use up."""
     match = re.search(r"^MemTotal:\s+(\d+) kB", MEMORY.read_text(), re.MULTILINE)

@@ -54,7 +54,7 @@ def stats(daemon: Daemon) -> dict[str, Any]:
         "barrier": _barrier(engines, own),
         "refused": daemon.refused(),
         "cache": NO_CACHE if own is None else own.cache.statistics(),
-        "host": _host(engines, own),
+        "host": _host(engines, own) | {"budget": daemon.engines.host.statistics()},
         "degraded": [reason for engine in engines for reason in _degraded(engine)],
         "staging": _staging(engines),
         "memory": _memory(daemon, each),

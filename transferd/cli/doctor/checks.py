@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from transferd.cli.doctor.machine import NO_LIMIT, Machine
 from transferd.config import Config
-from transferd.daemon.preflight import SHARED_MEMORY, Plan
+from transferd.daemon.preflight import SHARED_MEMORY, Plan, available_memory, host_memory
 from transferd.errors import ConfigError
 from transferd.observability.units import size
 from transferd.runtime.address import host_and_port
@@ -86,6 +86,17 @@ def memlock(patient: Patient) -> Finding:
         return ok("memlock", f"{size(needed)} of host memory can be pinned")
     what = f"{size(needed)} of host memory should be pinned, but this user may pin {size(limit)}: copies are slower"
     return warn("memlock", what, "set LimitMEMLOCK=infinity in the unit, or ulimit -l unlimited")
+
+
+def engines(patient: Patient) -> Finding:
+    """What engines that register may take, beside what the daemon takes itself."""
+    most, each = host_memory(patient.config, patient.plan.sizes)
+    there = max(0, available_memory() - patient.plan.sizes.memory)
+    what = f"{size(most)} of host memory for all that register, {size(each)} for each"
+    if most <= there:
+        return ok("engines", what)
+    remedy = f"set engines.host_memory to {there} or less"
+    return warn("engines", f"{what}; beside the daemon's own there is room for {size(there)}", remedy)
 
 
 def hugepages(patient: Patient) -> Finding:
@@ -266,6 +277,6 @@ def socket(patient: Patient) -> Finding:
 
 
 CHECKS: tuple[Callable[[Patient], Finding], ...] = (
-    versions, memlock, hugepages, shared_memory, numa, store, direct_io, threads, descriptors, socket, gpu, cuda_ipc,
-    mooncake, clock,
+    versions, memlock, engines, hugepages, shared_memory, numa, store, direct_io, threads, descriptors, socket, gpu,
+    cuda_ipc, mooncake, clock,
 )  # fmt: skip

@@ -1,0 +1,53 @@
+"""The host memory of engines that register: one budget for all of them, and a quota for each.
+
+An engine is booked before a byte is allocated, and its share returns when its memory has been freed. So engines that
+are being made and engines that are leaving count, and the sum never passes the budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from transferd.errors import RequestError, TransferError
+
+
+class HostBudget:
+    """Books bytes of host memory: host blocks, staging, and a device cache that the daemon makes in shared memory.
+
+    most: for all engines together. each: for one of them. taken: booked now.
+    """
+
+    def __init__(self, most: int, each: int = 0) -> None:
+        """each: 0 for no quota within `most`."""
+        self.most = most
+        self.each = min(each or most, most)
+        self._booked: dict[Hashable, int] = {}
+
+    @property
+    def taken(self) -> int:
+        return sum(self._booked.values())
+
+    @property
+    def left(self) -> int:
+        return max(0, self.most - self.taken)
+
+    def book(self, holder: Hashable, name: str, nbytes: int) -> None:
+        """Take `nbytes` for the engine called `name`, until `give_back(holder)`.
+
+        Raises RequestError where it can never have so much, TransferError where it might later; both `no_room`.
+        """
+        what = f"the engine {name!r} needs {nbytes} bytes of host memory (host_blocks, staging)"
+        if nbytes > self.each:
+            raise RequestError(f"{what}, one may have {self.each} (engines.host_memory_each)", code="no_room")
+        if nbytes > self.left:
+            told = f"{what}, {self.left} are left of {self.most} for all engines (engines.host_memory)"
+            raise TransferError(told, code="no_room")
+        self._booked[holder] = nbytes
+
+    def give_back(self, holder: Hashable) -> None:
+        """Its memory is free again. Does nothing if it holds none."""
+        self._booked.pop(holder, None)
+
+    def statistics(self) -> dict[str, int]:
+        """In bytes: most, each, taken, left."""
+        return {"most": self.most, "each": self.each, "taken": self.taken, "left": self.left}
