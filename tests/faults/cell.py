@@ -55,6 +55,11 @@ class Cell:
         return f"{self.backend}, {self.phase}, {self.fault}, {self.victim}"
 
     @property
+    def shared(self) -> bool:
+        """The fault is in what all engines use, so others may hear of it."""
+        return self.victim != "engine"
+
+    @property
     def forgets(self) -> bool:
         """With this process the pool loses objects; a cache may, and no result may then claim them."""
         return self.fault == "kill -9" and self.victim in POOL
@@ -71,7 +76,10 @@ CELLS = [
 
 @dataclass
 class Row:
-    """What became of a cell. told: the engine's result. problems: empty for a green cell."""
+    """What became of a cell. told: the engine's result. problems: empty for a green cell.
+
+    beside: what the second engine was told meanwhile, a status or a code, and how often.
+    """
 
     cell: Cell
     told: str = ""
@@ -80,6 +88,7 @@ class Row:
     checked: int = 0  # keys read back
     gone: int = 0  # of those that a result had called stored, now a miss
     wrong: int = 0
+    beside: dict[str, int] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
 

@@ -19,6 +19,7 @@ answer that does not come within GATE_TIMEOUT_S) a gate is open.
 | load    | half of the objects of a get are loaded |
 | scatter | half of the runs of a copy into device memory are done |
 | result  | a copy into device memory is complete, the rank has not been told yet |
+| round   | in the bystander (bystander.py), between two rounds of its tasks |
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from transferd.tiers.shm import ShmDeviceTier
 
 VARIABLE = "TRANSFERD_FAULT_GATES"
 GATE_TIMEOUT_S = 180.0
+MODEL = "faults"  # of the engine that faults are for
 
 
 async def gate(phase: str, **told: Any) -> str:
@@ -88,16 +90,25 @@ class _Gated(Storage):
     """Before a backend: puts and gets pause halfway. Lookups pause before they begin, where the backend has them."""
 
     async def put(self, blobs: Sequence[Blob]) -> list[Outcome]:
+        if not _meant(blobs[0].name):
+            return await super().put(blobs)
         middle = len(blobs) // 2
         first = await super().put(blobs[:middle])
         await gate("store", rank=_rank(blobs[0].name))
         return first + await super().put(blobs[middle:])
 
     async def get(self, blobs: Sequence[Blob]) -> list[Outcome]:
+        if not _meant(blobs[0].name):
+            return await super().get(blobs)
         middle = len(blobs) // 2
         first = await super().get(blobs[:middle])
         await gate("load", rank=_rank(blobs[0].name))
         return first + await super().get(blobs[middle:])
+
+
+def _meant(name: str) -> bool:
+    """Whether an object belongs to the engine that faults are for; the bystander's pass."""
+    return name.startswith(f"{MODEL}/")
 
 
 def _rank(name: str) -> int:
@@ -109,7 +120,8 @@ class GatedFile(_Gated, FileStorage):
 
     def look_up(self, names: Sequence[str], use: Use) -> Awaitable[list[bool]]:  # type: ignore[override]
         async def gated() -> list[bool]:
-            await gate("match", rank=_rank(names[0]))
+            if _meant(names[0]):
+                await gate("match", rank=_rank(names[0]))
             return await FileStorage.look_up(self, names, use)
 
         return gated()
@@ -119,5 +131,6 @@ class GatedMooncake(_Gated, MooncakeStorage):
     """The Mooncake backend with gates."""
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
-        await gate("match", rank=_rank(names[0]))
+        if _meant(names[0]):
+            await gate("match", rank=_rank(names[0]))
         return await super().exists(names)

@@ -45,6 +45,7 @@ class Keeper:
         self._seen: list[Message] = []
         self._reached = asyncio.Event()
         self._idle: asyncio.Queue[Passage] = asyncio.Queue()
+        self.rounds: asyncio.Queue[Passage] = asyncio.Queue()  # of the bystander (watch.py)
         self._handlers: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
@@ -53,8 +54,9 @@ class Keeper:
     async def close(self) -> None:
         """Open every gate and stop listening."""
         self.release()
-        while not self._idle.empty():
-            self._idle.get_nowait().go("end")
+        for waiting in (self._idle, self.rounds):
+            while not waiting.empty():
+                waiting.get_nowait().go("end")
         if self._server is not None:
             self._server.close()
             await self._server.wait_closed()
@@ -68,8 +70,8 @@ class Keeper:
         phase = message["phase"]
         self.passed[phase] += 1
         passage = Passage(message, writer)
-        if phase == "idle":
-            self._idle.put_nowait(passage)
+        if phase in ("idle", "round"):
+            (self._idle if phase == "idle" else self.rounds).put_nowait(passage)
             return
         if phase != self._phase:
             passage.go()

@@ -2,9 +2,10 @@
 
     python -m tests.faults.matrix [--only WORD …] [--scenarios WORD …] [--write]
 
---only: cells whose name has every word, such as `--only file 'kill -9'`, and nothing else. --scenarios: of what runs
-out or goes wrong, what has one of the words in its name, and nothing else. --write: the tables go to docs/faults.md
-and docs/faults.json; with --scenarios only the rows that ran. Exit code 1 when something is red.
+--only: cells whose name has every word, such as `--only file 'kill -9'`, and nothing else (`--only ,` for every cell).
+--scenarios: of what runs out or goes wrong, what has one of the words in its name, and nothing else. --write: the
+tables go to docs/faults.md and docs/faults.json; with --scenarios only the rows that ran, with --only not the other
+table. Exit code 1 when something is red.
 """
 
 from __future__ import annotations
@@ -87,9 +88,10 @@ def main() -> int:
         findings_now = table.merge_json(DOCS / "faults.json", findings, ALL_SCENARIOS)
         table.replace_section(DOCS / "faults.md", "resources", f"\n{table.resources(findings_now)}\n")
     elif options.write:
-        table.write_json(DOCS / "faults.json", rows, findings)
+        table.write_json(DOCS / "faults.json", rows, None if options.only else findings)
         table.replace_section(DOCS / "faults.md", "matrix", f"\n{summary}\n\n{table.markdown(rows)}\n")
-        table.replace_section(DOCS / "faults.md", "resources", f"\n{table.resources(findings)}\n")
+        if not options.only:
+            table.replace_section(DOCS / "faults.md", "resources", f"\n{table.resources(findings)}\n")
     red = any(row.problems for row in rows) or any(finding.problems for _, finding in findings)
     return 1 if red or not (rows or findings) else 0
 

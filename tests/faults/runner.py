@@ -9,7 +9,8 @@ The order of a cell:
 4. what died is started again, and within RECOVERY_S the daemon serves as before;
 5. the checks (judge.py): exactly one result, in time, claiming nothing that is not so; every key ever
    written is right byte for byte or a miss; nothing runs, staging is empty, no shared memory of the dead is
-   left; the engine's next task goes well.
+   left; the engine's next task goes well; the second engine has noticed nothing but faults of what it shares
+   (watch.py).
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from tests.faults.cell import (
 from tests.faults.contents import DEVICE_BLOCKS
 from tests.faults.keeper import Passage
 from tests.faults.operator import Operator
+from tests.faults.watch import Watch
 from tests.faults.world import World
 from transferd import Status, TransferError
 from transferd.cli.pool.local import freeze, thaw
@@ -50,6 +52,7 @@ class Runner:
     def __init__(self, world: World) -> None:
         self.world = world
         self.operator = Operator(world.endpoint)
+        self.watch = Watch(world)
         self._idle: Passage | None = None
         self._cells = 0
 
@@ -57,6 +60,7 @@ class Runner:
         try:
             await self.world.open()
             await self.operator.open()
+            await self.watch.open(GATE_S)
         except BaseException:
             await self.world.close()
             raise
@@ -65,6 +69,7 @@ class Runner:
     async def __aexit__(self, *_: object) -> None:
         if self._idle is not None:
             self._idle.go("end")
+        self.watch.close()
         await self.operator.close()
         await self.world.close()
 
@@ -78,6 +83,7 @@ class Runner:
             row.problems.append(f"{type(error).__name__}: {error}")
         finally:
             self.world.keeper.release()
+            self.watch.go()
         return row
 
     async def _run(self, cell: Cell, row: Row) -> None:
@@ -85,6 +91,7 @@ class Runner:
         await operator.served(RECOVERY_S)
         keys = await self._prepared(cell)
         await self._engine_idle(GATE_S)
+        self.watch.begin()
         task_id, old_daemon = f"cell-{self._cells}", world.pid("daemon")
         if cell.phase == "push":
             await operator.client.pause()  # so that the task is there and has certainly not begun
@@ -104,7 +111,9 @@ class Runner:
         row.served_s = time.monotonic() - began
         if row.gone and not cell.forgets:
             row.problems.append(f"{row.gone} keys that were called stored are gone")
+        await self.watch.judge(cell, row, RECOVERY_S)
         row.problems += await operator.left_over()
+        self.watch.go()
         if cell.fault == "kill -9" and cell.victim == "daemon":
             row.problems += [f"shared memory left behind: {name}" for name in world.shared_memory_of(old_daemon)]
             row.problems += [f"half a file left behind: {name}" for name in world.half_files()]

@@ -11,7 +11,8 @@ import json
 import os
 import platform
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ def line(row: Row) -> str:
     verdict = "green" if not row.problems else f"RED: {'; '.join(row.problems)}"
     return (
         f"{row.cell.name:45} told {row.told or '-':28} after {result:8} served {served:8} "
-        f"checked {row.checked:3} gone {row.gone:3} wrong {row.wrong} {verdict}"
+        f"checked {row.checked:3} gone {row.gone:3} wrong {row.wrong} beside {_beside([row])} {verdict}"
     )
 
 
@@ -43,9 +44,10 @@ def machine() -> dict[str, Any]:
     }
 
 
-def write_json(path: Path, rows: Sequence[Row], findings: Sequence[tuple[Scenario, Finding]]) -> None:
-    """Everything that was found, for programs."""
-    _write(path, {"machine": machine(), "cells": [asdict(row) for row in rows], "resources": _plain(findings)})
+def write_json(path: Path, rows: Sequence[Row], findings: Sequence[tuple[Scenario, Finding]] | None) -> None:
+    """Everything that was found, for programs. findings: None keeps those that the file has."""
+    resources = json.loads(path.read_text(encoding="utf-8"))["resources"] if findings is None else _plain(findings)
+    _write(path, {"machine": machine(), "cells": [asdict(row) for row in rows], "resources": resources})
 
 
 def merge_json(
@@ -71,8 +73,8 @@ def _write(path: Path, body: dict[str, Any]) -> None:
 def markdown(rows: Sequence[Row]) -> str:
     """One line for each backend, process and fault; one column for each phase."""
     lines = [
-        f"| storage | process | fault | {' | '.join(PHASES)} | served again | gone | wrong |",
-        f"|{'---|' * (len(PHASES) + 6)}",
+        f"| storage | process | fault | {' | '.join(PHASES)} | served again | gone | wrong | the second engine |",
+        f"|{'---|' * (len(PHASES) + 7)}",
     ]
     groups: dict[tuple[str, str, str], dict[str, Row]] = {}
     for row in rows:
@@ -81,8 +83,15 @@ def markdown(rows: Sequence[Row]) -> str:
         answers = [_answer(of_phase[phase]) if phase in of_phase else "" for phase in PHASES]
         served = max(row.served_s or 0.0 for row in of_phase.values())
         gone, wrong = (sum(getattr(row, name) for row in of_phase.values()) for name in ("gone", "wrong"))
-        lines.append(f"| {' | '.join([*group, *answers])} | {served:.1f} s | {gone} | {wrong} |")
+        beside = _beside(of_phase.values())
+        lines.append(f"| {' | '.join([*group, *answers])} | {served:.1f} s | {gone} | {wrong} | {beside} |")
     return "\n".join(lines)
+
+
+def _beside(rows: Iterable[Row]) -> str:
+    """What the second engine was told, and how often: most often first."""
+    told = sum((Counter(row.beside) for row in rows), Counter[str]())
+    return ", ".join(f"{count} {what}" for what, count in told.most_common())
 
 
 def _answer(row: Row) -> str:
@@ -110,10 +119,12 @@ def resources(findings: Sequence[tuple[Scenario, Finding]]) -> str:
 def summary(rows: Sequence[Row], seconds: float) -> str:
     where = machine()
     red = sum(bool(row.problems) for row in rows)
+    beside = sum(sum(row.beside.values()) for row in rows)
     return (
         f"{len(rows)} cells, {red} red; {sum(row.checked for row in rows)} keys read back, "
-        f"{sum(row.wrong for row in rows)} wrong. {where['date']}, {where['cpu']}, {where['cores']} cores shared with "
-        f"other work, Linux {where['kernel']}, {seconds / 60:.0f} minutes."
+        f"{sum(row.wrong for row in rows)} wrong; {beside} tasks of the second engine. "
+        f"{where['date']}, {where['cpu']}, {where['cores']} cores shared with other work, Linux {where['kernel']}, "
+        f"{seconds / 60:.0f} minutes."
     )
 
 

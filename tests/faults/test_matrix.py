@@ -9,6 +9,7 @@ import pytest
 from tests.faults import table
 from tests.faults.cell import CELLS, Cell
 from tests.faults.matrix import run_cells
+from tests.faults.watch import problems
 from transferd.cli.pool.local import master_executable
 
 pytestmark = pytest.mark.one_loop
@@ -42,6 +43,29 @@ async def test_whatever_dies_or_stands_still_every_task_is_answered_once_and_not
     assert [table.line(row) for row in rows if row.problems] == []
     assert len(rows) == len(CUT[backend])
     assert all(row.checked for row in rows)
+
+
+FINE = ["write", "ok", "", 3, True]
+CASES = {
+    "nothing happened": ("engine", [FINE], 0),
+    "it heard of another engine's death": ("engine", [FINE, ["read", "cancelled", "engine_gone", 0, True]], 1),
+    "bytes are wrong": ("mooncake_master", [FINE, ["read", "ok", "", 3, False]], 1),
+    "what it had stored is gone with a daemon": ("daemon", [FINE, ["read", "miss", "", 0, True]], 1),
+    "the daemon was lost before it had stored": (
+        "daemon",
+        [["write", "failed", "daemon_lost", 0, True], ["read", "miss", "", 0, True]],
+        0,
+    ),
+    "the pool forgot": ("segment owner", [FINE, ["read", "miss", "", 0, True]], 0),
+    "a bug of ours": ("daemon", [["write", "failed", "internal", 0, True]], 1),
+    "a failure without a code": ("daemon", [["write", "failed", "", 0, True]], 1),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_a_second_engine_may_be_told_depends_on_whose_fault_it_is(case: str) -> None:
+    victim, told, count = CASES[case]
+    assert len(list(problems(Cell("kill -9", victim, "store", "mooncake"), told))) == count
 
 
 def test_the_matrix_has_every_fault_for_every_process_in_every_phase() -> None:

@@ -1,10 +1,12 @@
 """The processes that faults happen to: master, segment owner, daemon, engine. All real, each with its own pid.
+Beside them lives one that no fault is for, the bystander.
 
     runner ── operator (a client of its own)
        │            │
     keeper ◀─gates─ daemon ── Mooncake ── master
        │            │            └──────── segment owner (lends all the memory; the daemon lends none)
-       └───gates─── engine
+       ├───gates─── engine
+       └───gates─── bystander: a second engine
 
 A world lives through many cells: what died is started again, what did not die goes on.
 """
@@ -19,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults.contents import BLOCK_BYTES, CACHE
-from tests.faults.gates import VARIABLE
+from tests.faults.gates import MODEL, VARIABLE
 from tests.faults.keeper import Keeper
 from transferd.blocks.footer import FOOTER_BYTES
 from transferd.cli.pool.local import Lender, Master
@@ -47,7 +49,7 @@ def config(backend: str, master: Master | None) -> dict[str, dict[str, Any]]:
         "server": {"client_timeout": CLIENT_TIMEOUT_S, "deadline_slack": DEADLINE_SLACK_S},
         "cache": CACHE | {"device": "tests.faults.gates:GatedShm"},
         "host": {"staging": 2 * 2 * CHUNK_BLOCKS * _SLOT_BYTES},  # two consumers, two chunks each
-        "storage": storage | {"model": "faults"},
+        "storage": storage | {"model": MODEL},
     }
 
 
@@ -63,6 +65,8 @@ class World:
         self.daemon: DaemonProcess | None = None
         self.engine: subprocess.Popen[bytes] | None = None
         self.journal = directory / "journal"
+        self.bystander: subprocess.Popen[bytes] | None = None
+        self.rounds = directory / "bystander.jsonl"
         self._engines = 0
 
     @property
@@ -73,11 +77,15 @@ class World:
         await self.keeper.open()
         for victim in ("mooncake_master", "segment owner", "daemon", "engine"):
             await self.start(victim)
+        self.rounds.touch()
+        self.bystander = self._spawn("tests.faults.bystander", self.rounds, "bystander:")
 
     async def close(self) -> None:
         """Stop everything; the daemon in good order. Raises RuntimeError when it does not end with exit code 0."""
         await self.keeper.close()
         self._end(self.engine)
+        if self.bystander is not None:
+            await asyncio.to_thread(self._dismiss, self.bystander)
         code = 0 if self.daemon is None else await asyncio.to_thread(self.daemon.stop)
         for process in (self.owner, self.master):
             if process is not None:
@@ -110,11 +118,21 @@ class World:
         self._engines += 1
         self.journal = self.directory / f"engine-{self._engines}.jsonl"
         self.journal.touch()
+        self.engine = self._spawn("tests.faults.engine", self.journal)
+
+    def _spawn(self, module: str, journal: Path, *more: str) -> subprocess.Popen[bytes]:
+        """A client's process. Its standard input stays open for as long as we live, or want it to."""
+        command = [*self._environment(), sys.executable, "-m", module, self.endpoint, str(journal), *more]
         with (self.directory / "engine.log").open("ab") as log:
-            command = [sys.executable, "-m", "tests.faults.engine", self.endpoint, str(self.journal)]
-            self.engine = subprocess.Popen(
-                [*self._environment(), *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log
-            )
+            return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log)
+
+    def _dismiss(self, process: subprocess.Popen[bytes]) -> None:
+        """Ask it to end, by closing its standard input, and make sure of it."""
+        assert process.stdin is not None
+        process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(START_TIMEOUT_S)
+        self._end(process)
 
     def _end(self, process: subprocess.Popen[bytes] | None) -> None:
         if process is None:
@@ -122,6 +140,8 @@ class World:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         process.wait()
+        if process.stdin is not None:
+            process.stdin.close()
 
     # --- what is done to them -----------------------------------------------------------------------
 
