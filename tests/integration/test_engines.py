@@ -240,7 +240,7 @@ async def test_host_memory_is_one_budget_and_returns_with_the_engine_that_leaves
                 await second.register(described())
             assert caught.value.reason == "no_room"
             with pytest.raises(RequestError, match="one may have 81920"):
-                await second.register(described(host_blocks=64))
+                await second.register(described(host_blocks=128))
         async with serving(endpoint, "c"):
             assert daemon.stats()["host"]["budget"]["taken"] == taken
         await daemon.engines.settled()

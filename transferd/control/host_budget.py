@@ -19,8 +19,8 @@ class HostBudget:
 
     def __init__(self, most: int, each: int = 0) -> None:
         """each: 0 for no quota within `most`."""
-        self.most = most
-        self.each = min(each or most, most)
+        self.most = int(most)  # a Size would print itself in units, beside bytes
+        self.each = min(int(each or most), self.most)
         self._booked: dict[Hashable, int] = {}
 
     @property
