@@ -12,7 +12,9 @@ from transferd.daemon.preflight import build
 
 def test_each_setting_that_is_not_the_default_names_its_source(tmp_path: Path) -> None:
     file = tmp_path / "t.toml"
-    file.write_text('[cache]\nranks = 4\nlayers = 4\n[storage]\nbackend = "none"\n[log]\nlevel = "debug"\n')
+    file.write_text(
+        '[cache]\nranks = 4\ndevices = [0, 1, 2, 3]\nlayers = 4\n[storage]\nbackend = "none"\n[log]\nlevel = "debug"\n'
+    )
     env = {"TRANSFERD_HOST__STAGING": "128MiB", "TRANSFERD_LOG__LEVEL": "error", "FD_PD_TRANSFER_VIA_STORAGE": "1"}
     overrides = ["cache.host_blocks=7", "log.format=console"]
     config = load(file, overrides=overrides, env=env)
@@ -21,6 +23,7 @@ def test_each_setting_that_is_not_the_default_names_its_source(tmp_path: Path) -
     lines = text.partition("where it comes from:\n")[2].splitlines()
     assert lines == [
         f"# cache.ranks = 4   {file}",
+        f"# cache.devices = [0, 1, 2, 3]   {file}",
         "# cache.host_blocks = 7   --set",
         '# host.staging = "128MiB"   TRANSFERD_HOST__STAGING',
         f'# storage.backend = "none"   {file}',

@@ -47,6 +47,8 @@ def test_all_is_well_is_said_only_then(report: dict[str, Any]) -> None:
     report["degraded"] = ["rank 0: staging memory is not pinned: no room"]
     assert "all is well" not in shown(report)
     assert "! rank 0: staging memory is not pinned: no room" in shown(report)
+    report["degraded"] += ["rank 0: a", "rank 1: staging memory is not pinned: no room", "[e] rank 0: a", "rank 12: a"]
+    assert concerns(report) == ["ranks 0, 1: staging memory is not pinned: no room", "ranks 0, 12: a", "[e] rank 0: a"]
 
 
 def test_a_reason_for_not_being_ready_is_told(report: dict[str, Any]) -> None:

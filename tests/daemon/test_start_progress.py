@@ -1,15 +1,27 @@
-"""A start that takes minutes tells systemd that it moves, and only while it does."""
+"""A start that takes minutes tells systemd that it moves, and only while it does; and a person what it does."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from transferd.daemon import process
+from transferd.daemon import process, start_progress
+from transferd.daemon.start_progress import StartProgress
+from transferd.observability import logs
+from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.tiers import populate
+
+GIB = 1024**3
 
 
 class Told:
@@ -26,7 +38,7 @@ class Told:
 
 
 async def test_more_time_is_asked_for_whenever_memory_was_populated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "EXTEND_S", 2)
+    monkeypatch.setattr(start_progress, "EXTEND_S", 2)
     monkeypatch.setattr(process, "LOOK_S", 0.001)
     monkeypatch.setattr(process, "PROGRESS", populate.Progress())
     told = Told()
@@ -35,15 +47,16 @@ async def test_more_time_is_asked_for_whenever_memory_was_populated(monkeypatch:
         for _ in range(3):
             await told.told.wait()
             told.told.clear()
-            process.PROGRESS.add(1_500_000_000)
+            process.PROGRESS.add(3 * GIB)
         await told.told.wait()
 
     signals: Any = SimpleNamespace(stop=asyncio.get_running_loop().create_future())
-    daemon: Any = SimpleNamespace(open=opens)
+    daemon: Any = SimpleNamespace(open=opens, host_bytes=8 * GIB, clock=SYSTEM_CLOCK)
     assert await asyncio.wait_for(process._started(daemon, told, signals), 30)  # type: ignore[arg-type]
     assert [lines[0] for lines in told.lines] == ["EXTEND_TIMEOUT_USEC=2000000"] * 4
     assert [lines[1] for lines in told.lines] == [
-        f"STATUS=starting: {gigabytes} GB of memory populated" for gigabytes in (0.0, 1.5, 3.0, 4.5)
+        f"STATUS=starting: {made} of 8.0 GiB of host memory populated"
+        for made in ("0 B", "3.0 GiB", "6.0 GiB", "9.0 GiB")
     ]
 
 
@@ -64,7 +77,87 @@ async def test_a_start_that_stands_still_asks_for_no_more_time(monkeypatch: pyte
 
     monkeypatch.setattr(process, "asyncio", SimpleNamespace(**vars(asyncio) | {"wait": wait}))
     signals: Any = SimpleNamespace(stop=asyncio.get_running_loop().create_future())
-    daemon: Any = SimpleNamespace(open=opens)
+    daemon: Any = SimpleNamespace(open=opens, host_bytes=8 * GIB, clock=SYSTEM_CLOCK)
     assert await asyncio.wait_for(process._started(daemon, told, signals), 30)  # type: ignore[arg-type]
     assert len(told.lines) == 1
     assert looks >= 5
+
+
+class Screen:
+    """A terminal, or none: what it shows, and what is logged instead."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, terminal: bool) -> None:
+        self.shown: list[str] = []
+        self.logged: list[dict[str, Any]] = []
+        self.now = 100.0
+        self._terminal = terminal
+        log = SimpleNamespace(info=lambda event, **more: self.logged.append({"event": event, **more}))
+        monkeypatch.setattr(start_progress, "log", log)
+
+    def show(self, text: str) -> bool:
+        self.shown.append(text)
+        return self._terminal
+
+    def progress(self) -> StartProgress:
+        return StartProgress(Told(), 8 * GIB, lambda: self.now, self.show)  # type: ignore[arg-type]
+
+
+def test_a_terminal_shows_how_much_memory_is_made_how_fast_and_how_long_it_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    screen = Screen(monkeypatch, terminal=True)
+    progress = screen.progress()
+    screen.now += 3
+    progress.populating(0)
+    progress.populating(6 * GIB)
+    progress.populating(8 * GIB)
+    progress.waiting("no engine has offered the memory of rank 1")
+    progress.done()
+    assert screen.shown == [
+        "starting, 3.0 s",
+        "██████░░ 6.0 GiB of 8.0 GiB of host memory, 2.0 GiB/s, 1.0 s left",
+        "starting, 3.0 s",
+        "waiting for 3.0 s: no engine has offered the memory of rank 1",
+        "",
+    ]
+    assert not screen.logged
+
+
+def test_a_log_has_a_line_now_and_then_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen(monkeypatch, terminal=False)
+    progress = screen.progress()
+    for second in range(3600):
+        screen.now = 100.0 + second
+        progress.waiting("no engine has offered the memory of rank 1")
+    assert [line["waited_s"] for line in screen.logged] == [5, 10, 20, 40, 80, 160, 320, 640, 1240, 1840, 2440, 3040]
+    screen.logged.clear()
+    began, progress = screen.now, screen.progress()
+    for second in range(8):
+        screen.now = began + second
+        progress.populating(second * GIB)
+    assert screen.logged == [
+        {"event": "starting", "populated": 5 * GIB, "of": 8 * GIB, "bytes_per_s": GIB, "left_s": 3},
+    ]
+
+
+@pytest.mark.one_loop
+def test_a_person_who_starts_a_daemon_sees_what_it_waits_for_and_what_it_says(tmp_path: Path) -> None:
+    settings = ["cache.device_blocks=2", "cache.host_blocks=2", "cache.ownership=attach", "metrics.listen="]
+    settings += ["storage.backend=memory", f"server.endpoint=ipc://{tmp_path}/d"]
+    command = [sys.executable, "-m", "transferd", "serve", *(word for one in settings for word in ("--set", one))]
+    ours, theirs = pty.openpty()
+    seen = b""
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs) as daemon:
+        os.close(theirs)
+        while b"no engine has offered the memory of rank" not in seen.partition(b"waiting for ")[2]:
+            seen += os.read(ours, 4096)
+        daemon.send_signal(signal.SIGINT)
+        with contextlib.suppress(OSError):  # EIO: nobody has the terminal open any more
+            while more := os.read(ours, 4096):
+                seen += more
+    os.close(ours)
+    assert daemon.returncode == 0
+    *_, last = seen.decode().splitlines()
+    assert "stopped" in last
+    assert "{" not in last, "a terminal gets the console format"
+    assert seen.decode().rpartition("waiting for ")[2].count(logs.ERASE.decode()) >= 1, "the line is removed at the end"

@@ -239,6 +239,23 @@ def test_a_terminal_gets_the_console_format_unless_the_format_is_set(
     assert LogSection().format == "auto"
 
 
+def test_a_shown_line_stays_below_the_log_of_a_terminal_and_leaves_no_trace(page: Page, writer: LogWriter) -> None:
+    log = log_on(writer, "json", terminal=True)
+    assert log.show("half \x1b[2J")
+    log.say("info", "something happened")
+    assert log.show("done")
+    assert log.show("")
+    log.say("info", "the end")
+    assert writer.flush(WAIT_S)
+    erase = logs.ERASE.decode()
+    half = "half \\x1b[2J"
+    assert page.written.decode() == (f"{erase}{half}{erase}something happened\n{half}{erase}done{erase}the end\n")
+    page.written = b""
+    assert not log_on(writer, "console").show("half")
+    assert writer.flush(WAIT_S)
+    assert page.written == b""
+
+
 @pytest.mark.parametrize("format_", ["json", "console"])
 @pytest.mark.parametrize("terminal", [False, True])
 def test_nothing_from_outside_reaches_a_terminal_raw(

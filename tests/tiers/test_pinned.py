@@ -185,6 +185,25 @@ def test_pages_are_made_in_pieces_by_threads_and_the_gil_is_free_meanwhile(
     memory.close()
 
 
+def test_a_process_that_ends_makes_no_more_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(populate, "PIECE", 4096)
+    monkeypatch.setattr(populate, "PROGRESS", populate.Progress())
+    touched: list[int] = []
+
+    def touch(address: int, _nbytes: int) -> None:
+        touched.append(address)
+        populate.PROGRESS.cancelled = True
+
+    monkeypatch.setattr(populate, "_touch", touch)
+    memory = mmap.mmap(-1, 1000 * 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    anchor = (ctypes.c_char * len(memory)).from_buffer(memory)
+    with pytest.raises(TierError, match="the process is ending"):
+        populate.populate(ctypes.addressof(anchor), len(memory))
+    assert 1 <= len(touched) <= populate.THREADS, "at most what each thread had in hand"
+    del anchor
+    memory.close()
+
+
 def test_an_older_kernel_has_its_pages_written_and_no_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     region = HostRegion(4096)
     for code, raises in ((errno.EINVAL, False), (errno.ENOMEM, True)):

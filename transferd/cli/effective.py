@@ -50,7 +50,7 @@ def _chosen(config: Config, origins: Mapping[str, str]) -> Iterator[str]:
     chosen = {key: value for key, value in ours.items() if value != defaults.get(key) and value is not None}
     yield ""
     yield "Not the default, and where it comes from:" if chosen else "Every setting has its default."
-    settings = {key: to_toml({"v": value}).strip().removeprefix("v = ") for key, value in chosen.items()}
+    settings = {key: _inline(value) for key, value in chosen.items()}
     for key, value in settings.items():
         yield f"{key} = {one_line(value)}   {one_line(_origin(key, origins))}"
 
@@ -68,3 +68,10 @@ def _leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any
             yield from _leaves(value, f"{above}{key}.")
         else:
             yield f"{above}{key}", value
+
+
+def _inline(value: Any) -> str:
+    """The value as TOML, in one line."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_inline, value))}]"
+    return to_toml({"v": value}).strip().removeprefix("v = ")

@@ -140,6 +140,11 @@ class Daemon:
         assert engine is not None
         return engine
 
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of all ranks: staging and host tiers."""
+        return sum(worker.host_bytes for engine in self.engines for worker in engine.workers)
+
     # --- life ---------------------------------------------------------------------------------------
 
     async def open(self) -> None:

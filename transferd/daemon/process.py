@@ -22,6 +22,7 @@ from transferd.config import Config
 from transferd.daemon.daemon import Daemon
 from transferd.daemon.preflight import build, examine
 from transferd.daemon.reload import Reloader
+from transferd.daemon.start_progress import StartProgress
 from transferd.daemon.systemd import Notifier, Watchdog
 from transferd.errors import ConfigError, TransferError
 from transferd.observability import logs
@@ -34,8 +35,7 @@ from transferd.tiers.segment import remove_stale_segments, unlink_all
 
 log = structlog.get_logger(__name__)
 
-EXTEND_S = 120  # how long systemd gives a start after each sign of progress
-LOOK_S = 10.0  # how often a start looks for one
+LOOK_S = 0.5  # how often a start looks at its progress
 STILL_RUNNING = 3  # exit code: stopped, but something that never ends was left behind
 GC_THRESHOLDS = (50_000, 50, 100)
 
@@ -112,18 +112,18 @@ async def _live(daemon: Daemon, reload: Callable[[], Config] | None) -> int:
 async def _started(daemon: Daemon, notifier: Notifier, signals: ProcessSignals) -> bool:
     """Open the daemon; False if a signal came first (whatever was open by then is closed by `stop`)."""
     opening = asyncio.ensure_future(daemon.open())
-    populated = -1
+    progress, before = StartProgress(notifier, daemon.host_bytes, daemon.clock.monotonic), PROGRESS.nbytes
     while not (opening.done() or signals.stop.done()):
-        if PROGRESS.nbytes != populated:  # hundreds of gigabytes of memory take minutes; a start that stands still ends
-            populated = PROGRESS.nbytes
-            status = f"STATUS=starting: {populated / 1e9:.1f} GB of memory populated"
-            notifier.notify(f"EXTEND_TIMEOUT_USEC={EXTEND_S * 1_000_000}", status)
+        progress.populating(PROGRESS.nbytes - before)
         await asyncio.wait({opening, signals.stop}, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+    progress.done()
     if opening.done():
         opening.result()
         return True
     opening.cancel()  # held back while a thread works for it; if that hangs, `stop` finds and names it
+    PROGRESS.cancelled = True
     await asyncio.wait({opening}, timeout=signals.budget() / 2)
+    PROGRESS.cancelled = False
     if opening.done() and not opening.cancelled() and (error := opening.exception()) is not None:
         log.warning("start interrupted by a signal, and failed", problem=str(error))
     return False
@@ -149,9 +149,22 @@ async def _serving(daemon: Daemon, notifier: Notifier, signals: ProcessSignals, 
     watchdog = Watchdog.from_environment(notifier, lambda: daemon.alive, status=reloader.status)
     watchdog.start()
     try:
+        await _until_ready(daemon, StartProgress(notifier, 0, daemon.clock.monotonic), signals.stop)
         await asyncio.wait({signals.stop})
     finally:
         watchdog.stop()
+
+
+async def _until_ready(daemon: Daemon, progress: StartProgress, stop: asyncio.Future[None]) -> None:
+    """Say what a daemon waits for that is not ready yet."""
+    if not daemon.not_ready:
+        return
+    while (why := daemon.not_ready) and not stop.done():
+        progress.waiting(why)
+        await asyncio.wait({stop}, timeout=LOOK_S)
+    progress.done()
+    if not stop.done():
+        log.info("ready", boot_id=daemon.boot_id)
 
 
 def quiet_collector() -> None:

@@ -147,8 +147,7 @@ def _degraded(engine: HostedEngine) -> list[str]:
     """The reasons why it runs slower than it should; empty if there are none."""
     reasons: list[str] = []
     for worker in engine.workers:
-        context = worker.context
-        regions = {"staging": context.staging.memory} | ({"host": context.host.memory} if context.host else {})
+        context, regions = worker.context, worker.context.regions
         reasons += [
             f"{engine.called(context.rank)}: {name} memory is not pinned: {region.degraded}"
             for name, region in regions.items()

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from typing import Any
 
 from transferd.errors import one_line
@@ -53,7 +55,7 @@ def _storage(storage: dict[str, Any]) -> list[str]:
 
 
 def _quality(report: dict[str, Any]) -> list[str]:
-    found = [str(reason) for reason in report["degraded"]]
+    found = _together(map(str, report["degraded"]))
     expired = report["tasks"].get("expired", 0)
     if expired:
         found.append(f"{expired} tasks missed their deadline: see `transferd tasks --failed`")
@@ -67,6 +69,19 @@ def _quality(report: dict[str, Any]) -> list[str]:
             "refused connections since the start: " + ", ".join(f"{reason} {n}" for reason, n in refused.items())
         )
     return found
+
+
+def _together(reasons: Iterable[str]) -> list[str]:
+    """One sentence for all ranks that have the same reason."""
+    ranks: dict[str, list[int]] = {}
+    for reason in reasons:
+        said = re.fullmatch(r"rank (\d+): (.*)", reason, re.DOTALL)
+        ranks.setdefault(said[2] if said else reason, []).extend([int(said[1])] if said else [])
+    return [f"{_ranks(which)}: {reason}" if which else reason for reason, which in ranks.items()]
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {_listed(ranks)}"
 
 
 def _listed(ranks: list[int]) -> str:

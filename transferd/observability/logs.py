@@ -30,6 +30,7 @@ from transferd.observability.log_rate import LogRate
 from transferd.observability.log_writer import LogStream, LogWriter
 
 STDERR = 2
+ERASE = b"\r\x1b[K"  # the line that the cursor is in
 FLUSH_S = 0.5  # at the end of the process, for a reader that does not read
 LONGEST_TEXT = 4096  # characters of one value; of a traceback, LONGEST_TRACEBACK
 LONGEST_TRACEBACK = 16384
@@ -58,6 +59,8 @@ class Log:
         self.writer = writer
         self.rate = LogRate(clock)
         self._journal = journal
+        self._terminal = terminal
+        self._shown = b""
         json = section.format == "json" or (section.format == "auto" and not terminal)
         self._stamp = structlog.processors.TimeStamper(fmt="iso", utc=True, key="ts")
         self._text: Callable[[str], Any] = str if json else _printable
@@ -88,11 +91,19 @@ class Log:
         except Exception:  # noqa: BLE001 - as in `take`
             self.writer.drop()
 
+    def show(self, text: str) -> bool:
+        """Keep one line below the log on a terminal; "" removes it. Returns False, and does nothing, elsewhere."""
+        if self._terminal:
+            self._shown = one_line(text)[: _columns() - 1].encode(errors="backslashreplace")
+            self.writer.put(ERASE + self._shown)
+        return self._terminal
+
     def _put(self, level: str, text: str) -> None:
         if self._journal:  # which makes an entry of each line
             priority = f"<{_PRIORITIES.get(level, 3)}>"
             text = priority + text.replace("\n", f"\n{priority}")
-        self.writer.put(f"{text}\n".encode(errors="backslashreplace"))
+        line = f"{text}\n".encode(errors="backslashreplace")
+        self.writer.put(ERASE + line + self._shown if self._shown else line)
 
     def _line(self, level: str, event: Event) -> str:
         told = structlog.processors.format_exc_info(None, level, event)
@@ -117,6 +128,13 @@ class Log:
         if isinstance(value, list | tuple | set | frozenset):
             return [self._value(item) for item in islice(value, MOST_ITEMS)]
         return self._text(_clipped(str(value)))
+
+
+def _columns() -> int:
+    try:
+        return os.get_terminal_size(STDERR).columns or 80
+    except OSError:
+        return 80
 
 
 class _Quoted:
@@ -191,6 +209,11 @@ def set_level(level: str) -> None:
 def say(text: str, level: str = "error") -> None:
     """Print a plain message on stderr, for the person who started the process."""
     _log.say(level, text)
+
+
+def show(text: str) -> bool:
+    """Keep one line below the log on a terminal; "" removes it. Returns False, and does nothing, elsewhere."""
+    return _log.show(text)
 
 
 def flush(seconds: float = FLUSH_S) -> bool:

@@ -30,10 +30,14 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Progress:
-    """Bytes that this process has populated so far; whoever waits for a start can see that it moves."""
+    """Bytes that this process has populated so far; whoever waits for a start can see that it moves.
+
+    cancelled: populate no more; every `populate` that is under way ends soon, with TierError.
+    """
 
     def __init__(self) -> None:
         self.nbytes = 0
+        self.cancelled = False
         self._lock = threading.Lock()
 
     def add(self, nbytes: int) -> None:
@@ -57,6 +61,9 @@ def populate(address: int, nbytes: int, cpus: Sequence[int] = ()) -> None:
             with contextlib.suppress(OSError):  # a cgroup without these CPUs
                 os.sched_setaffinity(0, cpus)
         for at, length in _taken(pieces, lock):
+            if PROGRESS.cancelled:
+                problems.append(TierError("the process is ending"))
+                return
             try:
                 _touch(at, length)
             except TierError as error:

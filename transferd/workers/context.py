@@ -20,7 +20,7 @@ from transferd.storage.peer.transport import PeerTransport
 from transferd.storage.tokens import TokenStorage
 from transferd.tasks import ErrorInfo, RankOutcome, Stop
 from transferd.tiers.base import DeviceTier
-from transferd.tiers.pinned import HostPool
+from transferd.tiers.pinned import HostPool, HostRegion
 from transferd.tiers.staging import Staging
 from transferd.workers.job import Job
 
@@ -112,6 +112,16 @@ class RankContext:
     def __post_init__(self) -> None:
         if self.object_rank < 0:
             object.__setattr__(self, "object_rank", self.rank)
+
+    @property
+    def regions(self) -> dict[str, HostRegion]:
+        """The rank's host memory, by its use."""
+        regions = {"staging": self.staging.memory}
+        if self.host is not None:
+            regions["host"] = self.host.memory
+        if self.peer is not None:
+            regions["peer staging"] = self.peer.staging.memory
+        return regions
 
     def names(self, job: Job) -> list[str]:
         """Object names of the job's keys on this rank."""

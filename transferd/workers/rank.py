@@ -84,6 +84,11 @@ class RankWorker:
         if peer is not None:
             peer.transport.carrier.register(peer.staging.memory)
 
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that `open` allocates."""
+        return sum(region.nbytes for region in self.context.regions.values())
+
     def _allocate(self) -> None:
         context = self.context
         context.staging.memory.allocate()
