@@ -18,6 +18,7 @@ from transferd.cli.doctor.machine import NO_LIMIT, Machine
 from transferd.client.launch import DaemonProcess, start
 from transferd.config import from_tree
 from transferd.daemon.preflight import build
+from transferd.runtime.descriptors import LEAST
 
 GIB = 1024**3
 HUGE = "/sys/kernel/mm/transparent_hugepage/enabled"
@@ -86,7 +87,7 @@ SICK: list[tuple[str, Level, Machine, dict[str, Any] | None, str]] = [
     ("threads", Level.FAIL, Sound(files={"/sys/fs/cgroup/pids.max": "100", "/sys/fs/cgroup/pids.current": "90"}), None,
      "10 more can start (pids.max)"),
     ("descriptors", Level.FAIL, Sound(hard_limit=lambda _: 256), None, "at most 256"),
-    ("descriptors", Level.WARN, Sound(hard_limit=lambda _: 1024), None, "fewer clients"),
+    ("descriptors", Level.WARN, Sound(hard_limit=lambda _: LEAST), None, "fewer clients"),
     ("gpu", Level.FAIL, Sound(files={"/proc/driver/nvidia/version": None}), CUDA, "no NVIDIA driver"),
     ("gpu", Level.FAIL, Sound(module=lambda name: name != "cuda.bindings.nvrtc"), CUDA, "nvrtc is missing"),
     ("gpu", Level.FAIL, Sound(entries={"/proc/driver/nvidia/gpus": ["a"]}), CUDA, "1 GPUs, and 2 ranks"),
@@ -171,6 +172,7 @@ def test_the_command_examines_a_daemon_that_answers(daemon: DaemonProcess, engin
     findings = {one["name"]: one for one in json.loads(done.stdout)}
     assert set(findings["daemon"]) == {"name", "level", "found", "remedy"}
     assert findings["daemon"]["found"].endswith("all is well")
+    assert findings[f"engine {os.getpid()}"]["level"] == "ok", "the fixture's client: this process"
     assert (done.returncode, done.stderr) == (int("fail" in {one["level"] for one in findings.values()}), "")
     text = transferd("doctor", "--config", str(daemon.config_file)).stdout
     assert [line.split()[0] for line in text.splitlines() if not line.startswith(" ")] == [
@@ -180,19 +182,18 @@ def test_the_command_examines_a_daemon_that_answers(daemon: DaemonProcess, engin
 
 @pytest.mark.one_loop
 def test_a_daemon_that_is_absent_is_a_warning_and_one_that_is_not_ready_a_failure(tmp_path: Path) -> None:
-    nobody = report.daemon(f"ipc://{tmp_path}/none", 0.2, None, None)
+    [nobody] = report.running(f"ipc://{tmp_path}/none", 0.2, None, None, "shm")
     assert (nobody.level, "there is no such socket" in nobody.found) == (Level.WARN, True)
     waiting = start({"cache": {"device_blocks": 2, "ownership": "attach"}}, tmp_path, wait=False)
     try:
         with SyncClient(waiting.endpoint, connect_timeout=60.0, await_ready=False):
-            finding = report.daemon(waiting.endpoint, 60.0, None, None)
+            [finding] = report.running(waiting.endpoint, 60.0, None, None, "shm")
     finally:
         waiting.stop()
     assert finding.level is Level.FAIL
     assert "ranks 0, 1 have no memory" in finding.found
 
 
-def test_a_daemon_of_another_version_is_a_warning(monkeypatch: pytest.MonkeyPatch, engine: SyncClient) -> None:
-    monkeypatch.setattr(report, "ask", lambda *_: engine.stats() | {"version": "0.0.1"})
-    finding = report.daemon("ipc:///x", 1.0, None, None)
+def test_a_daemon_of_another_version_is_a_warning(engine: SyncClient) -> None:
+    finding = report.daemon(engine.stats() | {"version": "0.0.1"})
     assert (finding.level, "the daemon is 0.0.1" in finding.found) == (Level.WARN, True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ def stats(daemon: Daemon) -> dict[str, Any]:
     rejects = sum((Counter(one.rejects) for one in told), daemon.engines.departed.rejects + Counter(server["rejects"]))
     return {
         "version": VERSION,
+        "pid": os.getpid(),
         "boot_id": daemon.boot_id,
         "uptime_s": daemon.clock.monotonic() - daemon.started_at,
         "ready": not daemon.not_ready if own is None else own.coordinator.ready,

@@ -31,8 +31,10 @@ def doctor(
     from transferd.cli.doctor.machine import Machine
 
     findings = report.examine(Machine(), config, set_ or [])
-    where = endpoint or configuration.load(config, overrides=set_ or ()).server.endpoints[0]
-    findings.append(report.daemon(where, timeout, key_file, server_key_file))
+    effective = configuration.load(config, overrides=set_ or ())
+    where = endpoint or effective.server.endpoints[0]
+    device = "shm" if effective.cache is None else effective.cache.device
+    findings += report.running(where, timeout, key_file, server_key_file, device)
     if format_ is Format.JSON:
         print(json.dumps([asdict(finding) for finding in findings]))
     else:

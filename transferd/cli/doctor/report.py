@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
@@ -11,12 +13,17 @@ from transferd import config as configuration
 from transferd.cli.asking import ask
 from transferd.cli.doctor.checks import Finding, Level, Patient, fail, local, ok, warn
 from transferd.cli.doctor.machine import Machine
+from transferd.cli.doctor.sharing import look_at, sharing
 from transferd.daemon import preflight
 from transferd.errors import ConfigError, TransferError, one_line
 from transferd.observability.concerns import concerns
 from transferd.observability.units import size
 from transferd.runtime.version import VERSION
 
+if TYPE_CHECKING:
+    from transferd.client.client import Client
+
+MOST_ENGINES = 16  # processes that are compared with the daemon
 STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
 
 
@@ -32,14 +39,31 @@ def examine(machine: Machine, config: Path | None, overrides: list[str]) -> list
     return [first, *local(Patient(machine, effective, plan))]
 
 
-def daemon(endpoint: str, timeout: float, key_file: Path | None, server_key_file: Path | None) -> Finding:
-    """Whether the daemon answers, is ready, and has this version."""
+def running(
+    endpoint: str, timeout: float, key_file: Path | None, server_key_file: Path | None, device: str
+) -> list[Finding]:
+    """Examine the daemon and, if it answers, how each engine that is connected to it shares memory with it.
+
+    device: cache.device.
+    """
+
+    async def question(client: Client) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        return await client.stats(), await client.clients()
+
     try:
-        report = ask(lambda client: client.stats(), endpoint, timeout, key_file, server_key_file)
+        report, clients = ask(question, endpoint, timeout, key_file, server_key_file)
     except (TransferError, TimeoutError) as error:
-        return warn(
-            "daemon", str(error) or "no answer in time", "start it: systemctl start transferd, or `transferd serve`"
-        )
+        remedy = "start it: systemctl start transferd, or `transferd serve`"
+        return [warn("daemon", str(error) or "no answer in time", remedy)]
+    local = [row for row in clients if not row["observer"] and row["uid"] is not None and row["pid"] != os.getpid()]
+    pids = list(dict.fromkeys(row["pid"] or 0 for row in local))  # each once; 0: it is in another PID namespace
+    known = "pid" in report  # not of an older daemon
+    engines = [sharing(device, look_at(report["pid"]), look_at(pid)) for pid in pids[:MOST_ENGINES] if known]
+    return [daemon(report), *engines]
+
+
+def daemon(report: dict[str, Any]) -> Finding:
+    """Whether the daemon is ready, and has this version. report: its stats()."""
     troubles = concerns(report)
     if not report["ready"]:
         return fail("daemon", f"not ready: {'; '.join(troubles)}", "see /readyz, and the log")
