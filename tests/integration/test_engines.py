@@ -233,7 +233,7 @@ async def test_there_are_at_most_so_many_engines(endpoint: str) -> None:
 
 async def test_host_memory_is_one_budget_and_returns_with_the_engine_that_leaves(endpoint: str) -> None:
     async with running(endpoint, engines={"host_memory": "100KiB", "host_memory_each": "80KiB"}) as daemon:
-        async with serving(endpoint, "a"), client(endpoint, "b") as second:
+        async with serving(endpoint, "a") as (first, _), client(endpoint, "b") as second:
             taken = daemon.stats()["host"]["budget"]["taken"]
             assert taken > 64 * 2**10  # staging, and host blocks
             with pytest.raises(TransferError, match=f"{100 * 2**10 - taken} are left") as caught:
@@ -241,9 +241,10 @@ async def test_host_memory_is_one_budget_and_returns_with_the_engine_that_leaves
             assert caught.value.reason == "no_room"
             with pytest.raises(RequestError, match="one may have 81920"):
                 await second.register(described(host_blocks=128))
-        async with serving(endpoint, "c"):
+            await first.unregister()
+            await second.register(described())
             assert daemon.stats()["host"]["budget"]["taken"] == taken
-        await daemon.engines.settled()
+            await second.unregister()
         assert daemon.stats()["host"]["budget"]["left"] == 100 * 2**10
 
 
