@@ -74,7 +74,7 @@ def test_a_refusal_says_who_refused_why_and_when_to_ask_again() -> None:
             TaskResult(
                 task_id="w",
                 status=Status.BUSY,
-                error=ErrorInfo("queue_full", "0 tasks are queued, the most allowed"),
+                error=ErrorInfo("queue_full", "the queue is full: 0 tasks are waiting"),
                 retry_after=0.005,
                 generation="g1",
                 boot_id="boot",

@@ -145,7 +145,7 @@ def test_a_task_is_refused_once_as_many_are_queued_in_all_lanes_as_may_be() -> N
         admit(lanes, write(f"w{i}"), ready=False)
     assert refusal(lanes, read("r")) is None
     admit(lanes, read("r"), ready=False)
-    assert refusal(lanes, read("s")) == ErrorInfo("queue_full", "4 tasks are queued, the most allowed")
+    assert refusal(lanes, read("s")) == ErrorInfo("queue_full", "the queue is full: 4 tasks are waiting")
 
 
 def test_running_tasks_do_not_count_as_queued() -> None:
@@ -163,7 +163,7 @@ def test_flushes_take_half_of_the_queue_at_most_rounded_up(bound: int, allowed: 
     for i in range(allowed):
         assert refusal(lanes, write("w"), flush=True) is None
         admit(lanes, write(f"w{i}"))
-    told = f"{allowed} flushes are queued, half of all that may be"
+    told = f"flushes fill half of the queue: {allowed} are waiting"
     assert refusal(lanes, write("w"), flush=True) == ErrorInfo("queue_full", told)
     assert refusal(lanes, read("r")) is None, "the other half is for the rest"
 
@@ -180,7 +180,7 @@ def test_arguments_are_bounded_but_one_task_alone_may_be_larger() -> None:
     assert refusal(lanes, read("a"), arguments=5000, held=0) is None
     assert refusal(lanes, read("a"), arguments=399, held=600) is None
     assert refusal(lanes, read("a"), arguments=400, held=600) is None
-    told = "admitted tasks hold 600 bytes of keys, ids and token_ids, this one would add 401"
+    told = "admitted tasks hold 600 bytes of keys, ids and token_ids, and this one would add 401"
     assert refusal(lanes, read("a"), arguments=401, held=600) == ErrorInfo("queue_full", told)
     assert refusal(lanes, read("a"), arguments=1000, held=1) is not None
 

@@ -1,11 +1,11 @@
 """A tensor-parallel group whose ranks live on several nodes, as one client: a daemon on each node, one result a task.
 
-Node i holds the ranks after those of the nodes before it; each daemon has its share of them as `first_rank` and
-`group_ranks` ([cache] or `Engine`), so that objects carry the rank in the group. A task goes to every node under the
-same id, and its results are merged as a daemon merges its ranks (group_merge.py).
+The nodes hold the group's ranks in order; each daemon knows its own from `first_rank` and `group_ranks` ([cache] or
+`Engine`), so that objects carry the rank in the group. A task goes to every node under the same id, and its results are
+merged as a daemon merges its ranks (group_merge.py).
 
-A group answers once every node has answered or is lost, because only then its blocks are free on every node. The others
-cannot make up for a node that is lost or takes no part, so they are told to stop, which shortens the wait.
+A group answers once every node has answered or is lost, because only then are its blocks free on every node. The others
+cannot make up for a node that is lost or refuses, so the group cancels the task there, which shortens the wait.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transferd.wire.transport import ClientTransport
 
 T = TypeVar("T")
 
-# What every node of a group must say alike of its engine.
+# What every node must report alike about its engine.
 ALIKE = ("model", "fingerprint", "generation")
 
 
@@ -68,7 +68,7 @@ class GroupClient:
             )
             for number, endpoint in enumerate(endpoints)
         ]
-        self._ranks: list[range] = []  # of each node
+        self._ranks: list[range] = []  # one range per node
         self._running: set[asyncio.Task[TaskResult]] = set()
 
     # --- life ---------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ class GroupClient:
         """Connect to every node, and check that together they are one group.
 
         Without `await_ready`, call `wait_ready` after the memory was offered; it makes the check. Raises
-        ConnectTimeout, ConfigError; RequestError with code `group_mismatch` that names the node which does not fit.
+        ConnectTimeout, ConfigError; RequestError with code `group_mismatch` that names the node that does not match.
         """
         try:
             await self._on_all(lambda client: client.connect())
@@ -97,7 +97,7 @@ class GroupClient:
             raise
 
     async def wait_ready(self, timeout: float | None = None) -> None:
-        """Wait until every node is ready. Raises as `connect`."""
+        """Wait until every node is ready. Raises the same errors as `connect`."""
         await self._on_all(lambda client: client.wait_ready(timeout))
         await self._check()
 
@@ -108,7 +108,7 @@ class GroupClient:
             await asyncio.wait(self._running)
 
     async def _check(self) -> None:
-        """Learn each node's ranks, and that they follow each other and mean the same."""
+        """Learn each node's ranks; check that they are consecutive and that all nodes match."""
         told = await self._on_all(lambda client: client.stats())
         engines = [self._engine_of(client, report) for client, report in zip(self.clients, told, strict=True)]
         ranks: list[range] = []
@@ -210,7 +210,7 @@ class GroupClient:
     async def set_generation(self, generation: str) -> None:
         """Use this weight version on every node from now on.
 
-        Raises if a node could not be told: repeat it. Until all agree, tasks fail (`generation_mismatch`), because
+        Raises if a node could not be reached: retry. Until all agree, tasks fail (`generation_mismatch`), because
         their ranks would move blocks of different weights.
         """
         await self._on_all(lambda client: client.set_generation(generation))
@@ -236,12 +236,12 @@ class GroupClient:
 
 
 def _took_no_part(result: TaskResult) -> bool:
-    """The node refused or is lost: whatever the others do, no block can be moved on every rank."""
+    """Whether the node refused or is lost: then no block can be moved on every rank."""
     return not result.ranks and result.status is not Status.OK
 
 
 def _named(client: Client, error: BaseException) -> BaseException:
-    """The same error, its text beginning with the node's endpoint."""
+    """The same error, with the node's endpoint at the beginning of its text."""
     if isinstance(error, TransferError) and client.endpoint not in str(error):
         error.args = (f"{client.endpoint}: {error}", *error.args[1:])
     return error

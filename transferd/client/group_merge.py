@@ -38,7 +38,7 @@ def merge_nodes(task: Task, nodes: Sequence[NodeResult], duration: float) -> Tas
     generations = sorted({node.result.generation for node in nodes if node.result.block_ids})
     alike = len(generations) < 2
     outcomes = [outcome for node in nodes for outcome in _outcomes(task, node, claims=alike)]
-    if not alike:  # some ranks moved blocks of other weights than the rest: no block is the same on all
+    if not alike:  # ranks moved blocks of different weights: no block is the same on all
         what = f"nodes ran the task under different generations: {', '.join(map(repr, generations))}"
         outcomes[0] = msgspec.structs.replace(outcomes[0], error=ErrorInfo(GENERATIONS, what))
     merged = task.merge(outcomes)
@@ -83,7 +83,7 @@ def _outcomes(task: Task, node: NodeResult, *, claims: bool) -> list[RankOutcome
         if result.ranks:
             what = f"{node.endpoint}: answered for {len(result.ranks)} ranks, and had {len(node.ranks)} before"
             error = ErrorInfo(MISMATCH, what)
-        # A node that was to take part and was taken back did not fail: the cause is another node's.
+        # A node where the task was cancelled for another node's sake did not fail: the cause is that node's.
         error, stop = (None, None) if node.taken_back else (error, _stop(result))
         return [RankOutcome(rank, error=error, stop=stop) for rank in node.ranks]
     moved = _positions(task, result) if claims else ()
@@ -110,7 +110,7 @@ def _positions(task: Task, result: TaskResult) -> Sequence[int]:
     """The positions in the task of the blocks that every rank of a node moved."""
     if result.status is Status.OK:
         return range(task.blocks)
-    # A write may name one device block twice: of such a block, a result tells nothing unless it has it as often.
+    # A write may name a device block twice: a result then vouches for it only if it lists it as often.
     asked, moved = Counter(task.gpu_block_ids[: task.blocks]), Counter(result.block_ids)
     return [i for i, block in enumerate(task.gpu_block_ids[: task.blocks]) if moved[block] == asked[block]]
 

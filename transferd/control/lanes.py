@@ -47,14 +47,14 @@ class Lanes:
         """
         load, arguments = self.loads[prepared.lane], prepared.arguments
         if self.queued >= self._limits.max_queued:
-            return ErrorInfo("queue_full", f"{self.queued} tasks are queued, the most allowed"), self._hint(load)
+            return ErrorInfo("queue_full", f"the queue is full: {self.queued} tasks are waiting"), self._hint(load)
         # An index that hangs holds up every flush until its deadline, and an engine that evicts has many of them.
         waiting = load.tasks - load.running
         if prepared.flush and waiting >= (self._limits.max_queued + 1) // 2:
-            return ErrorInfo("queue_full", f"{waiting} flushes are queued, half of all that may be"), self._hint(load)
+            return ErrorInfo("queue_full", f"flushes fill half of the queue: {waiting} are waiting"), self._hint(load)
         # One task alone may be larger than a bound: refusing it for ever would not be "retry later".
         if held and held + arguments > self._limits.max_queued_bytes:
-            told = f"admitted tasks hold {held} bytes of keys, ids and token_ids, this one would add {arguments}"
+            told = f"admitted tasks hold {held} bytes of keys, ids and token_ids, and this one would add {arguments}"
             return ErrorInfo("queue_full", told), self._hint(load)
         if load.tasks and load.nbytes + prepared.nbytes > self._limits.max_bytes:
             told = f"{load.nbytes} bytes are in flight in this lane"

@@ -1,8 +1,8 @@
-"""One engine as the daemon hosts it: its ranks, their memory, its tasks. docs/adr/0040 says what is shared instead.
+"""One engine as the daemon hosts it: its ranks, their memory, its tasks. docs/adr/0040 says what engines share.
 
 build   geometry → barrier, dispatcher, ranks, coordinator, cache memory, look-ups
-open    stagings are registered with storage, memory is made or waited for; then it is ready
-close   in the order of `Daemon.stop`, which does it for all engines together
+open    register stagings with storage, create memory or wait for it; then the engine is ready
+close   in the order of `Daemon.stop`, which closes all engines together
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ Ended = Callable[[Task, TaskResult], None]
 class Shared:
     """What the daemon lends to its engines, and closes after them.
 
-    storage: None without a keyed backend. peers: set in pd.mode "direct". events: the sockets of KV events. ended: for
-    an engine's name, who hears of its answered tasks; ran: likewise, before, of when their ranks were done.
+    storage: None without a keyed backend. peers: set in pd.mode "direct". events: the sockets of KV events. ended: maps
+    an engine's name to a callback for its answered tasks; ran: the same, called before with when their ranks were done.
     """
 
     boot_id: str
@@ -78,7 +78,7 @@ class Shared:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Registrant:
-    """What a client asked for, and the user that it runs as; None where the socket does not know."""
+    """What a client asked for, and the user that it runs as; None if the socket does not know."""
 
     asked: wire.Register
     uid: int | None
@@ -107,8 +107,8 @@ class HostedEngine:
         self.config = config
         self.registration = registration
         self.nbytes = plan.sizes.memory
-        self.clients: set[bytes] = set()  # that are bound to it (engines.py)
-        self.holders = 0  # of those, the ones that keep it
+        self.clients: set[bytes] = set()  # those bound to it (engines.py)
+        self.holders = 0  # how many of them keep it
         self._total, self._epochs = total, epochs
         self.recorder = shared.recorder if name == DEFAULT_ENGINE else EngineRecorder(shared.recorder, name)
         self._shared = shared
@@ -211,7 +211,7 @@ class HostedEngine:
 
     def _peer_path(self, peers: PeerTransport, pinning: Pinning) -> PeerPath:
         config, layout = self.config, self.layout
-        sealed = SealedBlocks(config.storage.model, layout)  # between daemons, whatever storage has
+        sealed = SealedBlocks(config.storage.model, layout)  # between daemons, whatever format storage has
         staging = Staging(
             layout, config.pd.staging, sealed.slot_bytes, sealed.offsets, key="pd.staging", pinning=pinning, later=True
         )
@@ -232,8 +232,8 @@ class HostedEngine:
     # --- life ---------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Open every rank; ready last (if it is the engine that creates the cache, once it has offered every rank's
-        memory, which may be after this returns). Storage is open. Raises TransferError."""
+        """Open every rank, then become ready. If the engine creates the cache, that may be after this returns: once it
+        has offered every rank's memory. Requires open storage. Raises TransferError."""
         for worker in self.workers:
             worker.watch(self.coordinator.rank_died)
         await every(worker.open() for worker in self.workers)
@@ -241,12 +241,12 @@ class HostedEngine:
 
     @property
     def block_size(self) -> int:
-        """Tokens in a block, as far as the layout knows."""
+        """Tokens in a block, according to the configured layout."""
         return self.config.geometry.block_size
 
     @property
     def token(self) -> str:
-        """Of its registration; "" for the engine of [cache]."""
+        """The token of its registration; "" for the engine of [cache]."""
         return "" if self.registration is None else self.registration.asked.token
 
     @property
@@ -273,9 +273,9 @@ class HostedEngine:
         return hung or ("" if self.coordinator.admitting else "draining")
 
     async def end(self, why: ErrorInfo) -> None:
-        """Answer every task, then unmap and free all memory. Waits for copies and transfers that are under way.
+        """Answer every task, then unmap and free all memory. Waits for running copies and transfers.
 
-        Raises the first error of a rank, when all have been closed.
+        Raises the first error of a rank, once all have been closed.
         """
         self.coordinator.withdraw(why, end=True)
         await self.coordinator.empty()
@@ -317,7 +317,7 @@ class HostedEngine:
 
 
 async def close_ranks(engines: Sequence[HostedEngine], shutdown: Shutdown) -> None:
-    """All ranks wait for their bytes together; then each one's memory is freed, unless bytes still move in it."""
+    """Wait for the bytes in flight of all ranks; then free each rank's memory, unless bytes still move in it."""
     named = [(engine.called(worker.rank), worker) for engine in engines for worker in engine.workers]
     settled = await every(shutdown.step(f"{name}: bytes in flight", worker.settled()) for name, worker in named)
     for (name, worker), quiet in zip(named, settled, strict=True):

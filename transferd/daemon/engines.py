@@ -3,16 +3,16 @@
     absent ──register──▶ building ──▶ registered ──unregister, or its last client has gone──▶ leaving ──▶ absent
 
 A client names its engine with every Hello. It is *bound* to the engine that has that name, so its requests can reach
-no other one. The name is leased: an engine stays for as long as one client lives that has registered it, offered or
-attached memory of it, or pushed a task to it (the server gives up those that fall silent). Until then nobody else can
-register the name. A client that only says its name, such as that of a restarted engine, does not keep the old one.
+no other one. The name is leased: an engine stays while at least one client lives that has registered it, offered or
+attached its memory, or pushed a task to it (a client that falls silent counts as lost). Until then no other client can
+register the name. A client that merely names the engine, such as that of a restarted engine, does not keep the old one.
 Each registration begins a new epoch. A client that knows an earlier one is bound only once it has said Hello with the
-new one: what it sent before that is about memory of the earlier engine.
+new one: its earlier requests are about the earlier engine's memory.
 
-An engine that leaves admits nothing more; its queued tasks fail, running ones are told to end, and when no rank
-touches any block its memory is unmapped and freed. Its name is free at once: the next one shares nothing with it.
+An engine that leaves admits nothing more. Its queued tasks fail, its running ones are stopped, and once no rank
+touches a block its memory is unmapped and freed. Its name is free at once: the next engine shares nothing with it.
 
-The engine of [cache] is "default". It is there from start to stop, and nobody registers or unregisters it.
+The engine of [cache] is "default". It exists from start to stop; no client can register or unregister it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,63}")
 
 @dataclass(slots=True)
 class Departed:
-    """What engines that have left had counted: the daemon's counters never fall."""
+    """The counts of engines that have left: the daemon's counters never fall."""
 
     tasks: Counter[str] = field(default_factory=Counter)
     rejects: Counter[str] = field(default_factory=Counter)
@@ -69,8 +69,8 @@ class Departed:
 class Engines:
     """Registers, finds and dismisses engines. Changed on the loop only. Owns every engine until it has left.
 
-    total: what all engines have admitted. host: the memory of those that register. closed: no engine comes any more;
-    the daemon stops.
+    total: what all engines have admitted. host: the memory of those that register. closed: the daemon stops, and no
+    engine may register any more.
     """
 
     def __init__(self, config: Config, shared: Shared, default: EnginePlan | None, sizes: Sizes) -> None:
@@ -89,7 +89,7 @@ class Engines:
         self._leaving: dict[HostedEngine, asyncio.Task[None]] = {}
         self._work: set[asyncio.Task[Any]] = set()
         self.closed = False
-        self.opened = asyncio.Event()  # storage is: engines may come
+        self.opened = asyncio.Event()  # storage is open: engines may register
         self.departed = Departed()
         if default is not None:
             own = HostedEngine(DEFAULT_ENGINE, config, default, shared, self.total, self._epochs)
@@ -111,13 +111,13 @@ class Engines:
 
     @property
     def all(self) -> list[HostedEngine]:
-        """With those that are leaving."""
+        """All engines, including those that are leaving."""
         return [*self._by_name.values(), *self._leaving]
 
-    # --- who speaks for whom ------------------------------------------------------------------------
+    # --- clients ------------------------------------------------------------------------------------
 
     def join(self, peer: bytes, client: KnownClient, name: str, known: str = "") -> None:
-        """The client says for which engine it speaks. known: the registration of it that it knows; "" for none."""
+        """Bind the client to the engine that it names. known: the registration that it knows; "" for none."""
         name = name or DEFAULT_ENGINE
         engine = self._by_name.get(name)
         client.refused = None
@@ -134,7 +134,7 @@ class Engines:
         if engine.uid is not None and engine.uid != self.uid_of(peer):
             return ErrorInfo("not_yours", f"the engine {engine.name!r} belongs to the user {engine.uid}")
         if known not in ("", engine.token):
-            what = f"the engine {engine.name!r} was registered anew; what was said to the one before is void"
+            what = f"the engine {engine.name!r} was registered again: requests to the earlier one are void"
             return ErrorInfo("stale_epoch", what)
         return None
 
@@ -145,7 +145,7 @@ class Engines:
 
     def bound(self, peer: bytes, client: KnownClient) -> HostedEngine:
         """The engine that the client speaks for. Raises RequestError: unknown_engine, not_yours, stale_epoch."""
-        if client.engine is None and client.refused is None:  # it may have come since the last Hello
+        if client.engine is None and client.refused is None:  # it may have registered since the last Hello
             self.join(peer, client, client.engine_name)
         if client.engine is not None:
             return client.engine
@@ -159,20 +159,20 @@ class Engines:
         if client.refused is not None:
             return client.refused.message
         if name in self._building:
-            return f"the engine {name!r} is being made"
+            return f"the engine {name!r} is still being created"
         if name == DEFAULT_ENGINE:
             return "this daemon has no engine of its own (no [cache]); name one, or register it"
         return f"no engine {name!r} is registered"
 
     def known_to(self, client: KnownClient) -> tuple[int, str, int]:
-        """What a Welcome says of the client's engine: its epoch, its registration and the epoch of that."""
+        """What a Welcome reports about the client's engine: its epoch, its registration and the epoch of that."""
         engine = client.engine
         if engine is None and client.refused is not None and client.refused.code == "stale_epoch":
             engine = self._by_name.get(client.engine_name)
         return (0, "", 0) if engine is None else (engine.cache.epoch, engine.token, engine.first_epoch)
 
     def leave(self, peer: bytes, client: KnownClient) -> None:
-        """The client has gone, or speaks for another engine. With the last one goes an engine that had registered."""
+        """The client has gone, or speaks for another engine. A registered engine leaves with its last client."""
         engine, client.engine = client.engine, None
         if engine is None:
             return
@@ -186,7 +186,7 @@ class Engines:
             self._dismiss(engine, ErrorInfo(EngineGone.code, f"every client of the engine {engine.name!r} has gone"))
 
     def hold(self, client: KnownClient) -> None:
-        """The client uses its engine, which stays for as long as it lives."""
+        """The client uses its engine, which stays for as long as the client lives."""
         if client.engine is not None and not client.holds:
             client.holds = True
             client.engine.holders += 1
@@ -200,15 +200,15 @@ class Engines:
         return answer
 
     def uid_of(self, peer: bytes) -> int | None:
-        """Of the process that connected; None where the socket does not know it."""
+        """The user id of the connected process; None if the socket does not know it."""
         return process_of(self._shared.clients.transport.describe(peer))[0]
 
-    # --- coming -------------------------------------------------------------------------------------
+    # --- registration -------------------------------------------------------------------------------
 
     async def register(self, peer: bytes, client: KnownClient, asked: wire.Register) -> dict[str, Any]:
-        """Make the engine that the client speaks for, or find it made by the same client before. Its epoch.
+        """Create the client's engine, or find the one that the same client created before. Returns its epoch.
 
-        Waits for a daemon that starts. Raises RequestError (engine_exists, too_many_engines, layout_mismatch,
+        Waits while the daemon starts. Raises RequestError (engine_exists, too_many_engines, layout_mismatch,
         bad_value, …), TierError.
         """
         await self.opened.wait()
@@ -221,7 +221,7 @@ class Engines:
                 self.hold(client)
                 return {"epoch": there.cache.epoch, "registered": there.first_epoch}
         if there is not None or name in self._building:
-            what = f"the engine {name!r} is there already, and lives"
+            what = f"an engine {name!r} is already registered, and a client of it is alive"
             raise RequestError(what, code="engine_exists")
         self._check_room(name)
         if len(asked.token) < LEAST_TOKEN:
@@ -278,12 +278,12 @@ class Engines:
             raise RequestError(f"{what}, unlike {name[:80]!r}", code="bad_value")
         most = self._config.engines.max_engines
         if len(self._registered) + len(self._building) >= most:
-            what = f"there are {most} engines, the most allowed (engines.max_engines)"
+            what = f"all {most} places for engines are taken (engines.max_engines)"
             raise RequestError(what, code="too_many_engines")
 
     @property
     def _registered(self) -> list[HostedEngine]:
-        """Those whose memory was not there from the start."""
+        """The engines that clients have registered."""
         return [engine for engine in self.all if engine.registration is not None]
 
     def _configured(self, asked: wire.Register) -> Config:
@@ -325,7 +325,7 @@ class Engines:
     # --- leaving ------------------------------------------------------------------------------------
 
     async def unregister(self, engine: HostedEngine) -> None:
-        """Dismiss it; return when its tasks have ended and its memory is unmapped. Raises RequestError."""
+        """Dismiss the engine; return when its tasks have ended and its memory is unmapped. Raises RequestError."""
         if engine.registration is None:
             raise RequestError("the engine of [cache] ends with the daemon", code="bad_request")
         log.info("engine unregistered", engine=engine.name)
@@ -350,19 +350,19 @@ class Engines:
             await engine.end(why)
             log.info("engine has left", engine=engine.name)
         except TransferError as error:
-            log.warning("an engine could not be let go of well", engine=engine.name, problem=str(error))
+            log.warning("error while an engine was leaving", engine=engine.name, problem=str(error))
         finally:
             del self._leaving[engine]
             self.departed.take(engine)
             self.host.give_back(engine.registration)
 
     async def settled(self) -> None:
-        """Wait until every engine that leaves has left."""
+        """Wait until every leaving engine has left."""
         while self._leaving or self._work:
             await asyncio.wait([*self._leaving.values(), *self._work])
 
     async def _finished(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Wait for something that goes on to its end also when the client that asked for it leaves."""
+        """Wait for work that runs to its end even if the client that requested it leaves."""
         task = asyncio.get_running_loop().create_task(work)
         self._work.add(task)
         task.add_done_callback(self._work.discard)
@@ -373,7 +373,7 @@ class Engines:
             raise
 
     def _orphaned(self, task: asyncio.Task[Any]) -> None:
-        """The client that registered has gone; an engine that nobody else has joined goes as well."""
+        """The registering client has gone; if no other client uses the engine, it leaves as well."""
         if task.cancelled() or task.exception() is not None:
             return
         engine: HostedEngine = task.result()

@@ -146,7 +146,7 @@ CODES: dict[str, Code] = {
     "not_ready": Code("refused", "the rank has no memory now", "wait for `ready`, then ask again"),
     "stale_epoch": Code(
         "rejected, refused",
-        "what is mapped is of an earlier epoch; or the engine was registered anew since this client heard of it",
+        "the mapped memory is from an earlier epoch, or the engine has been registered again since",
         "attach again, with epoch 0; say `hello` with the registration that `welcome` names",
     ),
     "stale_offer": Code("refused", "the offer was made before a clear", "offer again after `restore_cache`"),
