@@ -1,12 +1,12 @@
 """Engines in one process that have nothing to do with a fault: they register, and go on with tasks of their own.
 
-    python -m tests.faults.bystander ENDPOINT JOURNAL NAME:NEIGHBOUR…
+    python -m tests.faults.bystander ENDPOINT JOURNAL PAUSE NAME:NEIGHBOUR…
 
 Each engine has two ranks of pages, in memory without a name. A round writes blocks under new keys, reads them back
 into wiped memory, swaps one out and in, and reads the first block that its neighbour stored, if it is there; it
-compares all bytes. Before each round it passes the gate "round". The process ends when its standard input does. The
-journal has one JSON line for each round, where `told` has each task's kind, status, code, number of blocks, and whether
-all blocks that the result claims hold what belongs there:
+compares all bytes. PAUSE seconds later it passes the gate "round", and begins the next one. The process ends when its
+standard input does. The journal has one JSON line for each round, where `told` has each task's kind, status, code,
+number of blocks, and whether all blocks that the result claims hold what belongs there:
 
     {"t": …, "engine": …, "told": [["write", "ok", "", 3, true], …], "seconds": …}
 """
@@ -49,7 +49,6 @@ SEGMENTS = [(layer * BLOCKS * PAGE, PAGE) for layer in range(LAYERS)]
 MODEL = "bystander"
 MINE, SWAPPED, OTHERS = [1, 2, 3], 4, 5  # device blocks
 TIMEOUT_S = 8.0
-PAUSE_S = 0.02  # it is there to be disturbed, not to load the machine
 
 Told = list[Any]
 
@@ -129,7 +128,7 @@ class Bystander:
                 yield page, np.frombuffer(digest, dtype=np.uint8)
 
 
-async def live(endpoint: str, journal: Journal, name: str, neighbour: str, end: asyncio.Event) -> None:
+async def live(endpoint: str, journal: Journal, name: str, neighbour: str, pause: float, end: asyncio.Event) -> None:
     async with Client(endpoint, engine=name, await_ready=False, connect_timeout=CONNECT_TIMEOUT_S) as client:
         bystander = Bystander(client, name, neighbour)
         await bystander.come()
@@ -141,15 +140,15 @@ async def live(endpoint: str, journal: Journal, name: str, neighbour: str, end: 
             if any(status != "ok" for _, status, *_ in told):
                 with contextlib.suppress(ConnectTimeout, TransferError):
                     await client.wait_ready(TIMEOUT_S)
-            await asyncio.sleep(PAUSE_S)
+            await asyncio.sleep(pause)
 
 
-async def main(endpoint: str, journal: Journal, pairs: list[str]) -> None:
+async def main(endpoint: str, journal: Journal, pause: float, pairs: list[str]) -> None:
     end = asyncio.Event()
     asyncio.get_running_loop().add_reader(sys.stdin.fileno(), end.set)  # it is closed, or the parent has died
     named = [pair.split(":") for pair in pairs]
-    await asyncio.gather(*(live(endpoint, journal, name, neighbour, end) for name, neighbour in named))
+    await asyncio.gather(*(live(endpoint, journal, name, neighbour, pause, end) for name, neighbour in named))
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], Journal(Path(sys.argv[2])), sys.argv[3:]))
+    asyncio.run(main(sys.argv[1], Journal(Path(sys.argv[2])), float(sys.argv[3]), sys.argv[4:]))

@@ -35,6 +35,7 @@ START_TIMEOUT_S = 30.0
 CLIENT_TIMEOUT_S = 2.5
 DEADLINE_SLACK_S = 1.0
 CHUNK_BLOCKS = 2
+PAUSE_S = 0.02  # between rounds of the bystander: it is there to be disturbed, not to load the machine
 _SLOT_BYTES = -(-(BLOCK_BYTES + FOOTER_BYTES) // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
 
@@ -78,7 +79,7 @@ class World:
         for victim in ("mooncake_master", "segment owner", "daemon", "engine"):
             await self.start(victim)
         self.rounds.touch()
-        self.bystander = self._spawn("tests.faults.bystander", self.rounds, "bystander:")
+        self.bystander = self._spawn("tests.faults.bystander", self.rounds, str(PAUSE_S), "bystander:")
 
     async def close(self) -> None:
         """Stop everything; the daemon in good order. Raises RuntimeError when it does not end with exit code 0."""
