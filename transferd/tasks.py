@@ -23,7 +23,6 @@ import numpy.typing as npt
 
 DEFAULT_TIMEOUT_S = 30.0
 TIMELINE_SLOTS = 16  # timelines of a rank
-DEFAULT_ENGINE = "default"  # the engine of [cache], and of clients that name none
 
 
 class Status(enum.StrEnum):

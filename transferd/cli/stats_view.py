@@ -8,10 +8,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from transferd.config import DEFAULT_ENGINE
 from transferd.errors import one_line
 from transferd.observability.concerns import concerns
 from transferd.observability.units import bar, count, share, size, span
-from transferd.tasks import DEFAULT_ENGINE
 
 MAIN_LANES = ("write", "read", "swap_out", "swap_in")  # always shown; the others once they have worked
 MOST_CONCERNS = 6

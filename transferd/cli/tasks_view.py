@@ -7,9 +7,9 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from transferd.config import DEFAULT_ENGINE
 from transferd.errors import one_line
 from transferd.observability.units import count, span
-from transferd.tasks import DEFAULT_ENGINE
 
 STYLES = {"ok": "green", "miss": "green", "running": "bold", "failed": "red", "expired": "red", "rejected": "red"}
 SHORT_ID = 26  # characters of an id that is cut

@@ -17,9 +17,10 @@ from typing import Any, Self, TypeVar
 
 from transferd.client.client import Client
 from transferd.client.group_merge import MISMATCH, NodeResult, merge_nodes
+from transferd.config import DEFAULT_ENGINE
 from transferd.errors import RequestError, TransferError
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
-from transferd.tasks import DEFAULT_ENGINE, Status, Task, TaskResult
+from transferd.tasks import Status, Task, TaskResult
 from transferd.wire.transport import ClientTransport
 
 T = TypeVar("T")

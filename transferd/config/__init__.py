@@ -25,6 +25,7 @@ from transferd.config.rules import (
 )
 from transferd.config.sections import (
     DEFAULT_ENDPOINT,
+    DEFAULT_ENGINE,
     AttentionStoreSection,
     CacheSection,
     Config,
@@ -49,6 +50,7 @@ from transferd.config.size import (
 
 __all__ = [
     "DEFAULT_ENDPOINT",
+    "DEFAULT_ENGINE",
     "FASTDEPLOY_VARIABLES",
     "AttentionStoreSection",
     "CacheSection",

@@ -18,6 +18,8 @@ Ranks = Annotated[int, msgspec.Meta(ge=1, le=256)]
 Layers = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 Extent = Annotated[int, msgspec.Meta(ge=1, le=2**20)]  # of a block in one direction
 
+DEFAULT_ENGINE = "default"  # the engine of [cache], and of clients that name none
+
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     pass

@@ -17,7 +17,7 @@ from typing import Any
 import structlog
 
 from transferd.blocks.footer import FOOTER_BYTES
-from transferd.config import Config
+from transferd.config import DEFAULT_ENGINE, Config
 from transferd.daemon import stats as report
 from transferd.daemon.clients import Clients
 from transferd.daemon.coordinator import Coordinator
@@ -40,7 +40,7 @@ from transferd.storage.base import Storage
 from transferd.storage.joined import joined
 from transferd.storage.peer.transfer_engine import TransferEngineCarrier
 from transferd.storage.peer.transport import PeerTransport
-from transferd.tasks import DEFAULT_ENGINE, Task, TaskResult
+from transferd.tasks import Task, TaskResult
 from transferd.wire.transport import ServerTransport, ZmqServerTransport
 from transferd.workers.context import INLINE_CHECK_BYTES
 

@@ -15,7 +15,7 @@ import structlog
 
 from transferd.barrier import RankBarrier
 from transferd.blocks.formats import SealedBlocks
-from transferd.config import Config
+from transferd.config import DEFAULT_ENGINE, Config
 from transferd.config.generation import generation_of
 from transferd.config.ownership import creator
 from transferd.control.admission import Limits
@@ -40,7 +40,7 @@ from transferd.storage.attention_store.settings import settings
 from transferd.storage.base import Storage
 from transferd.storage.divided import divided
 from transferd.storage.peer.transport import PeerTransport
-from transferd.tasks import DEFAULT_ENGINE, ErrorInfo, Task, TaskResult
+from transferd.tasks import ErrorInfo, Task, TaskResult
 from transferd.tiers.pinned import HostPool
 from transferd.tiers.pinning import Pinning
 from transferd.tiers.registry import create_device_tier, create_pinning

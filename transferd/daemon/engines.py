@@ -29,7 +29,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from transferd.config import CacheSection, Config, PdSection
+from transferd.config import DEFAULT_ENGINE, CacheSection, Config, PdSection
 from transferd.config.rules import check_cache
 from transferd.control.host_budget import HostBudget
 from transferd.control.total import Total
@@ -38,7 +38,7 @@ from transferd.daemon.engine import HostedEngine, Registrant, Shared
 from transferd.daemon.preflight import EnginePlan, Sizes, build_engine, host_memory
 from transferd.errors import ConfigError, EngineGone, RequestError, TransferError
 from transferd.runtime.threads import Direction
-from transferd.tasks import DEFAULT_ENGINE, ErrorInfo
+from transferd.tasks import ErrorInfo
 from transferd.tiers.base import DeviceHandle
 from transferd.wire import protocol as wire
 from transferd.wire.credentials import process_of

@@ -20,10 +20,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from transferd.config import DEFAULT_ENGINE
 from transferd.control.task_state import State, TaskState
 from transferd.observability.history import Ended
 from transferd.observability.recorder import told_apart
-from transferd.tasks import DEFAULT_ENGINE
 
 if TYPE_CHECKING:
     from transferd.daemon.daemon import Daemon

@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from transferd.tasks import DEFAULT_ENGINE, ErrorInfo, RankResult, Status, Task, TaskResult
+from transferd.config import DEFAULT_ENGINE
+from transferd.tasks import ErrorInfo, RankResult, Status, Task, TaskResult
 
 RECENT = 1024
 FAILED = 256  # kept apart, so that a busy hour of good tasks does not push a failure out

@@ -13,12 +13,13 @@ from typing import Any
 from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 
+from transferd.config import DEFAULT_ENGINE
 from transferd.observability.concerns import concerns
 from transferd.observability.http import MAX_CONNECTIONS, Asked, HttpServer, Page, Route
 from transferd.observability.page import ROWS, as_json, front_page, story_page
 from transferd.observability.task_metrics import TaskMetrics
 from transferd.runtime.descriptors import spare
-from transferd.tasks import DEFAULT_ENGINE, Status
+from transferd.tasks import Status
 
 # What exists at 0 from the start, of counters with labels: rate() misses the first one of a series that begins with it.
 STATUSES = [str(status) for status in Status]

@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, NamedTuple
 
+from transferd.config import DEFAULT_ENGINE
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
-from transferd.tasks import DEFAULT_ENGINE
 
 TASKS = 8192  # roughly how many are remembered
 STEPS_PER_TASK = 8
