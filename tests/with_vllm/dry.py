@@ -16,7 +16,9 @@ import random
 import signal
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,7 +32,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -87,10 +88,21 @@ class DryRank:
 
 
 class DryEngine:
-    """An engine of `ranks` ranks over TransferdTier or TransferdConnector ("tier", "connector"). `with` ends it."""
+    """An engine of `ranks` ranks over TransferdTier or TransferdConnector ("tier", "connector"). `with` ends it.
+
+    ahead: vLLM's asynchronous scheduling. The scheduler is always one step ahead of the model, which is the worst case.
+    """
 
     def __init__(
-        self, place: Path, kind: str, *, blocks: int = 64, ranks: int = 1, together: int = 4, **extra: Any
+        self,
+        place: Path,
+        kind: str,
+        *,
+        blocks: int = 64,
+        ranks: int = 1,
+        together: int = 4,
+        ahead: bool = False,
+        **extra: Any,
     ) -> None:
         transfer = play.transfer(kind, dict(extra), witness=False)
         assert transfer is not None
@@ -98,8 +110,9 @@ class DryEngine:
         config = EngineArgs(
             model=str(play.tiny_model(place / "tiny")), skip_tokenizer_init=True, load_format="dummy",
             enforce_eager=True, dtype="float32", block_size=TOKENS, max_model_len=2048, max_num_seqs=together,
-            max_num_batched_tokens=2048, async_scheduling=False, kv_transfer_config=transfer,
+            max_num_batched_tokens=2048, kv_transfer_config=transfer,
         ).create_engine_config()  # fmt: skip
+        config.scheduler_config.async_scheduling = ahead  # the platform of the CPU turns it off; a GPU's has it on
         config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = ranks
         config.cache_config.num_gpu_blocks = blocks
         spec = FullAttentionSpec(block_size=TOKENS, num_kv_heads=2, head_size=32, dtype=torch.float32)
@@ -111,10 +124,14 @@ class DryEngine:
         with set_current_vllm_config(config):
             workers_first = kind == "connector"  # one of them starts the daemon that the scheduler's half waits for
             made = [DryRank(config, cache, rank) for rank in range(ranks)] if workers_first else []
-            self.scheduler = Scheduler(config, cache, StructuredOutputManager(config), TOKENS)
+            made_by: Any = config.scheduler_config.get_scheduler_cls()
+            self.scheduler = made_by(config, cache, StructuredOutputManager(config), TOKENS)
+            assert config.max_concurrent_batches == 1 + ahead
             self.ranks = made or [DryRank(config, cache, rank) for rank in range(ranks)]
         self.connector = self.scheduler.connector
         self._aggregator = KVOutputAggregator.from_connector(self.connector, ranks)
+        self._most_in_flight = config.max_concurrent_batches
+        self._in_flight: deque[tuple[Any, list[Share]]] = deque()
         self._numbers = 0
         self.computed: dict[str, int] = {}  # tokens, for each request
         self.answers: dict[str, list[int]] = {}
@@ -174,7 +191,7 @@ class DryEngine:
     def finish(self) -> None:
         """Step until nothing is left to do, saves and loads included."""
         give_up, idle = time.monotonic() + GIVE_UP_S, 0
-        while self.scheduler.has_requests():
+        while self.scheduler.has_requests() or self._in_flight:
             idle = 0 if self.step() else idle + 1
             assert time.monotonic() < give_up, "requests hang"
             assert idle < IDLE_STEPS, "a livelock"
@@ -200,51 +217,80 @@ class DryEngine:
     # --- a step -------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """One step of the engine. Whether it computed anything."""
-        output = self.scheduler.schedule()
-        told = [rank.step(output, lambda rank: self._compute(rank, output)) for rank in self.ranks]
-        for rank in self.held:
-            told[rank].kv_connector_worker_meta.step = 0
-        names = list(output.num_scheduled_tokens)
-        sampled = [self._sampled(name, output.num_scheduled_tokens[name]) for name in names]
-        results = [
-            ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, sampled, kv_connector_output=one)
-            for one in told
-        ]
-        self.preempted += len(output.preempted_req_ids or ())
-        for name in names:
-            self.computed[name] += output.num_scheduled_tokens[name]
+        """One step, as EngineCore.step_with_batch_queue has it. Whether anything was scheduled or computed."""
+        scheduled = False
+        if self.scheduler.has_requests():
+            output = self.scheduler.schedule()
+            scheduled = bool(output.num_scheduled_tokens)
+            self.preempted += len(output.preempted_req_ids or ())
+            self._in_flight.append((output, [self._share(*one) for one in output.num_scheduled_tokens.items()]))
+            if len(self._in_flight) < self._most_in_flight and scheduled:
+                return True
+        if not self._in_flight:
+            return False
+        computed = self._model(*self._in_flight.popleft())
+        if not scheduled and not computed:
+            time.sleep(PAUSE_S)
+        return scheduled or computed
+
+    def _share(self, name: str, count: int) -> Share:
+        request = self.scheduler.requests[name]
+        begin = request.num_computed_tokens - count  # `schedule` has counted them already
+        return Share(name, request, begin, count, list(self.scheduler.kv_cache_manager.get_block_ids(name)[0]))
+
+    def _model(self, output: Any, shares: list[Share]) -> bool:
+        """Run the model and tell the scheduler. Whether anything was computed."""
+        told = [rank.step(output, lambda rank: self._compute(rank, shares)) for rank in self.ranks]
+        for number in self.held:
+            told[number].kv_connector_worker_meta.step = 0
+        names = [share.name for share in shares]
+        places = {name: i for i, name in enumerate(names)}
+        sampled = [share.sampled() for share in shares]
+        results = [ModelRunnerOutput(names, places, sampled, kv_connector_output=one) for one in told]
+        for share in shares:
+            self.computed[share.name] += share.count
         answered = self.scheduler.update_from_output(output, self._aggregator.aggregate(results))
         for outputs in answered.values():
             for one in outputs.outputs:
                 self.answers[one.request_id] += one.new_token_ids
-        if not names:
-            time.sleep(PAUSE_S)
-        return bool(names)
+        return bool(shares)
 
-    def _compute(self, rank: DryRank, output: Any) -> None:
-        """Check what the scheduled requests stand on, and write the blocks that they fill."""
-        for name, count in output.num_scheduled_tokens.items():
-            request = self.scheduler.requests[name]
-            begin = request.num_computed_tokens - count  # `schedule` has counted them already
-            ids = self.scheduler.kv_cache_manager.get_block_ids(name)[0]
-            for i, block_hash in enumerate(request.block_hashes[: begin // TOKENS]):
+    def _compute(self, rank: DryRank, shares: list[Share]) -> None:
+        """Check what these requests stand on, and write the blocks that they fill."""
+        for share in shares:
+            if share.request.is_finished():
+                continue  # aborted since: what it would write, nobody may read
+            hashes, ids = share.request.block_hashes, share.block_ids
+            for i, block_hash in enumerate(hashes[: share.begin // TOKENS]):
                 good = np.array_equal(rank.bytes[:, ids[i]], rank.content(block_hash))
-                assert good, f"{name}: wrong bytes in block {i} (number {ids[i]}) on rank {rank.rank}"
-            end = (begin + count) // TOKENS
-            for i in range(begin // TOKENS, end):
-                rank.bytes[:, ids[i]] = rank.content(request.block_hashes[i])
-            if (begin + count) % TOKENS:
+                assert good, f"{share.name}: wrong bytes in block {i} (number {ids[i]}) on rank {rank.rank}"
+            end = share.end // TOKENS
+            for i in range(share.begin // TOKENS, end):
+                rank.bytes[:, ids[i]] = rank.content(hashes[i])
+            if share.end % TOKENS:
                 rank.bytes[:, ids[end]] = STALE  # begun, and not to be stored yet
 
-    def _sampled(self, name: str, count: int) -> list[int]:
+
+@dataclass
+class Share:
+    """What a step computes of one request: `count` tokens behind `begin`."""
+
+    name: str
+    request: Request
+    begin: int
+    count: int
+    block_ids: list[int]
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.count
+
+    def sampled(self) -> list[int]:
         """A token that follows from all tokens before it, once they are computed."""
-        request = self.scheduler.requests[name]
-        if request.num_computed_tokens < request.num_tokens:
+        if self.end < self.request.num_tokens:
             return []
-        return [
-            3 + int.from_bytes(hashlib.sha256(repr(list(request.all_token_ids)).encode()).digest()[:4], "big") % 490
-        ]
+        digest = hashlib.sha256(repr(list(self.request.all_token_ids)[: self.end]).encode()).digest()
+        return [3 + int.from_bytes(digest[:4], "big") % 490]
 
 
 @functools.lru_cache(maxsize=1000)  # 32 MiB

@@ -163,10 +163,11 @@ def test_nothing_moves_before_every_rank_has_passed_its_step(place: Path) -> Non
 
 
 @both
-def test_preempted_and_aborted_requests_leave_no_wrong_byte(place: Path, kind: str) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_preempted_and_aborted_requests_leave_no_wrong_byte(place: Path, kind: str, ahead: bool) -> None:
     draw = random.Random(14)
     asked = prompts(14, *[250] * 8)
-    with DryEngine(place, kind, blocks=36) as engine:
+    with DryEngine(place, kind, blocks=36, ahead=ahead) as engine:
         for _ in range(3):
             names = [engine.add(prompt, 120) for prompt in asked]
             while engine.scheduler.has_requests():
@@ -183,7 +184,7 @@ def test_conversations_are_right_to_the_byte_while_the_daemon_dies(place: Path, 
     asked = conversations()
     together = 50
     pool = {"cpu_bytes_to_use": 100 * 2 * 16384} if kind == "tier" else {}
-    with DryEngine(place, kind, blocks=110, together=3, **pool) as engine:
+    with DryEngine(place, kind, blocks=110, together=3, ahead=True, **pool) as engine:
         least = 0
         for start in range(0, len(asked), together):
             batch = asked[start : start + together]
@@ -211,7 +212,8 @@ def test_conversations_are_right_to_the_byte_while_the_daemon_dies(place: Path, 
 def test_any_order_of_requests_and_faults(place: Path, kind: str, seed: int) -> None:
     draw = random.Random(seed)
     stems = prompts(seed, *[draw.randrange(40, 400) for _ in range(5)])
-    with DryEngine(place, kind, blocks=draw.choice([40, ROOMY]), ranks=draw.choice([1, 2])) as engine:
+    shape = {"blocks": draw.choice([40, ROOMY]), "ranks": draw.choice([1, 2]), "ahead": draw.choice([False, True])}
+    with DryEngine(place, kind, **shape) as engine:
         names: list[str] = []
         for _ in range(60):
             deed = draw.choice(["ask", "ask", "ask", "step", "step", "abort", "forget", "flip", "unlink", "kill"])
