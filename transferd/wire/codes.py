@@ -22,10 +22,10 @@ STATUSES: dict[Status, tuple[str, str]] = {
         "compute the blocks, or push again under a new id. If `error` names a rank that is still working, the daemon "
         "gives these blocks to no other task until that rank has finished; do not use them before",
     ),
-    Status.CANCELLED: ("the task was taken back; `block_ids` had moved by then", "use `block_ids` alone, or nothing"),
+    Status.CANCELLED: ("the task was cancelled; `block_ids` had moved by then", "use `block_ids` alone, or nothing"),
     Status.REJECTED: (
-        "the task cannot work as it is, or not in this state; nothing was touched",
-        "see its code; pushing it again unchanged changes nothing",
+        "the task cannot work as it is, or not in the daemon's current state; nothing was touched",
+        "see its code; do not push it again unchanged",
     ),
     Status.BUSY: ("not admitted now; nothing was touched", "push it again after `retry_after` seconds"),
 }
@@ -54,10 +54,10 @@ CODES: dict[str, Code] = {
         "busy", "a rank still works on the earlier task of this id, or too many wait for it", "wait `retry_after`"
     ),
     # not in this state
-    "draining": Code("rejected", "the daemon is drained, or stops", "push it after the `resume`, or to a new daemon"),
+    "draining": Code("rejected", "the daemon is drained or stopping", "push it after the `resume`, or to a new daemon"),
     "not_attached": Code(
         "rejected",
-        "device memory is named that this client, or nobody, has mapped",
+        "the task names device memory that this client, or no client, has mapped",
         "attach every rank, push again",
     ),
     "empty_block": Code("rejected", "a swap-in names a host block that no swap-out has filled", "compute the block"),
@@ -68,7 +68,7 @@ CODES: dict[str, Code] = {
     "engine_gone": Code(
         "rejected, failed, refused",
         "the process that owns the device memory has ended",
-        "wait until one has offered",
+        "wait until an engine has offered memory",
     ),
     "rank_died": Code("rejected, failed", "a rank's device is lost", "wait for a restarted daemon; compute the blocks"),
     # cannot work as it is
@@ -86,13 +86,11 @@ CODES: dict[str, Code] = {
     "no_host_tier": Code("rejected", "the daemon has no host blocks", _CONFIGURE),
     "no_direct_mode": Code("rejected", 'the daemon has `pd.mode = "storage"`', _CONFIGURE),
     "no_timelines": Code("failed", "the device tier cannot wait for a timeline (`after`)", _CONFIGURE),
-    "prefix_only": Code("rejected", "a sparse read, where only leading blocks can be found or moved", "set `prefix`"),
-    "group_mismatch": Code(
-        "client, failed", "the nodes of a group do not fit together, or one has changed", _CONFIGURE
-    ),
+    "prefix_only": Code("rejected", "a sparse read, but storage can only find or move leading blocks", "set `prefix`"),
+    "group_mismatch": Code("client, failed", "the nodes of a group do not match, or one has changed", _CONFIGURE),
     # the world failed
     "expired": Code("expired, partial", "the deadline passed", "as for the status"),
-    "cancelled": Code("cancelled, failed", "the task was taken back, here or by the peer", "as for the status"),
+    "cancelled": Code("cancelled, failed", "the task was cancelled, here or by the peer", "as for the status"),
     "shutdown": Code("failed, refused", "the daemon stopped before the task began", "push it to the next daemon"),
     "storage_error": Code("failed, partial, refused", "the pool failed for these objects", _COMPUTE),
     "storage_full": Code("failed, partial", "the pool has no room", "the blocks are not stored; later ones may be"),
@@ -103,38 +101,46 @@ CODES: dict[str, Code] = {
     "out_of_device_memory": Code("failed, refused", "the GPU has no memory left", "free some, then try again"),
     "no_cuda": Code("failed, refused", "no CUDA driver, device or compiler can be used", _CONFIGURE),
     "out_of_memory": Code("failed, refused", "the daemon's host has no memory left", "try again later, with less"),
-    "no_threads": Code("failed", "the daemon's host starts no more threads", "try again later"),
+    "no_threads": Code("failed", "the daemon's host cannot start more threads", "try again later"),
     "still_running": Code("failed, refused", "a storage call or a copy does not end", "wait for a restarted daemon"),
     "damaged": Code("failed, partial", "a block that a peer sent does not match its checksum", _COMPUTE),
     "internal": Code("failed, rejected, refused", "a bug in transferd", _REPORT),
-    "error": Code("failed, refused", "something without a more precise code", "read the message"),
+    "error": Code("failed, refused", "an error without a more precise code", "read the message"),
     # direct transfers
     "peer_lost": Code("failed, partial", "the other daemon is gone", _COMPUTE),
-    "peer_refused": Code("failed", "the other daemon refused or took back the transfer", _COMPUTE),
-    "already_sending": Code("failed", "this transfer_id is being sent already", "use a new transfer_id"),
+    "peer_refused": Code("failed", "the other daemon refused or cancelled the transfer", _COMPUTE),
+    "already_sending": Code("failed", "this transfer_id is already being sent", "use a new transfer_id"),
     "model_mismatch": Code("failed", "the daemons serve different models", _CONFIGURE),
-    "layout_mismatch": Code("failed, refused", "memory, ranks or a registration do not fit the layout", _CONFIGURE),
+    "layout_mismatch": Code("failed, refused", "memory, ranks or a registration do not match the layout", _CONFIGURE),
     "generation_mismatch": Code("failed", "the daemons have different weight generations", "set the same generation"),
     "blocks_mismatch": Code("failed", "sender and receiver name different blocks", "name the same keys on both sides"),
     "version_mismatch": Code("failed", "the daemons speak different versions", "upgrade the older daemon"),
     # messages and requests
-    "malformed": Code("rejected, refused, failed", "bytes that are no message of this protocol", "correct the client"),
-    "unsupported_version": Code("rejected, refused", "the first byte is another version", "speak the daemon's version"),
+    "malformed": Code(
+        "rejected, refused, failed", "the bytes are not a message of this protocol", "correct the client"
+    ),
+    "unsupported_version": Code(
+        "rejected, refused", "the first byte names another version", "speak the daemon's version"
+    ),
     "unknown_type": Code(
         "rejected, refused", "the daemon does not know the `type`", "correct it or upgrade the daemon"
     ),
-    "too_large": Code("rejected, refused, failed", "longer than `max_message`", "send several smaller tasks"),
-    "stale_session": Code("refused", "of an earlier session; nothing was done", "say `hello`, then repeat it"),
+    "too_large": Code(
+        "rejected, refused, failed", "the message is longer than `max_message`", "send several smaller tasks"
+    ),
+    "stale_session": Code(
+        "refused", "the message is from an earlier session; nothing was done", "say `hello`, then repeat it"
+    ),
     "forbidden": Code("rejected, refused", "an observer may not ask this", "use an endpoint for engines"),
     "too_often": Code("refused", "`server.observer_rate` is reached", _LATER),
-    "too_many_requests": Code("refused", "too many requests of clients wait already", _LATER),
-    "too_many_keys": Code("refused", "more keys than one `match` or `exists` takes", "ask in parts"),
-    "unknown_task": Code("refused", "the flight recorder holds no such task any more", "look into a dump"),
-    "not_token_indexed": Code("refused", "storage is found by keys", "match `keys`"),
+    "too_many_requests": Code("refused", "too many requests already wait", _LATER),
+    "too_many_keys": Code("refused", "the request has more keys than one `match` or `exists` takes", "ask in parts"),
+    "unknown_task": Code("refused", "the flight recorder does not have this task (any more)", "look into a dump"),
+    "not_token_indexed": Code("refused", "storage is indexed by keys, not by tokens", "match `keys`"),
     "no_token_index": Code("refused", "the daemon keeps no open token index", _CONFIGURE),
     # engines
     "unknown_engine": Code("rejected, refused", "no engine of this name is registered, or it has left", "register it"),
-    "engine_exists": Code("refused", "a living engine has this name", "take another name, or wait until it has left"),
+    "engine_exists": Code("refused", "a live engine has this name", "take another name, or wait until it has left"),
     "too_many_engines": Code("refused", "`engines.max_engines` is reached", _LATER),
     "no_room": Code("refused", "the engine needs more host memory than it may have", "ask for fewer host blocks"),
     "not_yours": Code(
@@ -153,16 +159,16 @@ CODES: dict[str, Code] = {
     "already_attached": Code("refused", "the rank has memory, or the bytes are another rank's", "offer each byte once"),
     "not_attachable": Code(
         "refused",
-        "the daemon allocates this memory itself; or it cannot map a descriptor like this",
-        "attach instead of offering; or offer memory with a name",
+        "the daemon allocates this memory itself, or cannot map such a descriptor",
+        "attach instead of offering, or offer memory with a name",
     ),
     "unsealed": Code(
         "refused",
         "the memory of a descriptor could shrink while the daemon has it mapped",
         "seal it with F_SEAL_SHRINK",
     ),
-    "canary_mismatch": Code("refused", "the block that was read is not the one that was written", _CORRECT),
-    "wrong_kind": Code("refused", "the handle is not of the daemon's device tier", _CONFIGURE),
+    "canary_mismatch": Code("refused", "the daemon did not find the canary that the client wrote", _CORRECT),
+    "wrong_kind": Code("refused", "the handle is not for the daemon's device tier", _CONFIGURE),
     "not_shareable": Code("client", "this GPU memory cannot be shared with another process", "the message says how"),
     "wrong_device": Code("refused", "the memory is on another GPU than the rank", _CONFIGURE),
     "still_mapped": Code("refused", "clients have the memory mapped", "let them detach, then ask again"),
