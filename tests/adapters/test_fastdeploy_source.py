@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -50,17 +52,28 @@ def test_collecting_the_tests_with_fastdeploy_configures_no_daemon_of_other_test
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_a_cache_messager_ends_with_the_tests_that_started_it(tmp_path: Path) -> None:
-    """Tests that were killed left FastDeploy's messagers behind; its shell stands between the two."""
+STARTED = {
+    "messager": "import subprocess; subprocess.run('X=1 {python} {messager}; true', shell=True)",  # as FastDeploy does
+    "server": "import multiprocessing as m; m.get_context('fork').Process(target=lambda: exec({code!r})).start()",
+}
+
+
+@pytest.mark.parametrize("what", STARTED)
+def test_what_tests_with_fastdeploy_start_ends_with_them(tmp_path: Path, what: str) -> None:
+    """Tests that were killed left FastDeploy's messagers and the servers of its queues behind."""
+    code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
     messager = tmp_path / machine.MESSAGER
-    messager.write_text("import os, sys; print(os.getpid(), flush=True); sys.stdin.read()")
-    tests = f"import subprocess; subprocess.run('X=1 {sys.executable} {messager}; true', shell=True)"
+    messager.write_text(code)
+    tests = STARTED[what].format(python=sys.executable, messager=messager, code=code)
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (check.GPU_SITE, check.ROOT)))}
     variables.pop(machine.OWNER_VARIABLE, None)
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", tests], env=variables, **pipes) as process:
+    with subprocess.Popen([sys.executable, "-c", tests], env=variables, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        messager_ended = os.pidfd_open(int(process.stdout.readline()))
+        started = os.pidfd_open(int(process.stdout.readline()))
         process.kill()
-        assert select.select([messager_ended], [], [], 60.0)[0], "it is still there"
-        os.close(messager_ended)
+        try:
+            assert select.select([started], [], [], 30.0)[0], "it is still there"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(started, signal.SIGKILL)
+            os.close(started)

@@ -40,18 +40,24 @@ WRONG = "the GPU's double saw: "  # how a line begins that says what a process d
 
 def install() -> None:
     """Make this process one of a machine with such a GPU. Idempotent."""
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    sys.meta_path.insert(0, _Finder())
     owner = int(os.environ.setdefault(OWNER_VARIABLE, str(os.getpid())))
+    os.register_at_fork(after_in_child=lambda: _end_with(owner))  # the servers of FastDeploy's queues
     if any(argument.endswith(MESSAGER) for argument in sys.orig_argv):
-        threading.Thread(target=_end_with, args=(owner,), daemon=True).start()
+        _end_with(owner)
 
 
 def _end_with(owner: int) -> None:
-    """Kill this process when that one ends, however it ends. A cache messager waits for nobody and would stay."""
-    with contextlib.suppress(ProcessLookupError):  # it has ended already
-        select.select([os.pidfd_open(owner)], [], [])
-    os.kill(os.getpid(), signal.SIGKILL)
+    """Kill this process when that one ends, however it ends: neither a messager nor a queue's server would notice."""
+
+    def wait() -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has ended already
+            select.select([os.pidfd_open(owner)], [], [])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 class Absent(types.ModuleType):
