@@ -47,6 +47,7 @@ START_S = 900
 
 def run(kind: str, prompts: int, tokens: int, place: Path) -> list[list[dict[str, Any]]]:
     """Play the rounds with one kind of offload, in a fresh process, on an empty store."""
+    place.mkdir(exist_ok=True)
     draw = random.Random(1)
     asked = [[draw.randrange(3, 500) for _ in range(tokens)] for _ in range(prompts)]
     script = {
@@ -60,7 +61,6 @@ def run(kind: str, prompts: int, tokens: int, place: Path) -> list[list[dict[str
     }
     if kind in ("fs", "tier"):
         script["extra"]["cpu_bytes_to_use"] = 512 * 2**20  # type: ignore[index]
-    place.mkdir(exist_ok=True)
     (place / "script").write_text(json.dumps(script), encoding="ascii")
     variables = {"XDG_RUNTIME_DIR": str(place), "XDG_CACHE_HOME": str(place / "cache"), "PYTHONPATH": os.getcwd()}
     subprocess.run(
