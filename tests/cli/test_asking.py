@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 from transferd.cli import asking
 from transferd.cli import main as cli
-from transferd.config import ServerSection
+from transferd.config import CurveSection, ServerSection
 from transferd.errors import ConnectTimeout
 from transferd.wire.obstacle import NO_SOCKET, NOBODY_LISTENS, STUCK, SUSPENDED, is_refusal
 from transferd.wire.transport import ZmqServerTransport
@@ -85,6 +86,21 @@ def test_a_daemon_that_may_only_be_slow_is_waited_for(
     (only,) = told
     assert "no daemon answered within 0.3 s: the handshake got no reply" in only
     assert not any(map(is_refusal, ("", STUCK, SUSPENDED)))
+
+
+async def test_a_command_without_keys_is_told_at_once_which_options_name_them(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(zmq.curve_keypair()[1])
+    secret.chmod(0o600)
+    curve = CurveSection(secret_key_file=str(secret))
+    server = ZmqServerTransport(ServerSection(endpoint="tcp://127.0.0.1:*", curve=curve))
+    server.start(lambda _peer, _payload: None)
+    try:
+        with pytest.raises(ConnectTimeout, match=r"require.* CURVE keys .*; see --key-file and --server-key-file$"):
+            async with asking.connected(server.endpoints[0], FOREVER):
+                pass
+    finally:
+        server.close()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root is refused by name here")

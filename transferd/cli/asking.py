@@ -68,9 +68,9 @@ async def connected(
         await asyncio.wait({connecting}, timeout=PROBE_AFTER_S)
         obstacle = "" if connecting.done() else await transport.obstacle()
         if not connecting.done() and is_refusal(obstacle):
-            what = f"{where}: no daemon answered: {obstacle}{_remedy(obstacle)}"
+            what = f"{where}: no daemon answered: {obstacle}"
             if not wait:
-                raise ConnectTimeout(what)
+                raise ConnectTimeout(f"{what}{_remedy(obstacle)}")
             logs.say(f"{what} (waiting up to {timeout:g} s)", "warning")
         await connecting
         yield client
@@ -83,9 +83,9 @@ async def connected(
 def _remedy(obstacle: str) -> str:
     from transferd.wire.obstacle import NO_SOCKET, NOBODY_LISTENS
 
-    if obstacle not in (NO_SOCKET, NOBODY_LISTENS):
-        return ""
-    return " Start it (systemctl start transferd, or `transferd serve`), or name another endpoint with --endpoint."
+    if obstacle in (NO_SOCKET, NOBODY_LISTENS):
+        return " Start it (systemctl start transferd, or `transferd serve`), or name another endpoint with --endpoint."
+    return "; see --key-file and --server-key-file" if "CURVE keys" in obstacle else ""
 
 
 async def await_ready(client: Client, timeout: float) -> None:

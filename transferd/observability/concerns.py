@@ -32,7 +32,7 @@ def _service(report: dict[str, Any], not_ready: str) -> list[str]:
         found.append(f"ranks {_listed(cache['missing'])} have no memory: the engine has not offered it yet")
     elif not report["ready"]:
         found.append(f"not ready: {not_ready or 'see /readyz and the log'}")
-    elif cache["unmapped"] and report["server"]["clients"] and sum(report["tasks"].values()):
+    elif cache["unmapped"] and report["tasks"].get("rejected"):  # an engine that has gone is no reason for alarm
         found.append(f"no engine has attached ranks {_listed(cache['unmapped'])}: tasks are rejected (not_attached)")
     for hold in report["held"]:
         found.append(f"{hold['what']} for {span(hold['for_s'])}, held by {hold['holder']}: `resume` ends it")
