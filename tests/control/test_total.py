@@ -94,7 +94,7 @@ def test_the_refusal_says_how_much_all_hold_and_how_much_the_asker() -> None:
     flood = Held(queued=6)
     refusal = total(flood, Held(queued=2)).refusal(flood, prepared())
     assert refusal is not None
-    assert refusal.message == "8 tasks of all engines are queued, 6 of them of this one"
+    assert refusal.message == "the queue is full: 8 tasks of all engines, 6 of this one"
 
 
 def test_a_dispatcher_asks_it_and_reports_its_own_load() -> None:

@@ -43,7 +43,7 @@ class Engine:
     dp_rank: int = 0
 
     def said(self, token: str) -> wire.Register:
-        """Raises RequestError for a layout that is none."""
+        """The request to register it. Raises RequestError for an invalid layout."""
         layout = self.layout
         if not isinstance(layout, Mapping):
             if not hasattr(layout, "as_cache"):
@@ -64,7 +64,7 @@ class Engine:
 
 
 class Registration:
-    """The engine that this client has registered, if it has. It is registered again in each new session."""
+    """The engine that this client has registered, if any. Each new session registers it again."""
 
     def __init__(self, conversation: Conversation, fresh_id: Callable[[], str]) -> None:
         self._conversation = conversation
@@ -72,7 +72,7 @@ class Registration:
         self._made: wire.Register | None = None
 
     async def register(self, engine: Engine) -> int:
-        """Returns the epoch that has begun, or goes on."""
+        """Returns the engine's epoch, new or continued."""
         body = engine.said(self._fresh_id() if self._made is None else self._made.token)
         value: dict[str, int] = await self._conversation.request(body, REGISTER_TIMEOUT_S)
         self._made = body

@@ -1,7 +1,7 @@
-"""What all engines of a daemon have admitted together, and the most that they may.
+"""Bounds what all engines of a daemon have admitted together.
 
-Past a bound, only an engine that has less than an equal share of it admits more. So an engine that floods keeps none
-of the others out, and twice the bound is the most that is ever admitted.
+Beyond a bound, only an engine below its equal share is admitted. So a flooding engine keeps no other engine out, and
+the total never exceeds twice the bound.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Load(Protocol):
 
 @dataclass(slots=True)
 class Total:
-    """The bounds of [server], for all engines. engines: those that are there; who comes and goes says so here."""
+    """The bounds of [server], for all engines. engines: the present ones; an engine is added and removed here."""
 
     max_queued: int
     max_queued_bytes: int
@@ -35,20 +35,20 @@ class Total:
     engines: list[Load] = field(default_factory=list)
 
     def refusal(self, asks: Load, prepared: Prepared) -> ErrorInfo | None:
-        """Why the engine that asks is not to admit this task now; None if it may."""
+        """Why the asking engine may not admit this task now; None if it may."""
         engines, lane = self.engines, prepared.lane
         share = len(engines)
         if share < 2:
             return None
         queued, mine = sum(one.queued for one in engines), asks.queued
         if queued >= self.max_queued and mine >= self.max_queued // share:
-            return ErrorInfo("queue_full", f"{queued} tasks of all engines are queued, {mine} of them of this one")
+            return ErrorInfo("queue_full", f"the queue is full: {queued} tasks of all engines, {mine} of this one")
         held, mine = sum(one.argument_bytes for one in engines), asks.argument_bytes
         if mine and held + prepared.arguments > self.max_queued_bytes and mine >= self.max_queued_bytes // share:
-            told = f"admitted tasks of all engines hold {held} bytes of keys, ids and token_ids, {mine} here"
+            told = f"admitted tasks hold {held} bytes of keys, ids and token_ids, {mine} of them this engine's"
             return ErrorInfo("queue_full", told)
         moving, mine = sum(one.bytes_under_way(lane) for one in engines), asks.bytes_under_way(lane)
         if mine and moving + prepared.nbytes > self.max_bytes and mine >= self.max_bytes // share:
-            told = f"{moving} bytes of all engines are under way in this lane, {mine} here"
+            told = f"all engines have {moving} bytes in flight in this lane, this one has {mine}"
             return ErrorInfo("bytes_in_flight", told)
         return None

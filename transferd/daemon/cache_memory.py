@@ -427,7 +427,7 @@ class CacheMemory:
         return task
 
     async def _finished(self, change: Coroutine[Any, Any, Any]) -> Any:
-        """Wait for a change, which goes on to its end also when the client that asked for it leaves."""
+        """Wait for a change, which runs to its end even if the client that requested it leaves."""
         task = self._begin(change)
         try:
             return await asyncio.shield(task)

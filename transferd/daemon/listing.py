@@ -58,7 +58,7 @@ class Listing:
         return rows + [_ended(one, now) for one in reversed(newest)]
 
     def timeline(self, limit: int) -> list[dict[str, Any]]:
-        """What is under way and what ended last, with `stages`: [{queue_s, copy_s, storage_s}] of each rank."""
+        """The running and the latest ended tasks, with `stages`: [{queue_s, copy_s, storage_s}] of each rank."""
         now, recent = self._daemon.clock.monotonic(), self._daemon.history.recent
         rows = [row | {"stages": []} for row in self._under_way(self._admitted()[: limit // 2])]
         for one in list(reversed(recent))[: limit - len(rows)]:
@@ -67,7 +67,7 @@ class Listing:
         return rows
 
     def clients(self, limit: int, engine: str = "") -> list[dict[str, Any]]:
-        """At most `limit` clients, who came first first; `tasks`: those that it waits for. engine: as for `tasks`."""
+        """At most `limit` clients, the oldest first; `tasks`: how many it waits for. engine: as for `tasks`."""
         waits: dict[str, int] = {}
         for _, record in self._admitted():
             for client, _ in record.waiters:
@@ -76,7 +76,7 @@ class Listing:
         return [row | {"tasks": waits.get(row["client"], 0)} for row in rows]
 
     def _admitted(self, engine: str = "") -> list[tuple[HostedEngine, TaskState]]:
-        """What is under way, the oldest first, and whose it is."""
+        """The admitted tasks with their engines, the oldest first."""
         engines = [one for one in self._daemon.engines.all if engine in ("", one.name)]
         found = [(one, record) for one in engines for record in one.dispatcher.admitted]
         return sorted(found, key=lambda pair: pair[1].admitted_at)

@@ -44,7 +44,7 @@ class Shutdown:
         return False
 
     async def step(self, name: str, work: Awaitable[None]) -> bool:
-        """Do one step. True: it has ended, well or badly. False: it hangs, and goes on by itself."""
+        """Do one step. True: it has ended, well or badly. False: it hangs, and we no longer wait for it."""
         task = asyncio.ensure_future(work)
         if not await self._ended(task, self._budget_s(), least=LEAST_S):
             self._left_behind.append(task)

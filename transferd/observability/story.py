@@ -45,7 +45,7 @@ def task_story(task_id: str, notes: Sequence[Note], *, wall: float, monotonic: f
 
 
 def _lives(notes: Iterable[Note]) -> list[list[Note]]:
-    """A life goes on until its answer and for as long as nothing else is tried under its id."""
+    """A life lasts until its answer, and after that until another task is tried under its id."""
     lives: list[list[Note]] = [[]]
     attempts: list[Note] = []  # since the last answer: they belong to the next life, if there is one
     for note in notes:

@@ -143,7 +143,7 @@ class Turns:
     """What waits for a thread of a crew. Owners (`whose`) take turns; each owner's functions keep their order.
 
     So a function waits for at most one turn of each other owner per function of its own, whatever they give. A turn
-    is one function, and of a Stripe one item: between two items it gives way, and goes on in its owner's next turn.
+    is one function, and of a Stripe one item: between two items it yields, and continues in its owner's next turn.
     """
 
     def __init__(self) -> None:

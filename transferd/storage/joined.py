@@ -1,19 +1,19 @@
-"""A Storage in front of another that makes one call of several engines' calls for one object at the same time.
+"""A Storage in front of another that joins several engines' simultaneous calls for one object into one.
 
 A rank joins the reads of its own tasks before they come here (workers/flights.py), and ranks name their objects with
-their number. So what meets here comes from engines that share objects.
+their number. So only calls of engines that share objects meet here.
 
-    get   the first to ask leads: its call fetches the object. Who asks meanwhile follows: the bytes are copied to its
-          own buffer, and the leader's call returns only after that, since its buffer may be used again then
-    put   the first to ask writes. Who asks meanwhile hears EXISTS when the object is stored
+    get   the first call leads and fetches the object. Later ones follow: the bytes are copied to their own buffers,
+          and only then does the leader's call return, because its buffer may then be reused
+    put   the first call writes. Later ones get EXISTS when the object is stored
 
-A follower's answer is its leader's, also when that is MISSING or FAILED. Every engine checks the bytes that it got.
-A call goes to its end even if its caller is cancelled, as it does in every backend, so nobody takes another's away.
+A follower gets its leader's answer, even if that is MISSING or FAILED. Every engine checks the bytes that it got.
+A call runs to its end even if its caller is cancelled, as in every backend, so no cancellation hits another caller.
 
-No circle can form: what a call leads never waits for what it follows.
+No circle can form: the objects that a call leads never wait for those that it follows.
 
-Without a second engine calls pass through untouched. `Storage.joins_gets` and `joins_puts` say for which backends this
-pays (docs/adr/0049).
+Without a second engine, calls pass through untouched. `Storage.joins_gets` and `joins_puts` say for which backends
+this pays (docs/adr/0049).
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ Call = Callable[[Sequence[Blob]], Awaitable[list[Outcome]]]
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """One object under way. blob: its leader's. followers: whose buffers want the same, and their answers."""
+    """One object in flight. blob: its leader's. followers: the buffers that want the same bytes, and their answers."""
 
     blob: Blob
     followers: list[tuple[Blob, Future[Outcome]]] = field(default_factory=list)
 
 
 class FlightBoard:
-    """The objects under way in one direction, by name and length. Changed on the event loop only."""
+    """The objects in flight in one direction, by name and length. Changed on the event loop only."""
 
     def __init__(self) -> None:
         self.joined = 0  # objects that followed another call's

@@ -1,8 +1,8 @@
-"""Makes the pages of host memory: in pieces, by several threads, without Python's lock.
+"""Populates the pages of host memory: in pieces, by several threads, without Python's lock.
 
-A server's pool has hundreds of gigabytes. One thread makes three to ten of them a second, and mmap.madvise holds the
-GIL meanwhile: a daemon would answer nobody for a minute. A call through ctypes lets go of it. (Linux 5.14 and newer
-make pages by one call; older kernels by writing to them.)
+A server's pool has hundreds of gigabytes. One thread populates three to ten of them a second, and mmap.madvise holds
+the GIL meanwhile: a daemon would answer no client for a minute. A call through ctypes releases it. (Linux 5.14 and
+newer populate pages by one call; on older kernels we write to them.)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transferd.runtime.threads import start_thread
 # Bytes of one call. The kernel holds the lock of the process's memory map meanwhile: a thread that maps or unmaps
 # anything, such as the loop when it needs memory, waits for the call to end.
 PIECE = 32 * 1024**2
-THREADS = 8  # more find the kernel's own locks
+THREADS = 8  # more would contend for the kernel's own locks
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; asm-generic/mman-common.h
 
@@ -30,9 +30,9 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Progress:
-    """Bytes that this process has populated so far; whoever waits for a start can see that it moves.
+    """Bytes that this process has populated so far, so that others can see that a start makes progress.
 
-    cancelled: populate no more; every `populate` that is under way ends soon, with TierError.
+    cancelled: populate no more; every running `populate` ends soon, with TierError.
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ def _touch(address: int, nbytes: int) -> None:
 
 
 def give_back(address: int, nbytes: int) -> None:
-    """Free the pages of a range whose content nobody needs, without the GIL; unmapping it is quick then."""
+    """Free the pages of a range whose content is not needed, without the GIL, so that unmapping it is quick."""
     for at, length in pieces_of(address, nbytes):
         _libc.madvise(at, length, mmap.MADV_DONTNEED)
 

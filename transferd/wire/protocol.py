@@ -205,8 +205,8 @@ class ListClients(_Message, frozen=True, tag="clients"):
 class Attach(_Message, frozen=True, tag="attach"):
     """Value: the device handle of a rank, {kind, data}, and which memory it names, {boot_id, epoch}.
 
-    The client counts as having it mapped until it says Detach. epoch: of the memory that it has mapped already and
-    says so again in a new session; refused with `stale_epoch` if that is no more. 0: it maps what is there now.
+    The client counts as having it mapped until it says Detach. epoch: of memory that it has mapped already, if it
+    repeats this in a new session; refused with `stale_epoch` if that memory is gone. 0: it maps the current memory.
     """
 
     rank: int

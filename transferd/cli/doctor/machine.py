@@ -124,7 +124,7 @@ class Machine:
             return False
 
     def connects(self, host: str, port: int) -> str:
-        """Why nobody can be connected to there by tcp within a second; "" if somebody can."""
+        """Why a tcp connection to that address fails within a second; "" if it succeeds."""
         try:
             with socket.create_connection((host, port), timeout=1.0):
                 return ""
