@@ -24,8 +24,9 @@ demo: $(STAMP) ## set up, then show the main job in under a minute
 	@$(BIN)/transferd demo
 
 test: $(TEST_STAMP) ## set up, then run every test this machine can
-	@base=$$(mktemp -d /tmp/td.XXXX); $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --basetemp=$$base/t $(PYTEST_ARGS); \
-	code=$$?; rm -rf $$base; exit $$code # a short path: the name of a unix socket has at most 107 characters
+	@base=$$(mktemp -d /tmp/td.XXXX); $(BIN)/python -m pytest -n $$(($$(nproc) + 2)) --dist loadfile --no-loadscope-reorder --basetemp=$$base/t $(PYTEST_ARGS); \
+	code=$$?; rm -rf $$base; exit $$code
+# More processes than cores: tests wait for daemons and timers. A short path: a unix socket's name has at most 107 characters.
 
 lint: $(TEST_STAMP) ## ruff
 	$(BIN)/ruff check .

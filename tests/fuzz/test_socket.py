@@ -116,7 +116,7 @@ async def storm(endpoint: str, messages: int, seed: int) -> dict[str, int]:
     return said
 
 
-@pytest.mark.timeout(0 if MESSAGES > 100_000 else 120)
+@pytest.mark.timeout(0 if MESSAGES > 100_000 else 300)
 def test_a_million_bad_messages_hurt_nobody(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     async def main(endpoint: str, pid: int) -> str:
         honest = [Honest(number, Client(endpoint)) for number in range(HONEST)]

@@ -95,7 +95,7 @@ def test_any_tree_is_a_configuration_or_one_line_that_says_why_not(tree: dict[st
 
 
 @pytest.mark.skipif(importlib.util.find_spec("atheris") is None, reason="atheris (extra: fuzz) is not installed")
-@pytest.mark.timeout(0 if RUNS > 100_000 else 120)
+@pytest.mark.timeout(0 if RUNS > 100_000 else 300)
 @each_target
 def test_atheris_finds_nothing(name: str, tmp_path: Path) -> None:
     done = subprocess.run(

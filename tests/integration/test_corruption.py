@@ -356,7 +356,7 @@ def told(backend: str, done: Counter[str], capfd: pytest.CaptureFixture[str]) ->
         print(f"\n{backend}: {sum(done.values())} objects damaged, none delivered: {dict(done)}")
 
 
-@pytest.mark.timeout(0 if CORRUPTIONS > 1000 else 120)
+@pytest.mark.timeout(0 if CORRUPTIONS > 1000 else 300)
 def test_damaged_files_are_never_delivered(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     async def main() -> Counter[str]:
         storage = FileStorage(config_of("gqa", tmp_path))
@@ -369,13 +369,13 @@ def test_damaged_files_are_never_delivered(tmp_path: Path, capfd: pytest.Capture
     told("file", asyncio.run(main()), capfd)
 
 
-@pytest.mark.timeout(0 if CORRUPTIONS > 1000 else 120)
+@pytest.mark.timeout(0 if CORRUPTIONS > 1000 else 300)
 def test_damaged_objects_in_memory_are_never_delivered(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     told("memory", asyncio.run(through_the_backend(MemoryStorage(config_of("gqa", tmp_path)), tmp_path)), capfd)
 
 
 @pytest.mark.skipif(master_executable() is None, reason="mooncake-transfer-engine is not installed")
-@pytest.mark.timeout(0 if CORRUPTIONS > 1000 else 120)
+@pytest.mark.timeout(0 if CORRUPTIONS > 1000 else 300)
 def test_damaged_objects_in_a_mooncake_pool_are_never_delivered(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

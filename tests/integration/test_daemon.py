@@ -328,19 +328,20 @@ async def test_pending_futures_of_a_killed_daemon_end_as_daemon_lost(tmp_path: P
 async def test_kill_9_during_writes_twenty_times_leaves_every_block_right_or_missing(tmp_path: Path) -> None:
     """The engine keeps writing; the daemon is killed at twenty different moments of it and started again."""
     expected: dict[str, list[bytes]] = {}
+    written: dict[str, list[bytes]] = {}
     for round_ in range(20):
-        process = start(config(), tmp_path)
-        async with Client(process.endpoint) as client:
-            caches = await attach(client)
-            await verify_or_missing(client, caches, expected)
-            fill(caches, list(range(16)), seed=1000 + round_)
-            pushed = []
-            for block in range(16):
-                key = f"r{round_}-b{block}"
-                expected[key] = snapshot(caches, [block])
-                pushed.append(await client.push(WriteStorageTask(task_id=key, keys=[key], gpu_block_ids=[block])))
-            await asyncio.gather(*pushed[: (round_ * 16) // 20 + 1])  # a different point each round
-            process.kill()
+        with running(config(), tmp_path) as process:
+            async with Client(process.endpoint) as client:
+                caches = await attach(client)
+                await verify_or_missing(client, caches, written)  # of the last round; all of them at the end
+                fill(caches, list(range(16)), seed=1000 + round_)
+                pushed = []
+                written = {f"r{round_}-b{block}": snapshot(caches, [block]) for block in range(16)}
+                for block, key in enumerate(written):
+                    pushed.append(await client.push(WriteStorageTask(task_id=key, keys=[key], gpu_block_ids=[block])))
+                await asyncio.gather(*pushed[: (round_ * 16) // 20 + 1])  # a different point each round
+                process.kill()
+        expected |= written
     with running(config(), tmp_path) as process:
         async with Client(process.endpoint) as client:
             found = await verify_or_missing(client, await attach(client), expected)
