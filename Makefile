@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TEST_STAMP := $(VENV)/.installed-for-tests
+# Hundreds of daemons are started: with this set, each would compile all of transferd again.
+unexport PYTHONDONTWRITEBYTECODE
 SEEDS ?= 2000
 FIRST ?= 0
 MINUTES ?= 30
