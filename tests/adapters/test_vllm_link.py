@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import queue
@@ -99,6 +100,22 @@ def test_each_key_has_an_answer_and_each_block_its_bytes(engine: OneEngine) -> N
     assert np.array_equal(engine.block(8), engine.block(1))
     assert np.array_equal(engine.block(10), engine.block(3))
     assert not engine.block(9).any()
+
+
+def test_one_line_says_that_a_daemon_was_started_and_what_it_may_store(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="tl.") as place, caplog.at_level(logging.INFO, logger="vllm.transferd"):
+        monkeypatch.setenv("XDG_RUNTIME_DIR", place)
+        monkeypatch.setenv("XDG_CACHE_HOME", f"{place}/cache")
+        monkeypatch.delenv("TRANSFERD_ENDPOINT", raising=False)
+        one = OneEngine()
+        pid = one.daemon()
+        one.close()
+    (line,) = [record.getMessage() for record in caplog.records if "started one" in record.getMessage()]
+    assert f"pid {pid}, up to " in line
+    assert f" GiB in {place}/cache/transferd, log in {place}/" in line
+    assert not Path(f"/proc/{pid}").exists(), "it ends with the engine"
 
 
 def test_a_task_of_a_suspended_daemon_is_answered_when_it_can_write_no_more(engine: OneEngine) -> None:

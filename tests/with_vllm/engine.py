@@ -70,7 +70,7 @@ class Engine:
 
     def daemon(self) -> int:
         """The pid of the daemon that it started last."""
-        return int(re.findall(r"one was started: pid (\d+)", self.log)[-1])
+        return int(re.findall(r"started one: pid (\d+)", self.log)[-1])
 
     def kill(self) -> None:
         self.process.kill()
