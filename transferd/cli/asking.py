@@ -50,7 +50,7 @@ async def connected(
     """A client of a daemon that answers, ready or not.
 
     If the connection is refused (no such socket, permission, key, …), this fails at once and says why. With `wait` it
-    says why on stderr and goes on trying until the timeout, for a daemon that is being started.
+    says why on stderr and keeps trying until the timeout, for a daemon that is still starting.
 
     Raises ConnectTimeout, and ConfigError for bad keys or a bad endpoint.
     """

@@ -257,9 +257,9 @@ class Daemon:
 
     @property
     def alive(self) -> bool:
-        """The dispatcher moves, or has nothing to do. What the watchdog and /healthz ask.
+        """Whether the dispatcher makes progress or is idle; for the watchdog and /healthz.
 
-        A slow task is no reason for alarm, a deadline that passes without being noticed is.
+        A slow task is no cause for alarm; an overdue deadline that nothing has noticed is.
         """
         return all(engine.coordinator.overdue_s < STUCK_AFTER_S for engine in self.engines.all)
 

@@ -62,7 +62,7 @@ def _quality(report: dict[str, Any]) -> list[str]:
     if report["effects_failed"]:
         found.append(f"internal errors: {report['effects_failed']}: please report them with the log")
     if report["log_dropped"]:
-        found.append(f"{report['log_dropped']} log lines were lost: whoever reads stderr is too slow")
+        found.append(f"{report['log_dropped']} log lines were lost: the reader of stderr is too slow")
     refused = {reason: n for reason, n in report["refused"].items() if n}
     if refused:
         found.append(

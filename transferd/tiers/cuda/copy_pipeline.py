@@ -195,7 +195,7 @@ class CopyPipeline:
 
     @contextlib.contextmanager
     def _losing(self) -> Iterator[None]:
-        """If the device is lost in here, every running copy ends with that; so with an unexpected error."""
+        """If the device is lost in here, or on an unexpected error, every running copy ends with DeviceLost."""
         try:
             yield
         except Exception as raised:  # noqa: BLE001 - otherwise the thread ends, and no copy ever does
