@@ -10,6 +10,7 @@ stopped, by its pid.
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import signal
 import subprocess
@@ -78,7 +79,7 @@ def start(
 
     Raises RuntimeError with the end of the log if the daemon does not start.
     """
-    sections: dict[str, dict[str, Any]] = {section: dict(values) for section, values in tree.items()}
+    sections: dict[str, dict[str, Any]] = copy.deepcopy(dict(tree))  # its tables are filled in below
     endpoint = f"ipc://{directory / name}.sock"
     endpoint = str(sections.setdefault("server", {}).setdefault("endpoint", endpoint))
     sections.setdefault("metrics", {}).setdefault("listen", "")
