@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import re
@@ -16,14 +17,16 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tests.cli.conftest import transferd
-from transferd import SyncClient, WriteStorageTask
+from transferd import Status, SyncClient, TaskResult, WriteStorageTask
 from transferd.cli import main as command_line
 from transferd.cli.bench import control
 from transferd.cli.bench.harness import Row, Told
+from transferd.cli.bench.storage import _InProcess
 from transferd.cli.options import INTERRUPTED
 from transferd.cli.replay.command import progress_bar
 from transferd.cli.replay.trace import generated_workload
 from transferd.cli.verify import verify
+from transferd.client import launch
 from transferd.client.launch import DaemonProcess, running
 from transferd.observability import logs
 
@@ -94,18 +97,44 @@ def test_a_replay_reports_what_it_has_compared(daemon: DaemonProcess, engine: Sy
 
 
 def test_any_other_command_says_so_in_a_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def app(*, standalone_mode: bool) -> None:
+    def pressed(*_: object) -> None:
         raise KeyboardInterrupt
 
     said: list[str] = []
     monkeypatch.setattr(logs, "say", said.append)
-    monkeypatch.setattr(command_line, "app", app)
+    monkeypatch.setattr(logs, "configure", lambda _: None)  # this process has its own
+    monkeypatch.setattr(command_line, "ask", pressed)
+    monkeypatch.setattr("sys.argv", ["transferd", "stats"])
     with pytest.raises(SystemExit) as ended:
         command_line.main()
     assert ended.value.code == INTERRUPTED
     assert said == ["interrupted"]
+
+
+def test_a_daemon_whose_start_is_interrupted_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started: list[DaemonProcess] = []
+
+    def pressed(daemon: DaemonProcess, *, engine: bool) -> None:
+        started.append(daemon)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "_await_ready", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        launch.start({"cache": {"device_blocks": 2}}, tmp_path)
+    assert started[0].process.poll() is not None
+
+
+def test_an_answer_that_comes_after_an_interrupt_is_dropped() -> None:
+    async def program() -> None:
+        transport = _InProcess()
+        waiting = transport.waiting[1] = asyncio.get_running_loop().create_future()
+        waiting.cancel()
+        transport.deliver(b"", 1, TaskResult(task_id="t", status=Status.OK))
+        assert not transport.waiting
+
+    asyncio.run(program())
 
 
 def test_the_version_is_printed_without_a_word_of_progress() -> None:

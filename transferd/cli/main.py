@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from transferd import config as configuration
 from transferd.cli import lists
@@ -44,8 +45,24 @@ from transferd.runtime.descriptors import fill_standard
 if TYPE_CHECKING:
     from rich.console import Console
 
+
+class _Interrupted(Exception):
+    """Ctrl-C, on its way past typer: newer ones swallow KeyboardInterrupt."""
+
+
+class _Commands(TyperGroup):
+    """All commands."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            raise _Interrupted from error
+
+
 app = typer.Typer(
     name="transferd",
+    cls=_Commands,
     help="Moves an LLM engine's KV cache between device memory, pinned host memory and storage.",
     no_args_is_help=True,
     add_completion=False,
@@ -377,7 +394,11 @@ def main() -> NoReturn:
     except ConfigError as error:
         logs.say(str(error))
         _end(2)
-    except (KeyboardInterrupt, typer.Abort):  # a command that has done something by then says what, by itself
+    except (
+        _Interrupted,
+        KeyboardInterrupt,
+        typer.Abort,
+    ):  # a command that has done something by then says what, by itself
         logs.say("interrupted")
         _end(INTERRUPTED)
     except (TransferError, TimeoutError) as error:

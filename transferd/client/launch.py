@@ -98,7 +98,11 @@ def start(
         )
     daemon = DaemonProcess(process, endpoint, config_file, log_file)
     if wait:
-        _await_ready(daemon, engine="cache" in sections)
+        try:
+            _await_ready(daemon, engine="cache" in sections)
+        except BaseException:  # Ctrl-C, too, leaves no daemon behind
+            daemon.stop()
+            raise
     return daemon
 
 

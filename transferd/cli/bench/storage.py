@@ -52,7 +52,9 @@ class _InProcess(ServerTransport):
         """Nothing to close."""
 
     def deliver(self, _client: bytes, seq: int, result: TaskResult) -> None:
-        self.waiting.pop(seq).set_result(result)
+        future = self.waiting.pop(seq)
+        if not future.done():  # cancelled by Ctrl-C
+            future.set_result(result)
 
     async def submit(self, daemon: Daemon, seq: int, task: Task) -> TaskResult:
         future = self.waiting[seq] = asyncio.get_running_loop().create_future()
