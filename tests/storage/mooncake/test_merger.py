@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import Sequence
 
 import pytest
 
 from transferd.errors import StorageUnavailable
+from transferd.runtime.threads import whose
 from transferd.storage.mooncake import merger as merger_module
 from transferd.storage.mooncake.client import KeyBatch
 from transferd.storage.mooncake.merger import MOST_BYTES, MOST_OBJECTS, Merger
@@ -99,6 +101,24 @@ async def test_a_call_has_a_largest_size(library: Library, first: KeyBatch, seco
         await turns()
     assert library.calls == [keys(0), first.keys, second.keys]
     await asyncio.gather(*tasks)
+
+
+async def test_engines_take_turns_and_each_ones_batches_keep_their_order(library: Library) -> None:
+    """A quiet engine's batch is in the next call, however many large ones of another wait before it."""
+    merger, most = Merger(library), MOST_BYTES
+    flood, quiet = contextvars.copy_context(), contextvars.copy_context()
+    flood.run(whose.set, "flood")
+    quiet.run(whose.set, "quiet")
+    loop = asyncio.get_running_loop()
+    tasks = [loop.create_task(merger.run(batch(n, nbytes=most - 1)), context=flood) for n in range(3)]
+    await turns()
+    tasks += [loop.create_task(merger.run(batch(n)), context=quiet) for n in (10, 11)]
+    await turns()
+    for end in range(3):
+        library.ends[end].set_result(None)
+        await turns()
+    assert library.calls == [keys(0), keys(1, 10), keys(2, 11)]
+    assert await asyncio.gather(*tasks) == [[0], [1], [2], [10], [11]]
 
 
 async def test_what_alone_is_larger_still_goes(library: Library) -> None:

@@ -5,16 +5,19 @@ those that move bytes. And every call makes two requests to the master. So many 
 chunks of several tasks, cost more than their bytes. A sequence of large calls does not; each takes everything
 that has arrived meanwhile.
 
+Engines (`whose`) take turns: a batch waits for at most one batch of each other engine per batch of its own.
+
 A call that hangs must not block the others: after `PATIENCE_S` the next one starts beside it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from transferd.runtime.threads import whose
 from transferd.storage.mooncake.client import KeyBatch
 
 PATIENCE_S = 0.1  # longer than a call that moves its bytes
@@ -38,7 +41,7 @@ class Merger:
         self.calls = 0
         self.merged = 0  # batches that joined another's call
         self._call = call
-        self._queue: deque[_Waiting] = deque()
+        self._queues: OrderedDict[str, deque[_Waiting]] = OrderedDict()  # by engine; whose turn it is, first
         self._running: set[asyncio.Task[None]] = set()
         self._fresh: object | None = None  # the call that began less than PATIENCE_S ago
 
@@ -46,28 +49,37 @@ class Merger:
         """The codes for this batch. Do not cancel it: the call goes on (see `uncancelled`)."""
         loop = asyncio.get_running_loop()
         waiting = _Waiting(batch, loop.create_future())
-        self._queue.append(waiting)
+        self._queues.setdefault(whose.get(), deque()).append(waiting)
         self._next()
         return await waiting.answer
 
     def _next(self) -> None:
-        if self._fresh is not None or not self._queue:
+        if self._fresh is not None or not self._queues:
             return
         task = asyncio.get_running_loop().create_task(self._make(self._take()))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
     def _take(self) -> list[_Waiting]:
-        """Take waiting batches in order while they fit. Stop at a repeated key: its code would be ambiguous."""
-        group = [self._queue.popleft()]
-        keys, nbytes = set(group[0].batch.keys), sum(group[0].batch.sizes)
-        while self._queue:
-            batch = self._queue[0].batch
+        """Batches of each engine in turn, each engine's in their order, while they fit.
+
+        Stop at a repeated key: its code would be ambiguous.
+        """
+        group: list[_Waiting] = []
+        keys: set[str] = set()
+        nbytes = 0
+        while self._queues:
+            owner, queue = next(iter(self._queues.items()))
+            batch = queue[0].batch
             nbytes += sum(batch.sizes)
-            if nbytes > MOST_BYTES or len(keys) + len(batch.keys) > MOST_OBJECTS or not keys.isdisjoint(batch.keys):
+            too_much = nbytes > MOST_BYTES or len(keys) + len(batch.keys) > MOST_OBJECTS
+            if group and (too_much or not keys.isdisjoint(batch.keys)):
                 break
             keys.update(batch.keys)
-            group.append(self._queue.popleft())
+            group.append(queue.popleft())
+            self._queues.move_to_end(owner)
+            if not queue:
+                del self._queues[owner]
         self.calls += 1
         self.merged += len(group) - 1
         self._fresh = group
