@@ -138,6 +138,10 @@ class OneEngine:
         self.block_size = 0
         self.own = self
 
+    @property
+    def why_not_ready(self) -> str:
+        return self.cache.why
+
     def join(self, peer: bytes, client: KnownClient, name: str, known: str = "") -> None:
         client.engine, client.engine_name = self, name or "default"
 

@@ -82,6 +82,16 @@ class Clients:
         if not self.transport.send(peer, wire.encode_reply(seq, body)):
             self._answer_lost(peer, seq)
 
+    def refuse_stale(self, peer: bytes, seq: int, refused: wire.Refused) -> None:
+        """Refuse a request of an earlier session. If this is lost, no new session begins.
+
+        The request is repeated in any case: the client learns the current session at its next heartbeat. And a client
+        that repeats many requests would be refused each of them: a session for each lost refusal outruns the Welcome
+        that names the one before, and the client catches up with none.
+        """
+        if not self.transport.send(peer, wire.encode_reply(seq, refused)):
+            self.undeliverable += 1
+
     def deliver(self, client: bytes, seq: int, result: TaskResult) -> None:
         """Send one terminal result to the client that waits for it.
 

@@ -205,12 +205,12 @@ class Server:
         """A task that could not be read ends here; anything else is refused."""
         self._rejects[error.reason] += 1
         self._recorder.aside(error.task_id or "", "bad message", error.reason, peer)
-        if error.reason != wire.STALE_SESSION:  # what a good client runs into when its connection broke
+        if not (stale := error.reason == wire.STALE_SESSION):  # a good client runs into it when its connection broke
             self._warn(peer, error.reason)
         info = ErrorInfo(error.reason, str(error))
         if error.task_id is None:
-            permanent = error.reason not in (wire.STALE_SESSION, OutOfMemory.code)
-            self._send(peer, error.seq, wire.Refused(info, permanent=permanent))
+            refused = wire.Refused(info, permanent=not stale and error.reason != OutOfMemory.code)
+            (self._clients.refuse_stale if stale else self._send)(peer, error.seq, refused)
             return
         result = TaskResult(
             task_id=error.task_id,

@@ -111,7 +111,7 @@ def with_bugs(weather: Weather, chance: random.Random) -> Weather:
     drawn = {kind: middle * chance.uniform(0.3, 2.0) for kind, middle in _EFFECTS.items() if chance.random() < 0.5}
     log = LogFaults(refuse=chance.uniform(0.1, 1.0)) if full else READ
     # Drawn last, so that a seed's older draws stay what they were.
-    refuse = chance.uniform(0.01, 0.1) if chance.random() < _FULL_PIPES else 0.0
+    refuse = chance.uniform(0.01, 0.4) if chance.random() < _FULL_PIPES else 0.0
     spoilt = chance.uniform(0.01, 0.1) if chance.random() < _BAD_MEDIUM else 0.0
     return replace(
         weather,

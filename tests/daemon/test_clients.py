@@ -1,0 +1,55 @@
+"""When a client's session ends because an answer was lost, and when not."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+
+from transferd.daemon.clients import Clients
+from transferd.tasks import ErrorInfo, Status, TaskResult
+from transferd.wire import protocol as wire
+from transferd.wire.transport import ServerTransport
+
+PEER = b"peer"
+STALE = wire.Refused(ErrorInfo(wire.STALE_SESSION, "of an earlier session; say Hello"))
+ANSWERS: dict[str, wire.ReplyBody] = {
+    "result": wire.Result(TaskResult(task_id="t", status=Status.OK)),
+    "value": wire.Value(None),
+    "refusal": wire.Refused(ErrorInfo("bad_value", "no")),
+}
+
+
+class FullTransport:
+    """Takes nothing, as when the peer does not read."""
+
+    def send(self, peer: bytes, payload: bytes) -> bool:
+        return False
+
+    def observes(self, peer: bytes) -> bool:
+        return False
+
+
+@pytest.fixture
+def clients() -> Clients:
+    made = Clients(cast("ServerTransport", FullTransport()), "boot")
+    made.meet(PEER, 0.0)
+    return made
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_a_lost_answer_begins_a_session_in_which_the_client_asks_again(clients: Clients, answer: str) -> None:
+    before = clients[PEER].session
+    clients.send(PEER, 7, ANSWERS[answer])
+    assert clients[PEER].session > before
+    assert clients.undeliverable == 1
+
+
+def test_a_lost_refusal_of_a_stale_request_begins_none_or_a_client_with_many_requests_would_never_catch_up(
+    clients: Clients,
+) -> None:
+    before = clients[PEER].session
+    for seq in range(100):
+        clients.refuse_stale(PEER, seq, STALE)
+    assert clients[PEER].session == before
+    assert clients.undeliverable == 100
