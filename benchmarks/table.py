@@ -14,7 +14,8 @@ def table(tree: dict[str, Any]) -> str:
     """One result file as Markdown."""
     where = tree["machine"]
     lines = [
-        f"{where['cpu']}, {where['cores']} cores, Linux {where['kernel']}, Python {where['python']}.",
+        f"{where['cpu']}, {where['cores']} cores, Linux {where['kernel']}, Python {where['python']}, "
+        f"load {where['load_1min_before']:.1f} before the run.",
         "",
         "| what | value | limit, same run | ratio | spread |",
         "|---|---|---|---|---|",
