@@ -2,10 +2,10 @@
 
     python -m tests.faults.bystander ENDPOINT JOURNAL PAUSE NAME:NEIGHBOUR…
 
-Each engine has two ranks of pages, in memory without a name. A round writes blocks under new keys, reads them back
-into wiped memory, swaps one out and in, and reads the first block that its neighbour stored, if it is there; it
-compares all bytes. PAUSE seconds later it passes the gate "round", and begins the next one. The process ends when its
-standard input does. The journal has one JSON line for each round, where `told` has each task's kind, status, code,
+Each engine has two ranks of pages, in memory without a name. A round writes blocks, mostly under new keys, and reads
+them back into wiped memory, swaps one out and in, and reads the first block that its neighbour stored, if it is there;
+it compares all bytes. PAUSE seconds later it passes the gate "round", and begins the next one. The process ends when
+its standard input does. The journal has one JSON line for each round, where `told` has each task's kind, status, code,
 number of blocks, and whether all blocks that the result claims hold what belongs there:
 
     {"t": …, "engine": …, "told": [["write", "ok", "", 3, true], …], "seconds": …}
@@ -49,6 +49,7 @@ SEGMENTS = [(layer * BLOCKS * PAGE, PAGE) for layer in range(LAYERS)]
 MODEL = "bystander"
 MINE, SWAPPED, OTHERS = [1, 2, 3], 4, 5  # device blocks
 TIMEOUT_S = 8.0
+DIFFERENT = 500  # rounds; later ones write the same keys again, so that a small pool keeps room for others
 
 Told = list[Any]
 
@@ -76,7 +77,7 @@ class Bystander:
         """What each task of it was told."""
         self._rounds += 1
         tag, first = f"{self._name}-{self._rounds}", f"{self._name}-1-0"
-        keys = [f"{tag}-{number}" for number in range(len(MINE))]
+        keys = [f"{self._name}-{self._rounds % DIFFERENT}-{number}" for number in range(len(MINE))]
         contents = dict(zip(MINE, keys, strict=True))
         self._fill(contents | {SWAPPED: first})
         swap: dict[str, Any] = {"gpu_block_ids": [SWAPPED], "cpu_block_ids": [1], "timeout": TIMEOUT_S}

@@ -35,7 +35,7 @@ START_TIMEOUT_S = 30.0
 CLIENT_TIMEOUT_S = 2.5
 DEADLINE_SLACK_S = 1.0
 CHUNK_BLOCKS = 2
-PAUSE_S = 0.02  # between rounds of the bystander: it is there to be disturbed, not to load the machine
+PAUSE_S = 0.1  # between rounds of the bystander: it is there to be disturbed, not to load the machine
 _SLOT_BYTES = -(-(BLOCK_BYTES + FOOTER_BYTES) // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
 
