@@ -43,7 +43,7 @@ FACTOR = 3.0  # a quiet engine's p99 beside a flood: in the same daemon, at most
 BIG = {"layers": 8, "kv_heads": 4, "head_dim": 128, "block_size": 64, "device_blocks": 256}  # blocks of 1 MiB
 MIDDLE = BIG | {"layers": 2, "device_blocks": 64}  # of 256 KiB
 SMALL = {"layers": 1, "kv_heads": 1, "head_dim": 32, "block_size": 64, "device_blocks": 256}  # of 8 KiB
-FLOODING, FLOOD_BLOCKS = 64, 16  # tasks under way, blocks of each
+FLOODING, FLOOD_BLOCKS = 32, 16  # tasks under way, blocks of each
 ENGINES = 8
 TASKS, BLOCKS = 16, 8  # of each engine and round, of each task
 TRACE_BYTES = 32 * 1024**2  # all storage in `trace`: less than what it would store
@@ -69,27 +69,26 @@ async def flood(endpoint: str) -> None:
     async with engine(endpoint, "floods", BIG, model="floods") as (client, _):
         print("ready", flush=True)
         while (await asyncio.to_thread(sys.stdin.readline)).strip() == "go":
-            done = [0] * FLOODING
-            writers = [asyncio.ensure_future(_write_for_ever(client, lane, done)) for lane in range(FLOODING)]
+            stop = asyncio.Event()
+            writers = [asyncio.ensure_future(_write_until(stop, client, lane)) for lane in range(FLOODING)]
             print("going", flush=True)
             before = time.perf_counter()
             await asyncio.to_thread(sys.stdin.readline)
-            seconds = time.perf_counter() - before
-            for writer in writers:
-                writer.cancel()
-            await asyncio.gather(*writers, return_exceptions=True)
-            await client.drain()
-            await client.resume()
-            print(sum(done) * FLOOD_BLOCKS / seconds, flush=True)
+            stop.set()
+            tasks = sum(await asyncio.gather(*writers))
+            print(tasks * FLOOD_BLOCKS / (time.perf_counter() - before), flush=True)
 
 
-async def _write_for_ever(client: Client, lane: int, done: list[int]) -> None:
-    while True:
+async def _write_until(stop: asyncio.Event, client: Client, lane: int) -> int:
+    """Write one task after the other. How many they were."""
+    tasks = 0
+    while not stop.is_set():
         number = next(numbers)
         keys = [f"f{number}-{i}" for i in range(FLOOD_BLOCKS)]
         blocks = [(lane * FLOOD_BLOCKS + i) % BIG["device_blocks"] for i in range(FLOOD_BLOCKS)]
         await client.insist(WriteStorageTask(task_id=f"f{number}", keys=keys, gpu_block_ids=blocks, timeout=60))
-        done[lane] += 1
+        tasks += 1
+    return tasks
 
 
 class Flood:
@@ -155,7 +154,7 @@ async def neighbours(one: str, other: str, rounds: int, tasks: int = 100) -> lis
             for case in percentile:
                 if case in floods:
                     await floods[case].go()
-                    await asyncio.sleep(0.5)
+                    await asyncio.sleep(1)
                 took = await quiet(client, tasks)
                 if case in floods:
                     rates[case].append(await floods[case].stop())
