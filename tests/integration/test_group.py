@@ -15,7 +15,7 @@ import pytest
 import zmq
 
 from tests.faults.contents import CACHE, holds_content, write_content
-from tests.faults.gates import VARIABLE
+from tests.faults.gates import MODEL, VARIABLE
 from tests.faults.keeper import Keeper, Message
 from tests.integration.caches import Caches, fill, snapshot
 from tests.support.nodes import Namespace, namespaces
@@ -61,7 +61,7 @@ class Site:
             "server": {"endpoint": self.endpoint, "curve": self._curve},
             "cache": CACHE | place | {"device": "tests.faults.gates:GatedShm"},
             "host": {"staging": "2MiB"},
-            "storage": {"backend": "tests.faults.gates:GatedFile", "model": "group"}
+            "storage": {"backend": "tests.faults.gates:GatedFile", "model": MODEL}
             | {"file": {"path": str(self.store)}}
             | storage,
         }

@@ -3,10 +3,7 @@
 When the daemon has been silent for about 4 s, or another boot_id answers, every pending task ends as `failed`
 with code `daemon_lost`. The client reconnects by itself and continues with the new daemon (session.py).
 `daemon_lost` means *unknown*: the daemon may be suspended rather than dead. You can only be sure that the
-blocks of such a task are yours again once `boot_id` has changed.
-
-After a restart or a clear, arrays from `attach` show memory that the daemon no longer uses, and tasks that name
-device blocks are `rejected` with code `not_attached`, until `reattach` (docs/adr/0022).
+blocks of such a task are yours again once `boot_id` has changed. After that, `reattach` (docs/adr/0022).
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ from transferd.client.pending import PendingTask
 from transferd.client.seconds import as_seconds, seconds_to_wait
 from transferd.client.session import Conversation
 from transferd.config import DEFAULT_ENDPOINT
-from transferd.errors import Closed
+from transferd.errors import Closed, DaemonLost
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.tasks import DEFAULT_TIMEOUT_S, Task, TaskResult
 from transferd.wire import protocol as wire
@@ -353,8 +350,13 @@ class Client(Observing, StorageLookup, Registering):
 
     async def reattach(self, timeout: float | None = None) -> dict[int, dict[str, list[Any]]]:
         """Attach again every rank that this client had attached, after a restart or a clear: {rank: `attach`'s arrays}.
-        Waits until the daemon is ready. All blocks are empty. Raises ConnectTimeout, and what `attach` raises.
-        """
+        Waits until the daemon is ready. All blocks are empty. Raises ConnectTimeout, and what `attach` raises."""
+        try:
+            return await self._reattach(timeout)
+        except DaemonLost:  # the restart that we are to follow, noticed only now
+            return await self._reattach(timeout)
+
+    async def _reattach(self, timeout: float | None) -> dict[int, dict[str, list[Any]]]:
         await self.wait_ready(timeout)
         return {rank: await self.attach(rank) for rank in self._attached.attached}
 
