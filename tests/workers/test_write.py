@@ -6,8 +6,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from tests.storage.harness import memory_config
 from tests.support.simulation.faults import StorageFaults
-from tests.workers.rig import Rig, turns, until, write
+from tests.workers.rig import LAYOUT, MODEL, Rig, turns, until, write
+from transferd.blocks.formats import SealedBlocks
+from transferd.storage.base import Blob, Found
+from transferd.storage.memory import MemoryStorage
 from transferd.tasks import Stop
 
 KEYS = [f"k{i}" for i in range(6)]
@@ -112,3 +116,20 @@ async def test_a_lost_device_is_reported_once_and_ends_the_rank(rig: Rig) -> Non
     assert outcome.error is not None
     assert outcome.error.code == "device_lost"
     assert [rank for rank, _ in rig.died] == [0]
+
+
+async def test_what_made_room_for_another_rank_is_confirmed_by_nobody() -> None:
+    """A rank that is ahead stores the tail of a chain, which goes again when the rank behind stores its root."""
+    nbytes = SealedBlocks(MODEL, LAYOUT).slot_bytes
+    rig = await Rig(storage=MemoryStorage(memory_config(6 * nbytes))).open()
+    job = rig.start(write(KEYS, IDS))
+    outcome = await rig.ended(job)
+    assert (list(outcome.moved), outcome.error) == (list(range(6)), None)
+    assert rig.worker.confirmed(job, outcome) is outcome, "nothing has gone"
+    behind = [Blob(f"{i}@1", memoryview(bytes(nbytes)), job.use, i) for i in range(4)]
+    assert [stored.found for stored in await rig.storage.put(behind)] == [Found.STORED] * 3 + [Found.FAILED]
+    confirmed = rig.worker.confirmed(job, outcome)
+    assert (list(confirmed.moved), confirmed.bytes) == ([0, 1, 2], outcome.bytes)
+    assert confirmed.error is not None
+    assert (confirmed.error.code, confirmed.error.message[:8]) == ("storage_full", "3 blocks")
+    await rig.close()

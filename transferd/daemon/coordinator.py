@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -282,7 +283,7 @@ class Coordinator:
         )
         self._jobs[task.task_id] = job
         try:
-            self._barrier.open(task.task_id, task.merge, self._round_complete)
+            self._barrier.open(task.task_id, functools.partial(self._merge, job), self._round_complete)
         except Exception as error:  # noqa: BLE001 - the task has no round that could answer it
             del self._jobs[task.task_id]
             merged = Merged(Status.FAILED, [], [], self._effect_raised(start, error))
@@ -293,6 +294,11 @@ class Coordinator:
                 worker.start(job, self.rank_arrived, self.rank_died)
             except Exception as error:  # noqa: BLE001 - nothing else would arrive for this rank
                 self.rank_arrived(job, RankOutcome(worker.rank, error=self._effect_raised(start, error)))
+
+    def _merge(self, job: Job, outcomes: Sequence[RankOutcome]) -> Merged:
+        if job.use.shrunk:  # what a rank had stored when it arrived may have gone since
+            outcomes = [self.workers[outcome.rank].confirmed(job, outcome) for outcome in outcomes]
+        return job.task.merge(outcomes)
 
     def _stop(self, stop: ev.StopTask) -> None:
         job = self._jobs.get(stop.task_id)

@@ -36,9 +36,15 @@ SLACK = 64  # entries that have moved on may stay in a group's list up to twice 
 
 
 class Use:
-    """One task on all its ranks, or one look-up: what belongs together in the order of eviction. Opaque."""
+    """One task on all its ranks, or one look-up: what belongs together in the order of eviction. Opaque.
 
-    __slots__ = ()
+    shrunk: objects of it have gone again, or nearly, to make room for others of it that are nearer the root.
+    """
+
+    __slots__ = ("shrunk",)
+
+    def __init__(self) -> None:
+        self.shrunk = False
 
 
 class NoRoom(enum.Enum):
@@ -291,8 +297,10 @@ class LruIndex:
             for entry in reversed(group.root_first()):
                 if entry.group is not group:
                     continue
-                if group is own and entry.depth <= depth:
-                    break
+                if use is not None and group is own:
+                    if entry.depth <= depth:
+                        break
+                    use.shrunk = True
                 going.append(entry)
                 nbytes -= entry.nbytes
                 if nbytes <= 0:

@@ -12,13 +12,14 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import structlog
 
-from transferd.errors import DeviceLost, InvariantError, StillRunning, TransferError
+from transferd.errors import DeviceLost, InvariantError, StillRunning, StorageFull, TransferError
 from transferd.observability.recorder import LONGEST_TEXT
 from transferd.runtime.threads import Direction, whose
 from transferd.storage.lru import Use
-from transferd.tasks import ErrorInfo, Lane, RankOutcome
+from transferd.tasks import ErrorInfo, Lane, RankOutcome, WriteStorageTask
 from transferd.tiers.base import DeviceHandle
 from transferd.workers.context import RankContext
 from transferd.workers.job import Job
@@ -144,6 +145,21 @@ class RankWorker:
         """Why this rank cannot serve although nothing has failed; "" if it can."""
         seconds: float = getattr(self.context.device, "waiting_s", 0.0)
         return f"the device of rank {self.rank} has not answered for {seconds:.0f} s" if seconds > HUNG_S else ""
+
+    def confirmed(self, job: Job, outcome: RankOutcome) -> RankOutcome:
+        """What this rank did for a write, less the objects that have gone again since. Call it when all ranks are done.
+
+        In a store too small for the chain, blocks make room for others of it that are nearer the root, on any rank.
+        """
+        storage = self.context.storage
+        if storage is None or not job.use.shrunk or not isinstance(job.task, WriteStorageTask):
+            return outcome
+        names = self.context.names(job)
+        moved = [position for position in outcome.moved if storage.holds(names[position])]
+        if len(moved) == len(outcome.moved):
+            return outcome
+        what = f"{len(outcome.moved) - len(moved)} blocks had to make room for others nearer the root of the chain"
+        return msgspec.structs.replace(outcome, moved=moved, error=outcome.error or ErrorInfo(StorageFull.code, what))
 
     def start(self, job: Job, arrive: Arrive, died: Died) -> None:
         """Begin this rank's share of a task. Returns at once.
