@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -283,7 +282,7 @@ class Coordinator:
         )
         self._jobs[task.task_id] = job
         try:
-            self._barrier.open(task.task_id, functools.partial(self._merge, job), self._round_complete)
+            self._barrier.open(task.task_id, task.merge, self._round_complete)
         except Exception as error:  # noqa: BLE001 - the task has no round that could answer it
             del self._jobs[task.task_id]
             merged = Merged(Status.FAILED, [], [], self._effect_raised(start, error))
@@ -294,11 +293,6 @@ class Coordinator:
                 worker.start(job, self.rank_arrived, self.rank_died)
             except Exception as error:  # noqa: BLE001 - nothing else would arrive for this rank
                 self.rank_arrived(job, RankOutcome(worker.rank, error=self._effect_raised(start, error)))
-
-    def _merge(self, job: Job, outcomes: Sequence[RankOutcome]) -> Merged:
-        if job.use.shrunk:  # what a rank had stored when it arrived may have gone since
-            outcomes = [self.workers[outcome.rank].confirmed(job, outcome) for outcome in outcomes]
-        return job.task.merge(outcomes)
 
     def _stop(self, stop: ev.StopTask) -> None:
         job = self._jobs.get(stop.task_id)
@@ -369,7 +363,10 @@ class Coordinator:
 
     def _round_complete(self, round_: Round) -> None:
         job = self._jobs.pop(round_.task_id)
-        assert round_.merged is not None
+        merged = round_.merged
+        assert merged is not None
+        if job.use.shrunk and merged.block_ids:  # what a rank had stored when it arrived may have gone again since
+            merged = job.task.merge([self.workers[o.rank].confirmed(job, o) for o in round_.outcomes.values()])
         if self.listeners.ran is not None:
             self.listeners.ran(round_.task_id, Ran(job.admitted_at, job.started_at, job.arrivals))
         missing = round_.missing
@@ -377,7 +374,7 @@ class Coordinator:
             # Ranks that go on working must not touch blocks any longer than the copy they are in. `missing` names
             # live ranks only, but copies of a dead rank may still wait for a thread: they must never begin.
             job.stop.set(Stop.EXPIRED)
-        self._hear(ev.RoundMerged(round_.task_id, round_.merged, missing, self._clock.monotonic()))
+        self._hear(ev.RoundMerged(round_.task_id, merged, missing, self._clock.monotonic()))
 
     # --- waiting for a state ------------------------------------------------------------------------
 

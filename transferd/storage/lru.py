@@ -41,10 +41,7 @@ class Use:
     shrunk: objects of it have gone again, or nearly, to make room for others of it that are nearer the root.
     """
 
-    __slots__ = ("shrunk",)
-
-    def __init__(self) -> None:
-        self.shrunk = False
+    shrunk = False
 
 
 class NoRoom(enum.Enum):
