@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -68,15 +69,21 @@ def test_a_benchmark_reports_the_rows_that_it_has(monkeypatch: pytest.MonkeyPatc
     assert ([row["name"] for row in told["rows"]], told["interrupted"]) == (["first"], True)
 
 
-def test_a_replay_reports_what_it_has_compared(daemon: DaemonProcess, engine: SyncClient, tmp_path: Path) -> None:
+def test_a_replay_reports_what_it_has_compared(tmp_path: Path) -> None:
     trace = tmp_path / "long.jsonl"
     encode = msgspec.json.Encoder().encode
     trace.write_bytes(b"".join(encode(request) + b"\n" for request in generated_workload(1, 20_000)))
+    tree = {"cache": {"device_blocks": 8, "host_blocks": 8}}
+    with running(tree, tmp_path) as daemon, SyncClient(daemon.endpoint) as engine:
+        told = _interrupted_replay(trace, daemon, lambda: sum(engine.stats()["tasks"].values()))
+    report = json.loads(told)
+    assert report["aborted"] == "interrupted"
+    assert (report["verify_failures"], report["errors"]) == (0, [])
+    assert sum(report["statuses"].values()) > 0
 
-    def answered() -> int:
-        return sum(engine.stats()["tasks"].values())
 
-    enough = answered() + 100  # more than the replay can have in flight: it has heard of some
+def _interrupted_replay(trace: Path, daemon: DaemonProcess, answered: Callable[[], int]) -> str:
+    """What a replay prints that is interrupted when it has heard of some of its tasks."""
     command = [sys.executable, "-m", "transferd", "replay", str(trace), "--endpoint", daemon.endpoint]
     with subprocess.Popen(
         [*command, "--format", "json"],
@@ -85,15 +92,12 @@ def test_a_replay_reports_what_it_has_compared(daemon: DaemonProcess, engine: Sy
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     ) as process:
-        while answered() < enough:
+        while answered() < 100:  # more than the replay can have in flight
             assert process.poll() is None, process.communicate()
         process.send_signal(signal.SIGINT)
         told, complaints = process.communicate(timeout=100)
     assert (process.returncode, complaints) == (INTERRUPTED, "")
-    report = json.loads(told)
-    assert report["aborted"] == "interrupted"
-    assert (report["verify_failures"], report["errors"]) == (0, [])
-    assert sum(report["statuses"].values()) > 0
+    return told
 
 
 def test_any_other_command_says_so_in_a_line(
