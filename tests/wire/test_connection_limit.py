@@ -230,5 +230,5 @@ def test_the_limit_is_raised_to_what_the_process_may_have(monkeypatch: pytest.Mo
 
 def test_a_limit_too_low_to_live_with_is_one_line_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
-    with pytest.raises(ConfigError, match=r"RLIMIT_NOFILE: the limit must be at least 8192 file descriptors; .*\(64\)"):
+    with pytest.raises(ConfigError, match=r"RLIMIT_NOFILE: the limit must be at least 2048 file descriptors; .*\(64\)"):
         descriptors.raise_limit()

@@ -16,9 +16,8 @@ import sys
 
 from transferd.errors import ConfigError
 
-LISTENERS = 4  # sockets that may listen: for everybody, for observers, for KV events and for their replays
 UNSEEN = 1024  # connections that libzmq may accept on one socket before we see the first of them
-LEAST = 2 * LISTENERS * UNSEEN  # with fewer, a burst of connections could take the last one
+LEAST = 2 * UNSEEN  # with fewer, a burst of connections on one socket could take the last one
 OTHERS = 1024  # descriptors besides clients' connections: files, HTTP, a pool's sockets, libraries
 
 

@@ -207,7 +207,7 @@ def descriptors(patient: Patient) -> Finding:
     remedy = "raise LimitNOFILE= of the unit, or ulimit -Hn"
     if limit < LEAST_DESCRIPTORS:
         return fail("descriptors", f"at most {limit}, and the daemon needs {LEAST_DESCRIPTORS}", remedy)
-    if limit < wanted:
+    if limit // 2 < wanted:  # half of a low limit stays free (runtime/descriptors.py)
         return warn("descriptors", f"at most {limit}: fewer clients than server.max_connections fit", remedy)
     return ok("descriptors", "no limit" if limit == NO_LIMIT else f"{limit}, {wanted} wanted")
 
