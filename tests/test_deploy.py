@@ -41,7 +41,7 @@ async def expositions(tmp_path: Path) -> list[str]:
         common | {"storage": {"backend": "mooncake", "mooncake": {"master_server_addr": SIM_MASTER}}},
     )
     filed = from_tree(common | {"storage": {"file": {"path": str(tmp_path / "blocks")}}})
-    pool = MooncakeStorage(pooled, set_up=SimPool().set_up)
+    pool = MooncakeStorage.from_config(pooled, set_up=SimPool().set_up)
     for config, storage in ((filed, None), (pooled, pool)):
         daemon = Daemon(config, transport=NoTransport(), storage=storage)
         pages.append(daemon.reports._metrics().body.decode())

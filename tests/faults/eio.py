@@ -11,8 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transferd.config import Config
-from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.storage import directory
 from transferd.storage.file import FileStorage
 
@@ -41,6 +39,6 @@ class _FailingOs:
 class EioFile(FileStorage):
     """Only for a daemon that a test has started: it changes what `os` means to the file backend of its process."""
 
-    def __init__(self, config: Config, *, clock: Clock = SYSTEM_CLOCK) -> None:
+    async def open(self) -> None:
         directory.os = _FailingOs(Path(os.environ[FLAG]))  # type: ignore[assignment]
-        super().__init__(config, clock=clock)
+        await super().open()

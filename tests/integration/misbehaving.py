@@ -6,7 +6,10 @@ Plugged into a real daemon by module path, to see what the flight recorder makes
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
+from transferd.config import Config
+from transferd.runtime.clock import Clock
 from transferd.storage.base import Blob, Outcome
 from transferd.storage.memory import MemoryStorage
 
@@ -16,9 +19,13 @@ class Misbehaving(MemoryStorage):
 
     backend = "misbehaving"
 
-    def __init__(self, config, *, clock) -> None:  # type: ignore[no-untyped-def]
-        super().__init__(config, clock=clock)
-        self._how = config.storage.model
+    _how: str
+
+    @classmethod
+    def from_config(cls, config: Config, *, clock: Clock) -> Self:
+        made = super().from_config(config, clock=clock)
+        made._how = config.storage.model
+        return made
 
     async def open(self) -> None:
         if self._how == "crash":

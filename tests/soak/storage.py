@@ -8,10 +8,9 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from typing import Any
 
-from transferd.config import Config
 from transferd.errors import StorageError, StorageUnavailable
-from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.storage.base import Blob, Found, Outcome
 from transferd.storage.file import FileStorage
 
@@ -24,8 +23,8 @@ SLOW_S = 0.2
 class BadDayFile(FileStorage):
     """The file backend with faults in front of it."""
 
-    def __init__(self, config: Config, *, clock: Clock = SYSTEM_CLOCK) -> None:
-        super().__init__(config, clock=clock)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self._dice = random.Random(20)
 
     async def exists(self, names: Sequence[str]) -> list[bool]:

@@ -10,12 +10,14 @@ import tempfile
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.support.simulation.pool import SIM_MASTER, SimPool
 from tests.support.simulation.storage import SimStorage
 from tests.support.simulation.threads import SimThreads
+from transferd.blocks.layout import build_layout
 from transferd.cli.pool.local import Master, master_executable
-from transferd.config import Config, MooncakeStorageSection, from_tree
+from transferd.config import CacheSection, FileStorageSection, MemoryStorageSection, MooncakeStorageSection, Size
 from transferd.storage.base import Blob, Outcome, Storage
 from transferd.storage.file import FileStorage
 from transferd.storage.joined import JoinedStorage
@@ -36,9 +38,14 @@ def mooncake_master() -> Master:
     return master
 
 
-def mooncake_config(master: str, **more: object) -> Config:
-    section = {"master_server_addr": master, "global_segment_size": 64 * 1024**2, "local_buffer_size": 0, **more}
-    return from_tree({"cache": {}, "storage": {"backend": "mooncake", "mooncake": section}})
+def mooncake_config(master: str, **more: Any) -> MooncakeStorageSection:
+    section = {"global_segment_size": Size(64 * 1024**2), "local_buffer_size": Size(0)} | more
+    return MooncakeStorageSection(master_server_addr=master, **section)
+
+
+def pool_storage(section: MooncakeStorageSection, **parts: Any) -> MooncakeStorage:
+    """A pool's storage as a daemon has it: with the records of a layout."""
+    return MooncakeStorage(section, model="demo", layout=build_layout(CacheSection()), **parts)
 
 
 class KeptClient(NativeClient):
@@ -67,8 +74,8 @@ class KeptClient(NativeClient):
 
 @functools.cache
 def kept_client() -> KeptClient:
-    config = mooncake_config(mooncake_master().address, global_segment_size=256 * 1024**2)
-    client = KeptClient(config.storage.mooncake, membership(config.storage.mooncake))
+    section = mooncake_config(mooncake_master().address, global_segment_size=Size(256 * 1024**2))
+    client = KeptClient(section, membership(section))
     atexit.register(client.really_close)  # before the master stops
     return client
 
@@ -77,12 +84,12 @@ def kept(_section: MooncakeStorageSection, _membership: Membership) -> NativeCli
     return kept_client()
 
 
-def file_config(path: Path, capacity: int, **more: object) -> Config:
-    return from_tree({"storage": {"file": {"path": str(path), "capacity": capacity, **more}}})
+def file_config(path: Path, capacity: int, **more: Any) -> FileStorageSection:
+    return FileStorageSection(path=str(path), capacity=Size(capacity), **more)
 
 
-def memory_config(capacity: int) -> Config:
-    return from_tree({"storage": {"backend": "memory", "memory": {"capacity": capacity}}})
+def memory_config(capacity: int) -> MemoryStorageSection:
+    return MemoryStorageSection(capacity=Size(capacity))
 
 
 @dataclass(frozen=True)
@@ -112,7 +119,7 @@ BACKENDS = [
     Backend("file-fsync", lambda path, capacity: FileStorage(file_config(path, capacity, fsync=True))),
     Backend(
         "mooncake-simulated",
-        lambda _, capacity: MooncakeStorage(mooncake_config(SIM_MASTER), set_up=SimPool(capacity=capacity).set_up),
+        lambda _, capacity: pool_storage(mooncake_config(SIM_MASTER), set_up=SimPool(capacity=capacity).set_up),
         sees_lengths=False,
         tells=False,
         keeps_lru=False,
@@ -122,7 +129,7 @@ if master_executable() is not None:  # tests/storage/mooncake says so when it is
     BACKENDS.append(
         Backend(
             "mooncake",
-            lambda _path, _capacity: MooncakeStorage(mooncake_config(mooncake_master().address), set_up=kept),
+            lambda _path, _capacity: pool_storage(mooncake_config(mooncake_master().address), set_up=kept),
             sees_lengths=False,
             tells=False,
             keeps_lru=False,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from transferd.config import from_tree
+from tests.storage.harness import memory_config
 from transferd.errors import Closed, InvariantError
 from transferd.runtime.aio import answered, at_once
 from transferd.storage.base import EXISTS, FOUND, STORED, Blob
@@ -20,7 +20,7 @@ from transferd.workers.context import Background
 
 @pytest.fixture
 async def storage() -> AsyncIterator[MemoryStorage]:
-    opened = MemoryStorage(from_tree({"storage": {"backend": "memory", "memory": {"capacity": "2MiB"}}}))
+    opened = MemoryStorage(memory_config(2 * 1024**2))
     await opened.open()
     yield opened
     await opened.close()
@@ -69,7 +69,7 @@ async def test_a_small_put_waits_for_what_is_under_way_on_its_name(storage: Memo
 
 
 async def test_a_closed_store_says_so_when_it_is_awaited() -> None:
-    storage = MemoryStorage(from_tree({"storage": {"backend": "memory"}}))
+    storage = MemoryStorage(memory_config(1024))
     await storage.close()
     putting = storage.put([blob("a", b"a")])
     with pytest.raises(Closed):

@@ -19,7 +19,6 @@ from transferd.errors import ConfigError, RequestError, StillRunning, StorageErr
 from transferd.storage.attention_store import sdk as adapter
 from transferd.storage.attention_store import serial_executor
 from transferd.storage.attention_store.library import PACKAGE, load_library
-from transferd.storage.attention_store.sdk import SdkTokenStorage
 from transferd.storage.attention_store.settings import Settings, settings
 from transferd.storage.registry import create_token_storage
 from transferd.tasks import Stop, TokenIds
@@ -350,7 +349,7 @@ def test_a_layout_that_the_sdk_cannot_store_is_refused_at_start(tmp_path: Path, 
         installed(AttentionStoreDouble()),
         pytest.raises(ConfigError, match="stores only the planes key and value"),
     ):
-        SdkTokenStorage(from_tree(sections))
+        create_token_storage(from_tree(sections))
 
 
 def test_keys_count_before_variables_and_variables_before_defaults(tmp_path: Path) -> None:
@@ -367,7 +366,7 @@ def test_keys_count_before_variables_and_variables_before_defaults(tmp_path: Pat
     def effective(env: dict[str, str], **section: Any) -> Settings:
         whole = tree(tmp_path, **section)
         fold(whole, env)
-        return settings(from_tree(whole))
+        return settings(from_tree(whole).storage)
 
     nothing = effective({})
     assert (nothing.namespace, nothing.pod_name, nothing.model_version) == ("demo", "default_pod_mixed_0", "v0")

@@ -8,6 +8,7 @@ from tests.storage.harness import Harness, Memory, memory_config
 from tests.support.simulation.faults import StorageFaults
 from tests.support.simulation.storage import SimStorage
 from transferd.blocks.formats import ObjectPart
+from transferd.config import StorageSection
 from transferd.errors import StorageUnavailable
 from transferd.storage.base import Found, Storage
 from transferd.storage.divided import divided
@@ -100,7 +101,7 @@ async def test_quarantine_takes_every_object_and_close_leaves_what_is_behind_ope
 async def test_a_backends_capacity_can_be_changed_through_it() -> None:
     behind = MemoryStorage(memory_config(1000))
     storage: Storage = divided(behind, PARTS)
-    storage.reconfigure(memory_config(10))
+    storage.reconfigure(StorageSection(memory=memory_config(10)))
     harness = Harness(storage, Memory(4096))
     storage.register(harness.memory)
     (outcome,) = await harness.put(("a", BLOCK))

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from tests.storage.harness import Harness, Open, file_config, memory_config, mooncake_config
+from tests.storage.harness import Harness, Open, file_config, memory_config, mooncake_config, pool_storage
 from tests.storage.test_contract import content, name
 from tests.support.simulation.pool import SIM_MASTER, SimPool
 from tests.support.simulation.storage import SimStorage
@@ -172,7 +172,7 @@ def mooncake(_: Path, __: pytest.MonkeyPatch) -> Kind:
 
     digest = BAD.split("/")[-2]
     return Kind(
-        MooncakeStorage(mooncake_config(SIM_MASTER), set_up=pool.set_up),
+        pool_storage(mooncake_config(SIM_MASTER), set_up=pool.set_up),
         lambda: answering(codes.NO_AVAILABLE_HANDLE, "put", "replace", only=digest),
         lambda: answering(codes.TRANSFER_FAIL, "put", "replace", only=digest),
         lambda: answering(codes.TRANSFER_FAIL, "get", only=digest),

@@ -21,6 +21,7 @@ import pytest
 from tests.storage.harness import Harness, Open, file_config
 from transferd.blocks.footer import FOOTER_BYTES, check, stamps
 from transferd.blocks.keys import ObjectNamer, key_digest
+from transferd.config import StorageSection
 from transferd.errors import ConfigError, StorageError, StorageFull
 from transferd.runtime.clock import Clock
 from transferd.runtime.threads import Crew, ThreadPools
@@ -644,7 +645,7 @@ async def test_a_name_too_long_for_the_file_system_fails_alone(open_storage: Ope
 async def test_sighup_takes_over_the_capacity(open_storage: Open, tmp_path: Path) -> None:
     store = await open_storage(FileStorage(file_config(tmp_path, GIB)))
     await fill(store, *range(8))
-    store.storage.reconfigure(file_config(tmp_path, 3000))
+    store.storage.reconfigure(StorageSection(file=file_config(tmp_path, 3000)))
     assert store.storage.statistics()["capacity"] == 3000
     assert await present(store, 8) == [5, 6, 7]
     await store.storage.close()

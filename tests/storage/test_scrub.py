@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
+from tests.storage.harness import file_config
 from tests.support.simulation.clock import SimClock
 from tests.support.simulation.loop import SimLoop, simulate
 from tests.support.simulation.threads import SimThreads
 from transferd.blocks.footer import FOOTER_BYTES, Damage, seal, stamp_of_name
 from transferd.blocks.keys import ObjectNamer, key_digest
-from transferd.config import Config, from_tree
+from transferd.config import Size, StorageSection, from_tree
 from transferd.errors import ConfigError
 from transferd.runtime.threads import Direction
 from transferd.storage.base import STORED, Blob, Found
@@ -39,8 +40,8 @@ def sealed(number: int, payload_bytes: int = 1000) -> bytes:
     return bytes(slot)
 
 
-def config(path: Path, rate: int = RATE) -> Config:
-    return from_tree({"storage": {"scrub_rate": rate, "file": {"path": str(path), "capacity": "1GiB"}}})
+def config(path: Path, rate: int = RATE) -> StorageSection:
+    return StorageSection(scrub_rate=Size(rate), file=file_config(path, 1024**3))
 
 
 class Store:
@@ -50,7 +51,8 @@ class Store:
         self.loop = loop
         self.root = path
         self.threads = SimThreads(rng=loop.stream("threads"))
-        self.storage = FileStorage(config(path, rate), clock=SimClock(loop), threads=self.threads)
+        section = file_config(path, 1024**3)
+        self.storage = FileStorage(section, scrub_rate=rate, clock=SimClock(loop), threads=self.threads)
 
     async def fill(self, *numbers: int, payload_bytes: int = 1000) -> None:
         blobs = [Blob(name(i), memoryview(bytearray(sealed(i, payload_bytes)))) for i in numbers]

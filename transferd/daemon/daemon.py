@@ -307,7 +307,8 @@ def _build_peers(config: Config) -> PeerTransport | None:
     """In pd.mode "direct", what other daemons send to and receive from."""
     if config.pd.mode != "direct":
         return None
-    return PeerTransport(TransferEngineCarrier(config), config.pd.listen, config.geometry.ranks)
+    carrier = TransferEngineCarrier(config.pd, config.storage.mooncake.native_log)
+    return PeerTransport(carrier, config.pd.listen, config.geometry.ranks)
 
 
 def _plausible(name: str, nbytes: int) -> bool:  # noqa: ARG001 - no layout is known yet that would tell the length

@@ -36,7 +36,6 @@ from transferd.observability.traces import Ran
 from transferd.runtime.aio import every
 from transferd.runtime.clock import Clock
 from transferd.runtime.threads import Threads
-from transferd.storage.attention_store.settings import settings
 from transferd.storage.base import Storage
 from transferd.storage.divided import divided
 from transferd.storage.peer.transport import PeerTransport
@@ -113,7 +112,7 @@ class HostedEngine:
         self.recorder = shared.recorder if name == DEFAULT_ENGINE else EngineRecorder(shared.recorder, name)
         self._shared = shared
         self.layout, self.objects, self.tokens = plan.layout, plan.objects, plan.tokens
-        self.only_flush = self.tokens is not None and settings(config).only_flush
+        self.only_flush = self.tokens is not None and config.storage.attention_store.only_flush
         self.blocks = None if shared.storage is None else divided(shared.storage, self.objects.parts)
         self.dispatcher = self._build_dispatcher(plan.generation)
         self.barrier = RankBarrier(config.geometry.ranks)

@@ -57,7 +57,7 @@ class Reloader:
         logs.set_level(config.log.level)
         storage = self._daemon.tokens or self._daemon.storage
         if storage is not None:
-            storage.reconfigure(config)
+            storage.reconfigure(config.storage)
         new = _flat(to_tree(config))
         different = sorted(key for key in self._running.keys() | new.keys() if self._running.get(key) != new.get(key))
         changed = [key for key in different if key in TAKES_EFFECT]

@@ -32,10 +32,11 @@ import abc
 import enum
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
-from transferd.config import Config
+from transferd.config import Config, StorageSection
 from transferd.errors import TransferError
+from transferd.runtime.clock import Clock
 from transferd.storage.lru import Use
 from transferd.tiers.base import HostMemory
 
@@ -86,6 +87,15 @@ class Storage(abc.ABC):
     # more than a copy in memory; where a put does, unless the backend joins puts itself.
     joins_gets = joins_puts = False
 
+    @classmethod
+    def from_config(cls, config: Config, *, clock: Clock) -> Self:
+        """The backend that this configuration describes, not yet open. Raises ConfigError.
+
+        A backend of this package takes what it needs from the configuration here, and keeps no more than that. The
+        default is for backends of other packages: `cls(config, clock=clock)`.
+        """
+        return cls(config, clock=clock)  # type: ignore[call-arg]
+
     @abc.abstractmethod
     async def open(self) -> None:
         """Make ready: connect, create directories, find existing objects. Raises StorageError or ConfigError."""
@@ -100,7 +110,7 @@ class Storage(abc.ABC):
     def expect(self, possible: Callable[[str, int], bool]) -> None:
         """Set the test for plausible objects, by name and length. Call it before `open`, which may find objects."""
 
-    def reconfigure(self, config: Config) -> None:
+    def reconfigure(self, storage: StorageSection) -> None:
         """Apply settings that may change at run time (a capacity). Called on SIGHUP, on the event loop."""
 
     def tell_departures(self, left: Callable[[str], None]) -> bool:  # noqa: ARG002 - a default

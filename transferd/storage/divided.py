@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from transferd.blocks.formats import ObjectPart
-from transferd.config import Config
+from transferd.config import StorageSection
 from transferd.storage.base import Blob, Found, Outcome, Storage
 from transferd.storage.lru import Use
 from transferd.tiers.base import HostMemory
@@ -63,8 +63,8 @@ class DividedStorage(Storage):
     def unregister(self, memory: HostMemory) -> None:
         self._storage.unregister(memory)
 
-    def reconfigure(self, config: Config) -> None:
-        self._storage.reconfigure(config)
+    def reconfigure(self, storage: StorageSection) -> None:
+        self._storage.reconfigure(storage)
 
     def statistics(self) -> dict[str, Any]:
         return self._storage.statistics()

@@ -14,11 +14,11 @@ import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import structlog
 
-from transferd.config import Config
+from transferd.config import Config, FileStorageSection, StorageSection
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.threads import Direction, ThreadPools, Threads
 from transferd.storage.directory import ObjectDirectory
@@ -32,24 +32,35 @@ MIN_THREADS, MAX_THREADS = 2, 8
 
 
 class FileStorage(IndexedStorage):
-    """Objects as files under `storage.file.path`.
+    """Objects as files under `section.path`.
 
+    scrub_rate: bytes per second at which stored objects are checked; 0 = off.
     threads: where system calls run; default own threads, as many as cores within MIN and MAX_THREADS.
     """
 
     backend = "file"
     joins_gets = True
 
-    def __init__(self, config: Config, *, clock: Clock = SYSTEM_CLOCK, threads: Threads | None = None) -> None:
-        section = config.storage.file
+    def __init__(
+        self,
+        section: FileStorageSection,
+        *,
+        scrub_rate: int = 0,
+        clock: Clock = SYSTEM_CLOCK,
+        threads: Threads | None = None,
+    ) -> None:
         size = max(MIN_THREADS, min(os.cpu_count() or 1, MAX_THREADS))
         super().__init__(section.capacity, threads or ThreadPools(size, name="transferd-file"), stripes=size)
         self._path = section.path
         self._clock = clock
         self._directory = ObjectDirectory(Path(section.path), fsync=section.fsync, clock=clock)
         self._possible: Callable[[str, int], bool] = lambda _name, _nbytes: True
-        self._scrub_rate = config.storage.scrub_rate
+        self._scrub_rate = scrub_rate
         self._scrub = Scrub(self._directory, self._threads, clock, self._traffic, self.quarantine)
+
+    @classmethod
+    def from_config(cls, config: Config, *, clock: Clock) -> Self:
+        return cls(config.storage.file, scrub_rate=config.storage.scrub_rate, clock=clock)
 
     def expect(self, possible: Callable[[str, int], bool]) -> None:
         """Files that are impossible are set aside by `open`, and are not objects."""
@@ -87,10 +98,10 @@ class FileStorage(IndexedStorage):
         )
         self._scrub.set_rate(self._scrub_rate)
 
-    def reconfigure(self, config: Config) -> None:
-        """Take over `storage.scrub_rate` and `storage.file.capacity`; what is too much leaves in the background."""
-        self.set_capacity(config.storage.file.capacity)
-        self._scrub.set_rate(config.storage.scrub_rate)
+    def reconfigure(self, storage: StorageSection) -> None:
+        """Apply `storage.scrub_rate` and `storage.file.capacity`. Objects beyond a smaller capacity are evicted."""
+        self.set_capacity(storage.file.capacity)
+        self._scrub.set_rate(storage.scrub_rate)
 
     async def close(self) -> None:
         await self._scrub.close()

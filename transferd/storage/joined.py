@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from transferd.config import Config
+from transferd.config import StorageSection
 from transferd.errors import StorageError, TransferError
 from transferd.runtime.aio import every, uncancelled
 from transferd.runtime.threads import Direction, Threads
@@ -187,8 +187,8 @@ class JoinedStorage(Storage):
     def expect(self, possible: Callable[[str, int], bool]) -> None:
         self._storage.expect(possible)
 
-    def reconfigure(self, config: Config) -> None:
-        self._storage.reconfigure(config)
+    def reconfigure(self, storage: StorageSection) -> None:
+        self._storage.reconfigure(storage)
 
     def tell_departures(self, left: Callable[[str], None]) -> bool:
         return self._storage.tell_departures(left)

@@ -7,11 +7,13 @@ INLINE_BYTES are copied on the event loop, larger ones in threads. It uses numpy
 
 from __future__ import annotations
 
+from typing import Self
+
 import numpy as np
 import numpy.typing as npt
 
-from transferd.config import Config
-from transferd.runtime.clock import SYSTEM_CLOCK, Clock
+from transferd.config import Config, MemoryStorageSection, StorageSection
+from transferd.runtime.clock import Clock
 from transferd.runtime.threads import ThreadPools, Threads
 from transferd.storage.batch import Damaged
 from transferd.storage.indexed import IndexedStorage
@@ -28,22 +30,26 @@ class MemoryStorage(IndexedStorage):
 
     backend = "memory"
 
-    def __init__(self, config: Config, *, clock: Clock = SYSTEM_CLOCK, threads: Threads | None = None) -> None:  # noqa: ARG002 - every backend is given the clock
+    def __init__(self, section: MemoryStorageSection, *, threads: Threads | None = None) -> None:
         super().__init__(
-            config.storage.memory.capacity,
+            section.capacity,
             threads or ThreadPools(COPY_THREADS, name="transferd-memory"),
             stripes=COPY_THREADS,
             inline_bytes=INLINE_BYTES,
         )
         self._objects: dict[str, npt.NDArray[np.uint8]] = {}
 
+    @classmethod
+    def from_config(cls, config: Config, *, clock: Clock) -> Self:  # noqa: ARG003 - it needs no clock
+        return cls(config.storage.memory)
+
     async def open(self) -> None:
         """Start the threads. Raises NoThreads."""
         self._threads.open()
 
-    def reconfigure(self, config: Config) -> None:
+    def reconfigure(self, storage: StorageSection) -> None:
         """Apply `storage.memory.capacity`."""
-        self.set_capacity(config.storage.memory.capacity)
+        self.set_capacity(storage.memory.capacity)
 
     def _write(self, name: str, data: memoryview) -> None:
         self._objects[name] = np.asarray(data).copy()

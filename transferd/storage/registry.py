@@ -1,8 +1,8 @@
 """Maps backend names to classes. A new keyed backend needs one file, and one line here.
 
-A name with a colon is a class outside this package: `package.module:Class`. Every backend class is called as
-`Class(config, clock=clock)` and must be a `Storage`. Only the chosen module is imported, so a missing extra
-affects only those who use it.
+A name with a colon is a class outside this package: `package.module:Class`. Every backend class must be a `Storage`
+and is made by its `from_config`, which by default calls `Class(config, clock=clock)`. Only the chosen module is
+imported, so a missing extra affects only those who use it.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ def create_token_storage(
     if section.driver == "sdk":
         from transferd.storage.attention_store.sdk import SdkTokenStorage
 
-        return SdkTokenStorage(config, clock=clock)
+        return SdkTokenStorage(config.storage, config.geometry, clock=clock)
     from transferd.storage.attention_store.open_index import OpenTokenStorage
+    from transferd.storage.attention_store.settings import settings
 
     if keyed is None:
         keyed = _create("storage.attention_store.data", section.data, config, clock)
-    return OpenTokenStorage(config, keyed)
+    return OpenTokenStorage(settings(config.storage).pod_name, config.geometry.block_size, keyed)
 
 
 def create_storages(
@@ -71,13 +72,10 @@ def _create(key: str, name: str, config: Config, clock: Clock) -> Storage | None
         others = [TOKEN_INDEXED, NO_BACKEND] if key == "storage.backend" else [NO_BACKEND]
         known = ", ".join([*BACKENDS, *others])
         raise ConfigError(key, f"expected one of {known}, or package.module:Class", name)
-    backend = _load(key, name, target)
-    storage = backend(config, clock=clock)
-    assert isinstance(storage, Storage)
-    return storage
+    return _load(key, name, target).from_config(config, clock=clock)
 
 
-def _load(key: str, name: str, target: str) -> type:
+def _load(key: str, name: str, target: str) -> type[Storage]:
     module_name, _, class_name = target.partition(":")
     try:
         module = importlib.import_module(module_name)

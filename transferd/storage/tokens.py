@@ -37,7 +37,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from transferd.blocks.paths import PathKeys
-from transferd.config import Config
+from transferd.config import StorageSection
 from transferd.errors import TransferError
 from transferd.storage.base import Storage
 from transferd.tasks import RankOutcome, TokenIds
@@ -117,7 +117,7 @@ class TokenStorage(abc.ABC):
     def detach(self, rank: int) -> None:
         """A rank's device memory is about to be freed."""
 
-    def reconfigure(self, config: Config) -> None:
+    def reconfigure(self, storage: StorageSection) -> None:
         """Apply settings that may change at run time. Called on SIGHUP, on the event loop."""
 
     def check_generation(self, generation: str) -> None:

@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from tests.support.simulation.pool import SIM_MASTER, SimPool
 from transferd.cli.pool.local import free_port
-from transferd.config import Config, from_tree
+from transferd.config import MooncakeStorageSection
 from transferd.errors import ConfigError, StorageUnavailable
 from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.storage.mooncake import MooncakeStorage
@@ -21,8 +21,8 @@ from transferd.storage.mooncake.join import dial_address, join
 from transferd.storage.mooncake.native_calls import NativeCalls
 
 
-def config(**section: Any) -> Config:
-    return from_tree({"cache": {}, "storage": {"mooncake": section}})
+def config(**section: Any) -> MooncakeStorageSection:
+    return MooncakeStorageSection(**section)
 
 
 async def test_an_absent_master_is_one_line_and_one_clear_error_within_the_connect_timeout(
@@ -86,7 +86,7 @@ async def test_a_cancelled_join_leaves_no_client_behind() -> None:
         made.append(pool.set_up(*args))
         return made[0]
 
-    section = config(master_server_addr=SIM_MASTER).storage.mooncake
+    section = config(master_server_addr=SIM_MASTER)
     joining = asyncio.ensure_future(join(section, calls, SYSTEM_CLOCK, set_up))
     await asyncio.to_thread(entered.wait, 30)
     joining.cancel()
@@ -99,7 +99,7 @@ async def test_a_cancelled_join_leaves_no_client_behind() -> None:
 
 async def test_without_an_address_the_configuration_is_wrong() -> None:
     with pytest.raises(ConfigError, match=r"storage\.mooncake\.master_server_addr"):
-        await MooncakeStorage(from_tree({})).open()
+        await MooncakeStorage(config()).open()
 
 
 @pytest.mark.parametrize("address", ["", "host", ":1", "host:", "host:x", "host:0", "host:65536", "host:-1", "host:²"])

@@ -52,9 +52,9 @@ async def test_a_key_stored_under_another_tensor_parallel_size_is_a_miss_that_is
     open_storage: Open,
 ) -> None:
     pool, p, d = SimPool(), config(ranks=2), config(ranks=4)
-    prefill = await open_storage(MooncakeStorage(p, set_up=pool.set_up))
+    prefill = await open_storage(MooncakeStorage.from_config(p, set_up=pool.set_up))
     with capture_logs() as logs:
-        decode = await open_storage(MooncakeStorage(d, set_up=pool.set_up))
+        decode = await open_storage(MooncakeStorage.from_config(d, set_up=pool.set_up))
     fingerprints = {name: build_layout(settings.cache) for name, settings in (("p", p), ("d", d))}
     (line,) = [line for line in logs if line["event"] == WARNING]
     assert line["ours"] == f"{fingerprints['d'].fingerprint} {fingerprints['d'].identity}"
@@ -72,16 +72,16 @@ async def test_a_key_stored_under_another_tensor_parallel_size_is_a_miss_that_is
 
 async def test_a_key_that_nobody_stored_is_not_put_down_to_another_layout(open_storage: Open) -> None:
     pool = SimPool()
-    await open_storage(MooncakeStorage(config(ranks=2), set_up=pool.set_up))
-    decode = await open_storage(MooncakeStorage(config(ranks=4), set_up=pool.set_up))
+    await open_storage(MooncakeStorage.from_config(config(ranks=2), set_up=pool.set_up))
+    decode = await open_storage(MooncakeStorage.from_config(config(ranks=4), set_up=pool.set_up))
     assert await decode.storage.exists(names(config(ranks=4), "a")) == [False]
     assert (await settled(decode.storage)).statistics()["other_layout"] == 0
 
 
 async def test_a_daemon_that_was_there_first_learns_of_the_other_at_its_next_miss(open_storage: Open) -> None:
     pool, hands, p, d = SimPool(), Hands(), config(ranks=2), config(ranks=4)
-    decode = await open_storage(MooncakeStorage(d, set_up=pool.set_up, clock=hands.clock))
-    prefill = await open_storage(MooncakeStorage(p, set_up=pool.set_up))
+    decode = await open_storage(MooncakeStorage.from_config(d, set_up=pool.set_up, clock=hands.clock))
+    prefill = await open_storage(MooncakeStorage.from_config(p, set_up=pool.set_up))
     await prefill.put((names(p, "a")[0], b"kv"))
     assert await decode.storage.exists(names(d, "a")) == [False]
     assert (await settled(decode.storage)).statistics()["other_layout"] == 0, "it looked a moment ago"
@@ -97,7 +97,7 @@ async def test_a_daemon_that_was_there_first_learns_of_the_other_at_its_next_mis
 
 async def test_of_two_layouts_that_want_one_slot_at_once_the_second_takes_the_next(open_storage: Open) -> None:
     pool, others = SimPool(), SimPool()
-    await open_storage(MooncakeStorage(config(ranks=4), set_up=others.set_up))
+    await open_storage(MooncakeStorage.from_config(config(ranks=4), set_up=others.set_up))
     slot = "transferd/layouts/demo/0"
 
     def overtake(operation: str, keys: Sequence[str]) -> None:
@@ -105,15 +105,15 @@ async def test_of_two_layouts_that_want_one_slot_at_once_the_second_takes_the_ne
             pool.objects[slot] = others.objects[slot]
 
     pool.before = overtake
-    harness = await open_storage(MooncakeStorage(config(ranks=2), set_up=pool.set_up))
+    harness = await open_storage(MooncakeStorage.from_config(config(ranks=2), set_up=pool.set_up))
     assert sorted(pool.objects) == [slot, "transferd/layouts/demo/1"]
     assert list(harness.storage.statistics()["other_layouts"]) == [build_layout(config(ranks=4).cache).fingerprint]
 
 
 async def test_every_rank_looks_up_and_one_of_them_counts(open_storage: Open) -> None:
     pool, p, d = SimPool(), config(ranks=4), config(ranks=2)
-    prefill = await open_storage(MooncakeStorage(p, set_up=pool.set_up))
-    decode = await open_storage(MooncakeStorage(d, set_up=pool.set_up))
+    prefill = await open_storage(MooncakeStorage.from_config(p, set_up=pool.set_up))
+    decode = await open_storage(MooncakeStorage.from_config(d, set_up=pool.set_up))
     await prefill.put(*((names(p, "a", rank=rank)[0], b"kv") for rank in range(4)))
     await asyncio.gather(*(decode.storage.exists(names(d, "a", rank=rank)) for rank in range(2)))
     assert (await settled(decode.storage)).statistics()["other_layout"] == 1
@@ -123,7 +123,7 @@ async def test_equal_layouts_share_one_record_and_other_models_do_not_matter(ope
     pool = SimPool()
     with capture_logs() as logs:
         for settings in (config(), config(), config(ranks=8, model="another")):
-            await open_storage(MooncakeStorage(settings, set_up=pool.set_up))
+            await open_storage(MooncakeStorage.from_config(settings, set_up=pool.set_up))
     assert sorted(pool.objects) == ["transferd/layouts/another/0", "transferd/layouts/demo/0"]
     assert not logs
 
@@ -133,14 +133,14 @@ async def test_more_layouts_than_there_are_slots_leave_the_last_unannounced_and_
 ) -> None:
     pool = SimPool()
     for ranks in range(1, SLOTS + 3):
-        last = await open_storage(MooncakeStorage(config(ranks=ranks), set_up=pool.set_up))
+        last = await open_storage(MooncakeStorage.from_config(config(ranks=ranks), set_up=pool.set_up))
     assert len(pool.objects) == SLOTS
     assert len(last.storage.statistics()["other_layouts"]) == SLOTS
 
 
 async def test_a_record_that_is_lost_is_left_again(open_storage: Open) -> None:
     pool, hands = SimPool(), Hands()
-    harness = await open_storage(MooncakeStorage(config(), set_up=pool.set_up, clock=hands.clock))
+    harness = await open_storage(MooncakeStorage.from_config(config(), set_up=pool.set_up, clock=hands.clock))
     pool.objects.clear()  # a restarted master
     hands.later()
     await harness.storage.exists(names(config(), "a"))
@@ -152,7 +152,7 @@ async def test_a_record_that_is_lost_is_left_again(open_storage: Open) -> None:
 async def test_a_record_that_is_none_is_passed_over(open_storage: Open, record: bytes) -> None:
     pool = SimPool()
     pool.objects["transferd/layouts/demo/0"] = record
-    harness = await open_storage(MooncakeStorage(config(), set_up=pool.set_up))
+    harness = await open_storage(MooncakeStorage.from_config(config(), set_up=pool.set_up))
     assert harness.storage.statistics()["other_layouts"] == {}
     assert pool.objects["transferd/layouts/demo/1"].startswith(build_layout(config().cache).fingerprint.encode())
 
@@ -160,7 +160,7 @@ async def test_a_record_that_is_none_is_passed_over(open_storage: Open, record: 
 async def test_a_pool_that_is_shared_with_fastdeploy_gets_no_record(open_storage: Open) -> None:
     pool = SimPool()
     tree = {"storage": {"key_schema": "fastdeploy", "mooncake": {"master_server_addr": SIM_MASTER}}}
-    harness = await open_storage(MooncakeStorage(from_tree(tree), set_up=pool.set_up))
+    harness = await open_storage(MooncakeStorage.from_config(from_tree(tree), set_up=pool.set_up))
     assert await harness.storage.exists(["prefix_hash_0_key", "prefix/0"]) == [False, False]
     assert not pool.objects
     assert harness.storage.statistics()["other_layout"] == 0
@@ -171,7 +171,7 @@ async def test_a_pool_that_cannot_be_asked_costs_nobody_an_answer(open_storage: 
     pool, hands = SimPool(), Hands()
     for code in (error_codes.TRANSFER_FAIL, error_codes.NO_AVAILABLE_HANDLE):
         pool.answer(operation, code, times=SLOTS)
-        harness = await open_storage(MooncakeStorage(config(), set_up=pool.set_up, clock=hands.clock))
+        harness = await open_storage(MooncakeStorage.from_config(config(), set_up=pool.set_up, clock=hands.clock))
         pool._scripted.clear()
         assert await harness.storage.exists(names(config(), "a")) == [False]
         await settled(harness.storage)

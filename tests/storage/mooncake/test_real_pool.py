@@ -8,15 +8,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.storage.harness import Harness, Open, mooncake_config
+from tests.storage.harness import Harness, Open, mooncake_config, pool_storage
 from transferd.cli.pool.local import Lender, Master, freeze, master_executable, thaw, wait_until
-from transferd.config import Config
+from transferd.config import MooncakeStorageSection
 from transferd.errors import StorageUnavailable
 from transferd.storage.base import FOUND, MISSING, STORED, Found, Outcome, Storage
-from transferd.storage.mooncake import MooncakeStorage
 
 pytestmark = [
     pytest.mark.skipif(master_executable() is None, reason="mooncake-transfer-engine is not installed"),
@@ -31,7 +31,7 @@ def master(tmp_path: Path) -> Iterator[Master]:
         yield running
 
 
-def config(master: Master, **more: object) -> Config:
+def config(master: Master, **more: Any) -> MooncakeStorageSection:
     """timeout: so long that a machine with other things to do does not open the breaker."""
     return mooncake_config(master.address, **{"timeout": 10.0, "probe_interval": 0.2} | more)
 
@@ -39,7 +39,7 @@ def config(master: Master, **more: object) -> Config:
 async def test_a_killed_master_is_noticed_fails_fast_and_a_restarted_one_is_used_again(
     master: Master, open_storage: Open
 ) -> None:
-    harness = await open_storage(MooncakeStorage(config(master)))
+    harness = await open_storage(pool_storage(config(master)))
     await harness.put(("before", b"x" * 1000))
     master.stop()
     with pytest.raises(StorageUnavailable):
@@ -58,7 +58,7 @@ async def test_a_killed_master_is_noticed_fails_fast_and_a_restarted_one_is_used
 
 
 async def test_a_frozen_master_opens_the_breaker_while_the_call_still_hangs(master: Master, open_storage: Open) -> None:
-    harness = await open_storage(MooncakeStorage(config(master, timeout=1.0)))
+    harness = await open_storage(pool_storage(config(master, timeout=1.0)))
     freeze(master.pid)
     hanging = asyncio.ensure_future(harness.storage.exists(["x"]))
     async with asyncio.timeout(10):
@@ -76,7 +76,7 @@ async def test_a_frozen_master_opens_the_breaker_while_the_call_still_hangs(mast
 async def test_a_full_pool_makes_room_and_a_pinned_one_and_a_small_one_are_full(
     master: Master, open_storage: Open
 ) -> None:
-    harness = await open_storage(MooncakeStorage(config(master, global_segment_size=16 * MIB)))
+    harness = await open_storage(pool_storage(config(master, global_segment_size=16 * MIB)))
     [outcome] = await harness.put(("too large", bytes(17 * MIB)))
     assert outcome.error is not None
     assert outcome.error.reason == "storage_full"
@@ -92,7 +92,7 @@ async def test_a_full_pool_makes_room_and_a_pinned_one_and_a_small_one_are_full(
     found = await get_within_lease(harness, *((f"loose {i}", MIB) for i in range(40) if left[i]))
     assert found == [(FOUND, bytes([i]) * MIB) for i in range(40) if left[i]]
 
-    pinning = await open_storage(MooncakeStorage(config(master, global_segment_size=0, hard_pin=True)))
+    pinning = await open_storage(pool_storage(config(master, global_segment_size=0, hard_pin=True)))
     outcomes = []
     for i in range(17):
         pinning.reuse_memory()
@@ -110,7 +110,7 @@ async def test_a_put_that_its_client_died_in_is_never_seen_and_the_next_one_take
 ) -> None:
     """The writer is killed while the memory it writes to stands still, so its put is begun and not ended."""
     with Lender(master, 32 * MIB, tmp_path / "lender.log") as lender:
-        harness = await open_storage(MooncakeStorage(config(master, global_segment_size=0)))
+        harness = await open_storage(pool_storage(config(master, global_segment_size=0)))
         size = 8 * MIB
         writer = start_writer(master.address, "contested", str(size))
         assert writer.stdin is not None

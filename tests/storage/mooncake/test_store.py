@@ -12,9 +12,9 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from tests.storage.harness import MEMORY_BYTES, Harness, Memory, Open
+from tests.storage.harness import MEMORY_BYTES, Harness, Memory, Open, pool_storage
 from tests.support.simulation.pool import SIM_MASTER, SimPool
-from transferd.config import Config, from_tree
+from transferd.config import MooncakeStorageSection
 from transferd.errors import InvariantError, StillRunning, StorageError, StorageFull, StorageUnavailable
 from transferd.runtime.clock import Clock
 from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found, Outcome
@@ -25,9 +25,9 @@ from transferd.storage.mooncake.native_calls import CallKind
 Start = Callable[..., Any]
 
 
-def config(**section: object) -> Config:
-    mooncake = {"master_server_addr": SIM_MASTER, "timeout": 5.0, "probe_interval": 0.01} | section
-    return from_tree({"cache": {}, "storage": {"mooncake": mooncake}})
+def config(**section: Any) -> MooncakeStorageSection:
+    usual = {"master_server_addr": SIM_MASTER, "timeout": 5.0, "probe_interval": 0.01}
+    return MooncakeStorageSection(**usual | section)
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def pool() -> SimPool:
 @pytest.fixture
 def start(open_storage: Open, pool: SimPool) -> Start:
     async def start_(clock: Clock | None = None, **section: object) -> Harness:
-        storage = MooncakeStorage(config(**section), clock=clock or Clock(), set_up=pool.set_up)
+        storage = pool_storage(config(**section), clock=clock or Clock(), set_up=pool.set_up)
         harness: Harness = await open_storage(storage)
         pool.calls.clear()
         return harness
@@ -91,7 +91,7 @@ async def until(storage: MooncakeStorage, state: str) -> None:
 
 
 async def test_memory_that_the_transport_refuses_is_an_error(pool: SimPool) -> None:
-    storage, memory = MooncakeStorage(config(), set_up=pool.set_up), Memory(4096)
+    storage, memory = pool_storage(config(), set_up=pool.set_up), Memory(4096)
     await storage.open()
     pool.registering = error_codes.INVALID_PARAMS
     with pytest.raises(StorageError, match=r"refused to register 4096 bytes.*INVALID_PARAMS"):
@@ -103,7 +103,7 @@ async def test_memory_that_the_transport_refuses_is_an_error(pool: SimPool) -> N
 
 async def test_a_start_fails_where_nothing_can_be_registered(pool: SimPool) -> None:
     pool.registering = error_codes.INVALID_PARAMS
-    storage = MooncakeStorage(config(), set_up=pool.set_up)
+    storage = pool_storage(config(), set_up=pool.set_up)
     with pytest.raises(StorageError, match="refused to register"):
         await storage.open()
     await storage.close()
@@ -481,7 +481,7 @@ async def test_a_close_names_the_call_that_does_not_end_and_leaves_its_client_op
     pool: SimPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_module, "CLOSE_TIMEOUT_S", 0.01)
-    storage, memory = MooncakeStorage(config(), set_up=pool.set_up), Memory(4096)
+    storage, memory = pool_storage(config(), set_up=pool.set_up), Memory(4096)
     await storage.open()
     client = storage._client
     held = Held(pool, "exists")
@@ -496,7 +496,7 @@ async def test_a_close_names_the_call_that_does_not_end_and_leaves_its_client_op
 
 
 async def test_after_the_close_nothing_is_open(pool: SimPool) -> None:
-    storage = MooncakeStorage(config(), set_up=pool.set_up)
+    storage = pool_storage(config(), set_up=pool.set_up)
     await storage.open()
     client = storage._client
     await storage.close()

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.simulation.carrier import Fabric
 from transferd.cli.pool.local import master_executable
-from transferd.config import from_tree
+from transferd.config import PdSection
 from transferd.errors import PeerLost
 from transferd.storage.peer.carrier import Carrier, PeerWrite
 from transferd.storage.peer.transfer_engine import TransferEngineCarrier
@@ -25,7 +25,7 @@ def memory_pair() -> Pair:
 
 
 def engine_pair() -> Pair:
-    return TransferEngineCarrier(from_tree({})), TransferEngineCarrier(from_tree({}))
+    return TransferEngineCarrier(PdSection(), "off"), TransferEngineCarrier(PdSection(), "off")
 
 
 needs_mooncake = pytest.mark.skipif(master_executable() is None, reason="mooncake-transfer-engine is not installed")

@@ -1,7 +1,7 @@
 """SimPool: a Mooncake pool in this process, behind the same client interface, that misbehaves on demand.
 
     pool = SimPool()
-    storage = MooncakeStorage(config, set_up=pool.set_up)   # master_server_addr = SIM_MASTER
+    storage = MooncakeStorage(section, set_up=pool.set_up)   # master_server_addr = SIM_MASTER
 
 What it answers is what mooncake 0.3.13 was seen to answer (storage/mooncake/client.py, error_codes.py), odd
 things included: a put over a write that was begun and never finished says 0 and stores nothing.

@@ -45,7 +45,7 @@ def _subject(name: str, master: Master, lent: int) -> Subject:
         return clients[-1]
 
     def storage(config: Config) -> Storage:
-        return MooncakeStorage(config, set_up=set_up)
+        return MooncakeStorage.from_config(config, set_up=set_up)
 
     section = {"master_server_addr": master.address, "global_segment_size": lent, "local_buffer_size": 0}
     tree = {"backend": "mooncake", "mooncake": section | {"timeout": 30.0}}

@@ -11,11 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 from transferd.blocks.paths import PathKeys
-from transferd.config import Config
+from transferd.config import StorageSection
 from transferd.errors import StorageUnavailable
 from transferd.runtime.aio import every
 from transferd.storage.attention_store.index import TokenIndex
-from transferd.storage.attention_store.settings import settings
 from transferd.storage.base import Storage
 from transferd.storage.tokens import RankPort, TokenStorage, Transfer
 from transferd.tasks import RankOutcome, TokenIds
@@ -23,15 +22,19 @@ from transferd.wire.kv_events import MEDIUM_CPU, MEDIUM_GPU, BlockRemoved, Block
 
 
 class OpenTokenStorage(TokenStorage):
-    """See the module. keyed: None keeps only the index; nothing is stored and every read misses."""
+    """See the module.
+
+    node: this node's name in the index. block_size: tokens of a block.
+    keyed: None keeps only the index; nothing is stored and every read misses.
+    """
 
     backend = "attention_store"
 
-    def __init__(self, config: Config, keyed: Storage | None) -> None:
+    def __init__(self, node: str, block_size: int, keyed: Storage | None) -> None:
         self.keyed = keyed
-        self.node = settings(config).pod_name
+        self.node = node
         self.index = TokenIndex()
-        self.paths = PathKeys(config.geometry.block_size)
+        self.paths = PathKeys(block_size)
         self._ports: dict[int, RankPort] = {}
 
     # --- the contract -------------------------------------------------------------------------------
@@ -46,9 +49,9 @@ class OpenTokenStorage(TokenStorage):
     def detach(self, rank: int) -> None:
         self._ports.pop(rank, None)
 
-    def reconfigure(self, config: Config) -> None:
+    def reconfigure(self, storage: StorageSection) -> None:
         if self.keyed is not None:
-            self.keyed.reconfigure(config)
+            self.keyed.reconfigure(storage)
 
     async def match(self, path: TokenIds, start: int, generation: str) -> int:
         if self.keyed is None:

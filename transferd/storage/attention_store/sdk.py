@@ -28,7 +28,7 @@ import structlog
 
 from transferd.blocks.layout import build_layout
 from transferd.blocks.paths import PathKeys
-from transferd.config import Config
+from transferd.config import CacheSection, StorageSection
 from transferd.config.generation import configured_generation
 from transferd.errors import Closed, ConfigError, RequestError, StillRunning, StorageError, StorageUnavailable
 from transferd.runtime.aio import every
@@ -80,16 +80,23 @@ class SdkTokenStorage(TokenStorage):
 
     backend = "attention_store"
 
-    def __init__(self, config: Config, *, clock: Clock = SYSTEM_CLOCK, library: Library | None = None) -> None:
+    def __init__(
+        self,
+        storage: StorageSection,
+        cache: CacheSection,
+        *,
+        clock: Clock = SYSTEM_CLOCK,
+        library: Library | None = None,
+    ) -> None:
         """Raises ConfigError without an SDK, or for a layout that it cannot store."""
-        self._settings = settings(config)
-        self._section = config.storage.attention_store
-        self._ranks_in_group = config.geometry.ranks
-        self._block_size = config.geometry.block_size
-        self.paths = PathKeys(config.geometry.block_size)
-        self._generation = configured_generation(config.storage)
+        self._settings = settings(storage)
+        self._section = storage.attention_store
+        self._ranks_in_group = cache.ranks
+        self._block_size = cache.block_size
+        self.paths = PathKeys(cache.block_size)
+        self._generation = configured_generation(storage)
         self._clock = clock
-        self._layout = build_layout(config.geometry)
+        self._layout = build_layout(cache)
         planes = [plane.name for plane in self._layout.planes]
         if planes != ["key", "value"]:
             what = f"the SDK stores only the planes key and value; this cache has {', '.join(planes)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from transferd.config import Config
+from transferd.config import StorageSection
 from transferd.config.rules import namespace_of, pod_name_of
 
 
@@ -25,11 +25,11 @@ class Settings:
     only_flush: bool
 
 
-def settings(config: Config) -> Settings:
+def settings(storage: StorageSection) -> Settings:
     """From [storage.attention_store], which already includes the environment (config/environment.py)."""
-    section = config.storage.attention_store
+    section = storage.attention_store
     return Settings(
-        namespace=section.namespace or namespace_of(config.storage.model),
+        namespace=section.namespace or namespace_of(storage.model),
         pod_name=section.pod_name or pod_name_of(None, section.splitwise_role, section.dp_id),
         model_version=section.model_version,
         slice_blocks=section.slice_blocks,

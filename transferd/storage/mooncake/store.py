@@ -33,12 +33,12 @@ import contextlib
 import ctypes
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import structlog
 
-from transferd.blocks.layout import build_layout
-from transferd.config import Config
+from transferd.blocks.layout import BlockLayout, build_layout
+from transferd.config import Config, MooncakeStorageSection
 from transferd.errors import InvariantError, StillRunning, StorageError, StorageFull, StorageUnavailable
 from transferd.runtime.aio import uncancelled
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
@@ -72,14 +72,23 @@ _COUNTS = ("hits", "misses", "wrong_length", "corrupt", "errors", "waited_for_ro
 class MooncakeStorage(Storage):
     """A client of one pool, for all ranks of this daemon. Owns the client and its threads from `open` to `close`.
 
+    layout: of the blocks of `model`, to record in the pool and compare with others'; None: record nothing.
     set_up: makes a connected client and blocks; tests pass one for a simulated pool.
     """
 
     backend = "mooncake"
     joins_gets = joins_puts = True
 
-    def __init__(self, config: Config, *, clock: Clock = SYSTEM_CLOCK, set_up: SetUp = NativeClient) -> None:
-        self._section = config.storage.mooncake
+    def __init__(
+        self,
+        section: MooncakeStorageSection,
+        *,
+        model: str = "",
+        layout: BlockLayout | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+        set_up: SetUp = NativeClient,
+    ) -> None:
+        self._section = section
         self._clock = clock
         self._set_up = set_up
         self._client: PoolClient | None = None
@@ -90,12 +99,16 @@ class MooncakeStorage(Storage):
         self._counts: Counter[str] = Counter()
         self._puts, self._gets = Merger(self._put_now), Merger(self._get_now)
         self._moving = 0  # objects in native calls
+        self._layouts = None if layout is None else LayoutRecords(model, layout, self._ask, clock)
+
+    @classmethod
+    def from_config(cls, config: Config, *, clock: Clock = SYSTEM_CLOCK, set_up: SetUp = NativeClient) -> Self:
+        storage, layout = config.storage, None
         # FastDeploy's names do not contain a layout, and its pools hold no record of ours.
         # Engines that register bring layouts that are not known yet.
-        cache, ours = config.cache, config.storage.key_schema == "transferd"
-        self._layouts = None
-        if ours and cache is not None:
-            self._layouts = LayoutRecords(config.storage.model, build_layout(cache), self._ask, clock)
+        if storage.key_schema == "transferd" and config.cache is not None:
+            layout = build_layout(config.cache)
+        return cls(storage.mooncake, model=storage.model, layout=layout, clock=clock, set_up=set_up)
 
     # --- life ---------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import structlog
 
-from transferd.config import Config
+from transferd.config import PdSection
 from transferd.errors import ConfigError, PeerLost, TransferError
 from transferd.storage.mooncake import glog
 from transferd.storage.mooncake.client import STALL_LIMITS, STALL_S
@@ -29,12 +29,15 @@ CLOSE_TIMEOUT_S = 5.0
 
 
 class TransferEngineCarrier:
-    """One engine for all ranks of this daemon. Owns it and its threads from `open` to `close`."""
+    """One engine for all ranks of this daemon. Owns it and its threads from `open` to `close`.
 
-    def __init__(self, config: Config) -> None:
-        self._section = config.pd
-        self._native_log = config.storage.mooncake.native_log
-        self._host = config.pd.listen.rpartition(":")[0].strip("[]")
+    native_log: the library's own lines on stderr, as `storage.mooncake.native_log` says.
+    """
+
+    def __init__(self, section: PdSection, native_log: str) -> None:
+        self._section = section
+        self._native_log = native_log
+        self._host = section.listen.rpartition(":")[0].strip("[]")
         self._engine: Any = None
         self._calls: NativeCalls | None = None
         self._registered: set[int] = set()
