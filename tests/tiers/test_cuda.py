@@ -36,6 +36,7 @@ CACHE = CacheSection(layers=2, kv_heads=1, head_dim=8, block_size=4, device_bloc
 LAYOUT = build_layout(CACHE)
 ONE_BLOCK = 1  # a slot too small for two blocks: each chunk is one, or a part of one
 BLOCKS = list(range(8))
+APART = BLOCKS[::-1]  # host blocks that no DMA can join
 
 
 @pytest.fixture
@@ -239,7 +240,7 @@ async def test_short_segments_are_gathered_and_long_ones_go_straight(threads: Th
         tier = CudaDeviceTier(layout, 0, 0, threads, driver=gpu)
         await tier.open()
         pool = HostPool(layout, 0, CudaPinning(0, gpu))
-        await tier.copy_in(plan_copy(layout.host, [0, 1], layout.device, [1, 0]), pool.memory)
+        await tier.copy_in(plan_copy(layout.host, [1, 0], layout.device, [1, 0]), pool.memory)
         assert tier.statistics()["copies"]["in"] == {"gather": 0, "straight": 0} | {way: 1}
         assert gpu.count("copy_batch") == (way == "gather"), "long DMAs need no batch"
         await tier.close()
@@ -296,7 +297,7 @@ async def test_memory_that_is_not_registered_is_never_given_to_a_batch(threads: 
     gpu = FakeGpu()
     async with rig(gpu, threads, slot_bytes=1 << 16) as made:
         pool = made.pool if registered else HostPool(LAYOUT, 0)
-        await made.tier.copy_in(made.inward(BLOCKS, BLOCKS), pool.memory)
+        await made.tier.copy_in(made.inward(APART, BLOCKS), pool.memory)
         assert (gpu.count("copy_batch"), gpu.count("copy") > 1) == ((1, False) if registered else (0, True))
         assert made.tier.statistics()["unregistered"] == (not registered)
         if not registered:
@@ -545,7 +546,7 @@ async def test_a_lost_device_is_told_for_every_copy_and_closes_quietly(
     async with rig(gpu, threads, clean=False, slot_bytes=1 << 16) as made:
         gpu.refuse(call, answer)
         with pytest.raises(DeviceLost, match=answer):
-            await made.tier.copy_in(made.inward(BLOCKS, BLOCKS), made.pool.memory)
+            await made.tier.copy_in(made.inward(APART, BLOCKS), made.pool.memory)
         with pytest.raises(DeviceLost):
             await made.tier.copy_out(made.outward([0], [0]), made.pool.memory)
         waiters = [pipeline._thread for pipeline in (made.tier.resources.outward, made.tier.resources.inward)]

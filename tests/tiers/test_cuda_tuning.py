@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from transferd.tiers.cuda import submitter, tuning
+from transferd.tiers.cuda import tuning
+from transferd.tiers.cuda.dmas import shortened
 from transferd.tiers.cuda.driver import DeviceInfo
 from transferd.tiers.cuda.tuning import Tuning, mps_runs, tuning_for
 
@@ -36,7 +37,7 @@ def test_mps_is_seen_where_its_control_daemon_listens(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize("most", [1, 7, 100, 1 << 20])
 def test_long_runs_become_dmas_of_bounded_length_that_move_the_same_bytes(most: int) -> None:
     runs = np.array([[0, 1000, 100], [500, 5, 1], [200, 300, 250]], dtype=np.int64)
-    pieces = submitter._short(runs, most)
+    pieces = shortened(runs, most)
     assert pieces[:, 2].max() <= max(most, 1)
     expected = [(at + i, to + i) for at, to, nbytes in runs.tolist() for i in range(nbytes)]
     assert [(at + i, to + i) for at, to, nbytes in pieces.tolist() for i in range(nbytes)] == expected

@@ -35,26 +35,22 @@ class CopyChunk(NamedTuple):
 class Cutter:
     """Cuts copies of blocks of one shape. nbytes: int64 [segments]; slot_bytes: at least the longest segment.
 
-    stride: bytes from block to block in a slot. offsets: the start of each segment in a packed block.
+    stride: bytes from block to block in a slot. offsets: the start of each segment in a packed block. parts: of a
+    block. blocks: in a chunk, at most; a block of several parts is alone in its chunks.
     """
 
     def __init__(self, nbytes: npt.NDArray[np.int64], slot_bytes: int) -> None:
         self.stride = align(int(nbytes.sum()), SLOT_ALIGNMENT)
         ends = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(nbytes)))
         self.offsets: npt.NDArray[np.int64] = ends[:-1]
-        self._parts = _parts(nbytes, ends, slot_bytes)
-        self._blocks = max(1, min(MAX_BLOCKS, slot_bytes // self.stride))
-        self._sizes = {part: np.full(self._blocks, part.nbytes, dtype=np.uint64) for part in self._parts}
-
-    def sizes(self, part: BlockPart, blocks: int) -> npt.NDArray[np.uint64]:
-        """The bytes of this part, once for each block of a chunk. Borrowed."""
-        return self._sizes[part][:blocks]
+        self.parts = _parts(nbytes, ends, slot_bytes)
+        self.blocks = max(1, min(MAX_BLOCKS, slot_bytes // self.stride))
 
     def cut(self, blocks: int) -> Iterator[CopyChunk]:
         """Chunks of a copy of `blocks` blocks, in its order: several blocks each, or parts of one block."""
-        for start in range(0, blocks, self._blocks):
-            for part in self._parts:
-                yield CopyChunk(start, min(start + self._blocks, blocks), part)
+        for start in range(0, blocks, self.blocks):
+            for part in self.parts:
+                yield CopyChunk(start, min(start + self.blocks, blocks), part)
 
 
 def _parts(nbytes: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], slot_bytes: int) -> list[BlockPart]:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -36,6 +36,7 @@ from transferd.blocks.layout.base import Arena
 from transferd.errors import DeviceLost, TierError
 from transferd.tiers.base import HostMemory
 from transferd.tiers.cuda.chunks import CopyChunk, Cutter
+from transferd.tiers.cuda.dmas import SlotDmas, cut, shortened
 from transferd.tiers.cuda.driver import Driver
 from transferd.tiers.cuda.kernel import MAX_BLOCKS, THREADS, Move, packed_order, segment_table
 from transferd.tiers.cuda.owned import Owned
@@ -99,18 +100,11 @@ def upload_order(driver: Driver, cache: Arena, order: Ids, slot_bytes: int, stre
     return PackedOrder(address, cutter)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _StagingSlot:
     address: int
     ready: int  # event: the first stage has filled it
     free: int  # event: the second stage has emptied it
-    blocks: dict[int, Addresses] = field(default_factory=dict)  # by stride: where block 0, 1, … of a chunk begins
-
-    def places(self, stride: int) -> Addresses:
-        places = self.blocks.get(stride)
-        if places is None:
-            places = self.blocks[stride] = (self.address + np.arange(MAX_BLOCKS) * stride).astype(np.uint64)
-        return places
 
 
 class Submitter:
@@ -242,8 +236,8 @@ class Submitter:
     def _runs(self, plan: CopyPlan, host: HostMemory) -> Iterator[Submitted]:
         cache, registered = self._kernel_table.cache.origin, is_registered(host.address)
         source, target = (cache, host.address) if self.outward else (host.address, cache)
-        whole = _cut(plan.runs, 1 if self.outward else 0, boundaries(host.address, host.nbytes), host.address)
-        runs = _short(whole, self._kernel_table.tuning.dma_most).view(np.uint64)
+        whole = cut(plan.runs, 1 if self.outward else 0, boundaries(host.address, host.nbytes), host.address)
+        runs = shortened(whole, self._kernel_table.tuning.dma_most).view(np.uint64)
         sources, targets = runs[:, 0] + np.uint64(source), runs[:, 1] + np.uint64(target)
         sizes = np.ascontiguousarray(runs[:, 2])
         self.tail = self._copies
@@ -262,29 +256,42 @@ class Submitter:
         cache_ids, packed, host_ids = moves.source_ids, moves.target, moves.target_ids
         if not self.outward:
             cache_ids, packed, host_ids = moves.target_ids, moves.source, moves.source_ids
-        ids = cache_ids.astype(np.int32)
-        places = (host.address + int(packed.offsets.min()) + host_ids * int(packed.strides[0])).astype(np.uint64)
-        registered = is_registered(host.address)
+        ids, stride = cache_ids.astype(np.int32), int(packed.strides[0])
+        places = host.address + int(packed.offsets.min()) + host_ids * stride
+        most = self._kernel_table.tuning.dma_most
+        dmas = SlotDmas(cutter, places, stride, boundaries(host.address, host.nbytes), most)
+        in_batches = is_registered(host.address) and int(dmas.sizes.mean()) < LONG
         self.tail = emptying
-        for chunk in cutter.cut(len(ids)):
+        for number, chunk in enumerate(cutter.cut(len(ids))):
             slot = self._slots[self._turn]
-            self._turn = (self._turn + 1) % SLOTS
-            part, count = chunk.part, chunk.stop - chunk.start
-            there = places[chunk.start : chunk.stop] + np.uint64(part.offset)
-            here = slot.places(cutter.stride)[:count]
+            self._turn = (self._turn + 1) % len(self._slots)
+            part = slice(dmas.first[number], dmas.first[number + 1])
             driver.wait(filling, slot.free)
             if self.outward:
                 self._launch(chunk, order, ids, slot)
                 driver.record(slot.ready, filling)
                 driver.wait(emptying, slot.ready)
-                self._transfer(there, here, cutter.sizes(part, count), registered=registered)
-            else:
-                self._transfer(here, there, cutter.sizes(part, count), registered=registered)
+            self._between(dmas, part, slot.address, in_batches=in_batches)
+            if not self.outward:
                 driver.record(slot.ready, filling)
                 driver.wait(emptying, slot.ready)
                 self._launch(chunk, order, ids, slot)
             driver.record(slot.free, emptying)
-            yield Submitted(count * part.nbytes, count)
+            yield Submitted((chunk.stop - chunk.start) * chunk.part.nbytes, part.stop - part.start)
+
+    def _between(self, dmas: SlotDmas, part: slice, slot: int, *, in_batches: bool) -> None:
+        """These DMAs, between the slot at this address and host memory."""
+        if in_batches and self.batching and part.stop - part.start > 1:
+            slots, hosts = dmas.offsets[part] + np.uint64(slot), dmas.hosts[part]
+            targets, sources = (hosts, slots) if self.outward else (slots, hosts)
+            self._transfer(targets, sources, dmas.sizes[part], registered=True)
+            return
+        copy, stream = self._driver.copy, self._copies
+        for host, offset, nbytes in dmas.calls[part]:
+            if self.outward:
+                copy(host, slot + offset, nbytes, stream)
+            else:
+                copy(slot + offset, host, nbytes, stream)
 
     def _launch(self, chunk: CopyChunk, order: PackedOrder, ids: npt.NDArray[np.int32], slot: _StagingSlot) -> None:
         """Run the kernel between cache and slot. In the slot, blocks lie back to back in the copy's order."""
@@ -295,33 +302,5 @@ class Submitter:
         move.first_segment, move.segment_count, move.tiles = part.first_segment, part.segments, part.tiles
         move.blocks = count = chunk.stop - chunk.start
         self._cache_ids[:count] = ids[chunk.start : chunk.stop]
-        self._driver.launch(self._kernel_table.function, move.grid(self._grid), THREADS, move, self._kernels)
-
-
-def _cut(runs: npt.NDArray[np.int64], column: int, addresses: list[int], origin: int) -> npt.NDArray[np.int64]:
-    """The same runs, none of which crosses one of these addresses. column: of the offsets from `origin`."""
-    for address in addresses:
-        start, end = runs[:, column], runs[:, column] + runs[:, 2]
-        crosses = (start < address - origin) & (address - origin < end)
-        if not crosses.any():
-            continue
-        second = runs[crosses].copy()
-        length = address - origin - second[:, column]
-        runs = runs.copy()
-        runs[crosses, 2] = length
-        second[:, :2] += length[:, None]
-        second[:, 2] -= length
-        runs = np.concatenate((runs, second))
-    return np.ascontiguousarray(runs)
-
-
-def _short(runs: npt.NDArray[np.int64], most: int) -> npt.NDArray[np.int64]:
-    """The same runs in pieces of at most `most` bytes, in order."""
-    if not len(runs) or int(runs[:, 2].max()) <= most:
-        return runs
-    counts = -(-runs[:, 2] // most)
-    pieces = np.repeat(runs, counts, axis=0)
-    number = np.arange(len(pieces)) - np.repeat(np.cumsum(counts) - counts, counts)
-    pieces[:, :2] += (number * most)[:, None]
-    pieces[:, 2] = np.minimum(most, pieces[:, 2] - number * most)
-    return np.ascontiguousarray(pieces)
+        grid = min(self._grid, count * part.segments * part.tiles)
+        self._driver.launch(self._kernel_table.function, grid, THREADS, move, self._kernels)

@@ -1,0 +1,90 @@
+"""Which DMAs a copy consists of: none longer than allowed, none across two registrations, as few as that permits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from transferd.tiers.cuda.chunks import Cutter
+
+Runs = npt.NDArray[np.int64]
+
+
+class SlotDmas:
+    """The DMAs between slots and host memory of a whole copy, computed once; a chunk takes a part of them.
+
+    hosts: uint64, host addresses. offsets: uint64, where in its slot each begins. sizes: uint64. calls: the same as
+    tuples of ints. first: for each chunk, in the order of `Cutter.cut`, its first DMA; then their number.
+    """
+
+    def __init__(self, cutter: Cutter, places: Runs, stride: int, cuts: Sequence[int], most: int) -> None:
+        """places: int64, where each block of the copy begins in host memory. stride: from host block to host block.
+        cuts: addresses that no DMA may cross. most: bytes of one DMA."""
+        rows = _rows(cutter, places)
+        if stride == cutter.stride == int(rows[0, 2]):  # dense on both sides: blocks with consecutive ids are one run
+            rows = _joined(rows, cuts)
+        rows = shortened(rows, most)
+        self.hosts, self.offsets, self.sizes = (np.ascontiguousarray(rows[:, i]).view(np.uint64) for i in range(3))
+        self.calls: list[tuple[int, int, int]] = list(
+            zip(self.hosts.tolist(), self.offsets.tolist(), self.sizes.tolist(), strict=True)
+        )
+        chunks = int(rows[-1, 3]) + 1
+        self.first: list[int] = np.searchsorted(rows[:, 3], np.arange(chunks + 1)).tolist()
+
+
+def _rows(cutter: Cutter, places: Runs) -> Runs:
+    """[host address, offset in the slot, bytes, chunk] of each part of each block. A block of several parts is alone
+    in its chunks."""
+    parts = cutter.parts
+    count = len(places) * len(parts)
+    rows = np.zeros((count, 4), dtype=np.int64)
+    rows[:, 0] = (places[:, None] + np.array([part.offset for part in parts])).ravel()
+    rows[:, 2] = np.tile([part.nbytes for part in parts], len(places))
+    number = np.arange(count)
+    rows[:, 1] = number % cutter.blocks * cutter.stride
+    rows[:, 3] = number // cutter.blocks
+    return rows
+
+
+def _joined(rows: Runs, cuts: Sequence[int]) -> Runs:
+    """The same bytes with each row that continues the one before it joined to that one, within its chunk."""
+    continues = (rows[1:, 0] == rows[:-1, 0] + rows[:-1, 2]) & (rows[1:, 3] == rows[:-1, 3])
+    if not continues.any():
+        return rows
+    if len(cuts):
+        continues &= ~np.isin(rows[1:, 0], np.array(cuts, dtype=np.int64))
+    starts = np.flatnonzero(np.concatenate((np.ones(1, dtype=bool), ~continues)))
+    joined = rows[starts]
+    joined[:, 2] = np.add.reduceat(rows[:, 2], starts)
+    return joined
+
+
+def cut(runs: Runs, column: int, addresses: Sequence[int], origin: int) -> Runs:
+    """The same runs, none of which crosses one of these addresses. column: of the offsets from `origin`."""
+    for address in addresses:
+        start, end = runs[:, column], runs[:, column] + runs[:, 2]
+        crosses = (start < address - origin) & (address - origin < end)
+        if not crosses.any():
+            continue
+        second = runs[crosses].copy()
+        length = address - origin - second[:, column]
+        runs = runs.copy()
+        runs[crosses, 2] = length
+        second[:, :2] += length[:, None]
+        second[:, 2] -= length
+        runs = np.concatenate((runs, second))
+    return np.ascontiguousarray(runs)
+
+
+def shortened(runs: Runs, most: int) -> Runs:
+    """The same runs in pieces of at most `most` bytes, in order. Further columns stay as they are."""
+    if not len(runs) or int(runs[:, 2].max()) <= most:
+        return runs
+    counts = -(-runs[:, 2] // most)
+    pieces = np.repeat(runs, counts, axis=0)
+    number = np.arange(len(pieces)) - np.repeat(np.cumsum(counts) - counts, counts)
+    pieces[:, :2] += (number * most)[:, None]
+    pieces[:, 2] = np.minimum(most, pieces[:, 2] - number * most)
+    return np.ascontiguousarray(pieces)
