@@ -19,7 +19,6 @@ import asyncio
 import faulthandler
 import os
 import signal
-import sys
 import threading
 import traceback
 from collections import deque
@@ -37,6 +36,7 @@ from transferd.observability.logs import STDERR, flush
 from transferd.observability.recorder import LONGEST_TEXT, Note, Recorder
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.descriptors import never_waiting
+from transferd.runtime.frames import current_frames
 from transferd.runtime.signals import DUMP_SIGNALS, WAKE
 from transferd.runtime.threads import start_thread
 from transferd.runtime.version import VERSION
@@ -165,7 +165,7 @@ def _stacks(error: BaseException | None = None) -> dict[str, list[str]]:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     stacks = {
         f"{names.get(ident, 'foreign')} {ident}": _lines(traceback.extract_stack(frame, MOST_FRAMES))
-        for ident, frame in list(sys._current_frames().items())[:MOST_THREADS]  # noqa: SLF001 - the only way to ask
+        for ident, frame in list(current_frames().items())[:MOST_THREADS]
     }
     if error is not None:
         stacks["exception"] = _lines(traceback.extract_tb(error.__traceback__, MOST_FRAMES))

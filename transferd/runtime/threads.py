@@ -23,7 +23,6 @@ import contextlib
 import enum
 import functools
 import queue
-import sys
 import threading
 import time
 import traceback
@@ -34,6 +33,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from transferd.errors import Closed, NoThreads
+from transferd.runtime.frames import current_frames
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -368,7 +368,7 @@ def require_threads(least: int = LEAST) -> None:
 
 def _where(ident: int | None) -> str:
     """The line that a thread is at."""
-    frames = sys._current_frames()  # noqa: SLF001 - the only way to ask
+    frames = current_frames()
     try:
         if ident not in frames:
             return ""
