@@ -50,8 +50,11 @@ class Arrival(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class BarrierStatistics:
-    """A snapshot: open rounds, rounds ended since the start (and how many of them by a deadline), late arrivals
-    that were dropped, arrivals that ranks still owe, and dead ranks."""
+    """A snapshot.
+
+    open: rounds now. completed, expired: rounds ended since the start, and how many of them by a deadline.
+    late: arrivals that were dropped. owing: arrivals that ranks still owe. dead: dead ranks.
+    """
 
     open: int
     completed: int

@@ -137,13 +137,12 @@ class Footprint(msgspec.Struct, frozen=True):
 
 
 class _Task(msgspec.Struct, frozen=True, kw_only=True):
-    """The base of all tasks. timeout: seconds from admission. traceparent: the W3C trace that its spans belong to.
-    after: (timeline, number): each rank touches device blocks once the engine has advanced its timeline so far."""
+    """The base of all tasks."""
 
     task_id: str
-    timeout: float = DEFAULT_TIMEOUT_S
-    after: tuple[int, int] | msgspec.UnsetType | None = msgspec.UNSET
-    traceparent: str | msgspec.UnsetType = msgspec.UNSET
+    timeout: float = DEFAULT_TIMEOUT_S  # seconds from admission
+    after: tuple[int, int] | msgspec.UnsetType | None = msgspec.UNSET  # (timeline, number) that device blocks wait for
+    traceparent: str | msgspec.UnsetType = msgspec.UNSET  # the W3C trace that its spans belong to
 
     lane: ClassVar[Lane]
 

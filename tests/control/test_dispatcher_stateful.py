@@ -61,8 +61,11 @@ def touches(task: Task) -> tuple[set[object], set[object]]:
 
 @dataclass(eq=False)
 class Held:
-    """The memory of one admitted task's arguments: until it was answered, no rank holds its blocks, and whatever it
-    was ordered behind has gone (later tasks were ordered behind it in turn)."""
+    """The memory of one admitted task's arguments.
+
+    It is held until the task was answered, no rank holds its blocks, and whatever it was ordered behind has gone
+    (later tasks were ordered behind it in turn).
+    """
 
     task: Task
     nbytes: int

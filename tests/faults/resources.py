@@ -64,8 +64,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class Scenario:
-    """name, when, fate: for the table. root: it needs to mount, or to drop privileges. compiler: it needs one, for
-    the library that it preloads. often: `make test` runs it, too.
+    """One fault, and the row of the table that it fills.
+
+    name, when, fate: for the table. root: it needs to mount, or to drop privileges. compiler: it needs one, for the
+    library that it preloads. often: `make test` runs it, too.
     """
 
     name: str

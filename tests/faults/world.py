@@ -1,4 +1,5 @@
 """The processes that faults happen to: master, segment owner, daemon, engine. All real, each with its own pid.
+
 Beside them lives one that no fault is for, the bystander.
 
     runner ── operator (a client of its own)

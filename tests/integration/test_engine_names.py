@@ -1,21 +1,16 @@
-"""Who did it: what a daemon with two engines writes, traces and publishes names the engine, also for equal task ids."""
+"""Who did it: what a daemon with two engines logs and publishes names the engine, also for equal task ids."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
-import pytest
 import structlog
 
 from tests.integration.subscriber import WAIT_MS, AllBlocksCleared, BlockRemoved, Subscriber
 from tests.integration.test_engines import LAYOUT, running, serving, write
-from tests.observability.test_traces import Collector, attributes
 from transferd import Client, Status, SwapInTask, SwapOutTask
-from transferd.observability.traces import Ran, Traces
-from transferd.tasks import TaskResult
 from transferd.wire.kv_events import block_hash
 
 
@@ -40,33 +35,6 @@ async def test_log_lines_about_an_engine_name_it(tmp_path: Path) -> None:
     assert ("memory attached", "a") in named
     assert ("task refused", "a") in named
     assert [line for line in lines if "task_id" in line and "engine" not in line] == []
-
-
-@pytest.fixture
-def collector() -> Iterator[Collector]:
-    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
-    made = Collector()
-    yield made
-    made.close()
-
-
-async def test_spans_name_the_engine_and_tasks_of_one_id_are_told_apart(collector: Collector) -> None:
-    made = Traces(collector.url, 1.0, "x", wall=lambda: 1000.0, monotonic=lambda: 10.0)
-    made.start()
-    task = write("t", ["k"], [0])
-    made.ran("t", Ran(9.0, 9.25, [(0, 9.5)]), "a")
-    made.ran("t", Ran(9.5, 9.5, [(0, 9.75), (1, 9.875)]), "b")
-    for engine, duration in (("a", 1.0), ("b", 0.5)):
-        made.ended(task, TaskResult(task_id="t", status=Status.OK, duration=duration), engine)
-    await made.close()
-    collector.wait_for("t")
-    roots = {attributes(span)["transferd.engine"]: span for span in collector.spans if not span.parent_span_id}
-    below = {
-        engine: sorted(span.name for span in collector.spans if span.parent_span_id == root.span_id)
-        for engine, root in roots.items()
-    }
-    assert below == {"a": ["queue", "rank 0"], "b": ["queue", "rank 0", "rank 1"]}
-    assert roots["b"].start_time_unix_nano - roots["a"].start_time_unix_nano == 500_000_000
 
 
 async def test_a_router_tells_the_events_of_two_engines_apart(tmp_path: Path) -> None:

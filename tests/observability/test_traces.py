@@ -20,7 +20,7 @@ from transferd.control.admission import content_hash
 from transferd.daemon.preflight import build, examine
 from transferd.errors import ConfigError
 from transferd.observability import traces
-from transferd.observability.traces import MAX_WAITING, Traces
+from transferd.observability.traces import MAX_WAITING, Ran, Traces
 from transferd.tasks import ErrorInfo, Status, TaskResult, WriteStorageTask
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -135,6 +135,24 @@ async def test_a_failed_task_is_an_error_with_its_code(collector: Collector) -> 
     assert (span.status.code, span.status.message) == (2, "it does not answer")
     assert (span.start_time_unix_nano, span.end_time_unix_nano) == (999_500_000_000, 1000_000_000_000)
     assert made.statistics() == {"exported": 1, "dropped": 0, "failed": 0}
+
+
+async def test_spans_name_the_engine_and_tasks_of_one_id_are_told_apart(collector: Collector) -> None:
+    made = Traces(collector.url, 1.0, "x", wall=lambda: 1000.0, monotonic=lambda: 10.0)
+    made.start()
+    made.ran("t", Ran(9.0, 9.25, [(0, 9.5)]), "a")
+    made.ran("t", Ran(9.5, 9.5, [(0, 9.75), (1, 9.875)]), "b")
+    for engine, duration in (("a", 1.0), ("b", 0.5)):
+        made.ended(task("t"), TaskResult(task_id="t", status=Status.OK, duration=duration), engine)
+    await made.close()
+    collector.wait_for("t")
+    roots = {attributes(span)["transferd.engine"]: span for span in collector.spans if not span.parent_span_id}
+    below = {
+        engine: sorted(span.name for span in collector.spans if span.parent_span_id == root.span_id)
+        for engine, root in roots.items()
+    }
+    assert below == {"a": ["queue", "rank 0"], "b": ["queue", "rank 0", "rank 1"]}
+    assert roots["b"].start_time_unix_nano - roots["a"].start_time_unix_nano == 500_000_000
 
 
 async def test_what_the_queue_cannot_take_is_dropped_and_counted() -> None:

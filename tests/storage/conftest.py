@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.storage.harness import BACKENDS, MEMORY_BYTES, Backend, Harness, Memory, Open
+from tests.support.simulation.storage import SimStorage
 from transferd.storage.base import Storage
 
 
@@ -29,6 +30,14 @@ async def open_storage() -> AsyncIterator[Open]:
         harness.storage.unregister(harness.memory)
         await harness.storage.close()
         harness.release()
+
+
+@pytest.fixture
+async def behind() -> SimStorage:
+    """What stands behind the part under test."""
+    storage = SimStorage()
+    await storage.open()
+    return storage
 
 
 @pytest.fixture(params=BACKENDS, ids=lambda backend: backend.name)

@@ -19,13 +19,6 @@ BLOCK = bytes(range(161))
 
 
 @pytest.fixture
-async def behind() -> SimStorage:
-    storage = SimStorage()
-    await storage.open()
-    return storage
-
-
-@pytest.fixture
 def blocks(behind: SimStorage) -> Harness:
     storage, memory = divided(behind, PARTS), Memory(1024**2)
     storage.register(memory)

@@ -25,17 +25,6 @@ LARGE = bytes(range(256)) * (INLINE_BYTES // 256 + 1)  # copied in a thread
 UNTOUCHED = b"\xaa"
 
 
-class Joining(SimStorage):
-    joins_gets = joins_puts = True
-
-
-@pytest.fixture
-async def behind() -> SimStorage:
-    storage = Joining()
-    await storage.open()
-    return storage
-
-
 @pytest.fixture
 def threads() -> SimThreads:
     return SimThreads()
@@ -43,6 +32,7 @@ def threads() -> SimThreads:
 
 @pytest.fixture
 async def engines(behind: SimStorage, threads: SimThreads) -> AsyncIterator[Harness]:
+    behind.joins_gets = behind.joins_puts = True
     storage, memory = joined(behind, threads, lambda: True), Memory(16 * 1024**2)
     storage.register(memory)
     yield Harness(storage, memory)
@@ -190,7 +180,9 @@ async def test_a_copy_that_cannot_run_is_the_followers_failure(
 
 
 async def test_a_single_engine_pays_nothing() -> None:
-    class Marks(Joining):
+    class Marks(SimStorage):
+        joins_gets = joins_puts = True
+
         def get(self, blobs: object) -> str:  # type: ignore[override]
             return "the backend's own"
 

@@ -1,5 +1,7 @@
-"""What stands beside the adapter in tests with the engine: a memcpy worker, as vLLM's own refuses the CPU, and
-witnesses that note the sha256 of every block as it is stored and after it was loaded.
+"""What stands beside the adapter in tests with the engine.
+
+A memcpy worker, as vLLM's own refuses the CPU, and witnesses that note the sha256 of every block as it is stored and
+after it was loaded.
 
 Named in kv_connector_extra_config, so vLLM imports this module itself, in each of its processes.
 """

@@ -95,8 +95,11 @@ class Client(Observing, StorageLookup, Registering):
 
     @property
     def on_new_boot(self) -> Callable[[], object] | None:
-        """Called without arguments, on the client's loop, when another daemon answers or another client has cleared
-        the cache: forget all blocks and `reattach`. May be a coroutine function. None: the client logs a warning."""
+        """Called on the client's loop, without arguments, when the contents of all blocks are gone.
+
+        Another daemon answers, or another client has cleared the cache: forget all blocks and `reattach`. May be a
+        coroutine function. None: the client logs a warning.
+        """
         return self._attached.on_new_boot
 
     @on_new_boot.setter
@@ -293,14 +296,9 @@ class Client(Observing, StorageLookup, Registering):
         extra_keys: handover.ExtraKeys | None,
         timeout: float,
     ) -> handover.Handover:
+        attempt, block_size = self._clock.fresh_id(), self._conversation.session.block_size
         return handover.plan_handover(
-            request_id,
-            self._clock.fresh_id(),
-            token_ids,
-            gpu_block_ids,
-            block_size=self._conversation.session.block_size,
-            extra_keys=extra_keys,
-            timeout=timeout,
+            request_id, attempt, token_ids, gpu_block_ids, block_size=block_size, extra_keys=extra_keys, timeout=timeout
         )
 
     # --- control ------------------------------------------------------------------------------------
@@ -349,8 +347,10 @@ class Client(Observing, StorageLookup, Registering):
         return timelines(await self.device_handle(rank))
 
     async def reattach(self, timeout: float | None = None) -> dict[int, dict[str, list[Any]]]:
-        """Attach again every rank that this client had attached, after a restart or a clear: {rank: `attach`'s arrays}.
-        Waits until the daemon is ready. All blocks are empty. Raises ConnectTimeout, and what `attach` raises."""
+        """After a restart or a clear, attach every rank that was attached here: {rank: `attach`'s arrays}.
+
+        Waits until the daemon is ready. All blocks are empty. Raises ConnectTimeout, and what `attach` raises.
+        """
         try:
             return await self._reattach(timeout)
         except DaemonLost:  # the restart that we are to follow, noticed only now

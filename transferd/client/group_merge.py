@@ -21,8 +21,11 @@ _STOPS = frozenset(map(str, Stop))
 
 
 class NodeResult(NamedTuple):
-    """What one node answered. ranks: the global numbers of its ranks. taken_back: the group cancelled the task here,
-    because another node could not take part."""
+    """What one node answered.
+
+    ranks: the global numbers of its ranks. taken_back: the group cancelled the task here, because another node could
+    not take part.
+    """
 
     endpoint: str
     ranks: range

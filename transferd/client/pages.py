@@ -45,9 +45,9 @@ class Pages:
         }
 
     def views(self, memory: Any, segments: Sequence[Sequence[int]]) -> dict[str, list[npt.NDArray[np.uint8]]]:
-        """Your own view of pages in host memory, for `client.offer(…, caches=…)`: {"page": [one array per layer]}, of
-        the shape [blocks, page_bytes].
+        """Your own view of pages in host memory, for `client.offer(…, caches=…)`.
 
+        Returns {"page": [one array per layer]}; an array's shape is [blocks, page_bytes].
         memory: anything with the buffer protocol (an mmap, a numpy array), whose first byte is offset 0. Zero-copy.
         """
         whole = np.frombuffer(memory, dtype=np.uint8)

@@ -11,8 +11,10 @@ T = TypeVar("T")
 
 
 class Alarms(Generic[T]):
-    """A heap of (time, subject). Subjects that are `over` never ring; most tasks end long before their
-    deadline, so their alarms are dropped before they outnumber the live ones."""
+    """A heap of (time, subject). Subjects that are `over` never ring.
+
+    Most tasks end long before their deadline, so their alarms are dropped before they outnumber the live ones.
+    """
 
     def __init__(self, over: Callable[[T], bool]) -> None:
         self._over = over

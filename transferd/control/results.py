@@ -16,8 +16,10 @@ _decoder = msgspec.msgpack.Decoder(TaskResult)
 
 
 class _KeptResult(NamedTuple):
-    """A result, the content hash of the task it answered, which memory it speaks of, and until when it is kept
-    (monotonic seconds). It is packed, as nearly none is ever asked for: objects would take ten times the memory."""
+    """A result, packed: almost none is ever asked for again, and objects would take ten times the memory.
+
+    content: hash of the task that it answers. memory_epoch: the memory that it is about. expires: monotonic seconds.
+    """
 
     packed: bytes
     content: int
@@ -34,8 +36,10 @@ class _KeptResult(NamedTuple):
 
 
 class ResultCache:
-    """Bounded by age (`ttl` seconds), by number (`most`) and by memory (`most_bytes`). All results live
-    equally long, so they leave in the order in which they came."""
+    """Bounded by age (`ttl` seconds), by number (`most`) and by memory (`most_bytes`).
+
+    All results live equally long, so they leave in the order in which they came.
+    """
 
     def __init__(self, ttl: float, most: int, most_bytes: int) -> None:
         self._ttl = ttl

@@ -151,8 +151,10 @@ class Coordinator:
         self._hear(ev.ResumeRequested(self._clock.monotonic(), holder))
 
     def drain(self, client: bytes = b"", holder: str = "") -> Coroutine[Any, Any, None]:
-        """Admit nothing more, from this call on; awaited, return once all that was admitted is answered. Ends as a
-        pause does."""
+        """Admit nothing more from this call on; if awaited, return once every admitted task is answered.
+
+        Ends as a pause does.
+        """
         self._hear(ev.DrainRequested(self._clock.monotonic(), client, holder))
         return self.empty()
 

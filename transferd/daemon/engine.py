@@ -231,8 +231,10 @@ class HostedEngine:
     # --- life ---------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Open every rank, then become ready. If the engine creates the cache, that may be after this returns: once it
-        has offered every rank's memory. Requires open storage. Raises TransferError."""
+        """Open every rank, then become ready. Requires open storage. Raises TransferError.
+
+        If the engine creates the cache, it becomes ready once that has offered every rank's memory, which may be later.
+        """
         for worker in self.workers:
             worker.watch(self.coordinator.rank_died)
         await every(worker.open() for worker in self.workers)

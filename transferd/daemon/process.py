@@ -137,9 +137,10 @@ async def _serving(daemon: Daemon, notifier: Notifier, signals: ProcessSignals, 
     if own is not None:
         layout = own.layout
         engine = {"ranks": len(own.workers), "block_bytes": layout.block_bytes, "fingerprint": layout.fingerprint}
+    waiting_for = daemon.not_ready
     log.info(
-        "listening" if daemon.not_ready else "ready",
-        waiting_for=daemon.not_ready or None,
+        "listening" if waiting_for else "ready",
+        waiting_for=waiting_for or None,
         boot_id=daemon.boot_id,
         endpoint=daemon.transport.endpoints,
         **engine,
@@ -149,16 +150,15 @@ async def _serving(daemon: Daemon, notifier: Notifier, signals: ProcessSignals, 
     watchdog = Watchdog.from_environment(notifier, lambda: daemon.alive, status=reloader.status)
     watchdog.start()
     try:
-        await _until_ready(daemon, StartProgress(notifier, 0, daemon.clock.monotonic), signals.stop)
+        if waiting_for:
+            await _until_ready(daemon, StartProgress(notifier, 0, daemon.clock.monotonic), signals.stop)
         await asyncio.wait({signals.stop})
     finally:
         watchdog.stop()
 
 
 async def _until_ready(daemon: Daemon, progress: StartProgress, stop: asyncio.Future[None]) -> None:
-    """Say what a daemon waits for that is not ready yet."""
-    if not daemon.not_ready:
-        return
+    """Say what the daemon waits for, until it is ready."""
     while (why := daemon.not_ready) and not stop.done():
         progress.waiting(why)
         await asyncio.wait({stop}, timeout=LOOK_S)

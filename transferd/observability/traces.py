@@ -68,8 +68,11 @@ class Traces:
     def __init__(
         self, endpoint: str, sample: float, instance: str, *, wall: Callable[[], float], monotonic: Callable[[], float]
     ) -> None:
-        """endpoint: a collector's URL, such as http://127.0.0.1:4318/v1/traces. sample: of tasks without a context of
-        the engine's, which share is traced. instance: tells this daemon's traces from others'."""
+        """endpoint: a collector's URL, such as http://127.0.0.1:4318/v1/traces.
+
+        sample: the share of tasks to trace among those without a context of the engine's. instance: tells this
+        daemon's traces from others'.
+        """
         self.exported = self.dropped = self.failed = 0
         self._endpoint, self._sample, self._instance = endpoint, sample, instance
         self._wall, self._monotonic = wall, monotonic

@@ -253,8 +253,10 @@ Control = (
 
 
 class SparseRead(ReadStorageTask, frozen=True, kw_only=True, tag="read_sparse"):
-    """A ReadStorageTask with `prefix` false: a type of its own, so that a daemon that would read only the leading
-    blocks rejects it (`unknown_type`)."""
+    """A ReadStorageTask with `prefix` false.
+
+    It is a type of its own so that a daemon that would read only the leading blocks rejects it (`unknown_type`).
+    """
 
     prefix: bool = False
 

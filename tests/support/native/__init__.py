@@ -45,8 +45,10 @@ def library() -> Path:
 
 
 def environment(fault: str = "", path: str = "") -> dict[str, str]:
-    """Of a process under the library. fault: "call:skip:count:errno", armed from its first instruction, path as
-    in `Faults.armed`."""
+    """The environment of a process under the library.
+
+    fault: "call:skip:count:errno", armed from its first instruction. path: as in `Faults.armed`.
+    """
     return {
         **os.environ,
         "TRANSFERD_FAULT_PATH": path,

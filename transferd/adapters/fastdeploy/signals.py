@@ -81,8 +81,8 @@ class Signals:
         look: Callable[[], None],
     ) -> None:
         """Serve kv_cache_status until closing: call clear or update on request, and report when it has ended.
-        Call look at every poll.
 
+        Calls `look` at every poll.
         After an exception the status stays as it is and the requester times out: FastDeploy has no way to learn of it.
         """
         served = {CLEARING: (clear, CLEARED), UPDATING: (update, NORMAL)}
