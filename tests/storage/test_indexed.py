@@ -13,9 +13,11 @@ from tests.storage.harness import Harness, Open
 from transferd.errors import Closed, StorageError, StorageFull
 from transferd.runtime.aio import every, uncancelled
 from transferd.runtime.threads import ThreadPools
+from transferd.storage import indexed
 from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found
 from transferd.storage.batch import Damaged
 from transferd.storage.indexed import IndexedStorage
+from transferd.storage.lru import Use
 
 T = TypeVar("T")
 BOUND_S = 20.0  # for waits that should end at once
@@ -212,6 +214,67 @@ async def test_a_write_that_finds_all_room_reserved_waits_for_a_write_to_end(ope
     assert await first == [STORED]
     assert await second == [STORED]
     assert storage.objects == {"b/0": TEN}
+
+
+def chain(use: Use, *depths: int) -> list[Blob]:
+    return [Blob(f"{depth}/0", memoryview(TEN), use, depth) for depth in depths]
+
+
+async def test_a_block_of_a_chain_stays_until_the_deeper_one_is_written_that_should_go(
+    open_scripted: OpenScripted,
+) -> None:
+    storage, _ = await open_scripted(30)
+    use = Use()
+    assert await storage.put(chain(use, 0, 2)) == [STORED] * 2
+    storage.hold("write 3/0")
+    ahead = start(storage.put(chain(use, 3)))
+    await storage.begun("write 3/0")
+    behind = start(storage.put(chain(use, 1)))
+    await passes()
+    assert storage.effects[2:] == ["write 3/0"]
+    storage.let_go("write 3/0")
+    assert await ahead == [STORED]
+    assert await behind == [STORED]
+    assert sorted(storage.objects) == ["0/0", "1/0", "2/0"]
+    [outcome] = await storage.put(chain(use, 3))
+    assert isinstance(outcome.error, StorageFull)
+
+
+async def test_a_deeper_write_that_hangs_is_not_waited_for_and_leaves_nothing_behind_its_chain(
+    open_scripted: OpenScripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(indexed, "PATIENCE_S", 0.01)
+    storage, _ = await open_scripted(30)
+    use = Use()
+    assert await storage.put(chain(use, 0, 2)) == [STORED] * 2
+    storage.hold("write 3/0")
+    hangs = start(storage.put(chain(use, 3)))
+    await storage.begun("write 3/0")
+    assert await asyncio.wait_for(storage.put(chain(use, 1)), BOUND_S) == [STORED]
+    storage.let_go("write 3/0")
+    [outcome] = await hangs
+    assert isinstance(outcome.error, StorageFull)
+    await storage.close()
+    assert sorted(storage.objects) == ["0/0", "1/0"]
+    statistics = storage.statistics()
+    assert (statistics["bytes"], statistics["in_flight_bytes"]) == (20, 0)
+    assert statistics["evicted_for"]["shrink"] == 0
+
+
+async def test_a_capacity_below_an_object_that_is_being_written_removes_it_when_it_has_come(
+    open_scripted: OpenScripted,
+) -> None:
+    storage, store = await open_scripted(30)
+    storage.hold("write a/0")
+    writing = start(store.put(("a/0", TEN)))
+    await storage.begun("write a/0")
+    storage.set_capacity(5)
+    storage.let_go("write a/0")
+    [outcome] = await writing
+    assert isinstance(outcome.error, StorageFull)
+    await storage.close()
+    assert not storage.objects
+    assert storage.statistics()["evicted_for"]["shrink"] == 1
 
 
 async def test_a_full_medium_evicts_the_objects_own_size_and_tries_once_more(open_scripted: OpenScripted) -> None:

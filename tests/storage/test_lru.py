@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+import math
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -24,17 +29,20 @@ class IndexMachine(RuleBasedStateMachine):
 
     present: name -> (size, use, depth, number); the number counts placements, so of equals the last goes first.
     order: the uses that have something present, the next to go first.
+    ends: of each use, the least depth that was evicted or found no room.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.present: dict[str, tuple[int, Use, int, int]] = {}
         self.reserved: dict[str, tuple[int, Use, int]] = {}
-        self.deepest: dict[Use, int] = {}  # of what a use reserved since it had nothing reserved
+        self.ends: dict[Use, float] = {}
         self.order: list[Use] = []
         self.removed: list[Victim] = []  # evicted, so may turn out to be stuck
         self.left: list[str] = []
         self.number = 0
+        for use in USES:
+            use.ends_at = math.inf
 
     @initialize(capacity=st.integers(0, 150))
     def start(self, capacity: int) -> None:
@@ -83,63 +91,90 @@ class IndexMachine(RuleBasedStateMachine):
         here = {use for _, use, _, _ in self.present.values()}
         self.order = [use for use in self.order if use in here]
 
-    def expect_gone(self, victims: object, candidates: Iterable[str], needed: int) -> None:
-        """Exactly as many of the first candidates as it takes."""
-        expected = []
+    def first_of(self, candidates: Iterable[str], needed: int) -> list[str]:
+        first = []
         for name in candidates:
             if needed <= 0:
                 break
-            expected.append(Victim(name, self.present[name][0]))
-            needed -= expected[-1].nbytes
+            first.append(name)
+            needed -= self.present[name][0]
+        return first
+
+    def expect_gone(self, victims: object, candidates: Iterable[str], needed: int) -> None:
+        """Exactly as many of the first candidates as it takes."""
+        expected = [Victim(name, self.present[name][0]) for name in self.first_of(candidates, needed)]
         assert victims == expected
         assert self.left == [victim.name for victim in expected]
         self.left.clear()
         for victim in expected:
+            _, use, depth, _ = self.present[victim.name]
+            self.end(use, depth)
             self.remove(victim.name)
         self.removed += expected
+
+    def end(self, use: Use, depth: int) -> None:
+        self.ends[use] = min(self.ends.get(use, math.inf), depth)
+
+    def deeper_is_coming(self, use: Use, depth: int) -> bool:
+        return any(other is use and deeper > depth for _, other, deeper in self.reserved.values())
 
     def absent(self, name: str) -> bool:
         return name not in self.reserved and name not in self.present
 
-    @rule(name=names, size=sizes, use=uses, depth=depths)
-    def reserve(self, name: str, size: int, use: Use, depth: int) -> None:
+    @rule(name=names, size=sizes, use=uses, depth=depths, patient=st.booleans())
+    def reserve(self, name: str, size: int, use: Use, depth: int, patient: bool = True) -> None:
         if not self.absent(name) or size > self.index.capacity:
+            return
+        if depth >= self.ends.get(use, math.inf):
+            assert self.index.reserve(name, size, use, depth, patient=patient) is NoRoom.FULL
             return
         needed = self.used + size - self.index.capacity
         candidates = self.may_go(use, depth)
         room = sum(self.present[candidate][0] for candidate in candidates)
-        victims = self.index.reserve(name, size, use, depth)
+        victims = self.index.reserve(name, size, use, depth, patient=patient)
         if room < needed:
-            waits = use not in self.order or self.deepest.get(use, 0) > depth
-            assert victims is (NoRoom.LATER if waits else NoRoom.FULL)
-            assert victims is NoRoom.FULL or self.reserved, "somebody to wait for"
+            if use not in self.order or self.deeper_is_coming(use, depth):
+                assert victims is NoRoom.LATER
+                assert self.reserved, "somebody to wait for"
+            else:
+                assert victims is NoRoom.FULL
+                self.end(use, depth)
             return
+        if patient and victims is NoRoom.LATER:
+            last = self.first_of(candidates, needed)[-1]
+            assert self.present[last][1] is use
+            assert self.deeper_is_coming(use, self.present[last][2])
+            return
+        own = {name: depth for name, (_, other, depth, _) in self.present.items() if other is use}
+        before = len(self.removed)
         self.expect_gone(victims, candidates, needed)
         self.reserved[name] = size, use, depth
-        self.deepest[use] = max(self.deepest.get(use, 0), depth)
+        if patient:
+            gone = [own[victim.name] for victim in self.removed[before:] if victim.name in own]
+            assert not any(self.deeper_is_coming(use, deeper) for deeper in gone), "those go first"
         assert self.index.used <= self.index.capacity
-
-    def ended(self, name: str) -> tuple[int, Use, int]:
-        size, use, depth = self.reserved.pop(name)
-        if not any(other is use for _, other, _ in self.reserved.values()):
-            del self.deepest[use]
-        return size, use, depth
 
     @precondition(lambda self: self.reserved)
     @rule(data=st.data())
     def commit(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.reserved)))
-        size, use, depth = self.ended(name)
-        victims = self.index.commit(name, depth)
+        size, use, depth = self.reserved.pop(name)
+        self.came(name, size, use, depth)
+
+    def came(self, name: str, size: int, use: Use, depth: int) -> None:
+        victims = self.index.commit(name)
         self.place(name, size, use, depth)
-        self.expect_gone(victims, self.next_to_go(), self.used - self.index.capacity)
+        if depth >= self.ends.get(use, math.inf):
+            self.expect_gone(victims, [name], max(1, size))
+        else:
+            self.expect_gone(victims, self.next_to_go(), self.used - self.index.capacity)
 
     @precondition(lambda self: self.reserved)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.reserved)))
         self.index.release(name)
-        self.ended(name)
+        self.reserved.pop(name)
 
     @rule(chain=st.lists(names, max_size=6, unique=True), use=st.none() | uses)
     def touch_a_chain(self, chain: list[str], use: Use | None) -> None:
@@ -180,8 +215,8 @@ class IndexMachine(RuleBasedStateMachine):
         self.forget(name)
         self.reserve(name, size, use, 0)
         if name in self.reserved:
-            self.index.commit(name, 0)
-            self.place(name, size, self.ended(name)[1], 0)
+            self.index.commit(name)
+            self.place(name, size, self.reserved.pop(name)[1], 0)
             assert not self.index.forget(name, entry), "it left and came back: another entry"
 
     @rule(nbytes=st.integers(0, 100))
@@ -202,10 +237,8 @@ class IndexMachine(RuleBasedStateMachine):
         """Both steps at once, so that there is more to order."""
         self.reserve(name, size, use, depth)
         if name in self.reserved and self.reserved[name][1] is use:
-            size, use, depth = self.ended(name)
-            victims = self.index.commit(name, depth)
-            self.place(name, size, use, depth)
-            self.expect_gone(victims, self.next_to_go(), self.used - self.index.capacity)
+            size, use, depth = self.reserved.pop(name)
+            self.came(name, size, use, depth)
 
     @precondition(lambda self: self.removed)
     @rule()
@@ -251,17 +284,18 @@ def stored(index: LruIndex, use: Use, *depths: int) -> None:
     for depth in depths:
         name = f"{depth}@{id(use)}"
         assert isinstance(index.reserve(name, 10, use, depth), list)
-        index.commit(name, depth)
+        index.commit(name)
 
 
 def test_a_write_takes_no_room_from_later_uses_nor_from_its_own_root() -> None:
     index, first, second = LruIndex(60), Use(), Use()
     stored(index, first, 0, 1, 4)
     stored(index, second, 0, 1, 4)
-    assert index.reserve("x", 20, first, 3) is NoRoom.FULL, "only its own depth 4 may go"
-    assert index.reserve("x", 10, first, 4) is NoRoom.FULL, "and not for its equal"
+    assert index.reserve("x", 10, first, 4) is NoRoom.FULL, "nothing goes for its equal"
     assert index.reserve("x", 10, first, 3) == [(f"4@{id(first)}", 10)]
     index.release("x")
+    assert index.reserve("x", 20, first, 2) is NoRoom.FULL, "there is room for ten"
+    assert index.reserve("x", 10, first, 2) is NoRoom.FULL, "its chain has ended"
     assert index.reserve("y", 30, second, 5) == [(f"1@{id(first)}", 10), (f"0@{id(first)}", 10)]
 
 
@@ -270,10 +304,21 @@ def test_a_write_waits_for_deeper_ones_of_its_own_use_and_for_no_others() -> Non
     stored(index, use, 0)
     for depth in (2, 3):
         assert index.reserve(f"r{depth}", 10, use, depth) == []
-    assert index.reserve("x", 10, use, 3) is NoRoom.FULL
     assert index.reserve("x", 10, use, 2) is NoRoom.LATER
-    index.commit("r3", 3)
+    assert index.commit("r3") == []
     assert index.reserve("x", 10, use, 2) == [("r3", 10)]
+    assert use.ends_at == 3
+
+
+def test_a_block_stays_while_a_deeper_one_is_still_being_written() -> None:
+    index, use = LruIndex(30), Use()
+    stored(index, use, 0, 2)
+    assert index.reserve("r3", 10, use, 3) == []
+    assert index.reserve("x", 10, use, 1) is NoRoom.LATER, "not the block at depth 2"
+    assert index.reserve("x", 10, use, 1, patient=False) == [(f"2@{id(use)}", 10)]
+    assert index.commit("r3") == [("r3", 10)], "nothing uses it without what was before it"
+    assert "r3" not in index
+    assert index.reserve("y", 10, use, 2) is NoRoom.FULL, "nor this"
 
 
 def test_an_object_that_one_use_names_twice_counts_where_it_is_nearest_the_root() -> None:
@@ -313,3 +358,100 @@ def test_the_repr_tells_the_books() -> None:
     index.adopt([("a", 40)])
     index.reserve("b", 10, Use())
     assert repr(index) == "LruIndex(1 objects, 50 of 100 bytes, 1 reserved)"
+
+
+# --- what all ranks of a task leave behind ------------------------------------------------------------
+
+
+@dataclass
+class Rank:
+    """One rank's share of a write: the depths that are not decided yet, and those that are being written."""
+
+    use: Use
+    name: str
+    todo: list[int]
+    ahead: int  # writes that it may have under way
+    flying: set[int] = field(default_factory=set)
+
+    def called(self, depth: int) -> str:
+        return f"{depth}@{self.name}"
+
+
+class Ranks:
+    """Ranks of some tasks that write chains into one index, at a pace that a seed decides. One object is ten bytes."""
+
+    def __init__(self, seed: int, objects: int, ranks: list[Rank]) -> None:
+        self.random = random.Random(seed)
+        self.index = LruIndex(10 * objects)
+        self.ranks = ranks
+
+    def run(self) -> None:
+        while moves := [move for move in self._moves() if move is not None]:
+            self.random.choice(moves)()
+
+    def _moves(self) -> Iterable[Callable[[], object] | None]:
+        waiting = [rank for rank in self.ranks if rank.todo]
+        for rank in self.ranks:
+            for depth in rank.flying:
+                yield functools.partial(self._lands, rank, depth)
+        decided = [functools.partial(self._decides, rank) for rank in waiting if len(rank.flying) < rank.ahead]
+        yield from decided
+        if waiting and not any(rank.flying for rank in self.ranks):
+            # Nothing is under way that could wake those who wait.
+            assert any(decide() for decide in decided), "everybody waits, for nobody"
+
+    def _decides(self, rank: Rank) -> bool:
+        """True: it was told to write, or that there is no room."""
+        for depth in rank.todo[: rank.ahead]:
+            answer = self.index.reserve(rank.called(depth), 10, rank.use, depth)
+            if answer is NoRoom.LATER:
+                assert any(other.flying for other in self.ranks), "somebody to wait for"
+                continue
+            rank.todo.remove(depth)
+            if answer is not NoRoom.FULL:
+                rank.flying.add(depth)
+            return True
+        return False
+
+    def _lands(self, rank: Rank, depth: int) -> None:
+        rank.flying.remove(depth)
+        self.index.commit(rank.called(depth))
+
+    def held(self, use: Use, depths: int) -> list[int]:
+        """At each depth, how many ranks of the use have their object."""
+        ranks = [rank for rank in self.ranks if rank.use is use]
+        return [sum(rank.called(depth) in self.index for rank in ranks) for depth in range(depths)]
+
+
+@pytest.mark.parametrize("seeds", [range(300)])
+def test_ranks_at_any_pace_leave_as_much_of_the_root_as_the_store_can_hold(seeds: range) -> None:
+    for seed in seeds:
+        draw = random.Random(seed)
+        count, depths, objects = draw.randint(1, 4), draw.randint(1, 12), draw.randint(1, 30)
+        use = Use()
+        ranks = [Rank(use, str(i), list(range(depths)), draw.randint(1, 6)) for i in range(count)]
+        story = Ranks(seed, objects, ranks)
+        story.run()
+        held = story.held(use, depths)
+        root = min(depths, objects // count)
+        assert held[:root] == [count] * root, f"seed {seed}: {held}, not as much as fits on every rank"
+        assert not any(held[root + 1 :]), f"seed {seed}: {held}, something behind a block that a rank lacks"
+
+
+@pytest.mark.parametrize("seeds", [range(300)])
+def test_two_tasks_in_a_store_too_small_for_them_leave_no_gap_in_either(seeds: range) -> None:
+    for seed in seeds:
+        draw = random.Random(seed)
+        count, depths, objects = draw.randint(1, 3), draw.randint(1, 10), draw.randint(1, 30)
+        uses = [Use(), Use()]
+        ranks = [
+            Rank(use, f"{number}.{i}", list(range(depths)), draw.randint(1, 6))
+            for number, use in enumerate(uses)
+            for i in range(count)
+        ]
+        story = Ranks(seed, objects, ranks)
+        story.run()
+        for use in uses:
+            held = story.held(use, depths)
+            root = next((depth for depth in range(depths) if held[depth] < count), depths)
+            assert not any(held[root + 1 :]), f"seed {seed}: {held}, something behind a block that a rank lacks"

@@ -11,6 +11,8 @@ from transferd.errors import StorageError
 from transferd.storage.base import Blob, Outcome
 from transferd.storage.lru import Entry, Use, Victim
 
+PATIENCE_S = 5.0  # how long a write waits for running ones of its own task to end, so that they can make room
+
 
 class Damaged(Exception):
     """Raised by `_read`: what is stored under the name cannot be the object, or cannot be read any more.
@@ -30,6 +32,7 @@ class Write:
     position: int
     blob: Blob
     use: Use
+    depth: int
     victims: list[Victim]  # removed before the write to make room; a victim stays here if its removal failed
     error: StorageError | None = None
 
@@ -48,6 +51,7 @@ class PutBatch:
 
     todo: positions that are not decided yet. outcomes: by position, for those that are. waits: what the rest waits for.
     written: completes when the last wave that was decided has been written. alone: the use of blobs that name none.
+    patient: waits for running writes that should make room; not when they took too long last time.
     """
 
     blobs: Sequence[Blob]
@@ -56,8 +60,15 @@ class PutBatch:
     waits: set[asyncio.Future[None]] = field(default_factory=set)
     written: asyncio.Future[None] | None = None
     alone: Use = field(default_factory=Use)
+    patient: bool = True
 
 
 def name_of(item: object) -> str:
     """The object that an effect is given, whatever it is wrapped in."""
     return item.blob.name if isinstance(item, Write | Read) else str(item)
+
+
+def bare(error: StorageError) -> StorageError:
+    """An error as an answer: without the frames it went through, which would keep the caller's buffers alive."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)

@@ -12,7 +12,8 @@ A put decides for each object, in order:
 * larger than the capacity: StorageFull;
 * else reserve room, which names the objects that must go. If running writes hold the room, wait for one of them and
   decide again. If this very task or later ones hold it: StorageFull. So a chain that is longer than the store keeps
-  its root (lru.py).
+  its root (lru.py). If running writes of this task should go rather than what is there, wait for them, too, but
+  not for one that hangs.
 
 What can start, starts together, striped over the threads. Each write first removes the objects that make room for
 it, so the bytes held never pass the capacity. A write that finds the medium full although the index had room (other
@@ -37,7 +38,7 @@ from transferd.errors import Closed, StillRunning, StorageError, StorageFull
 from transferd.runtime.aio import answered, at_once, every, uncancelled
 from transferd.runtime.threads import Direction, Stripe, Threads
 from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found, Outcome, Storage
-from transferd.storage.batch import Damaged, PutBatch, Read, Write, name_of
+from transferd.storage.batch import PATIENCE_S, Damaged, PutBatch, Read, Write, bare, name_of
 from transferd.storage.lru import LruIndex, NoRoom, Use, Victim
 from transferd.storage.traffic import Traffic
 
@@ -126,7 +127,9 @@ class IndexedStorage(Storage):
 
     def set_capacity(self, nbytes: int) -> None:
         """Change the capacity now; what is too much leaves in the background. Call on the event loop."""
-        self._evict_in_background(self._index.set_capacity(nbytes))
+        leaving = self._index.set_capacity(nbytes)
+        self._counts["evicted_shrink"] += len(leaving)
+        self._evict_in_background(leaving)
 
     async def close(self) -> None:
         if self._closed:
@@ -190,7 +193,9 @@ class IndexedStorage(Storage):
             if wave:
                 await self._write_wave(wave, batch)
             elif batch.waits:
-                await asyncio.wait(batch.waits, return_when=asyncio.FIRST_COMPLETED)
+                limit = PATIENCE_S if batch.patient else None
+                ended, _ = await asyncio.wait(batch.waits, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+                batch.patient = bool(ended)
 
     def _decide_all(self, batch: PutBatch) -> list[Write]:
         """Decide whatever can be decided now. Returns what is to be written; `batch` knows the rest."""
@@ -199,22 +204,23 @@ class IndexedStorage(Storage):
         later = []
         batch.written = asyncio.get_running_loop().create_future()
         for position in batch.todo:
-            blob = batch.blobs[position]
-            decision = self._decide(position, blob, blob.use or batch.alone)
+            decision = self._decide(position, batch)
             if isinstance(decision, Outcome):
                 batch.outcomes[position] = decision
             elif isinstance(decision, Write):
                 wave.append(decision)
-                self._occupy([blob.name, *(victim.name for victim in decision.victims)], batch.written)
+                self._occupy([decision.blob.name, *(victim.name for victim in decision.victims)], batch.written)
             else:
                 later.append(position)
                 waits.update(decision)
         batch.todo, batch.waits = later, waits
         return wave
 
-    def _decide(self, position: int, blob: Blob, use: Use) -> Outcome | Write | list[asyncio.Future[None]]:
+    def _decide(self, position: int, batch: PutBatch) -> Outcome | Write | list[asyncio.Future[None]]:
         """The answer, or a write to do now, or what to wait for before deciding again."""
-        name, nbytes, depth = blob.name, blob.data.nbytes, _depth(blob, position)
+        blob = batch.blobs[position]
+        use, name, nbytes = blob.use or batch.alone, blob.name, blob.data.nbytes
+        depth = position if blob.use is None else blob.depth  # blobs that name no use are one chain
         if name in self._busy:
             return [self._busy[name]]
         present = self._index.get(name)
@@ -229,14 +235,13 @@ class IndexedStorage(Storage):
             return [self._busy[name]]
         if nbytes > self._index.capacity:
             return self._failed(StorageFull(f"an object of {nbytes} bytes is larger than {self._bound}"))
-        victims = self._index.reserve(name, nbytes, use, depth)
+        victims = self._index.reserve(name, nbytes, use, depth, patient=batch.patient)
         if victims is NoRoom.LATER:
             return list(self._busy.values())
         if victims is NoRoom.FULL:
-            what = f"no room for an object of {nbytes} bytes: this task and later ones fill {self._bound}"
-            return self._failed(StorageFull(what))
+            return self._failed(StorageFull(f"no room for {nbytes} bytes: this task and later ones fill {self._bound}"))
         self._counts["evictions"] += len(victims)
-        return Write(position, blob, use, victims)
+        return Write(position, blob, use, depth, victims)
 
     async def _write_wave(self, wave: list[Write], batch: PutBatch) -> None:
         """Write all, record each outcome, then release their names."""
@@ -244,6 +249,7 @@ class IndexedStorage(Storage):
         assert done is not None
         occupied = {name for name, future in self._busy.items() if future is done}
         unsettled = {write.blob.name for write in wave}
+        leaving = []
         try:
             await self._write_all(wave)
             full = [write for write in wave if isinstance(write.error, StorageFull) and self._make_room(write)]
@@ -254,11 +260,12 @@ class IndexedStorage(Storage):
                 await self._write_all(full)
             for write in wave:
                 unsettled.remove(write.blob.name)
-                self._settle(write)
+                leaving += self._settle(write)
         finally:
             for name in unsettled:  # only after a bug in an effect
                 self._index.release(name)
             self._vacate(occupied, done)
+            self._evict_in_background(leaving)
         batch.outcomes.update((write.position, self._stored(write)) for write in wave)
 
     async def _write_all(self, writes: list[Write]) -> None:
@@ -274,26 +281,31 @@ class IndexedStorage(Storage):
                 write.victims.pop()
             self._write(write.blob.name, write.blob.data)
         except StorageError as error:
-            write.error = _bare(error)
+            write.error = bare(error)
 
     def _make_room(self, write: Write) -> bool:
         """The medium is fuller than the index knew: evict this object's own size. False: nothing to evict."""
-        more = self._index.evict(write.blob.data.nbytes, write.use, _depth(write.blob, write.position))
+        more = self._index.evict(write.blob.data.nbytes, write.use, write.depth)
         self._counts["evictions"] += len(more)
         self._counts["evicted_medium_full"] += len(more)
         write.victims.extend(more)
         return bool(more)
 
-    def _settle(self, write: Write) -> None:
-        """Back on the loop: the index learns how the write ended."""
+    def _settle(self, write: Write) -> list[Victim]:
+        """Back on the loop: the index learns how the write ended. Returns what left it, perhaps this very object."""
+        leaving = []
         if write.error is None:
-            depth = _depth(write.blob, write.position)
-            self._evict_in_background(self._index.commit(write.blob.name, depth))
+            ended = write.depth >= write.use.ends_at
+            leaving = self._index.commit(write.blob.name)
+            self._counts["evicted_shrink"] += 0 if ended else len(leaving)
+            if any(victim.name == write.blob.name for victim in leaving):
+                write.error = StorageFull(f"it made room for others as soon as it was stored: they fill {self._bound}")
         else:
             self._index.release(write.blob.name)
         for victim in write.victims:
             self._index.restore(*victim)
             self._counts["evictions"] -= 1
+        return leaving
 
     def _stored(self, write: Write) -> Outcome:
         if write.error is not None:
@@ -311,7 +323,7 @@ class IndexedStorage(Storage):
             entry = self._index.get(blob.name)
             if entry is not None:
                 reads.append(Read(position, blob, entry))
-                self._index.touch([blob.name], blob.use or alone, [_depth(blob, position)])
+                self._index.touch([blob.name], blob.use or alone, [position if blob.use is None else blob.depth])
         return reads
 
     async def _get(self, blobs: Sequence[Blob]) -> list[Outcome]:
@@ -362,9 +374,9 @@ class IndexedStorage(Storage):
                 return Damaged()
             return self._read(read.blob.name, read.blob.data)
         except StorageError as error:
-            return _bare(error)
+            return bare(error)
         except Damaged as damaged:
-            return Damaged(None if damaged.error is None else _bare(damaged.error))
+            return Damaged(None if damaged.error is None else bare(damaged.error))
 
     # --- leaving ------------------------------------------------------------------------------------
 
@@ -376,7 +388,6 @@ class IndexedStorage(Storage):
     def _evict_in_background(self, victims: Sequence[Victim]) -> None:
         if victims:
             self._counts["evictions"] += len(victims)
-            self._counts["evicted_shrink"] += len(victims)
             self._leave(victims, self._remove, restore=True)
 
     def _leave(self, victims: Sequence[Victim], effect: Callable[[str], None], *, restore: bool) -> asyncio.Task[None]:
@@ -447,14 +458,3 @@ class IndexedStorage(Storage):
     def _check_open(self) -> None:
         if self._closed:
             raise Closed(f"{self.backend} storage is closed")
-
-
-def _depth(blob: Blob, position: int) -> int:
-    """A batch of blobs that name no use is one chain."""
-    return position if blob.use is None else blob.depth
-
-
-def _bare(error: StorageError) -> StorageError:
-    """An error as an answer: without the frames it went through, which would keep the caller's buffers alive."""
-    error.__cause__ = error.__context__ = None
-    return error.with_traceback(None)

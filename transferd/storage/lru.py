@@ -14,8 +14,12 @@ whatever their rank. An engine can use a block only together with all blocks bef
 so a chain must shrink from its leaf.
 
 A write may evict only what precedes it in this order: earlier uses, and deeper objects of its own use.
-So a task never evicts what it stored or found for its own tail. If the store is too small for a chain,
-all ranks keep the same part of it: the root. (ADR 28.)
+So a task never evicts what it stored or found for its own tail. An object that is being written cannot go
+yet. If it is deeper than what would go in its place, a write of the same use waits for it.
+
+Once an object of a use has gone, or found no room, nothing as deep is of any use: the chain *ends* there
+(`Use.ends_at`). The use writes no more from there on, and what it is still writing there leaves as soon as it
+has come. So if the store is too small for a chain, all ranks keep the same part of it: the root. (ADR 28.)
 
 Properties, which the stateful test checks: `used` is the sum of all sizes, reserved and present;
 `reserve` never lets it exceed the capacity; eviction follows the order above, and takes no more than
@@ -27,9 +31,9 @@ One owner mutates an index, on the event loop, between awaits: every method is o
 from __future__ import annotations
 
 import enum
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 SLACK = 64  # entries that have moved on may stay in a group's list up to twice its live ones, and these
@@ -38,17 +42,22 @@ SLACK = 64  # entries that have moved on may stay in a group's list up to twice 
 class Use:
     """One task on all its ranks, or one look-up: what belongs together in the order of eviction. Opaque.
 
-    shrunk: objects of it have gone again, or nearly, to make room for others of it that are nearer the root.
+    ends_at: the least depth at which an object of it was evicted or found no room. shrunk: there was one.
     """
 
+    ends_at = math.inf
     shrunk = False
+
+    def end_at(self, depth: int) -> None:
+        self.ends_at = min(self.ends_at, depth)
+        self.shrunk = True
 
 
 class NoRoom(enum.Enum):
     """Why `reserve` made no room. Nothing has changed."""
 
-    LATER = "running writes hold the room: ask again when one has ended"
-    FULL = "all that is there is nearer the root of the write's own chain, or was used after it"
+    LATER = "running writes hold the room, or what should go first: ask again when one has ended"
+    FULL = "all that is there is nearer the root of the write's own chain, or was used after it, or the chain has ended"
 
 
 class Victim(NamedTuple):
@@ -76,14 +85,6 @@ class Entry:
 
     def __repr__(self) -> str:
         return f"Entry({self.nbytes} bytes)"
-
-
-@dataclass(slots=True)
-class _Coming:
-    """What one use is writing."""
-
-    objects: int = 0
-    deepest: int = 0  # since there was none
 
 
 _RESTORED, _ADOPTED = 0, 1  # numbers of the two groups that come before every use
@@ -155,7 +156,7 @@ class LruIndex:
         self.bytes = 0  # bytes, present
         self._present: dict[str, Entry] = {}
         self._reserved: dict[str, tuple[int, Use]] = {}  # nbytes, and who writes it
-        self._coming: dict[Use, _Coming] = {}
+        self._coming: dict[Use, dict[str, int]] = {}  # what each use is writing, and how deep that is
         self._groups: OrderedDict[Use, _UseGroup] = OrderedDict()  # the next to go first; none is empty
         self._restored = Use()
         self._number = _ADOPTED
@@ -181,33 +182,42 @@ class LruIndex:
 
     # --- coming -------------------------------------------------------------------------------------
 
-    def reserve(self, name: str, nbytes: int, use: Use, depth: int = 0) -> list[Victim] | NoRoom:
+    def reserve(
+        self, name: str, nbytes: int, use: Use, depth: int = 0, *, patient: bool = True
+    ) -> list[Victim] | NoRoom:
         """Make room for an object that `use` will write. Returns what goes for it.
 
         The caller has checked that the name is absent and that nbytes fits the capacity at all.
+        patient: wait for running writes of its own use that are deeper than what would go.
         """
         assert name not in self._present, name
         assert name not in self._reserved, name
         assert nbytes <= self.capacity, (nbytes, self.capacity)
+        if depth >= use.ends_at:
+            return NoRoom.FULL
         needed = self.used + nbytes - self.capacity
         going = self._next_to_go(needed, use, depth)
-        coming = self._coming.get(use)
         if sum(entry.nbytes for entry in going) < needed:
             # What others are writing may go for this use as long as it has nothing there itself.
-            deeper_ones_come = coming is not None and coming.deepest > depth
-            return NoRoom.LATER if deeper_ones_come or use not in self._groups else NoRoom.FULL
-        if coming is None:
-            coming = self._coming[use] = _Coming()
-        coming.objects += 1
-        coming.deepest = max(coming.deepest, depth)
+            if use not in self._groups or self._deepest_coming(use) > depth:
+                return NoRoom.LATER
+            use.end_at(depth)
+            return NoRoom.FULL
+        own = self._groups.get(use)
+        if patient and going and going[-1].group is own and self._deepest_coming(use) > going[-1].depth:
+            return NoRoom.LATER
+        self._coming.setdefault(use, {})[name] = depth
         self._reserved[name] = nbytes, use
         self.used += nbytes
-        return self._drop_all(going)
+        return self._evict_all(going)
 
-    def commit(self, name: str, depth: int = 0) -> list[Victim]:
-        """The reserved object is there now. Returns what goes if the capacity shrank meanwhile."""
-        nbytes, use = self._came(name)
-        self._add(Entry(name, nbytes), self._group(use), depth)
+    def commit(self, name: str) -> list[Victim]:
+        """The reserved object is there now. Returns what goes if the capacity shrank or its chain ended meanwhile."""
+        nbytes, use, depth = self._came(name)
+        entry = Entry(name, nbytes)
+        self._add(entry, self._group(use), depth)
+        if depth >= use.ends_at:
+            return self._evict_all([entry])
         return self.evict(self.used - self.capacity)
 
     def release(self, name: str) -> None:
@@ -275,7 +285,7 @@ class LruIndex:
 
         use, depth: for which write; None: whatever it takes.
         """
-        return self._drop_all(self._next_to_go(nbytes, use, depth))
+        return self._evict_all(self._next_to_go(nbytes, use, depth))
 
     def set_capacity(self, capacity: int) -> list[Victim]:
         """Take over a new bound. Returns what goes."""
@@ -294,10 +304,8 @@ class LruIndex:
             for entry in reversed(group.root_first()):
                 if entry.group is not group:
                     continue
-                if use is not None and group is own:
-                    if entry.depth <= depth:
-                        break
-                    use.shrunk = True
+                if group is own and entry.depth <= depth:
+                    break
                 going.append(entry)
                 nbytes -= entry.nbytes
                 if nbytes <= 0:
@@ -306,13 +314,17 @@ class LruIndex:
                 break
         return going
 
-    def _came(self, name: str) -> tuple[int, Use]:
+    def _deepest_coming(self, use: Use) -> int:
+        """Of what this use is writing; -1: nothing."""
+        return max(self._coming.get(use, {}).values(), default=-1)
+
+    def _came(self, name: str) -> tuple[int, Use, int]:
         nbytes, use = self._reserved.pop(name)
         coming = self._coming[use]
-        coming.objects -= 1
-        if not coming.objects:
+        depth = coming.pop(name)
+        if not coming:
             del self._coming[use]
-        return nbytes, use
+        return nbytes, use, depth
 
     def _group(self, use: Use | None) -> _UseGroup:
         """The group of a use; a use that has no object begins as the latest."""
@@ -334,6 +346,12 @@ class LruIndex:
         group.drop(entry)
         if not group.live:
             del self._groups[group.use]
+
+    def _evict_all(self, entries: Sequence[Entry]) -> list[Victim]:
+        for entry in entries:
+            assert entry.group is not None
+            entry.group.use.end_at(entry.depth)
+        return self._drop_all(entries)
 
     def _drop_all(self, entries: Sequence[Entry]) -> list[Victim]:
         for entry in entries:

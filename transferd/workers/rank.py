@@ -149,7 +149,8 @@ class RankWorker:
     def confirmed(self, job: Job, outcome: RankOutcome) -> RankOutcome:
         """What this rank did for a write, less the objects that have gone again since. Call it when all ranks are done.
 
-        In a store too small for the chain, blocks make room for others of it that are nearer the root, on any rank.
+        In a store too small for the chain, blocks make room for others of it that are nearer the root, on any rank, or
+        for those of later tasks.
         """
         storage = self.context.storage
         if storage is None or not job.use.shrunk or not isinstance(job.task, WriteStorageTask):
@@ -158,7 +159,7 @@ class RankWorker:
         moved = [position for position in outcome.moved if storage.holds(names[position])]
         if len(moved) == len(outcome.moved):
             return outcome
-        what = f"{len(outcome.moved) - len(moved)} blocks had to make room for others nearer the root of the chain"
+        what = f"{len(outcome.moved) - len(moved)} blocks had to make room for others"
         return msgspec.structs.replace(outcome, moved=moved, error=outcome.error or ErrorInfo(StorageFull.code, what))
 
     def start(self, job: Job, arrive: Arrive, died: Died) -> None:

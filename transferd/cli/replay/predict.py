@@ -56,7 +56,7 @@ class PredictedDaemon:
                 room = self._index.capacity > 0 and self._index.reserve(key, 1, use, depth)
                 if room is False or isinstance(room, NoRoom):
                     continue
-                self._index.commit(key, depth)
+                self._index.commit(key)
             moved.append(block)
         self.most_stored = max(self.most_stored, len(self._index))
         return moved
