@@ -298,7 +298,7 @@ class IndexedStorage(Storage):
             ended = write.depth >= write.use.ends_at
             leaving = self._index.commit(write.blob.name)
             self._counts["evicted_shrink"] += 0 if ended else len(leaving)
-            if any(victim.name == write.blob.name for victim in leaving):
+            if leaving and write.blob.name in {victim.name for victim in leaving}:
                 write.error = StorageFull(f"it made room for others as soon as it was stored: they fill {self._bound}")
         else:
             self._index.release(write.blob.name)
