@@ -50,6 +50,8 @@ def test_a_nested_section_is_reached_from_the_environment() -> None:
         ("cache.devices=[0]", "cache.devices: must have one device index per rank (2 ranks) ([0])"),
         ("cache.mtp_blocks=99", "cache.mtp_blocks: requires cache.mtp_layers (99)"),
         ("host.staging=8XB", "host.staging: expected a size such as '64MiB' ('8XB')"),
+        ("cuda.slot_bytes=4KiB", "cuda.slot_bytes: must be between 64KiB and 1GiB ('4KiB')"),
+        ("cuda.largest_dma=7", "cuda.largest_dma: must be at least 4KiB, or 0 ('7')"),
         ("server.endpoint=tcp://0.0.0.0:5", "server.endpoint: tcp:// beyond loopback requires [server.curve]"),
         ("server.endpoint=http://x", "server.endpoint: expected ipc://PATH or tcp://HOST:PORT ('http://x')"),
         ("server.socket_mode='rw'", "server.socket_mode: expected octal permissions such as '0660' ('rw')"),

@@ -11,7 +11,7 @@ import pytest
 from transferd.errors import DeviceLost, TierError
 from transferd.tiers.cuda import bindings
 from transferd.tiers.cuda.bindings import BindingsDriver, check_fit, check_release
-from transferd.tiers.cuda.driver import MAPPED_ALREADY, NO_DRIVER, NOT_YET, OUT_OF_MEMORY, failure
+from transferd.tiers.cuda.driver import NO_DRIVER, NOT_YET, OUT_OF_MEMORY, failure
 
 
 class Result(enum.IntEnum):
@@ -76,7 +76,6 @@ def test_a_wrong_call_of_ours_is_not_hidden() -> None:
     [
         ("CUDA_ERROR_OUT_OF_MEMORY", OUT_OF_MEMORY),
         ("CUDA_ERROR_NO_DEVICE", NO_DRIVER),
-        ("CUDA_ERROR_ALREADY_MAPPED", MAPPED_ALREADY),
         ("CUDA_ERROR_INVALID_VALUE", "tier_error"),
         ("CUDA_ERROR_ILLEGAL_ADDRESS", "device_lost"),
         ("CUDA_ERROR_ECC_UNCORRECTABLE", "device_lost"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from tests.support.cuda.gpu import FakeGpu
 from tests.support.cuda.shim import compiler
@@ -484,3 +486,39 @@ def test_a_capsule_that_nobody_takes_lets_its_owner_go() -> None:
     del capsule
     gc.collect()
     assert watch() is None
+
+
+def test_an_array_that_outlives_python_calls_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frameworks free module-level tensors when Python has ended; a call of our deleter would be a crash then."""
+    import weakref
+
+    from transferd.tiers.cuda import dlpack
+
+    monkeypatch.setattr(dlpack, "_alive", {})
+    owner = Owner()
+    watch = weakref.ref(owner)
+    taken = np.from_dlpack(OnCpu(np.arange(3), owner))
+    dlpack._outlive()
+    del owner, taken
+    gc.collect()
+    assert len(dlpack._alive) == 1, "the deleter was not called"
+    dlpack._alive.clear()
+    gc.collect()
+    assert watch() is not None, "and what the tensor points to stays"
+
+
+@pytest.mark.parametrize(("computes_on", "warned"), [(None, 0), (0, 0), (1, 1)])
+async def test_a_rank_that_computes_on_another_gpu_than_its_cache_is_warned(
+    threads: ThreadPools, computes_on: int | None, warned: int
+) -> None:
+    owner, engines = FakeGpu(devices=2), FakeGpu(devices=2)
+    tier = CudaDeviceTier(LAYOUT, 0, 0, threads, driver=owner)
+    await tier.open()
+    with contextlib.ExitStack() as stack, capture_logs() as logs:
+        if computes_on is not None:
+            stack.enter_context(engines.current(engines.retain(computes_on)))
+        attached = engine.attach(tier.handle().data, driver=engines)
+    assert [entry["event"][:40] for entry in logs] == ["this thread computes on another GPU than"] * warned
+    del attached
+    gc.collect()
+    await tier.close()

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import mmap
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,22 @@ def test_memory_is_pinned_once_as_a_whole_and_unpinned_once() -> None:
     region.close()
     region.close()
     assert pins.calls == [("pin", address, 8192), ("unpin", address, 8192)]
+
+
+def test_a_forked_child_has_no_copy_of_host_memory() -> None:
+    region = HostRegion(8192)
+    here = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if re.fullmatch("[0-9a-f]+-[0-9a-f]+", first):
+            start, end = (int(side, 16) for side in first.split("-"))
+            here = start <= region.address < end
+        elif here and first == "VmFlags:":
+            assert "dc" in line.split(), "do not copy on fork"
+            break
+    else:
+        pytest.fail("the region is not mapped")
+    region.close()
 
 
 def test_where_pinning_is_refused_the_memory_works_says_why_and_warns_once() -> None:

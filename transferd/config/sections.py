@@ -121,6 +121,23 @@ class HostSection(_Section, frozen=True, kw_only=True):
     staging: Size = Size(64 * 1024**2)
 
 
+class CudaSection(_Section, frozen=True, kw_only=True):
+    """How copies share a GPU with its engine (cache.device = "cuda"). 0 and "auto": by the kind of GPU, or our default.
+
+    `make gpu-check` measures beside a busy neighbour and prints the settings that were best.
+    """
+
+    copies: Literal["auto", "gather", "straight"] = "auto"  # by a kernel and staging, or a DMA for each piece
+    straight_from: Size = Size(0)  # auto: pieces of this length, on average, go straight
+    grid: Count = 0  # thread blocks of the kernel
+    slots: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2  # of staging on the device, for each rank and direction
+    slot_bytes: Size = Size(32 * 1024**2)
+    largest_dma: Size = Size(0)  # the engine's own small copies wait behind one
+    batches: bool = True  # False: never cudaMemcpyBatchAsync, with which some drivers hang
+    store_rate: Size = Size(0)  # bytes per second of each rank's copies out of the GPU; 0 = as fast as they can
+    store_rate_beside_loads: Size = Size(0)  # the same while copies into it are under way; 0 = store_rate
+
+
 class FileStorageSection(_Section, frozen=True, kw_only=True):
     """The file backend: its directory, which nothing else may use, and how much it may hold."""
 
@@ -261,6 +278,7 @@ class Config(_Section, frozen=True, kw_only=True):
     cache: CacheSection | None = None  # the engine "default"; without it, engines register
     engines: EnginesSection = EnginesSection()
     host: HostSection = HostSection()
+    cuda: CudaSection = CudaSection()
     storage: StorageSection = StorageSection()
     pd: PdSection = PdSection()
     metrics: MetricsSection = MetricsSection()

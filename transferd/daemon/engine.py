@@ -214,6 +214,7 @@ class HostedEngine:
         staging = Staging(
             layout, config.pd.staging, sealed.slot_bytes, sealed.offsets, key="pd.staging", pinning=pinning, later=True
         )
+        staging.memory.urgent = True  # a decode engine waits for what passes through
         return PeerPath(peers, staging, sealed)
 
     def _build_cache(self) -> CacheMemory:

@@ -60,6 +60,11 @@ class HostMemory(Protocol):
         """False if the memory could not be pinned; copies still work, more slowly."""
         ...
 
+    @property
+    def urgent(self) -> bool:
+        """Whether somebody waits for every copy from and to it: no bound on bandwidth delays those."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceHandle:

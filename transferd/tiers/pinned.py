@@ -35,7 +35,8 @@ class HostRegion:
     """An anonymous range of host memory. Owns it, and its pinning, from `allocate` until `close`.
 
     grain: bytes that a copy takes in one piece at the most, from the beginning; registrations are cut between them.
-    later: `allocate` comes later. address: 0 while there is no memory. degraded: why it is not pinned; "" if it is.
+    later: `allocate` comes later. urgent: see HostMemory; its user sets it. address: 0 while there is no memory.
+    degraded: why it is not pinned; "" if it is.
     misplaced: what is wrong with its NUMA node; "" if nothing is. Raises TierError if there is not enough memory.
     """
 
@@ -45,6 +46,7 @@ class HostRegion:
         self.nbytes = align(max(nbytes, 1), mmap.PAGESIZE)
         self.address = 0
         self.pinned = False
+        self.urgent = False
         self.degraded = self.misplaced = ""
         self.view = memoryview(b"")
         self._pinning = pinning
@@ -61,6 +63,8 @@ class HostRegion:
             self._map = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError) as error:
             raise TierError(f"cannot allocate {self.nbytes} bytes of host memory: {error}") from error
+        # A plugin may fork: the child gets no copy of the pool, and ours stays on the pages that are registered.
+        self._map.madvise(mmap.MADV_DONTFORK)
         self._anchor = (ctypes.c_char * self.nbytes).from_buffer(self._map)
         address = ctypes.addressof(self._anchor)
         try:

@@ -25,8 +25,10 @@ _CLASSES = {
 
 def create_device_tier(config: Config, layout: BlockLayout, rank: int, threads: Threads) -> DeviceTier:
     """One rank's device tier, not yet open. Raises ConfigError."""
-    factory = check_device(config)
-    return cast("DeviceTier", factory(layout, rank, config.geometry.device_of_rank[rank], threads))
+    factory, device = check_device(config), config.geometry.device_of_rank[rank]
+    if (configured := getattr(factory, "configured", None)) is not None:
+        return cast("DeviceTier", configured(config, layout, rank, device, threads))
+    return cast("DeviceTier", factory(layout, rank, device, threads))
 
 
 def check_device(config: Config) -> Any:

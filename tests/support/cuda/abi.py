@@ -68,6 +68,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuDevicePrimaryCtxRetain": (_P, _I),
     "cuDevicePrimaryCtxRelease": (_I,),
     "cuCtxPushCurrent": (_P,),
+    "cuCtxGetDevice": (_P,),
     "cuCtxPopCurrent": (_P,),
     "cuCtxGetStreamPriorityRange": (_P, _P),
     "cuMemAlloc": (_P, _N),
@@ -191,6 +192,12 @@ class FakeLibcuda:
 
     def _cuCtxPushCurrent(self, context: int) -> None:
         self.gpu.push(context)
+
+    def _cuCtxGetDevice(self, to: int) -> None:
+        device = self.gpu.current_device()
+        if device is None:
+            self.gpu._refuse("cuCtxGetDevice", "CUDA_ERROR_INVALID_CONTEXT")
+        _put(_I, to, device)
 
     def _cuCtxPopCurrent(self, to: int) -> None:
         _put(_P, to, self.gpu.pop())

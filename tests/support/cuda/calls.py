@@ -107,6 +107,9 @@ class Calls:
         finally:
             self.pop()
 
+    def current_device(self) -> int | None:
+        return self._stack[-1] - _CONTEXT if self._stack else None
+
     def push(self, context: int) -> None:
         if not self._contexts[context - _CONTEXT]:
             self._refuse("cuCtxPushCurrent", "CUDA_ERROR_CONTEXT_IS_DESTROYED")

@@ -10,13 +10,14 @@ import numpy.typing as npt
 
 from tests.support.cuda.gpu import FakeGpu
 from transferd.blocks.layout.base import BlockLayout
+from transferd.config.sections import CudaSection
 from transferd.errors import InvariantError
 from transferd.runtime.threads import Threads
 from transferd.tiers.cuda import CudaDeviceTier
 from transferd.tiers.cuda.engine import DeviceArray, attach
 from transferd.tiers.cuda.pinning import CudaPinning
 from transferd.tiers.cuda.submitter import CopyPath
-from transferd.tiers.cuda.tier import SLOT_BYTES
+from transferd.tiers.cuda.tier import SETTINGS
 from transferd.tiers.pinning import Pinning
 
 
@@ -41,10 +42,20 @@ class FakeCudaTier(CudaDeviceTier):
         *,
         gpu: FakeGpu | None = None,
         copy_path: CopyPath | None = None,
-        slot_bytes: int = SLOT_BYTES,
+        slot_bytes: int | None = None,
+        settings: CudaSection = SETTINGS,
     ) -> None:
         self.gpu = gpu if gpu is not None else gpu_of_process()
-        super().__init__(layout, rank, device, threads, driver=self.gpu, copy_path=copy_path, slot_bytes=slot_bytes)
+        super().__init__(
+            layout,
+            rank,
+            device,
+            threads,
+            driver=self.gpu,
+            copy_path=copy_path,
+            slot_bytes=slot_bytes,
+            settings=settings,
+        )
 
     @staticmethod
     def pinning(device: int) -> Pinning:

@@ -177,6 +177,10 @@ class BindingsDriver:
         finally:
             self._call("cuCtxPopCurrent")
 
+    def current_device(self) -> int | None:
+        result, device = self._api.cuCtxGetDevice()
+        return int(device) if result == self._api.CUresult.CUDA_SUCCESS else None
+
     # --- memory -------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int) -> int:

@@ -31,6 +31,7 @@ from transferd.tiers.base import HostMemory
 from transferd.tiers.cuda.driver import Driver
 from transferd.tiers.cuda.gate import StreamGate
 from transferd.tiers.cuda.owned import CopyHung
+from transferd.tiers.cuda.pace import Pace
 from transferd.tiers.cuda.submitter import CopyPath, KernelTable, Submitted, Submitter
 
 WINDOW = 4  # turns on the device's queues
@@ -54,12 +55,15 @@ class Stopped(TransferError):
 class Copy:
     """One copy on its way through a pipeline."""
 
-    __slots__ = ("_state", "completed", "host", "left", "plan", "released", "steps", "stopped")
+    __slots__ = ("_state", "_wake", "completed", "host", "left", "plan", "released", "steps", "stopped")
 
-    def __init__(self, plan: CopyPlan, host: HostMemory, completed: Completed) -> None:
+    def __init__(
+        self, plan: CopyPlan, host: HostMemory, completed: Completed, wake: Callable[[], None] = lambda: None
+    ) -> None:
         self.plan = plan
         self.host = host
         self.completed = completed
+        self._wake = wake
         self.steps: Iterator[Submitted] | None = None
         self.left = plan.nbytes  # bytes that have not been submitted
         self.released = False  # the engine's work is done
@@ -69,7 +73,10 @@ class Copy:
     def withdraw(self) -> bool:
         """True: it never begins, and `completed` is not called. False: it ends after the submitted chunks."""
         self.stopped = True
-        return self.take()
+        if self.take():
+            return True
+        self._wake()  # the pipeline may be waiting for the time of its next turn
+        return False
 
     def take(self) -> bool:
         """Whether the caller is the first to take the copy."""
@@ -77,6 +84,10 @@ class Copy:
             return self._state.pop()
         except IndexError:
             return False
+
+
+class _Wake:
+    """In the inbox: look again at the copies that have begun."""
 
 
 class EventGate:
@@ -114,7 +125,8 @@ class CopyPipeline:
     """One direction. Owns a submitter and a thread, until `close`.
 
     outward: device → host. engine: what copies wait for first. copy_path: see Submitter. lost: called once, in the
-    pipeline's thread, when a copy or a probe of the idle device finds that the device is lost.
+    pipeline's thread, when a copy or a probe of the idle device finds that the device is lost. pace: bounds all copies
+    but those of `urgent` host memory.
 
     Creating and closing require the context to be current. Raises TierError.
     """
@@ -129,15 +141,17 @@ class CopyPipeline:
         engine: EventGate | None = None,
         copy_path: CopyPath | None = None,
         lost: Callable[[DeviceLost], None] | None = None,
+        pace: Pace | None = None,
     ) -> None:
         self.outward = outward
         self._tell_lost = lost
+        self._pace = pace if pace is not None else Pace(lambda: 0)
         self._failures = 0
         self.submitter = Submitter(driver, kernel_table, outward=outward, copy_path=copy_path)
         self._driver = driver
         self._context = context
         self._engine = engine
-        self._inbox: queue.SimpleQueue[Copy | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Copy | _Wake | None] = queue.SimpleQueue()
         self._active: deque[Copy] = deque()
         # Each turn's event, the copy that it completes, and how many DMAs it has.
         self._turns: deque[tuple[int, Copy | None, int]] = deque()
@@ -160,6 +174,11 @@ class CopyPipeline:
         return self.submitter.counts
 
     @property
+    def busy(self) -> bool:
+        """Whether copies are under way or about to be."""
+        return bool(self._active or self._turns or not self._inbox.empty())
+
+    @property
     def waiting_s(self) -> float:
         """How long the thread has been in one call to the driver; 0 if it is in none that waits."""
         since = self._waiting_since
@@ -170,7 +189,7 @@ class CopyPipeline:
 
         Never blocks. Raises Closed.
         """
-        copy = Copy(plan, host, completed)
+        copy = Copy(plan, host, completed, lambda: self._inbox.put(_Wake()))
         with self._submitting:
             if self._closing:
                 raise Closed("the copy pipeline is closed")
@@ -191,7 +210,8 @@ class CopyPipeline:
             copy = self._inbox.get()
             if copy is None:
                 return
-            self._finish(copy, self._lost or DeviceLost("the device is lost"))
+            if isinstance(copy, Copy):
+                self._finish(copy, self._lost or DeviceLost("the device is lost"))
 
     @contextlib.contextmanager
     def _losing(self) -> Iterator[None]:
@@ -211,18 +231,33 @@ class CopyPipeline:
     def _admit(self) -> None:
         """Take the copies that have arrived; wait for one if there is no other work."""
         while not self._ended:
-            busy = bool(self._active or self._turns)
+            wait = self._may_sleep_s()
             try:
-                copy = self._inbox.get(block=not busy, timeout=None if busy or self._lost else PROBE_S)
+                copy = self._inbox.get(block=wait != 0, timeout=wait)
             except queue.Empty:
-                if busy:
+                if self._active or self._turns:
                     return
                 self._probe()
                 continue
             if copy is None:
                 self._ended = True
-            else:
+            elif isinstance(copy, Copy):
                 self._begin(copy)
+            else:
+                return
+
+    def _may_sleep_s(self) -> float | None:
+        """How long to wait for a copy to arrive: not at all while there is work, up to the time of the next turn where
+        a pace delays it, and else until it is time to probe the device. None: for ever."""
+        if self._turns:
+            return 0.0
+        if self._active:
+            return 0.0 if any(self._unpaced(copy) for copy in self._active) else self._pace.wait_s()
+        return None if self._lost else PROBE_S
+
+    @staticmethod
+    def _unpaced(copy: Copy) -> bool:
+        return copy.stopped or copy.host.urgent
 
     def _probe(self) -> None:
         """Check whether an idle device still works."""
@@ -273,8 +308,10 @@ class CopyPipeline:
     # --- turns --------------------------------------------------------------------------------------
 
     def _submit_turns(self) -> None:
-        while self._active and len(self._turns) < WINDOW and self._queued < QUEUE_DMAS:
-            copy = self._active.popleft()
+        while len(self._turns) < WINDOW and self._queued < QUEUE_DMAS:
+            copy = self._next()
+            if copy is None:
+                return
             if copy.steps is None:
                 if not copy.take():  # withdrawn
                     continue
@@ -309,6 +346,16 @@ class CopyPipeline:
             if not over:
                 self._active.append(copy)
 
+    def _next(self) -> Copy | None:
+        """The copy that has the next turn; None if none may have it now. A pipeline that closes waits for no pace."""
+        if self._active and (self._ended or not self._pace.wait_s()):
+            return self._active.popleft()
+        for copy in self._active:
+            if self._unpaced(copy):
+                self._active.remove(copy)
+                return copy
+        return None
+
     def _submit(self, copy: Copy, steps: Iterator[Submitted]) -> int:
         """One turn of a copy. Returns how many DMAs it has."""
         nbytes = dmas = 0
@@ -316,6 +363,8 @@ class CopyPipeline:
             while copy.left and nbytes < TURN_BYTES and dmas < TURN_DMAS:
                 step = next(steps)
                 nbytes, dmas, copy.left = nbytes + step.nbytes, dmas + step.dmas, copy.left - step.nbytes
+        if not copy.host.urgent:
+            self._pace.took(nbytes)
         return dmas
 
     @contextlib.contextmanager

@@ -11,6 +11,7 @@ import numpy as np
 import structlog
 
 from transferd.blocks.layout.base import Arena, BlockLayout
+from transferd.config.sections import CudaSection
 from transferd.errors import DeviceLost, RequestError, TierError
 from transferd.tiers.arrays import describe
 from transferd.tiers.base import DeviceHandle
@@ -21,9 +22,10 @@ from transferd.tiers.cuda.driver import OUT_OF_MEMORY, Driver
 from transferd.tiers.cuda.gate import CLOSE_S
 from transferd.tiers.cuda.kernel import NAME, source
 from transferd.tiers.cuda.owned import CopyHung, Owned
-from transferd.tiers.cuda.submitter import SLOTS, CopyPath, KernelTable, upload_order
+from transferd.tiers.cuda.pace import Pace
+from transferd.tiers.cuda.submitter import CopyPath, KernelTable, upload_order
 from transferd.tiers.cuda.timeline import Timelines
-from transferd.tiers.cuda.tuning import mps_runs, tuning_for
+from transferd.tiers.cuda.tuning import mps_runs, tuned
 from transferd.tiers.owner import as_data, this_process
 from transferd.tiers.pages import locate_offered
 
@@ -47,6 +49,7 @@ class DeviceResources:
         device: int,
         layout: BlockLayout,
         slot_bytes: int,
+        settings: CudaSection,
         *,
         handle: DeviceHandle | None,
         copy_path: CopyPath | None,
@@ -62,6 +65,8 @@ class DeviceResources:
         self._lost = lost
         self._layout = layout
         self._slot_bytes = slot_bytes
+        self._settings = settings
+        self._staging = 2 * settings.slots * slot_bytes
         self._mapped: ipc.Mapping | None = None
         self.event = 0
         self._owned = Owned()
@@ -76,8 +81,8 @@ class DeviceResources:
                 self._engine = EventGate(driver, self.context, self.event)
                 self._owned.add(self._engine.gate.close)
                 self.kernel_table = self._kernel_table(image)
-                self.outward = self._pipeline(outward=True, copy_path=copy_path)
                 self.inward = self._pipeline(outward=False, copy_path=copy_path)
+                self.outward = self._pipeline(outward=True, copy_path=copy_path)
         except BaseException as error:
             problem = None
             with contextlib.suppress(TierError):
@@ -93,7 +98,7 @@ class DeviceResources:
             return None
         with self.driver.current(self.context):
             free, total = self.driver.memory_info()
-        need, staging = self._layout.device.extent, 2 * SLOTS * self._slot_bytes
+        need, staging = self._layout.device.extent, self._staging
         return TierError(
             f"device {self.info.index} ({self.info.name}) has too little free memory: the cache needs {need} bytes and "
             f"staging {staging}; {free} of {total} are free; each process's CUDA context has taken about half a GiB",
@@ -158,9 +163,10 @@ class DeviceResources:
         self._owned.add(lambda: driver.unload(module))
         order = np.arange(len(self.arena.geometry.nbytes))
         main = upload_order(driver, self.arena, order, self._slot_bytes, _DEFAULT_STREAM, self._owned)
-        batches = driver.batches and self.info.same_address
-        function, tuning = driver.function(module, NAME), tuning_for(self.info, mps=self._mps)
-        return KernelTable(self.arena, function, main, self._slot_bytes, batches, tuning)
+        settings = self._settings
+        batches = settings.batches and driver.batches and self.info.same_address
+        function, tuning = driver.function(module, NAME), tuned(self.info, settings, mps=self._mps)
+        return KernelTable(self.arena, function, main, self._slot_bytes, batches, tuning, settings.slots)
 
     def _pipeline(self, *, outward: bool, copy_path: CopyPath | None) -> CopyPipeline:
         pipeline = CopyPipeline(
@@ -171,10 +177,17 @@ class DeviceResources:
             engine=self._engine,
             copy_path=copy_path,
             lost=self._lost,
+            pace=Pace(self._store_rate) if outward else None,
         )
         self._owned.add(pipeline.close)
         self._pipelines.append(pipeline)
         return pipeline
+
+    def _store_rate(self) -> int:
+        """Bytes per second that copies out of the device may take now; 0: as many as they can."""
+        settings = self._settings
+        beside = settings.store_rate_beside_loads if self.inward.busy else 0
+        return beside or settings.store_rate
 
     def _stop_gates(self) -> None:
         """Release everything that waits for the engine. Raises CopyHung."""
@@ -219,7 +232,7 @@ class DeviceResources:
         return {
             "name": self.info.name,
             "mps": self._mps,
-            "staging": 2 * SLOTS * self._slot_bytes,
+            "staging": self._staging,
             "copies": {"out": dict(self.outward.counts), "in": dict(self.inward.counts)},
             "unregistered": self.outward.submitter.unregistered + self.inward.submitter.unregistered,
             "batches": self.outward.submitter.batching and self.inward.submitter.batching,

@@ -6,6 +6,7 @@ taken over frees itself. Either way `owner` stays alive until then. (DLPack 0.8,
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import math
 from typing import Any
@@ -40,6 +41,9 @@ class _ManagedTensor(ctypes.Structure):
 
 
 _Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_keep_for_ever = ctypes.pythonapi.Py_IncRef
+_keep_for_ever.argtypes = (ctypes.py_object,)
+_keep_for_ever.restype = None
 _alive: dict[int, tuple[Any, ...]] = {}  # address of a managed tensor → what it keeps alive
 
 _new_capsule = ctypes.pythonapi.PyCapsule_New
@@ -64,6 +68,16 @@ def _destroy(capsule: int) -> None:
 
 
 _deleter, _destructor = _Deleter(_delete), _Deleter(_destroy)
+
+
+@atexit.register
+def _outlive() -> None:
+    """Frameworks may drop tensors when Python has ended, and calling Python then is a crash. So tensors that are alive
+    at the end lose their deleter, which DLPack allows, and stay until the process has gone."""
+    for kept in _alive.values():
+        kept[0].deleter = None
+        _keep_for_ever(kept)
+    _keep_for_ever(_destructor)
 
 
 def capsule(address: int, shape: tuple[int, ...], dtype: str, device: tuple[int, int], owner: object) -> Any:

@@ -25,7 +25,6 @@ from transferd.errors import DeviceLost, TierError
 
 OUT_OF_MEMORY = "out_of_device_memory"  # code of a TierError
 NO_DRIVER = "no_cuda"  # code of a TierError: no driver, or no device at all
-MAPPED_ALREADY = "already_mapped"  # code of a TierError
 NOT_YET = "gpu_not_ready"  # code of a TierError: the machine's GPUs are still being set up
 
 # Remedies for answers that say little by themselves.
@@ -110,6 +109,10 @@ class Driver(Protocol):
     def release(self, index: int) -> None: ...
     def current(self, context: int) -> AbstractContextManager[None]:
         """Make `context` this thread's for the duration."""
+        ...
+
+    def current_device(self) -> int | None:
+        """The device of this thread's context; None if it has no context."""
         ...
 
     # memory
@@ -226,7 +229,6 @@ def failure(call: str, name: str, text: str = "") -> TierError:
     code = {
         "CUDA_ERROR_OUT_OF_MEMORY": OUT_OF_MEMORY,
         "CUDA_ERROR_NO_DEVICE": NO_DRIVER,
-        "CUDA_ERROR_ALREADY_MAPPED": MAPPED_ALREADY,
         "CUDA_ERROR_SYSTEM_NOT_READY": NOT_YET,
     }.get(name)
     return TierError(sentence, code=code)

@@ -30,6 +30,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import structlog
 
 from transferd.errors import DeviceLost, RequestError, TierError
 from transferd.tiers.cuda import dlpack, ipc
@@ -37,6 +38,8 @@ from transferd.tiers.cuda.bindings import open_driver
 from transferd.tiers.cuda.driver import DeviceInfo, Driver
 from transferd.tiers.cuda.timeline import EngineTimelines
 from transferd.tiers.owner import as_data, check_owner, this_process
+
+log = structlog.get_logger(__name__)
 
 # Element types by the names that exporters use; numpy has no bfloat16 and no float8.
 _ELEMENTS = {
@@ -150,6 +153,10 @@ def attach(data: Map[str, Any], driver: Driver | None = None) -> Attached:
     check_owner(handle.owner)
     driver = driver if driver is not None else open_driver()
     info = _device_with(driver, handle.device)
+    here = driver.current_device()
+    if here is not None and here != info.index:
+        what = "this thread computes on another GPU than the cache is on: check the order of cache.devices"
+        log.warning(what, computes_on=here, cache_on=info.index, gpu=info.uuid)
     held = _Held(driver, info, handle)
     caches: dict[str, list[DeviceArray]] = {}
     for item in sorted(handle.arrays, key=lambda item: int(item["layer"])):

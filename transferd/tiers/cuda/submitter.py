@@ -5,8 +5,8 @@ Out of the device (into it is the mirror image), cut into chunks that fit a slot
     kernels   wait slot free · gather → slot · record ready  |  wait … · gather → slot' …
     copies                       wait ready · DMA slot → host · record free  |  wait …
 
-That is the "gather" path. Two slots, two streams: while the DMA engine empties one slot, a kernel fills the
-other. Events order everything on the device. The launch itself carries everything else that a copy needs on the
+That is the "gather" path. Two slots or more, two streams: while the DMA engine empties one slot, a kernel fills
+another. Events order everything on the device. The launch itself carries everything else that a copy needs on the
 device (block ids), so there is nothing to keep alive or to free per copy.
 
 The "straight" path issues one DMA per run, directly between cache and host memory. It serves runs so long
@@ -43,7 +43,6 @@ from transferd.tiers.cuda.owned import Owned
 from transferd.tiers.cuda.pinning import boundaries, is_registered
 from transferd.tiers.cuda.tuning import DEFAULT, Tuning
 
-SLOTS = 2
 # A DMA of this length takes about five microseconds on PCIe 5: ten times the DMA engine's cost of starting it, and
 # twice the cost of a call of the bindings. Shorter ones go in batches.
 LONG = 256 * 1024
@@ -78,6 +77,7 @@ class KernelTable:
 
     function: the kernel. main: the order in which the layout lists segments. batches: DMAs may go in batches. Those
     take host memory at the host's own address, which not every machine has (SGLang #40232). tuning: see there.
+    slots: in each direction.
     """
 
     cache: Arena
@@ -86,6 +86,7 @@ class KernelTable:
     slot_bytes: int
     batches: bool = True
     tuning: Tuning = DEFAULT
+    slots: int = 2
 
 
 def upload_order(driver: Driver, cache: Arena, order: Ids, slot_bytes: int, stream: int, owned: Owned) -> PackedOrder:
@@ -108,7 +109,7 @@ class _StagingSlot:
 
 
 class Submitter:
-    """One direction. Owns two streams, SLOTS slots and their events until `release`.
+    """One direction. Owns two streams, staging slots and their events until `release`.
 
     outward: device → host. preferred: use this path whenever it is possible (for measurements and tests); None:
     choose by run length. batching: try batches; a refused one sets it to False. counts: copies by path.
@@ -138,7 +139,7 @@ class Submitter:
         try:
             self._kernels = self._stream(urgent=True)
             self._copies = self._stream(urgent=False)
-            for _ in range(SLOTS):
+            for _ in range(kernel_table.slots):
                 self._slots.append(self._slot())
         except BaseException:
             self._owned.release()

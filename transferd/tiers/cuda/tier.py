@@ -3,7 +3,7 @@
 Memory of a rank, all of it owned by the tier from `open` to `close`:
 
     the cache          layout.device.extent bytes, one cudaMalloc (or the engine's, mapped: `attach`)
-    staging            2 directions × 2 slots × slot_bytes (32 MiB; less for a smaller cache)
+    staging            2 directions × slots × slot_bytes (2 × 32 MiB; less for a smaller cache)
     timelines          2 MiB
     segment tables     32 bytes for each layer and plane, once for each order of segments in host memory
 
@@ -28,6 +28,8 @@ from typing import Any
 
 from transferd.blocks.copyplan import CopyPlan
 from transferd.blocks.layout.base import Arena, BlockLayout, align
+from transferd.config import Config
+from transferd.config.sections import CudaSection
 from transferd.errors import DeviceLost, RequestError, TierError, TransferError
 from transferd.runtime.threads import Direction, Threads, noted
 from transferd.tiers.base import DeviceHandle, HostMemory
@@ -42,15 +44,16 @@ from transferd.tiers.cuda.submitter import CopyPath
 from transferd.tiers.extents import Extent, extents_of
 from transferd.tiers.pinning import Pinning
 
-# With 8 MiB a lane takes three times as much of Python's lock (benchmarks/gpu_submission.py), and without MPS kernels
-# get a turn every one to two milliseconds: the slots must hold enough work to last that long.
-SLOT_BYTES = 32 * 1024**2
+# With slots of 8 MiB a lane takes twice as much of Python's lock (benchmarks/gpu_submission.py), and without MPS
+# kernels get a turn every one to two milliseconds: the slots must hold enough work to last that long.
+SETTINGS = CudaSection()
 
 
 class CudaDeviceTier:
     """A DeviceTier on a GPU. See the module for memory and ordering.
 
-    device: its CUDA index in this process. driver: default: the real one. copy_path: see CopyPipeline.
+    device: its CUDA index in this process. driver: default: the real one. settings: [cuda] of the configuration;
+    copy_path and slot_bytes replace what it says (see Submitter).
     """
 
     attaches = True
@@ -65,19 +68,29 @@ class CudaDeviceTier:
         *,
         driver: Driver | None = None,
         copy_path: CopyPath | None = None,
-        slot_bytes: int = SLOT_BYTES,
+        slot_bytes: int | None = None,
+        settings: CudaSection = SETTINGS,
     ) -> None:
         self.rank = rank
         self.device = device
         self._layout = layout
         self._threads = threads
         self._driver = driver
-        self._copy_path = copy_path
+        self._copy_path = copy_path if settings.copies == "auto" else copy_path or settings.copies
+        self._settings = settings
         longest = max(segment.nbytes for segment in layout.segments)
         everything = layout.device_blocks * align(layout.block_bytes, SLOT_ALIGNMENT)
-        self._slot_bytes = align(max(min(slot_bytes, everything), longest))
+        wanted = settings.slot_bytes if slot_bytes is None else slot_bytes
+        self._slot_bytes = align(max(min(wanted, everything), longest))
         self._resources: DeviceResources | None = None
         self.on_lost: Callable[[str], None] | None = None
+
+    @classmethod
+    def configured(
+        cls, config: Config, layout: BlockLayout, rank: int, device: int, threads: Threads
+    ) -> CudaDeviceTier:
+        """The tier of a daemon with this configuration."""
+        return cls(layout, rank, device, threads, settings=config.cuda)
 
     @staticmethod
     def pinning(device: int) -> Pinning:
@@ -121,7 +134,14 @@ class CudaDeviceTier:
         def make() -> DeviceResources:
             driver = self._driver if self._driver is not None else open_driver()
             return DeviceResources(
-                driver, self.device, self._layout, self._slot_bytes, handle=handle, copy_path=self._copy_path, lost=lost
+                driver,
+                self.device,
+                self._layout,
+                self._slot_bytes,
+                self._settings,
+                handle=handle,
+                copy_path=self._copy_path,
+                lost=lost,
             )
 
         self._resources = await self._threads.run(Direction.IN, make, "allocating device memory")

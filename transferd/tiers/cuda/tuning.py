@@ -4,16 +4,18 @@ Kernels of two processes take turns unless NVIDIA's MPS runs, so the best grid d
 leaves most multiprocessors to the engine; without it, the engine waits for the kernel's end anyway, which should come
 soon.
 
-MEASURED has the results of `make gpu-check` with a busy neighbour, by the beginning of a GPU's name and whether MPS
-runs. It is empty: no GPU has been measured yet. The defaults come from published figures, and each says which.
+`[cuda]` of the configuration sets each figure; `make gpu-check` measures with a busy neighbour and prints the best
+ones. MEASURED has such results by the beginning of a GPU's name and whether MPS runs. It is empty: no GPU has been
+measured yet. The defaults come from published figures, and each says which.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from transferd.config.sections import CudaSection
 from transferd.tiers.cuda.driver import DeviceInfo
 
 _MPS_DIRECTORY = "/tmp/nvidia-mps"
@@ -43,6 +45,12 @@ def tuning_for(info: DeviceInfo, *, mps: bool) -> Tuning:
             return tuning
     # A third of an H100's multiprocessors is ten times faster than the bus; two blocks on each fill the GPU.
     return Tuning(grid=max(1, info.multiprocessors // 3) if mps else 2 * info.multiprocessors)
+
+
+def tuned(info: DeviceInfo, settings: CudaSection, *, mps: bool) -> Tuning:
+    """What the configuration says, and for the rest what fits this GPU."""
+    chosen = {"grid": settings.grid, "long_run": settings.straight_from, "dma_most": settings.largest_dma}
+    return replace(tuning_for(info, mps=mps), **{name: int(value) for name, value in chosen.items() if value})
 
 
 def mps_runs() -> bool:
