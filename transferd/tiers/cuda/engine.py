@@ -21,7 +21,6 @@ With several ranks this is wrong: nothing makes a slow rank record before the pu
 from __future__ import annotations
 
 import contextlib
-import os
 import weakref
 from collections.abc import Mapping as Map
 from collections.abc import Sequence
@@ -34,6 +33,7 @@ import structlog
 
 from transferd.errors import DeviceLost, RequestError, TierError
 from transferd.tiers.cuda import dlpack, ipc
+from transferd.tiers.cuda.allocators import check_exportable
 from transferd.tiers.cuda.bindings import open_driver
 from transferd.tiers.cuda.driver import DeviceInfo, Driver
 from transferd.tiers.cuda.timeline import EngineTimelines
@@ -207,7 +207,12 @@ def export(
     that is not from cudaMalloc, naming the setting to change; then nothing is exported.
     """
     driver = driver if driver is not None else open_driver()
-    _check_exportable(driver, caches, device)
+    places = [
+        (f"{plane} of layer {layer}", described(array, f"{plane} of layer {layer}")[0])
+        for plane, layers in caches.items()
+        for layer, array in enumerate(layers)
+    ]
+    check_exportable(driver, places, device)
     regions: dict[int, ipc.ExportedRegion] = {}
     arrays: list[dict[str, Any]] = []
     context = driver.retain(device)
@@ -248,12 +253,16 @@ def export_pages(
     for `export`.
     """
     driver = driver if driver is not None else open_driver()
+    places = [
+        (f"memory {number}", one if isinstance(one, int) else described(one, f"memory {number}")[0])
+        for number, one in enumerate(memory)
+    ]
+    check_exportable(driver, places, device)
     regions: list[ipc.ExportedRegion] = []
     context = driver.retain(device)
     try:
         with driver.current(context):
-            for number, one in enumerate(memory):
-                address = one if isinstance(one, int) else described(one, f"memory {number}")[0]
+            for _, address in places:
                 start, nbytes = driver.address_range(address)
                 handle = driver.export_memory(start).hex()
                 regions.append(
@@ -269,47 +278,6 @@ def export_pages(
         event=event.hex(),
     )
     return ipc.as_data(exported)
-
-
-# Settings that make allocators use memory that CUDA IPC cannot share: variable, text in its value, remedy.
-_ALLOCATORS = (
-    ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", "unset it, or set expandable_segments:False"),
-    ("PYTORCH_ALLOC_CONF", "expandable_segments:True", "unset it, or set expandable_segments:False"),
-    ("PYTORCH_CUDA_ALLOC_CONF", "cudaMallocAsync", "set backend:native"),
-    ("PYTORCH_ALLOC_CONF", "cudaMallocAsync", "set backend:native"),
-    ("FLAGS_use_cuda_malloc_async_allocator", "1", "set it to 0"),
-    ("FLAGS_use_virtual_memory_auto_growth", "1", "set it to 0"),
-    ("FLAGS_use_cuda_malloc_async_allocator", "True", "set it to 0"),
-    ("FLAGS_use_virtual_memory_auto_growth", "True", "set it to 0"),
-)
-
-
-def _check_exportable(driver: Driver, caches: Map[str, Sequence[Any]], device: int) -> None:
-    """Raise TierError for the first array that cannot be shared, naming the setting to change."""
-    context = driver.retain(device)
-    try:
-        with driver.current(context):
-            for plane, layers in caches.items():
-                for layer, array in enumerate(layers):
-                    address, _, _ = described(array, f"{plane} of layer {layer}")
-                    if not driver.exportable(address):
-                        what = (
-                            f"{plane} of layer {layer} is in memory that no other process can map (not from cudaMalloc)"
-                        )
-                        raise TierError(f"{what}: {_remedy()}", code="not_shareable")
-    finally:
-        driver.release(device)
-
-
-def _remedy() -> str:
-    """The setting of this process that causes such memory, or, if none is found, all known ones."""
-    for variable, text, remedy in _ALLOCATORS:
-        if text.lower() in os.environ.get(variable, "").lower():
-            return f"{variable}={os.environ[variable]} causes this: {remedy}"
-    return (
-        "switch off torch's expandable_segments and cudaMallocAsync, vLLM's sleep mode, SGLang's memory saver and "
-        "paddle's FLAGS_use_virtual_memory_auto_growth, or let the daemon make the cache (cache.ownership)"
-    )
 
 
 def described(array: Any, what: str) -> tuple[int, list[int], str]:
