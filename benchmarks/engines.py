@@ -32,7 +32,8 @@ import numpy as np
 
 from transferd import Client, Engine, ReadStorageTask, Status, WriteStorageTask
 from transferd.cli.bench.harness import Row, machine, report, row, show
-from transferd.cli.pool.local import Master, master_executable
+from transferd.cli.pool.local import Master
+from transferd.cli.pool.master import master_executable
 from transferd.cli.replay.trace import read_trace
 from transferd.client.launch import DaemonProcess, running
 

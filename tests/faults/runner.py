@@ -42,8 +42,8 @@ from tests.faults.keeper import Passage
 from tests.faults.operator import Operator
 from tests.faults.watch import Watch
 from tests.faults.world import World
+from tests.support.freezing import freeze, thaw
 from transferd import Status, TransferError
-from transferd.cli.pool.local import freeze, thaw
 
 
 class Runner:

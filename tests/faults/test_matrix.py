@@ -10,7 +10,7 @@ from tests.faults import table
 from tests.faults.cell import CELLS, Cell
 from tests.faults.matrix import run_cells
 from tests.faults.watch import problems
-from transferd.cli.pool.local import master_executable
+from transferd.cli.pool.master import master_executable
 
 pytestmark = pytest.mark.one_loop
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from transferd.cli.bench import storage
-from transferd.cli.pool.local import master_executable
+from transferd.cli.pool.master import master_executable
 
 
 @pytest.mark.parametrize("arguments", [["storage", "--backend", "memory"]])  # copy takes a minute

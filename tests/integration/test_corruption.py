@@ -25,7 +25,8 @@ import structlog
 
 from transferd import Client, ReadStorageTask, Status, WriteStorageTask
 from transferd.blocks.footer import FOOTER_BYTES
-from transferd.cli.pool.local import Master, master_executable
+from transferd.cli.pool.local import Master
+from transferd.cli.pool.master import master_executable
 from transferd.config import Config, from_tree
 from transferd.daemon.daemon import Daemon
 from transferd.storage.base import STORED, Blob, Found, Storage
@@ -359,7 +360,7 @@ def told(backend: str, done: Counter[str], capfd: pytest.CaptureFixture[str]) ->
 @pytest.mark.timeout(0 if CORRUPTIONS > 1000 else 300)
 def test_damaged_files_are_never_delivered(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     async def main() -> Counter[str]:
-        storage = FileStorage(config_of("gqa", tmp_path))
+        storage = FileStorage(config_of("gqa", tmp_path).storage.file)
         await storage.open()
         try:
             return await every_layout(OnDisk(storage, tmp_path / "blocks"), tmp_path)
@@ -371,7 +372,11 @@ def test_damaged_files_are_never_delivered(tmp_path: Path, capfd: pytest.Capture
 
 @pytest.mark.timeout(0 if CORRUPTIONS > 1000 else 300)
 def test_damaged_objects_in_memory_are_never_delivered(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    told("memory", asyncio.run(through_the_backend(MemoryStorage(config_of("gqa", tmp_path)), tmp_path)), capfd)
+    told(
+        "memory",
+        asyncio.run(through_the_backend(MemoryStorage(config_of("gqa", tmp_path).storage.memory), tmp_path)),
+        capfd,
+    )
 
 
 @pytest.mark.skipif(master_executable() is None, reason="mooncake-transfer-engine is not installed")
@@ -383,9 +388,8 @@ def test_damaged_objects_in_a_mooncake_pool_are_never_delivered(
     master.start()
     try:
         section = {"master_server_addr": master.address, "global_segment_size": 256 * 1024**2}
-        storage = MooncakeStorage(
-            from_tree({"cache": {}, "storage": {"mooncake": section | {"local_buffer_size": "16MiB"}}})
-        )
+        whole = from_tree({"cache": {}, "storage": {"mooncake": section | {"local_buffer_size": "16MiB"}}})
+        storage = MooncakeStorage.from_config(whole)
         told("mooncake", asyncio.run(through_the_backend(storage, tmp_path)), capfd)
     finally:
         master.stop()

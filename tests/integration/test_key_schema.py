@@ -14,7 +14,8 @@ import numpy.typing as npt
 import pytest
 
 from transferd import ReadStorageTask, Status, SyncClient, WriteStorageTask
-from transferd.cli.pool.local import Master, master_executable
+from transferd.cli.pool.local import Master
+from transferd.cli.pool.master import master_executable
 from transferd.client.launch import running
 from transferd.storage.paths import path_of
 

@@ -17,8 +17,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.freezing import freeze, thaw
 from transferd import Client, ReadStorageTask, Status, TaskResult, WriteStorageTask
-from transferd.cli.pool.local import Lender, Master, free_port, freeze, master_executable, thaw, wait_until
+from transferd.cli.pool.local import Lender, Master, wait_until
+from transferd.cli.pool.master import free_port, master_executable
 from transferd.cli.replay.kvdata import POISON, KvData
 from transferd.client.launch import DaemonProcess, start
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.integration.caches import attached_sync
 from transferd import WriteStorageTask
-from transferd.cli.pool.local import free_port, master_executable
+from transferd.cli.pool.master import free_port, master_executable
 from transferd.cli.pool.status import read_status
 from transferd.client.launch import running
 from transferd.errors import StorageUnavailable

@@ -13,7 +13,7 @@ from rich.console import Console
 from transferd.cli.demo_pd import command
 from transferd.cli.demo_pd.network import two_nodes
 from transferd.cli.demo_pd.play import prompts
-from transferd.cli.pool.local import master_executable
+from transferd.cli.pool.master import master_executable
 from transferd.cli.replay.trace import TraceRequest, read_trace
 
 TRACE = Path(__file__).parents[3] / "shared" / "traces" / "conversation_trace.jsonl"

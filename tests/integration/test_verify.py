@@ -18,7 +18,7 @@ from transferd.blocks.footer import FOOTER_BYTES, seal, stamp_of_name
 from transferd.blocks.keys import ObjectNamer, key_digest
 from transferd.cli.verify import TOLD, verify
 from transferd.client.launch import running
-from transferd.config import from_tree
+from transferd.config import FileStorageSection, Size
 from transferd.errors import ConfigError
 from transferd.storage.base import STORED, Blob
 from transferd.storage.file import FileStorage
@@ -40,7 +40,7 @@ def sealed(number: int, layout: str = "gqa-1") -> bytearray:
 
 
 def store_of(path: Path) -> FileStorage:
-    return FileStorage(from_tree({"storage": {"file": {"path": str(path), "capacity": "1GiB"}}}))
+    return FileStorage(FileStorageSection(path=str(path), capacity=Size(1024**3)))
 
 
 def fill(path: Path, count: int = 30) -> None:

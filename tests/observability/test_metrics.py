@@ -317,7 +317,7 @@ async def test_a_pool_that_dies_is_noticed_without_a_task(monkeypatch: pytest.Mo
     monkeypatch.setattr("transferd.storage.mooncake.store.HEARTBEAT_S", 0.01)
     tree = {"storage": {"backend": "mooncake", "mooncake": {"master_server_addr": SIM_MASTER, "probe_interval": 0.01}}}
     pool, config = SimPool(), from_tree(tree | {"cache": {"host_blocks": 0}, "metrics": {"listen": ""}})
-    storage = MooncakeStorage(config, set_up=pool.set_up)
+    storage = MooncakeStorage.from_config(config, set_up=pool.set_up)
 
     async def until(opened: int, state: str) -> None:
         async with asyncio.timeout(30):
@@ -354,7 +354,7 @@ async def test_arrivals_that_the_barrier_dropped_reach_the_operator(daemon: Daem
 async def test_what_a_pool_counts_besides_and_whether_it_answers_are_metrics() -> None:
     tree = {"storage": {"backend": "mooncake", "mooncake": {"master_server_addr": SIM_MASTER, "probe_interval": 60}}}
     pool, config = SimPool(), from_tree(tree | {"cache": {"host_blocks": 0}, "metrics": {"listen": ""}})
-    pooled = Daemon(config, transport=NoTransport(), storage=MooncakeStorage(config, set_up=pool.set_up))
+    pooled = Daemon(config, transport=NoTransport(), storage=MooncakeStorage.from_config(config, set_up=pool.set_up))
 
     def storage_samples() -> dict[str, float]:
         families = text_string_to_metric_families(pooled.reports._metrics().body.decode())

@@ -16,7 +16,8 @@ from tests.support.simulation.pool import SIM_MASTER, SimPool
 from tests.support.simulation.storage import SimStorage
 from tests.support.simulation.threads import SimThreads
 from transferd.blocks.layout import build_layout
-from transferd.cli.pool.local import Master, master_executable
+from transferd.cli.pool.local import Master
+from transferd.cli.pool.master import master_executable
 from transferd.config import CacheSection, FileStorageSection, MemoryStorageSection, MooncakeStorageSection, Size
 from transferd.storage.base import Blob, Outcome, Storage
 from transferd.storage.file import FileStorage

@@ -12,7 +12,8 @@ from fastdeploy import envs
 
 from tests.with_fastdeploy.engine import BLOCK_SIZE, chain, engine
 from tests.with_fastdeploy.test_tiers import prompts
-from transferd.cli.pool.local import Master, master_executable
+from transferd.cli.pool.local import Master
+from transferd.cli.pool.master import master_executable
 from transferd.errors import ConfigError
 
 SEED = 11

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-from transferd.cli.pool.local import Master, freeze, master_executable
+from tests.support.freezing import freeze
+from transferd.cli.pool.local import Master
+from transferd.cli.pool.master import master_executable
 from transferd.config import MooncakeStorageSection, from_tree
 from transferd.errors import ConfigError, StorageError
 from transferd.storage.mooncake import client, glog

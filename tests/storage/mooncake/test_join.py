@@ -11,7 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from tests.support.simulation.pool import SIM_MASTER, SimPool
-from transferd.cli.pool.local import free_port
+from transferd.cli.pool.master import free_port
 from transferd.config import MooncakeStorageSection
 from transferd.errors import ConfigError, StorageUnavailable
 from transferd.runtime.clock import SYSTEM_CLOCK

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from tests.storage.harness import Harness, Open, mooncake_config, pool_storage
-from transferd.cli.pool.local import Lender, Master, freeze, master_executable, thaw, wait_until
+from tests.support.freezing import freeze, thaw
+from transferd.cli.pool.local import Lender, Master, wait_until
+from transferd.cli.pool.master import master_executable
 from transferd.config import MooncakeStorageSection
 from transferd.errors import StorageUnavailable
 from transferd.storage.base import FOUND, MISSING, STORED, Found, Outcome, Storage

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from tests.support.simulation.carrier import Fabric
-from transferd.cli.pool.local import master_executable
+from transferd.cli.pool.master import master_executable
 from transferd.config import PdSection
 from transferd.errors import PeerLost
 from transferd.storage.peer.carrier import Carrier, PeerWrite

@@ -82,7 +82,7 @@ class TransferdTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not i
             engine=engine,
         )
         self._link = Link(companion, engine.name, engine.enter)
-        self._jobs = _Jobs(self._block_size_bytes)
+        self._jobs = _Jobs()
         self._lookups = _Lookups(self._link, tier_type)
         events = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
         self._events: list[OffloadingEvent] | None = [] if events else None
@@ -135,7 +135,7 @@ class TransferdTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not i
         )
 
     def _submit(self, job: TransferJob, task: StorageTask) -> None:
-        self._jobs.began(job)
+        self._jobs.began()
         self._link.submit(task, lambda result: self._jobs.done(job, result))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
@@ -198,14 +198,13 @@ class TransferdTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not i
 class _Jobs:
     """Jobs that were submitted and not yet reported. Any thread may call `done`."""
 
-    def __init__(self, row_bytes: int) -> None:
+    def __init__(self) -> None:
         self.prefix = f"{id(self):x}-{threading.get_native_id()}"
-        self._row_bytes = row_bytes
         self._finished: queue.SimpleQueue[tuple[TransferJob, TaskResult]] = queue.SimpleQueue()
         self._running = 0
         self._idle = threading.Condition()
 
-    def began(self, job: TransferJob) -> None:  # noqa: ARG002
+    def began(self) -> None:
         with self._idle:
             self._running += 1
 

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from transferd.cli.bench.storage import OBJECTS, Raw, Subject
-from transferd.cli.pool.local import Lender, Master, master_executable
+from transferd.cli.pool.local import Lender, Master
+from transferd.cli.pool.master import master_executable
 from transferd.config import Config, MooncakeStorageSection
 from transferd.errors import ConfigError, InvariantError
 from transferd.storage.base import Storage

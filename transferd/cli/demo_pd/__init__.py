@@ -1,1 +1,1 @@
-"""`transferd demo --pd`: a prefill and a decode node on one machine, as far apart as it allows."""
+"""`transferd demo --pd`: a prefill and a decode node on one machine, in separate network namespaces if possible."""

@@ -1,4 +1,4 @@
-"""The two nodes of a rehearsal put together: a pool's master, two daemons, two engines."""
+"""Starts the two nodes of the demo: a pool's master, two daemons, two engines."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ CONCURRENCY = 4
 SEED = 7
 CACHE = {"ranks": RANKS, "layers": 4, "kv_heads": 1, "head_dim": 64, "block_size": 16, "device_blocks": 512}
 STAGING = "2MiB"
-SEGMENT = "512MiB"  # that each node lends to the pool; Linux hands out only what is written to
+SEGMENT = "512MiB"  # what each node lends to the pool; Linux allocates only the pages that are written
 
 
 def run(
     console: Console, requests: Sequence[TraceRequest] | None = None, modes: Sequence[str] = MODES
 ) -> list[PdDemoReport]:
-    """Rehearse in each mode, with generated requests or these. Raises TransferError when a part does not start."""
+    """Play the demo in each mode. requests: None generates them. Raises TransferError if a part does not start."""
     import uvloop
 
     workload = _generated() if requests is None else requests
@@ -54,7 +54,7 @@ def run(
 
 
 def _generated() -> list[TraceRequest]:
-    """Conversations whose last block is full only by chance."""
+    """Conversations, most of which end in the middle of a block."""
     chance = random.Random(SEED)
     return [
         msgspec.structs.replace(request, input_length=request.input_length - chance.randrange(TRACE_BLOCK_TOKENS))
@@ -66,7 +66,7 @@ async def _play(
     report: PdDemoReport, prefill: DaemonProcess, decode: DaemonProcess, todo: Sequence[Prompt]
 ) -> PdDemoReport:
     async with _engine(prefill) as sender, _engine(decode) as receiver:
-        await PdDemo(sender, receiver, report).play(todo, CONCURRENCY, lambda: None)
+        await PdDemo(sender, receiver, report).play(todo, CONCURRENCY)
     return report
 
 
@@ -79,7 +79,7 @@ async def _engine(daemon: DaemonProcess) -> AsyncIterator[Side]:
 
 @contextlib.contextmanager
 def _daemons(mode: str, network: Network, directory: Path) -> Iterator[tuple[DaemonProcess, DaemonProcess]]:
-    """Both daemons; in storage mode with a master on the prefill node. Raises TransferError."""
+    """Run both daemons, in storage mode with a master on the prefill node. Raises TransferError."""
     with contextlib.ExitStack() as stack:
         master = ""
         if mode == "storage":
@@ -111,7 +111,7 @@ def _daemon(
 
 @contextlib.contextmanager
 def _master(node: Node, directory: Path) -> Iterator[str]:
-    """A master on `node`; yields its address. Daemons wait for it by themselves."""
+    """Run a master on `node`; yields its address. Daemons wait for it, so this does not."""
     port, metrics = free_port(), free_port()
     command = [*node.prefix, *master_command(node.address, port, metrics)]
     with (directory / "master.log").open("wb") as log:

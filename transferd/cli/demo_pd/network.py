@@ -1,7 +1,7 @@
-"""Two nodes on one machine: a network namespace each and a cable between them, or loopback where that is not allowed.
+"""Two nodes on one machine: a network namespace for each and a cable between them, or loopback without the privilege.
 
-A namespace lives as long as the process in it, and that process ends when its input does: whatever
-becomes of this process, nothing is left behind.
+A namespace lives as long as the process in it, and that process ends when its standard input closes. So nothing is
+left behind, however this process ends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ CABLE = "cable"
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """address: of this node, for the other one. prefix: what a command is preceded by to run on it."""
+    """address: where the other node reaches this one. prefix: what runs a command on this node, put before it."""
 
     address: str
     prefix: tuple[str, ...] = ()
@@ -25,7 +25,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Two nodes, and in words what is between them."""
+    """Two nodes. kind: what connects them, in words."""
 
     prefill: Node
     decode: Node
@@ -34,7 +34,7 @@ class Network:
 
 @contextlib.contextmanager
 def two_nodes() -> Iterator[Network]:
-    """Nodes for as long as the context."""
+    """Two nodes that exist as long as the context."""
     loopback = Node("127.0.0.1")
     with contextlib.ExitStack() as stack:
         try:
@@ -46,7 +46,7 @@ def two_nodes() -> Iterator[Network]:
 
 @contextlib.contextmanager
 def _namespace() -> Iterator[int]:
-    """A new network namespace; yields the pid of a process in it."""
+    """Create a network namespace; yields the pid of a process in it."""
     holder = subprocess.Popen(
         ["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
@@ -66,7 +66,7 @@ def _namespace() -> Iterator[int]:
 
 
 def _joined(prefill: int, decode: int) -> Network:
-    """Lay a cable between two namespaces. Raises CalledProcessError."""
+    """Connect two namespaces with a cable. Raises CalledProcessError."""
     _run(*_inside(prefill), "ip", "link", "add", CABLE, "type", "veth", "peer", "name", CABLE, "netns", str(decode))
     nodes = []
     for number, pid in enumerate((prefill, decode), start=1):

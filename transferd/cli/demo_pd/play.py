@@ -1,15 +1,15 @@
-"""Requests played over two nodes: what prefill computes and hands over, decode must have, byte for byte.
+"""Plays requests over two nodes: decode must get what prefill computed, byte for byte.
 
-Each request of the trace goes both ways one does in production: the prefill engine fills its blocks and
-calls `write_all`; the decode engine poisons its own, calls `read_all` and compares. In storage mode the
-second follows the first; in direct mode both run at once.
+Each request takes the steps that it takes in production: the prefill engine fills its blocks and calls `write_all`;
+the decode engine poisons its own blocks, calls `read_all` and compares. In storage mode the second engine follows the
+first; in direct mode both run at the same time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import quantiles
 from typing import Any
@@ -26,13 +26,13 @@ TOLD = 5  # errors that a report names; all are counted
 
 @dataclass(slots=True)
 class PdDemoReport:
-    """One rehearsal in one mode."""
+    """The figures of one mode."""
 
     mode: str
     network: str
     requests: int = 0
-    blocks: int = 0  # handed over, each on every rank
-    incomplete_blocks: int = 0  # of those
+    blocks: int = 0  # that were handed over, each on every rank
+    incomplete_blocks: int = 0  # of these blocks
     bytes: int = 0  # of all ranks
     verify_failures: int = 0
     failures: int = 0  # requests that were not handed over
@@ -74,7 +74,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A request as tokens, and what each of its blocks must hold."""
+    """A request's tokens, and what each of its blocks must contain."""
 
     request_id: str
     tokens: list[int]
@@ -83,7 +83,7 @@ class Prompt:
 
 
 def prompts(requests: Sequence[TraceRequest], block_size: int, most: int) -> list[Prompt]:
-    """One token block for each block of the trace, the last one as full as it is there; at most `most` blocks."""
+    """Requests as tokens: a block for each of the trace's, the last one as full as there; at most `most` blocks."""
     made = []
     for number, request in enumerate(requests):
         ids = request.hash_ids[:most]
@@ -93,22 +93,22 @@ def prompts(requests: Sequence[TraceRequest], block_size: int, most: int) -> lis
         contents = [2 * hash_id for hash_id in ids]
         if incomplete:
             del tokens[len(tokens) - block_size + last :]
-            contents[-1] += 1  # it is named by fewer tokens, so it is another block
+            contents[-1] += 1  # fewer tokens name it, so it is another block
         if tokens:
             made.append(Prompt(f"request-{number}", tokens, contents, incomplete))
     return made
 
 
 class PdDemo:
-    """Plays sequences over two sides. Each sequence uses blocks of its own while it is under way."""
+    """Plays sequences over two sides. Each running sequence has blocks of its own."""
 
     def __init__(self, prefill: Side, decode: Side, report: PdDemoReport) -> None:
         self._prefill = prefill
         self._decode = decode
         self._report = report
 
-    async def play(self, todo: Sequence[Prompt], concurrency: int, played: Callable[[], None]) -> None:
-        """All of them, so many at a time; `played` is called after each."""
+    async def play(self, todo: Sequence[Prompt], concurrency: int) -> None:
+        """Play all sequences, `concurrency` at a time."""
         left = iter(todo)
         before = time.monotonic()
 
@@ -116,7 +116,6 @@ class PdDemo:
             for sequence in left:
                 await self._hand_over(sequence)
                 self._report.requests += 1
-                played()
 
         await asyncio.gather(*(player() for _ in range(concurrency)))
         self._report.seconds = time.monotonic() - before
@@ -172,5 +171,5 @@ class PdDemo:
 
 
 def most_blocks(device_blocks: int, concurrency: int) -> int:
-    """How long a sequence may be so that `concurrency` of them always find blocks."""
+    """The longest sequence, in blocks, of which `concurrency` fit at the same time."""
     return device_blocks // concurrency

@@ -3,14 +3,12 @@
     with Master(directory / "master.log") as master, Lender(master, 64 * 1024**2, directory / "lender.log"):
         ...
 
-Join at `master.address`. Both can be stopped and restarted, and frozen and thawed by pid.
+Join at `master.address`. Both can be stopped and restarted.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import socket
 import subprocess
 import threading
@@ -20,24 +18,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
-from transferd.cli.pool.master import free_port, master_command, master_executable, wheel_program
+from transferd.cli.pool.master import free_port, master_command, wheel_program
 from transferd.errors import TransferError
-
-__all__ = ["Lender", "Master", "free_port", "freeze", "master_executable", "thaw", "wait_until"]
 
 START_TIMEOUT_S = 20.0
 HTTP_TIMEOUT_S = 5.0
-
-
-def freeze(pid: int) -> None:
-    """SIGSTOP a child of this process, and wait until all its threads have stopped. The signal alone does not wait."""
-    os.kill(pid, signal.SIGSTOP)
-    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
-
-
-def thaw(pid: int) -> None:
-    """SIGCONT: the process continues, with its connections."""
-    os.kill(pid, signal.SIGCONT)
 
 
 class _Process:

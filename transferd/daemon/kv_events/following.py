@@ -6,12 +6,12 @@ Batches carry sequence numbers from 0. Three things can go wrong, each with one 
     a number that goes back           another daemon at the same address: start over
     the connection breaks             announcements may be stale: forget them, and start over when it is back
 
-During a replay, live batches are set aside; those that the replay did not contain are applied when it ends. If a
-replay begins later than requested, the batches before it are lost for good: all announcements of the node are
-forgotten, and only those of the replay count.
+During a replay, the follower sets live batches aside. When the replay ends, it applies those that the replay did not
+contain. If a replay begins later than requested, the batches before it are lost for good: the follower forgets all
+announcements of the node, and only those of the replay count.
 
-Input is not trusted: unreadable batches are counted and skipped, and a node that announces more than `max_blocks` is
-forgotten and followed from the start.
+The follower does not trust its input. It counts and skips unreadable batches, and if a node announces more than
+`max_blocks`, it forgets the node's announcements.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ UNREADABLE = (msgspec.DecodeError, ValueError, OverflowError, RecursionError, Me
 
 
 class _Event(msgspec.Struct, gc=False):
-    """An event of whatever publisher: what is not looked at is skipped. Hashes are integers or bytes."""
+    """An event from any publisher; decoding skips the fields that we do not use. Hashes are integers or bytes."""
 
     type: str
     block_hashes: list[int | bytes] = []
@@ -49,8 +49,8 @@ _decoder = msgspec.msgpack.Decoder(_ReceivedBatch)
 class Follower:
     """Follows one node's events into an index.
 
-    ask: request a replay from this sequence on; its batches come to `replayed`, its end as END. None:
-    the publisher has no replay, so what was missed stays missed.
+    ask: requests a replay from a sequence number on. Pass its batches to `replayed`, and END after the last one. None:
+        the publisher has no replay, so a missed batch stays missed.
     """
 
     def __init__(self, index: TokenIndex, node: str, max_blocks: int, ask: Callable[[int], None] | None) -> None:
@@ -58,44 +58,44 @@ class Follower:
         self._index = index
         self._max_blocks = max_blocks
         self._ask = ask
-        self._next = 0  # the first sequence that has not been applied
-        self._last_live = -1  # what the live stream had last; it may be behind a replay
-        self.asking = False  # a replay was asked for and has not ended
+        self._next = 0  # the first sequence number that has not been applied
+        self._last_live = -1  # the newest live batch; a replay may be ahead of it
+        self.asking = False  # a requested replay has not ended
         self._first_answer = False
         self._aside: list[tuple[int, bytes]] = []
         self._aside_bytes = 0
         self.batches = 0
         self.replays = 0
-        self.lost = 0  # times that something was missed for good
+        self.lost = 0  # how often batches were lost for good
         self.unreadable = 0
 
     def connected(self) -> None:
-        """The publisher is there, for the first time or after `disconnected`."""
-        self._anew()
+        """The publisher has become reachable, for the first time or after `disconnected`."""
+        self._start_over()
 
     def disconnected(self) -> None:
-        """The publisher has gone, or the way to it."""
+        """The publisher is gone or cannot be reached."""
         self._index.forget(self.node)
         self._next, self._last_live, self.asking = 0, -1, False
         self._empty_aside()
 
     def unanswered(self) -> None:
-        """The replay that was asked for does not come: ask again."""
+        """The requested replay does not arrive: request it again."""
         if self.asking:
             self._request()
 
     def live(self, sequence: int, payload: bytes) -> None:
-        """A batch of the live stream."""
+        """Take a batch of the live stream."""
         back = sequence <= self._last_live
         self._last_live = sequence
-        if back:  # counted from 0 again: another daemon
-            self._anew()
+        if back:  # the numbers began again at 0: another daemon
+            self._start_over()
         self._route(sequence, payload)
 
     def replayed(self, sequence: int, payload: bytes) -> None:
-        """A batch of the replay that was asked for; END after the last."""
+        """Take a batch of the requested replay; END after the last one."""
         if not self.asking:
-            return  # of a replay that is not waited for any more
+            return  # of a replay that we no longer wait for
         if sequence == END:
             self.asking = False
             for number, content in self._empty_aside():
@@ -128,15 +128,15 @@ class Follower:
     def _put_aside(self, sequence: int, payload: bytes) -> None:
         self._aside.append((sequence, payload))
         self._aside_bytes += len(payload)
-        if self._aside_bytes > MAX_ASIDE_BYTES:  # the replay does not come, or not fast enough
+        if self._aside_bytes > MAX_ASIDE_BYTES:  # the replay does not arrive, or is too slow
             self._lose()
-            self._anew()
+            self._start_over()
 
     def _empty_aside(self) -> list[tuple[int, bytes]]:
         aside, self._aside, self._aside_bytes = self._aside, [], 0
         return aside
 
-    def _anew(self) -> None:
+    def _start_over(self) -> None:
         self._index.forget(self.node)
         self._next = 0
         self._empty_aside()
@@ -149,7 +149,7 @@ class Follower:
             self._ask(self._next)
 
     def _lose(self) -> None:
-        """Batches are gone for good, and with them who knows what was withdrawn."""
+        """Batches are lost for good. They may have retracted blocks, so no announcement counts any more."""
         self.lost += 1
         self._index.forget(self.node)
 
@@ -171,7 +171,7 @@ class Follower:
 
 def _understood(event: _Event) -> BlockStored | BlockRemoved | AllBlocksCleared | None:
     hashes = [_as_int(hash_) for hash_ in event.block_hashes]
-    medium = event.medium or "GPU"  # vLLM leaves it out where there is only one
+    medium = event.medium or "GPU"  # vLLM omits it if there is only one
     known: dict[str, Callable[[], Any]] = {
         "BlockStored": lambda: BlockStored(hashes, None, [], 0, None, medium, None),
         "BlockRemoved": lambda: BlockRemoved(hashes, medium),
@@ -182,5 +182,5 @@ def _understood(event: _Event) -> BlockStored | BlockRemoved | AllBlocksCleared 
 
 
 def _as_int(hash_: int | bytes) -> int:
-    """As routers do it: bytes are cut to the last eight, integers are taken modulo 2^64."""
+    """A hash as routers read it: the last eight bytes, or the integer modulo 2^64."""
     return int.from_bytes(hash_[-8:], "big") if isinstance(hash_, bytes) else hash_ % 2**64
