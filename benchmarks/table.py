@@ -13,8 +13,9 @@ ROOT = Path(__file__).parent.parent
 def table(tree: dict[str, Any]) -> str:
     """One result file as Markdown."""
     where = tree["machine"]
+    gpu = f"{where['gpu']}, " if "gpu" in where else ""
     lines = [
-        f"{where['cpu']}, {where['cores']} cores, Linux {where['kernel']}, Python {where['python']}, "
+        f"{gpu}{where['cpu']}, {where['cores']} cores, Linux {where['kernel']}, Python {where['python']}, "
         f"load {where['load_1min_before']:.1f} before the run.",
         "",
         "| what | value | limit, same run | ratio | spread |",

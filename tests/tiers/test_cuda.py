@@ -18,6 +18,8 @@ from transferd.blocks.copyplan import CopyPlan, plan_copy
 from transferd.blocks.formats import RawPlanes
 from transferd.blocks.layout import build_layout
 from transferd.config import CacheSection
+from transferd.config.sections import CudaSection
+from transferd.config.size import Size
 from transferd.errors import Closed, DeviceLost, TierError
 from transferd.runtime.threads import ThreadPools
 from transferd.tasks import Stop
@@ -246,6 +248,13 @@ async def test_short_segments_are_gathered_and_long_ones_go_straight(threads: Th
         await tier.close()
         pool.close()
         assert gpu.wrong() == []
+
+
+async def test_loads_may_go_straight_where_stores_are_gathered(threads: ThreadPools) -> None:
+    async with rig(FakeGpu(), threads, settings=CudaSection(loads_straight_from=Size(64))) as made:
+        assert await made.there_and_back()
+        ways = {"in": {"gather": 0, "straight": 1}, "out": {"gather": 1, "straight": 0}}
+        assert made.tier.statistics()["copies"] == ways
 
 
 FORMATS: dict[str, dict[str, object]] = {

@@ -19,6 +19,7 @@ from transferd.tasks import Stop
 from transferd.tiers.cuda import copy_pipeline
 from transferd.tiers.cuda.pace import Pace
 from transferd.tiers.cuda.pinning import CudaPinning
+from transferd.tiers.cuda.tuning import Tuning
 from transferd.tiers.pinned import HostPool
 from transferd.tiers.registry import create_device_tier
 from transferd.workers.job import StopSignal
@@ -118,7 +119,15 @@ async def test_the_rate_beside_loads_holds_while_a_load_is_under_way(threads: Th
 
 @on_a_cpu
 async def test_what_the_configuration_says_reaches_the_device(threads: ThreadPools) -> None:
-    said = {"copies": "straight", "straight_from": 7, "grid": 5, "slots": 3, "slot_bytes": 65536, "largest_dma": 4096}
+    said = {
+        "copies": "straight",
+        "straight_from": 7,
+        "loads_straight_from": 9,
+        "grid": 5,
+        "slots": 3,
+        "slot_bytes": 65536,
+        "largest_dma": 4096,
+    }
     config = load(
         overrides=["cache.device=tests.support.cuda.tier:FakeCudaTier", "cuda.batches=false"]
         + [f"cuda.{key}={value}" for key, value in said.items()],
@@ -129,6 +138,6 @@ async def test_what_the_configuration_says_reaches_the_device(threads: ThreadPoo
     await tier.open()
     table, path = tier.resources.kernel_table, tier.resources.outward.submitter.preferred
     assert (path, table.slots, table.batches) == ("straight", 3, False)
-    assert (table.tuning.long_run, table.tuning.grid, table.tuning.dma_most) == (7, 5, 4096)
+    assert table.tuning == Tuning(grid=5, long_run=7, long_run_in=9, dma_most=4096)
     assert tier.statistics()["staging"] == 2 * 3 * table.slot_bytes
     await tier.close()

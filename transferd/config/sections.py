@@ -129,6 +129,7 @@ class CudaSection(_Section, frozen=True, kw_only=True):
 
     copies: Literal["auto", "gather", "straight"] = "auto"  # by a kernel and staging, or a DMA for each piece
     straight_from: Size = Size(0)  # auto: pieces of this length, on average, go straight
+    loads_straight_from: Size = Size(0)  # the same for copies into the GPU; 0 = straight_from
     grid: Count = 0  # thread blocks of the kernel
     slots: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2  # of staging on the device, for each rank and direction
     slot_bytes: Size = Size(32 * 1024**2)

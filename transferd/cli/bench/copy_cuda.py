@@ -1,9 +1,15 @@
 """Copies between a GPU and pinned host memory, against the upper limit: one large DMA of the same number of bytes.
 
-Both sides use random blocks. The rows compare the tier's own choice (`swap_out`, `swap_in`) with every alternative:
-gather and one DMA per block, batches with one DMA per run (cudaMemcpyBatchAsync), one call per run
-(cudaMemcpyAsync), and a kernel that reads or writes pinned memory directly. The moved bytes are compared. Batches
-come after everything else, because some drivers hang on them (vLLM #49276), and then the other figures are known.
+Both sides use random blocks. A part of the benchmark has rows of one kind, each beside large copies of the same run:
+
+    tier      the tier's own choice (`swap_out`, `swap_in`, both at once), gather and one DMA per block, and a kernel
+              that reads or writes pinned memory directly; the same to objects of FastDeploy's format, where planes
+              have another order
+    calls     one cudaMemcpyAsync for each piece of each block
+    batches   cudaMemcpyBatchAsync, one DMA for each piece
+
+The moved bytes are compared. Batches come after everything else, because some drivers hang on them (vLLM #49276), and
+then the other figures are known.
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ from typing import Literal
 import numpy as np
 
 from transferd.blocks.copyplan import CopyPlan, plan_copy
+from transferd.blocks.formats import RawPlanes
 from transferd.blocks.layout import BlockLayout, build_layout
 from transferd.cli.bench.harness import RUNS, Row, row
 from transferd.config import CacheSection
@@ -36,13 +43,21 @@ from transferd.tiers.pinned import HostPool
 
 SEED = 1
 COUNTS = (1, 4, 16, 64, 256, 1024)
-MOST_CALLS = 25_000  # with more runs than this, one call per run is not measured: it only takes longer
+SHORT = 50_000  # pieces: copies of more are measured less often
 DIRECT_GRID = 264  # thread blocks of the kernel that accesses pinned memory: as many as the device has
 LAYOUTS: dict[str, dict[str, object]] = {
     "GQA 80 layers x 16 KiB": {"layers": 80, "kv_heads": 2, "head_dim": 64, "block_size": 64},
     "MLA 61 layers x 72 KiB": {"attention": "mla", "layers": 61, "block_size": 64},
     "DSA 61 layers x 41 + 8 KiB": {"attention": "dsa", "layers": 61, "block_size": 64, "dtype": "uint8"},
+    "FP8 80 layers x 8 KiB + scales": {
+        "layers": 80,
+        "kv_heads": 2,
+        "head_dim": 64,
+        "block_size": 64,
+        "dtype": "block_wise_fp8",
+    },
 }
+Part = Literal["tier", "calls", "batches"]
 LIMIT = "GB/s one large copy"
 Seconds = Callable[[], Awaitable[None]]
 
@@ -62,14 +77,16 @@ def run(
     """
     driver = driver if driver is not None else open_driver()
     rows: list[Row] = []
-    for batches in (False, True) if driver.batches else (False,):
-        for name, cache in layouts.items():
-            threads = ThreadPools(2)  # as many as a daemon has
-            try:
-                rows += asyncio.run(_layout(name, cache, device, driver, counts, runs, threads, told, batches=batches))
-            finally:
-                threads.close()
+    for part in parts_of(driver):
+        for name in layouts:
+            found = measure(name, part, device, driver=driver, counts=counts, layouts=layouts, runs=runs, told=told)
+            rows += asyncio.run(found)
     return rows
+
+
+def parts_of(driver: Driver) -> tuple[Part, ...]:
+    """What can be measured on this driver, in its order."""
+    return ("tier", "calls", "batches") if driver.batches else ("tier", "calls")
 
 
 def machine(device: int = 0, driver: Driver | None = None) -> dict[str, object]:
@@ -79,7 +96,28 @@ def machine(device: int = 0, driver: Driver | None = None) -> dict[str, object]:
     return {"gpu": info.name, "cuda": driver.version, "batches": driver.batches}
 
 
-async def _layout(
+async def measure(
+    name: str,
+    part: Part,
+    device: int = 0,
+    *,
+    driver: Driver | None = None,
+    counts: Sequence[int] = COUNTS,
+    layouts: dict[str, dict[str, object]] = LAYOUTS,
+    runs: int = RUNS,
+    told: Callable[[list[Row]], None] | None = None,
+    beside: str = "",
+) -> list[Row]:
+    """One part of the benchmark on one layout. beside: what else the GPU does meanwhile, for the rows' names."""
+    driver, threads = driver if driver is not None else open_driver(), ThreadPools(2)  # as many as a daemon has
+    try:
+        label = f"{name}, {beside}" if beside else name
+        return await _measure(label, layouts[name], device, driver, counts, runs, threads, told, part)
+    finally:
+        threads.close()
+
+
+async def _measure(
     name: str,
     cache: dict[str, object],
     device: int,
@@ -88,8 +126,7 @@ async def _layout(
     runs: int,
     threads: ThreadPools,
     told: Callable[[list[Row]], None] | None,
-    *,
-    batches: bool,
+    part: Part,
 ) -> list[Row]:
     blocks = 2 * max(counts)  # half for each direction when both run at once
     layout = build_layout(CacheSection(**cache, device_blocks=blocks, host_blocks=blocks))  # type: ignore[arg-type]
@@ -99,7 +136,7 @@ async def _layout(
     try:
         if not host.memory.pinned:
             raise TierError(f"the host memory is not pinned, so the figures would mean nothing: {host.memory.degraded}")
-        bench = _Bench(name, tier, layout, host, runs, batches=batches)
+        bench = _Bench(name, tier, layout, host, runs, part)
         rows: list[Row] = []
         for count in counts:
             found = await bench.measure(count)
@@ -115,13 +152,13 @@ async def _layout(
 
 
 class _Bench:
-    """One layout on one GPU. batches: whether to measure only batches, or everything except batches."""
+    """One part of the benchmark, on one layout and one GPU."""
 
     def __init__(
-        self, name: str, tier: CudaDeviceTier, layout: BlockLayout, host: HostPool, runs: int, *, batches: bool
+        self, name: str, tier: CudaDeviceTier, layout: BlockLayout, host: HostPool, runs: int, part: Part
     ) -> None:
         self.name = name
-        self.batches = batches
+        self.part = part
         self.tier = tier
         self.layout = layout
         self.host = host
@@ -147,27 +184,33 @@ class _Bench:
             "large in": lambda: self._plainly(lambda: self._large(nbytes, outward=False)),
             "large both": lambda: self._plainly(lambda: self._large_both(nbytes)),
         }
-        if self.batches:
+        if self.part == "batches":
             ways["batch out"] = lambda: self._tier(out, None, "straight")
             ways["batch in"] = lambda: self._tier(None, into, "straight")
-            return await self._timed(count, nbytes, ways)
-        ways |= {
-            "swap_out": lambda: self._tier(out, None),
-            "swap_in": lambda: self._tier(None, into),
-            "swap both ways": lambda: self._tier(out, into),
-            "direct store": lambda: self._plainly(lambda: self._direct(out)),
-            "direct load": lambda: self._plainly(lambda: self._direct(into)),
-            "gather out": lambda: self._tier(out, None, "gather"),
-            "gather in": lambda: self._tier(None, into, "gather"),
-        }
-        if len(out.runs) <= MOST_CALLS:
-            ways["call a run out"] = lambda: self._plainly(lambda: self._runs(out, outward=True))
-            ways["call a run in"] = lambda: self._plainly(lambda: self._runs(into, outward=False))
-        return await self._timed(count, nbytes, ways)
+        elif self.part == "calls":
+            ways["call a piece out"] = lambda: self._plainly(lambda: self._runs(out, outward=True))
+            ways["call a piece in"] = lambda: self._plainly(lambda: self._runs(into, outward=False))
+        else:
+            planes = self.layout.packed(blocks, int(pool.strides[0]), RawPlanes(self.layout).offsets)
+            planes_out = plan_copy(device, device_ids[:count], planes, host_ids[:count])
+            planes_into = plan_copy(planes, host_ids[count:], device, device_ids[count:])
+            ways |= {
+                "swap_out": lambda: self._tier(out, None),
+                "swap_in": lambda: self._tier(None, into),
+                "swap both ways": lambda: self._tier(out, into),
+                "FastDeploy's order out": lambda: self._tier(planes_out, None),
+                "FastDeploy's order in": lambda: self._tier(None, planes_into),
+                "direct store": lambda: self._plainly(lambda: self._direct(out)),
+                "direct load": lambda: self._plainly(lambda: self._direct(into)),
+                "gather out": lambda: self._tier(out, None, "gather"),
+                "gather in": lambda: self._tier(None, into, "gather"),
+            }
+        few = self.part == "calls" and len(out.runs) > SHORT
+        return await self._timed(count, nbytes, ways, min(2, self.runs) if few else self.runs)
 
-    async def _timed(self, count: int, nbytes: int, ways: dict[str, Seconds]) -> list[Row]:
+    async def _timed(self, count: int, nbytes: int, ways: dict[str, Seconds], runs: int) -> list[Row]:
         seconds: dict[str, list[float]] = {way: [] for way in ways}
-        for _ in range(self.runs + 2):  # alternating, so that all see the same load; the first two are warm-up
+        for _ in range(runs + 2):  # alternating, so that all see the same load; the first two are warm-up
             for way, work in ways.items():
                 before = time.perf_counter()
                 await work()
@@ -247,12 +290,8 @@ class _Bench:
         stride, payload = int(self.layout.host.strides[0]), self.layout.block_bytes
         rows = content[: self.layout.host_blocks * stride].reshape(-1, stride)[:, :payload]
         device, pool = self.tier.arena.geometry, self.layout.host
-        paths: tuple[CopyPath | Literal["direct"] | None, ...] = ("gather", None, "direct")
-        if self.batches:
-            paths = ("straight",)
-        elif not self.driver.batches:
-            paths += ("straight",)
-        for way in paths:
+        tier: tuple[CopyPath | Literal["direct"] | None, ...] = ("gather", None, "direct")
+        for way in tier if self.part == "tier" else ("straight",) if self.part == "batches" else ():
             device_ids = self.random.sample(range(self.layout.device_blocks), count)
             sources, targets = (self.random.sample(range(self.layout.host_blocks), count) for _ in range(2))
             before = np.random.default_rng(SEED).integers(0, 256, (count, payload), dtype=np.uint8)

@@ -205,7 +205,9 @@ class Submitter:
     def _gathers(self, plan: CopyPlan, moves: Moves) -> bool:
         if self.preferred:
             return self.preferred == "gather"
-        return plan.nbytes < self._kernel_table.tuning.long_run * len(moves.source_ids) * len(moves.source.nbytes)
+        tuning = self._kernel_table.tuning
+        long_run = tuning.long_run if self.outward else tuning.long_run_in or tuning.long_run
+        return plan.nbytes < long_run * len(moves.source_ids) * len(moves.source.nbytes)
 
     # --- DMAs ---------------------------------------------------------------------------------------
 

@@ -23,7 +23,8 @@ _MPS_DIRECTORY = "/tmp/nvidia-mps"
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """grid: thread blocks of the kernel, at most. long_run: mean bytes of a run from which copies go straight.
+    """grid: thread blocks of the kernel, at most. long_run: mean bytes of a run from which copies go straight; and
+    long_run_in: for copies into the device, if it is not 0.
 
     dma_most: bytes of one DMA. A copy engine has no priorities and never interrupts a DMA: the engine's own small
     copies wait for it. 4 MiB are 80 us of PCIe 5, and starting a DMA costs half a microsecond (LMCache's figure).
@@ -32,6 +33,7 @@ class Tuning:
     grid: int
     long_run: int = 256 * 1024
     dma_most: int = 4 * 1024**2
+    long_run_in: int = 0
 
 
 DEFAULT = Tuning(grid=48)
@@ -49,7 +51,12 @@ def tuning_for(info: DeviceInfo, *, mps: bool) -> Tuning:
 
 def tuned(info: DeviceInfo, settings: CudaSection, *, mps: bool) -> Tuning:
     """What the configuration says, and for the rest what fits this GPU."""
-    chosen = {"grid": settings.grid, "long_run": settings.straight_from, "dma_most": settings.largest_dma}
+    chosen = {
+        "grid": settings.grid,
+        "long_run": settings.straight_from,
+        "long_run_in": settings.loads_straight_from or settings.straight_from,
+        "dma_most": settings.largest_dma,
+    }
     return replace(tuning_for(info, mps=mps), **{name: int(value) for name, value in chosen.items() if value})
 
 
