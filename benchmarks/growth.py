@@ -17,8 +17,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import itertools
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -188,12 +190,14 @@ def task_rows(tasks: int) -> list[Row]:
 
 
 async def _many_tasks(endpoint: str, pid: int, tasks: int) -> list[tuple[int, float]]:
-    """MiB after 1,000 tasks and after each tenth of them all, AT_ONCE under way at a time. Every one is ok."""
+    """MiB after 1,000 tasks, each doubling and all of them, AT_ONCE under way at a time. Every one is ok.
+
+    Each figure goes to stderr at once: the run may take an hour.
+    """
     keys, ids = [f"block-{i:011}" for i in range(KEYS)], list(range(KEYS))
     tokens = TokenIds(ids)
     numbers = iter(range(tasks))
-    few = min(FEW, tasks)
-    done, marks = 0, {few, *(mark for mark in range(0, tasks + 1, max(1, tasks // 10)) if mark > few)}
+    done, marks = 0, {tasks, *itertools.takewhile(lambda mark: mark < tasks, (FEW << i for i in itertools.count()))}
     sizes: list[tuple[int, float]] = []
 
     async def work(client: Client) -> None:
@@ -206,6 +210,7 @@ async def _many_tasks(endpoint: str, pid: int, tasks: int) -> list[tuple[int, fl
             done += 1
             if done in marks:
                 sizes.append((done, _resident_mib(pid)))
+                print(f"{done:,} tasks: {sizes[-1][1]:.1f} MiB", file=sys.stderr, flush=True)
 
     async with Client(endpoint) as client:
         await client.attach(rank=0)
