@@ -23,7 +23,8 @@ async def main(endpoint: str) -> None:
     # On a GPU the arrays are your framework's own: tiers/cuda/engine.py `export` makes the handle, `rows` the caches.
     with SharedCaches(CACHE) as mine:
         mine.caches["key"][0][3] = 42
-        async with Client(endpoint, await_ready=False) as client:  # it is our offer that makes the daemon ready
+        # It is our offer that makes the daemon ready; on a busy machine a daemon may take a while to answer.
+        async with Client(endpoint, await_ready=False, connect_timeout=60.0) as client:
             # With `caches`, the daemon first finds a pattern in block 1 of every array, or refuses the handle.
             await client.offer(0, mine.handle, caches=mine.caches)
             await client.wait_ready()

@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.simulation.clock import SimClock
 from tests.support.simulation.loop import SimLoop, simulate
+from transferd.client import session
 from transferd.client.heartbeat import Presence
 from transferd.client.pending import Pending, PendingTask
 from transferd.client.session import HINT_AFTER_S, NO_SESSION, RETRY_SEND_S, Conversation
@@ -490,7 +491,7 @@ def test_silence_is_loss_on_the_second_look_and_what_is_asked_then_fails_at_once
         world.daemon.welcome()
         lost_after = world.loop.time()
         asked = world.ask()
-        with pytest.raises(DaemonLost, match=r"no answer for 3\.5 s"):
+        with pytest.raises(DaemonLost, match=r"no answer for 3\.6 s"):
             await asked
         assert 3.5 < world.loop.time() - lost_after < 5.0
         assert world.daemon.others[-1].body == wire.Bye()
@@ -515,6 +516,33 @@ def test_a_message_at_the_second_look_keeps_the_daemon() -> None:
         await asyncio.sleep(0.2)
         assert world.conversation.ready
         assert not asked.done()
+
+    run(program)
+
+
+def test_a_daemon_that_wants_the_cpu_is_only_slow_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    wants = [True]
+    monkeypatch.setattr(session, "listener_of", {"sim://daemon": 17}.get)
+    monkeypatch.setattr(session, "wants_cpu", lambda pid: pid == 17 and wants[0])
+
+    async def program(world: World) -> None:
+        world.daemon.welcome()
+        asked, overdue = world.ask(), world.ask(timeout=6.0)
+        await asyncio.sleep(14.0)
+        assert world.conversation._heart.presence is Presence.DOUBTED
+        assert not asked.done()
+        assert "did not answer in time" in str(overdue.exception()), "each request still ends by its own deadline"
+        world.daemon.say(999, wire.Value(None))
+        assert world.conversation.ready
+        with pytest.raises(DaemonLost, match=r"no answer for 15\.\d s"):
+            await asked
+        world.daemon.welcome()
+        asked = world.ask()
+        await asyncio.sleep(5.0)
+        assert not asked.done()
+        wants[0] = False
+        await asyncio.sleep(0.2)
+        assert isinstance(asked.exception(), DaemonLost), "it died, or was stopped, in doubt"
 
     run(program)
 

@@ -4,19 +4,22 @@ Pure: it sends nothing, sets no timer and reads no clock. `Conversation` does th
 
 Hello goes out every HEARTBEAT_S, so a live daemon is heard at least that often. When a Hello is SILENCE_S old
 and nothing was heard since, the daemon is doubted; if it is still silent DOUBT_S later, it is lost. The second
-look covers our own stalls: if this process was suspended, the answer is already in the socket. A lost daemon
-comes back with a Welcome; older answers do not count.
+look covers our own stalls: if this process was suspended, the answer is already in the socket. A daemon that lives
+and waits for the CPU, or works, is only slow: it stays doubted until it has been silent for SLOW_S. A lost daemon comes
+back with a Welcome; older answers do not count.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 
 from transferd.errors import InvariantError
 
 HEARTBEAT_S = 1.0
 SILENCE_S = 3.5  # after a Hello
 DOUBT_S = 0.1
+SLOW_S = 15.0  # after a Hello, for a daemon whose process wants the CPU at every look
 FIRST_HELLO_S = 0.002  # until a daemon is ready, Hello is repeated with a delay that doubles from this
 SLOWEST_HELLO_S = 0.1  # up to this
 LOST_HELLO_S = 5.0  # to a lost daemon: earlier Hellos wait in the socket and reach its successor at once
@@ -121,10 +124,15 @@ class Heartbeat:
         self._move(Sign.WELCOMED)
         return True
 
-    def look(self, now: float) -> Presence | None:
-        """Judge the silence. Returns the new presence, DOUBTED or LOST, or None for no change."""
+    def look(self, now: float, wants_cpu: Callable[[], bool] = lambda: False) -> Presence | None:
+        """Judge the silence. Returns the new presence, DOUBTED or LOST, or None for no change.
+
+        wants_cpu: whether the daemon's process is known to live and to want the CPU; asked only in doubt.
+        """
         before = self.presence
-        if self.asked_at is not None and now - self.asked_at >= SILENCE_S - TIMER_RESOLUTION_S:
+        silent_s = 0.0 if self.asked_at is None else now - self.asked_at
+        slow = before is Presence.DOUBTED and silent_s < SLOW_S and wants_cpu()
+        if silent_s >= SILENCE_S - TIMER_RESOLUTION_S and not slow:
             self._move(Sign.SILENT)
         return self.presence if self.presence is not before else None
 

@@ -35,7 +35,7 @@ from typing import Any
 
 import msgspec
 
-from transferd.client.heartbeat import DOUBT_S, FIRST_HELLO_S, SILENCE_S, Heartbeat, Presence
+from transferd.client.heartbeat import DOUBT_S, FIRST_HELLO_S, Heartbeat, Presence
 from transferd.client.pending import Pending, PendingTask
 from transferd.errors import (
     Closed,
@@ -55,6 +55,7 @@ from transferd.errors import (
 from transferd.runtime.clock import Clock
 from transferd.tasks import Task
 from transferd.wire import protocol as wire
+from transferd.wire.listener import listener_of, wants_cpu
 from transferd.wire.transport import ClientTransport
 
 log = logging.getLogger("transferd.client")  # the engine's logging configuration decides where this goes
@@ -111,6 +112,7 @@ class Conversation:
         self._beat_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
         self._overdue_at = math.inf
+        self._listener = 0  # the daemon's pid when it was last doubted
         self._waiters: dict[asyncio.Future[None], bool] = {}  # for a daemon; True: for a ready one
 
     # --- life ---------------------------------------------------------------------------------------
@@ -360,8 +362,7 @@ class Conversation:
             self._send_waiting()
 
     def _answer(self, seq: int, value: Any) -> None:
-        pending = self._pending.pop(seq, None)
-        if pending is not None:
+        if (pending := self._pending.pop(seq, None)) is not None:
             pending.answer(value)
 
     def _refused(self, seq: int, refused: wire.Refused) -> None:
@@ -418,17 +419,18 @@ class Conversation:
 
     def _beat(self) -> None:
         now = self._now()
-        became = self._heart.look(now)
-        if became is Presence.DOUBTED:
+        became = self._heart.look(now, lambda: wants_cpu(self._listener))
+        if now >= self._overdue_at:
+            self._overdue_at = now + OVERDUE_EVERY_S
+            self._end_overdue(now)
+        if self._heart.presence is Presence.DOUBTED:
+            self._listener = listener_of(self.endpoint) if became else self._listener
             self._beat_in(DOUBT_S)
             return
         if became is Presence.LOST:
             self._leave()
-            self._fail_all(DaemonLost(f"{self.endpoint}: no answer for {SILENCE_S:g} s"))
+            self._fail_all(DaemonLost(f"{self.endpoint}: no answer for {now - (self._heart.asked_at or now):.1f} s"))
         self._greet()
-        if now >= self._overdue_at:
-            self._overdue_at = now + OVERDUE_EVERY_S
-            self._end_overdue(now)
         self._beat_in(self._heart.next_hello(now, ready=self.session.ready))
 
     def _leave(self) -> None:

@@ -1,0 +1,89 @@
+"""Who listens on an endpoint, and whether it wants the CPU: with real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from transferd.wire.listener import listener_of, wants_cpu
+
+pytestmark = pytest.mark.one_loop
+
+LISTEN = """
+import socket, sys
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(sys.argv[1].replace("@", "\\0"))
+listener.listen()
+print("listening", flush=True)
+while sys.argv[2] == "works": pass
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def listening(tmp_path: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+    started: list[subprocess.Popen[bytes]] = []
+    yield started
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def listen(started: list[subprocess.Popen[bytes]], address: str, what: str) -> int:
+    process = subprocess.Popen(
+        [sys.executable, "-S", "-c", LISTEN, address, what], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    started.append(process)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"listening\n"
+    return process.pid
+
+
+def test_a_process_that_works_wants_the_cpu_until_it_is_stopped_or_dies(
+    listening: list[subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    address = str(tmp_path / "s")
+    pid = listen(listening, address, "works")
+    assert listener_of(f"ipc://{address}") == pid
+    assert wants_cpu(pid)
+    os.kill(pid, signal.SIGSTOP)
+    os.waitpid(pid, os.WUNTRACED)
+    assert listener_of(f"ipc://{address}") == pid, "the kernel still accepts for it"
+    assert not wants_cpu(pid)
+    os.kill(pid, signal.SIGKILL)
+    listening[0].wait(20)
+    assert listener_of(f"ipc://{address}") == 0
+    assert not wants_cpu(pid)
+
+
+def test_a_process_that_waits_for_something_else_does_not(
+    listening: list[subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    address = f"@transferd-test-{os.getpid()}-{tmp_path.name}"
+    pid = listen(listening, address, "waits")
+    assert listener_of(f"ipc://{address}") == pid
+    for _ in range(100_000):  # on its way to its read
+        if not wants_cpu(pid):
+            break
+    assert not wants_cpu(pid)
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:1", "sim://daemon", "ipc://", "ipc:///nowhere", "ipc://\0", "x"])
+def test_what_cannot_be_known_is_nobody(endpoint: str) -> None:
+    assert listener_of(endpoint) == 0
+    assert not wants_cpu(0)
+
+
+def test_a_full_backlog_is_nobody_and_not_waited_for(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as first:
+        listener.bind(str(tmp_path / "s"))
+        listener.listen(0)
+        first.connect(str(tmp_path / "s"))
+        assert listener_of(f"ipc://{tmp_path / 's'}") == 0
