@@ -12,29 +12,21 @@ from transferd.errors import one_line
 from transferd.observability.units import count, span
 
 STYLES = {"ok": "green", "miss": "green", "running": "bold", "failed": "red", "expired": "red", "rejected": "red"}
-SHORT_ID = 26  # characters of an id that is cut
 
 
-def tasks_table(rows: list[dict[str, Any]], *, whole_ids: bool = True) -> Table:
-    """One row per task, with where its time went or, while it runs, what it waits for.
-
-    whole_ids: a long id continues on the next line, so that it can be copied; otherwise it is cut.
-    """
+def tasks_table(rows: list[dict[str, Any]]) -> Table:
+    """One row per task, with where its time went or, while it runs, what it waits for."""
     table = _table()
-    fit: dict[str, Any] = {"overflow": "fold" if whole_ids else "ellipsis", "no_wrap": not whole_ids}
-    table.add_column("task", ratio=2, **fit)
+    table.add_column("task", ratio=2, overflow="fold")  # whole ids, so that they can be copied
     for name in ("kind", "status"):
         table.add_column(name, no_wrap=True)
     for name in ("blocks", "time"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("where the time went", ratio=3, **fit)
+    table.add_column("where the time went", ratio=3, overflow="fold")
     for row in rows:
-        task_id = one_line(whose(row) + str(row["task_id"]))
-        if not whole_ids and len(task_id) > SHORT_ID:
-            task_id = task_id[: SHORT_ID - 1] + "…"
         status = one_line(str(row["status"]))
         table.add_row(
-            Text(task_id),
+            Text(one_line(whose(row) + str(row["task_id"]))),
             Text(one_line(str(row["kind"])) or "-"),
             Text(status, style=STYLES.get(status, "yellow")),
             f"{count(row['done'])}/{count(row['blocks'])}" if row["ended_s"] is not None else count(row["blocks"]),

@@ -94,12 +94,12 @@ def _state(daemon: Daemon) -> str:
     return f"paused by {', '.join(hold.holder for hold in pauses[:3])} for {longest:.0f} s; {serving}"
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Flatten a nested configuration to dotted keys."""
-    return dict(_leaves(tree, prefix))
+    return dict(_leaves(tree))
 
 
-def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{prefix}{key}.")

@@ -46,9 +46,9 @@ def _hash(text: str, tag: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()}'"
 
 
-def as_json(value: Any, status: int = 200) -> Page:
+def as_json(value: Any) -> Page:
     headers = (("x-content-type-options", "nosniff"),)
-    return Page(json.dumps(value, default=str).encode() + b"\n", "application/json", status, headers)
+    return Page(json.dumps(value, default=str).encode() + b"\n", "application/json", headers=headers)
 
 
 def story_page(explain: Callable[[str], dict[str, Any]], query: str) -> Page:

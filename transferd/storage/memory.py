@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from transferd.config import Config, MemoryStorageSection, StorageSection
 from transferd.runtime.clock import Clock
-from transferd.runtime.threads import ThreadPools, Threads
+from transferd.runtime.threads import ThreadPools
 from transferd.storage.batch import Damaged
 from transferd.storage.indexed import IndexedStorage
 from transferd.tiers.base import INLINE_BYTES
@@ -23,17 +23,14 @@ COPY_THREADS = 2  # two saturate the memory bus of most machines
 
 
 class MemoryStorage(IndexedStorage):
-    """A dict of arrays with an LRU bound. Owns its copies, which do not outlive it.
-
-    threads: run large copies; default: two threads per direction.
-    """
+    """A dict of arrays with an LRU bound. Owns its copies, which do not outlive it."""
 
     backend = "memory"
 
-    def __init__(self, section: MemoryStorageSection, *, threads: Threads | None = None) -> None:
+    def __init__(self, section: MemoryStorageSection) -> None:
         super().__init__(
             section.capacity,
-            threads or ThreadPools(COPY_THREADS, name="transferd-memory"),
+            ThreadPools(COPY_THREADS, name="transferd-memory"),
             stripes=COPY_THREADS,
             inline_bytes=INLINE_BYTES,
         )

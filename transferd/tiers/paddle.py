@@ -45,7 +45,6 @@ Int64s = npt.NDArray[np.int64]
 class PaddleDeviceTier:
     """One rank's blocks as paddle tensors. Owns the tensors and their memory from `open` or `attach` until `close`.
 
-    place: for example "cpu" or "xpu:1"; default: this rank's device of the kind that this Paddle was built for.
     shared: on the CPU place, keep the tensors in shared memory; False exercises everything that a device needs.
     operators: share a device's tensors; default: those of an installed FastDeploy, and without one no sharing.
     Raises ConfigError if paddle is not installed.
@@ -60,7 +59,6 @@ class PaddleDeviceTier:
         device: int,
         threads: Threads,
         *,
-        place: str | None = None,
         shared: bool = True,
         operators: Operators | None = None,
     ) -> None:
@@ -69,7 +67,7 @@ class PaddleDeviceTier:
         self._layout = layout
         self._threads = threads
         self._paddle = import_paddle()
-        self.place = place or default_place(self._paddle, device)
+        self.place = default_place(self._paddle, device)
         self._shared = shared and self.place == "cpu"
         self._operators = operators or self._installed_operators()
         self._memory: TensorMemory | None = None

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from transferd.adapters.directories import own_directory
 from transferd.blocks.layout import build_layout
 from transferd.client.sync_client import SyncClient
 from transferd.config import Config
@@ -122,18 +123,8 @@ def find_or_start(
         if running is not None:
             _check_same(endpoint, wanted, running)
             return Companion(endpoint)
-    directory = runtime_directory(port)
+    directory = own_directory("fastdeploy", str(port))
     return _start(wanted, named or f"ipc://{directory / 'transferd.sock'}", directory, environment or {})
-
-
-def runtime_directory(port: int) -> Path:
-    """This user's directory for the group's socket, configuration and log; created if missing."""
-    base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
-    directory = base / f"transferd-fastdeploy-{os.getuid()}" / str(port)
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if directory.stat().st_uid != os.getuid():
-        raise ConfigError("XDG_RUNTIME_DIR", "belongs to another user", str(directory))
-    return directory
 
 
 def differences(wanted: Config, asked: Mapping[str, Any], running: Mapping[str, Any]) -> list[str]:

@@ -19,12 +19,12 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from transferd.adapters.directories import own_directory
 from transferd.adapters.vllm.entry import EngineFacts
 from transferd.config.sections import DEFAULT_ENDPOINT
 from transferd.config.toml import to_toml
@@ -71,7 +71,7 @@ class DaemonFinder:
         """
         if not self._endpoint:
             packaged = nobody_listens(DEFAULT_ENDPOINT)
-            self._endpoint = f"ipc://{runtime_directory() / 'transferd.sock'}" if packaged else DEFAULT_ENDPOINT
+            self._endpoint = f"ipc://{own_directory('vllm') / 'transferd.sock'}" if packaged else DEFAULT_ENDPOINT
         ours = self._endpoint not in (self._named, DEFAULT_ENDPOINT)
         if (
             ours
@@ -79,7 +79,7 @@ class DaemonFinder:
             and nobody_listens(self._endpoint)
             and time.monotonic() - self._started > START_AGAIN_S
         ):
-            self._start(runtime_directory(), self._endpoint)
+            self._start(own_directory("vllm"), self._endpoint)
         return self._endpoint
 
     def _start(self, directory: Path, endpoint: str) -> None:
@@ -155,16 +155,6 @@ def nobody_listens(endpoint: str) -> bool:
     except OSError:
         return False  # somebody listens: its queue is full, or we may not connect
     return False
-
-
-def runtime_directory() -> Path:
-    """This user's directory for the socket, configurations and logs; created if missing."""
-    base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
-    directory = base / f"transferd-vllm-{os.getuid()}"
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if directory.stat().st_uid != os.getuid():
-        raise ConfigError("XDG_RUNTIME_DIR", "belongs to another user", str(directory))
-    return directory
 
 
 def cache_directory() -> Path:

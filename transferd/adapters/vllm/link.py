@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -97,12 +96,12 @@ class Link:
         except RuntimeError:  # closed
             done(_failed(task, "closed", "the engine is shutting down"))
 
-    def close(self, timeout: float, leave: Enter | None = None) -> None:
-        """Say good-bye to the daemon and end the thread, in about `timeout` seconds. Idempotent."""
+    def close(self, timeout: float) -> None:
+        """Disconnect from the daemon and end the thread, in about `timeout` seconds. Idempotent."""
         if not self._thread.is_alive():
             return
         try:
-            self._begin(self._close(leave)).result(timeout)
+            self._begin(self._close()).result(timeout)
         except (TransferError, TimeoutError, concurrent.futures.CancelledError) as error:
             log.warning("transferd: disconnecting from the daemon failed: %r", error)
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -195,15 +194,11 @@ class Link:
                 log.warning(what, client.endpoint, task_id, waited)
         return False
 
-    async def _close(self, leave: Enter | None) -> None:
+    async def _close(self) -> None:
         self._watching.cancel()
         client, self._client = self._client, None
-        if client is None:
-            return
-        if leave is not None and client.connected:
-            with contextlib.suppress(TransferError):
-                await leave(client)
-        await client.close()
+        if client is not None:
+            await client.close()
 
     def _tell(self, what: str) -> None:
         """Log a problem once, until it changes or is solved."""

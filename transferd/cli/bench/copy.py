@@ -19,7 +19,7 @@ import numpy as np
 
 from transferd.blocks.copyplan import plan_copy
 from transferd.blocks.layout import BlockLayout, build_layout
-from transferd.cli.bench.harness import RUNS, Row, Told, nobody, row
+from transferd.cli.bench.harness import RUNS, Row, Told, nobody, row, timed
 from transferd.cli.replay.kvdata import KvData
 from transferd.client.client import Client
 from transferd.client.launch import running
@@ -87,7 +87,7 @@ async def _tasks(name: str, endpoint: str) -> list[Row]:
         target = np.zeros_like(source)
         memcpy, ins, outs = [], [], []
         for _ in range(RUNS + 2):
-            memcpy.append(_seconds(lambda: np.copyto(target, source)))
+            memcpy.append(timed(lambda: np.copyto(target, source)))
             outs.append(await _seconds_of(lambda: swap(SwapOutTask, device_ids)))
             ins.append(await _seconds_of(lambda: swap(SwapInTask, device_ids)))
         data.poison(others)
@@ -145,7 +145,7 @@ async def _measure(name: str, layout: BlockLayout, tier: DeviceTier, host: HostP
 
     memcpy, ins, outs = [], [], []
     for number in range(RUNS + 2):  # alternating, so that all three see the same load; the first two are warm-up
-        memcpy.append(_seconds(lambda: np.copyto(target, source)))
+        memcpy.append(timed(lambda: np.copyto(target, source)))
         ins.append(await _seconds_of(swap_in))
         if number == 0:  # clear it, so that all later content must come from the device
             content[:] = 0
@@ -168,12 +168,6 @@ def _check(
             expected[start : start + size] = before[start : start + size]
     if not np.array_equal(expected, after):
         raise InvariantError("a copy moved wrong bytes")
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    before = time.perf_counter()
-    work()
-    return time.perf_counter() - before
 
 
 async def _seconds_of(work: Callable[[], Awaitable[None]]) -> float:

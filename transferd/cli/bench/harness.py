@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,13 @@ class Row:
             "ratio": self.ratio,
             "spread": self.spread,
         }
+
+
+def timed(work: Callable[[], object]) -> float:
+    """How long a call takes."""
+    before = time.perf_counter()
+    work()
+    return time.perf_counter() - before
 
 
 def nobody(_: list[Row]) -> None:

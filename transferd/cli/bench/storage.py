@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from transferd.cli.bench.harness import RUNS, Row, Told, nobody, row
+from transferd.cli.bench.harness import RUNS, Row, Told, nobody, row, timed
 from transferd.cli.replay.kvdata import KvData
 from transferd.config import Config, from_tree
 from transferd.daemon.daemon import Daemon
@@ -158,12 +158,12 @@ async def _measure(subject: Subject, daemon: Daemon, transport: _InProcess) -> l
     other = np.zeros_like(buffer)
     for number in range(RUNS + 1):
         keys = [f"run{number}-{block}" for block in source]
-        memcpy.append(_seconds(lambda: np.copyto(other, buffer)))
-        raw_writes.append(_seconds(lambda n=number: raw.write(n)))  # type: ignore[misc]
+        memcpy.append(timed(lambda: np.copyto(other, buffer)))
+        raw_writes.append(timed(lambda n=number: raw.write(n)))  # type: ignore[misc]
         task: Task = WriteStorageTask(task_id=f"w{number}", keys=keys, gpu_block_ids=source)
         writes.append(await _task(daemon, transport, 2 * number, task))
         data.poison(target)
-        raw_reads.append(_seconds(lambda n=number: raw.read(n)))  # type: ignore[misc]
+        raw_reads.append(timed(lambda n=number: raw.read(n)))  # type: ignore[misc]
         task = ReadStorageTask(task_id=f"r{number}", keys=keys, gpu_block_ids=target)
         reads.append(await _task(daemon, transport, 2 * number + 1, task))
         for block in source:
@@ -199,12 +199,6 @@ async def _task(daemon: Daemon, transport: _InProcess, seq: int, task: Task) -> 
     if result.status is not Status.OK:
         raise RuntimeError(f"a benchmark task ended badly: {result}")
     return seconds
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    before = time.perf_counter()
-    work()
-    return time.perf_counter() - before
 
 
 # --- the backends' own raw calls --------------------------------------------------------------------

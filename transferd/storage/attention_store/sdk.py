@@ -34,7 +34,7 @@ from transferd.errors import Closed, ConfigError, RequestError, StillRunning, St
 from transferd.runtime.aio import every
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.threads import CLOSE_S
-from transferd.storage.attention_store.library import Library, SdkSession, Shard, load_library
+from transferd.storage.attention_store.library import SdkSession, Shard, load_library
 from transferd.storage.attention_store.serial_executor import SerialExecutor
 from transferd.storage.attention_store.settings import settings
 from transferd.storage.tokens import RankPort, TokenStorage, Transfer
@@ -76,18 +76,11 @@ class _AttachedRank:
 
 
 class SdkTokenStorage(TokenStorage):
-    """See the module. library: the SDK; default: the installed one."""
+    """See the module."""
 
     backend = "attention_store"
 
-    def __init__(
-        self,
-        storage: StorageSection,
-        cache: CacheSection,
-        *,
-        clock: Clock = SYSTEM_CLOCK,
-        library: Library | None = None,
-    ) -> None:
+    def __init__(self, storage: StorageSection, cache: CacheSection, *, clock: Clock = SYSTEM_CLOCK) -> None:
         """Raises ConfigError without an SDK, or for a layout that it cannot store."""
         self._settings = settings(storage)
         self._section = storage.attention_store
@@ -101,7 +94,7 @@ class SdkTokenStorage(TokenStorage):
         if planes != ["key", "value"]:
             what = f"the SDK stores only the planes key and value; this cache has {', '.join(planes)}"
             raise ConfigError("storage.attention_store.driver", what, "sdk")
-        self._library = library or load_library()
+        self._library = load_library()
         self._ranks: dict[int, _AttachedRank] = {}
         self._detached: list[_AttachedRank] = []  # whose calls had not all returned
         self._background: set[asyncio.Task[None]] = set()
