@@ -177,7 +177,7 @@ async def threads_out(directory: Path, finding: Finding) -> None:
             async with Client(daemon.endpoint) as another:
                 await another.ping()
             await operator.served(TASK_TIMEOUT_S)
-        finding.told.append(f"{page.hits} threads wanted")
+        finding.told.append(f"{page.hits} threads requested")
 
 
 async def no_threads_at_start(directory: Path, finding: Finding) -> None:
@@ -300,12 +300,12 @@ async def disk_slow(directory: Path, finding: Finding) -> None:
 interposed = functools.partial(Scenario, root=False, compiler=True)
 
 HOST_SCENARIOS = [
-    Scenario("log dead (its reader has gone)", "running", log_dead, root=False),
-    Scenario("log stalled (its reader sleeps)", "running", log_stalled, root=False, often=False),
-    Scenario("log full (ENOSPC)", "running", log_full, often=False),
-    interposed("threads out (pthread_create: EAGAIN)", "running", threads_out),
+    Scenario("log whose reader has died (EPIPE)", "running", log_dead, root=False),
+    Scenario("log whose reader is stopped", "running", log_stalled, root=False, often=False),
+    Scenario("log on a full disk (ENOSPC)", "running", log_full, often=False),
+    interposed("no threads left (pthread_create: EAGAIN)", "running", threads_out),
     interposed(
-        "threads out (pthread_create: EAGAIN)",
+        "no threads left (pthread_create: EAGAIN)",
         "at start",
         no_threads_at_start,
         often=False,
@@ -315,12 +315,12 @@ HOST_SCENARIOS = [
     interposed("storage calls hang, then return", "running", storage_hung),
     interposed(
         "storage calls never return",
-        "at a stop",
+        "during a stop",
         storage_never_returns,
         often=False,
-        fate="exits in time with code 3; the next one serves",
+        fate="exits in time with code 3; its successor serves",
     ),
-    interposed("wall clock stepped, both ways", "running", wall_clock_stepped),
-    interposed("disk slow (50 ms more a call)", "running", disk_slow, often=False),
+    interposed("wall clock steps, both ways", "running", wall_clock_stepped),
+    interposed("slow disk (50 ms more per call)", "running", disk_slow, often=False),
 ]
 ALL_SCENARIOS = [*resources.SCENARIOS, *HOST_SCENARIOS]

@@ -36,7 +36,7 @@ SMALL_SHM = 4 * 1024**2  # less than one rank's device memory
 FEW_FILES = 2048
 TOO_FEW_FILES = 64
 CROWD = 9000
-REFUSED = "exits, nothing left behind"
+REFUSED = "exits and leaves nothing behind"
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Scenario:
     root: bool = True
     compiler: bool = False
     often: bool = True
-    fate: str = "lives, serves again"
+    fate: str = "survives and serves again"
 
     @property
     def missing(self) -> str:
@@ -269,13 +269,13 @@ async def shared_memory_full(directory: Path, finding: Finding) -> None:
 
 
 SCENARIOS = [
-    Scenario("disk full (ENOSPC)", "running", disk_full),
+    Scenario("full disk (ENOSPC)", "running", disk_full),
     Scenario("file system remounted read-only", "running", read_only),
-    Scenario("medium fails (EIO)", "running", medium_fails, root=False),
+    Scenario("failing medium (EIO)", "running", medium_fails, root=False),
     Scenario("locked memory limit (RLIMIT_MEMLOCK)", "at start", memory_lock),
     Scenario("more connections than descriptors (RLIMIT_NOFILE)", "running", crowd_of_connections, root=False),
     Scenario("too few descriptors (RLIMIT_NOFILE)", "at start", too_few_files, root=False, fate=REFUSED),
-    Scenario("shared memory full", "at start", shared_memory_full, fate=REFUSED),
+    Scenario("full shared memory", "at start", shared_memory_full, fate=REFUSED),
 ]
 
 

@@ -106,7 +106,7 @@ def _answer(row: Row) -> str:
 
 def resources(findings: Sequence[tuple[Scenario, Finding]]) -> str:
     """One line for each thing that ran out or went wrong."""
-    lines = ["| what | when | told | after | daemon | gone | wrong |", "|---|---|---|---|---|---|---|"]
+    lines = ["| fault | when | results | after | the daemon | gone | wrong |", "|---|---|---|---|---|---|---|"]
     for scenario, finding in findings:
         after = "" if finding.seconds is None else f"{finding.seconds * 1000:.0f} ms"
         gone, wrong = ("" if count is None else str(count) for count in (finding.gone, finding.wrong))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from tests.faults import table
-from tests.faults.cell import CELLS, Cell
-from tests.faults.matrix import run_cells
+from tests.faults.cell import CELLS, Cell, Row
+from tests.faults.host import ALL_SCENARIOS
+from tests.faults.matrix import DOCS, run_cells
+from tests.faults.resources import Finding
 from tests.faults.watch import problems
 from transferd.cli.pool.master import master_executable
 
@@ -71,3 +74,13 @@ def test_what_a_second_engine_may_be_told_depends_on_whose_fault_it_is(case: str
 def test_the_matrix_has_every_fault_for_every_process_in_every_phase() -> None:
     assert len(CELLS) == len(set(CELLS)) == 3 * 4 * 7 + 3 * 2 * 7
     assert {cell for cells in CUT.values() for cell in cells} <= set(CELLS)
+
+
+def test_the_page_has_the_tables_of_the_file() -> None:
+    found = json.loads((DOCS / "faults.json").read_text(encoding="utf-8"))
+    page = (DOCS / "faults.md").read_text(encoding="utf-8")
+    rows = [Row(**cell | {"cell": Cell(**cell["cell"])}) for cell in found["cells"]]
+    assert table.markdown(rows) in page
+    known = {(scenario.name, scenario.when): scenario for scenario in ALL_SCENARIOS}
+    findings = [(known[row.pop("name"), row.pop("when")], Finding(**row)) for row in found["resources"]]
+    assert table.resources(findings) in page

@@ -285,9 +285,9 @@ class Soak:
         p99 = ", ".join(f"{kind} {tally.p99_ms(kind):.0f} ms" for kind in sorted(tally.microseconds))
         told_text = ", ".join(f"{count:,} {status}" for status, count in tally.told.most_common())
         report.lines += [
-            f"* **Mixed load, {seconds / 60:.1f} minutes:** {tally.pushed:,} tasks pushed; told {told_text}; "
-            f"{tally.in_flight} were under way in the {kills} engine processes that were killed. The daemon counts "
-            f"{ended:,} ended, the engines {told:,} told. {tally.wrong} wrong.",
+            f"* **Mixed load, {seconds / 60:.1f} minutes:** {tally.pushed:,} tasks pushed; results: {told_text}; "
+            f"{tally.in_flight} were running in the {kills} engine processes that were killed. The daemon counts "
+            f"{ended:,} ended tasks, the engines {told:,} results. {tally.wrong} wrong.",
             f"* **p99** from push to result: {p99}.",
             f"* **Held by the daemon**, median of the second and of the last quarter: {_held(watch)}.",
         ]
