@@ -3,8 +3,8 @@
     python -m tests.sim.mutants [--only NAME ...] [--seeds 5000] [--jobs 2] [--format text|json]
 
 A mutant is a text in a file of the package and another one in its place. Each is put into a copy of the
-package in a temporary directory, where the campaign then lives its seeds until a story fails. Exit 0
-when every mutant was found. A text that is not there exactly once is an error, so a mutant cannot rot
+package in a temporary directory, where the campaign then runs its seeds until a story fails. Exit 0
+if every mutant was found. A text that does not occur exactly once is an error, so a mutant cannot rot
 into one that changes nothing.
 """
 
@@ -61,13 +61,13 @@ MUTANTS = (
         "            round_.missing = ()",
     ),
     Mutant(
-        "a dead rank is not told to the open rounds",
+        "open rounds do not learn that a rank died",
         "daemon/coordinator.py",
         "        self._barrier.rank_died(rank, cause)",
         "        pass",
     ),
     Mutant(
-        "a late arrival is dropped and nobody hears of it",
+        "a late arrival is dropped silently",
         "daemon/coordinator.py",
         "        if self._barrier.arrive(job.task.task_id, outcome) is Arrival.LATE:",
         "        if self._barrier.arrive(job.task.task_id, outcome) is None:",
@@ -79,13 +79,13 @@ MUTANTS = (
         "        for o in sorted(outcomes, key=lambda o: o.rank)[: max(1, len(outcomes) - 1)]\n    ]\n    # If all",
     ),
     Mutant(
-        "a read is merged by the longest prefix",
+        "a read reports the longest prefix of any rank",
         "tasks.py",
         "    prefix = min((_prefix(o.moved) for o in outcomes), default=0)",
         "    prefix = max((_prefix(o.moved) for o in outcomes), default=0)",
     ),
     Mutant(
-        "a read is merged by count instead of prefix",
+        "a read counts all loaded blocks, not the leading ones",
         "tasks.py",
         "    prefix = min((_prefix(o.moved) for o in outcomes), default=0)",
         "    prefix = min((len(o.moved) for o in outcomes), default=0)",
@@ -103,13 +103,13 @@ MUTANTS = (
         "set.union(*(set(o.moved) for o in outcomes))",
     ),
     Mutant(
-        "a swap is whole when one rank is",
+        "a swap counts as complete if one rank completed it",
         "tasks.py",
         "    complete = bool(outcomes) and all(len(o.moved) == wanted for o in outcomes)",
         "    complete = bool(outcomes) and any(len(o.moved) == wanted for o in outcomes)",
     ),
     Mutant(
-        "a lease returns when the put begins",
+        "a lease is returned when its put begins",
         "workers/write.py",
         "            put.add_done_callback(lambda _: lease.release())",
         "            lease.release()",
@@ -124,7 +124,7 @@ MUTANTS = (
         "            await job.stop.copied(device.copy_out(plan, staging.memory))",
     ),
     Mutant(
-        "a write arrives before its puts",
+        "a write arrives before its puts have ended",
         "workers/write.py",
         "            await self._wait(account, in_flight)",
         "            account.done([i for chunk in in_flight for i in chunk.positions], 0)",
@@ -136,19 +136,19 @@ MUTANTS = (
         "        return [None for _ in slots]",
     ),
     Mutant(
-        "a read arrives before its last copies",
+        "a read arrives before its last copies have ended",
         "workers/read.py",
         "            await every(under_way)",
         "            under_way.clear()",
     ),
     Mutant(
-        "slots of a shared fetch return with its first reader",
+        "the first reader of a shared fetch returns its slots",
         "workers/flights.py",
         "        if batch.consumers == 0 and (batch.fetch is None or batch.fetch.done()):",
         "        if batch.fetch is None or batch.fetch.done():",
     ),
     Mutant(
-        "a swap in fills a block too many",
+        "a swap-in fills one block too many",
         "workers/swap.py",
         "lambda: plan_copy(host, cpu, device, gpu))",
         "lambda: plan_copy(host, [*cpu, cpu[0]], device, [*gpu, next(b for b in range(48) if b not in gpu)]))",
@@ -166,13 +166,13 @@ MUTANTS = (
         "                pass",
     ),
     Mutant(
-        "a claim that is taken back lets later ones overtake",
+        "a withdrawn claim lets later ones overtake",
         "control/hazards.py",
         "            claim.abandoned = True\n            return []",
         "            claim.abandoned = True\n            claim.blockers = 0",
     ),
     Mutant(
-        "the blocks of a straggler are given to the next",
+        "a straggler's blocks are given to the next task",
         "control/dispatcher.py",
         "        if record.straggling:\n            self._stragglers[task_id] = record",
         "        if record.straggling and False:\n            self._stragglers[task_id] = record",
@@ -208,7 +208,7 @@ MUTANTS = (
         "            pass",
     ),
     Mutant(
-        "a task that is known runs again",
+        "a known task runs again",
         "control/dispatcher.py",
         '        elif kept is not None:\n            self._recorder.aside(task_id, "repeated"',
         "        elif kept is not None:\n            return False\n"
@@ -233,7 +233,7 @@ MUTANTS = (
         "        ended: list[Hold] = []",
     ),
     Mutant(
-        "what a broken connection lost is not asked again",
+        "requests that a broken connection lost are not repeated",
         "client/session.py",
         "            self._unsent.extend(waiting)\n",
         "            pass\n",
@@ -245,7 +245,7 @@ MUTANTS = (
         "        if False:\n",
     ),
     Mutant(
-        "a swap-in may name host blocks that hold nothing",
+        "a swap-in may name host blocks that are empty",
         "control/contents.py",
         "        return all(map(self._filled.__getitem__, task.cpu_block_ids))",
         "        return True",
@@ -257,19 +257,19 @@ MUTANTS = (
         "        pass",
     ),
     Mutant(
-        "a client may go on with memory that was cleared",
+        "a client may keep using memory that was cleared",
         "control/contents.py",
         "        if ranks:\n",
         "        if False:\n",
     ),
     Mutant(
-        "a client goes on with memory that is gone",
+        "a client keeps using memory that is gone",
         "client/client.py",
         "        if self._attached.orphaned and len(task.gpu_block_ids):",
         "        if False:",
     ),
     Mutant(
-        "an echo of an earlier session is done",
+        "a request of an earlier session is carried out",
         "daemon/server.py",
         "        if not oldest <= request.session <= client.session and request.session != wire.ANY_SESSION:",
         "        if False:",
@@ -289,7 +289,7 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "an effect that raises takes the others with it",
+        "an effect that raises prevents the others",
         "daemon/coordinator.py",
         "                except Exception as error:  # noqa: BLE001 - whatever it is, the others were decided, too\n"
         "                    self._effect_raised(instruction, error)\n"
@@ -312,25 +312,25 @@ MUTANTS = (
         "            pass  # early",
     ),
     Mutant(
-        "an answer whose sending raised is not asked for again",
+        "an answer that could not be sent is not requested again",
         "daemon/clients.py",
         "            self._answer_lost(client, seq)\n            raise\n",
         "            raise\n",
     ),
     Mutant(
-        "a log that refuses raises into whoever logs",
+        "a log that refuses a line raises in its caller",
         "observability/logs.py",
         "        except Exception:  # noqa: BLE001 - a value whose",
         "        except ArithmeticError:  # a value whose",
     ),
     Mutant(
-        "a copy that waits for a thread begins after its task was told to end",
+        "a copy that waits for a thread begins after its task was stopped",
         "workers/job.py",
         "                    work.cancel()",
         "                    pass",
     ),
     Mutant(
-        "a silent client is looked for a hundred times as often",
+        "silent clients are looked for a hundred times as often",
         "daemon/server.py",
         "        delay = self._client_timeout / 2",
         "        delay = self._client_timeout / 200",

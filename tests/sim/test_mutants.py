@@ -22,7 +22,7 @@ def _load() -> ModuleType:
 
 
 mutants = _load()
-QUICK = ("a lease returns when the put begins", "the footer is not checked", "a result is sent twice")
+QUICK = ("a lease is returned when its put begins", "the footer is not checked", "a result is sent twice")
 
 
 @pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda mutant: mutant.name)
