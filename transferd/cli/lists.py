@@ -9,11 +9,12 @@ import typer
 
 from transferd.cli.asking import EndpointOption, KeyFileOption, ServerKeyFileOption, TimeoutOption, ask
 from transferd.cli.options import Format, FormatOption
-from transferd.errors import ConfigError
+from transferd.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from transferd.client.client import Client
     from transferd.wire.protocol import Which
 
 EngineOption = Annotated[str, typer.Option("--engine", help="Only this engine's.")]
@@ -40,7 +41,11 @@ def tasks(
     if len(chosen) > 1:
         raise ConfigError("tasks", f"choose one of --{' and --'.join(chosen)}")
     which: Which = chosen[0] if chosen else "recent"
-    rows = ask(lambda client: client.tasks(which, limit, engine), endpoint, timeout, key_file, server_key_file)
+
+    async def rows_of(client: Client) -> list[dict[str, Any]]:
+        return await client.tasks(which, limit, engine) or await no_rows(client, engine)
+
+    rows = ask(rows_of, endpoint, timeout, key_file, server_key_file)
     from transferd.cli.tasks_view import tasks_table
 
     _report(rows, tasks_table(rows), format_, "no matching tasks" if chosen else "no tasks yet")
@@ -56,10 +61,24 @@ def clients(
     format_: FormatOption = Format.TEXT,
 ) -> None:
     """List connected clients, this command included: since when, and how many tasks each waits for."""
-    rows = ask(lambda client: client.clients(limit, engine), endpoint, timeout, key_file, server_key_file)
+
+    async def rows_of(client: Client) -> list[dict[str, Any]]:
+        return await client.clients(limit, engine) or await no_rows(client, engine)
+
+    rows = ask(rows_of, endpoint, timeout, key_file, server_key_file)
     from transferd.cli.tasks_view import clients_table
 
     _report(rows, clients_table(rows), format_, "no clients")
+
+
+async def no_rows(client: Client, engine: str) -> list[dict[str, Any]]:
+    """An empty list, which is an answer only about an engine that there is. Raises RequestError: unknown_engine."""
+    if engine:
+        names = (await client.stats())["engines"]
+        if engine not in names:
+            there = f"there are: {', '.join(sorted(names))}" if names else "none is registered"
+            raise RequestError(f"no engine {engine!r}; {there}", code="unknown_engine")
+    return []
 
 
 def _report(rows: list[dict[str, Any]], table: Table, format_: Format, nothing: str) -> None:
