@@ -18,6 +18,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+LONGEST_SHOWN = 300  # characters of a key, or of a value, in a message
+
 
 class TransferError(Exception):
     """Base class of every error that transferd raises on purpose. `code` is stable; the message is for people."""
@@ -50,14 +52,25 @@ class ProtocolError(RequestError):
 
 
 class ConfigError(TransferError):
-    """A configuration value that cannot be used. `key` is `section.key`; str() is one complete line."""
+    """A configuration value that cannot be used. `key` is `section.key`; str() is one line, and not a long one."""
 
     code = "bad_config"
 
     def __init__(self, key: str, problem: str, value: object = None) -> None:
-        shown = "" if value is None else f" ({value!r})"
-        super().__init__(one_line(f"{key}: {problem}{shown}"))
+        shown = "" if value is None else f" ({_short(_shown(value))})"
+        super().__init__(one_line(f"{_short(key)}: {problem}{shown}"))
         self.key = key
+
+
+def _shown(value: object) -> str:
+    try:
+        return repr(value)
+    except ValueError:  # an integer with thousands of digits
+        return "a number that is too long to show"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…"
 
 
 def one_line(text: str) -> str:

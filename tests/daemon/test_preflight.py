@@ -18,14 +18,16 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from transferd.client.heartbeat import HEARTBEAT_S
-from transferd.config import from_tree, load, to_tree
+from transferd.config import CurveSection, from_tree, load, to_tree
 from transferd.config.environment import fold
+from transferd.config.generation import generation_of
 from transferd.config.rules import LEAST_CLIENT_TIMEOUT_S
 from transferd.config.toml import to_toml
 from transferd.daemon import preflight
 from transferd.daemon.daemon import Daemon
 from transferd.daemon.preflight import build, examine
 from transferd.errors import ConfigError
+from transferd.wire.curve import ServerCurve
 
 CALLS = 5_000_000  # of functions: half a second on one core of a server, and 2 s on one that is shared by four
 
@@ -188,6 +190,34 @@ def test_a_file_that_is_none_is_refused_and_not_waited_for(tmp_path: Path) -> No
     for path in (tmp_path / "fifo", Path("/dev/zero"), tmp_path):
         with pytest.raises(ConfigError, match="cannot be read"):
             load(path, env={})
+        with pytest.raises(ConfigError, match=r"storage\.version_file: cannot be read"):
+            generation_of(path)
+        with pytest.raises(ConfigError, match=r"server\.curve\.secret_key_file"):
+            ServerCurve.load(CurveSection(str(path)))
+
+
+def test_what_is_in_the_way_of_a_socket_or_a_store_is_named(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for path in (tmp_path / "fifo", tmp_path / "loop"):
+        config = from_tree({"server": {"endpoint": f"ipc://{path}"}})
+        with pytest.raises(ConfigError, match=r"server\.endpoint: .* is not a socket"):
+            examine(config, build(config))
+        config = from_tree({"storage": {"backend": "file", "file": {"path": str(path / "below")}}})
+        with pytest.raises(ConfigError, match=r"storage\.file\.path: .* is not a directory"):
+            examine(config, build(config))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [f"x = 0x{'f' * 5000}\n", f"x = '{'x' * 100_000}'\n", f"{'k' * 100_000} = 1\n", "x = [" + "1," * 50_000 + "]\n"],
+)
+def test_a_mistake_is_told_in_a_line_that_can_be_read(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "t.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match="unknown key") as caught:
+        load(file, env={})
+    assert len(str(caught.value)) < 700
 
 
 def test_what_is_in_effect_is_printed_variables_included(tmp_path: Path) -> None:

@@ -186,6 +186,11 @@ def _mooncake_value(name: str, value: Any, source: str) -> Any:
 
 def read_text(path: str | os.PathLike[str], most: int) -> str:
     """Read a regular file of at most `most` bytes. Raises OSError, or ValueError for anything else; never blocks."""
+    return read_file(path, most).decode("utf-8")
+
+
+def read_file(path: str | os.PathLike[str], most: int) -> bytes:
+    """As `read_text`, but bytes."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -193,4 +198,4 @@ def read_text(path: str | os.PathLike[str], most: int) -> str:
         data = file.read(most + 1)
     if len(data) > most:
         raise ValueError(f"larger than {most} bytes")
-    return data.decode("utf-8")
+    return data

@@ -15,6 +15,7 @@ import re
 from pathlib import Path
 
 from transferd.config import StorageSection
+from transferd.config.environment import read_file
 from transferd.errors import ConfigError
 
 VERSION_PARTS = 2
@@ -27,8 +28,7 @@ _FIELD = re.compile(
 def generation_of(path: str | Path) -> str:
     """The generation that a version.yaml stands for. Raises ConfigError naming storage.version_file."""
     try:
-        with Path(path).open("rb") as file:
-            text = file.read(LONGEST_FILE).decode("utf-8", "replace")
+        text = read_file(path, LONGEST_FILE).decode("utf-8", "replace")
     except (OSError, ValueError) as error:
         what = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError("storage.version_file", f"cannot be read: {what}", str(path)) from error

@@ -13,6 +13,7 @@ import ipaddress
 import os
 import re
 import socket
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -129,7 +130,7 @@ def device_bytes(layout: BlockLayout) -> int:
 
 
 def examine(config: Config, plan: Plan) -> None:
-    """Raise ConfigError for what this machine cannot do: users, groups, keys, packages, addresses, memory."""
+    """Raise ConfigError for what this machine cannot do: users, groups, keys, packages, addresses, paths, memory."""
     server = config.server
     resolve_uids("server.allowed_uids", server.allowed_uids)
     resolve_uids("server.observer_uids", server.observer_uids)
@@ -139,6 +140,8 @@ def examine(config: Config, plan: Plan) -> None:
         ServerCurve.load(server.curve)
     _examine_packages(config, plan)
     _examine_addresses(config)
+    if config.storage.backend == "file":
+        _examine_directory("storage.file.path", config.storage.file.path, config.storage.file.path)
     _examine_memory(config, plan.sizes)
 
 
@@ -201,11 +204,24 @@ def _examine_address(key: str, address: str, value: str) -> None:
 def _examine_path(key: str, path: str, value: str) -> None:
     if path == "*" or path.startswith("@"):
         return
-    above = Path(path).parent
-    while not above.exists() and above != above.parent:  # what is missing may be made at the start (RuntimeDirectory=)
-        above = above.parent
-    if not above.is_dir():
-        raise ConfigError(key, f"{above} is not a directory", value)
+    if os.path.lexists(path) and not _is_socket(path):
+        raise ConfigError(key, "the path exists and is not a socket; remove it, or name another", value)
+    _examine_directory(key, str(Path(path).parent), value)
+
+
+def _is_socket(path: str) -> bool:
+    try:
+        return stat.S_ISSOCK(os.lstat(path).st_mode)
+    except OSError:
+        return False
+
+
+def _examine_directory(key: str, path: str, value: str) -> None:
+    """Whether it is a directory, or could be made: what is missing may be made at the start (RuntimeDirectory=)."""
+    while not os.path.lexists(path) and os.path.dirname(path) not in (path, ""):
+        path = os.path.dirname(path)
+    if os.path.lexists(path) and not os.path.isdir(path):
+        raise ConfigError(key, f"{path} is not a directory", value)
 
 
 def _examine_memory(config: Config, sizes: Sizes) -> None:

@@ -17,8 +17,11 @@ import zmq
 from zmq.utils import z85
 
 from transferd.config import CurveSection
+from transferd.config.environment import read_file
 from transferd.errors import ConfigError
 from transferd.wire.zap import KEYS
+
+LONGEST_KEY_FILE = 4096  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +106,7 @@ def client_keys(directory: str) -> frozenset[bytes]:
 
 def _read_key(name: str, path: Path) -> bytes:
     try:
-        key = path.read_bytes().strip()
+        key = read_file(path, LONGEST_KEY_FILE).strip()
         if len(key) != 40:
             raise ValueError(f"has {len(key)} characters")
         z85.decode(key)
