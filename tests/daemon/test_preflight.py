@@ -18,10 +18,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from transferd.client.heartbeat import HEARTBEAT_S
-from transferd.config import CurveSection, from_tree, load, to_tree
+from transferd.config import from_tree, load, to_tree
 from transferd.config.environment import fold
 from transferd.config.generation import generation_of
 from transferd.config.rules import LEAST_CLIENT_TIMEOUT_S
+from transferd.config.sections import CurveSection
 from transferd.config.toml import to_toml
 from transferd.daemon import preflight
 from transferd.daemon.daemon import Daemon
@@ -193,7 +194,7 @@ def test_a_file_that_is_none_is_refused_and_not_waited_for(tmp_path: Path) -> No
         with pytest.raises(ConfigError, match=r"storage\.version_file: cannot be read"):
             generation_of(path)
         with pytest.raises(ConfigError, match=r"server\.curve\.secret_key_file"):
-            ServerCurve.load(CurveSection(str(path)))
+            ServerCurve.load(CurveSection(secret_key_file=str(path)))
 
 
 def test_what_is_in_the_way_of_a_socket_or_a_store_is_named(tmp_path: Path) -> None:
@@ -211,6 +212,7 @@ def test_what_is_in_the_way_of_a_socket_or_a_store_is_named(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "text",
     [f"x = 0x{'f' * 5000}\n", f"x = '{'x' * 100_000}'\n", f"{'k' * 100_000} = 1\n", "x = [" + "1," * 50_000 + "]\n"],
+    ids=["digits", "text", "key", "list"],
 )
 def test_a_mistake_is_told_in_a_line_that_can_be_read(tmp_path: Path, text: str) -> None:
     file = tmp_path / "t.toml"
