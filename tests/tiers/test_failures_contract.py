@@ -26,6 +26,7 @@ from transferd.config import CacheSection
 from transferd.errors import DeviceLost, TierError, TransferError
 from transferd.runtime.threads import ThreadPools, Threads
 from transferd.tiers.base import INLINE_BYTES, DeviceTier
+from transferd.tiers.paddle import PaddleDeviceTier
 from transferd.tiers.pinned import HostPool
 from transferd.tiers.shm import ShmDeviceTier
 
@@ -34,9 +35,10 @@ BLOCKS = list(range(LAYOUT.device_blocks))
 
 
 class Kind:
-    """One tier, and how to make it fail. fails: a copy can fail on it, and the device can be lost."""
+    """One tier, and how to make it fail. fails: a copy can fail on it. loses: it notices that its device is lost."""
 
     fails = True
+    loses = True
 
     def __init__(self, threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
         self.threads = threads
@@ -56,7 +58,7 @@ class Kind:
 
 
 class Shm(Kind):
-    fails = False
+    fails = loses = False
 
     def __init__(self, threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(threads, monkeypatch)
@@ -69,6 +71,41 @@ class Shm(Kind):
             await self.tier.open()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+class Paddle(Shm):
+    """Real tensors on the CPU place, in shared memory; their operations raise what Paddle's do."""
+
+    fails, shared = True, True
+
+    def __init__(self, threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.paddle = pytest.importorskip("paddle", reason="the paddle extra is not installed")
+        Kind.__init__(self, threads, monkeypatch)
+        self.tier = PaddleDeviceTier(LAYOUT, 0, 0, threads, shared=self.shared)
+
+    def refuse(self, operation: str) -> None:
+        """The next call of it fails, in whatever thread."""
+        real, left = getattr(self.paddle, operation), [True]
+
+        def refused(*arguments: object, **named: object) -> object:
+            if left and left.pop():
+                raise RuntimeError(f"(External) {operation} was refused")
+            return real(*arguments, **named)
+
+        self.monkeypatch.setattr(self.paddle, operation, refused)
+
+    def fail_next_copy(self) -> None:
+        self.refuse("split")
+
+
+class PaddleDevice(Paddle):
+    """As on a device: memory that Paddle allocates, and blocks that go there and back."""
+
+    shared = False
+
+    async def open_without_memory(self) -> None:
+        self.refuse("to_tensor")
+        await self.tier.open()
 
 
 class Cuda(Kind):
@@ -105,7 +142,13 @@ class Simulated(Kind):
         self.device.dice.script("copy_in", "lost")
 
 
-KINDS: dict[str, Callable[[Threads, pytest.MonkeyPatch], Kind]] = {"shm": Shm, "cuda": Cuda, "simulated": Simulated}
+KINDS: dict[str, Callable[[Threads, pytest.MonkeyPatch], Kind]] = {
+    "shm": Shm,
+    "paddle": Paddle,
+    "paddle as on a device": PaddleDevice,
+    "cuda": Cuda,
+    "simulated": Simulated,
+}
 
 
 @pytest.fixture(params=KINDS, ids=str)
@@ -202,6 +245,8 @@ async def test_a_failed_copy_is_an_error_of_its_own(failing: Kind, pool: HostPoo
 
 async def test_a_lost_device_stays_lost_and_closes_quietly(failing: Kind, pool: HostPool) -> None:
     """Also over a close and an open, as a clear and a restore of the cache do them: its driver answers nothing more."""
+    if not failing.loses:
+        pytest.skip("Paddle does not say which errors mean that the device is lost")
     await failing.tier.open()
     failing.lose_device()
     plan = plan_copy(LAYOUT.host, [0], LAYOUT.device, [1])
