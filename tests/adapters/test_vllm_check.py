@@ -12,5 +12,7 @@ from tests.with_vllm import check
 def test_a_few_runs_under_vllm_itself() -> None:
     python = check.found()
     if not python:
-        pytest.skip(f"no vLLM here: `make vllm-check SHORT=1` sets it up, or name a Python in {check.PYTHON_VARIABLE}")
+        needs = f"{check.ROOM >> 30} GiB and minutes, which a run of the tests does not have"
+        where = f"`make vllm-check` installs it, or {check.PYTHON_VARIABLE} names a Python that has it"
+        pytest.skip(f"no vLLM here; it needs {needs}: {where}")
     assert check.tests(python, *check.SMOKE)
