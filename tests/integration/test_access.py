@@ -19,7 +19,8 @@ import structlog
 import zmq
 import zmq.asyncio
 
-from tests.integration.test_engines import read, running, serving, write
+from tests.integration.own_memory import read, write
+from tests.integration.test_engines import running, serving
 from tests.support.memory_core import MemoryCore, serve
 from transferd.client.client import Client
 from transferd.config import ServerSection

@@ -13,32 +13,28 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.integration.caches import attach
+from tests.integration.own_memory import OwnMemory, code, read, write
 from transferd import (
     Client,
-    ReadStorageTask,
     Status,
     SwapInTask,
     SwapOutTask,
     SyncClient,
-    TaskResult,
     TransferError,
-    WriteStorageTask,
 )
 from transferd.blocks.layout import build_layout
 from transferd.client.launch import start as launch
 from transferd.config import Config, from_tree, to_tree
 from transferd.daemon.daemon import Daemon
 from transferd.errors import ConnectTimeout, EngineGone, RequestError, TierError
-from transferd.runtime.threads import ThreadPools
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.segment import DIRECTORY, PREFIX
-from transferd.tiers.shm import ShmDeviceTier
 
 Caches = dict[str, list[np.ndarray[Any, Any]]]
 CACHE = {"ranks": 2, "layers": 2, "kv_heads": 2, "head_dim": 4, "block_size": 4, "device_blocks": 8, "host_blocks": 8}
@@ -95,18 +91,6 @@ async def until(condition: Callable[[], bool], what: str, seconds: float = 20.0)
     assert condition(), what
 
 
-def write(task_id: str, keys: list[str], blocks: list[int]) -> WriteStorageTask:
-    return WriteStorageTask(task_id=task_id, keys=keys, gpu_block_ids=blocks, timeout=5.0)
-
-
-def read(task_id: str, keys: list[str], blocks: list[int]) -> ReadStorageTask:
-    return ReadStorageTask(task_id=task_id, keys=keys, gpu_block_ids=blocks, timeout=5.0)
-
-
-def code(result: TaskResult) -> str | None:
-    return None if result.error is None else result.error.code
-
-
 def paint(caches: Caches, value: int) -> None:
     for arrays in caches.values():
         for array in arrays:
@@ -117,26 +101,11 @@ def colours(caches: Caches) -> set[int]:
     return {int(c) for arrays in caches.values() for array in arrays for c in np.unique(array.view(np.uint8))}
 
 
-class Engine:
-    """An engine in this process: memory of its own for some ranks."""
+class Engine(OwnMemory):
+    """An engine in this process, of this file's layout."""
 
     def __init__(self, ranks: int = 2, **cache: Any) -> None:
-        self.layout = build_layout(from_tree({"cache": CACHE | cache}).cache)
-        self._threads = ThreadPools(1)
-        self._tiers = [ShmDeviceTier(self.layout, rank, 0, self._threads) for rank in range(ranks)]
-
-    async def __aenter__(self) -> Self:
-        for tier in self._tiers:
-            await tier.open()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        for tier in self._tiers:
-            await tier.close()
-        self._threads.close()
-
-    def handle(self, rank: int) -> DeviceHandle:
-        return self._tiers[rank].handle()
+        super().__init__(build_layout(from_tree({"cache": CACHE | cache}).geometry), ranks)
 
     def caches(self, rank: int) -> Caches:
         from transferd.tiers.segment import attach_arrays

@@ -8,8 +8,9 @@ from pathlib import Path
 import msgspec
 import structlog
 
+from tests.integration.own_memory import write
 from tests.integration.subscriber import WAIT_MS, AllBlocksCleared, BlockRemoved, Subscriber
-from tests.integration.test_engines import LAYOUT, running, serving, write
+from tests.integration.test_engines import LAYOUT, running, serving
 from transferd import Client, Status, SwapInTask, SwapOutTask
 from transferd.wire.kv_events import block_hash
 

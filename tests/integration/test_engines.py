@@ -8,58 +8,38 @@ import ctypes
 import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.integration.own_memory import OwnMemory, code, read, write
 from transferd import (
     Client,
     Engine,
     Pages,
-    ReadStorageTask,
     RequestError,
     Status,
     SyncClient,
-    TaskResult,
-    WriteStorageTask,
     shm_pages,
 )
 from transferd.blocks.layout import build_layout
 from transferd.config import from_tree
 from transferd.daemon.daemon import Daemon
 from transferd.errors import ConnectTimeout, TransferError
-from transferd.runtime.threads import ThreadPools
 from transferd.tasks import SwapInTask, SwapOutTask
-from transferd.tiers.base import DeviceHandle
 from transferd.tiers.segment import DIRECTORY, PREFIX, SharedSegment, attach_arrays
-from transferd.tiers.shm import ShmDeviceTier
 from transferd.wire import protocol as wire
 from transferd.wire.transport import ZmqClientTransport
 
 LAYOUT: dict[str, Any] = {"layers": 2, "kv_heads": 2, "head_dim": 4, "block_size": 4, "device_blocks": 8}
 
 
-class Memory:
-    """An engine's own memory for some ranks, in this process."""
+class Memory(OwnMemory):
+    """An engine's own memory, of this file's layout."""
 
     def __init__(self, ranks: int = 1, **layout: Any) -> None:
-        config = from_tree({"cache": LAYOUT | {"ranks": ranks} | layout})
-        self._threads = ThreadPools(1)
-        self._tiers = [ShmDeviceTier(build_layout(config.geometry), rank, 0, self._threads) for rank in range(ranks)]
-
-    async def __aenter__(self) -> Self:
-        for tier in self._tiers:
-            await tier.open()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        for tier in self._tiers:
-            await tier.close()
-        self._threads.close()
-
-    def handle(self, rank: int = 0) -> DeviceHandle:
-        return self._tiers[rank].handle()
+        super().__init__(build_layout(from_tree({"cache": LAYOUT | {"ranks": ranks} | layout}).geometry), ranks)
 
     def arrays(self, rank: int = 0) -> list[np.ndarray[Any, Any]]:
         return [array for layers in attach_arrays(self.handle(rank).data).values() for array in layers]
@@ -126,18 +106,6 @@ async def serving(endpoint: str, name: str, **more: Any) -> AsyncIterator[tuple[
             await one.offer(rank, memory.handle(rank))
         await one.wait_ready(5)
         yield one, memory
-
-
-def write(task_id: str, keys: list[str], blocks: list[int]) -> WriteStorageTask:
-    return WriteStorageTask(task_id=task_id, keys=keys, gpu_block_ids=blocks, timeout=5.0)
-
-
-def read(task_id: str, keys: list[str], blocks: list[int]) -> ReadStorageTask:
-    return ReadStorageTask(task_id=task_id, keys=keys, gpu_block_ids=blocks, timeout=5.0)
-
-
-def code(result: TaskResult) -> str | None:
-    return None if result.error is None else result.error.code
 
 
 async def until(condition: Callable[[], bool], what: str) -> None:

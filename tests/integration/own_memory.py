@@ -1,0 +1,45 @@
+"""What tests need whose engine brings its own memory: that memory, two tasks, and a look at a result."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from transferd.blocks.layout.base import BlockLayout
+from transferd.runtime.threads import ThreadPools
+from transferd.tasks import ReadStorageTask, TaskResult, WriteStorageTask
+from transferd.tiers.base import DeviceHandle
+from transferd.tiers.shm import ShmDeviceTier
+
+
+class OwnMemory:
+    """An engine's own memory for some ranks, in this process, from entry to exit."""
+
+    def __init__(self, layout: BlockLayout, ranks: int) -> None:
+        self.layout = layout
+        self._threads = ThreadPools(1)
+        self._tiers = [ShmDeviceTier(layout, rank, 0, self._threads) for rank in range(ranks)]
+
+    async def __aenter__(self) -> Self:
+        for tier in self._tiers:
+            await tier.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for tier in self._tiers:
+            await tier.close()
+        self._threads.close()
+
+    def handle(self, rank: int = 0) -> DeviceHandle:
+        return self._tiers[rank].handle()
+
+
+def write(task_id: str, keys: list[str], blocks: list[int]) -> WriteStorageTask:
+    return WriteStorageTask(task_id=task_id, keys=keys, gpu_block_ids=blocks, timeout=5.0)
+
+
+def read(task_id: str, keys: list[str], blocks: list[int]) -> ReadStorageTask:
+    return ReadStorageTask(task_id=task_id, keys=keys, gpu_block_ids=blocks, timeout=5.0)
+
+
+def code(result: TaskResult) -> str | None:
+    return None if result.error is None else result.error.code
