@@ -256,10 +256,12 @@ class RankWorker:
         return self._reader.missed
 
     def statistics(self) -> dict[str, Any]:
-        """rank, device, and per lane: running, done, failed, bytes. The dispatcher counts what is queued."""
+        """rank, device, what its tier reports, and per lane: running, done, failed, bytes. The dispatcher counts what
+        is queued."""
         return {
             "rank": self.rank,
             "device": self.context.device.device,
+            "tier": self.context.device.statistics(),
             "lanes": {
                 str(name): {
                     "running": lane.running,

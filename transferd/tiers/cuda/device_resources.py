@@ -236,7 +236,7 @@ class DeviceResources:
             "copies": {"out": dict(self.outward.counts), "in": dict(self.inward.counts)},
             "unregistered": self.outward.submitter.unregistered + self.inward.submitter.unregistered,
             "batches": self.outward.submitter.batching and self.inward.submitter.batching,
-            "waits_for": {} if self.timelines is None else self.timelines.waiting,
+            "waits_for": {} if self.timelines is None else {str(k): v for k, v in self.timelines.waiting.items()},
         }
 
     def close(self) -> None:

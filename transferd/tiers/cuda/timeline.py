@@ -79,7 +79,8 @@ class Timelines:
     @property
     def waiting(self) -> dict[int, int]:
         """The timelines that have waiters now, each with the number."""
-        return {slot: gate.waits_for for slot, gate in self._gates.items() if gate.waits_for is not None}
+        waits = [(slot, gate.waits_for) for slot, gate in self._gates.items()]
+        return {slot: value for slot, value in waits if value is not None}
 
     def stop(self) -> None:
         """End every wait, even if the engine is dead. Idempotent. Raises CopyHung if a wait does not end."""
