@@ -79,8 +79,8 @@ bench: $(STAMP) ## control and copy benchmarks, as text
 bench-gate: $(STAMP) ## fail if a ratio got worse than benchmarks/results by more than its spread; needs a quiet machine
 	$(BIN)/python benchmarks/gate.py
 
-gpu-check: ## correctness and speed on a machine with an NVIDIA GPU; builds and fetches nothing (docs/operations.md)
-	$(PYTHON) -m tests.gpu.check
+gpu-check: ## correctness and speed on a machine with an NVIDIA GPU, in 9 minutes; ARGS=--resume goes on (docs/testing.md)
+	$(PYTHON) -m tests.gpu.check $(ARGS)
 
 fastdeploy-check: ## the adapter under FastDeploy's own source, where that is here; sets up an environment of its own
 	$(PYTHON) -m tests.with_fastdeploy.check

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
 import os
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from typing import Any
+
+import msgspec
 
 from tests.gpu.machine import LAYOUTS, Found, Machine, Rig, open_rig, within
 from tests.gpu.processes import LARGE, Peer, peer
-from transferd.tiers.cuda.submitter import CopyPath
+from tests.gpu.results import CHECKS as CHECKS_FILE
+from tests.gpu.speeds import LEAST_GBS, NEIGHBOUR_BYTES
+from transferd.config.sections import CudaSection
+from transferd.config.size import Size
 
-WAYS: tuple[CopyPath, ...] = ("gather", "straight")
+WAYS: dict[str, dict[str, Any]] = {"gather": {"copy_path": "gather"}, "straight": {"copy_path": "straight"}}
+SHORT_DMAS = {"gather, DMAs of 1 MiB": {"copy_path": "gather", "settings": CudaSection(largest_dma=Size(1 << 20))}}
 SLOWER = 0.85  # of its own steps a second: less is a neighbour that is disturbed
-LEAST_GBS = 25.0  # beside a busy neighbour: half of PCIe 5
+
+
+def _step(machine: Machine) -> int:
+    return 4096 if machine.fake else NEIGHBOUR_BYTES
 
 
 def _cache(machine: Machine) -> dict[str, Any]:
@@ -39,14 +51,14 @@ async def _speed(rig: Rig, *, outward: bool) -> float:
     return moved / (time.monotonic() - before) / 1e9
 
 
-async def _table(machine: Machine, engine: Peer, step: int) -> dict[str, Any]:
+async def _table(machine: Machine, engine: Peer, step: int, ways: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Copies by way and direction, and the neighbour's steps beside each; step as for Peer.busy."""
     rows: dict[str, Any] = {}
     await engine.ask("busy", step=step)
     await asyncio.sleep(0.02 if machine.fake else 0.5)
     rows["alone"] = await engine.ask("rest")
-    for way in WAYS:
-        async with open_rig(machine, _cache(machine), copy_path=way) as rig:
+    for way, options in ways.items():
+        async with open_rig(machine, _cache(machine), **options) as rig:
             for outward in (True, False):
                 idle = await _speed(rig, outward=outward)
                 await engine.ask("busy", step=step)
@@ -59,7 +71,7 @@ async def _table(machine: Machine, engine: Peer, step: int) -> dict[str, Any]:
 async def a_busy_neighbour(machine: Machine) -> Found:
     """Another process runs short kernels without a pause: how fast are copies, and how much slower is it."""
     async with peer(machine) as engine:
-        rows = await _table(machine, engine, 4096 if machine.fake else 32 << 20)
+        rows = await _table(machine, engine, _step(machine), WAYS)
     alone = rows["alone"]["steps_per_s"]
     told, good = [], True
     for name, row in rows.items():
@@ -81,18 +93,19 @@ async def a_busy_neighbour_under_mps(machine: Machine) -> Found:
     await asyncio.to_thread(subprocess.run, [*control, "-d"], env=env, check=True, timeout=30)
     try:
         again = [sys.executable, "-m", "tests.gpu.check", "--only", "a_busy_neighbour", "--device", str(machine.index)]
-        process = await asyncio.create_subprocess_exec(*again, "--no-bench", env=env, stdout=subprocess.PIPE)
-        out, _ = await within(process.communicate(), "the run under MPS", 120)
+        again += ["--results", str(directory / "found")]
+        process = await asyncio.create_subprocess_exec(*again, env=env, stdout=subprocess.DEVNULL)
+        await within(process.wait(), "the run under MPS", 120)
     finally:
         await asyncio.to_thread(subprocess.run, control, input=b"quit\n", env=env, check=False, timeout=30)
-    told = next((line for line in out.decode().splitlines() if "a busy neighbour:" in line), "it said nothing")
-    return Found(told.strip(), "fast" if told.startswith("fast") else "slow")
+    row = json.loads((directory / "found" / CHECKS_FILE).read_text())["checks"][0]
+    return Found(row["note"], row["verdict"], row["figures"])
 
 
 async def a_neighbours_small_copies(machine: Machine) -> Found:
     """4 KiB into the device and out of it, as a decode step has them: how long beside our lanes."""
     async with peer(machine) as engine:
-        rows = await _table(machine, engine, 0)
+        rows = await _table(machine, engine, 0, WAYS | SHORT_DMAS)
     alone = rows["alone"]["p99_s"]
     worst = max(row["p99_s"] for name, row in rows.items() if name != "alone")
     told = "; ".join(
@@ -100,6 +113,97 @@ async def a_neighbours_small_copies(machine: Machine) -> Found:
     )
     verdict = "right" if machine.fake else "fast" if worst < alone + 500e-6 else "slow"
     return Found(told, verdict, rows)  # type: ignore[arg-type]
+
+
+async def the_best_settings_beside_a_busy_neighbour(machine: Machine) -> Found:
+    """Tries what [cuda] can say, while another process runs short kernels without a pause; prints what was best.
+
+    First grid, slots and length of DMAs, for blocks that are gathered; then, with these, the length of pieces from
+    which the straight path is as good, for each direction.
+    """
+    async with peer(machine) as engine:
+        await engine.ask("busy", step=_step(machine))
+        await asyncio.sleep(0.02 if machine.fake else 0.5)
+        alone = (await engine.ask("rest"))["steps_per_s"]
+        tried = {}
+        for grid, slots, dma in _candidates(machine):
+            settings = CudaSection(copies="gather", grid=grid, slots=slots, largest_dma=Size(dma))
+            tried[settings] = await _beside(machine, engine, _cache(machine), settings, alone)
+        best = max(tried, key=lambda settings: _value(tried[settings], tried.values()))
+        crossings = {}
+        for piece, cache in _by_piece(machine).items():
+            for way in ("gather", "straight"):
+                settings = msgspec.structs.replace(best, copies=way)
+                crossings[piece, way] = await _beside(machine, engine, cache, settings, alone)
+    out, into = (_crossing(crossings, f"{name}_GBs") for name in ("out", "in"))
+    lines = f"grid = {best.grid}, slots = {best.slots}, largest_dma = {str(best.largest_dma)!r}"
+    lines += f", straight_from = {str(out)!r}, loads_straight_from = {str(into)!r}"
+    row = tried[best]
+    note = f"[cuda] {lines}: out {row['out_GBs']:.1f}, in {row['in_GBs']:.1f} GB/s, neighbour {row['share']:.2f}"
+    figures = {
+        "tried": [{"grid": s.grid, "slots": s.slots, "largest_dma": int(s.largest_dma)} | r for s, r in tried.items()],
+        "pieces": [{"bytes": piece, "way": way} | found for (piece, way), found in crossings.items()],
+    }
+    return Found(note, "right", figures)
+
+
+def _candidates(machine: Machine) -> list[tuple[int, int, int]]:
+    """(grid, slots, bytes of a DMA)"""
+    if machine.fake:
+        return [(48, 2, 4 << 20), (8, 3, 1 << 20)]
+    count = machine.info.multiprocessors
+    return list(itertools.product((count // 3, 2 * count), (2, 4), (1 << 20, 4 << 20)))
+
+
+def _by_piece(machine: Machine) -> dict[int, dict[str, Any]]:
+    """Caches of 80 layers by the bytes of a block's piece."""
+    if machine.fake:
+        return {2048: LAYOUTS["gqa"]}
+    common = {"layers": 80, "head_dim": 128, "block_size": 64}
+    return {
+        heads * 16384: common | {"kv_heads": heads, "device_blocks": 256 // heads, "host_blocks": 256 // heads}
+        for heads in (1, 2, 4, 8)
+    }
+
+
+async def _beside(
+    machine: Machine, engine: Peer, cache: dict[str, Any], settings: CudaSection, alone: float
+) -> dict[str, float]:
+    """GB/s both ways beside the busy neighbour, and the smaller share of its own steps that it has left."""
+    found, shares = {}, []
+    async with open_rig(machine, cache, settings=settings) as rig:
+        for name, outward in (("out_GBs", True), ("in_GBs", False)):
+            await engine.ask("busy", step=_step(machine))
+            found[name] = await _speed(rig, outward=outward)
+            shares.append((await engine.ask("rest"))["steps_per_s"] / max(alone, 1e-9))
+    return found | {"share": min(shares)}
+
+
+def _value(row: dict[str, float], rows: Iterable[dict[str, float]]) -> tuple[bool, float]:
+    """The fastest among those that leave the neighbour its due, or, if none does, nearly as much as the best."""
+    due = min(SLOWER, max(other["share"] for other in rows) - 0.05)
+    return row["share"] >= due, row["out_GBs"] + row["in_GBs"]
+
+
+def _crossing(found: dict[tuple[int, str], dict[str, float]], way: str) -> Size:
+    """The shortest pieces that go at least as fast straight, as all longer ones do; 1 GiB if there are none."""
+    best = 1 << 30
+    for piece in sorted({piece for piece, _ in found}, reverse=True):
+        gather, straight = found[piece, "gather"], found[piece, "straight"]
+        if straight[way] < 0.97 * gather[way] or straight["share"] < gather["share"] - 0.05:
+            break
+        best = piece
+    return Size(best)
+
+
+async def stores_keep_to_their_rate(machine: Machine) -> Found:
+    """cuda.store_rate: copies out of the device at a tenth of the bus, copies into it as fast as ever."""
+    rate = (1 << 40) if machine.fake else 5_000_000_000
+    async with open_rig(machine, _cache(machine), settings=CudaSection(store_rate=Size(rate))) as rig:
+        out, into = await _speed(rig, outward=True), await _speed(rig, outward=False)
+    good = machine.fake or (0.7 * rate <= out * 1e9 <= 1.15 * rate and into > 2 * out)
+    note = f"out {out:.1f} GB/s at a rate of {rate / 1e9:.0f}, in {into:.1f} GB/s"
+    return Found(note, "right" if good else "wrong", {"out_GBs": out, "in_GBs": into})
 
 
 async def submitting_costs_little(machine: Machine) -> Found:
@@ -131,4 +235,11 @@ async def submitting_costs_little(machine: Machine) -> Found:
     return Found(note, "right" if machine.fake else "fast" if most < 1.0 else "slow", figures)
 
 
-CHECKS = (a_busy_neighbour, a_busy_neighbour_under_mps, a_neighbours_small_copies, submitting_costs_little)
+CHECKS = (
+    a_busy_neighbour,
+    a_busy_neighbour_under_mps,
+    a_neighbours_small_copies,
+    the_best_settings_beside_a_busy_neighbour,
+    stores_keep_to_their_rate,
+    submitting_costs_little,
+)

@@ -1,14 +1,17 @@
 """`make gpu-check`: everything that only a machine with an NVIDIA GPU can show, in one command.
 
-    python -m tests.gpu.check [--device 0] [--only WORD] [--first] [--no-bench] [--results DIRECTORY] [--seed N]
-                              [--limit SECONDS]
+    python -m tests.gpu.check [--device 0] [--only ROW,…] [--list] [--resume] [--first] [--no-bench]
+                              [--results DIRECTORY] [--seed N] [--limit SECONDS]
 
 Needs python3 with cuda-bindings and NVRTC, and what transferd itself imports; builds and fetches nothing, and
-transferd need not be installed. Every check prints one line with a verdict: right or wrong; fast or slow where it
-measures beside a limit; skipped where this machine lacks what it needs. One that is wrong says how to run it alone, and
-makes the exit code 1. Then the benchmark measures, and a table of all verdicts ends it. The JSON goes to
-benchmarks/results/ (gpu-check.json, copy-cuda.json). What hangs ends after --limit, 9 minutes, with the traceback of
-every thread; what was found by then is written.
+transferd need not be installed. Every row prints one line with a verdict: right or wrong; fast or slow where it
+measures beside a limit; skipped where this machine lacks what it needs, or no time was left. A wrong one says how to
+run it alone, and makes the exit code 1. A table of all verdicts ends it.
+
+The JSON goes to benchmarks/results/ (gpu-check.json, copy-cuda.json) and is written after each row. A row that hangs
+(90 to 150 s) or crashes costs only itself: its process ends, with the traceback of every thread, and another one goes
+on. The whole run takes at most --limit, 9 minutes; --resume runs what is left. --only runs some rows (names or parts
+of names) and keeps the others in the JSON; --list names all.
 """
 
 from __future__ import annotations

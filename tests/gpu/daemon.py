@@ -123,6 +123,9 @@ async def a_daemon_moves_blocks_of_two_ranks(machine: Machine) -> str:
             stats = await client.stats()
             if not machine.fake and (stats["degraded"] or not stats["host"]["pinned"]):
                 raise Failed(f"the daemon is degraded: {stats['degraded']}")
+            loose = [rank["tier"]["unregistered"] for rank in stats["ranks"]]
+            if any(loose):
+                raise Failed(f"copies from or to memory that is not registered, by rank: {loose}")
             cache.ranks.clear()
     return f"{json.dumps(stats['tasks'])}"
 

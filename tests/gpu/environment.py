@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.metadata
+import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from tests.gpu.machine import LAYOUTS, Failed, Found, Machine, open_rig, within
+from tests.gpu.processes import LARGE, peer
 from transferd.errors import DeviceLost, TransferError
 from transferd.tiers.cuda.bindings import check_fit
 from transferd.tiers.cuda.compiler import nvrtc_major
@@ -17,6 +20,28 @@ from transferd.tiers.cuda.tuning import mps_runs
 from transferd.tiers.numa import node_of_pci
 
 LOST_WITHIN_S = 10.0
+
+
+SMI = (
+    "driver_version",
+    "compute_mode",
+    "persistence_mode",
+    "mig.mode.current",
+    "ecc.mode.current",
+    "pcie.link.gen.max",
+    "clocks_throttle_reasons.active",
+)
+
+
+def _smi(uuid: str) -> dict[str, str]:
+    """What only nvidia-smi tells; empty where there is none."""
+    dashed = "-".join((uuid[:8], uuid[8:12], uuid[12:16], uuid[16:20], uuid[20:]))
+    command = ["nvidia-smi", f"--id=GPU-{dashed}", f"--query-gpu={','.join(SMI)}", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return dict(zip(SMI, (value.strip() for value in told.split(",")), strict=False))
 
 
 def environment(machine: Machine) -> dict[str, Any]:
@@ -43,12 +68,17 @@ def environment(machine: Machine) -> dict[str, Any]:
         "link": f"{told('current_link_speed')} x{told('current_link_width')} of x{told('max_link_width')}",
         "numa node": node_of_pci(info.pci),
         "iommu": Path("/sys/kernel/iommu_groups/0").exists(),
-    }
+        "bindings": importlib.metadata.version("cuda-bindings"),
+    } | _smi(info.uuid)
 
 
 async def the_environment(machine: Machine) -> Found:
     """Versions that fit, the bus, MPS, NUMA; a narrow link or an exclusive GPU is slow or wrong by itself."""
-    facts = environment(machine)
+    facts = await asyncio.to_thread(environment, machine)
+    facts |= await _under_load(machine)
+    before = machine.free()
+    async with peer(machine):
+        facts["MiB of a process's context"] = (before - machine.free()) >> 20
     note = ", ".join(f"{name} {value}" for name, value in facts.items())
     try:
         if not machine.fake:
@@ -60,6 +90,20 @@ async def the_environment(machine: Machine) -> Found:
     return Found(
         note, "slow" if narrow or not (facts["words"] and facts["host memory at its own address"]) else "right", facts
     )
+
+
+async def _under_load(machine: Machine) -> dict[str, Any]:
+    """The bus while it is busy: links of idle GPUs run slowly. And whether the pool is where it should be."""
+    async with open_rig(machine, LAYOUTS["gqa"] if machine.fake else LARGE) as rig:
+        count = min(rig.layout.device_blocks, rig.layout.host_blocks)
+        plan = rig.out(rig.some(rig.layout.device_blocks, count), list(range(count)))
+        for _ in range(1 if machine.fake else 20):
+            await within(rig.tier.copy_out(plan, rig.pool.memory), "a copy")
+        copying = asyncio.ensure_future(rig.tier.copy_out(plan, rig.pool.memory))
+        link = Path("/sys/bus/pci/devices") / machine.info.pci / "current_link_speed"
+        speed = await asyncio.to_thread(link.read_text) if link.exists() else "?"
+        await within(copying, "a copy")
+        return {"link under load": speed.strip(), "pool": rig.pool.memory.misplaced or "on the wanted node"}
 
 
 async def a_lost_device_is_noticed(machine: Machine) -> Found:

@@ -54,6 +54,25 @@ async def a_rank_that_is_behind_is_waited_for(machine: Machine) -> Found:
     return Found(f"right, the result at most {worst * 1e3:.1f} ms after the engine's end", figures={"worst_s": worst})
 
 
+async def tasks_behind_a_step_of_10_ms(machine: Machine) -> Found:
+    """An engine whose steps take 10 ms advances its timeline behind each: how long after it is a block out."""
+    late: list[float] = []
+    async with open_rig(machine, LATE) as rig, peer(machine) as engine:
+        if not await _attached(rig, engine):
+            return Found("this device shares no timelines", "wrong")
+        line = Timeline(0)
+        for value in range(1, 3 if machine.fake else 60):
+            after = line.next()
+            task = asyncio.ensure_future(_task(rig, after, value))
+            await engine.ask("compute", value=value, after=after, wait_s=0.010)
+            before = time.monotonic()
+            await within(task, "a task behind a step")
+            late.append(time.monotonic() - before)
+    p50, p99 = (float(np.percentile(late, percent)) for percent in (50, 99))
+    note = f"p50 {p50 * 1e6:.0f}, p99 {p99 * 1e6:.0f} us after the step"
+    return Found(note, "right" if machine.fake else "fast" if p50 < 0.001 else "slow", {"p50_s": p50, "p99_s": p99})
+
+
 async def two_streams_do_not_wait_for_each_other(machine: Machine) -> str:
     """A task of a stream that got there is served while another stream's task waits."""
     async with open_rig(machine, LATE) as rig, peer(machine) as engine:
@@ -141,6 +160,7 @@ async def a_full_launch_queue(machine: Machine) -> Found:
 
 CHECKS = (
     a_rank_that_is_behind_is_waited_for,
+    tasks_behind_a_step_of_10_ms,
     two_streams_do_not_wait_for_each_other,
     a_wait_that_nobody_ends_holds_up_nothing,
     a_full_launch_queue,

@@ -16,8 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from tests.gpu import descriptor
 from transferd.blocks.layout import build_layout
 from transferd.config import CacheSection
+from transferd.errors import TierError
 from transferd.tiers.cuda import engine, fastdeploy
 from transferd.tiers.cuda.bindings import open_driver
 from transferd.tiers.cuda.engine import Attached, DeviceArray
@@ -101,6 +103,30 @@ class Peer:
             for tensor in (tensor.view(torch.uint8) for tensor in tensors)
         ]
         return engine.export(caches, device=self.device)
+
+    def odd_memory(self, kind: str) -> str:
+        """Export memory that an allocator has made in its own way: "shared", or the code and message of the refusal."""
+        with self.driver.current(self.context):
+            if kind == "cuMemAlloc":
+                address = self.driver.allocate(1 << 21)
+            elif kind == "cuMemCreate":
+                address, *_ = descriptor.create(self.device, 1 << 21)
+            else:
+                address = descriptor.pooled(1 << 21, self.stream)
+        try:
+            engine.export_pages([address], [[0, 4096]], device=self.device)
+        except TierError as error:
+            return f"{error.reason}: {error}"
+        return "shared"
+
+    def by_descriptor(self, value: int) -> dict[str, int]:
+        """Make memory with this in every byte, and a descriptor for it."""
+        with self.driver.current(self.context):
+            address, handle, nbytes = descriptor.create(self.device, 1 << 21)
+            self.driver.fill(address, value, nbytes, self.stream)
+            self.driver.synchronize_stream(self.stream)
+        self.kept.append(handle)
+        return {"fd": descriptor.exported(handle), "nbytes": nbytes, "value": value}
 
     def fill(self, seed: int) -> None:
         """Random bytes in every array, waited for."""

@@ -1,166 +1,218 @@
-"""Runs the checks in order, says what each found, then measures. See check.py."""
+"""Has workers run the rows, says what each found, and writes it down as it goes. See check.py.
+
+A worker is a process. If a row hangs, crashes or takes the device down, its worker ends, and the next worker goes on
+with the next row: no row costs another one its result.
+"""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import contextlib
-import faulthandler
 import json
+import os
 import random
+import select
+import signal
+import subprocess
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tests.gpu import beside, copies, daemon, environment, memory, ordering, processes, sharing
-from tests.gpu.machine import Failed, Found, Machine
-from transferd.errors import DeviceLost, TransferError
+from tests.gpu.machine import FAKE
+from tests.gpu.results import Results
+from tests.gpu.rows import ROWS, Row, chosen
+from transferd.errors import TransferError
 from transferd.tiers.cuda.bindings import open_driver
 from transferd.tiers.cuda.device import find_device
 from transferd.tiers.segment import remove_stale_segments
 
-Check = Callable[[Machine], Awaitable[str | Found]]
-# Last is what may lose this process's context, and with it every check after it.
-CHECKS: tuple[Check, ...] = (
-    environment.the_environment,
-    *copies.CHECKS,
-    *memory.CHECKS,
-    *processes.CHECKS,
-    *ordering.CHECKS,
-    *sharing.CHECKS,
-    *daemon.CHECKS,
-    *beside.CHECKS,
-    environment.a_lost_device_is_noticed,
-    processes.an_engine_is_killed,
-)
-GOALS = {"swap_out": 0.95, "swap_in": 0.95, "swap both ways": 0.9}
-LIMIT_S = 540.0
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+TOTAL_S = 540.0
+START_S = 180.0  # a worker's, where the machine's fabric manager is still starting
+GRACE_S = 10.0  # from the end of a row's time to the end of its process
+WHERE = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu.check", description="Check transferd on an NVIDIA GPU.")
+    parser.add_argument("--device", type=int, default=0)
+    parser.add_argument("--only", default="", help="rows to run: names or parts of names, with commas")
+    parser.add_argument("--list", action="store_true", help="print the names of all rows, and end")
+    parser.add_argument("--resume", action="store_true", help="keep what --results has of this GPU; run the other rows")
+    parser.add_argument("--first", action="store_true", help="end with the first row that fails")
+    parser.add_argument("--no-bench", action="store_true", help="without the rows that measure every layout")
+    parser.add_argument("--results", type=Path, help=f"where the JSON goes; by default {WHERE}")
+    parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
+    parser.add_argument("--limit", type=float, default=TOTAL_S, help="seconds for the whole run, whatever hangs")
+    return parser.parse_args()
 
 
 def main() -> int:
     """The command line of check.py. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tests.gpu.check", description="Check transferd on an NVIDIA GPU.")
-    parser.add_argument("--device", type=int, default=0)
-    parser.add_argument("--only", default="", help="run the checks whose name has this in it")
-    parser.add_argument("--first", action="store_true", help="end with the first check that fails, and do not measure")
-    parser.add_argument("--no-bench", action="store_true")
-    parser.add_argument("--results", type=Path, help=f"where the benchmark's JSON goes; by default {RESULTS}")
-    parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
-    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds after which it ends, whatever hangs")
-    options = parser.parse_args()
-    faulthandler.dump_traceback_later(options.limit, exit=True)  # says where; a driver that hangs holds every thread
+    options = _options()
+    rows = chosen([word for word in options.only.split(",") if word], bench=not options.no_bench)
+    if options.list:
+        print("\n".join(row.name for row in rows))
+        return 0
+    if not rows:
+        print(f"FAIL  no row has {options.only!r} in its name: see --list")
+        return 1
+    until = time.monotonic() + options.limit
     try:
         driver = open_driver()
         info = find_device(driver, options.device)
     except TransferError as error:
         print(f"FAIL  there is nothing to check on: {error}")
         return 1
-    driver.retain(options.device)  # for the whole run: making one takes longer than most checks
     print(
-        f"{info.name}, compute capability {info.capability[0]}.{info.capability[1]}, PCI {info.pci}, UUID {info.uuid}"
-    )
-    print(
+        f"{info.name}, compute capability {info.capability[0]}.{info.capability[1]}, PCI {info.pci}, UUID {info.uuid}\n"
         f"CUDA {driver.version // 1000}.{driver.version % 1000 // 10}, cuda-bindings {_bindings_version()}, "
-        f"cudaMemcpyBatchAsync: {'yes' if driver.batches else 'no'}, seed {options.seed}"
+        f"cudaMemcpyBatchAsync: {'yes' if driver.batches else 'no'}, seed {options.seed}",
+        flush=True,
     )
-    with tempfile.TemporaryDirectory(prefix="transferd-gpu-") as directory:
-        machine = Machine(driver, options.device, Path(directory), options.seed)
-        rows = _run([check for check in CHECKS if options.only in check.__name__], machine, first=options.first)
-        failed = sum(row["verdict"] == "wrong" for row in rows)
-        results = options.results or (None if machine.fake else RESULTS)
-        if results is not None and not options.only:
-            _write(results, environment.environment(machine), rows, options.seed)
-    if not (failed and options.first) and not options.no_bench and not options.only:
-        failed += bench(machine, results)
-    _tell(rows)
-    with contextlib.suppress(DeviceLost):
-        driver.release(options.device)
-    if machine.fake:
+    where = options.results or (None if FAKE else WHERE)
+    results = Results(where, info, options.seed, partial=bool(options.only), resume=options.resume)
+    with tempfile.TemporaryDirectory(prefix="transferd-gpu-", ignore_cleanup_errors=True) as work, _no_mps_left(work):
+        run = Run(results, options, Path(work), until)
+        run.rows([row for row in rows if row.name not in results.known])
+    if FAKE:
         remove_stale_segments()  # what processes left behind that were killed on purpose
-    faulthandler.cancel_dump_traceback_later()
-    print("FAILED" if failed else "all good")
-    return 1 if failed else 0
+    return results.conclude([row.name for row in rows])
 
 
-def _run(checks: list[Check], machine: Machine, *, first: bool) -> list[dict[str, Any]]:
-    """Every check in its order; a row for each. first: end with the first that fails."""
-    rows: list[dict[str, Any]] = []
-    for check in checks:
-        before = time.monotonic()
-        name = check.__name__.replace("_", " ")
-        if sys.stdout.isatty():
-            print(f"      {name} …", end="\r", flush=True)
-        found = _checked(check, machine)
-        seconds = time.monotonic() - before
-        print(f"{found.verdict:<7} {name}: {found.note} ({seconds:.1f} s)", flush=True)
-        rows.append({"check": name, "verdict": found.verdict, "seconds": round(seconds, 2), "note": found.note})
-        rows[-1]["figures"] = found.figures
-        if found.verdict == "wrong" and first:
-            break
-    return rows
+class Run:
+    """Workers, one after the other, until every row has been run or the time is over."""
+
+    def __init__(self, results: Results, options: argparse.Namespace, work: Path, until: float) -> None:
+        self.results = results
+        self.options = options
+        self.work = work
+        self.until = until
+
+    def rows(self, rows: list[Row]) -> None:
+        waiting = list(rows)
+        while waiting and not (self.options.first and self.results.failed):
+            if self.until - time.monotonic() <= GRACE_S / 2:
+                break
+            ran = self._worker(waiting)
+            if not ran and waiting:
+                break
+            waiting = [row for row in waiting if row.name not in ran]
+        for row in waiting:
+            self.results.heard(_told(row, "skipped", "not run: python -m tests.gpu.check --resume"))
+
+    def _command(self, to: int, rows: list[str]) -> list[str]:
+        module = ["-m", "tests.support.cuda.abi"] if FAKE else ["-m"]
+        command = [sys.executable, *module, "tests.gpu.worker", "--device", str(self.options.device)]
+        command += ["--seed", str(self.options.seed), "--work", str(self.work), "--to", str(to)]
+        return [*command, "--until", str(self.until), *([] if self.results.facts else ["--facts"]), *rows]
+
+    def _worker(self, rows: list[Row]) -> set[str]:
+        """Have one worker run these. Returns the names of those that it has run, or that ended it."""
+        reading, writing = os.pipe()
+        command = self._command(writing, [row.name for row in rows])
+        process = subprocess.Popen(command, stdout=2, pass_fds=[writing], start_new_session=True)
+        os.close(writing)
+        by_name, ran, running = {row.name: row for row in rows}, set[str](), [""]
+        began = [time.monotonic()]
+
+        def heard(message: dict[str, Any]) -> bool:
+            """False: the worker goes no further."""
+            if "begins" in message:
+                running[0], began[0] = message["begins"], time.monotonic()
+                self.results.begins(by_name[running[0]].words)
+            elif "measured" in message:
+                self.results.measured(message["measured"])
+            elif "environment" in message:
+                self.results.set_facts(message["environment"])
+            elif "row" in message:
+                ran.add(message["row"]["name"])
+                running[0], began[0] = "", time.monotonic()
+                self.results.heard(message["row"])
+                return not (self.options.first and self.results.failed)
+            return True
+
+        def allowed() -> float:
+            limit = by_name[running[0]].limit_s if running[0] else START_S
+            return min(began[0] + limit, self.until) + GRACE_S - time.monotonic()
+
+        over, code = False, None
+        try:
+            over = _listen(reading, heard, allowed)
+        finally:
+            code = _end(process, killed=not over)
+        name = running[0]
+        if name:
+            ran.add(name)
+            took = time.monotonic() - began[0]
+            cut = self.until - time.monotonic() < 1 and took < by_name[name].limit_s
+            note = f"its process ended after {took:.0f} s, {_cause(code)}; what it was doing is above"
+            self.results.heard(
+                _told(by_name[name], "skipped", "not run: no time was left")
+                if cut
+                else _told(by_name[name], "wrong", note, took)
+            )
+        elif over and code:
+            self.results.heard(_told(Row("the_worker", ROWS[0].check), "wrong", f"its process ended {_cause(code)}"))
+        elif not over and not ran and not self.options.first:
+            self.results.heard(_told(Row("the_worker", ROWS[0].check), "wrong", f"it did not start, {_cause(code)}"))
+        return ran
 
 
-def _checked(check: Check, machine: Machine) -> Found:
+def _listen(reading: int, heard: Callable[[dict[str, Any]], bool], allowed: Callable[[], float]) -> bool:
+    """Pass messages on until the worker has said that it is done (True), has gone, or is not to go on."""
+    with os.fdopen(reading, "rb", buffering=0) as pipe:
+        kept = b""
+        while True:
+            ready, _, _ = select.select([pipe], [], [], max(0.0, allowed()))
+            part = os.read(pipe.fileno(), 1 << 16) if ready else b""
+            if not part:
+                return False
+            *lines, kept = (kept + part).split(b"\n")
+            for line in lines:
+                message = json.loads(line)
+                if "over" in message:
+                    return True
+                if not heard(message):
+                    return False
+
+
+def _end(process: subprocess.Popen[bytes], *, killed: bool) -> int | None:
+    """The exit code of a worker, whose whole family ends with it; None if it cannot even be killed."""
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(min(2.0, GRACE_S) if killed else GRACE_S)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     try:
-        found = asyncio.run(check(machine))
-    except Exception as error:  # noqa: BLE001 - a check that breaks is a check that failed
-        if not isinstance(error, Failed):
-            traceback.print_exc()
-        again = f"again, alone: python -m tests.gpu.check --only {check.__name__} --seed {machine.seed}"
-        what = str(error) if isinstance(error, Failed) else f"{type(error).__name__}: {error}"
-        return Found(f"{what}\n        {again}", "wrong")
-    return Found(found) if isinstance(found, str) else found
+        return process.wait(GRACE_S)
+    except subprocess.TimeoutExpired:
+        return None
 
 
-def _tell(rows: list[dict[str, Any]]) -> None:
-    """The table: what is right, fast, slow, wrong, or was not tried here."""
-    width = max((len(row["check"]) for row in rows), default=0)
-    print()
-    for row in rows:
-        print(f"{row['check']:<{width}}  {row['verdict']}")
+def _cause(code: int | None) -> str:
+    if code is None:
+        return "inside the driver, and cannot be killed"
+    return f"by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"with exit code {code}"
 
 
-def _write(results: Path, facts: dict[str, Any], rows: list[dict[str, Any]], seed: int) -> None:
-    results.mkdir(parents=True, exist_ok=True)
-    path = results / "gpu-check.json"
-    path.write_text(json.dumps({"environment": facts, "seed": seed, "checks": rows}, indent=1, default=str) + "\n")
-    print(f"written to {path}")
+def _told(row: Row, verdict: str, note: str, seconds: float = 0.0) -> dict[str, Any]:
+    told = {"name": row.name, "check": row.words, "verdict": verdict, "seconds": round(seconds, 2)}
+    return told | {"note": note, "figures": {}}
 
 
-def bench(machine: Machine, results: Path | None) -> int:
-    """Measure, write the JSON, and say which goals are reached. Returns 1 if what was moved is wrong."""
-    from transferd.cli.bench import copy_cuda, harness
-    from transferd.cli.bench.harness import Row
-
-    before = harness.machine() | copy_cuda.machine(machine.index)
-    print("measuring: every layout, 1 to 1024 random blocks, every way", flush=True)
-    rows: list[Row] = []
-
-    def told(found: list[Row]) -> None:
-        rows.extend(found)
-        for row in found:
-            goal = GOALS.get(row.name.partition(",")[0])
-            mark = "" if goal is None else "  reached" if row.ratio >= goal else f"  below {goal}"
-            print(f"      {row.name:<60} {row.value:8.2f} of {row.limit:8.2f} GB/s  {row.ratio:5.2f}{mark}", flush=True)
-        if results is not None:  # after each, so that what was measured is kept whatever comes
-            results.mkdir(parents=True, exist_ok=True)
-            text = json.dumps(harness.report("copy-cuda", before, rows), indent=1)
-            (results / "copy-cuda.json").write_text(text + "\n")
-
-    small = {"counts": (1, 2), "runs": 1, "layouts": {n: c | {"layers": 3} for n, c in copy_cuda.LAYOUTS.items()}}
+@contextmanager
+def _no_mps_left(work: str) -> Iterator[None]:
+    """Ends the MPS that a row which did not end has left behind."""
     try:
-        copy_cuda.run(machine.index, told=told, **(small if machine.fake else {}))
-    except TransferError as error:
-        print(f"FAIL  the benchmark: {error}")
-        return 1
-    if results is not None:
-        print(f"written to {results / 'copy-cuda.json'}")
-    return 0
+        yield
+    finally:
+        pipe = Path(work) / "mps"
+        if (pipe / "control").exists():
+            env = os.environ | {"CUDA_MPS_PIPE_DIRECTORY": str(pipe)}
+            with suppress(OSError, subprocess.TimeoutExpired):
+                subprocess.run(["nvidia-cuda-mps-control"], input=b"quit\n", env=env, check=False, timeout=30)
 
 
 def _bindings_version() -> str:

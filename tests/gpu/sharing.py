@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 from typing import Any
 
+from tests.gpu import descriptor
 from tests.gpu.machine import LAYOUTS, Failed, Found, Machine, open_rig
 from tests.gpu.processes import peer
 
@@ -37,6 +39,34 @@ async def engines_in_other_places(machine: Machine) -> Found:
     return Found(note, "wrong" if bad else "right", told)
 
 
+async def memory_that_cannot_be_shared_is_refused(machine: Machine) -> Found:
+    """What allocators of frameworks are made of: memory from cuMemCreate, from a pool, and from cudaMalloc."""
+    if machine.fake:
+        return Found("needs a GPU", "skipped")
+    told: dict[str, str] = {}
+    async with peer(machine) as engine:
+        for kind in ("cuMemAlloc", "cuMemCreate", "cuMemAllocAsync"):
+            told[kind] = await engine.ask("odd_memory", kind=kind)
+    refused = [kind for kind, text in told.items() if text.startswith("not_shareable")]
+    good = told["cuMemAlloc"] == "shared" and refused == ["cuMemCreate", "cuMemAllocAsync"]
+    return Found("; ".join(f"{kind}: {text}" for kind, text in told.items()), "right" if good else "wrong", told)
+
+
+async def memory_may_be_shared_by_a_descriptor(machine: Machine) -> Found:
+    """Whether this machine could take memory from cuMemCreate by a descriptor, which we do not (docs/adr/0039)."""
+    if machine.fake:
+        return Found("needs a GPU", "skipped")
+    told: dict[str, str] = {}
+    for name, before in {"as this user": ()} | (NAMESPACES if os.geteuid() == 0 and shutil.which("unshare") else {}):
+        try:
+            async with peer(machine, before=before) as engine:
+                made = await engine.ask("by_descriptor", value=0x5A)
+                told[name] = await asyncio.to_thread(descriptor.read, machine, engine.process.pid, made)
+        except Failed as error:
+            told[name] = str(error).splitlines()[0]
+    return Found("; ".join(f"{name}: {text}" for name, text in told.items()), figures=told)
+
+
 async def allocators_are_taken_or_named(machine: Machine) -> Found:
     """torch with each of its allocators: its memory is shared, or refused with the setting to change."""
     told: dict[str, Any] = {}
@@ -54,4 +84,9 @@ async def allocators_are_taken_or_named(machine: Machine) -> Found:
     return Found("; ".join(f"{name}: {text}" for name, text in told.items()), "wrong" if bad else "right", told)
 
 
-CHECKS = (engines_in_other_places, allocators_are_taken_or_named)
+CHECKS = (
+    engines_in_other_places,
+    memory_that_cannot_be_shared_is_refused,
+    memory_may_be_shared_by_a_descriptor,
+    allocators_are_taken_or_named,
+)

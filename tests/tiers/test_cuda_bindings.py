@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.gpu.rows import ROWS
 from tests.support.cuda.shim import compiler
+from transferd.cli.bench.copy_cuda import LAYOUTS
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,14 +46,20 @@ def test_gpu_check_passes_over_the_real_bindings(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     lines = done.stdout.splitlines()
     assert lines[-1] == "all good"
-    verdicts = [row["verdict"] for row in json.loads((tmp_path / "gpu-check.json").read_text())["checks"]]
-    assert len(verdicts) == 33
+    found = json.loads((tmp_path / "gpu-check.json").read_text())
+    assert found["environment"]["gpu"] == "Fake GPU"
+    verdicts = [row["verdict"] for row in found["checks"]]
+    assert [row["name"] for row in found["checks"]] == [row.name for row in ROWS]
     assert set(verdicts) == {"right", "skipped"}
-    assert verdicts.count("skipped") == 4, "a second user, torch, MPS and half a terabyte are for a GPU machine"
-    assert [line.split()[-1] for line in lines[-1 - len(verdicts) : -1]] == verdicts, "the table ends it"
+    assert verdicts.count("skipped") == 6, "users, torch, cuMemCreate, MPS and half a terabyte are for a GPU machine"
+    assert [line.split()[-1] for line in lines[-2 - len(verdicts) : -2]] == verdicts, "the table ends it"
     report = json.loads((tmp_path / "copy-cuda.json").read_text())
     assert report["machine"]["gpu"] == "Fake GPU"
-    assert any(row["name"].startswith("swap both ways, MLA") for row in report["rows"])
+    names = [row["name"] for row in report["rows"]]
+    for layout in LAYOUTS:
+        for way in ("swap_out", "swap_in", "swap both ways", "gather out", "call a piece in", "batch out"):
+            assert f"{way}, {layout}, 2 blocks" in names
+        assert f"swap both ways, {layout}, beside a busy neighbour, 2 blocks" in names
 
 
 @pytest.mark.parametrize("cuda", ["12080", "0"], ids=["a driver of CUDA 12.8", "a driver without batched copies"])
