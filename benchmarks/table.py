@@ -29,6 +29,16 @@ def table(tree: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def verdicts(tree: dict[str, Any]) -> str:
+    """What `make gpu-check` wrote as Markdown."""
+    facts = ", ".join(f"{name} {value}" for name, value in tree["environment"].items())
+    lines = [facts + ".", "", "| row | verdict | what it found |", "|---|---|---|"]
+    for row in tree["checks"]:
+        note = " ".join(row["note"].split()).replace("|", "/")
+        lines.append(f"| {row['check']} | {row['verdict']} | {note} |")
+    return "\n".join(lines)
+
+
 def _fill(text: str, pattern: str, content: str) -> tuple[str, int]:
     """The text with the content between each pair of markers, and how many pairs there are."""
     return re.subn(pattern, lambda markers: f"{markers[1]}{content}\n{markers[2]}", text, flags=re.DOTALL)
@@ -41,7 +51,7 @@ def main() -> None:
         pattern = rf"(<!-- {re.escape(result.stem)} -->\n).*?(<!-- end -->)"
         places = 0
         for page, text in pages.items():
-            pages[page], found = _fill(text, pattern, table(tree))
+            pages[page], found = _fill(text, pattern, verdicts(tree) if "checks" in tree else table(tree))
             places += found
         if not places:
             raise SystemExit(f"no page of docs/ has a place for {result.name}")
