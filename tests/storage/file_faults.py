@@ -19,7 +19,7 @@ from tests.support.native import SHORT, Faults
 from transferd.errors import StorageFull
 from transferd.storage.base import Found, Outcome
 from transferd.storage.file import FileStorage
-from transferd.storage.paths import is_temporary, name_of
+from transferd.storage.paths import path_of
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 PUT = {
@@ -68,11 +68,10 @@ class World:
                 self.broken.append(f"{what}: {name} cannot be read: {outcome.error}")
             if said in (Found.STORED, Found.EXISTS) and outcome.found is not Found.FOUND:
                 self.broken.append(f"{what}: {name} was said to be stored and is {outcome.found}")
-        for path in (self.root / "objects").rglob("*"):
-            if path.is_file() and not is_temporary(path.name):
-                stored = name_of(str(path.relative_to(self.root / "objects")))
-                if stored in objects and path.read_bytes() != objects[stored]:
-                    self.broken.append(f"{what}: half an object lies under {stored}")
+        for name, data in objects.items():
+            path = self.root / "objects" / path_of(name)
+            if path.is_file() and path.read_bytes() != data:
+                self.broken.append(f"{what}: half an object lies under {name}")
 
 
 async def put_under(world: World, call: str, error: int, moment: int) -> bool:
