@@ -12,6 +12,11 @@ ROOT = Path(__file__).parent.parent
 
 def table(tree: dict[str, Any]) -> str:
     """One result file as Markdown."""
+    return verdicts(tree) if "checks" in tree else measured(tree)
+
+
+def measured(tree: dict[str, Any]) -> str:
+    """The rows of a benchmark."""
     where = tree["machine"]
     gpu = f"{where['gpu']}, " if "gpu" in where else ""
     lines = [
@@ -51,7 +56,7 @@ def main() -> None:
         pattern = rf"(<!-- {re.escape(result.stem)} -->\n).*?(<!-- end -->)"
         places = 0
         for page, text in pages.items():
-            pages[page], found = _fill(text, pattern, verdicts(tree) if "checks" in tree else table(tree))
+            pages[page], found = _fill(text, pattern, table(tree))
             places += found
         if not places:
             raise SystemExit(f"no page of docs/ has a place for {result.name}")

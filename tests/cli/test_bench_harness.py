@@ -141,6 +141,13 @@ def test_a_result_without_a_place_in_the_docs_is_an_error(page: Callable[..., st
         page("nothing here", copy=[])
 
 
+def test_what_gpu_check_found_is_a_table_with_its_environment() -> None:
+    row = {"name": "a_b", "check": "a b", "verdict": "slow", "seconds": 1.0, "note": "x | y\n  z", "figures": {}}
+    lines = table.table({"environment": {"gpu": "A GPU", "cuda": 13000}, "seed": 1, "checks": [row]}).splitlines()
+    assert lines[0] == "gpu A GPU, cuda 13000."
+    assert lines[-1] == "| a b | slow | x / y z |"
+
+
 def test_the_docs_quote_exactly_what_is_in_the_results() -> None:
     text = "".join(page.read_text(encoding="utf-8") for page in (table.ROOT / "docs").glob("*.md"))
     results = sorted((table.ROOT / "benchmarks" / "results").glob("*.json"))

@@ -136,11 +136,12 @@ async def the_best_settings_beside_a_busy_neighbour(machine: Machine) -> Found:
                 settings = msgspec.structs.replace(best, copies=way)
                 crossings[piece, way] = await _beside(machine, engine, cache, settings, alone)
     out, into = (_crossing(crossings, f"{name}_GBs") for name in ("out", "in"))
-    lines = f"grid = {best.grid}, slots = {best.slots}, largest_dma = {str(best.largest_dma)!r}"
-    lines += f", straight_from = {str(out)!r}, loads_straight_from = {str(into)!r}"
+    lines = [f"grid = {best.grid}", f"slots = {best.slots}", f'largest_dma = "{best.largest_dma}"']
+    lines += [f'straight_from = "{out}"', f'loads_straight_from = "{into}"']
     row = tried[best]
-    note = f"[cuda] {lines}: out {row['out_GBs']:.1f}, in {row['in_GBs']:.1f} GB/s, neighbour {row['share']:.2f}"
+    note = f"{', '.join(lines)}: out {row['out_GBs']:.1f}, in {row['in_GBs']:.1f} GB/s, neighbour {row['share']:.2f}"
     figures = {
+        "settings": ["[cuda]", *lines],
         "tried": [{"grid": s.grid, "slots": s.slots, "largest_dma": int(s.largest_dma)} | r for s, r in tried.items()],
         "pieces": [{"bytes": piece, "way": way} | found for (piece, way), found in crossings.items()],
     }

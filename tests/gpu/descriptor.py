@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -68,12 +69,18 @@ def exported(handle: Any) -> int:
     return int(_ask(api, "cuMemExportToShareableHandle", handle, kind, 0))
 
 
+def _itself(pid: int) -> int:
+    """The process that a command such as unshare has forked, or this one."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return _itself(int(children[0])) if children else pid
+
+
 def read(machine: Machine, pid: int, made: dict[str, int]) -> str:
     """Take the descriptor out of that process, map the memory, and compare its bytes. What happened, in words."""
     from cuda.bindings import driver as api
 
     libc = ctypes.CDLL(None, use_errno=True)
-    pidfd = os.pidfd_open(pid)
+    pidfd = os.pidfd_open(_itself(pid))
     fd = libc.syscall(_PIDFD_GETFD, pidfd, made["fd"], 0)
     os.close(pidfd)
     if fd < 0:

@@ -96,8 +96,12 @@ class Results:
         print()
         for row in rows:
             print(f"{row['check']:<{width}}  {row['verdict']}")
+        settings = [line for row in rows for line in row["figures"].get("settings", ())]
+        if settings:
+            print("\nThe best settings beside a busy neighbour, for the daemon's configuration:\n")
+            print("\n".join(settings))
         if self.where is not None:
-            print(f"written to {self.where}")
+            print(f"\nwritten to {self.where}: {CHECKS}, {BENCH}")
         failed = self.failed or any(row["verdict"] == "wrong" for row in rows)
         print("FAILED" if failed else "all good")
         return 1 if failed else 0

@@ -48,7 +48,7 @@ def _check(layout: str, part: Part, *, busy: bool = False) -> Check:
 
         few: dict[str, Any] = {}
         if machine.fake:
-            few = {"counts": (1, 2), "runs": 1, "layouts": {n: c | {"layers": 3} for n, c in copy_cuda.LAYOUTS.items()}}
+            few = {"counts": (2,), "runs": 1, "layouts": {n: c | {"layers": 2} for n, c in copy_cuda.LAYOUTS.items()}}
         if part not in copy_cuda.parts_of(machine.driver):
             return Found("this driver has no batches", "skipped")
         if not busy:
