@@ -4,14 +4,15 @@
     PYTHON_WITH_VLLM -m benchmarks.vllm_offload [--format json] [--prompts 6] [--tokens 900]
 
 The same engine (vLLM on the CPU, a model of eight layers with made-up weights), the same requests, one after another,
-each kind in a process of its own:
+each kind in a process of its own; every kind has two turns, in the opposite order the second time:
 
     warm-up   another prompt: compiles kernels, connects
     cold      new prompts: everything is computed, and stored
-    warm      GPU cache and host pool are emptied, the same prompts again, now loaded from storage; 3 times
+    warm      GPU cache and host pool are emptied, the same prompts again, now loaded from storage; twice
 
-Of the tiers, the copies between KV memory and host pool are tests/with_vllm's stand-in, the same for both. A transfer
-lasts until the scheduler knows how it ended (tests/with_vllm/probe.py). ratio = beside vLLM without offload for cold,
+Of the tiers, the copies between KV memory and host pool are tests/with_vllm's stand-in, the same for both. The engine
+steps as under `vllm serve`, and a transfer lasts until its last byte is there (tests/with_vllm/probe.py). Answers are
+too short to fill a block, so all kinds store and load the same blocks. ratio = beside vLLM without offload for cold,
 decode, steps and CPU, beside its fs tier for warm and for bytes. Run it on a quiet machine: a start takes half a
 minute.
 """
@@ -40,14 +41,16 @@ MODEL = {
     "num_key_value_heads": 8, "head_dim": 64,
 }  # fmt: skip
 KINDS = ("none", "fs", "tier", "connector")
-WARM = 3
-ANSWER = 32  # tokens
+TURNS = (*KINDS, *reversed(KINDS))  # so that what else the machine does meets all of them
+WARM = 2
+ANSWER = 28  # tokens; with a prompt of 900, the last block of 32 stays open
 START_S = 900
 
+Play = list[list[dict[str, Any]]]  # for each round the answers
 
-def run(kind: str, prompts: int, tokens: int, place: Path) -> list[list[dict[str, Any]]]:
+
+def run(kind: str, prompts: int, tokens: int, place: Path) -> Play:
     """Play the rounds with one kind of offload, in a fresh process, on an empty store."""
-    place.mkdir(exist_ok=True)
     draw = random.Random(1)
     asked = [[draw.randrange(3, 500) for _ in range(tokens)] for _ in range(prompts)]
     script = {
@@ -67,25 +70,28 @@ def run(kind: str, prompts: int, tokens: int, place: Path) -> list[list[dict[str
         [sys.executable, "-m", "tests.with_vllm.play", str(place / "script"), str(place / "out")],
         env=os.environ | play.ENVIRONMENT | variables, check=True, timeout=START_S, stdout=subprocess.DEVNULL,
     )  # fmt: skip
-    played: list[list[dict[str, Any]]] = json.loads((place / "out").read_text(encoding="ascii"))
+    played: Play = json.loads((place / "out").read_text(encoding="ascii"))
     return played
 
 
-def rows(runs: dict[str, list[list[dict[str, Any]]]]) -> list[Row]:
-    """Medians over all requests of a phase; `runs` has "none" and "fs", and what is beside them."""
+def rows(runs: dict[str, list[Play]]) -> list[Row]:
+    """Medians over the requests or rounds of a phase; `runs` has "none" and "fs", and what is beside them."""
+
+    def rounds(kind: str, phase: slice) -> Play:
+        return [answers for played in runs[kind] for answers in played[phase]]
 
     def figures(kind: str, phase: slice, name: str, scale: float) -> list[float]:
-        return [answer[name] * scale for answers in runs[kind][phase] for answer in answers]
+        return [answer[name] * scale for answers in rounds(kind, phase) for answer in answers]
 
     def steps(kind: str, phase: slice) -> list[float]:
-        return [1e6 * statistics.median(answers[0]["seen"]["steps"]) for answers in runs[kind][phase]]
+        return [1e6 * statistics.median(answers[0]["seen"]["steps"]) for answers in rounds(kind, phase)]
 
     def speeds(kind: str, phase: slice, what: str) -> list[float]:
-        moved = [answers[0]["seen"][what] for answers in runs[kind][phase]]
-        return [sum(nbytes for nbytes, _ in one) / sum(took for _, took in one) / 2**20 for one in moved if one]
+        moved = [answers[0]["seen"][what] for answers in rounds(kind, phase)]
+        return [statistics.median(nbytes / took for nbytes, took in one) / 2**20 for one in moved if one]
 
     def cpu(kind: str, phase: slice) -> list[float]:
-        return [1e3 * answers[0]["cpu"] / len(answers) for answers in runs[kind][phase]]
+        return [1e3 * answers[0]["cpu"] / len(answers) for answers in rounds(kind, phase)]
 
     cold, warm = slice(1, 2), slice(2, None)
     found = []
@@ -115,11 +121,13 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=900)
     asked = parser.parse_args()
-    before, runs = machine(), {}
-    with tempfile.TemporaryDirectory(prefix="tv.") as directory:
-        for kind in KINDS:
-            runs[kind] = run(kind, asked.prompts, asked.tokens, Path(directory) / kind)
-            hits = [answer["cached"] for answers in runs[kind][2:] for answer in answers]
+    before = machine()
+    runs: dict[str, list[Play]] = {kind: [] for kind in KINDS}
+    for kind in TURNS:
+        with tempfile.TemporaryDirectory(prefix="tv.") as directory:
+            played = run(kind, asked.prompts, asked.tokens, Path(directory))
+            runs[kind].append(played)
+            hits = [answer["cached"] for answers in played[2:] for answer in answers]
             print(f"{kind}: {min(hits)} to {max(hits)} of {asked.tokens} tokens loaded when warm", file=sys.stderr)
     tree = report("vllm_offload", before, rows(runs))
     if asked.format == "json":

@@ -1,14 +1,17 @@
-"""Times vLLM's scheduler, and each transfer as the scheduler sees it: for benchmarks/vllm_offload.py.
+"""Times vLLM's scheduler, and each transfer: for benchmarks/vllm_offload.py.
 
-A transfer lasts from the moment at which the adapter, or vLLM's own tier, is handed it until the scheduler learns how
-it ended. That includes the wait for the next step, which is where vLLM asks.
+A transfer lasts from the moment at which the adapter, or vLLM's own tier, is handed it until its last byte is there
+and a thread of the engine's process knows. vLLM itself asks only once a step, so it learns of a store up to a step
+later; that would time the model, not the store.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+IDLE_S = 0.001
 
 
 class Probe:
@@ -16,14 +19,15 @@ class Probe:
 
     def __init__(self, llm: Any) -> None:
         self._new()
-        self._begun: dict[Any, tuple[bool, int, float]] = {}
-        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        core = llm.llm_engine.engine_core.engine_core
+        scheduler = core.scheduler
+        _step_as_a_server_does(core)
         self._time_steps(scheduler)
         connector = scheduler.connector
-        if hasattr(connector, "_scheduling"):
-            self._watch_connector(connector._scheduling)
-        elif connector is not None:
-            self._watch_tier(connector.connector_scheduler.manager.secondary_tiers[0])
+        if connector is not None:
+            tiers = [] if hasattr(connector, "_link") else connector.connector_scheduler.manager.secondary_tiers
+            watched = tiers[0] if tiers else connector
+            self._watch_link(watched._link) if hasattr(watched, "_link") else self._watch_threads(watched)
 
     def _new(self) -> None:
         self._steps: list[float] = []
@@ -55,41 +59,54 @@ class Probe:
 
         scheduler.schedule, scheduler.update_from_output = timed_schedule, timed_update
 
-    def _watch_tier(self, tier: Any) -> None:
-        for name, is_load in (("submit_store", False), ("submit_load", True)):
-            setattr(tier, name, self._noting(getattr(tier, name), is_load, tier._block_size_bytes))
-        finished = tier.get_finished_jobs
+    def _watch_link(self, link: Any) -> None:
+        """Of TransferdTier or TransferdConnector. A block that the daemon has already counts no bytes."""
+        submit = link.submit
 
-        def noted() -> Iterable[Any]:
-            for result in finished():
-                self._ended(result.job_id, good=result.success)
-                yield result
+        def timed(task: Any, done: Callable[[Any], None]) -> None:
+            began = time.perf_counter()
 
-        tier.get_finished_jobs = noted
+            def ended(result: Any) -> None:
+                self._ended(task.task_id.startswith("load"), result.bytes, began)
+                done(result)
 
-    def _noting(self, submit: Callable[[Any], None], is_load: bool, chunk_bytes: int) -> Callable[[Any], None]:
-        def noted(job: Any) -> None:
-            self._begun[job.job_id] = (is_load, len(job.keys) * chunk_bytes, time.perf_counter())
-            submit(job)
+            submit(task, ended)
 
-        return noted
+        link.submit = timed
 
-    def _watch_connector(self, scheduling: Any) -> None:
-        submit, count = scheduling._link.submit, scheduling._count
+    def _watch_threads(self, tier: Any) -> None:
+        """Of vLLM's `fs` tier, which gives each job to one thread."""
+        for name, is_load in (("enqueue_store", False), ("enqueue_load", True)):
+            setattr(tier._pool, name, self._timed_jobs(getattr(tier._pool, name), is_load, tier))
 
-        def noted_submit(task: Any, done: Callable[[Any], None]) -> None:
-            self._begun[task.task_id] = (task.task_id.startswith("load"), 0, time.perf_counter())
-            submit(task, done)
+    def _timed_jobs(self, enqueue: Callable[..., None], is_load: bool, tier: Any) -> Callable[..., None]:
+        def timed(job: int, count: int, work: Sequence[Callable[[], None]]) -> None:
+            began, nbytes = time.perf_counter(), tier._job_block_counts[job] * tier._block_size
+            (move,) = work
 
-        def noted_count(transfer: Any, result: Any, moved: int) -> None:
-            is_load, _, began = self._begun[result.task_id]
-            self._begun[result.task_id] = (is_load, result.bytes, began)
-            self._ended(result.task_id, good=bool(moved))
-            count(transfer, result, moved)
+            def moved() -> None:
+                move()
+                self._ended(is_load, nbytes, began)
 
-        scheduling._link.submit, scheduling._count = noted_submit, noted_count
+            enqueue(job, count, [moved])
 
-    def _ended(self, name: Any, *, good: bool) -> None:
-        is_load, nbytes, began = self._begun.pop(name)
-        if good and nbytes:
+        return timed
+
+    def _ended(self, is_load: bool, nbytes: int, began: float) -> None:
+        if nbytes:
             self._moved[is_load].append((nbytes, time.perf_counter() - began))
+
+
+def _step_as_a_server_does(core: Any) -> None:
+    """Between steps without work, `vllm serve` sleeps; an engine in the caller's process spins.
+
+    A spinning engine lets go of Python's lock every 5 ms only, so every thread that moves blocks would wait for it.
+    """
+    after = core.post_step
+
+    def post_step(model_executed: bool) -> None:
+        after(model_executed)
+        if not model_executed and core.scheduler.has_requests():
+            time.sleep(IDLE_S)
+
+    core.post_step = post_step
