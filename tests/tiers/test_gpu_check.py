@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.gpu import runner
+from tests.gpu import beside, runner
 from tests.gpu.results import Results
 from tests.gpu.rows import ROWS, Row, chosen
 from tests.gpu.runner import Run
@@ -103,6 +103,40 @@ def test_a_run_goes_on_where_the_last_one_ended(quick: Path) -> None:
     assert results(quick, resume=True, gpu=DeviceInfo(0, "Another", "8" * 32, "", (9, 0))).known == set()
     again.heard({"name": "a right", "check": "a", "verdict": "skipped", "seconds": 0, "note": "", "figures": {}})
     assert verdicts(quick) == {"a right": "right", "b wrong": "wrong", "measures right": "right", "d slow": "slow"}
+
+
+def figures(out: float, into: float, share: float) -> dict[str, float]:
+    return {"out_GBs": out, "in_GBs": into, "share": share}
+
+
+@pytest.mark.parametrize(
+    ("rows", "best"),
+    [
+        ({"fast": figures(50, 50, 0.5), "kind": figures(20, 20, 0.9), "slow": figures(10, 10, 1.0)}, "kind"),
+        ({"fast": figures(50, 50, 0.3), "kind": figures(20, 20, 0.6), "same": figures(30, 20, 0.57)}, "same"),
+    ],
+)
+def test_the_best_settings_are_the_fastest_that_leave_the_neighbour_its_due(
+    rows: dict[str, dict[str, float]], best: str
+) -> None:
+    assert max(rows, key=lambda name: beside._value(rows[name], rows.values())) == best
+
+
+@pytest.mark.parametrize(
+    ("straight", "expected"),
+    [
+        ({16: 50, 32: 50, 64: 50}, 16),
+        ({16: 10, 32: 50, 64: 50}, 32),
+        ({16: 50, 32: 10, 64: 50}, 64),
+        ({16: 50, 32: 50, 64: 10}, 1 << 30),
+    ],
+)
+def test_pieces_go_straight_from_the_length_at_which_all_longer_ones_are_as_fast(
+    straight: dict[int, int], expected: int
+) -> None:
+    found = {(piece, "straight"): figures(speed, 0, 1) for piece, speed in straight.items()}
+    found |= {(piece, "gather"): figures(50, 0, 1) for piece in straight}
+    assert beside._crossing(found, "out_GBs") == expected
 
 
 @pytest.mark.parametrize(

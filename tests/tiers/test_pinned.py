@@ -268,6 +268,7 @@ def test_all_host_memory_of_a_rank_is_pinned_as_its_device_says_that_for_direct_
         assert context.peer is not None
         assert context.host is not None
         regions = [context.staging.memory, context.peer.staging.memory, context.host.memory]
+        assert [region.urgent for region in regions] == [False, True, False], "no rate bounds direct transfers"
         assert [region.address for region in regions] == [0, 0, 0], "nothing is allocated before the daemon listens"
         for region in regions:
             region.allocate()
