@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from tests.gpu.machine import LAYOUTS, Found, Machine, Rig, open_rig, within
+from tests.gpu.machine import LAYOUTS, Failed, Found, Machine, Rig, open_rig, within
 from tests.gpu.processes import LARGE, Peer, peer
 from tests.gpu.results import CHECKS as CHECKS_FILE
 from tests.gpu.speeds import LEAST_GBS, NEIGHBOUR_BYTES
@@ -90,15 +90,23 @@ async def a_busy_neighbour_under_mps(machine: Machine) -> Found:
     directory.mkdir()
     env = os.environ | {"CUDA_MPS_PIPE_DIRECTORY": str(directory), "CUDA_MPS_LOG_DIRECTORY": str(directory)}
     control = ["nvidia-cuda-mps-control"]
-    await asyncio.to_thread(subprocess.run, [*control, "-d"], env=env, check=True, timeout=30)
+    said = directory / "said"
+    with said.open("wb") as to:  # no pipe: the daemon that it leaves behind would keep it open
+        start = [*control, "-d"]
+        started = await asyncio.to_thread(subprocess.run, start, env=env, stdout=to, stderr=to, check=False, timeout=30)
+    if started.returncode:
+        return Found(f"MPS does not start here: {said.read_text().strip()}", "skipped")
     try:
         again = [sys.executable, "-m", "tests.gpu.check", "--only", "a_busy_neighbour", "--device", str(machine.index)]
         again += ["--results", str(directory / "found")]
-        process = await asyncio.create_subprocess_exec(*again, env=env, stdout=subprocess.DEVNULL)
-        await within(process.wait(), "the run under MPS", 120)
+        process = await asyncio.create_subprocess_exec(*again, env=env, stdout=sys.stderr.fileno())
+        code = await within(process.wait(), "the run under MPS", 120)
     finally:
         await asyncio.to_thread(subprocess.run, control, input=b"quit\n", env=env, check=False, timeout=30)
-    row = json.loads((directory / "found" / CHECKS_FILE).read_text())["checks"][0]
+    found = directory / "found" / CHECKS_FILE
+    if not found.exists():
+        raise Failed(f"the run under MPS ended with exit code {code}; what it said is above")
+    row = json.loads(found.read_text())["checks"][0]
     return Found(row["note"], row["verdict"], row["figures"])
 
 
