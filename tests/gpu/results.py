@@ -12,6 +12,7 @@ from transferd.tiers.cuda.driver import DeviceInfo
 
 CHECKS, BENCH = "gpu-check.json", "copy-cuda.json"
 GOOD = ("right", "fast", "slow")
+NOT_RUN = "not run"
 
 
 class Results:
@@ -103,5 +104,7 @@ class Results:
         if self.where is not None:
             print(f"\nwritten to {self.where}: {CHECKS}, {BENCH}")
         failed = self.failed or any(row["verdict"] == "wrong" for row in rows)
-        print("FAILED" if failed else "all good")
+        left = sum(row["note"].startswith(NOT_RUN) for row in rows)
+        also = f"; {left} rows were not run: make gpu-check ARGS=--resume" if left else ""
+        print(("FAILED" if failed else "all good") + also)
         return 1 if failed else 0

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu.machine import FAKE
-from tests.gpu.results import Results
+from tests.gpu.results import NOT_RUN, Results
 from tests.gpu.rows import ROWS, Row, chosen
 from transferd.errors import TransferError
 from transferd.tiers.cuda.bindings import open_driver
@@ -101,7 +101,7 @@ class Run:
                 break
             waiting = [row for row in waiting if row.name not in ran]
         for row in waiting:
-            self.results.heard(_told(row, "skipped", "not run: python -m tests.gpu.check --resume"))
+            self.results.heard(_told(row, "skipped", NOT_RUN))
 
     def _command(self, to: int, rows: list[str]) -> list[str]:
         module = ["-m", "tests.support.cuda.abi"] if FAKE else ["-m"]
@@ -150,7 +150,7 @@ class Run:
             cut = self.until - time.monotonic() < 1 and took < by_name[name].limit_s
             note = f"its process ended after {took:.0f} s, {_cause(code)}; what it was doing is above"
             self.results.heard(
-                _told(by_name[name], "skipped", "not run: no time was left")
+                _told(by_name[name], "skipped", f"{NOT_RUN} to its end")
                 if cut
                 else _told(by_name[name], "wrong", note, took)
             )

@@ -88,11 +88,13 @@ def test_the_first_failure_may_end_it(quick: Path) -> None:
     assert verdicts(quick) == {"a right": "right", "b wrong": "wrong", "c right": "skipped"}
 
 
-def test_without_time_rows_are_not_run_and_nothing_is_wrong(quick: Path) -> None:
+def test_without_time_rows_are_not_run_and_nothing_is_wrong(quick: Path, capfd: pytest.CaptureFixture[str]) -> None:
     found = results(quick)
     played(found, ["a right", "b right"], seconds=0.0)
     assert verdicts(quick) == {"a right": "skipped", "b right": "skipped"}
-    assert found.conclude(["a right"]) == 0
+    assert found.conclude(["a right", "b right"]) == 0
+    last = capfd.readouterr().out.splitlines()[-1]
+    assert last == "all good; 2 rows were not run: make gpu-check ARGS=--resume"
 
 
 def test_a_run_goes_on_where_the_last_one_ended(quick: Path) -> None:
