@@ -19,6 +19,7 @@ from transferd.blocks.footer import (
     Stamp,
     check,
     seal,
+    stamp_of_name,
     stamps,
 )
 from transferd.blocks.keys import ObjectNamer, key_digest
@@ -177,7 +178,7 @@ def test_reasons_are_plain_text_for_metrics() -> None:
 
 
 def inspected(name: str, data: bytes, piece: int = 97) -> Damage | None:
-    inspection = Inspection(name, len(data))
+    inspection = Inspection(stamp_of_name(name), len(data))
     damage = inspection.footer(data[max(0, len(data) - FOOTER_BYTES) :])
     if damage is not None:
         return damage
@@ -224,4 +225,4 @@ def test_what_is_shorter_than_a_footer_is_no_object(length: int) -> None:
 @pytest.mark.parametrize("name", ["", "prefix_abc_0_key", "a/b/c/d/0", f"a/b/{'0' * 40}/0", f"a/b/c/{'0' * 40}/x"])
 def test_a_name_that_is_not_ours_cannot_be_checked(name: str) -> None:
     with pytest.raises(NotSealed):
-        Inspection(name, 1000)
+        Inspection(stamp_of_name(name), 1000)

@@ -99,7 +99,7 @@ def _accepted(make: Callable[[], Config]) -> Config | None:
 def stored(data: bytes) -> None:
     """No stored bytes but the right ones pass for an object."""
     name = f"m/f/g/{'ab' * 20}/0"
-    inspection = Inspection(name, len(data))
+    inspection = Inspection(stamp_of_name(name), len(data))
     if inspection.footer(data[max(0, len(data) - FOOTER_BYTES) :]) is None:
         inspection.payload(memoryview(data)[:-FOOTER_BYTES])
         assert inspection.damage() is not None, "a fuzzer found a preimage, or there is no check"

@@ -13,7 +13,7 @@ from tests.storage.harness import Harness, Open
 from transferd.errors import Closed, StorageError, StorageFull
 from transferd.runtime.aio import every, uncancelled
 from transferd.runtime.threads import ThreadPools
-from transferd.storage import indexed
+from transferd.storage import batch
 from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found
 from transferd.storage.batch import Damaged
 from transferd.storage.indexed import IndexedStorage
@@ -243,7 +243,7 @@ async def test_a_block_of_a_chain_stays_until_the_deeper_one_is_written_that_sho
 async def test_a_deeper_write_that_hangs_is_not_waited_for_and_leaves_nothing_behind_its_chain(
     open_scripted: OpenScripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(indexed, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(batch, "PATIENCE_S", 0.01)
     storage, _ = await open_scripted(30)
     use = Use()
     assert await storage.put(chain(use, 0, 2)) == [STORED] * 2

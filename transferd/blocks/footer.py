@@ -125,16 +125,14 @@ def check(slot: memoryview, payload_bytes: int, stamp: Stamp) -> Damage | None:
 
 
 class Inspection:
-    """Checks an object by its own name, without a layout: for the scrub, and for `verify` without a daemon.
+    """Checks an object piece by piece: its footer first, then the payload in order, in pieces of any size.
 
-    name, nbytes: the object's, footer included. Feed the footer first, then the payload in order, in pieces of any
-    size. Then `damage` returns what `check` would.
-
-    Raises NotSealed if `ObjectNamer` does not make such names.
+    stamp: what the footer must say. nbytes: the object's length, footer included. At the end, `damage` returns what
+    `check` would.
     """
 
-    def __init__(self, name: str, nbytes: int) -> None:
-        self._stamp = stamp_of_name(name)
+    def __init__(self, stamp: Stamp, nbytes: int) -> None:
+        self._stamp = stamp
         self.payload_bytes = nbytes - FOOTER_BYTES
         self._footer = b""
         self._hasher = xxhash.xxh3_64()

@@ -24,12 +24,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from transferd.blocks.footer import FOOTER_BYTES, Damage, check, seal, stamps
+from transferd.blocks.footer import FOOTER_BYTES, Damage, Inspection, check, seal, stamps
 from transferd.blocks.keys import ObjectNamer
 from transferd.blocks.layout.base import BlockLayout
 from transferd.blocks.layout.pages import PagesLayout
 from transferd.config import StorageSection
-from transferd.errors import ConfigError
+from transferd.errors import ConfigError, InvariantError
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +81,10 @@ class ObjectFormat(abc.ABC):
     def check(self, slots: Sequence[memoryview], generation: str, ids: Sequence[str], rank: int) -> list[Damage | None]:
         """For each slot: None if it holds the right block, intact; otherwise why it must not be delivered."""
 
+    @abc.abstractmethod
+    def inspections(self, generation: str, ids: Sequence[str], rank: int) -> list[Inspection]:
+        """`check`, for objects whose bytes come in pieces. Raises InvariantError if a block is not one object."""
+
 
 class SealedBlocks(ObjectFormat):
     """transferd's format: one object per block. Its footer seals model, layout, generation, key and rank."""
@@ -114,6 +118,11 @@ class SealedBlocks(ObjectFormat):
         namer = self._namer
         marks = stamps(ids, model=namer.model, fingerprint=namer.fingerprint, generation=generation, rank=rank)
         return [check(slot, self._payload, mark) for slot, mark in zip(slots, marks, strict=True)]
+
+    def inspections(self, generation: str, ids: Sequence[str], rank: int) -> list[Inspection]:
+        namer = self._namer
+        marks = stamps(ids, model=namer.model, fingerprint=namer.fingerprint, generation=generation, rank=rank)
+        return [Inspection(mark, self.slot_bytes) for mark in marks]
 
 
 class RawPlanes(ObjectFormat):
@@ -157,6 +166,9 @@ class RawPlanes(ObjectFormat):
     ) -> list[Damage | None]:
         """Finds no damage: storage has checked the lengths, and there is nothing else to check."""
         return [None] * len(slots)
+
+    def inspections(self, generation: str, ids: Sequence[str], rank: int) -> list[Inspection]:
+        raise InvariantError(f"planes of rank {rank} have no footers: {len(ids)} blocks of generation {generation!r}")
 
 
 def object_format(storage: StorageSection, layout: BlockLayout) -> ObjectFormat:

@@ -32,7 +32,7 @@ import abc
 import enum
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from transferd.config import Config, StorageSection
 from transferd.errors import TransferError
@@ -48,6 +48,7 @@ class Found(enum.Enum):
     EXISTS = "exists"  # put: it was already stored
     FOUND = "found"  # get: the buffer holds it
     MISSING = "missing"  # get: not stored, or of another length
+    COLD = "cold"  # get_in_place: stored, but its bytes are not in memory now, so only `get` can wait for them
     FAILED = "failed"  # see error
 
 
@@ -63,6 +64,7 @@ STORED = Outcome(Found.STORED)
 EXISTS = Outcome(Found.EXISTS)
 FOUND = Outcome(Found.FOUND)
 MISSING = Outcome(Found.MISSING)
+COLD = Outcome(Found.COLD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,35 @@ class Blob:
     depth: int = 0
 
 
+# read(buffers, offset): fills the buffers from there on with bytes of one object that are in memory now. It never waits
+# for a medium. Returns how many bytes it filled; fewer than asked for: the rest is not in memory.
+ReadNow = Callable[[Sequence[memoryview], int], int]
+
+
+class InPlace(Protocol):
+    """A block that takes in an object where it lies, in several pieces, and checks it on the way.
+
+    nbytes: the object's, footer included.
+    """
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def load(self, read: ReadNow) -> bool:
+        """In a thread: read all of the object. False: not all of it is in memory, or nobody wants it any more."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An object's name, and the block that takes it in. use, depth: as a Blob's."""
+
+    name: str
+    data: InPlace
+    use: Use
+    depth: int
+
+
 class Storage(abc.ABC):
     """A storage backend. See the module's contract."""
 
@@ -86,6 +117,7 @@ class Storage(abc.ABC):
     # Whether calls of several engines for one object at the same time are to become one (joined.py): where a get costs
     # more than a copy in memory; where a put does, unless the backend joins puts itself.
     joins_gets = joins_puts = False
+    loads_in_place = False  # whether get_in_place works
 
     @classmethod
     def from_config(cls, config: Config, *, clock: Clock) -> Self:
@@ -149,6 +181,14 @@ class Storage(abc.ABC):
 
         If an outcome is not FOUND, the content of its buffer is undefined.
         """
+
+    def get_in_place(self, places: Sequence[Place]) -> Awaitable[list[Outcome]]:
+        """Have each block load its object, without staging, if the object's bytes are in memory now; otherwise COLD.
+
+        FOUND: the block has read the object, and knows whether it is intact. The outcomes have the order of `places`.
+        Only if `loads_in_place`.
+        """
+        raise NotImplementedError
 
     @abc.abstractmethod
     async def quarantine(self, name: str) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from transferd.errors import StorageError
-from transferd.storage.base import Blob, Outcome
+from transferd.storage.base import Blob, Outcome, Place
 from transferd.storage.lru import Entry, Use, Victim
 
 PATIENCE_S = 5.0  # how long a write waits for running ones of its own task to end, so that they can make room
+
+Wanted = Blob | Place
 
 
 class Damaged(Exception):
@@ -23,6 +25,10 @@ class Damaged(Exception):
     def __init__(self, error: StorageError | None = None) -> None:
         super().__init__(error)
         self.error = error
+
+
+# How one read ended: found; gone; or what it found or suffered instead.
+Answer = bool | Outcome | Damaged | StorageError
 
 
 @dataclass(slots=True)
@@ -38,10 +44,10 @@ class Write:
 
 
 class Read(NamedTuple):
-    """One object that was present when it was asked for. `position` is its place in the caller's batch."""
+    """One object that was present when it was asked for. `position` is its index in the caller's batch."""
 
     position: int
-    blob: Blob
+    blob: Wanted
     entry: Entry
 
 
@@ -62,6 +68,12 @@ class PutBatch:
     alone: Use = field(default_factory=Use)
     patient: bool = True
 
+    async def wait(self) -> None:
+        """Wait until one of `waits` has ended, or for as long as patience lasts."""
+        limit = PATIENCE_S if self.patient else None
+        ended, _ = await asyncio.wait(self.waits, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        self.patient = bool(ended)
+
 
 def name_of(item: object) -> str:
     """The object that an effect is given, whatever it is wrapped in."""
@@ -72,3 +84,10 @@ def bare(error: StorageError) -> StorageError:
     """An error as an answer: without the frames it went through, which would keep the caller's buffers alive."""
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
+
+
+def evicted_for(counts: Mapping[str, int]) -> dict[str, int]:
+    """Why objects went: room for another one, a medium fuller than the index knew, or a bound that shrank."""
+    full, shrink = counts["evicted_medium_full"], counts["evicted_shrink"]
+    # Some of what was to make room could not be removed, and is not counted as evicted.
+    return {"capacity": max(0, counts["evictions"] - full - shrink), "medium_full": full, "shrink": shrink}

@@ -25,19 +25,23 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
 import itertools
 import os
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from transferd.errors import ConfigError, StorageError, StorageFull
 from transferd.runtime.clock import Clock
+from transferd.storage.base import COLD, InPlace, Outcome
 from transferd.storage.batch import Damaged
 from transferd.storage.examine import READ_FLAGS
 from transferd.storage.paths import is_directory_of_ours, is_set_aside, is_temporary, name_of, path_of, temporary_of
+
+T = TypeVar("T")
 
 FILE_MODE = 0o640
 DIRECTORY_MODE = 0o700  # who may use the daemon's socket may be in its group, and must not reach what is stored
@@ -244,31 +248,34 @@ class ObjectDirectory:
 
     def read(self, name: str, data: memoryview) -> bool:
         """Fill `data`. False: there is no such object. Raises Damaged for another length or an unreadable file."""
+        return self._opened(name, data.nbytes, lambda fd: _read_all(fd, data))
+
+    def load(self, name: str, block: InPlace) -> bool | Outcome:
+        """Have `block` load the object from the page cache. COLD: not all of it is there. Otherwise as `read`."""
+        return self._opened(name, block.nbytes, lambda fd: block.load(functools.partial(_read_now, fd)) or COLD)
+
+    def _opened(self, name: str, nbytes: int, work: Callable[[int], T]) -> T | bool:
+        """The result of `work` on the open file; False if there is none."""
         try:
             fd = os.open(self._objects + path_of(name), READ_FLAGS)
             try:
                 status = os.fstat(fd)
-                if not stat.S_ISREG(status.st_mode) or status.st_size != data.nbytes:
+                if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
                     raise Damaged
-                done = 0
-                while done < data.nbytes:
-                    count = os.preadv(fd, [data[done:]], done)
-                    if not count:
-                        raise Damaged
-                    done += count
+                result = work(fd)
                 if self._clock.wall() - status.st_mtime > TOUCH_INTERVAL_S:
                     with contextlib.suppress(OSError):  # recency is a hint; a read-only medium still serves
                         os.utime(fd)
+                return result
             finally:
                 os.close(fd)
         except FileNotFoundError:
             return False
         except OSError as error:
-            translated = self._translated("read", error, data.nbytes)
+            translated = self._translated("read", error, nbytes)
             if error.errno in (errno.EIO, errno.ELOOP, errno.EISDIR, errno.ENXIO):  # this file will not get better
                 raise Damaged(translated) from error
             raise translated from error
-        return True
 
     def remove(self, name: str) -> None:
         """No object of this name afterwards. Raises StorageError."""
@@ -319,6 +326,28 @@ class ObjectDirectory:
         if error.errno in _FULL:
             return StorageFull(f"no room for an object of {nbytes} bytes in {self._root}: {error.strerror}")
         return StorageError(what, code=_CODES.get(error.errno or 0))
+
+
+def _read_all(fd: int, data: memoryview) -> bool:
+    done = 0
+    while done < data.nbytes:
+        count = os.preadv(fd, [data[done:]], done)
+        if not count:
+            raise Damaged
+        done += count
+    return True
+
+
+def _read_now(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    """A ReadNow of this file: what the page cache has. A file system that cannot say has nothing there."""
+    try:
+        return os.preadv(fd, buffers, offset, os.RWF_NOWAIT)
+    except BlockingIOError:
+        return 0
+    except OSError as error:
+        if error.errno in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            return 0
+        raise
 
 
 def _make_directory(path: str) -> None:

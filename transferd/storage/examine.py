@@ -11,7 +11,7 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from transferd.blocks.footer import FOOTER_BYTES, Damage, Inspection, NotSealed
+from transferd.blocks.footer import FOOTER_BYTES, Damage, Inspection, NotSealed, stamp_of_name
 
 # An object's path may hold something else than a file: a FIFO or device must not hang `open`, and is not read.
 READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
@@ -55,7 +55,7 @@ class Examination:
     def _inspect(self, fd: int, buffer: memoryview) -> Iterator[int]:
         self.nbytes = os.fstat(fd).st_size
         try:
-            inspection = Inspection(self.name, self.nbytes)
+            inspection = Inspection(stamp_of_name(self.name), self.nbytes)
         except NotSealed:
             self.unsealed = True
             return

@@ -21,6 +21,7 @@ import structlog
 from transferd.config import Config, FileStorageSection, StorageSection
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.threads import Direction, ThreadPools, Threads
+from transferd.storage.base import InPlace, Outcome
 from transferd.storage.directory import ObjectDirectory
 from transferd.storage.indexed import IndexedStorage
 from transferd.storage.scrub import Scrub
@@ -39,7 +40,7 @@ class FileStorage(IndexedStorage):
     """
 
     backend = "file"
-    joins_gets = True
+    joins_gets = loads_in_place = True
 
     def __init__(
         self,
@@ -130,6 +131,9 @@ class FileStorage(IndexedStorage):
 
     def _read(self, name: str, data: memoryview) -> bool:
         return self._directory.read(name, data)
+
+    def _load(self, name: str, block: InPlace) -> bool | Outcome:
+        return self._directory.load(name, block)
 
     def _remove(self, name: str) -> None:
         self._directory.remove(name)

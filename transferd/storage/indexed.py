@@ -37,8 +37,8 @@ from typing import Any, TypeVar, cast
 from transferd.errors import Closed, StillRunning, StorageError, StorageFull
 from transferd.runtime.aio import answered, at_once, every, uncancelled
 from transferd.runtime.threads import Direction, Stripe, Threads
-from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found, Outcome, Storage
-from transferd.storage.batch import PATIENCE_S, Damaged, PutBatch, Read, Write, bare, name_of
+from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found, InPlace, Outcome, Place, Storage
+from transferd.storage.batch import Answer, Damaged, PutBatch, Read, Wanted, Write, bare, evicted_for, name_of
 from transferd.storage.lru import LruIndex, NoRoom, Use, Victim
 from transferd.storage.traffic import Traffic
 
@@ -75,6 +75,10 @@ class IndexedStorage(Storage):
     def _read(self, name: str, data: memoryview) -> bool:
         """Fill `data`, False if the object is gone. Raises Damaged if it is not exactly that long."""
 
+    def _load(self, name: str, block: InPlace) -> bool | Outcome:
+        """Have the block load the object; COLD if not all of it is in memory. Otherwise as `_read`."""
+        raise NotImplementedError
+
     @abc.abstractmethod
     def _remove(self, name: str) -> None:
         """The object is gone afterwards, also if it was before."""
@@ -104,13 +108,16 @@ class IndexedStorage(Storage):
                 return answered([batch.outcomes[position] for position in range(len(batch.blobs))])
         return self._put(batch)
 
-    def get(self, blobs: Sequence[Blob]) -> Awaitable[list[Outcome]]:
+    def get(self, blobs: Sequence[Wanted]) -> Awaitable[list[Outcome]]:
         """Done at once when it is few bytes, copied here, and all of them are good."""
         if not self._closed and self._inline_bytes and sum(blob.data.nbytes for blob in blobs) <= self._inline_bytes:
             reads = self._present(blobs)
             outcomes, bad = self._judge(blobs, reads, [self._read_one(read) for read in reads])
             return self._without(bad, outcomes) if bad else answered(outcomes)
         return self._get(blobs)
+
+    def get_in_place(self, places: Sequence[Place]) -> Awaitable[list[Outcome]]:
+        return self.get(places)
 
     async def quarantine(self, name: str) -> None:
         self._check_open()
@@ -164,16 +171,7 @@ class IndexedStorage(Storage):
             "errors": counts["errors"],
             "stored": counts["stored"],
             "evictions": counts["evictions"],
-            "evicted_for": self._evicted_for(),
-        }
-
-    def _evicted_for(self) -> dict[str, int]:
-        """Why objects went: room for another one, a medium fuller than the index knew, or a bound that shrank."""
-        full, shrink = self._counts["evicted_medium_full"], self._counts["evicted_shrink"]
-        return {
-            "capacity": max(0, self._counts["evictions"] - full - shrink),  # less those that could not be removed
-            "medium_full": full,
-            "shrink": shrink,
+            "evicted_for": evicted_for(counts),
         }
 
     def __repr__(self) -> str:
@@ -193,9 +191,7 @@ class IndexedStorage(Storage):
             if wave:
                 await self._write_wave(wave, batch)
             elif batch.waits:
-                limit = PATIENCE_S if batch.patient else None
-                ended, _ = await asyncio.wait(batch.waits, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-                batch.patient = bool(ended)
+                await batch.wait()
 
     def _decide_all(self, batch: PutBatch) -> list[Write]:
         """Decide whatever can be decided now. Returns what is to be written; `batch` knows the rest."""
@@ -315,7 +311,7 @@ class IndexedStorage(Storage):
 
     # --- get ----------------------------------------------------------------------------------------
 
-    def _present(self, blobs: Sequence[Blob]) -> list[Read]:
+    def _present(self, blobs: Sequence[Wanted]) -> list[Read]:
         """What there is of these; it counts as used."""
         reads: list[Read] = []
         alone = Use()
@@ -326,12 +322,12 @@ class IndexedStorage(Storage):
                 self._index.touch([blob.name], blob.use or alone, [position if blob.use is None else blob.depth])
         return reads
 
-    async def _get(self, blobs: Sequence[Blob]) -> list[Outcome]:
+    async def _get(self, blobs: Sequence[Wanted]) -> list[Outcome]:
         self._check_open()
         with self._traffic:
             return await uncancelled(self._read_all(blobs))
 
-    async def _read_all(self, blobs: Sequence[Blob]) -> list[Outcome]:
+    async def _read_all(self, blobs: Sequence[Wanted]) -> list[Outcome]:
         reads = self._present(blobs)
         nbytes = sum(read.blob.data.nbytes for read in reads)
         outcomes, bad = self._judge(blobs, reads, await self._run(Direction.IN, nbytes, reads, self._read_one))
@@ -345,7 +341,7 @@ class IndexedStorage(Storage):
         return outcomes
 
     def _judge(
-        self, blobs: Sequence[Blob], reads: Sequence[Read], answers: Sequence[bool | Damaged | StorageError]
+        self, blobs: Sequence[Wanted], reads: Sequence[Read], answers: Sequence[Answer]
     ) -> tuple[list[Outcome], list[str]]:
         """The outcome for each blob, and the names of bad objects, which have just left the index."""
         outcomes = [MISSING] * len(blobs)
@@ -353,6 +349,8 @@ class IndexedStorage(Storage):
         for (position, blob, entry), answer in zip(reads, answers, strict=True):
             if answer is True:
                 outcomes[position] = FOUND
+            elif isinstance(answer, Outcome):
+                outcomes[position] = answer
             elif isinstance(answer, StorageError):
                 outcomes[position] = self._failed(answer)
             else:
@@ -367,12 +365,13 @@ class IndexedStorage(Storage):
         self._counts["misses"] += outcomes.count(MISSING)
         return outcomes, bad
 
-    def _read_one(self, read: Read) -> bool | Damaged | StorageError:
+    def _read_one(self, read: Read) -> Answer:
         """In a thread."""
+        name, data = read.blob.name, read.blob.data
         try:
-            if read.entry.nbytes != read.blob.data.nbytes:
+            if read.entry.nbytes != data.nbytes:
                 return Damaged()
-            return self._read(read.blob.name, read.blob.data)
+            return self._read(name, data) if isinstance(data, memoryview) else self._load(name, data)
         except StorageError as error:
             return bare(error)
         except Damaged as damaged:

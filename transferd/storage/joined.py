@@ -31,7 +31,7 @@ from transferd.config import StorageSection
 from transferd.errors import StorageError, TransferError
 from transferd.runtime.aio import every, uncancelled
 from transferd.runtime.threads import Direction, Threads
-from transferd.storage.base import EXISTS, Blob, Found, Outcome, Storage
+from transferd.storage.base import EXISTS, Blob, Found, Outcome, Place, Storage
 from transferd.storage.lru import Use
 from transferd.tiers.base import INLINE_BYTES, HostMemory
 
@@ -91,6 +91,7 @@ class JoinedStorage(Storage):
         self, storage: Storage, threads: Threads, several: Callable[[], bool], inline_bytes: int = INLINE_BYTES
     ) -> None:
         self.backend, self.joins_gets, self.joins_puts = storage.backend, storage.joins_gets, storage.joins_puts
+        self.loads_in_place = storage.loads_in_place
         self._storage = storage
         self._threads = threads
         self._several = several
@@ -107,6 +108,10 @@ class JoinedStorage(Storage):
         if not self.joins_gets or not self._several():
             return self._storage.get(blobs)
         return self._to_the_end(self._gets, self._storage.get, blobs)
+
+    def get_in_place(self, places: Sequence[Place]) -> Awaitable[list[Outcome]]:
+        """Not joined: copying from a leader's block would cost as much as copying from the storage's memory."""
+        return self._storage.get_in_place(places)
 
     async def _to_the_end(self, flights: FlightBoard, call: Call, blobs: Sequence[Blob]) -> list[Outcome]:
         return await uncancelled(self._join(flights, call, blobs))

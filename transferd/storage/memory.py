@@ -7,6 +7,8 @@ INLINE_BYTES are copied on the event loop, larger ones in threads. It uses numpy
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Self
 
 import numpy as np
@@ -15,6 +17,7 @@ import numpy.typing as npt
 from transferd.config import Config, MemoryStorageSection, StorageSection
 from transferd.runtime.clock import Clock
 from transferd.runtime.threads import ThreadPools
+from transferd.storage.base import COLD, InPlace, Outcome
 from transferd.storage.batch import Damaged
 from transferd.storage.indexed import IndexedStorage
 from transferd.tiers.base import INLINE_BYTES
@@ -26,6 +29,7 @@ class MemoryStorage(IndexedStorage):
     """A dict of arrays with an LRU bound. Owns its copies, which do not outlive it."""
 
     backend = "memory"
+    loads_in_place = True
 
     def __init__(self, section: MemoryStorageSection) -> None:
         super().__init__(
@@ -60,8 +64,26 @@ class MemoryStorage(IndexedStorage):
         np.copyto(np.asarray(data), stored)
         return True
 
+    def _load(self, name: str, block: InPlace) -> bool | Outcome:
+        stored = self._objects.get(name)
+        if stored is None:
+            return False
+        if stored.nbytes != block.nbytes:
+            raise Damaged
+        return block.load(functools.partial(_read_now, stored)) or COLD
+
     def _remove(self, name: str) -> None:
         self._objects.pop(name, None)
 
     async def _release(self) -> None:
         self._objects.clear()
+
+
+def _read_now(stored: npt.NDArray[np.uint8], buffers: Sequence[memoryview], offset: int) -> int:
+    """A ReadNow of this object."""
+    start = offset
+    for buffer in buffers:
+        piece = stored[offset : offset + buffer.nbytes]
+        np.copyto(np.asarray(buffer)[: piece.nbytes], piece)
+        offset += piece.nbytes
+    return offset - start

@@ -27,7 +27,9 @@ Duties of an implementation:
 8. A class may tell what it finds out by itself: `on_lost`, an attribute that the daemon sets to a function of the
    cause, called on the loop when the device is found lost, also while it is idle; `waiting_s`, the seconds for
    which a call to the device has not come back.
-9. A class with `attaches` also has `extents() -> list[Extent]`: which bytes of which memory `attach` has mapped
+9. `addressable = True`, of a class or an instance: while the tier is open, `arena.origin` is an address of this
+   process, and the CPU may read and write the blocks there (workers/in_place.py).
+10. A class with `attaches` also has `extents() -> list[Extent]`: which bytes of which memory `attach` has mapped
    (extents.py), so that no two ranks get the same byte.
 """
 

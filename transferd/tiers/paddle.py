@@ -68,7 +68,7 @@ class PaddleDeviceTier:
         self._threads = threads
         self._paddle = import_paddle()
         self.place = default_place(self._paddle, device)
-        self._shared = shared and self.place == "cpu"
+        self._shared = self.addressable = shared and self.place == "cpu"
         self._operators = operators or self._installed_operators()
         self._memory: TensorMemory | None = None
         self._copier: _Copier | None = None

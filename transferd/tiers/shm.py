@@ -32,7 +32,7 @@ class ShmDeviceTier:
     segment.
     """
 
-    attaches = True
+    attaches = addressable = True
     outlives_close = True  # a mapping stays valid after the name and the creator are gone
 
     def __init__(self, layout: BlockLayout, rank: int, device: int, threads: Threads) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import msgspec
 
 from transferd.errors import TransferError
+from transferd.storage.base import Storage
 from transferd.storage.lru import Use
 from transferd.storage.peer.inbound import Inbound
 from transferd.storage.peer.outbound import Outbound
@@ -53,6 +54,7 @@ class PeerSource:
     def __init__(self, inbound: Inbound) -> None:
         self.flights = Flights()
         self.corrupt = 0
+        self.storage: Storage | None = None  # a peer writes to staging
         self.get = inbound.get
         self._inbound = inbound
 

@@ -1,5 +1,8 @@
 """Read: a source → staging → device, for the leading blocks that the source has, or for all that it has (sparse).
 
+Blocks that the CPU can address take in what storage has in memory without staging, first (in_place.py). The rest goes
+this way:
+
 The source of a ReadStorageTask is storage; a peer is one more (peer.py).
 
     stored ─ which blocks does it have?
@@ -23,6 +26,7 @@ from collections import deque
 from collections.abc import Awaitable, Sequence
 from typing import Protocol
 
+from transferd.blocks.footer import Damage
 from transferd.errors import TransferError
 from transferd.runtime.aio import answered, at_once, every
 from transferd.storage.base import MISSING, Blob, Found, Outcome, Storage
@@ -30,6 +34,7 @@ from transferd.storage.lru import Use
 from transferd.tasks import RankOutcome, ReadStorageTask
 from transferd.workers.context import Account, RankContext, require
 from transferd.workers.flights import Flights, SharedFetch
+from transferd.workers.in_place import InPlaceReader
 from transferd.workers.job import Job
 
 CHUNKS_UNDER_WAY = 3  # one being copied, one being verified, one being fetched; slots bound them, too
@@ -40,10 +45,12 @@ class Source(Protocol):
 
     flights: its running fetches, which tasks that need the same object share.
     corrupt: objects that it gave and that failed their check.
+    storage: set if blocks can load its objects in place.
     """
 
     flights: Flights
     corrupt: int
+    storage: Storage | None
 
     def stored(self, names: Sequence[str], use: Use) -> Awaitable[Sequence[bool]]:
         """Which objects it has. Counts as part of `use`. Raises TransferError."""
@@ -65,6 +72,7 @@ class StorageSource:
         """storage: None where no task reads, as admission has made sure."""
         self.flights = Flights()
         self.corrupt = 0
+        self.storage = storage if storage is not None and storage.loads_in_place else None
         self._storage = storage
 
     def stored(self, names: Sequence[str], use: Use) -> Awaitable[Sequence[bool]]:
@@ -94,6 +102,9 @@ class Reader:
         self.source = source
         self._context = context
         self._chunk_blocks = context.staging.chunk_slots(self.consumer)
+        self._in_place: InPlaceReader | None = None
+        if source.storage is not None:
+            self._in_place = InPlaceReader(context, source.storage, self._bad)
         self.missed = 0
 
     async def load(self, job: Job) -> RankOutcome:
@@ -103,6 +114,8 @@ class Reader:
         useful = True
         try:
             names, found = await self._found(account)
+            if found and self._in_place is not None and getattr(self._context.device, "addressable", False):
+                found = await self._in_place.load(account, names, found)
             if 0 < len(found) <= self._chunk_blocks:  # one chunk has no next one to overlap with
                 await self._load(account, [names[i] for i in found], found)
                 return account.outcome()
@@ -256,7 +269,12 @@ class Reader:
         for i, reason in zip(found, reasons, strict=True):
             if reason is not None:
                 outcomes[i] = MISSING
-                self.source.corrupt += 1
-                context.recorder.note(holder, "corrupt object", context.rank, batch.names[i], str(reason))
-                context.background.begin(self.source.quarantine(batch.names[i]))
+                self._bad(holder, batch.names[i], reason)
         return outcomes
+
+    def _bad(self, task_id: str, name: str, reason: Damage) -> None:
+        """This object failed its check: count it, and have nobody load it again."""
+        context = self._context
+        self.source.corrupt += 1
+        context.recorder.note(task_id, "corrupt object", context.rank, name, str(reason))
+        context.background.begin(self.source.quarantine(name))

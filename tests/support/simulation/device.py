@@ -35,6 +35,7 @@ class SimDevice:
     """
 
     outlives_close = True  # for whoever has mapped it
+    addressable = False  # a test may set it: then storage loads blocks where they lie
     timelines = True
 
     def __init__(

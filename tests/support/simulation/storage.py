@@ -13,10 +13,13 @@ from tests.support.simulation.faults import Dice, Gate, StorageFaults, note, tak
 from tests.support.simulation.memory import Claim, MemoryWatch
 from transferd.errors import Closed, InvariantError, StillRunning, StorageError, StorageFull, StorageUnavailable
 from transferd.runtime.aio import uncancelled
-from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found, Outcome, Storage
+from transferd.storage.base import COLD, EXISTS, FOUND, MISSING, STORED, Blob, Found, Outcome, Place, Storage
 from transferd.tiers.base import HostMemory
 
 T = TypeVar("T")
+
+
+COLD_PART = 0.15  # of loads in place: some of the object is not in memory
 
 
 class SimStorage(Storage):
@@ -33,6 +36,7 @@ class SimStorage(Storage):
     """
 
     backend = "simulated"
+    loads_in_place = True
 
     def __init__(
         self,
@@ -83,6 +87,9 @@ class SimStorage(Storage):
 
     async def get(self, blobs: Sequence[Blob]) -> list[Outcome]:
         return await self._call(self._get(blobs))
+
+    async def get_in_place(self, places: Sequence[Place]) -> list[Outcome]:
+        return await self._call(self._load(places))
 
     async def quarantine(self, name: str) -> None:
         await self._call(self._quarantine(name))
@@ -192,7 +199,36 @@ class SimStorage(Storage):
         finally:
             self.watch.leave(claim)
 
-    def _look_up(self, blob: Blob) -> bytes | None:
+    async def _load(self, places: Sequence[Place]) -> list[Outcome]:
+        middle, rest = await self._begin("get")
+        await take(middle)
+        outcomes = [self._load_one(place) for place in places]
+        await take(rest)
+        return outcomes
+
+    def _load_one(self, place: Place) -> Outcome:
+        """As a thread would: whether the block is still there for it is the block's own business."""
+        fault = self.dice.draw("object get", self.faults.of_get())
+        if fault in ("error", "spoilt"):
+            self.counts["errors"] += 1
+            if fault == "spoilt":
+                self._set_aside(place.name)
+            return Outcome(Found.FAILED, StorageError(f"{place.name} could not be read (simulated)"))
+        data = self._look_up(place)
+        if data is None or fault == "missing":
+            self.counts["misses"] += 1
+            return MISSING
+        warm = len(data) if self.dice.rng.random() >= COLD_PART else self.dice.rng.randrange(len(data))
+        read = _Now(self, data, warm, fault)
+        if not place.data.load(read):
+            self.counts["cold"] += 1
+            return COLD
+        self.counts["flipped" if fault == "flip" else "short"] += read.wrong
+        self.counts["hits"] += 1
+        self.counts["in place"] += 1
+        return FOUND
+
+    def _look_up(self, blob: Blob | Place) -> bytes | None:
         data = self.objects.get(blob.name)
         if data is None:
             return None
@@ -255,6 +291,45 @@ class SimStorage(Storage):
             if self._left is not None:
                 self._left(name)
         return data
+
+
+class _Now:
+    """A ReadNow of one object, of which `warm` leading bytes are in memory; the footer is read first, and always is."""
+
+    def __init__(self, storage: SimStorage, data: bytes, warm: int, fault: str | None) -> None:
+        self._storage = storage
+        self._data = data
+        self._warm = warm
+        self._fault = fault
+        self.wrong = False  # whether it delivered other bytes than the object's
+
+    def __call__(self, buffers: Sequence[memoryview], offset: int) -> int:
+        addresses = [int(np.frombuffer(buffer, np.uint8).ctypes.data) for buffer in buffers]
+        sizes = [buffer.nbytes for buffer in buffers]
+        watch = self._storage.watch
+        claim = watch.enter(addresses, sizes, writes=True, who="storage load in place")
+        try:
+            return self._read(buffers, offset)
+        finally:
+            watch.leave(claim)
+
+    def _read(self, buffers: Sequence[memoryview], offset: int) -> int:
+        is_footer = offset + sum(buffer.nbytes for buffer in buffers) == len(self._data)
+        end = len(self._data) if is_footer else self._warm
+        done = 0
+        for buffer in buffers:
+            part = self._data[offset + done : min(offset + done + buffer.nbytes, end)]
+            if self._fault == "short" and not is_footer:  # says that it read it
+                self.wrong = self.wrong or bytes(buffer[: len(part)]) != part
+                done += len(part)
+                continue
+            buffer[: len(part)] = part
+            done += len(part)
+        if self._fault == "flip" and not is_footer and done:
+            bit = self._storage.dice.rng.randrange(8 * buffers[0].nbytes)
+            buffers[0][bit // 8] ^= 1 << bit % 8
+            self.wrong = True
+        return done
 
 
 def _names(blobs: Sequence[Blob]) -> str:

@@ -97,6 +97,7 @@ class SimWorld:
         assert isinstance(device, SimDevice)
         device.watch = self.watch
         device.dice = Dice(self._stream(f"device {rank}"), f"device {rank}")
+        device.addressable = self._stream("addressable").random() < 0.5
         return device
 
     @property

@@ -1,0 +1,171 @@
+"""Loads in place: the part of the storage contract that says `get_in_place`, over every backend that has it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.storage.harness import BACKENDS, Backend, Harness, Open, file_config
+from transferd.storage.base import COLD, FOUND, MISSING, Blob, Found, Outcome, Place, ReadNow
+from transferd.storage.file import FileStorage
+from transferd.storage.lru import Use
+
+FOOTER = 128
+
+
+class Block:
+    """An InPlace of scattered parts: it reads the last FOOTER bytes first, then the rest in pieces of a few parts."""
+
+    def __init__(self, nbytes: int, part: int = 1000) -> None:
+        self.nbytes = nbytes
+        self.memory = bytearray(b"\xaa" * nbytes)
+        self._part = part
+
+    def load(self, read: ReadNow) -> bool:
+        end = max(0, self.nbytes - FOOTER)
+        view = memoryview(self.memory)
+        if read([view[end:]], end) < self.nbytes - end:
+            return False
+        step = 3 * self._part
+        for start in range(0, end, step):
+            stop = min(start + step, end)
+            parts = [view[at : min(at + self._part, stop)] for at in range(start, stop, self._part)]
+            if read(parts, start) < stop - start:
+                return False
+        return True
+
+
+def name(text: str) -> str:
+    return f"demo/0123456789abcdef/RL-1/{text}/0"
+
+
+def content(seed: int, nbytes: int = 300_000) -> bytes:
+    return random.Random(seed).randbytes(nbytes)
+
+
+async def load(store: Harness, *wanted: tuple[str, int]) -> list[tuple[Outcome, bytes]]:
+    places = [Place(name(text), Block(nbytes), Use(), depth) for depth, (text, nbytes) in enumerate(wanted)]
+    outcomes = await store.storage.get_in_place(places)
+    return [(outcome, bytes(place.data.memory)) for outcome, place in zip(outcomes, places, strict=True)]  # type: ignore[attr-defined]
+
+
+@pytest.fixture(params=[backend for backend in BACKENDS if backend.name in ("memory", "file")], ids=lambda b: b.name)
+def backend(request: pytest.FixtureRequest) -> Backend:
+    """Those whose objects may be in the daemon's memory. (A simulated one comes short by chance: tests/workers.)"""
+    made: Backend = request.param
+    return made
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 300_000, 2 * 1024**2 + 128])
+async def test_a_block_reads_the_object_to_the_last_byte(open_backend: Open, nbytes: int) -> None:
+    store = await open_backend()
+    assert store.storage.loads_in_place
+    await store.put((name("aa"), content(1, nbytes)))
+    assert await load(store, ("aa", nbytes)) == [(FOUND, content(1, nbytes))]
+
+
+async def test_the_answers_have_the_order_of_the_places(open_backend: Open) -> None:
+    store = await open_backend()
+    await store.put(*((name(f"{i:02x}"), content(i)) for i in range(0, 20, 2)))
+    answers = await load(store, *((f"{i:02x}", 300_000) for i in range(20)))
+    assert [outcome for outcome, _ in answers] == [FOUND, MISSING] * 10
+    assert [data for _, data in answers[::2]] == [content(i) for i in range(0, 20, 2)]
+    assert all(data == b"\xaa" * 300_000 for _, data in answers[1::2])
+
+
+async def test_an_object_of_another_length_is_missing_and_touches_no_block(open_backend: Open) -> None:
+    store = await open_backend()
+    await store.put((name("aa"), content(1)))
+    assert await load(store, ("aa", 299_999)) == [(MISSING, b"\xaa" * 299_999)]
+    assert await store.storage.exists([name("aa")]) == [False]
+
+
+async def test_a_load_in_place_counts_as_a_use(open_backend: Open) -> None:
+    store = await open_backend(capacity=3 * 300_000)
+    await store.put((name("aa"), content(1)))
+    await store.put((name("bb"), content(2)))
+    await store.put((name("cc"), content(3)))
+    await load(store, ("aa", 300_000))
+    await store.put((name("dd"), content(4)))
+    assert await store.storage.exists([name(text) for text in ("aa", "bb", "cc", "dd")]) == [True, False, True, True]
+    assert store.storage.statistics()["hits"] == 1
+
+
+# --- files: what the page cache has ---------------------------------------------------------------
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> Any:
+    storage = FileStorage(file_config(tmp_path, 64 * 1024**2))
+    await storage.open()
+    yield storage
+    await storage.close()
+
+
+async def stored(store: FileStorage, nbytes: int) -> Path:
+    """One object on the disk, and its file."""
+    [outcome] = await store.put([_blob(name("aa"), content(1, nbytes))])
+    assert outcome.found is Found.STORED
+    [file] = (path for path in Path(store._path).rglob("*") if path.is_file() and path.stat().st_size == nbytes)
+    return file
+
+
+def _blob(text: str, data: bytes) -> Any:
+    return Blob(text, memoryview(bytearray(data)))
+
+
+async def test_a_file_that_the_page_cache_does_not_hold_is_cold_and_a_get_loads_it(store: FileStorage) -> None:
+    nbytes = 4 * 1024**2
+    file = await stored(store, nbytes)
+    with file.open("rb") as opened:
+        os.fsync(opened.fileno())
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        try:
+            in_memory = os.preadv(opened.fileno(), [bytearray(nbytes)], 0, os.RWF_NOWAIT) == nbytes
+        except BlockingIOError:
+            in_memory = False
+    if in_memory:
+        pytest.skip("this file system keeps its files in memory")
+    with file.open("rb") as opened:
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    block = Block(nbytes)
+    assert await store.get_in_place([Place(name("aa"), block, Use(), 0)]) == [COLD]
+    buffer = _blob(name("aa"), bytes(nbytes))
+    assert await store.get([buffer]) == [FOUND]
+    assert bytes(buffer.data) == content(1, nbytes)
+    assert await store.get_in_place([Place(name("aa"), block, Use(), 0)]) == [FOUND]
+    assert bytes(block.memory) == content(1, nbytes)
+    assert store.statistics()["hits"] == 2
+
+
+@pytest.mark.parametrize("code", [errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS])
+async def test_a_file_system_that_cannot_say_what_is_in_memory_has_everything_cold(
+    store: FileStorage, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    await stored(store, 5000)
+    monkeypatch.setattr(os, "preadv", _refused(code))
+    assert await store.get_in_place([Place(name("aa"), Block(5000), Use(), 0)]) == [COLD]
+
+
+async def test_a_file_that_cannot_be_read_fails_and_is_set_aside(
+    store: FileStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await stored(store, 5000)
+    monkeypatch.setattr(os, "preadv", _refused(errno.EIO))
+    [outcome] = await store.get_in_place([Place(name("aa"), Block(5000), Use(), 0)])
+    assert outcome.found is Found.FAILED
+    assert await store.exists([name("aa")]) == [False]
+
+
+def _refused(code: int) -> Any:
+    def preadv(_fd: int, _buffers: Sequence[memoryview], _offset: int, flags: int = 0) -> int:
+        assert flags == os.RWF_NOWAIT
+        raise OSError(code, os.strerror(code))
+
+    return preadv

@@ -1,0 +1,257 @@
+"""Loads into blocks where they lie: what goes that way, what is left to staging, and who touches a block when."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+import pytest
+
+from tests.support.simulation.storage import SimStorage
+from tests.workers.rig import LAYOUT, Rig, read, turns, until, write
+from transferd.errors import StorageError
+from transferd.storage.base import Outcome, Place, ReadNow
+from transferd.tasks import ReadStorageTask, Stop
+from transferd.workers import in_place
+from transferd.workers.in_place import Loan
+
+KEYS = [f"k{i}" for i in range(6)]
+SOURCE = [0, 1, 2, 3, 4, 5]
+TARGET = [8, 15, 10, 9, 14, 12]
+ASIDE = [number for number in range(16) if number not in TARGET]
+
+
+class Warm(SimStorage):
+    """A storage that has every object in memory but those in `cold`; `reading` is told of each piece before it is read.
+
+    tried: the objects of every call in place.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cold: set[str] = set()
+        self.tried: list[list[str]] = []
+        self.reading: Callable[[str, int], None] = lambda _name, _offset: None
+
+    async def get_in_place(self, places: Sequence[Place]) -> list[Outcome]:
+        self.tried.append([place.name for place in places])
+        return await super().get_in_place(places)
+
+    def _load_one(self, place: Place) -> Outcome:
+        return super()._load_one(Place(place.name, _Told(self, place), place.use, place.depth))
+
+
+class _Told:
+    """A block whose reads are told, and come short of what is cold."""
+
+    def __init__(self, storage: Warm, place: Place) -> None:
+        self.nbytes = place.data.nbytes
+        self._storage = storage
+        self._place = place
+
+    def load(self, _: ReadNow) -> bool:
+        storage, name = self._storage, self._place.name
+        data = storage.objects[name]
+
+        def now(buffers: Sequence[memoryview], offset: int) -> int:
+            storage.reading(name, offset)
+            done = 0
+            for buffer in buffers:
+                if name in storage.cold and offset + done == 0:
+                    return 0
+                buffer[:] = data[offset + done : offset + done + buffer.nbytes]
+                done += buffer.nbytes
+            return done
+
+        return self._place.data.load(now)
+
+
+@pytest.fixture
+def storage() -> Warm:
+    return Warm()
+
+
+@pytest.fixture
+async def rig(storage: Warm, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rig]:
+    """Six stored blocks, on a device that the CPU can address. A chunk in place has two blocks."""
+    monkeypatch.setattr(in_place, "CHUNK_BYTES", 2 * LAYOUT.block_bytes)
+    made = await Rig(slots=8, storage=storage).open()
+    await made.run(write(KEYS, SOURCE))
+    made.sim_device.addressable = True
+    yield made
+    await made.close()
+
+
+def blocks(rig: Rig, numbers: Sequence[int]) -> list[bytes]:
+    return [rig.block(number) for number in numbers]
+
+
+async def test_every_block_arrives_without_staging_and_no_other_byte_changes(rig: Rig) -> None:
+    before = blocks(rig, ASIDE)
+    outcome = await rig.run(read(KEYS, TARGET))
+    assert (list(outcome.moved), outcome.error, outcome.bytes) == ([0, 1, 2, 3, 4, 5], None, 6 * LAYOUT.block_bytes)
+    assert blocks(rig, TARGET) == blocks(rig, SOURCE)
+    assert blocks(rig, ASIDE) == before
+    assert rig.sim_device.counts["copy_in"] == 0
+
+
+async def test_a_device_that_the_cpu_cannot_address_is_read_through_staging(rig: Rig, storage: Warm) -> None:
+    rig.sim_device.addressable = False
+    await rig.run(read(KEYS, TARGET))
+    assert (storage.tried, blocks(rig, TARGET)) == ([], blocks(rig, SOURCE))
+    assert rig.sim_device.counts["copy_in"] > 0
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+async def test_what_is_not_in_memory_comes_through_staging(rig: Rig, storage: Warm, prefix: bool) -> None:
+    storage.cold = {rig.name("k1"), rig.name("k2"), rig.name("k5")}
+    outcome = await rig.run(read(KEYS, TARGET, prefix=prefix))
+    assert list(outcome.moved) == list(range(6))
+    assert blocks(rig, TARGET) == blocks(rig, SOURCE)
+    assert sum(map(len, storage.tried)) == 6
+
+
+async def test_a_chunk_that_is_wholly_cold_ends_the_tries(
+    rig: Rig, storage: Warm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(in_place, "CHUNKS_UNDER_WAY", 1)
+    storage.cold = {rig.name(key) for key in KEYS}
+    outcome = await rig.run(read(KEYS, TARGET))
+    assert list(outcome.moved) == list(range(6))
+    assert blocks(rig, TARGET) == blocks(rig, SOURCE)
+    assert storage.tried == [[rig.name("k0"), rig.name("k1")]]
+
+
+async def test_an_object_with_a_wrong_footer_never_touches_its_block(rig: Rig, storage: Warm) -> None:
+    storage.objects[rig.name("k1")] = storage.objects[rig.name("k3")]  # intact, but of another key
+    before = rig.block(TARGET[1])
+    outcome = await rig.run(read(KEYS, TARGET, prefix=False))
+    assert (list(outcome.moved), outcome.error) == ([0, 2, 3, 4, 5], None)
+    assert rig.block(TARGET[1]) == before
+    assert rig.worker.corrupt == 1
+    await until(lambda: rig.name("k1") in storage.quarantined)
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+async def test_a_damaged_payload_is_no_block_of_the_result(rig: Rig, storage: Warm, prefix: bool) -> None:
+    storage.damage(rig.name("k1"), bit=77)
+    outcome = await rig.run(read(KEYS, TARGET, prefix=prefix))
+    assert outcome.error is None
+    assert 1 not in outcome.moved
+    assert set(outcome.moved) >= ({0} if prefix else {0, 2, 3, 4, 5})
+    assert [rig.block(TARGET[i]) for i in outcome.moved] == [rig.block(SOURCE[i]) for i in outcome.moved]
+    assert rig.worker.corrupt == 1
+    await until(lambda: rig.name("k1") in storage.quarantined)
+
+
+async def test_a_prefix_ends_where_an_object_has_gone_and_nothing_behind_it_is_left_to_staging(
+    rig: Rig, storage: Warm
+) -> None:
+    storage.cold = {rig.name("k1"), rig.name("k3")}
+    job = read(KEYS, TARGET)
+    storage.dice.script("object get", None, None, "missing")  # k2, after the question whether it is there
+    outcome = await rig.run(job)
+    assert [i for i in outcome.moved if i < 2] == [0, 1]
+    assert 3 not in outcome.moved
+    assert rig.block(TARGET[1]) == rig.block(SOURCE[1])
+
+
+async def test_an_object_that_cannot_be_read_is_told_and_a_sparse_read_goes_on(rig: Rig, storage: Warm) -> None:
+    storage.dice.script("object get", None, "error")
+    outcome = await rig.run(read(KEYS, TARGET, prefix=False))
+    assert list(outcome.moved) == [0, 2, 3, 4, 5]
+    assert outcome.error is not None
+    assert outcome.error.code == "storage_error"
+
+
+async def test_a_chunk_that_fails_as_a_whole_ends_the_read(rig: Rig, storage: Warm) -> None:
+    storage.dice.script("object get", "error", "error")
+    outcome = await rig.run(read(KEYS, TARGET, prefix=False))
+    assert outcome.error is not None
+    assert sum(map(len, storage.tried)) <= 4  # the next chunk was under way already
+    assert rig.sim_device.counts["copy_in"] == 0
+
+
+async def test_a_stopped_task_answers_while_storage_hangs_and_its_blocks_are_not_touched_later(
+    rig: Rig, storage: Warm
+) -> None:
+    before = blocks(rig, TARGET)
+    job = await rig.begin(read(KEYS, TARGET))
+    await until(lambda: storage.tried)
+    await turns()
+    job.stop.set(Stop.CANCELLED)
+    outcome = await rig.stopped(job)
+    assert (list(outcome.moved), outcome.stop) == ([], Stop.CANCELLED)
+    storage.gate.release()
+    await rig.background.settled()
+    assert blocks(rig, TARGET) == before
+
+
+async def test_damage_that_a_stopped_task_no_longer_waits_for_is_noted_all_the_same(rig: Rig, storage: Warm) -> None:
+    storage.objects[rig.name("k0")] = storage.objects[rig.name("k3")]
+    job = await rig.begin(read(KEYS, TARGET))
+    await until(lambda: storage.tried)
+    job.stop.set(Stop.CANCELLED)
+    await rig.stopped(job)
+    storage.gate.release()
+    await until(lambda: rig.name("k0") in storage.quarantined)
+    assert rig.worker.corrupt == 1
+
+
+async def test_no_block_is_touched_before_its_engine_has_got_there(rig: Rig, storage: Warm) -> None:
+    task = ReadStorageTask(task_id="r", keys=KEYS, gpu_block_ids=TARGET, after=(3, 7))
+    job = rig.start(task)
+    await until(lambda: rig.sim_device.counts["waits"])
+    assert storage.tried == []
+    rig.sim_device.advance((3, 7))
+    outcome = await rig.ended(job)
+    assert list(outcome.moved) == list(range(6))
+
+
+async def test_a_storage_that_fails_as_a_whole_fails_the_task(rig: Rig, storage: Warm) -> None:
+    def refuse(_name: str, _offset: int) -> None:
+        raise StorageError("the medium is on fire")
+
+    storage.reading = refuse
+    outcome = await rig.run(read(KEYS, TARGET))
+    assert outcome.error is not None
+    assert "on fire" in outcome.error.message
+
+
+# --- the loan -------------------------------------------------------------------------------------
+
+
+async def ended(loan: Loan) -> asyncio.Future[None]:
+    """The end of the loan, as far as it gets without a thread's help."""
+    ending: Awaitable[None] = asyncio.ensure_future(loan.end())
+    await turns()
+    assert isinstance(ending, asyncio.Future)
+    return ending
+
+
+async def test_the_end_of_a_loan_waits_for_the_thread_that_holds_a_block_and_no_other_gets_one() -> None:
+    loan, taken, go_on = Loan(), threading.Event(), threading.Event()
+
+    def hold() -> bool:
+        assert loan.take()
+        taken.set()
+        go_on.wait(30)
+        loan.give_back()
+        return loan.take()
+
+    holder = asyncio.ensure_future(asyncio.to_thread(hold))
+    assert await asyncio.to_thread(taken.wait, 30)
+    ending = await ended(loan)
+    assert not ending.done()
+    go_on.set()
+    await asyncio.wait_for(ending, 30)
+    assert await holder is False
+
+
+async def test_a_loan_that_nobody_holds_ends_at_once() -> None:
+    loan = Loan()
+    assert loan.take()
+    loan.give_back()
+    assert (await ended(loan)).done()
+    assert not loan.take()

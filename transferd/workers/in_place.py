@@ -1,0 +1,246 @@
+"""Loads into blocks where they lie: storage's memory → block, for blocks that the CPU can address.
+
+A thread reads each object in pieces that fit its cache, straight into the segments of its block, and checks each piece
+while it is there. Compared with staging this saves a copy, a hand-over to another thread, and the leases.
+
+Only bytes that are in memory travel this way (`Storage.get_in_place`), because no thread may wait for a disk with a
+block in its hands: when a task ends, its blocks are the engine's again. What is not in memory is left to staging.
+
+The footer is read first, so an object that is not the right one never touches a block. A damaged payload is found at
+the end: the block then holds undefined bytes, as any block does that its task does not report (docs/adr/0051).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import functools
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from transferd.blocks.copyplan import CopyPlan, plan_copy
+from transferd.blocks.footer import FOOTER_BYTES, Damage, Inspection
+from transferd.storage.base import Found, Outcome, Place, ReadNow, Storage
+from transferd.tasks import ReadStorageTask
+from transferd.workers.context import Account, RankContext
+
+CHUNK_BYTES = 16 * 1024**2  # of one call: its fixed cost is negligible, and a stop waits for one object only
+CHUNKS_UNDER_WAY = 2  # so that no thread waits for the event loop
+PIECE_BYTES = 512 * 1024  # read, then checked: at most what a core's own cache holds
+MOST_BUFFERS = 1024  # of one preadv: IOV_MAX
+
+T = TypeVar("T")
+Bad = Callable[[str, str, Damage], None]
+
+
+class Loan:
+    """Blocks in the hands of I/O threads. After `end`, no thread touches them, whatever it was doing."""
+
+    def __init__(self) -> None:
+        self.over = False
+        self._holders = 0
+        self._lock = threading.Lock()
+        self._loop = asyncio.get_running_loop()
+        self._returned = self._loop.create_future()
+
+    def take(self) -> bool:
+        """In a thread, before it touches a block. False: the blocks are not its any more. True: `give_back` follows."""
+        with self._lock:
+            self._holders += not self.over
+            return not self.over
+
+    def give_back(self) -> None:
+        with self._lock:
+            self._holders -= 1
+            last = self.over and not self._holders
+        if last:
+            self._loop.call_soon_threadsafe(self._returned.set_result, None)
+
+    async def end(self) -> None:
+        """Wait until no thread holds a block. A thread holds one for as long as memory is copied, never for I/O."""
+        with self._lock:
+            self.over = True
+            held = self._holders
+        if held:
+            await self._returned
+
+
+class BlockInPlace:
+    """One block and the check of the object that it takes in. See `storage.base.InPlace`.
+
+    view: the device memory from the arena's origin on; borrowed. plan: of a packed block to this one.
+    damage: after a load, why the object must not be delivered; None for a good one.
+    """
+
+    def __init__(self, view: memoryview, plan: CopyPlan, inspection: Inspection, loan: Loan) -> None:
+        self.nbytes = inspection.payload_bytes + FOOTER_BYTES
+        self.damage: Damage | None = None
+        self._view = view
+        self._plan = plan
+        self._inspection = inspection
+        self._loan = loan
+
+    def load(self, read: ReadNow) -> bool:
+        footer = bytearray(FOOTER_BYTES)
+        if read([memoryview(footer)], self._inspection.payload_bytes) < FOOTER_BYTES:
+            return False
+        self.damage = self._inspection.footer(bytes(footer))
+        if self.damage is not None:
+            return True
+        for offset, piece in self._pieces():
+            if not self._loan.take():
+                return False
+            try:
+                if read(piece, offset) < sum(part.nbytes for part in piece):
+                    return False
+                for part in piece:
+                    self._inspection.payload(part)
+            finally:
+                self._loan.give_back()
+        self.damage = self._inspection.damage()
+        return True
+
+    def _pieces(self) -> Iterator[tuple[int, list[memoryview]]]:
+        """The block in the object's order: the offset of each piece in the object, and its parts in memory."""
+        piece: list[memoryview] = []
+        begin = end = 0
+        for source, target, nbytes in self._plan.runs.tolist():
+            for start in range(0, nbytes, PIECE_BYTES):
+                part = self._view[target + start : target + min(start + PIECE_BYTES, nbytes)]
+                if piece and (end - begin + part.nbytes > PIECE_BYTES or len(piece) == MOST_BUFFERS):
+                    yield begin, piece
+                    piece, begin = [], end
+                assert end == source + start
+                piece.append(part)
+                end += part.nbytes
+        yield begin, piece
+
+
+@dataclass(slots=True)
+class Tries:
+    """How far one task has got in place.
+
+    cold: positions for staging. ended: the first position that cannot be loaded. hopeless: nothing behind what was
+    tried is worth a try in place. troubled: nor in any other way, because a whole chunk failed.
+    """
+
+    cold: list[int] = field(default_factory=list)
+    ended: int | None = None
+    hopeless: bool = False
+    troubled: bool = False
+
+
+class InPlaceReader:
+    """Loads blocks of one rank in place, as far as storage has their objects in memory.
+
+    bad: told of each object that failed its check: task, name, damage.
+    """
+
+    def __init__(self, context: RankContext, storage: Storage, bad: Bad) -> None:
+        self._context = context
+        self._storage = storage
+        self._bad = bad
+        self._packed = context.layout.packed(1, context.format.slot_bytes)
+        self._chunk_blocks = max(1, CHUNK_BYTES // context.layout.block_bytes)
+
+    async def load(self, account: Account, names: Sequence[str], positions: Sequence[int]) -> Sequence[int]:
+        """Load blocks of a ReadStorageTask. Returns the positions that are left for staging, ascending.
+
+        None is left if the task was stopped or its prefix ended. Raises TransferError.
+        """
+        task = account.job.task
+        assert isinstance(task, ReadStorageTask)
+        if task.after and not await self._context.computed(account.job):
+            return ()
+        loan = Loan()
+        try:
+            return await self._load(account, names, positions, loan)
+        finally:
+            await loan.end()
+
+    async def _load(
+        self, account: Account, names: Sequence[str], positions: Sequence[int], loan: Loan
+    ) -> Sequence[int]:
+        job, background = account.job, self._context.background
+        prefix = getattr(job.task, "prefix", True)
+        tries, begun = Tries(), 0
+        under_way: deque[tuple[list[Place], asyncio.Future[list[Outcome]]]] = deque()
+        while True:
+            useful = not tries.hopeless and (tries.ended is None or not prefix)
+            while useful and begun < len(positions) and len(under_way) < CHUNKS_UNDER_WAY:
+                places = self._places(account, names, positions[begun : begun + self._chunk_blocks], loan)
+                begun += len(places)
+                asked = background.begin(self._storage.get_in_place(places))
+                # Also if the task does not wait for the answer: nobody is to load a damaged object again.
+                _when_done(asked, functools.partial(self._note_damage, job.task.task_id, places))
+                under_way.append((places, asked))
+            if not under_way:
+                break
+            places, asked = under_way.popleft()
+            if not await self._answered(account, asked):
+                return ()
+            self._take(account, tries, places, asked.result())
+        if tries.troubled or account.stopped is not None:
+            return ()
+        if prefix and tries.ended is not None:
+            return [position for position in tries.cold if position < tries.ended]
+        return [*tries.cold, *positions[begun:]]
+
+    def _places(self, account: Account, names: Sequence[str], chunk: Sequence[int], loan: Loan) -> list[Place]:
+        context, job = self._context, account.job
+        task, arena = job.task, context.device.arena
+        assert isinstance(task, ReadStorageTask)
+        context.recorder.step(task.task_id, "load in place", context.rank, len(chunk))
+        view = memoryview((ctypes.c_char * arena.geometry.extent).from_address(arena.origin)).cast("B")
+        inspections = context.format.inspections(job.generation, [job.ids[i] for i in chunk], context.object_rank)
+        places = []
+        for position, inspection in zip(chunk, inspections, strict=True):
+            plan = plan_copy(self._packed, [0], arena.geometry, [task.gpu_block_ids[position]])
+            places.append(Place(names[position], BlockInPlace(view, plan, inspection, loan), job.use, position))
+        return places
+
+    def _note_damage(self, task_id: str, places: Sequence[Place], asked: asyncio.Future[list[Outcome]]) -> None:
+        if asked.cancelled() or asked.exception() is not None:
+            return
+        for place, outcome in zip(places, asked.result(), strict=True):
+            assert isinstance(place.data, BlockInPlace)
+            if outcome.found is Found.FOUND and place.data.damage is not None:
+                self._bad(task_id, place.name, place.data.damage)
+
+    async def _answered(self, account: Account, asked: asyncio.Future[list[Outcome]]) -> bool:
+        """False: the task was stopped first."""
+        clock = self._context.clock
+        before = clock.monotonic()
+        answered = asked.done() or await account.job.stop.race(asked)
+        account.storage_s += clock.monotonic() - before
+        return answered
+
+    def _take(self, account: Account, tries: Tries, places: Sequence[Place], outcomes: Sequence[Outcome]) -> None:
+        """Account for one chunk."""
+        good, cold, failed = [], [], 0
+        for place, outcome in zip(places, outcomes, strict=True):
+            assert isinstance(place.data, BlockInPlace)
+            damage = place.data.damage if outcome.found is Found.FOUND else None
+            if outcome.found is Found.COLD:
+                cold.append(place.depth)
+            elif outcome.found is Found.FOUND and damage is None:
+                good.append(place.depth)
+            elif tries.ended is None:
+                tries.ended = place.depth
+            if outcome.error is not None:
+                account.failed(outcome.error)
+                failed += 1
+        account.done(good, len(good) * self._context.layout.block_bytes)
+        tries.cold += cold
+        tries.troubled = tries.troubled or failed == len(places)
+        tries.hopeless = tries.troubled or tries.hopeless or len(cold) == len(places)
+
+
+def _when_done(future: asyncio.Future[T], call: Callable[[asyncio.Future[T]], None]) -> None:
+    if future.done():
+        call(future)
+    else:
+        future.add_done_callback(call)
