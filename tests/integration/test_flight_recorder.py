@@ -77,7 +77,7 @@ def test_a_running_daemon_explains_each_kind_of_task_rank_by_rank(daemon: Daemon
         assert whats(stories[task_id]) == ["admitted", "from", "started", "done"]
         assert [rank["rank"] for rank in stories[task_id]["lives"][0]["ranks"]] == [0, 1]
     assert whats(stories["w"], 1) == ["to store", "copy", "put", "stored", "arrived"]
-    assert whats(stories["r"], 0) == ["found", "fetch", "copy", "arrived"]
+    assert whats(stories["r"], 0) == ["found", "load in place", "arrived"]
     assert whats(stories["s"], 0) == ["arrived"]
     assert whats(stories["x"]) == ["rejected"]
     life = stories["r"]["lives"][0]

@@ -51,6 +51,7 @@ STEPS: dict[str, StepKind] = {
     "from": StepKind("from", fields=("", "client")),  # the client that pushed it
     "started": StepKind("started"),  # every rank is at work: looking up keys, or copying
     "found": StepKind("found", fields=("rank", "blocks")),  # read: the lookup ended; this many keys are stored
+    "load in place": StepKind("load in place", fields=("rank", "objects")),  # read: storage's memory → device
     "fetch": StepKind("fetch", fields=("rank", "objects")),  # read: waits for staging, then storage → staging
     "shares fetch": StepKind("shares fetch", fields=("rank", "objects")),  # read: another task already fetches them
     "to store": StepKind("to store", fields=("rank", "blocks")),  # write: the lookup ended; this many are not stored

@@ -169,7 +169,7 @@ class InPlaceReader:
         tries, begun = Tries(), 0
         under_way: deque[tuple[list[Place], asyncio.Future[list[Outcome]]]] = deque()
         while True:
-            useful = not tries.hopeless and (tries.ended is None or not prefix)
+            useful = account.stopped is None and not tries.hopeless and (tries.ended is None or not prefix)
             while useful and begun < len(positions) and len(under_way) < CHUNKS_UNDER_WAY:
                 places = self._places(account, names, positions[begun : begun + self._chunk_blocks], loan)
                 begun += len(places)
