@@ -109,3 +109,23 @@ async def test_after_its_end_nothing_is_dumped_and_the_loops_handler_is_as_befor
     assert loop.get_exception_handler() is None
     recorder.failure("t", "late")
     assert reasons(tmp_path) == []
+
+
+async def test_a_dump_that_raises_anything_ends_neither_the_thread_nor_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder, took = Recorder(), threading.Event()
+
+    def raising(*_: Any, **__: Any) -> Path:
+        monkeypatch.setattr("transferd.observability.dump_thread.write_dump", write_dump)
+        took.set()
+        raise KeyError("a note of a kind that nobody knows")
+
+    monkeypatch.setattr("transferd.observability.dump_thread.write_dump", raising)
+    with dumps(tmp_path, recorder) as thread:
+        recorder.failure("t", "the first")
+        assert await asyncio.to_thread(took.wait, 30)
+        recorder.failure("t", "the second")
+        assert thread._thread is not None
+        assert thread._thread.is_alive()
+    assert read_dump(tmp_path).header["problem"] == "the second"

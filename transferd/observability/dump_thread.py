@@ -112,17 +112,25 @@ class DumpThread:
         while True:
             number = signal.sigwait(DUMP_SIGNALS)
             if number == signal.SIGABRT:
-                self._dump("abort", "", _stacks())
+                self._try(lambda: self._dump("abort", "", _stacks()))
                 flush()
                 # The default comes next, by way of faulthandler: stacks on stderr, and a core if one is wanted.
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGABRT})
                 os.abort()
             if number == signal.SIGUSR1:
-                self._dump("signal", "", _stacks())
+                self._pending.append(lambda: self._dump("signal", "", _stacks()))
             while self._pending:
-                self._pending.popleft()()
+                self._try(self._pending.popleft())
             if self._ending:
                 return
+
+    @staticmethod
+    def _try(dump: Callable[[], None]) -> None:
+        """Whatever a dump raises, the thread lives: waking a thread that has ended kills the process (SIGSEGV)."""
+        try:
+            dump()
+        except Exception:
+            log.exception("cannot dump the flight recorder (bug)")
 
     def _wake(self) -> None:
         assert self._thread is not None
