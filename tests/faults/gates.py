@@ -16,22 +16,26 @@ answer that does not come within GATE_TIMEOUT_S) a gate is open.
 | match   | a storage lookup was asked for and has not begun |
 | gather  | half of the runs of a copy out of device memory are done |
 | store   | half of the objects of a put are stored |
-| load    | half of the objects of a get are loaded |
-| scatter | half of the runs of a copy into device memory are done |
-| result  | a copy into device memory is complete, the rank has not been told yet |
+| load    | half of the objects of a get are loaded; in place: one object |
+| scatter | half of the runs of a copy into device memory are done; in place: of one block |
+| result  | a copy into device memory, or a get in place, is complete; the rank has not been told yet |
 | round   | in the bystander (bystander.py), between two rounds of its tasks |
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import socket
 from collections.abc import Awaitable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from transferd.blocks.copyplan import CopyPlan
-from transferd.storage.base import Blob, Outcome, Storage
+from transferd.blocks.footer import FOOTER_BYTES
+from transferd.storage.base import Blob, InPlace, Outcome, Place, ReadNow, Storage
 from transferd.storage.file import FileStorage
 from transferd.storage.lru import Use
 from transferd.storage.mooncake import MooncakeStorage
@@ -60,6 +64,40 @@ async def gate(phase: str, **told: Any) -> str:
         return ""
     finally:
         writer.close()
+
+
+def gate_of_thread(phase: str, **told: Any) -> None:
+    """`gate`, for an I/O thread, which stands still meanwhile."""
+    path = os.environ.get(VARIABLE)
+    if not path:
+        return
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as keeper:
+        keeper.settimeout(GATE_TIMEOUT_S)
+        keeper.connect(path)
+        keeper.sendall(json.dumps({"phase": phase, "pid": os.getpid(), **told}).encode() + b"\n")
+        keeper.recv(100)
+
+
+class HalfwayBlock:
+    """A block that pauses in the middle of its first piece of more than one part, as a copy in does."""
+
+    def __init__(self, block: InPlace, rank: int) -> None:
+        self.nbytes = block.nbytes
+        self._block = block
+        self._rank = rank
+        self._paused = False
+
+    def load(self, read: ReadNow) -> bool:
+        def halfway(buffers: Sequence[memoryview], offset: int) -> int:
+            middle = len(buffers) // 2
+            if self._paused or not middle:
+                return read(buffers, offset)
+            self._paused = True
+            done = read(buffers[:middle], offset)
+            gate_of_thread("scatter", rank=self._rank, nbytes=self.nbytes)
+            return done + read(buffers[middle:], offset + done)
+
+        return self._block.load(halfway)
 
 
 def halves(plan: CopyPlan) -> tuple[CopyPlan, CopyPlan]:
@@ -104,6 +142,17 @@ class _Gated(Storage):
         first = await super().get(blobs[:middle])
         await gate("load", rank=_rank(blobs[0].name))
         return first + await super().get(blobs[middle:])
+
+    async def get_in_place(self, places: Sequence[Place]) -> list[Outcome]:
+        if not _meant(places[0].name):
+            return await super().get_in_place(places)
+        rank = _rank(places[0].name)
+        outcomes: list[Outcome] = []
+        for place in places:
+            outcomes += await super().get_in_place([replace(place, data=HalfwayBlock(place.data, rank))])
+            await gate("load", rank=rank)
+        await gate("result", rank=rank, nbytes=sum(place.data.nbytes - FOOTER_BYTES for place in places))
+        return outcomes
 
 
 def _meant(name: str) -> bool:
