@@ -97,6 +97,8 @@ def _mark(file: Path) -> Path:
 class SabotagedDevice(ShmDeviceTier):
     """Shared memory whose copies fail half done, or stall, as ordered."""
 
+    addressable = False  # or reads would do without copies
+
     async def copy_out(self, plan: CopyPlan, host: HostMemory) -> None:
         await self._go("copy_out", super().copy_out, plan, host)
 
