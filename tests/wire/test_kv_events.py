@@ -3,48 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
 import msgspec
 import pytest
 
+from tests.integration import subscriber as published
 from transferd.blocks.keys import block_keys, key_digest
 from transferd.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, block_hash, encode_batch
-
-# A subscriber's view, as the published schema has it: strict about what must be there, open for what may come.
-
-
-class Event(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
-    pass
-
-
-class Stored(Event, tag="BlockStored"):
-    block_hashes: list[int | bytes]
-    parent_block_hash: int | bytes | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
-    extra_keys: list[tuple[Any, ...] | None] | None = None
-    group_idx: int | None = None
-
-
-class Removed(Event, tag="BlockRemoved"):
-    block_hashes: list[int | bytes]
-    medium: str | None
-    group_idx: int | None = None
-
-
-class Cleared(Event, tag="AllBlocksCleared"):
-    pass
-
-
-class Batch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    ts: float
-    events: list[Stored | Removed | Cleared]
-    data_parallel_rank: int | None = None
-
 
 EVENTS = [
     BlockStored([7, 2**64 - 1], None, [1, 2, 3, 4], 2, None, "STORAGE", None),
@@ -54,12 +19,12 @@ EVENTS = [
 
 
 def test_a_batch_reads_with_structs_written_from_the_published_schema() -> None:
-    batch = msgspec.msgpack.decode(encode_batch(12.5, EVENTS, 3), type=Batch)
+    batch = msgspec.msgpack.decode(encode_batch(12.5, EVENTS, 3), type=published.Batch)
     assert (batch.ts, batch.data_parallel_rank) == (12.5, 3)
     assert batch.events == [
-        Stored([7, 2**64 - 1], None, [1, 2, 3, 4], 2, None, "STORAGE", None),
-        Removed([5], "CPU"),
-        Cleared(),
+        published.BlockStored([7, 2**64 - 1], None, [1, 2, 3, 4], 2, None, "STORAGE", None),
+        published.BlockRemoved([5], "CPU"),
+        published.AllBlocksCleared(),
     ]
 
 
