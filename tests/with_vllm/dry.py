@@ -25,7 +25,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 from vllm import SamplingParams
-from vllm.config import set_current_vllm_config
+from vllm.config import KVEventsConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
@@ -91,6 +91,7 @@ class DryEngine:
     """An engine of `ranks` ranks over TransferdTier or TransferdConnector ("tier", "connector"). `with` ends it.
 
     ahead: vLLM's asynchronous scheduling. The scheduler is always one step ahead of the model, which is the worst case.
+    events: vLLM publishes KV events, into `published`.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class DryEngine:
         ranks: int = 1,
         together: int = 4,
         ahead: bool = False,
+        events: bool = False,
         **extra: Any,
     ) -> None:
         transfer = play.transfer(kind, dict(extra), witness=False)
@@ -111,6 +113,7 @@ class DryEngine:
             model=str(play.tiny_model(place / "tiny")), skip_tokenizer_init=True, load_format="dummy",
             enforce_eager=True, dtype="float32", block_size=TOKENS, max_model_len=2048, max_num_seqs=together,
             max_num_batched_tokens=2048, kv_transfer_config=transfer,
+            kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if events else None,
         ).create_engine_config()  # fmt: skip
         config.scheduler_config.async_scheduling = ahead  # the platform of the CPU turns it off; a GPU's has it on
         config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = ranks
@@ -128,6 +131,8 @@ class DryEngine:
             self.scheduler = made_by(config, cache, StructuredOutputManager(config), TOKENS)
             assert config.max_concurrent_batches == 1 + ahead
             self.ranks = made or [DryRank(config, cache, rank) for rank in range(ranks)]
+        self.published: list[Any] = []
+        self.scheduler.kv_event_publisher.publish = lambda batch: self.published.extend(batch.events)
         self.connector = self.scheduler.connector
         self._aggregator = KVOutputAggregator.from_connector(self.connector, ranks)
         self._most_in_flight = config.max_concurrent_batches

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.with_vllm.engine import Engine, witnessed
+from tests.with_vllm.held import holding
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.parametrize("kind", ["tier", "connector"])]
 
@@ -74,6 +75,29 @@ def test_a_killed_engine_leaves_nothing_wrong_behind(place: Path, kind: str) -> 
     assert tokens(warm) == tokens(plain(place, [asked])[0])
     _, loaded = witnessed(place)
     assert loaded
+
+
+def test_an_engine_killed_in_the_middle_of_a_load_leaves_a_clean_daemon(place: Path, kind: str) -> None:
+    """Half of the load's objects are read when the engine dies, and the rest only once the daemon knows of that."""
+    asked = prompts(1, 200, 300, 170)
+    with holding(place) as daemon:
+        there = {"extra": {"endpoint": daemon.endpoint}}
+        engine = Engine(place, kind, [asked, asked], wait=True, **there)
+        engine.played(1)
+        daemon.hold()
+        engine.go_on()
+        daemon.reached()
+        assert daemon.stats()["running"]
+        engine.kill()
+        daemon.noticed()
+        daemon.release()
+        daemon.clean()
+        (warm,) = Engine(place, kind, [asked], **there).result()
+        daemon.clean()
+    assert tokens(warm) == tokens(plain(place, [asked])[0])
+    assert [answer["cached"] for answer in warm] == [192, 288, 160]
+    _, loaded = witnessed(place)
+    assert loaded == 20, "every block, each with the bytes that the killed engine had stored"
 
 
 def test_preempted_requests_are_right(place: Path, kind: str) -> None:
