@@ -76,7 +76,7 @@ class ScriptedStorage(IndexedStorage):
             if verb != "read":
                 self._changing.discard(name)
 
-    def _write(self, name: str, data: memoryview) -> None:
+    def _write(self, name: str, data: memoryview, _spare: str | None) -> None:
         def change() -> None:
             with self._mutex:
                 if sum(map(len, self.objects.values())) + len(data) > self.medium:

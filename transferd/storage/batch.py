@@ -1,15 +1,15 @@
-"""The state of one put or get of an indexed store (indexed.py): what is decided, written or read, what waits."""
+"""The state of one put or get of an indexed store (indexed.py), and what the store reports."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from transferd.errors import StorageError
 from transferd.storage.base import Blob, Outcome, Place
-from transferd.storage.lru import Entry, Use, Victim
+from transferd.storage.lru import Entry, LruIndex, Use, Victim
 
 PATIENCE_S = 5.0  # how long a write waits for running ones of its own task to end, so that they can make room
 
@@ -86,7 +86,25 @@ def bare(error: StorageError) -> StorageError:
     return error.with_traceback(None)
 
 
-def evicted_for(counts: Mapping[str, int]) -> dict[str, int]:
+def statistics_of(index: LruIndex, counts: Mapping[str, int]) -> dict[str, Any]:
+    """What a store reports of its objects, and of what has happened to them."""
+    return {
+        "objects": len(index),
+        "bytes": index.bytes,
+        "capacity": index.capacity,
+        "in_flight_bytes": index.used - index.bytes,
+        "hits": counts["hits"],
+        "misses": counts["misses"],
+        "corrupt": counts["corrupt"],  # quarantined objects, from reads and the scrub
+        "wrong_length": counts["wrong_length"],
+        "errors": counts["errors"],
+        "stored": counts["stored"],
+        "evictions": counts["evictions"],
+        "evicted_for": _evicted_for(counts),
+    }
+
+
+def _evicted_for(counts: Mapping[str, int]) -> dict[str, int]:
     """Why objects went: room for another one, a medium fuller than the index knew, or a bound that shrank."""
     full, shrink = counts["evicted_medium_full"], counts["evicted_shrink"]
     # Some of what was to make room could not be removed, and is not counted as evicted.

@@ -126,8 +126,11 @@ class FileStorage(IndexedStorage):
         finally:
             self._directory.close()
 
-    def _write(self, name: str, data: memoryview) -> None:
-        self._directory.write(name, data)
+    def _write(self, name: str, data: memoryview, spare: str | None) -> None:
+        self._directory.write(name, data, spare)
+
+    def _retire(self, name: str) -> str | None:
+        return self._directory.retire(name)
 
     def _read(self, name: str, data: memoryview) -> bool:
         return self._directory.read(name, data)

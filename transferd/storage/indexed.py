@@ -38,7 +38,7 @@ from transferd.errors import Closed, StillRunning, StorageError, StorageFull
 from transferd.runtime.aio import answered, at_once, every, uncancelled
 from transferd.runtime.threads import Direction, Stripe, Threads
 from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found, InPlace, Outcome, Place, Storage
-from transferd.storage.batch import Answer, Damaged, PutBatch, Read, Wanted, Write, bare, evicted_for, name_of
+from transferd.storage.batch import Answer, Damaged, PutBatch, Read, Wanted, Write, bare, name_of, statistics_of
 from transferd.storage.lru import LruIndex, NoRoom, Use, Victim
 from transferd.storage.traffic import Traffic
 
@@ -68,8 +68,16 @@ class IndexedStorage(Storage):
     # --- effects, run in threads; raise StorageError ------------------------------------------------
 
     @abc.abstractmethod
-    def _write(self, name: str, data: memoryview) -> None:
-        """Store the object, whole or not at all. StorageFull: the medium has no room now."""
+    def _write(self, name: str, data: memoryview, spare: str | None) -> None:
+        """Store the object, whole or not at all. StorageFull: the medium has no room now.
+
+        spare: what `_retire` returned. It is used up, also by a failure.
+        """
+
+    def _retire(self, name: str) -> str | None:
+        """As `_remove`; returns what is left, if an object of the same length can be written over it."""
+        self._remove(name)
+        return None
 
     @abc.abstractmethod
     def _read(self, name: str, data: memoryview) -> bool:
@@ -158,21 +166,7 @@ class IndexedStorage(Storage):
         """What an implementation releases at close, when no effect runs any more."""
 
     def statistics(self) -> dict[str, Any]:
-        counts = self._counts
-        return {
-            "objects": len(self._index),
-            "bytes": self._index.bytes,
-            "capacity": self._index.capacity,
-            "in_flight_bytes": self._index.used - self._index.bytes,
-            "hits": counts["hits"],
-            "misses": counts["misses"],
-            "corrupt": counts["corrupt"],  # quarantined objects, from reads and the scrub
-            "wrong_length": counts["wrong_length"],
-            "errors": counts["errors"],
-            "stored": counts["stored"],
-            "evictions": counts["evictions"],
-            "evicted_for": evicted_for(counts),
-        }
+        return statistics_of(self._index, self._counts)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._index!r})"
@@ -272,10 +266,15 @@ class IndexedStorage(Storage):
         """In a thread: first the victims go, then the object comes."""
         write.error = None
         try:
+            spare = None
             while write.victims:
-                self._remove(write.victims[-1].name)
+                name, nbytes = write.victims[-1]
+                if len(write.victims) == 1 and nbytes == write.blob.data.nbytes and not self._traffic.reads(name):
+                    spare = self._retire(name)
+                else:
+                    self._remove(name)
                 write.victims.pop()
-            self._write(write.blob.name, write.blob.data)
+            self._write(write.blob.name, write.blob.data, spare)
         except StorageError as error:
             write.error = bare(error)
 
@@ -330,7 +329,9 @@ class IndexedStorage(Storage):
     async def _read_all(self, blobs: Sequence[Wanted]) -> list[Outcome]:
         reads = self._present(blobs)
         nbytes = sum(read.blob.data.nbytes for read in reads)
-        outcomes, bad = self._judge(blobs, reads, await self._run(Direction.IN, nbytes, reads, self._read_one))
+        with self._traffic.reading([read.blob.name for read in reads]):
+            answers = await self._run(Direction.IN, nbytes, reads, self._read_one)
+        outcomes, bad = self._judge(blobs, reads, answers)
         if bad:
             await self._put_aside(bad)
         return outcomes

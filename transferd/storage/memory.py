@@ -52,7 +52,7 @@ class MemoryStorage(IndexedStorage):
         """Apply `storage.memory.capacity`."""
         self.set_capacity(storage.memory.capacity)
 
-    def _write(self, name: str, data: memoryview) -> None:
+    def _write(self, name: str, data: memoryview, spare: str | None) -> None:  # noqa: ARG002 - nothing is left over
         self._objects[name] = np.asarray(data).copy()
 
     def _read(self, name: str, data: memoryview) -> bool:

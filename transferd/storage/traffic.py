@@ -1,8 +1,11 @@
-"""Whether loads and stores run, for background work that should yield to them."""
+"""Which loads and stores run: background work yields to them, and what is being read is not written over."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 
 
@@ -11,6 +14,7 @@ class Traffic:
 
     def __init__(self) -> None:
         self._under_way = 0
+        self._read: Counter[str] = Counter()  # names of objects, and how many calls are reading each
         self._waiting: list[asyncio.Future[None]] = []
 
     def __enter__(self) -> None:
@@ -24,6 +28,19 @@ class Traffic:
             for future in self._waiting:
                 if not future.done():
                     future.set_result(None)
+
+    @contextlib.contextmanager
+    def reading(self, names: Sequence[str]) -> Iterator[None]:
+        """These objects are being read."""
+        self._read.update(names)
+        try:
+            yield
+        finally:
+            self._read -= Counter(names)
+
+    def reads(self, name: str) -> bool:
+        """Whether this object is being read. Any thread may ask, if nobody can begin to read it any more."""
+        return self._read[name] > 0
 
     async def quiet(self, patience: float) -> bool:
         """Wait for a moment without traffic, at most `patience` seconds. False: no such moment came."""

@@ -1,0 +1,162 @@
+"""A store at its capacity writes new objects over the files of those that they displace (directory.py, `retire`)."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import random
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.storage.harness import file_config
+from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found
+from transferd.storage.file import FileStorage
+
+NBYTES = 300_000
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[FileStorage]:
+    """Room for two objects."""
+    storage = FileStorage(file_config(tmp_path, 2 * NBYTES))
+    await storage.open()
+    yield storage
+    await storage.close()
+
+
+def name(text: str) -> str:
+    return f"demo/0123456789abcdef/RL-1/{text}/0"
+
+
+def content(text: str, nbytes: int = NBYTES) -> bytes:
+    return random.Random(text).randbytes(nbytes)
+
+
+def blob(text: str, nbytes: int = NBYTES, data: bytes | None = None) -> Blob:
+    return Blob(name(text), memoryview(bytearray(content(text, nbytes) if data is None else data)))
+
+
+async def read(store: FileStorage, text: str, nbytes: int = NBYTES) -> tuple[Any, bytes]:
+    wanted = blob(text, data=b"\xaa" * nbytes)
+    [outcome] = await store.get([wanted])
+    return outcome, bytes(wanted.data)
+
+
+def files(tmp_path: Path) -> dict[str, int]:
+    """Of every file of an object, or of one that is not finished, its inode."""
+    return {path.name: path.stat().st_ino for path in (tmp_path / "objects").rglob("*") if path.is_file()}
+
+
+async def test_the_file_is_the_same_and_its_bytes_are_the_new_objects(store: FileStorage, tmp_path: Path) -> None:
+    await store.put([blob("aa")])
+    await store.put([blob("bb")])
+    before = files(tmp_path)
+    assert await store.put([blob("cc")]) == [STORED]
+    assert files(tmp_path) == {"bb@0": before["bb@0"], "cc@0": before["aa@0"]}
+    assert await read(store, "aa") == (MISSING, b"\xaa" * NBYTES)
+    assert await read(store, "bb") == (FOUND, content("bb"))
+    assert await read(store, "cc") == (FOUND, content("cc"))
+    directories = [path for path in (tmp_path / "objects").rglob("*") if path.is_dir() and path.name == "aa"]
+    assert directories == [], "the fan directory of the displaced object has gone"
+
+
+async def test_an_object_of_another_length_gets_a_file_of_its_own(store: FileStorage, tmp_path: Path) -> None:
+    await store.put([blob("aa")])
+    await store.put([blob("bb")])
+    assert await store.put([blob("cc", NBYTES - 1)]) == [STORED]
+    assert files(tmp_path).keys() == {"bb@0", "cc@0"}
+    assert await read(store, "cc", NBYTES - 1) == (FOUND, content("cc", NBYTES - 1))
+
+
+async def test_a_file_with_another_link_is_not_written_over(store: FileStorage, tmp_path: Path) -> None:
+    await store.put([blob("aa")])
+    await store.put([blob("bb")])
+    [path] = (tmp_path / "objects").rglob("aa@0")
+    copy = tmp_path / "backup"
+    os.link(path, copy)
+    assert await store.put([blob("cc")]) == [STORED]
+    assert copy.read_bytes() == content("aa")
+    assert await read(store, "cc") == (FOUND, content("cc"))
+
+
+async def test_what_is_being_read_is_not_written_over(
+    store: FileStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await store.put([blob("aa")])
+    await store.put([blob("bb")])
+    await read(store, "bb")  # so that aa is the next to go
+    begun, go_on, preadv = threading.Event(), threading.Event(), os.preadv
+
+    def held(*args: Any) -> int:
+        monkeypatch.setattr(os, "preadv", preadv)
+        begun.set()
+        go_on.wait(30)
+        return preadv(*args)
+
+    before = files(tmp_path)
+    monkeypatch.setattr(os, "preadv", held)
+    reading = asyncio.ensure_future(read(store, "aa"))
+    assert await asyncio.to_thread(begun.wait, 30)
+    await store.put([blob("bb")])  # used again: aa, which the read has used, is older
+    assert await store.put([blob("cc")]) == [STORED]
+    assert (await store.exists([name("aa")])) == [False]
+    assert files(tmp_path)["cc@0"] != before["aa@0"]
+    go_on.set()
+    assert await reading == (FOUND, content("aa"))
+    assert await store.put([blob("dd")]) == [STORED], "the read has ended, so the next one may"
+    assert await read(store, "dd") == (FOUND, content("dd"))
+
+
+@pytest.mark.parametrize("call", ["pwrite", "open"])
+async def test_a_write_over_that_fails_leaves_neither_object_and_no_file(
+    store: FileStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    await store.put([blob("aa")])
+    await store.put([blob("bb")])
+
+    def refused(*_: Any, **__: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, refused)
+        [outcome] = await store.put([blob("cc")])
+    assert outcome.found is Found.FAILED
+    assert files(tmp_path).keys() == {"bb@0"}
+    assert await store.exists([name(text) for text in ("aa", "bb", "cc")]) == [False, True, False]
+    assert store.statistics()["bytes"] == NBYTES
+    assert await store.put([blob("cc")]) == [STORED]
+
+
+async def test_a_victim_that_cannot_be_renamed_is_still_there(
+    store: FileStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await store.put([blob("aa")])
+    await store.put([blob("bb")])
+
+    def refused(*_: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", refused)
+        [outcome] = await store.put([blob("cc")])
+    assert outcome.found is Found.FAILED
+    assert await read(store, "aa") == (FOUND, content("aa"))
+    assert await store.put([blob("bb")]) == [EXISTS]
+
+
+async def test_a_file_that_was_being_written_over_is_removed_at_the_next_start(tmp_path: Path) -> None:
+    storage = FileStorage(file_config(tmp_path, 2 * NBYTES))
+    await storage.open()
+    await storage.put([blob("aa")])
+    spare = storage._directory.retire(name("aa"))
+    assert spare is not None
+    await storage.close()
+    again = FileStorage(file_config(tmp_path, 2 * NBYTES))
+    await again.open()
+    assert (files(tmp_path), again.statistics()["objects"]) == ({}, 0)
+    await again.close()
