@@ -20,6 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from transferd.blocks.footer import FOOTER_BYTES
+from transferd.blocks.layout import build_layout
 from transferd.cli.bench.harness import RUNS, Row, Told, nobody, row, timed
 from transferd.cli.replay.kvdata import KvData
 from transferd.config import Config, from_tree
@@ -119,8 +121,13 @@ def measure(subject: Subject) -> list[Row]:
 @contextlib.contextmanager
 def _subjects(backend: str, directory: Path) -> Iterator[list[Subject]]:
     if backend == "file":
+        full = OBJECTS * (build_layout(from_tree({"cache": CACHE}).geometry).block_bytes + FOOTER_BYTES)
         section = {"backend": "file", "file": {"path": str(directory / "blocks")}}
-        yield [Subject("file", section, lambda nbytes: _RawFile(directory, nbytes))]
+        section_full = {"backend": "file", "file": {"path": str(directory / "full"), "capacity": full}}
+        yield [
+            Subject("file", section, lambda nbytes: _RawFile(directory / "raw", nbytes)),
+            Subject("file (full)", section_full, lambda nbytes: _RawFile(directory / "raw, full", nbytes)),
+        ]
     elif backend == "memory":
         yield [Subject("memory", {"backend": "memory", "memory": {"capacity": "2GiB"}}, _RawMemory)]
     elif backend == "mooncake":
@@ -189,7 +196,7 @@ async def _measure(subject: Subject, daemon: Daemon, transport: _InProcess) -> l
 
 
 def _of(subject: Subject) -> str:
-    return f", {subject.name}" if subject.storage else ""
+    return f", {subject.name}" if subject.storage or "(" in subject.name else ""
 
 
 async def _task(daemon: Daemon, transport: _InProcess, seq: int, task: Task) -> float:
@@ -208,7 +215,7 @@ class _RawFile(Raw):
     """Plain files: open, write or read, close."""
 
     def __init__(self, directory: Path, object_bytes: int) -> None:
-        self._directory = directory / "raw"
+        self._directory = directory
         self._directory.mkdir()
         self._data = os.urandom(object_bytes)
         # As many buffers as objects: reading all into one would measure the processor's cache.
