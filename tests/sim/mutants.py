@@ -136,6 +136,24 @@ MUTANTS = (
         "        return [None for _ in slots]",
     ),
     Mutant(
+        "an object that is loaded in place is not checked",
+        "workers/in_place.py",
+        "        self.damage = self._inspection.damage()",
+        "        self.damage = None",
+    ),
+    Mutant(
+        "a block is on loan for ever",
+        "workers/in_place.py",
+        "            self.over = True",
+        "            self.over = False",
+    ),
+    Mutant(
+        "what is not in memory counts as loaded in place",
+        "workers/in_place.py",
+        "                cold.append(place.depth)",
+        "                good.append(place.depth)",
+    ),
+    Mutant(
         "a read arrives before its last copies have ended",
         "workers/read.py",
         "            await every(under_way)",

@@ -45,6 +45,7 @@ class Oracle:
         daemon.default.coordinator.listeners.deliver = self._answered
         for rank, device in enumerate(world.devices):
             device.begins = functools.partial(self._copy_begins, rank)
+        world.storage.begins = self._load_begins
         world.loop.after_step = self._after_step
 
     def stop(self) -> None:
@@ -94,11 +95,23 @@ class Oracle:
             if pool is None or host.address != pool.memory.address:
                 return  # to staging, which is nobody's block
             tier, geometry = "host", daemon.default.layout.host
+        self._check_writes(f"{operation} of rank {rank}", tier, geometry, plan.runs[:, 1:])
+
+    def _load_begins(self, pieces: npt.NDArray[np.int64]) -> None:
+        """pieces: int64 [n, 2], address and bytes, in the memory of some rank's device, or in nobody's."""
+        geometry = self.world.daemon.default.layout.device
+        for rank, device in enumerate(self.world.devices):
+            here = pieces - (device.arena.origin, 0)
+            mine = here[(here[:, 0] >= 0) & (here[:, 0] < geometry.extent)]
+            self._check_writes(f"load in place of rank {rank}", "device", geometry, mine)
+
+    def _check_writes(self, who: str, tier: str, geometry: Geometry, pieces: npt.NDArray[np.int64]) -> None:
+        """Some task must name every block that these bytes belong to. pieces: offset and bytes."""
         owners = _owners(geometry)
-        touched = {int(block) for _, to, nbytes in plan.runs.tolist() for block in np.unique(owners[to : to + nbytes])}
-        strange = touched - blocks_to_write(daemon.default.dispatcher, tier)
+        touched = {int(block) for to, nbytes in pieces.tolist() for block in np.unique(owners[to : to + nbytes])}
+        strange = touched - blocks_to_write(self.world.daemon.default.dispatcher, tier)
         if strange:
-            self._broken = f"{operation} of rank {rank} writes to {tier} blocks {sorted(strange)}, which no task names"
+            self._broken = f"{who} writes to {tier} blocks {sorted(strange)}, which no task names"
             self._moved = True
 
     def _after_step(self) -> None:

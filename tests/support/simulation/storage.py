@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from tests.support.simulation.faults import Dice, Gate, StorageFaults, note, take
 from tests.support.simulation.memory import Claim, MemoryWatch
@@ -32,7 +33,8 @@ class SimStorage(Storage):
     capacity: bytes; the least recently used objects go beyond it. faults: the plan, may be replaced
     at any time. dice: for scripts; operations "exists", "put", "get" and "quarantine" with fault "unavailable" of
     the next call, "object put" and "object get" with the fault of the next object. gate: holds
-    calls that would start now.
+    calls that would start now. begins: told of the address and length of each piece that a load in place is about to
+    write, int64 [n, 2].
     """
 
     backend = "simulated"
@@ -50,6 +52,7 @@ class SimStorage(Storage):
         self.dice = Dice(rng, "storage")
         self.watch = watch or MemoryWatch()
         self.gate = Gate()
+        self.begins: Callable[[npt.NDArray[np.int64]], None] = _nobody_asks
         self.objects: OrderedDict[str, bytes] = OrderedDict()  # least recently used first
         self.quarantined: dict[str, bytes] = {}
         self.gone: set[str] = set()  # names that were stored once and are not any more
@@ -293,6 +296,10 @@ class SimStorage(Storage):
         return data
 
 
+def _nobody_asks(pieces: npt.NDArray[np.int64]) -> None:
+    """Loads in place are watched by nobody but MemoryWatch."""
+
+
 class _Now:
     """A ReadNow of one object, of which `warm` leading bytes are in memory; the footer is read first, and always is."""
 
@@ -306,6 +313,7 @@ class _Now:
     def __call__(self, buffers: Sequence[memoryview], offset: int) -> int:
         addresses = [int(np.frombuffer(buffer, np.uint8).ctypes.data) for buffer in buffers]
         sizes = [buffer.nbytes for buffer in buffers]
+        self._storage.begins(np.array([addresses, sizes], dtype=np.int64).T)
         watch = self._storage.watch
         claim = watch.enter(addresses, sizes, writes=True, who="storage load in place")
         try:
