@@ -265,6 +265,7 @@ def watching(watch: Callable[[Any, CopyPlan], None]) -> Callable[[Stage], None]:
 
     def prepare(stage: Stage) -> None:
         for device in stage.world.devices:
+            device.addressable = False  # or reads would do without copies
 
             async def copy_in(plan: CopyPlan, host: HostMemory, device: SimDevice = device) -> None:
                 watch(device.memory, plan)
@@ -294,6 +295,7 @@ def scribbling(nth: int, corrupt: Callable[[Any, CopyPlan], None]) -> Callable[[
 
     def prepare(stage: Stage) -> None:
         device = stage.world.devices[-1]
+        device.addressable = False  # or reads would do without copies
         count = itertools.count(1)
         copy_in = device.copy_in
 
@@ -324,6 +326,7 @@ def test_a_copy_that_never_happened_is_found() -> None:
         """Claims to have copied."""
 
     def prepare(stage: Stage) -> None:
+        stage.world.devices[0].addressable = False  # or reads would do without copies
         stage.world.devices[0].copy_in = nothing  # type: ignore[method-assign]
 
     requests = chains([1], [2], [1])
@@ -336,6 +339,7 @@ def test_bytes_in_a_block_that_no_task_named_are_found() -> None:
 
     def prepare(stage: Stage) -> None:
         device = stage.world.devices[0]
+        device.addressable = False  # or reads would do without copies
         copy_in = device.copy_in
 
         async def copy_too_much(plan: CopyPlan, host: HostMemory) -> None:

@@ -18,7 +18,7 @@ answer that does not come within GATE_TIMEOUT_S) a gate is open.
 | store   | half of the objects of a put are stored |
 | load    | half of the objects of a get are loaded; in place: one object |
 | scatter | half of the runs of a copy into device memory are done; in place: of one block |
-| result  | a copy into device memory, or a get in place, is complete; the rank has not been told yet |
+| result  | a copy into device memory, or a load of a block in place, is complete; the rank has not been told yet |
 | round   | in the bystander (bystander.py), between two rounds of its tasks |
 """
 
@@ -151,7 +151,7 @@ class _Gated(Storage):
         for place in places:
             outcomes += await super().get_in_place([replace(place, data=HalfwayBlock(place.data, rank))])
             await gate("load", rank=rank)
-        await gate("result", rank=rank, nbytes=sum(place.data.nbytes - FOOTER_BYTES for place in places))
+            await gate("result", rank=rank, nbytes=place.data.nbytes - FOOTER_BYTES)
         return outcomes
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import signal
@@ -174,18 +175,30 @@ def test_an_own_daemon_that_ends_badly_is_an_error(tmp_path: Path, monkeypatch: 
 
 def test_shared_memory_left_behind_is_an_error() -> None:
     left: list[Path] = []
+    descriptors: list[int] = []
 
     def forget_something() -> None:
         with own.own_daemon(None, 1, SMALL) as endpoint:
             left.append(DIRECTORY / f"{PREFIX}{_pid_of(endpoint)}.forgotten")
-            left[0].touch()
+            descriptors.append(_created_and_locked(left[0]))
 
     try:
         with pytest.raises(TransferError, match=r"left shared memory behind: transferd\.\d+\.forgotten"):
             forget_something()
     finally:
-        for path in left:
+        for path, descriptor in zip(left, descriptors, strict=True):
             path.unlink()
+            os.close(descriptor)
+
+
+def _created_and_locked(path: Path) -> int:
+    """A descriptor of the file. Locked, or any daemon that starts on this machine removes it as a dead daemon's."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        if os.fstat(descriptor).st_nlink:
+            return descriptor
+        os.close(descriptor)
 
 
 def _pid_of(endpoint: str) -> int:
