@@ -136,9 +136,9 @@ def test_a_failing_story_is_made_small_and_names_the_task(monkeypatch: pytest.Mo
 
 
 def test_a_campaign_stops_at_the_first_failure_and_a_limit_ends_it_early() -> None:
-    report = campaign(range(60), 2)
-    assert (report.ran, report.failed) == (60, [])
-    assert report.seen["ok"] > 100
+    report = campaign(range(12), 2)
+    assert (report.ran, report.failed) == (12, [])
+    assert report.seen["ok"] > 20
     assert 0 < campaign(range(100_000), 2, limit_s=0.0).ran < 1000
 
 
