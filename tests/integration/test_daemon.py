@@ -381,7 +381,7 @@ async def test_sighup_changes_level_and_capacity_without_a_restart(tmp_path: Pat
             assert (await client.submit(read("r", [21], prefix="after"))).status is Status.OK
 
 
-async def until(condition: Callable[[], bool], timeout: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], timeout: float = 30.0) -> None:
     async with asyncio.timeout(timeout):
         while not condition():  # noqa: ASYNC110 - a log file has no event to wait for
             await asyncio.sleep(0.01)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.integration.caches import attached
 from tests.integration.subscriber import WAIT_MS, AllBlocksCleared, Subscriber
-from tests.integration.test_daemon import config
+from tests.integration.test_daemon import config, until
 from transferd import Client, ReadStorageTask, Status, SwapInTask, SwapOutTask, WriteStorageTask
 from transferd.blocks.keys import block_keys
 from transferd.client.launch import DaemonProcess, running
@@ -146,4 +146,4 @@ async def test_the_metrics_and_the_log_say_that_events_are_published(daemon: Dae
     await client.submit(WriteStorageTask(task_id="w", keys=["a"], gpu_block_ids=[0]))
     stats = await client.stats()
     assert stats["events"]["batches"] >= 1
-    assert "publishing KV events" in daemon.log
+    await until(lambda: "publishing KV events" in daemon.log)  # a thread writes the log

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from tests.integration.caches import Caches, attach, attached
+from tests.integration.test_daemon import until
 from transferd import Client, ReadStorageTask, Status, SwapInTask, SwapOutTask, SyncClient, WriteStorageTask
 from transferd.client.launch import DaemonProcess, start
 from transferd.tasks import TaskResult
@@ -130,7 +131,7 @@ async def test_the_daemon_refuses_a_process_that_pushes_while_no_process_has_att
             report = await scheduler.stats()
             assert report["rejects"]["not_attached"] == 1
             assert report["cache"]["unmapped"] == list(range(RANKS))
-            assert "not_attached" in running[1].log, "and it says so"
+            await until(lambda: "not_attached" in running[1].log)  # a thread writes the log
             await worker.reattach(20)
             back = SwapInTask(task_id="i", gpu_block_ids=[1], cpu_block_ids=[2])
             assert outcome(await scheduler.submit(back)) == (Status.REJECTED, "empty_block")
