@@ -138,8 +138,8 @@ MUTANTS = (
     Mutant(
         "an object that is loaded in place is not checked",
         "workers/in_place.py",
-        "        self.damage = self._inspection.damage()",
-        "        self.damage = None",
+        "        return self._inspection.damage() is None",
+        "        return True",
     ),
     Mutant(
         "a block is on loan for ever",

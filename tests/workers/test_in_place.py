@@ -33,6 +33,7 @@ class Warm(SimStorage):
         self.cold: set[str] = set()
         self.tried: list[list[str]] = []
         self.reading: Callable[[str, int], None] = lambda _name, _offset: None
+        self.has_read: Callable[[Sequence[memoryview]], None] = lambda _buffers: None
 
     async def get_in_place(self, places: Sequence[Place]) -> list[Outcome]:
         self.tried.append([place.name for place in places])
@@ -62,6 +63,7 @@ class _Told:
                     return 0
                 buffer[:] = data[offset + done : offset + done + buffer.nbytes]
                 done += buffer.nbytes
+            storage.has_read(buffers)
             return done
 
         return self._place.data.load(now)
@@ -143,6 +145,22 @@ async def test_a_damaged_payload_is_no_block_of_the_result(rig: Rig, storage: Wa
     assert [rig.block(TARGET[i]) for i in outcome.moved] == [rig.block(SOURCE[i]) for i in outcome.moved]
     assert rig.worker.corrupt == 1
     await until(lambda: rig.name("k1") in storage.quarantined)
+
+
+async def test_whoever_writes_to_a_block_that_is_being_loaded_costs_no_object(rig: Rig, storage: Warm) -> None:
+    """As an engine does that was killed and restarted, while a task of its predecessor still runs."""
+
+    def scribble(buffers: Sequence[memoryview]) -> None:
+        if len(buffers) > 1:  # not a footer
+            storage.has_read = lambda _buffers: None
+            buffers[0][0] ^= 1
+
+    storage.has_read = scribble
+    outcome = await rig.run(read(KEYS, TARGET))
+    assert list(outcome.moved) == list(range(6))
+    assert blocks(rig, TARGET) == blocks(rig, SOURCE)
+    assert rig.worker.corrupt == 0
+    assert storage.quarantined == {}
 
 
 async def test_a_prefix_ends_where_an_object_has_gone_and_nothing_behind_it_is_left_to_staging(

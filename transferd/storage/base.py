@@ -96,7 +96,7 @@ class InPlace(Protocol):
     def nbytes(self) -> int: ...
 
     def load(self, read: ReadNow) -> bool:
-        """In a thread: read all of the object. False: not all of it is in memory, or nobody wants it any more."""
+        """In a thread: read all of the object. False: `get` it instead, or nobody wants it any more."""
         ...
 
 
@@ -185,7 +185,8 @@ class Storage(abc.ABC):
     def get_in_place(self, places: Sequence[Place]) -> Awaitable[list[Outcome]]:
         """Have each block load its object, without staging, if the object's bytes are in memory now; otherwise COLD.
 
-        FOUND: the block has read the object, and knows whether it is intact. The outcomes have the order of `places`.
+        FOUND: the block has read the object, and knows whether it is the right one. COLD, too, if the block could not
+        take it in. The outcomes have the order of `places`.
         Only if `loads_in_place`.
         """
         raise NotImplementedError

@@ -6,8 +6,9 @@ while it is there. Compared with staging this saves a copy, a hand-over to anoth
 Only bytes that are in memory travel this way (`Storage.get_in_place`), because no thread may wait for a disk with a
 block in its hands: when a task ends, its blocks are the engine's again. What is not in memory is left to staging.
 
-The footer is read first, so an object that is not the right one never touches a block. A damaged payload is found at
-the end: the block then holds undefined bytes, as any block does that its task does not report (docs/adr/0051).
+The footer is read first, so an object that is not the right one never touches a block. A payload that fails its check
+counts as cold: staging loads it again, and decides whether the object is damaged or somebody wrote to the block. The
+block holds undefined bytes until then, as any block does that its task does not report (docs/adr/0051).
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class BlockInPlace:
     """One block and the check of the object that it takes in. See `storage.base.InPlace`.
 
     view: the device memory from the arena's origin on; borrowed. plan: of a packed block to this one.
-    damage: after a load, why the object must not be delivered; None for a good one.
+    damage: after a load, what is wrong with the object's footer; None for a good one.
     """
 
     def __init__(self, view: memoryview, plan: CopyPlan, inspection: Inspection, loan: Loan) -> None:
@@ -100,8 +101,9 @@ class BlockInPlace:
                     self._inspection.payload(part)
             finally:
                 self._loan.give_back()
-        self.damage = self._inspection.damage()
-        return True
+        # If the payload is wrong, its block may be to blame: an engine that was killed and restarted may write to
+        # blocks that a task of its predecessor still loads. Only staging, which nobody else touches, can tell.
+        return self._inspection.damage() is None
 
     def _pieces(self) -> Iterator[tuple[int, list[memoryview]]]:
         """The block in the object's order: the offset of each piece in the object, and its parts in memory."""
