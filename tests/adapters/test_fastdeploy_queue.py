@@ -349,7 +349,7 @@ def test_a_group_of_another_size_than_the_daemons_is_refused(make: Callable[...,
         make(num_client=4)
     with pytest.raises(ConfigError, match="client_id"):
         make(client_id=2)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
 
 
 def test_nobody_there_is_told_as_fastdeploy_tells_it(tmp_path: Path) -> None:

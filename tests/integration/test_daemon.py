@@ -295,7 +295,7 @@ async def test_sigterm_drains_answers_everything_and_exits_0(tmp_path: Path) -> 
         results = await asyncio.gather(*queued)
         assert {(r.status, r.error.code) for r in results if r.error} == {(Status.FAILED, "shutdown")}
     assert process.stop() == 0
-    assert not list(Path("/dev/shm").glob(f"*{process.pid}*"))
+    assert not list(Path("/dev/shm").glob(f"transferd.{process.pid}.*"))
 
 
 async def test_a_restarted_daemon_finds_what_the_killed_one_had_stored(tmp_path: Path) -> None:

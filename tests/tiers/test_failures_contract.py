@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import resource
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -28,6 +29,7 @@ from transferd.runtime.threads import ThreadPools, Threads
 from transferd.tiers.base import INLINE_BYTES, DeviceTier
 from transferd.tiers.paddle import PaddleDeviceTier
 from transferd.tiers.pinned import HostPool
+from transferd.tiers.segment import PREFIX
 from transferd.tiers.shm import ShmDeviceTier
 
 LAYOUT = build_layout(CacheSection(layers=2, kv_heads=4, head_dim=64, block_size=32, device_blocks=24, host_blocks=24))
@@ -190,7 +192,8 @@ async def copies_well(tier: DeviceTier, pool: HostPool, seed: int) -> bool:
 
 
 def ours_in_shared_memory() -> set[str]:
-    return {entry.name for entry in Path("/dev/shm").iterdir()}
+    """Of this process only: other tests' processes make and remove segments meanwhile."""
+    return {path.name for path in Path("/dev/shm").glob(f"{PREFIX}{os.getpid()}.*")}
 
 
 async def test_without_memory_a_tier_does_not_open_and_leaves_nothing(kind: Kind, pool: HostPool) -> None:

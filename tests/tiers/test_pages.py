@@ -368,7 +368,7 @@ async def test_a_descriptor_that_is_not_the_engines_own_memory_is_refused(
     with pytest.raises(TransferError, match=said) as refusal:
         await tier.attach(DeviceHandle("shm", data | change))
     assert refusal.value.reason == code
-    assert len(os.listdir("/proc/self/fd")) == before, "nothing is left open"
+    assert len(os.listdir("/proc/self/fd")) <= before, "nothing is left open"
     os.close(fd)
 
 
