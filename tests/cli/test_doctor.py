@@ -121,8 +121,13 @@ def test_whether_mps_runs_is_told_and_is_no_sickness(listens: list[str], told: s
 
 
 def test_direct_io_is_told_either_way(tmp_path: Path) -> None:
-    assert "/ takes it" in examine(Sound())["direct I/O"].found
-    assert "refuses it (Invalid argument)" in examine(Sound(direct_io=lambda _: "Invalid argument"))["direct I/O"].found
+    assert "takes it; storage.file.direct_io is false" in examine(Sound())["direct I/O"].found
+    refusing = Sound(direct_io=lambda _: "Invalid argument")
+    assert "refuses it (Invalid argument)" in examine(refusing)["direct I/O"].found
+    assert examine(refusing)["direct I/O"].level is Level.OK
+    wanted = examine(refusing, {"storage": {"file": {"direct_io": True}}})["direct I/O"]
+    assert (wanted.level, wanted.remedy) == (Level.FAIL, "set storage.file.direct_io to false")
+    assert "direct_io is true" in examine(Sound(), {"storage": {"file": {"direct_io": True}}})["direct I/O"].found
     assert Machine().direct_io("/proc/self") != ""
     assert Machine().direct_io(str(tmp_path)) in ("", "Invalid argument")
     assert list(tmp_path.iterdir()) == []

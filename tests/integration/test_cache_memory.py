@@ -7,6 +7,7 @@ engines that die are processes of their own.
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import os
 import signal
@@ -40,10 +41,10 @@ Caches = dict[str, list[np.ndarray[Any, Any]]]
 CACHE = {"ranks": 2, "layers": 2, "kv_heads": 2, "head_dim": 4, "block_size": 4, "device_blocks": 8, "host_blocks": 8}
 
 
-def config(tmp_path: Path, device: str = "shm", **cache: Any) -> Config:
+def config(tmp_path: Path, device: str = "shm", client_timeout: float = 2.5, **cache: Any) -> Config:
     return from_tree(
         {
-            "server": {"endpoint": f"ipc://{tmp_path}/t.sock", "client_timeout": 2.5},
+            "server": {"endpoint": f"ipc://{tmp_path}/t.sock", "client_timeout": client_timeout},
             "cache": CACHE | {"device": device} | cache,
             "host": {"staging": "64KiB"},
             "storage": {"backend": "memory", "generation": "G1"},
@@ -545,11 +546,20 @@ async def engine_process(endpoint: str, *ranks: int) -> asyncio.subprocess.Proce
     return process
 
 
+@pytest.mark.parametrize("told_by", ["the kernel", "its silence"])
 @pytest.mark.parametrize("device", ["shm"])
 async def test_an_engine_that_is_killed_takes_its_memory_and_the_next_one_may_offer(
-    start: Start, endpoint: str
+    start: Start, endpoint: str, told_by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    daemon = await start(ownership="attach")
+    if told_by == "the kernel":
+        daemon = await start(ownership="attach", client_timeout=1000.0)
+    else:
+
+        def refused(_: int) -> int:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+        monkeypatch.setattr(os, "pidfd_open", refused)
+        daemon = await start(ownership="attach")
     async with Engine() as engine, Client(endpoint, await_ready=False) as client:
         await engine.offer(client, 0)
         first = await engine_process(endpoint, 1)
@@ -563,6 +573,7 @@ async def test_an_engine_that_is_killed_takes_its_memory_and_the_next_one_may_of
         result = await asyncio.wait_for(waiting, 20)
         assert (result.status, code(result)) == (Status.FAILED, "engine_gone")
         await until(lambda: daemon.default.cache.missing == [1], "the memory is unmapped")
+        assert daemon.server.statistics()["clients_lost"] == 1
         assert daemon.not_ready == "no engine has offered the memory of rank 1"
         result = await client.submit(write("w2", ["k"], [0]))
         assert (result.status, code(result)) == (Status.REJECTED, "engine_gone")

@@ -40,10 +40,10 @@ NBYTES = 5000
 class World:
     """One store, and what must be in it."""
 
-    def __init__(self, root: Path, fsync: bool) -> None:
+    def __init__(self, root: Path, section: dict[str, bool]) -> None:
         self.root = root
         self.faults = Faults()
-        self.storage = FileStorage(file_config(root, 1024**3, fsync=fsync))
+        self.storage = FileStorage(file_config(root, 1024**3, **section))
         self.harness = Harness(self.storage, Memory(4 * 1024**2))
         self.broken: list[str] = []
         self.counts: Counter[str] = Counter()
@@ -147,7 +147,6 @@ async def unlinks(world: World) -> None:
 
 
 def main() -> None:
-    root, fsync = Path(sys.argv[1]), bool(int(sys.argv[2]))
-    world = World(root / "store", fsync)
+    world = World(Path(sys.argv[1]) / "store", json.loads(sys.argv[2]))
     asyncio.run(run(world))
     print(json.dumps({"broken": world.broken[:20], "hits": dict(world.hits), **world.counts}))

@@ -12,10 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.simulation.pool import SIM_MASTER, SimPool
 from tests.support.simulation.storage import SimStorage
 from tests.support.simulation.threads import SimThreads
 from transferd.blocks.layout import build_layout
+from transferd.cli.doctor.machine import Machine
 from transferd.cli.pool.local import Master
 from transferd.cli.pool.master import master_executable
 from transferd.config import CacheSection, FileStorageSection, MemoryStorageSection, MooncakeStorageSection, Size
@@ -89,6 +92,12 @@ def file_config(path: Path, capacity: int, **more: Any) -> FileStorageSection:
     return FileStorageSection(path=str(path), capacity=Size(capacity), **more)
 
 
+def skip_without_direct_io(path: Path) -> None:
+    problem = Machine().direct_io(str(path))
+    if problem:
+        pytest.skip(f"the file system of the tests' directory has no direct I/O: {problem}")
+
+
 def memory_config(capacity: int) -> MemoryStorageSection:
     return MemoryStorageSection(capacity=Size(capacity))
 
@@ -102,6 +111,11 @@ class Backend:
     sees_lengths: bool = True  # a put knows that what is stored has another length
     tells: bool = True  # of every object that leaves
     keeps_lru: bool = True  # evicts exactly the least recently used, so a test can say which objects are left
+
+
+def _direct(path: Path, capacity: int) -> Storage:
+    skip_without_direct_io(path)
+    return FileStorage(file_config(path, capacity, direct_io=True))
 
 
 def _joined(_: Path, capacity: int) -> Storage:
@@ -118,6 +132,7 @@ BACKENDS = [
     Backend("memory", lambda _, capacity: MemoryStorage(memory_config(capacity))),
     Backend("file", lambda path, capacity: FileStorage(file_config(path, capacity))),
     Backend("file-fsync", lambda path, capacity: FileStorage(file_config(path, capacity, fsync=True))),
+    Backend("file-direct", _direct),
     Backend(
         "mooncake-simulated",
         lambda _, capacity: pool_storage(mooncake_config(SIM_MASTER), set_up=SimPool(capacity=capacity).set_up),

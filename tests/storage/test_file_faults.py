@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.storage.harness import Open, file_config
+from tests.storage.harness import Open, file_config, skip_without_direct_io
 from tests.storage.test_file import GIB, file_of, fill, name, present
 from tests.support import native
 from transferd.storage.base import Found
@@ -21,13 +21,17 @@ from transferd.storage.file import FileStorage
 CALLS = {"open", "pwrite", "fallocate", "rename", "mkdir", "fsync", "unlink", "pread"}
 
 
-@pytest.mark.parametrize("fsync", [False, True])
-def test_whatever_call_fails_no_half_object_is_read_and_every_status_is_honest(tmp_path: Path, fsync: bool) -> None:
+@pytest.mark.parametrize("section", [{}, {"fsync": True}, {"direct_io": True}], ids=str)
+def test_whatever_call_fails_no_half_object_is_read_and_every_status_is_honest(
+    tmp_path: Path, section: dict[str, bool]
+) -> None:
     """file_faults.py fails each call in its turn, with each error, and checks. Here: that it came to all of them."""
     program = "from tests.storage.file_faults import main; main()"
-    report = json.loads(native.run(program, str(tmp_path), str(int(fsync))).splitlines()[-1])  # before it: the log
+    if "direct_io" in section:
+        skip_without_direct_io(tmp_path)
+    report = json.loads(native.run(program, str(tmp_path), json.dumps(section)).splitlines()[-1])  # before it: the log
     assert report["broken"] == []
-    assert {call for call, hits in report["hits"].items() if hits} == CALLS - (set() if fsync else {"fsync"})
+    assert {call for call, hits in report["hits"].items() if hits} == CALLS - ({"fsync"} - section.keys())
     assert report["stored"] > 0
     assert report["failed"] > 0
 

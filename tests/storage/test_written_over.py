@@ -13,17 +13,19 @@ from typing import Any
 
 import pytest
 
-from tests.storage.harness import file_config
+from tests.storage.harness import file_config, skip_without_direct_io
 from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found
 from transferd.storage.file import FileStorage
 
 NBYTES = 300_000
 
 
-@pytest.fixture
-async def store(tmp_path: Path) -> AsyncIterator[FileStorage]:
+@pytest.fixture(params=["cached", "direct"])
+async def store(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[FileStorage]:
     """Room for two objects."""
-    storage = FileStorage(file_config(tmp_path, 2 * NBYTES))
+    if request.param == "direct":
+        skip_without_direct_io(tmp_path)
+    storage = FileStorage(file_config(tmp_path, 2 * NBYTES, direct_io=request.param == "direct"))
     await storage.open()
     yield storage
     await storage.close()
@@ -110,6 +112,27 @@ async def test_what_is_being_read_is_not_written_over(
     assert await reading == (FOUND, content("aa"))
     assert await store.put([blob("dd")]) == [STORED], "the read has ended, so the next one may"
     assert await read(store, "dd") == (FOUND, content("dd"))
+
+
+async def test_its_directory_may_go_whenever_the_file_is_about_to_move_there(
+    store: FileStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread removed the last object of that directory, and then the directory."""
+    await store.put([blob("aa")])
+    await store.put([blob("bb")])
+    rename, removed = os.rename, []
+
+    def beside(old: str, new: str) -> None:
+        directory = os.path.dirname(new)
+        if new.endswith("cc@0") and len(removed) < 3 and os.path.isdir(directory):
+            os.rmdir(directory)
+            removed.append(directory)
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", beside)
+    assert await store.put([blob("cc")]) == [STORED]
+    assert len(removed) == 3
+    assert await read(store, "cc") == (FOUND, content("cc"))
 
 
 @pytest.mark.parametrize("call", ["pwrite", "open"])

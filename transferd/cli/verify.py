@@ -103,7 +103,7 @@ def verify(path: str, *, quarantine: bool = False, progress: Callable[[int], Non
     try:
         buffer = memoryview(bytearray(PIECE_BYTES))
         for file in directory.objects():
-            examination = Examination(file.name, directory.path(file.name))
+            examination = directory.examination(file.name)
             try:
                 for nbytes in examination.pieces(buffer):
                     progress(nbytes)

@@ -145,6 +145,7 @@ class FileStorageSection(_Section, frozen=True, kw_only=True):
     path: str = "/var/lib/transferd/blocks"
     capacity: Size = Size(64 * 1024**3)
     fsync: bool = False  # True: flush each object to the medium before reporting it as written
+    direct_io: bool = False  # True: past the page cache, for stores larger than memory
 
 
 class MemoryStorageSection(_Section, frozen=True, kw_only=True):

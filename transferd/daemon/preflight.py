@@ -8,6 +8,7 @@ same configurations; only the start can notice a directory or port that another 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import importlib.util
 import ipaddress
 import os
@@ -19,12 +20,13 @@ from pathlib import Path
 
 from transferd.blocks.formats import ObjectFormat, SealedBlocks, object_format
 from transferd.blocks.layout import BlockLayout, build_layout
-from transferd.config import CacheSection, Config, Size
+from transferd.config import CacheSection, Config, FileStorageSection, Size
 from transferd.config.generation import configured_generation
 from transferd.config.ownership import Creator, creator
 from transferd.errors import ConfigError
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.storage.base import Storage
+from transferd.storage.file_io import NO_DIRECT_IO, direct_io_problem
 from transferd.storage.registry import create_storages
 from transferd.storage.tokens import TokenStorage
 from transferd.tiers.registry import check_device
@@ -141,7 +143,7 @@ def examine(config: Config, plan: Plan) -> None:
     _examine_packages(config, plan)
     _examine_addresses(config)
     if config.storage.backend == "file":
-        _examine_directory("storage.file.path", config.storage.file.path, config.storage.file.path)
+        _examine_files(config.storage.file)
     _examine_memory(config, plan.sizes)
 
 
@@ -216,12 +218,22 @@ def _is_socket(path: str) -> bool:
         return False
 
 
-def _examine_directory(key: str, path: str, value: str) -> None:
-    """Whether it is a directory, or could be made: what is missing may be made at the start (RuntimeDirectory=)."""
+def _examine_directory(key: str, path: str, value: str) -> str:
+    """Whether it is a directory, or could be made: what is missing may be made at the start (RuntimeDirectory=).
+
+    Returns what there is of it.
+    """
     while not os.path.lexists(path) and os.path.dirname(path) not in (path, ""):
         path = os.path.dirname(path)
     if os.path.lexists(path) and not os.path.isdir(path):
         raise ConfigError(key, f"{path} is not a directory", value)
+    return path
+
+
+def _examine_files(section: FileStorageSection) -> None:
+    there = _examine_directory("storage.file.path", section.path, section.path)
+    if section.direct_io and direct_io_problem(there) == os.strerror(errno.EINVAL):
+        raise ConfigError("storage.file.direct_io", NO_DIRECT_IO.format(there), section.direct_io)
 
 
 def _examine_memory(config: Config, sizes: Sizes) -> None:

@@ -18,6 +18,7 @@ import structlog
 from transferd.daemon.clients import Clients, KnownClient
 from transferd.daemon.engine import HostedEngine
 from transferd.daemon.engines import Engines
+from transferd.daemon.exits import Exits
 from transferd.daemon.listing import Listing
 from transferd.errors import InvariantError, OutOfMemory, RequestError, TransferError
 from transferd.observability.recorder import Recorder
@@ -87,7 +88,8 @@ class Server:
         self._client_timeout = client_timeout
         self._looks = Bucket(observer_rate, burst=2 * observer_rate)
         self._now = clock.monotonic
-        self._lost = 0  # clients that fell silent without a Bye
+        self._lost = 0  # clients that fell silent, or whose process ended, without a Bye
+        self._exits = Exits(self._ended)
         self._reaper: asyncio.TimerHandle | None = None
         self._reap_due = 0.0
         self._waiting: set[asyncio.Task[None]] = set()
@@ -125,6 +127,7 @@ class Server:
 
     async def close(self) -> None:
         """Stop listening; what was sent is handed out within the transport's linger."""
+        self._exits.close()
         if self._reaper is not None:
             self._reaper.cancel()
         for task in self._waiting:
@@ -264,6 +267,7 @@ class Server:
         return engine.why_not_ready
 
     def _register(self, peer: bytes, seq: int, asked: wire.Register) -> None:
+        self._watch(peer)
         self._later(peer, seq, self._engines.register(peer, self._clients[peer], asked))
 
     def _unregister(self, peer: bytes, seq: int, _: wire.Unregister) -> None:
@@ -324,6 +328,7 @@ class Server:
         self._value(peer, seq, self._listing.clients(clients.limit, clients.engine))
 
     def _attach(self, peer: bytes, seq: int, attach: wire.Attach) -> None:
+        self._watch(peer)
         handle = self._engine(peer).cache.handle(peer, attach.rank, attach.epoch)
         epoch = {"boot_id": self._clients.boot_id, "epoch": self._engine(peer).cache.epoch}
         self._value(peer, seq, {"kind": handle.kind, "data": handle.data} | epoch)
@@ -333,6 +338,7 @@ class Server:
         self._value(peer, seq, None)
 
     def _offer(self, peer: bytes, seq: int, offer: wire.Offer) -> None:
+        self._watch(peer)
         data = wire.handle_data(offer)
         if "fd" in data:  # whose descriptor it is, the kernel says, never the offer
             data[PEER] = process_of(self._transport.describe(peer))
@@ -430,6 +436,7 @@ class Server:
         client = self._clients.leave(peer)
         if client is None:
             return
+        self._exits.forget(peer)
         for task in client.waiting:
             task.cancel()
         self._engines.leave(peer, client)
@@ -446,13 +453,24 @@ class Server:
         if now - self._reap_due < self._client_timeout / 4:
             silent = [peer for peer in self._clients if now - self._clients[peer].seen_at > self._client_timeout]
             for peer in silent:
-                silent_s, engine = now - self._clients[peer].seen_at, self._clients.engine_of(peer)
-                log.warning("client gone", engine=engine, client=peer.hex(), silent_s=round(silent_s, 3))
+                silent_s = now - self._clients[peer].seen_at
                 self._recorder.aside("", "client silent", peer)
-                self._lost += 1
-                self._forget(peer)
+                self._lose(peer, why="silent", silent_s=round(silent_s, 3))
         if self._clients:
             self._look_later()
+
+    def _watch(self, peer: bytes) -> None:
+        """It shares memory with us: what it offers is not freed while it is mapped here."""
+        self._exits.watch(peer, process_of(self._transport.describe(peer))[1])
+
+    def _ended(self, peer: bytes) -> None:
+        self._recorder.aside("", "client ended", peer)
+        self._lose(peer, why="its process has ended")
+
+    def _lose(self, peer: bytes, **why: object) -> None:
+        log.warning("client gone", engine=self._clients.engine_of(peer), client=peer.hex(), **why)
+        self._lost += 1
+        self._forget(peer)
 
 
 def _holder(peer: bytes, body: wire.Pause | wire.Resume | wire.Drain) -> str:

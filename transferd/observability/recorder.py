@@ -86,6 +86,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "client came": ("client", "session"),
     "client left": ("client",),
     "client silent": ("client",),
+    "client ended": ("client",),
     "answer lost": ("client", "seq", "session"),  # could not be delivered; a new session begins
     "pause": ("holder",),
     "resume": ("holder",),

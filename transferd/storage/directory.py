@@ -13,24 +13,19 @@ Without `fsync` nothing waits for the medium: a killed process loses nothing, be
 is the kernel's; after a power failure the footer's checksum tells whole objects from others. With it,
 the object's bytes and its directory entry are on the medium before `write` returns.
 
-How an object is written was measured (benchmarks, 2 MiB objects, ext4, page cache): allocating the
-file's blocks first (fallocate) and one pwrite is a third faster than pwrite alone, than chunks of it
-or than O_TMPFILE with linkat; reading with one preadv beats mmap. Where the file system has no
-fallocate it is left out (glibc would write zeros instead).
+How the bytes get into a file and out of it: file_io.py.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import functools
 import itertools
 import os
 import stat
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -38,7 +33,8 @@ from transferd.errors import ConfigError, StorageError, StorageFull
 from transferd.runtime.clock import Clock
 from transferd.storage.base import COLD, InPlace, Outcome
 from transferd.storage.batch import Damaged
-from transferd.storage.examine import READ_FLAGS
+from transferd.storage.examine import READ_FLAGS, Examination
+from transferd.storage.file_io import NO_DIRECT_IO, CachedIO, DirectIO, read_now
 from transferd.storage.paths import is_directory_of_ours, is_set_aside, is_temporary, name_of, path_of, temporary_of
 
 T = TypeVar("T")
@@ -75,15 +71,15 @@ class StoredFile(NamedTuple):
 class ObjectDirectory:
     """See the module's docstring. Thread-safe as long as no two effects on one name overlap (indexed.py)."""
 
-    def __init__(self, root: Path, *, fsync: bool, clock: Clock) -> None:
+    def __init__(self, root: Path, *, fsync: bool, direct_io: bool = False, clock: Clock) -> None:
         self._root = root
         self._lock_path = root / "lock"
         self._objects = f"{root}/objects/"
         self._quarantine = f"{root}/quarantine/"
         self._fsync = fsync
+        self._io = DirectIO() if direct_io else CachedIO()
         self._clock = clock
         self._lock = -1
-        self._preallocate = False
         self._numbers = itertools.count()
 
     # --- life ---------------------------------------------------------------------------------------
@@ -127,17 +123,29 @@ class ObjectDirectory:
             self._lock_path.write_text(f"{os.getpid()}\n")
 
     def _probe(self) -> None:
-        """Can files be made where the objects go, and can their blocks be allocated first?"""
+        """Can files be made where the objects go, and what can the file system do with them?"""
         path = f"{self._objects}probe@0~0"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, FILE_MODE)
+            os.close(os.open(path, flags, FILE_MODE))
             try:
-                self._preallocate = _has_fallocate(fd)
+                self._probe_io(path, flags)
             finally:
-                os.close(fd)
                 os.unlink(path)
         except OSError as error:
             raise self._unusable(error) from error
+
+    def _probe_io(self, path: str, flags: int) -> None:
+        try:
+            fd = os.open(path, flags | self._io.flags)
+            try:
+                self._io.probe(fd)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            if not self._io.flags or error.errno != errno.EINVAL:
+                raise
+            raise ConfigError("storage.file.direct_io", NO_DIRECT_IO.format(self._root), True) from error
 
     def _unusable(self, error: OSError | ValueError) -> ConfigError:
         if isinstance(error, ValueError):
@@ -176,6 +184,10 @@ class ObjectDirectory:
         """Where the object of this name is, or would be."""
         return self._objects + path_of(name)
 
+    def examination(self, name: str) -> Examination:
+        """Of the object of this name, yet to be done."""
+        return Examination(name, self.path(name), keep_out=bool(self._io.flags))
+
     def _scan(self, below: str) -> Iterator[StoredFile]:
         with os.scandir(self._objects + below) as entries:
             for entry in entries:
@@ -204,7 +216,7 @@ class ObjectDirectory:
         temporary = spare or temporary_of(path, next(self._numbers))
         try:
             self._write_file(temporary, data, is_new=spare is None)
-            self._appear(temporary, path)
+            self._within(path, lambda: os.rename(temporary, path))  # a spare file comes from another directory
             if self._fsync:
                 _sync_directory(os.path.dirname(path))
             if spare is not None:
@@ -215,34 +227,27 @@ class ObjectDirectory:
                     os.unlink(left)
             raise self._translated("write", error, data.nbytes) from error
 
-    def _appear(self, temporary: str, path: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            os.rename(temporary, path)
-            return
-        self._make_directory(os.path.dirname(path))  # of a spare file, the directory of another name
-        os.rename(temporary, path)
-
     def _write_file(self, path: str, data: memoryview, *, is_new: bool) -> None:
-        fd = self._create(path) if is_new else os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | self._io.flags
+        if is_new:
+            fd = self._within(path, lambda: os.open(path, flags | os.O_CREAT | os.O_EXCL, FILE_MODE))
+        else:
+            fd = os.open(path, flags)
         try:
-            if is_new and self._preallocate and data.nbytes:
-                os.posix_fallocate(fd, 0, data.nbytes)
-            done = 0
-            while done < data.nbytes:  # once, except on a nearly full disk
-                done += os.pwrite(fd, data[done:], done)
+            self._io.write(fd, data, is_new=is_new)
             if self._fsync:
                 os.fsync(fd)
         finally:
             os.close(fd)
 
-    def _create(self, path: str) -> int:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    def _within(self, path: str, make: Callable[[], T]) -> T:
+        """`make`, which makes something at this path, whose directory may be missing, or go at any moment."""
         for _ in range(DIRECTORY_TRIES):
             with contextlib.suppress(FileNotFoundError):
-                return os.open(path, flags, FILE_MODE)
+                return make()
             with contextlib.suppress(FileNotFoundError):
                 self._make_directory(os.path.dirname(path))
-        return os.open(path, flags, FILE_MODE)
+        return make()
 
     def _make_directory(self, directory: str) -> None:
         _make_directory(directory)
@@ -260,16 +265,21 @@ class ObjectDirectory:
 
     def read(self, name: str, data: memoryview) -> bool:
         """Fill `data`. False: there is no such object. Raises Damaged for another length or an unreadable file."""
-        return self._opened(name, data.nbytes, lambda fd: _read_all(fd, data))
+
+        def work(fd: int) -> bool:
+            self._io.read(fd, data)
+            return True
+
+        return self._opened(name, data.nbytes, self._io.flags, work)
 
     def load(self, name: str, block: InPlace) -> bool | Outcome:
         """Have `block` load the object from the page cache. COLD: not all of it is there. Otherwise as `read`."""
-        return self._opened(name, block.nbytes, lambda fd: block.load(functools.partial(_read_now, fd)) or COLD)
+        return self._opened(name, block.nbytes, 0, lambda fd: block.load(functools.partial(read_now, fd)) or COLD)
 
-    def _opened(self, name: str, nbytes: int, work: Callable[[int], T]) -> T | bool:
+    def _opened(self, name: str, nbytes: int, flags: int, work: Callable[[int], T]) -> T | bool:
         """The result of `work` on the open file; False if there is none."""
         try:
-            fd = os.open(self._objects + path_of(name), READ_FLAGS)
+            fd = os.open(self._objects + path_of(name), READ_FLAGS | flags)
             try:
                 status = os.fstat(fd)
                 if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
@@ -359,28 +369,6 @@ class ObjectDirectory:
         return StorageError(what, code=_CODES.get(error.errno or 0))
 
 
-def _read_all(fd: int, data: memoryview) -> bool:
-    done = 0
-    while done < data.nbytes:
-        count = os.preadv(fd, [data[done:]], done)
-        if not count:
-            raise Damaged
-        done += count
-    return True
-
-
-def _read_now(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """A ReadNow of this file: what the page cache has. A file system that cannot say has nothing there."""
-    try:
-        return os.preadv(fd, buffers, offset, os.RWF_NOWAIT)
-    except BlockingIOError:
-        return 0
-    except OSError as error:
-        if error.errno in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
-            return 0
-        raise
-
-
 def _make_directory(path: str) -> None:
     """Make it and what is missing above it, for the daemon alone whatever the umask is. Raises OSError."""
     try:
@@ -406,11 +394,3 @@ def _sync_directory(path: str) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _has_fallocate(fd: int) -> bool:
-    """Does the file system allocate blocks itself? posix_fallocate cannot say: it falls back to writing zeros."""
-    if sys.platform != "linux":
-        return False
-    libc = ctypes.CDLL(None, use_errno=True)
-    return bool(libc.fallocate(fd, 0, ctypes.c_long(0), ctypes.c_long(4096)) == 0)

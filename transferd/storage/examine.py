@@ -24,11 +24,14 @@ class Examination:
 
     damage: what is wrong with the object. gone: it was replaced or removed meanwhile. unsealed: it has nothing to
     check it by. If none is set, the object is intact.
+
+    keep_out: the page cache drops the file afterwards.
     """
 
     name: str
     path: str
     damage: Damage | None = None
+    keep_out: bool = False
     gone: bool = False
     unsealed: bool = False
     nbytes: int = 0
@@ -50,6 +53,8 @@ class Examination:
             if self.damage is not None and not self._still_there(fd):
                 self.damage, self.gone = None, True
         finally:
+            if self.keep_out:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(fd)
 
     def _inspect(self, fd: int, buffer: memoryview) -> Iterator[int]:

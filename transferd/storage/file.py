@@ -36,11 +36,12 @@ class FileStorage(IndexedStorage):
     """Objects as files under `section.path`.
 
     scrub_rate: bytes per second at which stored objects are checked; 0 = off.
-    threads: where system calls run; default own threads, as many as cores within MIN and MAX_THREADS.
+    threads: where system calls run; default own threads, as many as cores within MIN and MAX_THREADS, and MAX_THREADS
+    with direct I/O, whose threads wait.
     """
 
     backend = "file"
-    joins_gets = loads_in_place = True
+    joins_gets = True
 
     def __init__(
         self,
@@ -50,11 +51,14 @@ class FileStorage(IndexedStorage):
         clock: Clock = SYSTEM_CLOCK,
         threads: Threads | None = None,
     ) -> None:
-        size = max(MIN_THREADS, min(os.cpu_count() or 1, MAX_THREADS))
+        size = MAX_THREADS if section.direct_io else max(MIN_THREADS, min(os.cpu_count() or 1, MAX_THREADS))
         super().__init__(section.capacity, threads or ThreadPools(size, name="transferd-file"), stripes=size)
+        self.loads_in_place = not section.direct_io  # the bytes are in memory, or they are not: a disk is waited for
         self._path = section.path
         self._clock = clock
-        self._directory = ObjectDirectory(Path(section.path), fsync=section.fsync, clock=clock)
+        self._directory = ObjectDirectory(
+            Path(section.path), fsync=section.fsync, direct_io=section.direct_io, clock=clock
+        )
         self._possible: Callable[[str, int], bool] = lambda _name, _nbytes: True
         self._scrub_rate = scrub_rate
         self._scrub = Scrub(self._directory, self._threads, clock, self._traffic, self.quarantine)

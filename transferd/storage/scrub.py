@@ -123,7 +123,7 @@ class Scrub:
     def _steps(self, buffer: memoryview) -> Generator[int | Examination, None, None]:
         """Runs in a thread, one step per call: yields the size of each piece, then the examination of the object."""
         for file in self._directory.objects():
-            examination = Examination(file.name, self._directory.path(file.name))
+            examination = self._directory.examination(file.name)
             try:
                 yield from examination.pieces(buffer)
             except OSError as error:

@@ -155,13 +155,16 @@ def store(patient: Patient) -> Finding:
 
 
 def direct_io(patient: Patient) -> Finding:
-    """Only told: the file store uses the page cache, and does not need it."""
+    """Told either way, because the file store can do without it."""
     if patient.config.storage.backend != "file":
         return ok("direct I/O", f"no directory: the backend is {patient.config.storage.backend}")
+    wanted = patient.config.storage.file.direct_io
     there = patient.machine.existing(patient.config.storage.file.path)
     problem = patient.machine.direct_io(there)
+    if problem and wanted:
+        return fail("direct I/O", f"{there} refuses it ({problem})", "set storage.file.direct_io to false")
     told = f"refuses it ({problem})" if problem else "takes it"
-    return ok("direct I/O", f"{there} {told}; the file store does not need it")
+    return ok("direct I/O", f"{there} {told}; storage.file.direct_io is {'true' if wanted else 'false'}")
 
 
 def cuda_ipc(patient: Patient) -> Finding:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import importlib.util
-import mmap
 import os
 import resource
 import socket
 from pathlib import Path
+
+from transferd.storage.file_io import direct_io_problem
 
 NO_LIMIT = 2**63
 _CAP_IPC_LOCK = 14  # linux/capability.h: may lock memory beyond RLIMIT_MEMLOCK
@@ -73,19 +74,8 @@ class Machine:
         return os.geteuid()
 
     def direct_io(self, directory: str) -> str:
-        """Why a file in that directory cannot be written past the page cache; "" if it can. Leaves no file behind."""
-        page = mmap.mmap(-1, mmap.PAGESIZE)  # aligned, as direct I/O needs it
-        try:
-            fd = os.open(directory, os.O_TMPFILE | os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC, 0o600)
-            try:
-                os.write(fd, page)
-            finally:
-                os.close(fd)
-        except OSError as error:
-            return error.strerror or str(error)
-        finally:
-            page.close()
-        return ""
+        """As `direct_io_problem`."""
+        return direct_io_problem(directory)
 
     def file_system(self, path: str) -> str:
         """The type of the file system that a path is in: the mount whose point is the longest part of it."""

@@ -1,0 +1,200 @@
+"""`storage.file.direct_io`: objects go past the page cache (file_io.py, DirectIO)."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.storage.harness import file_config, skip_without_direct_io
+from transferd.daemon.preflight import _examine_files
+from transferd.errors import ConfigError
+from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found
+from transferd.storage.file import FileStorage
+from transferd.storage.file_io import UNIT
+
+CAPACITY = 64 * 1024**2
+LENGTHS = [1, UNIT - 1, UNIT, UNIT + 1, 2 * UNIT, 5 * UNIT + 128, 2 * 1024**2 + 128]
+
+
+def name(number: int) -> str:
+    return f"demo/0123456789abcdef/RL-1/{number:040x}/0"
+
+
+def content(number: int, nbytes: int) -> bytes:
+    return random.Random(number).randbytes(nbytes)
+
+
+def memory(nbytes: int, start: int = 0) -> memoryview:
+    """Of the caller. start: bytes after the beginning of a page."""
+    return memoryview(mmap.mmap(-1, nbytes + start))[start:]
+
+
+def blob(number: int, nbytes: int, start: int = 0) -> Blob:
+    data = memory(nbytes, start)
+    data[:] = content(number, nbytes)
+    return Blob(name(number), data)
+
+
+async def read(store: FileStorage, number: int, nbytes: int, start: int = 0) -> tuple[Any, bytes]:
+    """With some memory after the object's, which nothing may change."""
+    room = memory(nbytes + UNIT, start)
+    room[:] = b"\xaa" * len(room)
+    [outcome] = await store.get([Blob(name(number), room[:nbytes])])
+    assert bytes(room[nbytes:]) == b"\xaa" * UNIT
+    return outcome, bytes(room[:nbytes])
+
+
+def pages_in_memory(path: Path) -> int:
+    """How many pages of a file the page cache has. (A read that must not wait would make it read the file ahead.)"""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with (
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE) as mapped,
+    ):
+        seen = (ctypes.c_ubyte * -(-len(mapped) // mmap.PAGESIZE))()
+        start = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+        assert libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(len(mapped)), seen) == 0, ctypes.get_errno()
+        return sum(page & 1 for page in seen)
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[FileStorage]:
+    skip_without_direct_io(tmp_path)
+    storage = FileStorage(file_config(tmp_path, CAPACITY, direct_io=True))
+    await storage.open()
+    yield storage
+    await storage.close()
+
+
+@pytest.mark.parametrize("nbytes", LENGTHS)
+@pytest.mark.parametrize("start", [0, 128])
+async def test_objects_of_any_length_and_from_any_memory_come_back(store: FileStorage, nbytes: int, start: int) -> None:
+    assert await store.put([blob(1, nbytes, start)]) == [STORED]
+    assert os.stat(store._directory.path(name(1))).st_size == nbytes
+    assert await read(store, 1, nbytes) == (FOUND, content(1, nbytes))
+    assert await read(store, 1, nbytes, 128) == (FOUND, content(1, nbytes))
+
+
+async def test_neither_a_put_nor_a_get_leaves_an_object_in_the_page_cache(store: FileStorage, tmp_path: Path) -> None:
+    nbytes = LENGTHS[-1]
+    pages = -(-nbytes // mmap.PAGESIZE)
+    cached = tmp_path / "cached"
+    cached.write_bytes(content(1, nbytes))
+    assert pages_in_memory(cached) == pages
+    assert await store.put([blob(1, nbytes)]) == [STORED]
+    file = Path(store._directory.path(name(1)))
+    if pages_in_memory(file) == pages:
+        pytest.skip("this file system keeps its files in memory")
+    assert pages_in_memory(file) <= 1, "the footer's, which is less than a unit"
+    for start in (0, 128):
+        assert await read(store, 1, nbytes, start) == (FOUND, content(1, nbytes))
+        assert pages_in_memory(file) <= 1
+
+
+async def test_a_store_is_the_same_with_and_without_it(tmp_path: Path) -> None:
+    skip_without_direct_io(tmp_path)
+    nbytes = LENGTHS[-1]
+    for number, direct_io in enumerate([False, True, False, True]):
+        storage = FileStorage(file_config(tmp_path, CAPACITY, direct_io=direct_io))
+        await storage.open()
+        assert storage.loads_in_place is not direct_io
+        for older in range(number):
+            assert await read(storage, older, nbytes) == (FOUND, content(older, nbytes))
+        assert await storage.put([blob(number, nbytes)]) == [STORED]
+        assert await read(storage, number, nbytes) == (FOUND, content(number, nbytes))
+        await storage.close()
+
+
+async def test_the_scrub_leaves_the_page_cache_as_it_was(store: FileStorage) -> None:
+    nbytes = LENGTHS[-1]
+    assert await store.put([blob(1, nbytes)]) == [STORED]
+    file = Path(store._directory.path(name(1)))
+    fd = os.open(file, os.O_RDONLY)
+    os.fsync(fd)  # what is not on the disk yet stays in memory
+    os.close(fd)
+    examination = store._directory.examination(name(1))
+    assert sum(examination.pieces(memory(UNIT))) > 0
+    assert examination.nbytes == nbytes
+    assert pages_in_memory(file) <= 1
+
+
+@pytest.mark.parametrize("length", ["shorter", "longer"])
+async def test_a_file_of_another_length_is_no_object(store: FileStorage, length: str) -> None:
+    nbytes = LENGTHS[-1]
+    assert await store.put([blob(1, nbytes)]) == [STORED]
+    os.truncate(store._directory.path(name(1)), nbytes - 1 if length == "shorter" else nbytes + 1)
+    assert (await read(store, 1, nbytes))[0] == MISSING
+
+
+async def test_a_file_that_becomes_shorter_while_it_is_read_is_no_object(
+    store: FileStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nbytes = LENGTHS[-1]
+    assert await store.put([blob(1, nbytes)]) == [STORED]
+    preadv, path = os.preadv, store._directory.path(name(1))
+
+    def cut(fd: int, buffers: Any, offset: int) -> int:
+        os.truncate(path, UNIT)
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", cut)
+    assert (await read(store, 1, nbytes))[0] == MISSING
+
+
+async def test_what_the_medium_refuses_is_not_tried_again_through_the_page_cache(
+    store: FileStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nbytes = LENGTHS[-1]
+    calls = []
+
+    def refused(*arguments: Any) -> int:
+        calls.append(arguments[0])
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", refused)
+        [outcome] = await store.put([blob(1, nbytes)])
+    assert outcome.found is Found.FAILED
+    assert not os.path.exists(store._directory.path(name(1)))
+    assert await store.put([blob(1, nbytes)]) == [STORED]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", refused)
+        assert (await read(store, 1, nbytes))[0].found is Found.FAILED
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("refuses", ["open", "pwrite"])
+async def test_a_file_system_without_it_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: str
+) -> None:
+    real_open, real_pwrite, direct = os.open, os.pwrite, os.O_DIRECT
+
+    def open_(path: str, flags: int, *more: int, **named: Any) -> int:
+        if flags & direct and refuses == "open":
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), path)
+        return real_open(path, flags & ~direct, *more, **named)
+
+    def pwrite(fd: int, data: bytes, offset: int) -> int:
+        if refuses == "pwrite":
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real_pwrite(fd, data, offset)
+
+    monkeypatch.setattr(os, "open", open_)
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    storage = FileStorage(file_config(tmp_path, CAPACITY, direct_io=True))
+    with pytest.raises(ConfigError, match=r"storage\.file\.direct_io: .*has no direct I/O") as refusal:
+        await storage.open()
+    assert str(tmp_path) in str(refusal.value)
+    with pytest.raises(ConfigError, match=r"storage\.file\.direct_io: .*has no direct I/O"):
+        _examine_files(file_config(tmp_path / "not yet", CAPACITY, direct_io=True))
+    _examine_files(file_config(tmp_path, CAPACITY))
+    await storage.close()
+    assert not list((tmp_path / "objects").iterdir()), "nor is a file left"
