@@ -22,7 +22,7 @@ from transferd import Status, SyncClient, TaskResult, WriteStorageTask
 from transferd.cli import main as command_line
 from transferd.cli.bench import control
 from transferd.cli.bench.harness import Row, Told
-from transferd.cli.bench.storage import _InProcess
+from transferd.cli.bench.storage import InProcess
 from transferd.cli.options import INTERRUPTED
 from transferd.cli.replay.command import progress_bar
 from transferd.cli.replay.trace import generated_workload
@@ -132,7 +132,7 @@ def test_a_daemon_whose_start_is_interrupted_is_stopped(monkeypatch: pytest.Monk
 
 def test_an_answer_that_comes_after_an_interrupt_is_dropped() -> None:
     async def program() -> None:
-        transport = _InProcess()
+        transport = InProcess()
         waiting = transport.waiting[1] = asyncio.get_running_loop().create_future()
         waiting.cancel()
         transport.deliver(b"", 1, TaskResult(task_id="t", status=Status.OK))

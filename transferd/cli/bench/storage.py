@@ -36,7 +36,7 @@ OBJECTS = 64
 CACHE = {"ranks": 1, "layers": 16, "kv_heads": 4, "head_dim": 128, "block_size": 64, "device_blocks": 2 * OBJECTS}
 
 
-class _InProcess(ServerTransport):
+class InProcess(ServerTransport):
     """Takes the place of the sockets: tasks go in and results come out in this process."""
 
     endpoints = ("in-process",)
@@ -141,7 +141,7 @@ def _subjects(backend: str, directory: Path) -> Iterator[list[Subject]]:
 
 async def _run(subject: Subject) -> list[Row]:
     tree = {"cache": CACHE | {"host_blocks": 0}, "storage": subject.section, "metrics": {"listen": ""}}
-    config, transport = from_tree(tree), _InProcess()
+    config, transport = from_tree(tree), InProcess()
     daemon = Daemon(config, transport=transport, storage=subject.storage(config) if subject.storage else None)
     daemon.default.coordinator.listeners.deliver = transport.deliver
     await daemon.open()
@@ -151,7 +151,7 @@ async def _run(subject: Subject) -> list[Row]:
         await daemon.stop(lambda: 10.0)
 
 
-async def _measure(subject: Subject, daemon: Daemon, transport: _InProcess) -> list[Row]:
+async def _measure(subject: Subject, daemon: Daemon, transport: InProcess) -> list[Row]:
     caches = [attach_arrays(daemon.default.cache.handle(b"bench", 0).data)]
     data = KvData(caches)
     object_bytes = daemon.default.objects.slot_bytes
@@ -168,11 +168,11 @@ async def _measure(subject: Subject, daemon: Daemon, transport: _InProcess) -> l
         memcpy.append(timed(lambda: np.copyto(other, buffer)))
         raw_writes.append(timed(lambda n=number: raw.write(n)))  # type: ignore[misc]
         task: Task = WriteStorageTask(task_id=f"w{number}", keys=keys, gpu_block_ids=source)
-        writes.append(await _task(daemon, transport, 2 * number, task))
+        writes.append(await run_task(daemon, transport, 2 * number, task))
         data.poison(target)
         raw_reads.append(timed(lambda n=number: raw.read(n)))  # type: ignore[misc]
         task = ReadStorageTask(task_id=f"r{number}", keys=keys, gpu_block_ids=target)
-        reads.append(await _task(daemon, transport, 2 * number + 1, task))
+        reads.append(await run_task(daemon, transport, 2 * number + 1, task))
         for block in source:
             if data.verify(OBJECTS + block, block) is not None:
                 raise InvariantError("a read delivered wrong bytes")
@@ -199,7 +199,8 @@ def _of(subject: Subject) -> str:
     return f", {subject.name}" if subject.storage or "(" in subject.name else ""
 
 
-async def _task(daemon: Daemon, transport: _InProcess, seq: int, task: Task) -> float:
+async def run_task(daemon: Daemon, transport: InProcess, seq: int, task: Task) -> float:
+    """Seconds that a task takes. Raises RuntimeError if it is not OK."""
     before = time.perf_counter()
     result = await transport.submit(daemon, seq, task)
     seconds = time.perf_counter() - before
