@@ -1,7 +1,7 @@
 """The daemon's side of the wire: decodes, routes, answers. Decides nothing about tasks.
 
-Bad input is answered with a typed refusal and counted; it never reaches the coordinator. A client
-(clients.py) that is silent for `client_timeout` has gone. While no client is known, no timer runs.
+Bad input is answered with a typed refusal and counted; it never reaches the coordinator. Clients that go without a
+word are liveness.py's.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import structlog
 from transferd.daemon.clients import Clients, KnownClient
 from transferd.daemon.engine import HostedEngine
 from transferd.daemon.engines import Engines
-from transferd.daemon.exits import Exits
 from transferd.daemon.listing import Listing
+from transferd.daemon.liveness import Liveness
 from transferd.errors import InvariantError, OutOfMemory, RequestError, TransferError
 from transferd.observability.recorder import Recorder
 from transferd.runtime.bucket import Bucket
@@ -85,13 +85,9 @@ class Server:
         self._story = explain
         self._greeting = greeting
         self._max_message = greeting.max_message
-        self._client_timeout = client_timeout
         self._looks = Bucket(observer_rate, burst=2 * observer_rate)
         self._now = clock.monotonic
-        self._lost = 0  # clients that fell silent, or whose process ended, without a Bye
-        self._exits = Exits(self._ended)
-        self._reaper: asyncio.TimerHandle | None = None
-        self._reap_due = 0.0
+        self._liveness = Liveness(clients, client_timeout, self._now, self._recorder, self._forget)
         self._waiting: set[asyncio.Task[None]] = set()
         self._waiting_bytes = 0
         self._rejects: Counter[str] = Counter()
@@ -127,9 +123,7 @@ class Server:
 
     async def close(self) -> None:
         """Stop listening; what was sent is handed out within the transport's linger."""
-        self._exits.close()
-        if self._reaper is not None:
-            self._reaper.cancel()
+        self._liveness.close()
         for task in self._waiting:
             task.cancel()
         if self._waiting:
@@ -139,7 +133,7 @@ class Server:
     def statistics(self) -> dict[str, Any]:
         return {
             "clients": len(self._clients),
-            "clients_lost": self._lost,
+            "clients_lost": self._liveness.lost,
             "waiting": len(self._waiting),
             "waiting_bytes": self._waiting_bytes,
             "messages": self._messages,
@@ -267,7 +261,7 @@ class Server:
         return engine.why_not_ready
 
     def _register(self, peer: bytes, seq: int, asked: wire.Register) -> None:
-        self._watch(peer)
+        self._liveness.watch_process(peer)
         self._later(peer, seq, self._engines.register(peer, self._clients[peer], asked))
 
     def _unregister(self, peer: bytes, seq: int, _: wire.Unregister) -> None:
@@ -328,7 +322,7 @@ class Server:
         self._value(peer, seq, self._listing.clients(clients.limit, clients.engine))
 
     def _attach(self, peer: bytes, seq: int, attach: wire.Attach) -> None:
-        self._watch(peer)
+        self._liveness.watch_process(peer)
         handle = self._engine(peer).cache.handle(peer, attach.rank, attach.epoch)
         epoch = {"boot_id": self._clients.boot_id, "epoch": self._engine(peer).cache.epoch}
         self._value(peer, seq, {"kind": handle.kind, "data": handle.data} | epoch)
@@ -338,7 +332,7 @@ class Server:
         self._value(peer, seq, None)
 
     def _offer(self, peer: bytes, seq: int, offer: wire.Offer) -> None:
-        self._watch(peer)
+        self._liveness.watch_process(peer)
         data = wire.handle_data(offer)
         if "fd" in data:  # whose descriptor it is, the kernel says, never the offer
             data[PEER] = process_of(self._transport.describe(peer))
@@ -428,49 +422,17 @@ class Server:
 
     def _meet(self, peer: bytes) -> KnownClient:
         client = self._clients.meet(peer, self._now())
-        if self._reaper is None:
-            self._look_later()
+        self._liveness.came()
         return client
 
     def _forget(self, peer: bytes) -> None:
         client = self._clients.leave(peer)
         if client is None:
             return
-        self._exits.forget(peer)
+        self._liveness.left(peer)
         for task in client.waiting:
             task.cancel()
         self._engines.leave(peer, client)
-
-    def _look_later(self) -> None:
-        delay = self._client_timeout / 2
-        self._reap_due = self._now() + delay
-        self._reaper = asyncio.get_running_loop().call_later(delay, self._reap)
-
-    def _reap(self) -> None:
-        self._reaper = None
-        now = self._now()
-        # Late: this process was held up, and what clients said meanwhile lies unread in the socket.
-        if now - self._reap_due < self._client_timeout / 4:
-            silent = [peer for peer in self._clients if now - self._clients[peer].seen_at > self._client_timeout]
-            for peer in silent:
-                silent_s = now - self._clients[peer].seen_at
-                self._recorder.aside("", "client silent", peer)
-                self._lose(peer, why="silent", silent_s=round(silent_s, 3))
-        if self._clients:
-            self._look_later()
-
-    def _watch(self, peer: bytes) -> None:
-        """It shares memory with us: what it offers is not freed while it is mapped here."""
-        self._exits.watch(peer, process_of(self._transport.describe(peer))[1])
-
-    def _ended(self, peer: bytes) -> None:
-        self._recorder.aside("", "client ended", peer)
-        self._lose(peer, why="its process has ended")
-
-    def _lose(self, peer: bytes, **why: object) -> None:
-        log.warning("client gone", engine=self._clients.engine_of(peer), client=peer.hex(), **why)
-        self._lost += 1
-        self._forget(peer)
 
 
 def _holder(peer: bytes, body: wire.Pause | wire.Resume | wire.Drain) -> str:

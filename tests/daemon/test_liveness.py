@@ -1,0 +1,96 @@
+"""Ends of clients' processes, as pidfds tell them (liveness.py). Silence is in tests/integration/test_wire.py."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from transferd.daemon import liveness
+from transferd.daemon.clients import Clients
+from transferd.daemon.liveness import Liveness
+from transferd.observability.recorder import Recorder
+from transferd.wire.transport import ServerTransport
+
+
+class Processes(ServerTransport):
+    """Whose processes clients are."""
+
+    endpoints = ("none",)
+
+    def __init__(self, pids: dict[bytes, str]) -> None:
+        self.pids = pids
+
+    def start(self, on_message: object) -> None: ...
+
+    def send(self, _peer: bytes, _payload: bytes) -> bool:
+        return True
+
+    def close(self) -> None: ...
+
+    def describe(self, peer: bytes) -> str:
+        return self.pids[peer]
+
+
+def watching(pids: dict[bytes, str], forget: Callable[[bytes], None]) -> Liveness:
+    clients = Clients(Processes(pids), "boot")
+
+    def left(peer: bytes) -> None:
+        made.left(peer)
+        forget(peer)
+
+    made = Liveness(clients, 1000.0, lambda: 0.0, Recorder(capacity=10), left)
+    for peer in pids:
+        clients.meet(peer, 0.0)
+        made.watch_process(peer)
+    return made
+
+
+async def process() -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(sys.executable, "-c", "input()", stdin=asyncio.subprocess.PIPE)
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+async def test_each_client_of_a_process_that_ended_is_lost_once() -> None:
+    told: asyncio.Queue[bytes] = asyncio.Queue()
+    killed, lives = await process(), await process()
+    before = descriptors()
+    pids = {b"1": killed.pid, b"2": lives.pid, b"3": killed.pid}
+    watched = watching({peer: f"uid 0, pid {pid}" for peer, pid in pids.items()}, told.put_nowait)
+    watched.watch_process(b"1")  # again: it attaches a second rank
+    assert descriptors() == before + 3
+    killed.send_signal(signal.SIGKILL)
+    async with asyncio.timeout(30):
+        assert {await told.get(), await told.get()} == {b"1", b"3"}
+    await killed.communicate()
+    watched.left(b"2")  # it said Bye before it ended
+    lives.send_signal(signal.SIGKILL)
+    await lives.communicate()
+    watched.close()
+    assert told.empty()
+    assert watched.lost == 2
+    assert descriptors() <= before
+
+
+@pytest.mark.parametrize("text", ["", "10.0.0.1", "uid 0, pid 0", f"uid 0, pid {2**22 + 1}"])
+async def test_a_process_that_cannot_be_watched_is_left_to_its_silence(text: str) -> None:
+    before = descriptors()
+    watched = watching({b"1": text}, lambda _: pytest.fail("nobody is watched"))
+    assert descriptors() == before
+    watched.close()
+
+
+async def test_descriptors_are_bounded_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liveness, "MOST_PROCESSES", 3)
+    before = descriptors()
+    watched = watching({b"%d" % number: f"uid 0, pid {os.getpid()}" for number in range(5)}, lambda _: None)
+    assert descriptors() == before + 3
+    watched.close()
+    assert descriptors() == before
