@@ -349,9 +349,9 @@ MUTANTS = (
     ),
     Mutant(
         "silent clients are looked for a hundred times as often",
-        "daemon/server.py",
-        "        delay = self._client_timeout / 2",
-        "        delay = self._client_timeout / 200",
+        "daemon/liveness.py",
+        "        delay = self._timeout / 2",
+        "        delay = self._timeout / 200",
     ),
 )
 
