@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import structlog
 import uvloop
 from rich.console import Console
 
@@ -178,6 +179,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if shutil.which("fio") is None:
         sys.exit("fio is not installed")
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     before, objects = machine(), arguments.objects
     ways = {name: Figures() for name in ("fio", "direct I/O", "page cache")}
     for run in range(RUNS):
