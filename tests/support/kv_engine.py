@@ -27,9 +27,8 @@ from transferd.adapters.vllm.memory import shared_memory_at
 from transferd.tasks import ReadStorageTask, TaskResult, WriteStorageTask
 
 BLOCKS, PAGE = 24, 16384
-HEADER = {"tier": 0, "connector": 64}
 LAYERS = {"tier": 1, "connector": 2}
-NAMES = {"tier": "vllm_offload_test-{}.mmap", "connector": "torch_test_{}"}
+NAMES = {"tier": "vllm_offload_test-{}.mmap", "connector": "torch_test_{}"}  # torch removes its name at once
 KEYS = [f"{number:064x}" for number in range(20)]
 FIRST_STORED, FIRST_LOADED = 1, 3  # block ids: a load does not find its bytes where they were written
 STALE = 0xA5
@@ -37,15 +36,17 @@ WAIT_S = 60.0
 
 
 def memory_of(kind: str, pid: int) -> Path:
-    """The file in /dev/shm that this process leaves behind if it is killed."""
+    """The file in /dev/shm that this process makes, and leaves behind if it is a tier's and killed."""
     return Path("/dev/shm") / NAMES[kind].format(pid)
 
 
 def main(endpoint: str, kind: str, deed: str) -> None:
-    file, layers, header = memory_of(kind, os.getpid()), LAYERS[kind], HEADER[kind]
-    file.write_bytes(bytes([STALE]) * (header + layers * BLOCKS * PAGE))
-    mapped = np.memmap(file, dtype=np.uint8, mode="r+")
-    memory = mapped[header:]
+    file, layers = memory_of(kind, os.getpid()), LAYERS[kind]
+    file.write_bytes(bytes([STALE]) * (layers * BLOCKS * PAGE))
+    opened = file.open("r+b")
+    memory = np.memmap(opened, dtype=np.uint8, mode="r+")
+    if kind == "connector":
+        file.unlink()
     pages = memory.reshape(layers, BLOCKS, PAGE)
     segments = [(layer * BLOCKS * PAGE, PAGE) for layer in range(layers)]
     where = shared_memory_at(memory.ctypes.data, memory.nbytes)
@@ -64,7 +65,8 @@ def main(endpoint: str, kind: str, deed: str) -> None:
     moved = result.get(timeout=WAIT_S).block_ids
     print(json.dumps({key: _digest(pages[:, b]) for key, b in zip(KEYS, blocks, strict=True) if b in moved}))
     link.close(WAIT_S)
-    file.unlink()
+    opened.close()
+    file.unlink(missing_ok=True)
 
 
 def _digest(block: np.ndarray) -> str:

@@ -122,7 +122,8 @@ class WitnessWorking(Working):
     def register(self, kv_caches: Any) -> None:
         super().register(kv_caches)
         region = self._engine.memory
-        facts = [region.mapped.name, region.mapped.offset, list(region.segments), list(self._engine.page_bytes)]
+        where = f"/proc/{os.getpid()}/fd/{region.mapped.descriptor()}"  # it has no name
+        facts = [where, region.mapped.offset, list(region.segments), list(self._engine.page_bytes)]
         (Path(os.environ[NOTES]) / f"memory.{region.rank}").write_text(json.dumps(facts), encoding="ascii")
 
 
@@ -137,10 +138,10 @@ class WitnessScheduling(Scheduling):
 
     def _look(self, what: str, transfer: PendingTransfer, moved: set[int]) -> None:
         for memory in sorted(Path(os.environ[NOTES]).glob("memory.*")):
-            name, offset, segments, pages = json.loads(memory.read_text(encoding="ascii"))
-            if not Path(f"/dev/shm/{name}").exists():
+            where, offset, segments, pages = json.loads(memory.read_text(encoding="ascii"))
+            if not Path(where).exists():
                 return  # the engine ends
-            with open(f"/dev/shm/{name}", "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+            with open(where, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
                 for key, block in zip(transfer.task.keys, transfer.task.gpu_block_ids, strict=True):
                     if block in moved:
                         parts = [

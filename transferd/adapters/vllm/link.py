@@ -25,6 +25,7 @@ from transferd.tasks import ErrorInfo, ReadStorageTask, Status, TaskResult, Writ
 T = TypeVar("T")
 log = logging.getLogger("vllm.transferd")  # vLLM shows only its own loggers
 
+CONNECT_S = 1.0  # then `_watch` says so and tries again; a client that waits longer says so itself, past vLLM's loggers
 LOOKUP_TIMEOUT_S = 2.0  # after that the blocks count as missing: the engine computes them
 WATCH_S = 1.0  # how often the link looks for a lost daemon
 PATIENCE_S = 10.0  # how often a held-back task is logged
@@ -152,7 +153,7 @@ class Link:
             log.info("transferd: using the daemon at %s", client.endpoint)
 
     async def _connected(self, endpoint: str) -> Client:
-        client = Client(endpoint, engine=self._name, await_ready=False, connect_timeout=LOOKUP_TIMEOUT_S)
+        client = Client(endpoint, engine=self._name, await_ready=False, connect_timeout=CONNECT_S)
         await client.connect()
         client.on_new_boot = lambda: None  # `_watch` notices, and enters again
         return client

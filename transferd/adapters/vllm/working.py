@@ -91,7 +91,8 @@ def _memory(rank: int, tensors: list[Any]) -> OfferedMemory:
             f"KV memory is on {storage.device}; TransferdConnector serves CPUs only so far: use TransferdTier"
         )
     if not storage.is_shared():
-        storage._share_filename_cpu_()
+        # Without a name: vLLM stops its engine with SIGKILL, and nobody would remove a name, and the memory with it.
+        storage._share_fd_cpu_()
     size = tensors[0].element_size()
     mapped = shared_memory_at(storage.data_ptr(), storage.nbytes())
     whole = tensors[0].new_empty(0).view(torch.uint8).set_(storage).numpy()
