@@ -48,6 +48,7 @@ def test_a_nested_section_is_reached_from_the_environment() -> None:
         ("cache.ranks=many", "cache.ranks: expected `int`, got `str` ('many')"),
         ("cache.dtype=int3", "cache.dtype: expected one of bfloat16, block_wise_fp8, float16, uint8 ('int3')"),
         ("cache.devices=[0]", "cache.devices: must have one device index per rank (2 ranks) ([0])"),
+        ("cache.devices=['GPU-1',1]", "cache.devices: the shm device takes indices, not UUIDs"),
         ("cache.mtp_blocks=99", "cache.mtp_blocks: requires cache.mtp_layers (99)"),
         ("host.staging=8XB", "host.staging: expected a size such as '64MiB' ('8XB')"),
         ("cuda.slot_bytes=4KiB", "cuda.slot_bytes: must be between 64KiB and 1GiB ('4KiB')"),
@@ -69,6 +70,14 @@ def test_a_mistake_is_one_line_with_key_and_value(override: str, line: str) -> N
         load(overrides=[override], env={})
     assert str(caught.value).startswith(line)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("uuid", ["GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "7" * 32])
+def test_gpus_are_named_by_index_or_by_uuid(uuid: str) -> None:
+    config = load(overrides=["cache.device=cuda", f"cache.devices=[0,'{uuid}']"], env={})
+    assert config.geometry.device_of_rank == [0, uuid]
+    with pytest.raises(ConfigError, match=r"cache.devices: expected an index, or a UUID .*\('GPU-8932'\)"):
+        load(overrides=["cache.device=cuda", "cache.devices=[0,'GPU-8932']"], env={})
 
 
 @pytest.mark.parametrize("content", ["[cache", "\xff".encode("latin-1"), None])

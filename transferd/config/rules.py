@@ -13,6 +13,7 @@ from transferd.errors import ConfigError
 LEAST_CLIENT_TIMEOUT_S = 2.5
 MOST_MESSAGE = 1024**3  # the transport takes twice as much before it cuts a connection, and counts in 31 bits
 _PORT = re.compile(r".+:(\d{1,5})")
+_UUID = re.compile(r"((GPU|MIG)-)?[0-9a-fA-F]{8}(-?[0-9a-fA-F]{4}){3}-?[0-9a-fA-F]{12}")
 
 
 def check(config: Config) -> None:
@@ -50,6 +51,11 @@ def check_cache(cache: CacheSection) -> None:
     """The rules within [cache], also of an engine that registers. Raises ConfigError naming the key to change."""
     if len(cache.device_of_rank) != cache.ranks:
         raise ConfigError("cache.devices", f"must have one device index per rank ({cache.ranks} ranks)", cache.devices)
+    for uuid in (device for device in cache.device_of_rank if isinstance(device, str)):
+        if cache.device in ("shm", "paddle"):
+            raise ConfigError("cache.devices", f"the {cache.device} device takes indices, not UUIDs", cache.devices)
+        if not _UUID.fullmatch(uuid):
+            raise ConfigError("cache.devices", "expected an index, or a UUID as nvidia-smi -L prints it", uuid)
     if cache.mtp_blocks is not None and not cache.mtp_layers:
         raise ConfigError("cache.mtp_blocks", "requires cache.mtp_layers", cache.mtp_blocks)
     if cache.mtp_blocks is not None and cache.mtp_blocks < cache.device_blocks:

@@ -67,7 +67,7 @@ class CacheSection(_Section, frozen=True, kw_only=True):
     """The KV cache: who allocates it, what a block contains, how many blocks there are. All counts are per rank."""
 
     ranks: Ranks = 2
-    devices: list[Count] | None = None  # device index per rank; default 0 … ranks-1
+    devices: list[Count | str] | None = None  # of each rank: an index, or a GPU's UUID; default 0 … ranks-1
     device: str = "shm"
     ownership: Literal["create", "attach", "auto"] = "create"  # who allocates device memory; see ownership.py
     role: Literal["mixed", "prefill", "decode"] = "mixed"  # of the engine; FastDeploy's splitwise_role
@@ -91,7 +91,7 @@ class CacheSection(_Section, frozen=True, kw_only=True):
     identity: Annotated[str, msgspec.Meta(max_length=1024)] = ""  # pages: caches of the same text are alike
 
     @property
-    def device_of_rank(self) -> list[int]:
+    def device_of_rank(self) -> list[int | str]:
         return list(range(self.ranks)) if self.devices is None else list(self.devices)
 
     @property

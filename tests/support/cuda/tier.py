@@ -37,7 +37,7 @@ class FakeCudaTier(CudaDeviceTier):
         self,
         layout: BlockLayout,
         rank: int,
-        device: int,
+        device: int | str,
         threads: Threads,
         *,
         gpu: FakeGpu | None = None,
@@ -58,7 +58,7 @@ class FakeCudaTier(CudaDeviceTier):
         )
 
     @staticmethod
-    def pinning(device: int) -> Pinning:
+    def pinning(device: int | str) -> Pinning:
         return CudaPinning(device, gpu_of_process())
 
     async def close(self) -> None:

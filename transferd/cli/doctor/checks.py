@@ -230,7 +230,7 @@ def gpu(patient: Patient) -> Finding:
         if not machine.module(module):
             return fail("gpu", f"the Python module {module} is missing", "pip install 'transferd[cuda]'")
     there = len(machine.entries("/proc/driver/nvidia/gpus"))
-    if there <= max(cache.device_of_rank):
+    if there <= max((device for device in cache.device_of_rank if isinstance(device, int)), default=0):
         return fail("gpu", f"{there} GPUs, and {cache.ranks} ranks name more", "correct cache.ranks or cache.devices")
     release = driver.splitlines()[0]
     if "control" in machine.entries("/run/nvidia-mps"):

@@ -46,7 +46,7 @@ class DeviceResources:
     def __init__(
         self,
         driver: Driver,
-        device: int,
+        device: int | str,
         layout: BlockLayout,
         slot_bytes: int,
         settings: CudaSection,
@@ -73,7 +73,7 @@ class DeviceResources:
         self._pipelines: list[CopyPipeline] = []
         self.timelines: Timelines | None = None
         self._engine: EventGate | None = None
-        self.context = driver.retain(device)
+        self.context = driver.retain(self.info.index)
         try:
             with driver.current(self.context):
                 self.arena = self._create() if handle is None else self._map(handle)

@@ -39,10 +39,11 @@ class CudaPinning:
     Raises TierError without a driver, or for a device that does not exist.
     """
 
-    def __init__(self, device: int, driver: Driver | None = None) -> None:
+    def __init__(self, device: int | str, driver: Driver | None = None) -> None:
         self._driver = driver if driver is not None else open_driver()
-        self._device = device
-        self.node = node_of_pci(find_device(self._driver, device).pci)
+        info = find_device(self._driver, device)
+        self._device = info.index
+        self.node = node_of_pci(info.pci)
 
     def pin(self, address: int, nbytes: int) -> str:
         """Register memory. Returns "", or why CUDA refused."""

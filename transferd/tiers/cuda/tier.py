@@ -52,8 +52,8 @@ SETTINGS = CudaSection()
 class CudaDeviceTier:
     """A DeviceTier on a GPU. See the module for memory and ordering.
 
-    device: its CUDA index in this process. driver: default: the real one. settings: [cuda] of the configuration;
-    copy_path and slot_bytes replace what it says (see Submitter).
+    device: its CUDA index in this process, or its UUID. driver: default: the real one. settings: [cuda] of the
+    configuration; copy_path and slot_bytes replace what it says (see Submitter).
     """
 
     attaches = True
@@ -63,7 +63,7 @@ class CudaDeviceTier:
         self,
         layout: BlockLayout,
         rank: int,
-        device: int,
+        device: int | str,
         threads: Threads,
         *,
         driver: Driver | None = None,
@@ -87,13 +87,13 @@ class CudaDeviceTier:
 
     @classmethod
     def configured(
-        cls, config: Config, layout: BlockLayout, rank: int, device: int, threads: Threads
+        cls, config: Config, layout: BlockLayout, rank: int, device: int | str, threads: Threads
     ) -> CudaDeviceTier:
         """The tier of a daemon with this configuration."""
         return cls(layout, rank, device, threads, settings=config.cuda)
 
     @staticmethod
-    def pinning(device: int) -> Pinning:
+    def pinning(device: int | str) -> Pinning:
         """Pins host memory for this device. Raises TierError without a driver, the device or a matching NVRTC.
 
         A daemon makes this first for each rank, so such errors come before any memory is allocated.
