@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,7 @@ from transferd.adapters.vllm.companion import DaemonFinder
 from transferd.adapters.vllm.entry import EngineFacts, OfferedMemory
 from transferd.adapters.vllm.link import Link
 from transferd.adapters.vllm.memory import shared_memory_at
+from transferd.client.client import Client
 from transferd.tasks import ReadStorageTask, Status, TaskResult, WriteStorageTask
 
 pytestmark = pytest.mark.one_loop
@@ -148,3 +150,23 @@ def test_a_killed_daemon_answers_its_tasks_and_is_started_again(engine: OneEngin
         8
     ]
     assert np.array_equal(engine.block(8), engine.block(1))
+
+
+def test_an_engine_that_the_daemon_gave_up_enters_again_under_the_same_boot() -> None:
+    """On a GPU its timelines are the daemon's: those that it had mapped are gone."""
+    entered: list[bool] = []
+
+    async def enter(client: Client) -> None:
+        client.outdated.clear()
+        entered.append(True)
+
+    async def ready() -> None: ...
+
+    link = Link(SimpleNamespace(find=lambda: "", starting=True, close=lambda _: None), "e", enter)  # type: ignore[arg-type]
+    client = SimpleNamespace(connected=True, boot_id="b", outdated=[], wait_ready=ready, close=ready, endpoint="")
+    link._client = client  # type: ignore[assignment]
+    until(lambda: len(entered) == 1)
+    client.outdated.append(0)
+    until(lambda: len(entered) == 2)
+    link.close(10.0)
+    assert len(entered) == 2

@@ -261,8 +261,8 @@ class Peer:
         return content
 
 
-def main() -> None:
-    peer = Peer(int(sys.argv[1]))
+def serve(peer: Any) -> None:
+    """Obey: a command is a method's name and arguments."""
     print(json.dumps({"ok": "ready"}), flush=True)
     for line in sys.stdin:
         command = json.loads(line)
@@ -274,4 +274,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(Peer(int(sys.argv[1])))

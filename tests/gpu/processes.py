@@ -55,12 +55,15 @@ class Peer:
 
 @asynccontextmanager
 async def peer(
-    machine: Machine, *, before: Sequence[str] = (), env: Mapping[str, str] | None = None
+    machine: Machine, *, before: Sequence[str] = (), env: Mapping[str, str] | None = None, module: str = "peer"
 ) -> AsyncIterator[Peer]:
-    """An engine's process, gone at the end however it ends. before: a command that runs it (unshare, setpriv)."""
+    """An engine's process, gone at the end however it ends. before: a command that runs it (unshare, setpriv).
+
+    module: whose methods are the commands.
+    """
     run = ["-m", "tests.support.cuda.abi"] if machine.fake else ["-m"]
     process = await asyncio.create_subprocess_exec(
-        *before, sys.executable, *run, "tests.gpu.peer", str(machine.index),
+        *before, sys.executable, *run, f"tests.gpu.{module}", str(machine.index),
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, limit=1 << 26,
         env=os.environ | {"PYTHONUNBUFFERED": "1"} | (env or {}),
     )  # fmt: skip

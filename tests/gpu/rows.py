@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from tests.gpu import beside, copies, daemon, environment, memory, ordering, processes, sharing, speeds
+from tests.gpu import beside, copies, daemon, environment, memory, ordering, processes, sharing, speeds, vllm
 from tests.gpu.machine import Found, Machine
 
 LIMIT_S = 90.0
@@ -32,11 +32,16 @@ _CHECKS = (
     *ordering.CHECKS,
     *sharing.CHECKS,
     *daemon.CHECKS,
+    *vllm.CHECKS,
     *beside.CHECKS,
 )
 # Last is what may lose the process's context, or hang in the driver (batches).
 _DANGEROUS = (environment.a_lost_device_is_noticed, processes.an_engine_is_killed)
-_LIMITS = {"a_busy_neighbour_under_mps": 150.0, "the_best_settings_beside_a_busy_neighbour": 120.0}
+_LIMITS = {
+    "vllm_saves_and_loads_behind_a_busy_stream": 150.0,
+    "a_busy_neighbour_under_mps": 150.0,
+    "the_best_settings_beside_a_busy_neighbour": 120.0,
+}
 
 
 def _of(checks: tuple[Callable[[Machine], Awaitable[str | Found]], ...]) -> tuple[Row, ...]:

@@ -445,6 +445,23 @@ async def test_after_a_restart_of_the_daemon_engines_come_again_by_themselves(en
         assert memory.holds(3, 0x61)
 
 
+async def test_a_client_whose_engine_was_given_up_knows_that_its_mappings_are_outdated(
+    daemon: Daemon, endpoint: str
+) -> None:
+    """A suspended engine: it comes again under the same boot id, and what the daemon had beside its memory is new."""
+    async with serving(endpoint, "e") as (one, _):
+        await one.device_handle(0)
+        before, boot_id = daemon.engines.get("e"), one.boot_id
+        assert before is not None
+        for peer in list(before.clients):
+            daemon.server._forget(peer)  # as after server.client_timeout
+        await until(lambda: daemon.engines.get("e") not in (None, before) and one.connected, "it has come again")
+        await until(lambda: one.outdated == [0], "and knows what it has lost")
+        assert one.boot_id == boot_id
+        await one.device_handle(0)
+        assert one.outdated == []
+
+
 def test_a_blocking_client_registers_offers_and_leaves(tmp_path: Path) -> None:
     from transferd.client.launch import start
 

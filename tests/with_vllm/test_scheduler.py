@@ -7,16 +7,12 @@ import random
 import signal
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from tests.with_vllm.dry import TOKENS, DryEngine, flip, hashes, object_with, objects, prompts
 from tests.with_vllm.test_trace import conversations
-from transferd.adapters.vllm.connector import _check
-from transferd.errors import ConfigError
 
 pytestmark = pytest.mark.timeout(900)
 both = pytest.mark.parametrize("kind", ["tier", "connector"])
@@ -176,23 +172,6 @@ def test_the_connector_says_which_blocks_are_stored(place: Path) -> None:
         assert [event.block_hashes for event in told] == [[name] for name in names]
         assert [event.parent_block_hash for event in told] == [None, *names[:-1]]
         assert [event.token_ids for event in told] == [asked[i : i + TOKENS] for i in (0, 32, 64)]
-
-
-@pytest.mark.parametrize(
-    ("section", "given", "named"),
-    [("kv_transfer_config", {"kv_load_failure_policy": "fail"}, "kv_load_failure_policy"),
-     ("parallel_config", {"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
-     ("cache", {"kv_cache_groups": [None, None]}, "hybrid")],
-)  # fmt: skip
-def test_what_the_connector_cannot_serve_is_refused_by_name(section: str, given: dict[str, Any], named: str) -> None:
-    config = SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(kv_load_failure_policy="recompute"), parallel_config=SimpleNamespace()
-    )
-    cache = SimpleNamespace(kv_cache_groups=[None])
-    _check(config, cache)
-    vars(cache if section == "cache" else getattr(config, section)).update(given)
-    with pytest.raises(ConfigError, match=named):
-        _check(config, cache)
 
 
 @both

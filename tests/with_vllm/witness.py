@@ -21,9 +21,9 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from transferd.adapters.vllm.connector import TransferdConnector
+from transferd.adapters.vllm.entry import OfferedMemory
 from transferd.adapters.vllm.scheduling import PendingTransfer, Scheduling
 from transferd.adapters.vllm.tier import TransferdTier
-from transferd.adapters.vllm.working import Working
 
 NOTES = "TRANSFERD_WITNESS"  # environment: the directory to note in
 
@@ -114,16 +114,15 @@ class WitnessConnector(TransferdConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         if self._scheduling is not None:
             self._scheduling.__class__ = WitnessScheduling
-        if self._working is not None:
-            self._working.__class__ = WitnessWorking
 
-
-class WitnessWorking(Working):
-    def register(self, kv_caches: Any) -> None:
-        super().register(kv_caches)
-        region = self._engine.memory
+    def register_kv_caches(self, kv_caches: Any) -> None:
+        super().register_kv_caches(kv_caches)
+        assert self._working is not None
+        engine = self._working.engine
+        region = engine.memory
+        assert isinstance(region, OfferedMemory)
         where = f"/proc/{os.getpid()}/fd/{region.mapped.descriptor()}"  # it has no name
-        facts = [where, region.mapped.offset, list(region.segments), list(self._engine.page_bytes)]
+        facts = [where, region.mapped.offset, list(region.segments), list(engine.page_bytes)]
         (Path(os.environ[NOTES]) / f"memory.{region.rank}").write_text(json.dumps(facts), encoding="ascii")
 
 

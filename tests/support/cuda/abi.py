@@ -95,6 +95,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuModuleUnload": (_P,),
     "cuModuleGetFunction": (_P, _P, ctypes.c_char_p),
     "cuLaunchKernel": (_P, _U, _U, _U, _U, _U, _U, _U, _P, _P, _P),
+    "cuThreadExchangeStreamCaptureMode": (_P,),
     "cuPointerGetAttribute": (_P, _I, _P),
     "cuIpcGetMemHandle": (_P, _P),
     "cuIpcOpenMemHandle": (_P, _Handle, _U),
@@ -201,6 +202,11 @@ class FakeLibcuda:
 
     def _cuCtxPopCurrent(self, to: int) -> None:
         _put(_P, to, self.gpu.pop())
+
+    def _cuThreadExchangeStreamCaptureMode(self, mode: int) -> None:
+        if _I.from_address(mode).value != 2:  # CU_STREAM_CAPTURE_MODE_RELAXED
+            self.gpu.problems.append("a thread is made stricter while others capture a graph")
+        self.gpu.allow_during_capture()
 
     def _cuCtxGetStreamPriorityRange(self, least: int, greatest: int) -> None:
         _put(_I, least, 0)

@@ -110,6 +110,10 @@ class Calls:
     def current_device(self) -> int | None:
         return self._stack[-1] - _CONTEXT if self._stack else None
 
+    def allow_during_capture(self) -> None:
+        with self._call("allow_during_capture", anywhere=True):
+            pass
+
     def push(self, context: int) -> None:
         if not self._contexts[context - _CONTEXT]:
             self._refuse("cuCtxPushCurrent", "CUDA_ERROR_CONTEXT_IS_DESTROYED")

@@ -3,6 +3,8 @@
 tier         TransferdTier: a secondary tier under vLLM's TieringOffloadingSpec; vLLM copies to and from the GPU
 connector    TransferdConnector: the daemon moves blocks of the engine's own KV memory
 scheduling, working, metrics   the connector's half in the scheduler, its half in a worker, and its figures
+entry, gpu   what an engine registers and offers: memory on the host, or on a GPU with its timeline
+layers       where the blocks of vLLM's tensors lie
 link         the client that both use, in a thread of its own; it reconnects after a lost daemon
 companion    finds a running daemon, or starts one with defaults that ends with the engine
 memory       finds the file in shared memory that an address belongs to

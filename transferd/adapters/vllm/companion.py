@@ -33,6 +33,7 @@ from transferd.errors import ConfigError, TransferError
 log = logging.getLogger("vllm.transferd")  # vLLM shows only its own loggers
 
 ENDPOINT_VARIABLE = "TRANSFERD_ENDPOINT"
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 FREE_SHARE = 0.5  # of the free space, for the blocks of a daemon started here
 CAPACITY_FILE = "capacity"  # beside the blocks: a restart must not take half of the remaining space again
 LEAST_STAGING = 64 * 1024**2
@@ -98,6 +99,7 @@ class DaemonFinder:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,  # a Ctrl-C is for the engine, which then ends the daemon
+                env=_environment(),
             )
         what = "no transferd daemon was running, so this engine started one: pid %d, up to %.1f GiB in %s, log in %s"
         log.info(what, self._process.pid, capacity / 2**30, blocks, self._log_file)
@@ -140,6 +142,14 @@ class DaemonFinder:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def _environment() -> dict[str, str]:
+    """Of a daemon that serves engines on any of the machine's GPUs, which they name by UUID: also GPUs hidden here."""
+    environment = dict(os.environ)
+    if not environment.get(VISIBLE_GPUS, "").startswith("MIG"):  # a slice of a GPU is seen only if it is named
+        environment.pop(VISIBLE_GPUS, None)
+    return environment
 
 
 def nobody_listens(endpoint: str) -> bool:

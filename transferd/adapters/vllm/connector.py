@@ -19,16 +19,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash, resolve_kv_cache_block_sizes
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from transferd.adapters.vllm import metrics
 from transferd.adapters.vllm.companion import DaemonFinder
+from transferd.adapters.vllm.entry import Order
 from transferd.adapters.vllm.link import Link
 from transferd.adapters.vllm.scheduling import News, Scheduling
-from transferd.adapters.vllm.settings import AdapterSettings, settings
-from transferd.adapters.vllm.working import Working
-from transferd.errors import ConfigError
+from transferd.adapters.vllm.settings import AdapterSettings, check_served, settings
+from transferd.adapters.vllm.working import Working, engine_facts
 
 log = logging.getLogger("vllm.transferd")
 
@@ -44,13 +45,14 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class ReadyWord(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """From a worker to the scheduler: its stream has passed every step up to this one."""
+    """From a worker to the scheduler: it has passed every step up to this one, in the sense of `order`."""
 
     step: int
+    order: Order
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> ReadyWord:
         assert isinstance(other, ReadyWord)
-        return ReadyWord(min(self.step, other.step))
+        return ReadyWord(min(self.step, other.step), min(self.order, other.order))
 
 
 class TransferdConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not installed where mypy runs
@@ -61,13 +63,12 @@ class TransferdConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is no
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = settings("kv_connector_extra_config", self._kv_transfer_config.kv_connector_extra_config)
-        _check(vllm_config, kv_cache_config)
+        check_served(vllm_config, kv_cache_config)
         self._scheduling: Scheduling | None = None
         self._working: Working | None = None
         self._link: Link | None = None
-        name = self._settings.name or f"vllm-{self._kv_transfer_config.engine_id}"
+        self._name = name = self._settings.name or f"vllm-{self._kv_transfer_config.engine_id}"
         if role is KVConnectorRole.WORKER:
-            self._working = Working(vllm_config, kv_cache_config, name, self._settings)
             return
         self._link = _to_the_daemon(self._settings, name)
         event = self._event if _events_wanted(vllm_config) else None
@@ -85,8 +86,11 @@ class TransferdConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is no
     # --- in the workers -----------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        assert self._working is not None
-        self._working.register(kv_caches)
+        """Offer this rank's KV memory. Raises TierError for memory that cannot be shared; then the engine ends."""
+        engine = engine_facts(
+            self._vllm_config, self._kv_cache_config, self._name, self._settings.generation, kv_caches, _of_all_ranks
+        )
+        self._working = Working(engine, self._settings)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Does nothing: the scheduler's half begins loads, once every rank's stream has passed this step."""
@@ -98,8 +102,9 @@ class TransferdConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is no
         """Does nothing: the scheduler's half begins saves, once every rank's stream has passed this step."""
 
     def wait_for_save(self) -> None:
+        """Called behind everything that a step launches, drafts of a speculative model included."""
         assert self._working is not None
-        self._working.launched(self._news.step)
+        self._working.launched(self._news.step, self._news.after)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:  # noqa: ARG002
         return None, set(self._news.loaded) or None
@@ -109,8 +114,7 @@ class TransferdConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is no
 
     def build_connector_worker_meta(self) -> ReadyWord | None:
         assert self._working is not None
-        self._working.launched(self._news.step)  # a step without a forward pass
-        return ReadyWord(self._working.passed())
+        return ReadyWord(*self._working.passed())
 
     @property
     def _news(self) -> News:
@@ -145,7 +149,7 @@ class TransferdConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is no
     def update_connector_output(self, connector_output: Any) -> None:
         word = connector_output.kv_connector_worker_meta
         if isinstance(word, ReadyWord):
-            self._scheduler.ready(word.step)
+            self._scheduler.ready(word.step, word.order)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002
         self._scheduler.finished(request.request_id)
@@ -211,18 +215,15 @@ def _to_the_daemon(chosen: AdapterSettings, name: str) -> Link:
     return Link(companion, name)
 
 
-def _check(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Refuse settings that this connector cannot serve correctly. Raises ConfigError."""
-    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
-    if transfer.kv_load_failure_policy != "recompute":
-        what = 'must be "recompute", so that vLLM recomputes lost blocks instead of failing requests'
-        raise ConfigError("kv_transfer_config.kv_load_failure_policy", what, transfer.kv_load_failure_policy)
-    if kv_cache_config is not None and len(kv_cache_config.kv_cache_groups) > 1:
-        what = "a hybrid model has several; use TransferdTier, or --disable-hybrid-kv-cache-manager"
-        raise ConfigError("kv_cache_groups", what, len(kv_cache_config.kv_cache_groups))
-    for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
-            raise ConfigError(name, "must be 1 with TransferdConnector; use TransferdTier", getattr(parallel, name))
+def _of_all_ranks(gpu: str) -> list[str]:
+    """The GPUs of all ranks, by rank. Every rank's worker calls this once, with its own."""
+    group = get_tp_group()
+    found = [gpu] * group.world_size
+    if group.world_size > 1:
+        import torch
+
+        torch.distributed.all_gather_object(found, gpu, group=group.cpu_group)
+    return found
 
 
 def _events_wanted(vllm_config: Any) -> bool:

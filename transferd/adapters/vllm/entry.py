@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import enum
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from transferd.adapters.vllm.memory import Mapped
 from transferd.client.client import Client
@@ -15,10 +16,51 @@ from transferd.tiers.page_handles import shm_pages
 
 CANARY_BLOCK = 0  # vLLM's null block, which holds no request's tokens
 
+Point = tuple[int, int]  # a timeline and a number (client/timeline.py)
+
+
+class Order(enum.IntEnum):
+    """What it means that a rank has passed a step. Of several ranks, the lowest counts."""
+
+    NONE = 0  # it cannot order copies behind its steps at the moment
+    STREAM = 1  # its stream will write the step's number to its timeline; copies wait for that
+    HOST = 2  # the step has been computed
+
+
+class Memory(Protocol):
+    """One rank's KV memory.
+
+    rank: its number. cache: keys of [cache] that the daemon needs besides the pages. order: what `advance` achieves.
+    """
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def cache(self) -> Mapping[str, Any]: ...
+    @property
+    def order(self) -> Order: ...
+    def handle(self) -> DeviceHandle:
+        """Raises TierError."""
+        ...
+
+    def caches(self, layout: Pages) -> Mapping[str, Sequence[Any]] | None:
+        """This process's own view, for a canary; None if every block may be in use."""
+        ...
+
+    async def entered(self, client: Client) -> None:
+        """The daemon has mapped the memory. Raises TransferError."""
+        ...
+
+    def advance(self, after: Point) -> None:
+        """All work of a step has been submitted to the device: what follows it is ordered behind that."""
+        ...
+
+    def close(self) -> None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class OfferedMemory:
-    """One rank's memory. segments: for each layer its offset in the mapped range, and the bytes from block to block.
+    """Memory on the host. segments: for each layer its offset in the mapped range, and the bytes from block to block.
 
     bytes: this process's own view of the mapped range, for a canary; None if every block may be in use.
     """
@@ -28,16 +70,36 @@ class OfferedMemory:
     segments: Sequence[tuple[int, int]]
     bytes: Any = None
 
+    @property
+    def cache(self) -> Mapping[str, Any]:
+        return {}
+
+    @property
+    def order(self) -> Order:
+        return Order.HOST  # a CPU has computed a step once that was submitted
+
     def handle(self) -> DeviceHandle:
         """Raises TierError."""
         mapped = self.mapped
         segments = [(mapped.offset + offset, stride) for offset, stride in self.segments]
         return shm_pages(mapped.name or mapped.descriptor(), segments, nbytes=mapped.offset + mapped.nbytes)
 
+    def caches(self, layout: Pages) -> Mapping[str, Sequence[Any]] | None:
+        return None if self.bytes is None else layout.views(self.bytes, self.segments)
+
+    async def entered(self, client: Client) -> None:
+        """Nothing more to do."""
+
+    def advance(self, after: Point) -> None:
+        """Nothing to order."""
+
+    def close(self) -> None:
+        """vLLM owns the memory."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """An engine as transferd sees it. page_bytes: of one block, for each layer. memory: what this process offers.
+    """An engine as transferd sees it. page_bytes: of one block, for each segment. memory: what this process offers.
 
     The process that has rank 0 registers the engine.
     """
@@ -49,7 +111,7 @@ class EngineFacts:
     ranks: int
     blocks: int
     page_bytes: Sequence[int]
-    memory: OfferedMemory
+    memory: Memory
 
     @property
     def block_bytes(self) -> int:
@@ -60,10 +122,12 @@ class EngineFacts:
 
         If another process has not registered the engine yet, this raises, and the link tries again.
         """
+        memory = self.memory
         layout = Pages(
             layers=len(self.page_bytes), page_bytes=self.page_bytes, blocks=self.blocks, identity=self.identity
         )
-        if self.memory.rank == 0:
-            await client.register(Engine(ranks=self.ranks, model=self.model, generation=self.generation, layout=layout))
-        caches = None if self.memory.bytes is None else layout.views(self.memory.bytes, self.memory.segments)
-        await client.offer(self.memory.rank, self.memory.handle(), caches=caches, block=CANARY_BLOCK)
+        if memory.rank == 0:
+            cache = {**layout.as_cache(), **memory.cache}
+            await client.register(Engine(ranks=self.ranks, model=self.model, generation=self.generation, layout=cache))
+        await client.offer(memory.rank, memory.handle(), caches=memory.caches(layout), block=CANARY_BLOCK)
+        await memory.entered(client)

@@ -40,10 +40,19 @@ def of_tier(config: Any, row_bytes: int) -> dict[str, Any]:
     }
 
 
-def of_connector(vllm_config: Any, layers: Mapping[str, tuple[int, ...]], page_bytes: int) -> dict[str, Any]:
-    """The facts about a block of the engine's own KV memory. layers: each layer's shape behind the block axis."""
+def of_connector(
+    vllm_config: Any,
+    layers: Mapping[str, tuple[int, ...]],
+    orders: Mapping[str, tuple[int, ...]],
+    page_bytes: int,
+) -> dict[str, Any]:
+    """The facts about a block of the engine's own KV memory.
+
+    layers: each layer's shape behind the block axis. orders: the axes in the order of a block's bytes.
+    """
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
-    return {
+    odd = {name: list(order) for name, order in orders.items() if list(order) != sorted(order)}
+    return ({"order": odd} if odd else {}) | {
         "engine": f"vllm {_version()}",
         "platform": _platform(),
         "backend": str(getattr(getattr(vllm_config, "attention_config", None), "backend", None)),

@@ -43,6 +43,7 @@ CONNECTOR: Mapping[str, Sequence[str]] = {
     ),
     f"{KV_CONNECTOR}.metrics": ("KVConnectorPromMetrics", "KVConnectorStats"),
     "vllm.distributed.kv_events": ("BlockStored",),
+    "vllm.distributed.parallel_state": ("get_tp_group",),
     "vllm.v1.core.kv_cache_utils": ("maybe_convert_block_hash", "resolve_kv_cache_block_sizes"),
     "vllm.v1.metrics.cache_hit_source": ("CacheHitSource",),
 }

@@ -88,14 +88,14 @@ class Link:
             try:
                 result = await self._carried_out(task)
             except asyncio.CancelledError:
-                done(_failed(task, "closed", "the engine is shutting down"))
+                done(failed(task, "closed", "the engine is shutting down"))
                 raise
             done(result)
 
         try:
             self._begin(run())
         except RuntimeError:  # closed
-            done(_failed(task, "closed", "the engine is shutting down"))
+            done(failed(task, "closed", "the engine is shutting down"))
 
     def close(self, timeout: float) -> None:
         """Disconnect from the daemon and end the thread, in about `timeout` seconds. Idempotent."""
@@ -143,7 +143,7 @@ class Link:
             if self._companion.starting:
                 return
             client = self._client = client or await self._connected(endpoint)
-        if client.boot_id and client.boot_id != self._entered:
+        if client.boot_id and (client.boot_id != self._entered or client.outdated):
             boot_id = client.boot_id
             if self._enter is not None:
                 await self._enter(client)
@@ -172,7 +172,7 @@ class Link:
         """Push a task until its outcome is known."""
         client = self._client
         if client is None or not self.ready:
-            return _failed(task, "not_connected", "no daemon answers")
+            return failed(task, "not_connected", "no daemon answers")
         boot_id = client.boot_id
         while True:
             result = await client.insist(task)
@@ -208,5 +208,6 @@ class Link:
             log.warning("transferd: %s", what)
 
 
-def _failed(task: StorageTask, code: str, message: str) -> TaskResult:
+def failed(task: StorageTask, code: str, message: str) -> TaskResult:
+    """The result of a task that was never pushed."""
     return TaskResult(task_id=task.task_id, status=Status.FAILED, error=ErrorInfo(code, message))

@@ -3,7 +3,9 @@
     found       we ask the daemon once for all blocks of a request; until it answers, we tell vLLM to ask again
     load        vLLM has allocated blocks for those found; bytes go in once every rank's stream has passed this step
     save        blocks that this step fills; bytes come out once every rank's stream has passed this step
-    ready word  with each step, each rank's worker reports which step its stream has passed; the lowest counts
+    ready word  with each step, each rank's worker reports which step it has passed; the lowest counts. On a GPU a
+                step has passed once it was launched, and the task names the number that every rank's stream writes
+                behind it (`after`), so that the daemon waits on the device
 
 A save holds a reference to its blocks in vLLM's pool until its result arrives. So a request that finishes, is
 aborted or is preempted cannot hand them to another one meanwhile, and nothing has to wait.
@@ -19,7 +21,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from transferd.adapters.vllm.link import Link, StorageTask
+import msgspec
+
+from transferd.adapters.vllm.entry import Order, Point
+from transferd.adapters.vllm.link import Link, StorageTask, failed
+from transferd.client.timeline import Timeline
 from transferd.tasks import ReadStorageTask, Status, TaskResult, WriteStorageTask
 
 log = logging.getLogger("vllm.transferd")
@@ -45,10 +51,15 @@ class Known:
 
 @dataclass(slots=True)
 class PendingTransfer:
-    """A task that waits for the ready word, or runs. request_id: of a load. first: index of its first block."""
+    """A task that waits for the ready word, or runs.
+
+    step, after: it may start behind that step, whose point on the timeline this is. request_id: of a load. first: index
+    of its first block.
+    """
 
     task: StorageTask
     step: int
+    after: Point
     request_id: str = ""
     first: int = 0
     blocks: Sequence[Any] = ()
@@ -57,9 +68,13 @@ class PendingTransfer:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What the workers must report to vLLM: requests whose load has ended, and blocks whose bytes did not arrive."""
+    """What the workers must report to vLLM: requests whose load has ended, and blocks whose bytes did not arrive.
+
+    step, after: this step's number, and its point on the timeline.
+    """
 
     step: int
+    after: Point
     loaded: frozenset[str]
     bad_blocks: frozenset[int]
 
@@ -79,7 +94,9 @@ class Scheduling:
         self._block_ids: Callable[[str], Sequence[int]] = lambda _: ()
         self._requests: dict[str, Known] = {}
         self._numbers = itertools.count()
+        self._timeline = Timeline()
         self._step = 0
+        self._after = self._next = self._timeline.next()  # the points of this step, and of the one being decided on
         self._waiting: list[PendingTransfer] = []
         self._running = 0
         self._ended: queue.SimpleQueue[tuple[PendingTransfer, TaskResult]] = queue.SimpleQueue()
@@ -127,27 +144,33 @@ class Scheduling:
             timeout=self._timeout,
             prefix=False,
         )
-        self._waiting.append(PendingTransfer(task, self._step + 1, request.request_id, first))
+        self._waiting.append(PendingTransfer(task, self._step + 1, self._next, request.request_id, first))
 
     # --- each step ----------------------------------------------------------------------------------
 
     def stepped(self, output: Any) -> News:
         """vLLM has decided what its next step computes."""
-        self._step += 1
+        self._step, self._after, self._next = self._step + 1, self._next, self._timeline.next()
         self.collect()
         self._save(output)
-        news = News(self._step, frozenset(self._loaded), frozenset(self._bad_blocks))
+        news = News(self._step, self._after, frozenset(self._loaded), frozenset(self._bad_blocks))
         self._loaded.clear()
         self._bad_blocks.clear()
         return news
 
-    def ready(self, word: int) -> None:
-        """Every rank's stream has passed the steps up to `word`."""
+    def ready(self, word: int, order: Order = Order.HOST) -> None:
+        """Every rank has passed the steps up to `word`, in the sense of `order`."""
         due = [transfer for transfer in self._waiting if transfer.step <= word]
         self._waiting = [transfer for transfer in self._waiting if transfer.step > word]
         for transfer in due:
             self._running += 1
-            self._link.submit(transfer.task, lambda result, it=transfer: self._ended.put((it, result)))  # type: ignore[misc]
+            if order is Order.NONE:  # blocks that are saved or loaded now could have any bytes
+                self._ended.put((transfer, failed(transfer.task, "no_timelines", "a rank cannot order its copies")))
+                continue
+            task = transfer.task
+            if order is Order.STREAM:
+                task = msgspec.structs.replace(task, after=transfer.after)
+            self._link.submit(task, lambda result, it=transfer: self._ended.put((it, result)))  # type: ignore[misc]
         self.collect()
 
     def collect(self) -> None:
@@ -218,7 +241,7 @@ class Scheduling:
             self._pinned += len(blocks)
             ids = [block.block_id for block in blocks]
             task = WriteStorageTask(task_id=self._name("save"), keys=keys, gpu_block_ids=ids, timeout=self._timeout)
-            self._waiting.append(PendingTransfer(task, self._step, blocks=blocks, stored=stored))
+            self._waiting.append(PendingTransfer(task, self._step, self._after, blocks=blocks, stored=stored))
 
     def _scheduled(self, output: Any) -> Iterator[tuple[Known, int]]:
         """The requests of a step, and how many of their tokens were computed before it."""

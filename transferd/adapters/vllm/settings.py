@@ -49,3 +49,21 @@ def settings(section: str, given: Mapping[str, Any]) -> AdapterSettings:
     except ValueError as error:
         raise ConfigError(f"{section}.capacity", str(error), found.capacity) from None
     return found
+
+
+def check_served(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Refuse settings of vLLM that TransferdConnector cannot serve correctly. Raises ConfigError."""
+    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+    if transfer.kv_load_failure_policy != "recompute":
+        what = 'must be "recompute", so that vLLM recomputes lost blocks instead of failing requests'
+        raise ConfigError("kv_transfer_config.kv_load_failure_policy", what, transfer.kv_load_failure_policy)
+    for name in ("enable_sleep_mode", "enable_cumem_allocator"):
+        if getattr(vllm_config.model_config, name, False):
+            what = "must be off: no other process can map what vLLM's sleeping allocator makes; use TransferdTier"
+            raise ConfigError(name, what, value=True)
+    if kv_cache_config is not None and len(kv_cache_config.kv_cache_groups) > 1:
+        what = "a hybrid model has several; use TransferdTier, or --disable-hybrid-kv-cache-manager"
+        raise ConfigError("kv_cache_groups", what, len(kv_cache_config.kv_cache_groups))
+    for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            raise ConfigError(name, "must be 1 with TransferdConnector; use TransferdTier", getattr(parallel, name))

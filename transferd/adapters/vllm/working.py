@@ -2,99 +2,105 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from transferd.adapters.vllm import identity
 from transferd.adapters.vllm.companion import DaemonFinder
-from transferd.adapters.vllm.entry import EngineFacts, OfferedMemory
+from transferd.adapters.vllm.entry import EngineFacts, Memory, OfferedMemory, Order, Point
+from transferd.adapters.vllm.gpu import GpuMemory, torch_stream
+from transferd.adapters.vllm.layers import LayerBlocks, blocks_of, distinct
 from transferd.adapters.vllm.link import Link
 from transferd.adapters.vllm.memory import shared_memory_at
 from transferd.adapters.vllm.settings import AdapterSettings
 from transferd.errors import TierError
 
+Gather = Callable[[str], Sequence[str]]
+
 
 class Working:
-    """One rank, on the CPU."""
+    """One rank. Its link enters the daemon, now and after each restart."""
 
-    def __init__(self, vllm_config: Any, kv_cache_config: Any, name: str, chosen: AdapterSettings) -> None:
-        self._config, self._cache_config, self._name, self._settings = vllm_config, kv_cache_config, name, chosen
-        self._link: Link | None = None
-        self._passed = 0
-
-    def register(self, kv_caches: Mapping[str, Any]) -> None:
-        """Offer the memory of these tensors, one a layer. Raises TierError."""
-        rank, blocks = self._config.parallel_config.rank, self._cache_config.num_blocks
-        layers = _distinct(kv_caches)
-        for name, tensor in layers.items():
-            _check(name, tensor, blocks)
-        page_bytes = [tensor[0].numel() * tensor.element_size() for tensor in layers.values()]
-        facts = identity.of_connector(
-            self._config, {name: tuple(t.shape[1:]) for name, t in layers.items()}, sum(page_bytes)
-        )
-        self._engine = engine = EngineFacts(
-            name=self._name,
-            model=str(self._config.model_config.model),
-            generation=self._settings.generation,
-            identity=f"vllm/{identity.digest(facts)}",
-            ranks=self._config.parallel_config.tensor_parallel_size,
-            blocks=blocks,
-            page_bytes=page_bytes,
-            memory=_memory(rank, list(layers.values())),
-        )
+    def __init__(self, engine: EngineFacts, chosen: AdapterSettings) -> None:
+        self.engine = engine
         companion = DaemonFinder(
-            endpoint=self._settings.endpoint,
-            path=self._settings.path,
-            capacity=self._settings.capacity_bytes,
-            engine=engine if rank == 0 else None,
+            endpoint=chosen.endpoint,
+            path=chosen.path,
+            capacity=chosen.capacity_bytes,
+            engine=engine if engine.memory.rank == 0 else None,
         )
         self._link = Link(companion, engine.name, engine.enter)
+        self._passed = 0
 
-    def launched(self, step: int) -> None:
-        """All work of this step has been submitted to the device."""
-        self._passed = max(self._passed, step)  # a CPU has computed it by now; a GPU would need an event here
+    def launched(self, step: int, after: Point) -> None:
+        """All work of this step has been submitted to the device, by this thread. after: the step's point."""
+        if step > self._passed:
+            self.engine.memory.advance(after)
+            self._passed = step
 
-    def passed(self) -> int:
-        """The ready word: the last step that the device has finished."""
-        return self._passed
+    def passed(self) -> tuple[int, Order]:
+        """The ready word: the last step launched, and how copies are ordered behind it."""
+        return self._passed, self.engine.memory.order
 
     def close(self, timeout: float) -> None:
-        if self._link is not None:
-            self._link.close(timeout)
+        self._link.close(timeout)
+        self.engine.memory.close()
 
 
-def _distinct(kv_caches: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors without those that alias another one's memory (layers that share their KV)."""
-    seen: dict[int, str] = {}
-    return {name: t for name, t in kv_caches.items() if seen.setdefault(t.data_ptr(), name) == name}
+def engine_facts(
+    vllm_config: Any, kv_cache_config: Any, name: str, generation: str, kv_caches: Mapping[str, Any], gather: Gather
+) -> EngineFacts:
+    """vLLM's engine, with the memory of these tensors of this rank. Raises TierError for memory that we cannot serve.
+
+    kv_caches: as vLLM registers them. gather: as GpuMemory wants it.
+    """
+    rank, blocks = vllm_config.parallel_config.rank, kv_cache_config.num_blocks
+    tensors = distinct(kv_caches)
+    layers = blocks_of(tensors, blocks)
+    page_bytes = [layer.nbytes for layer in layers.values() for _ in layer.pieces]
+    shapes = {layer: tuple(tensor.shape[1:]) for layer, tensor in tensors.items()}
+    orders = {name: layer.order for name, layer in layers.items()}
+    facts = identity.of_connector(vllm_config, shapes, orders, sum(page_bytes))
+    return EngineFacts(
+        name=name,
+        model=str(vllm_config.model_config.model),
+        generation=generation,
+        identity=f"vllm/{identity.digest(facts)}",
+        ranks=vllm_config.parallel_config.tensor_parallel_size,
+        blocks=blocks,
+        page_bytes=page_bytes,
+        memory=_memory(rank, list(tensors.values()), list(layers.values()), gather),
+    )
 
 
-def _check(name: str, tensor: Any, blocks: int) -> None:
-    """Check that a block of a layer is one range of bytes. Raises TierError."""
-    page = tensor[0]
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(page.shape, page.stride(), strict=True))
-    if tensor.shape[0] != blocks or extent != page.numel() or tensor.stride(0) < extent:
-        what = f"shape {tuple(tensor.shape)}, strides {tuple(tensor.stride())}, {blocks} blocks"
-        raise TierError(f"{name}: its blocks are not one range of bytes each ({what})")
+def _memory(rank: int, tensors: list[Any], layers: list[LayerBlocks], gather: Gather) -> Memory:
+    kinds = {tensor.device.type for tensor in tensors}
+    if kinds == {"cuda"}:
+        return GpuMemory(rank, tensors, layers, gather=gather, stream=torch_stream)
+    if kinds == {"cpu"}:
+        return _host_memory(rank, tensors, layers)
+    what = f"KV memory is on {', '.join(sorted(kinds))}; TransferdConnector serves NVIDIA GPUs and CPUs"
+    raise TierError(f"{what}: use TransferdTier")
 
 
-def _memory(rank: int, tensors: list[Any]) -> OfferedMemory:
-    """The memory of these tensors, in a form that another process can map; on the CPU moved there in place."""
+def _host_memory(rank: int, tensors: list[Any], layers: list[LayerBlocks]) -> OfferedMemory:
+    """Moved, in place, to where another process can map it.
+
+    Without a name: vLLM stops its engine with SIGKILL, and nobody would remove a name, and the memory with it.
+    """
     import torch
 
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
     if len(storages) > 1:
         raise TierError(f"vLLM has allocated the KV cache in {len(storages)} pieces; one is supported")
     (storage,) = storages.values()
-    if storage.device.type != "cpu":
-        raise TierError(
-            f"KV memory is on {storage.device}; TransferdConnector serves CPUs only so far: use TransferdTier"
-        )
     if not storage.is_shared():
-        # Without a name: vLLM stops its engine with SIGKILL, and nobody would remove a name, and the memory with it.
         storage._share_fd_cpu_()
-    size = tensors[0].element_size()
     mapped = shared_memory_at(storage.data_ptr(), storage.nbytes())
     whole = tensors[0].new_empty(0).view(torch.uint8).set_(storage).numpy()
-    segments = [(t.data_ptr() - storage.data_ptr(), t.stride(0) * size) for t in tensors]
+    segments = [
+        (tensor.data_ptr() - storage.data_ptr() + piece, layer.stride)
+        for tensor, layer in zip(tensors, layers, strict=True)
+        for piece in layer.pieces
+    ]
     return OfferedMemory(rank, mapped, segments, whole)

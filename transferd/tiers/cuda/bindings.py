@@ -181,6 +181,9 @@ class BindingsDriver:
         result, device = self._api.cuCtxGetDevice()
         return int(device) if result == self._api.CUresult.CUDA_SUCCESS else None
 
+    def allow_during_capture(self) -> None:
+        self._call("cuThreadExchangeStreamCaptureMode", self._api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+
     # --- memory -------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int) -> int:

@@ -115,6 +115,10 @@ class Driver(Protocol):
         """The device of this thread's context; None if it has no context."""
         ...
 
+    def allow_during_capture(self) -> None:
+        """Let this thread make any call while another thread captures a CUDA graph. For good."""
+        ...
+
     # memory
     def allocate(self, nbytes: int) -> int:
         """Allocate device memory that can be exported (cuMemAlloc), aligned to at least 256 bytes. Does not wait."""

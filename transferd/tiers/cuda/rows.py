@@ -15,27 +15,32 @@ _STREAM = 0
 
 
 class CudaRows:
-    """One contiguous array on GPU `device`. Borrows the memory.
+    """One array of blocks on GPU `device`; each block is contiguous. Borrows the memory.
+
+    stride: bytes from block to block; None: there is nothing between them.
 
     Does not order its copies after other work: let all work on the block end first.
     """
 
-    def __init__(self, driver: Driver, device: int, address: int, shape: Sequence[int], itemsize: int) -> None:
+    def __init__(
+        self, driver: Driver, device: int, address: int, shape: Sequence[int], itemsize: int, stride: int | None = None
+    ) -> None:
         self.blocks = shape[0]
         self._driver = driver
         self._device = device
         self._address = address
         self._nbytes = math.prod(shape[1:]) * itemsize  # of a block
+        self._stride = self._nbytes if stride is None else stride
 
     def read_block(self, block: int) -> bytes:
         buffer = ctypes.create_string_buffer(self._nbytes)
-        self._copy(ctypes.addressof(buffer), self._address + block * self._nbytes)
+        self._copy(ctypes.addressof(buffer), self._address + block * self._stride)
         return buffer.raw
 
     def write_block(self, block: int, data: bytes) -> None:
         assert len(data) == self._nbytes
         buffer = ctypes.create_string_buffer(data, self._nbytes)
-        self._copy(self._address + block * self._nbytes, ctypes.addressof(buffer))
+        self._copy(self._address + block * self._stride, ctypes.addressof(buffer))
 
     def _copy(self, target: int, source: int) -> None:
         driver = self._driver

@@ -1,0 +1,68 @@
+"""Where vLLM puts the blocks of its KV tensors, in each of its layouts: what the adapter and its tests take it to be.
+
+The tensors are vLLM's own views, on the CPU; on a GPU they lie in the same way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+import torch
+from vllm.config import ModelConfig, ParallelConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, KVCacheTensor, create_kv_cache_views
+
+from tests.support.cuda.tensor import AXES, extent, layer_views
+from transferd.adapters.vllm.layers import blocks_of
+
+LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = SHAPE = (3, 7, 2, 32, 64)
+ITEM = 2
+CASES = [pytest.param(layout, 1, id=layout.name) for layout in KVCacheLayout]
+CASES += [
+    pytest.param(layout, 2, id=f"{layout.name}, kernel blocks") for layout in KVCacheLayout if layout.name[:2] == "LB"
+]
+
+
+def test_the_settings_that_are_refused_are_vllms() -> None:
+    assert {"enable_sleep_mode", "enable_cumem_allocator"} <= {field.name for field in fields(ModelConfig)}
+    assert "pipeline_parallel_size" in {field.name for field in fields(ParallelConfig)}
+
+
+def views_of_vllm(raw: torch.Tensor, layout: KVCacheLayout, parts: int) -> dict[str, torch.Tensor]:
+    """As vLLM's allocate_kv_cache makes them."""
+    spec = FullAttentionSpec(block_size=TOKENS, num_kv_heads=HEADS, head_size=CONTENT // 2, dtype=torch.float16)
+    assert extent(SHAPE, ITEM) == raw.nbytes == LAYERS * BLOCKS * spec.page_size_bytes
+    sizes = dict(zip(AXES, SHAPE, strict=True))
+    strides, step = {}, ITEM
+    for axis in reversed(layout.name):
+        strides[axis] = step
+        step *= sizes[axis]
+    names = [f"layer {number}" for number in range(LAYERS)]
+    placed = KVCacheTensor(size=raw.nbytes, layers=names, layer_stride=strides["L"], block_stride=strides["B"])
+    kernel = None if parts == 1 else TOKENS // parts
+    return dict(zip(names, create_kv_cache_views(raw, spec, BLOCKS, layout, placed, kernel), strict=True))
+
+
+@pytest.mark.parametrize(("layout", "parts"), CASES)
+def test_the_tests_tensors_lie_as_vllms_do(layout: KVCacheLayout, parts: int) -> None:
+    raw = torch.zeros(extent(SHAPE, ITEM), dtype=torch.int8)
+    found = views_of_vllm(raw, layout, parts)
+    real = [(view.data_ptr() - raw.data_ptr(), tuple(view.shape), view.stride()) for view in found.values()]
+    assert real == layer_views(layout.name, SHAPE, ITEM, parts=parts)
+
+
+@pytest.mark.parametrize(("layout", "parts"), CASES)
+def test_the_pieces_of_a_block_are_what_vllm_writes_to_it(layout: KVCacheLayout, parts: int) -> None:
+    raw = torch.zeros(extent(SHAPE, ITEM), dtype=torch.int8)
+    found = views_of_vllm(raw, layout, parts)
+    for name, lie in blocks_of(found, BLOCKS).items():
+        for block in range(BLOCKS):
+            raw.zero_()
+            found[name][block * parts : (block + 1) * parts] = -1.0  # 0xBC00
+            written = raw.view(torch.int16) != 0
+            start = found[name].data_ptr() - raw.data_ptr() + block * lie.stride
+            for piece in lie.pieces:
+                here = written[(start + piece) // ITEM : (start + piece + lie.nbytes) // ITEM]
+                assert here.all()
+                here.zero_()
+            assert not written.any()

@@ -1,0 +1,150 @@
+"""A rank's KV memory on an NVIDIA GPU: shared by CUDA IPC, its steps ordered by a timeline.
+
+vLLM's process of the rank allocates the memory, in any number of pieces. The daemon maps them once. Behind the work
+of each step, the compute stream writes the step's number to a word in device memory, and the daemon waits on the
+device for that number before it touches a block (docs/adr/0043). So no host waits for the GPU.
+
+Two threads are involved: vLLM's own, which launches steps, and the link's, which enters daemons.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from transferd.adapters.vllm.entry import Order, Point
+from transferd.adapters.vllm.layers import LayerBlocks
+from transferd.client.client import Client
+from transferd.client.pages import PLANE, Pages
+from transferd.errors import TierError
+from transferd.tiers.base import DeviceHandle
+from transferd.tiers.page_handles import cuda_pages
+
+log = logging.getLogger("vllm.transferd")
+
+DEVICE = "cuda"  # of engines that register
+
+
+class GpuMemory:
+    """The memory of some tensors on one GPU. vLLM owns it and keeps it allocated until the daemon is gone.
+
+    tensors, layers: each layer's tensor, and how its blocks lie. gather: gets this rank's GPU and returns those of all
+    ranks, in their order; called once, by all ranks. stream: the CUDA stream that computes. kind: of the daemon's
+    device. driver: the real one if None.
+
+    Nothing has been shared if this raises TierError: memory that cannot be shared, with the setting that causes it, or
+    a GPU without stream memory operations.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        tensors: Sequence[Any],
+        layers: Sequence[LayerBlocks],
+        *,
+        gather: Callable[[str], Sequence[str]],
+        stream: Callable[[], int],
+        kind: str = DEVICE,
+        driver: Any = None,
+    ) -> None:
+        from transferd.tiers.cuda.bindings import open_driver  # loads CUDA when it is called
+
+        self.rank = rank
+        self._driver = driver if driver is not None else open_driver()
+        self._device = _device_of(tensors)
+        info = self._driver.describe(self._device)
+        # First of all, as every rank waits here for the others.
+        self.cache: Mapping[str, Any] = {"device": kind, "devices": list(gather(info.uuid))}
+        if not info.words:
+            what = f"{info.name} has no stream memory operations, which TransferdConnector needs to wait for its steps"
+            raise TierError(f"{what}: use TransferdTier", code="no_timelines")
+        storages: list[int] = []
+        segments: list[tuple[int, int, int]] = []
+        self._places: list[tuple[int, int, int]] = []  # of each segment: address, bytes, stride
+        for tensor, layer in zip(tensors, layers, strict=True):
+            storage, start = tensor.untyped_storage().data_ptr(), tensor.data_ptr()
+            if storage not in storages:
+                storages.append(storage)
+            which = storages.index(storage)
+            segments += [(start - storage + piece, layer.stride, which) for piece in layer.pieces]
+            self._places += [(start + piece, layer.nbytes, layer.stride) for piece in layer.pieces]
+        self._handle = cuda_pages(storages, segments, device=self._device, driver=self._driver)
+        self._stream = stream
+        self._lock = threading.Lock()  # of the words: one thread replaces them, the other one uses them
+        self._words: Any = None
+        self._failed = False
+        self._last_stream = 0
+        self._context = self._driver.retain(self._device)
+
+    @property
+    def order(self) -> Order:
+        return Order.NONE if self._words is None or self._failed else Order.STREAM
+
+    def handle(self) -> DeviceHandle:
+        return self._handle
+
+    def caches(self, layout: Pages) -> Mapping[str, Sequence[Any]]:
+        from transferd.tiers.cuda.rows import CudaRows
+
+        self._driver.allow_during_capture()  # vLLM's other thread captures CUDA graphs while the engine starts
+        rows = [
+            CudaRows(self._driver, self._device, address, (layout.blocks, nbytes), 1, stride)
+            for address, nbytes, stride in self._places
+        ]
+        return {PLANE: rows}
+
+    async def entered(self, client: Client) -> None:
+        """Map the rank's timelines, which are the daemon's; those of the daemon before are dropped."""
+        from transferd.tiers.cuda.engine import timelines
+
+        await asyncio.to_thread(self._drop)
+        words = timelines((await client.device_handle(self.rank))["data"], self._driver)
+        if words is None:
+            raise TierError(f"the daemon has no timelines for rank {self.rank}", code="no_timelines")
+        self._words, self._failed = words, False
+
+    def advance(self, after: Point) -> None:
+        with self._lock:
+            if self._words is None or self._failed:
+                return
+            try:
+                self._last_stream = self._stream()
+                self._words.advance(after, self._last_stream)
+            except TierError as error:
+                self._failed = True  # the words stay mapped: the stream may still write to them
+                log.warning("transferd: not in use any more, vLLM runs without it: %s", str(error))
+
+    def _drop(self) -> None:
+        """Unmap the words, once the stream has written what it still has to. Raises TierError."""
+        with self._lock:
+            words, self._words = self._words, None
+        if words is not None:
+            self._driver.allow_during_capture()
+            with self._driver.current(self._context):
+                self._driver.synchronize_stream(self._last_stream)
+
+    def close(self) -> None:
+        """Idempotent."""
+        with contextlib.suppress(TierError):  # the GPU is lost, and everything on it is freed
+            self._drop()
+            if self._context:
+                self._context = 0
+                self._driver.release(self._device)
+
+
+def torch_stream() -> int:
+    """The CUDA stream that this thread computes on: its address."""
+    import torch
+
+    return int(torch.cuda.current_stream().cuda_stream)
+
+
+def _device_of(tensors: Sequence[Any]) -> int:
+    devices = {tensor.device.index for tensor in tensors}
+    if len(devices) != 1 or None in devices:
+        raise TierError(f"the KV memory of a rank is on devices {sorted(map(str, devices))}; one is supported")
+    return int(devices.pop())

@@ -1,0 +1,73 @@
+"""Where the blocks of vLLM's KV tensors lie: the pieces of a block, as segments of pages.
+
+vLLM gives each layer a tensor [blocks, heads, tokens, content], in one of several physical orders (KVCacheLayout). A
+block of a layer is one piece where its content is dense (LBHNC, LBNHC, BLHNC, BLNHC), or one piece for each head where
+other blocks or layers lie between its heads (LHBNC, BHLNC). If an attention kernel needs smaller blocks than vLLM's
+own, the first axis counts those; a block then consists of several of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transferd.errors import TierError
+
+MOST_SEGMENTS = 4096  # that a layout of pages may have
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBlocks:
+    """The blocks of one layer, in bytes.
+
+    pieces: where each piece of block 0 starts in the tensor. nbytes: of a piece. stride: from block to block. order:
+    the tensor's axes from the outermost to the innermost, as a block's bytes have them; axes of size 1 are left out.
+    """
+
+    pieces: tuple[int, ...]
+    nbytes: int
+    stride: int
+    order: tuple[int, ...]
+
+
+def distinct(kv_caches: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors without those that alias another one's memory (layers that share their KV)."""
+    seen: dict[int, str] = {}
+    return {name: t for name, t in kv_caches.items() if seen.setdefault(t.data_ptr(), name) == name}
+
+
+def blocks_of(tensors: Mapping[str, Any], blocks: int) -> dict[str, LayerBlocks]:
+    """How the `blocks` blocks of each layer lie. Raises TierError for a tensor that has no such blocks."""
+    found = {name: _blocks_of(name, tensor, blocks) for name, tensor in tensors.items()}
+    pieces = sum(len(one.pieces) for one in found.values())
+    if pieces > MOST_SEGMENTS:
+        what = f"a block has {pieces} pieces in memory, at most {MOST_SEGMENTS} are supported"
+        raise TierError(f"{what}: set VLLM_KV_CACHE_LAYOUT to LBHNC, LBNHC, BLHNC or BLNHC")
+    return found
+
+
+def _blocks_of(name: str, tensor: Any, blocks: int) -> LayerBlocks:
+    shape, strides, size = tuple(tensor.shape), tuple(tensor.stride()), tensor.element_size()
+    parts, rest = divmod(shape[0], blocks)
+    if len(shape) < 2 or rest or not parts:  # one raw buffer for all layers; or the first axis is another one
+        raise _refused(name, "its first axis does not count blocks", shape, strides, blocks)
+    sizes = (parts, *shape[1:])
+    axes = sorted(((strides[i], sizes[i], i) for i in range(len(shape)) if sizes[i] > 1), reverse=True)
+    order = tuple(axis for _, _, axis in axes)
+    run = 1
+    while axes and axes[-1][0] == run:
+        run *= axes.pop()[1]
+    starts, extent = [0], run
+    for stride, count, _ in reversed(axes):
+        if stride < extent:
+            raise _refused(name, "its elements overlap", shape, strides, blocks)
+        extent += stride * (count - 1)
+    for stride, count, _ in axes:
+        starts = [start + i * stride for start in starts for i in range(count)]
+    pieces = tuple(start * size for start in starts)
+    return LayerBlocks(pieces, run * size, parts * strides[0] * size, order)
+
+
+def _refused(name: str, what: str, shape: tuple[int, ...], strides: tuple[int, ...], blocks: int) -> TierError:
+    return TierError(f"{name}: {what} (shape {shape}, strides {strides}, {blocks} blocks)")
