@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import mmap
 import os
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.storage.harness import file_config, skip_without_direct_io
+from tests.storage.harness import file_config, pages_in_memory, skip_without_direct_io
 from transferd.daemon.preflight import _examine_files
 from transferd.errors import ConfigError
 from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found
@@ -50,19 +49,6 @@ async def read(store: FileStorage, number: int, nbytes: int, start: int = 0) -> 
     [outcome] = await store.get([Blob(name(number), room[:nbytes])])
     assert bytes(room[nbytes:]) == b"\xaa" * UNIT
     return outcome, bytes(room[:nbytes])
-
-
-def pages_in_memory(path: Path) -> int:
-    """How many pages of a file the page cache has. (A read that must not wait would make it read the file ahead.)"""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with (
-        path.open("rb") as file,
-        mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE) as mapped,
-    ):
-        seen = (ctypes.c_ubyte * -(-len(mapped) // mmap.PAGESIZE))()
-        start = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
-        assert libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(len(mapped)), seen) == 0, ctypes.get_errno()
-        return sum(page & 1 for page in seen)
 
 
 @pytest.fixture

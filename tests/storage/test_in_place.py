@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.storage.harness import BACKENDS, Backend, Harness, Open, file_config
+from tests.storage.harness import BACKENDS, Backend, Harness, Open, file_config, pages_in_memory
 from transferd.storage.base import COLD, FOUND, MISSING, Blob, Found, Outcome, Place, ReadNow
 from transferd.storage.file import FileStorage
 from transferd.storage.lru import Use
@@ -126,14 +126,8 @@ async def test_a_file_that_the_page_cache_does_not_hold_is_cold_and_a_get_loads_
     with file.open("rb") as opened:
         os.fsync(opened.fileno())
         os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        try:
-            in_memory = os.preadv(opened.fileno(), [bytearray(nbytes)], 0, os.RWF_NOWAIT) == nbytes
-        except BlockingIOError:
-            in_memory = False
-    if in_memory:
+    if pages_in_memory(file):
         pytest.skip("this file system keeps its files in memory")
-    with file.open("rb") as opened:
-        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     block = Block(nbytes)
     assert await store.get_in_place([Place(name("aa"), block, Use(), 0)]) == [COLD]
     buffer = _blob(name("aa"), bytes(nbytes))

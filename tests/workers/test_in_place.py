@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
@@ -10,11 +11,14 @@ import pytest
 
 from tests.support.simulation.storage import SimStorage
 from tests.workers.rig import LAYOUT, Rig, read, turns, until, write
+from transferd.blocks.copyplan import plan_copy
+from transferd.blocks.layout import build_layout
+from transferd.config import CacheSection
 from transferd.errors import StorageError
 from transferd.storage.base import Outcome, Place, ReadNow
 from transferd.tasks import ReadStorageTask, Stop
 from transferd.workers import in_place
-from transferd.workers.in_place import Loan
+from transferd.workers.in_place import Loan, pieces_of
 
 KEYS = [f"k{i}" for i in range(6)]
 SOURCE = [0, 1, 2, 3, 4, 5]
@@ -273,3 +277,26 @@ async def test_a_loan_that_nobody_holds_ends_at_once() -> None:
     loan.give_back()
     assert (await ended(loan)).done()
     assert not loan.take()
+
+
+@pytest.mark.parametrize("piece", [1, 100, 256, 1000, 1 << 20])
+@pytest.mark.parametrize("buffers", [2, 1024])
+def test_pieces_are_the_blocks_bytes_in_the_order_of_its_object(
+    piece: int, buffers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(in_place, "PIECE_BYTES", piece)
+    monkeypatch.setattr(in_place, "MOST_BUFFERS", buffers)
+    odd = {"kv_lora_rank": 50, "qk_rope_head_dim": 7, "block_size": 3}
+    layout = build_layout(CacheSection(layers=3, attention="mla", device_blocks=5, **odd))
+    packed, memory = layout.packed(1, layout.block_bytes), layout.device
+    pieces = pieces_of(packed, memory)
+    assert [one.offset for one in pieces] == [0, *itertools.accumulate(one.nbytes for one in pieces)][:-1]
+    assert sum(one.nbytes for one in pieces) == layout.block_bytes
+    for one in pieces:
+        assert 0 < one.nbytes == sum(nbytes for _, _, nbytes in one.parts) <= max(piece, one.parts[0][2])
+        assert len(one.parts) <= buffers
+    for block in range(layout.device_blocks):
+        parts = [(first + stride * block, nbytes) for one in pieces for first, stride, nbytes in one.parts]
+        found = [at + i for at, nbytes in parts for i in range(nbytes)]
+        runs = plan_copy(packed, [0], memory, [block]).runs.tolist()
+        assert found == [target + i for _, target, nbytes in sorted(runs) for i in range(nbytes)]

@@ -1,8 +1,8 @@
 """Storage in this process's own memory: for tests, and as a second host tier that needs no disk.
 
 It copies objects in and out, within `storage.memory.capacity`; indexed.py makes all decisions. Batches up to
-INLINE_BYTES are copied on the event loop, larger ones in threads. It uses numpy's copy because, unlike
-`bytes()` and slice assignment, that lets other threads run meanwhile.
+INLINE_BYTES are copied on the event loop, larger ones in threads. It copies with numpy because, unlike
+`bytes()` and slice assignment, that lets other threads run meanwhile; a few bytes are copied sooner by an assignment.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from transferd.storage.indexed import IndexedStorage
 from transferd.tiers.base import INLINE_BYTES
 
 COPY_THREADS = 2  # two saturate the memory bus of most machines
+FEW_BYTES = 16 * 1024  # copied in a microsecond
 
 
 class MemoryStorage(IndexedStorage):
@@ -81,9 +82,12 @@ class MemoryStorage(IndexedStorage):
 
 def _read_now(stored: npt.NDArray[np.uint8], buffers: Sequence[memoryview], offset: int) -> int:
     """A ReadNow of this object."""
-    start = offset
+    start, whole = offset, stored.data
     for buffer in buffers:
-        piece = stored[offset : offset + buffer.nbytes]
-        np.copyto(np.asarray(buffer)[: piece.nbytes], piece)
+        piece = whole[offset : offset + buffer.nbytes]
+        if piece.nbytes < FEW_BYTES:
+            buffer[: piece.nbytes] = piece
+        else:
+            np.copyto(np.asarray(buffer)[: piece.nbytes], stored[offset : offset + piece.nbytes])
         offset += piece.nbytes
     return offset - start

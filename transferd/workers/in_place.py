@@ -18,12 +18,12 @@ import ctypes
 import functools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-from transferd.blocks.copyplan import CopyPlan, plan_copy
 from transferd.blocks.footer import FOOTER_BYTES, Damage, Inspection
+from transferd.blocks.layout.base import Arena, Geometry
 from transferd.storage.base import Found, Outcome, Place, ReadNow, Storage
 from transferd.tasks import ReadStorageTask
 from transferd.workers.context import Account, RankContext
@@ -69,18 +69,52 @@ class Loan:
             await self._returned
 
 
+class Piece(NamedTuple):
+    """What is read, then checked, at once: the same part of every block.
+
+    offset: in the object. parts: where it lies in memory: (offset in block 0, bytes from block to block, bytes).
+    """
+
+    offset: int
+    nbytes: int
+    parts: list[tuple[int, int, int]]
+
+
+def pieces_of(packed: Geometry, memory: Geometry) -> list[Piece]:
+    """Cut a block of this memory into pieces, in the order of a packed block, which has no gaps."""
+    pieces: list[Piece] = []
+    parts: list[tuple[int, int, int]] = []
+    begin = end = 0
+    rows = zip(
+        *(array.tolist() for array in (packed.offsets, memory.offsets, memory.strides, packed.nbytes)), strict=True
+    )
+    for source, target, stride, nbytes in sorted(rows):
+        for start in range(0, nbytes, PIECE_BYTES):
+            length = min(PIECE_BYTES, nbytes - start)
+            if parts and (end - begin + length > PIECE_BYTES or len(parts) == MOST_BUFFERS):
+                pieces.append(Piece(begin, end - begin, parts))
+                parts, begin = [], end
+            assert end == source + start
+            parts.append((target + start, stride, length))
+            end += length
+    return [*pieces, Piece(begin, end - begin, parts)]
+
+
 class BlockInPlace:
     """One block and the check of the object that it takes in. See `storage.base.InPlace`.
 
-    view: the device memory from the arena's origin on; borrowed. plan: of a packed block to this one.
+    view: the device memory from the arena's origin on; borrowed. pieces: of every block in it.
     damage: after a load, what is wrong with the object's footer; None for a good one.
     """
 
-    def __init__(self, view: memoryview, plan: CopyPlan, inspection: Inspection, loan: Loan) -> None:
+    def __init__(
+        self, view: memoryview, pieces: Sequence[Piece], block: int, inspection: Inspection, loan: Loan
+    ) -> None:
         self.nbytes = inspection.payload_bytes + FOOTER_BYTES
         self.damage: Damage | None = None
         self._view = view
-        self._plan = plan
+        self._pieces = pieces
+        self._block = block
         self._inspection = inspection
         self._loan = loan
 
@@ -91,34 +125,21 @@ class BlockInPlace:
         self.damage = self._inspection.footer(bytes(footer))
         if self.damage is not None:
             return True
-        for offset, piece in self._pieces():
+        view, block = self._view, self._block
+        for offset, nbytes, parts in self._pieces:
+            buffers = [view[(at := first + stride * block) : at + length] for first, stride, length in parts]
             if not self._loan.take():
                 return False
             try:
-                if read(piece, offset) < sum(part.nbytes for part in piece):
+                if read(buffers, offset) < nbytes:
                     return False
-                for part in piece:
-                    self._inspection.payload(part)
+                for buffer in buffers:
+                    self._inspection.payload(buffer)
             finally:
                 self._loan.give_back()
         # If the payload is wrong, its block may be to blame: an engine that was killed and restarted may write to
         # blocks that a task of its predecessor still loads. Only staging, which nobody else touches, can tell.
         return self._inspection.damage() is None
-
-    def _pieces(self) -> Iterator[tuple[int, list[memoryview]]]:
-        """The block in the object's order: the offset of each piece in the object, and its parts in memory."""
-        piece: list[memoryview] = []
-        begin = end = 0
-        for source, target, nbytes in self._plan.runs.tolist():
-            for start in range(0, nbytes, PIECE_BYTES):
-                part = self._view[target + start : target + min(start + PIECE_BYTES, nbytes)]
-                if piece and (end - begin + part.nbytes > PIECE_BYTES or len(piece) == MOST_BUFFERS):
-                    yield begin, piece
-                    piece, begin = [], end
-                assert end == source + start
-                piece.append(part)
-                end += part.nbytes
-        yield begin, piece
 
 
 @dataclass(slots=True)
@@ -145,7 +166,8 @@ class InPlaceReader:
         self._context = context
         self._storage = storage
         self._bad = bad
-        self._packed = context.layout.packed(1, context.format.slot_bytes)
+        self._arena: Arena | None = None  # that `_memory` is about
+        self._memory: tuple[memoryview, list[Piece]] | None = None
         self._chunk_blocks = max(1, CHUNK_BYTES // context.layout.block_bytes)
 
     async def load(self, account: Account, names: Sequence[str], positions: Sequence[int]) -> Sequence[int]:
@@ -196,13 +218,22 @@ class InPlaceReader:
         task, arena = job.task, context.device.arena
         assert isinstance(task, ReadStorageTask)
         context.recorder.step(task.task_id, "load in place", context.rank, len(chunk))
-        view = memoryview((ctypes.c_char * arena.geometry.extent).from_address(arena.origin)).cast("B")
+        view, pieces = self._memory_of(arena)
         inspections = context.format.inspections(job.generation, [job.ids[i] for i in chunk], context.object_rank)
-        places = []
-        for position, inspection in zip(chunk, inspections, strict=True):
-            plan = plan_copy(self._packed, [0], arena.geometry, [task.gpu_block_ids[position]])
-            places.append(Place(names[position], BlockInPlace(view, plan, inspection, loan), job.use, position))
-        return places
+        blocks, use = task.gpu_block_ids, job.use
+        return [
+            Place(names[i], BlockInPlace(view, pieces, blocks[i], inspection, loan), use, i)
+            for i, inspection in zip(chunk, inspections, strict=True)
+        ]
+
+    def _memory_of(self, arena: Arena) -> tuple[memoryview, list[Piece]]:
+        """A view of the memory from its origin on, and the pieces of its blocks."""
+        if self._memory is None or self._arena is not arena:
+            context = self._context
+            view = memoryview((ctypes.c_char * arena.geometry.extent).from_address(arena.origin)).cast("B")
+            packed = context.layout.packed(1, context.format.slot_bytes)
+            self._arena, self._memory = arena, (view, pieces_of(packed, arena.geometry))
+        return self._memory
 
     def _note_damage(self, task_id: str, places: Sequence[Place], asked: asyncio.Future[list[Outcome]]) -> None:
         if asked.cancelled() or asked.exception() is not None:
