@@ -23,10 +23,10 @@ from tests.support.cuda.shim import compiler
 from tests.support.cuda.tensor import AXES, GpuTensor, extent, layer_views
 from tests.support.cuda.tier import as_numpy
 from transferd.adapters.vllm import companion, working
-from transferd.adapters.vllm.entry import Order
+from transferd.adapters.vllm.entry import EngineFacts, Order
 from transferd.adapters.vllm.gpu import GpuMemory
 from transferd.adapters.vllm.layers import blocks_of, distinct
-from transferd.adapters.vllm.settings import check_served
+from transferd.adapters.vllm.settings import AdapterSettings, check_served
 from transferd.blocks.copyplan import plan_copy
 from transferd.blocks.layout import BlockLayout, build_layout
 from transferd.client.pages import Pages
@@ -449,3 +449,26 @@ def test_a_daemon_that_an_engine_starts_sees_every_gpu(
 def test_the_layouts_are_all_that_vllm_has() -> None:
     assert all(sorted(layout) == sorted(AXES) for layout in LAYOUTS)
     assert len(set(LAYOUTS)) == 6
+
+
+async def test_a_canary_is_laid_only_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels may read vLLM's null block beside others: random bytes in it are numbers that are none."""
+    offers: list[Any] = []
+
+    async def offer(_rank: int, _handle: Any, *, caches: Any, block: int) -> None:
+        assert block == 0
+        offers.append(caches)
+
+    async def nothing(*_: Any) -> None: ...
+
+    monkeypatch.setattr(working, "Link", lambda _finder, _name, enter: SimpleNamespace(enter=enter))
+    held = SimpleNamespace(
+        rank=1, handle=lambda: None, caches=lambda _: {"page": []}, entered=nothing, advance=lambda _: None
+    )
+    facts = EngineFacts("e", "m", "", "identity", 2, BLOCKS, [64], held)  # type: ignore[arg-type]
+    worker = working.Working(facts, AdapterSettings(endpoint="ipc:///nowhere"))
+    client = SimpleNamespace(offer=offer)
+    await worker._link.enter(client)  # type: ignore[attr-defined]
+    worker.launched(1, (0, 1))
+    await worker._link.enter(client)  # type: ignore[attr-defined]
+    assert offers == [{"page": []}, None]

@@ -117,9 +117,10 @@ class EngineFacts:
     def block_bytes(self) -> int:
         return sum(self.page_bytes)
 
-    async def enter(self, client: Client) -> None:
+    async def enter(self, client: Client, *, canary: bool = True) -> None:
         """Register, offer memory, and wait until the engine is ready. Raises TransferError.
 
+        canary: have the daemon check that it has mapped the right bytes, with random ones in the null block.
         If another process has not registered the engine yet, this raises, and the link tries again.
         """
         memory = self.memory
@@ -129,5 +130,6 @@ class EngineFacts:
         if memory.rank == 0:
             cache = {**layout.as_cache(), **memory.cache}
             await client.register(Engine(ranks=self.ranks, model=self.model, generation=self.generation, layout=cache))
-        await client.offer(memory.rank, memory.handle(), caches=memory.caches(layout), block=CANARY_BLOCK)
+        caches = memory.caches(layout) if canary else None
+        await client.offer(memory.rank, memory.handle(), caches=caches, block=CANARY_BLOCK)
         await memory.entered(client)

@@ -102,6 +102,7 @@ class GpuMemory:
         from transferd.tiers.cuda.engine import timelines
 
         await asyncio.to_thread(self._drop)
+        self._driver.allow_during_capture()
         words = timelines((await client.device_handle(self.rank))["data"], self._driver)
         if words is None:
             raise TierError(f"the daemon has no timelines for rank {self.rank}", code="no_timelines")

@@ -13,6 +13,7 @@ from transferd.adapters.vllm.layers import LayerBlocks, blocks_of, distinct
 from transferd.adapters.vllm.link import Link
 from transferd.adapters.vllm.memory import shared_memory_at
 from transferd.adapters.vllm.settings import AdapterSettings
+from transferd.client.client import Client
 from transferd.errors import TierError
 
 Gather = Callable[[str], Sequence[str]]
@@ -29,8 +30,12 @@ class Working:
             capacity=chosen.capacity_bytes,
             engine=engine if engine.memory.rank == 0 else None,
         )
-        self._link = Link(companion, engine.name, engine.enter)
         self._passed = 0
+        self._link = Link(companion, engine.name, self._enter)
+
+    async def _enter(self, client: Client) -> None:
+        # Kernels may read the null block beside others and mask it; a NaN in it would get past the mask.
+        await self.engine.enter(client, canary=not self._passed)
 
     def launched(self, step: int, after: Point) -> None:
         """All work of this step has been submitted to the device, by this thread. after: the step's point."""
