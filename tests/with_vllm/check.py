@@ -29,7 +29,13 @@ PYTHON_VARIABLE = "TRANSFERD_VLLM_PYTHON"
 HERE = Path(__file__).parent
 RESULT = ROOT / "benchmarks" / "results" / "vllm_offload.json"
 SMOKE = ("test_interface.py", "test_scheduler.py::test_a_restarted_engine_computes_nothing_twice")
-SHORT = ("test_interface.py", "test_layouts.py", "test_tier.py", "test_scheduler.py")  # they start no engine
+SHORT = (
+    "test_interface.py",
+    "test_layouts.py",
+    "test_gpu.py",
+    "test_tier.py",
+    "test_scheduler.py",
+)  # they start no engine
 REQUIREMENTS = HERE / "requirements.txt"
 CUDA_BUILDS = ("torchvision", "torchaudio", "torchcodec")
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"

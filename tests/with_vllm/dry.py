@@ -57,13 +57,28 @@ class DryRank:
         mine = copy.copy(config)
         mine.parallel_config = copy.copy(config.parallel_config)
         mine.parallel_config.rank = rank
-        whole = torch.full((len(LAYERS) * cache.num_blocks * PAGE,), STALE, dtype=torch.uint8)
-        tensors = whole.view(torch.float32).view(len(LAYERS), cache.num_blocks, *SHAPE)
         self.connector = KVConnectorFactory.create_connector(mine, KVConnectorRole.WORKER, cache)
+        self.register(cache.num_blocks)
+
+    def register(self, blocks: int) -> None:
+        """Allocate the KV memory and register it. bytes: all of it, by layer and block."""
+        whole = torch.full((len(LAYERS) * blocks * PAGE,), STALE, dtype=torch.uint8)
+        tensors = whole.view(torch.float32).view(len(LAYERS), blocks, *SHAPE)
         self.connector.register_kv_caches(dict(zip(LAYERS, tensors, strict=True)))
-        self.bytes = whole.numpy().reshape(len(LAYERS), cache.num_blocks, PAGE)
+        self.bytes = whole.numpy().reshape(len(LAYERS), blocks, PAGE)
         self._whole = whole  # numpy shows its storage, wherever the connector has moved it
         assert self.bytes.ctypes.data == whole.data_ptr()
+
+    def settle(self) -> None:
+        """Wait until every step that was launched has been computed: what comes next stands on those."""
+
+    def holds(self, block: int, content: Any) -> bool:
+        """Whether a step that comes next finds this in the block."""
+        return np.array_equal(self.bytes[:, block], content)
+
+    def put(self, block: int, content: Any) -> None:
+        """Compute a block."""
+        self.bytes[:, block] = content
 
     def content(self, block_hash: bytes) -> np.ndarray:
         """What a block with this hash has to hold on this rank."""
@@ -104,6 +119,7 @@ class DryEngine:
         together: int = 4,
         ahead: bool = False,
         events: bool = False,
+        rank_class: type[DryRank] = DryRank,
         **extra: Any,
     ) -> None:
         transfer = play.transfer(kind, dict(extra), witness=False)
@@ -126,11 +142,11 @@ class DryEngine:
         self._hasher = get_request_block_hasher(TOKENS, hashing)
         with set_current_vllm_config(config):
             workers_first = kind == "connector"  # one of them starts the daemon that the scheduler's half waits for
-            made = [DryRank(config, cache, rank) for rank in range(ranks)] if workers_first else []
+            made = [rank_class(config, cache, rank) for rank in range(ranks)] if workers_first else []
             made_by: Any = config.scheduler_config.get_scheduler_cls()
             self.scheduler = made_by(config, cache, StructuredOutputManager(config), TOKENS)
             assert config.max_concurrent_batches == 1 + ahead
-            self.ranks = made or [DryRank(config, cache, rank) for rank in range(ranks)]
+            self.ranks = made or [rank_class(config, cache, rank) for rank in range(ranks)]
         self.published: list[Any] = []
         self.scheduler.kv_event_publisher.publish = lambda batch: self.published.extend(batch.events)
         self.connector = self.scheduler.connector
@@ -217,6 +233,7 @@ class DryEngine:
             self.step()
             assert time.monotonic() < give_up, "blocks stay in use"
         for rank in self.ranks:
+            rank.settle()
             rank.bytes[:] = STALE
 
     # --- a step -------------------------------------------------------------------------------------
@@ -262,18 +279,19 @@ class DryEngine:
 
     def _compute(self, rank: DryRank, shares: list[Share]) -> None:
         """Check what these requests stand on, and write the blocks that they fill."""
+        rank.settle()
         for share in shares:
             if share.request.is_finished():
                 continue  # aborted since: what it would write, nobody may read
             hashes, ids = share.request.block_hashes, share.block_ids
             for i, block_hash in enumerate(hashes[: share.begin // TOKENS]):
-                good = np.array_equal(rank.bytes[:, ids[i]], rank.content(block_hash))
+                good = rank.holds(ids[i], rank.content(block_hash))
                 assert good, f"{share.name}: wrong bytes in block {i} (number {ids[i]}) on rank {rank.rank}"
             end = share.end // TOKENS
             for i in range(share.begin // TOKENS, end):
-                rank.bytes[:, ids[i]] = rank.content(hashes[i])
+                rank.put(ids[i], rank.content(hashes[i]))
             if share.end % TOKENS:
-                rank.bytes[:, ids[end]] = STALE  # begun, and not to be stored yet
+                rank.put(ids[end], STALE)  # begun, and not to be stored yet
 
 
 @dataclass
