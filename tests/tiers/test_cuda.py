@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -747,6 +748,41 @@ async def test_a_probe_that_hangs_is_seen_and_a_copy_after_it_goes_well(
         while not made.tier.waiting_s:  # noqa: ASYNC110 - a few turns of the loop
             await asyncio.sleep(0.001)
         gpu.go.set()
+        assert await made.there_and_back()
+
+
+@pytest.mark.parametrize(
+    ("call", "caller"), [("passed", "holds"), ("record", "_submit_turns"), ("synchronize_stream", "quiesce")]
+)
+async def test_a_call_that_hangs_between_two_chunks_is_seen(threads: ThreadPools, call: str, caller: str) -> None:
+    """`/readyz` and the dispatcher ask for `waiting_s`: a rank that takes tasks and never ends one looks idle."""
+    gpu, asked, go = FakeGpu(batches=False), threading.Event(), threading.Event()
+    async with rig(gpu, threads) as made:
+        assert await made.there_and_back()
+        real = getattr(gpu, call)
+
+        def hangs(*arguments: int) -> object:
+            if sys._getframe(1).f_code.co_name == caller:
+                asked.set()
+                assert go.wait(30)
+            return real(*arguments)
+
+        setattr(gpu, call, hangs)
+        if call == "synchronize_stream":
+            gpu.refuse("copy", "CUDA_ERROR_INVALID_VALUE")  # so that the pipeline waits for what it has submitted
+        copying = asyncio.ensure_future(made.tier.copy_out(made.outward([0], [9]), made.pool.memory))
+        try:
+            assert await asyncio.to_thread(asked.wait, 30)
+            async with asyncio.timeout(30):
+                while not made.tier.waiting_s:  # noqa: ASYNC110 - a few turns of the loop
+                    await asyncio.sleep(0.001)
+        finally:
+            go.set()
+        if call == "synchronize_stream":
+            with pytest.raises(TierError, match="CUDA_ERROR_INVALID_VALUE"):
+                await copying
+        else:
+            await copying
         assert await made.there_and_back()
 
 

@@ -282,7 +282,7 @@ class CopyPipeline:
             return
         engine = None if copy.released else self._engine
         try:
-            if engine is not None and engine.holds(lambda error: self._engine_passed(copy, error)):
+            if engine is not None and self._held(engine, copy):
                 return
         except DeviceLost as error:
             self._is_lost(error)
@@ -292,6 +292,10 @@ class CopyPipeline:
             self._finish(copy, error)
             return
         self._active.append(copy)
+
+    def _held(self, engine: EventGate, copy: Copy) -> bool:
+        with self._in_driver():
+            return engine.holds(lambda error: self._engine_passed(copy, error))
 
     def _engine_passed(self, copy: Copy, error: TransferError | None) -> None:
         """The gate's thread reports that the engine's work is done."""
@@ -320,8 +324,9 @@ class CopyPipeline:
             try:
                 if not copy.stopped:
                     dmas = self._submit(copy, copy.steps)
-                event = self._take_event()
-                self._driver.record(event, self.submitter.tail)
+                with self._in_driver():
+                    event = self._take_event()
+                    self._driver.record(event, self.submitter.tail)
                 self._failures = 0
             except DeviceLost:
                 self._active.append(copy)
@@ -398,7 +403,8 @@ class CopyPipeline:
 
     def _quiesce(self) -> None:
         """After a failure: wait until nothing that was submitted still moves, so that the failure can be reported."""
-        self.submitter.quiesce()
+        with self._in_driver():
+            self.submitter.quiesce()
         while self._turns:
             self._await_turn()
 
