@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -505,6 +507,35 @@ def test_an_array_that_outlives_python_calls_nothing_of_it(monkeypatch: pytest.M
     dlpack._alive.clear()
     gc.collect()
     assert watch() is not None, "and what the tensor points to stays"
+
+
+ENDS_WITH_A_TENSOR = """
+import atexit
+kept = []
+
+@atexit.register  # before dlpack's own, so it runs after that
+def look():
+    print([one[0].deleter for one in kept])
+
+import numpy as np
+from transferd.tiers.cuda import dlpack
+array = np.arange(3)
+
+class OnCpu:
+    def __dlpack__(self, **_):
+        return dlpack.capsule(array.ctypes.data, (3,), "int64", (dlpack.CPU, 0), array)
+
+    def __dlpack_device__(self):
+        return (dlpack.CPU, 0)
+
+taken = np.from_dlpack(OnCpu())
+kept += dlpack._alive.values()
+"""
+
+
+def test_pythons_end_takes_the_deleters_from_tensors_that_are_alive() -> None:
+    done = subprocess.run([sys.executable, "-c", ENDS_WITH_A_TENSOR], capture_output=True, text=True, check=True)
+    assert done.stdout == "[None]\n"
 
 
 @pytest.mark.parametrize(("computes_on", "warned"), [(None, 0), (0, 0), (1, 1)])

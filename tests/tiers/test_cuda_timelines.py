@@ -114,8 +114,9 @@ async def _waits(made: Rank, after: tuple[int, int]) -> None:
     """Until the rank waits for this."""
     timelines, (slot, number) = made.tier.resources.timelines, after
     assert timelines is not None
-    while timelines.waiting.get(slot) != number:  # noqa: ASYNC110 - a few turns of the loop
-        await asyncio.sleep(0.001)
+    async with asyncio.timeout(30):
+        while timelines.waiting.get(slot) != number:  # noqa: ASYNC110 - a few turns of the loop
+            await asyncio.sleep(0.001)
 
 
 async def test_a_rank_that_is_behind_when_the_task_is_pushed_is_waited_for(threads: ThreadPools) -> None:

@@ -16,7 +16,7 @@ from transferd.blocks.layout import build_layout
 from transferd.config import CacheSection, from_tree
 from transferd.daemon.daemon import Daemon
 from transferd.errors import TierError
-from transferd.tiers import numa, pinned, populate
+from transferd.tiers import numa, pinned, pinning, populate
 from transferd.tiers.cuda.pinning import is_registered
 from transferd.tiers.numa import node_of_pci, prefer_node
 from transferd.tiers.pinned import HostPool, HostRegion
@@ -200,6 +200,16 @@ def test_pages_are_made_in_pieces_by_threads_and_the_gil_is_free_meanwhile(
     assert populate.PROGRESS.nbytes - before == len(memory)
     del anchor
     memory.close()
+
+
+def test_what_makes_and_locks_pages_gives_pythons_lock_back() -> None:
+    holds_the_lock = 4  # FUNCFLAG_PYTHONAPI of ctypes
+    for call in (populate._libc.madvise, pinning._libc.mlock, pinning._libc.munlock):
+        assert not call._flags_ & holds_the_lock
+
+
+def test_memory_is_registered_in_pieces_that_a_watchdog_outlasts() -> None:
+    assert pinned.REGISTER_MOST <= 4 * 1024**3, "a tenth of a second of registration for each GiB, without an answer"
 
 
 def test_a_process_that_ends_makes_no_more_pages(monkeypatch: pytest.MonkeyPatch) -> None:
