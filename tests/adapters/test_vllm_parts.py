@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import socket
@@ -127,3 +128,41 @@ def test_the_capacity_of_the_first_start_stays(tmp_path: Path) -> None:
     (tmp_path / companion.CAPACITY_FILE).write_text("12345", encoding="ascii")
     assert first > 0
     assert companion._capacity_of(tmp_path) == 12345
+
+
+@pytest.mark.parametrize("whose", ["ours", "root's", "another's", "not writable", "in a directory of others"])
+def test_the_packaged_daemon_is_used_only_if_it_can_open_our_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, whose: str
+) -> None:
+    path, me = tmp_path / "s", os.getuid()
+    found, access = os.stat, os.access
+    owner = {"ours": me, "root's": 0, "another's": me + 4711}.get(whose, me)
+
+    def stat(asked: object, **how: object) -> os.stat_result:
+        if str(asked) != str(path):
+            return found(asked, **how)  # type: ignore[call-overload,no-any-return]
+        if whose == "in a directory of others":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        told = list(found(path))
+        told[4] = owner
+        return os.stat_result(told)
+
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.delenv(companion.ENDPOINT_VARIABLE, raising=False)
+    monkeypatch.setattr(companion, "DEFAULT_ENDPOINT", f"ipc://{path}")
+    monkeypatch.setattr(os, "stat", stat)
+    monkeypatch.setattr(
+        os, "access", lambda asked, how: access(asked, how) and not (asked == str(path) and whose == "not writable")
+    )
+    with socket.socket(socket.AF_UNIX) as listening, caplog.at_level("INFO", "vllm.transferd"):
+        listening.bind(str(path))
+        listening.listen(8)
+        finder = companion.DaemonFinder()
+        chosen = {finder.find(), finder.find()}
+    if whose in ("ours", "root's"):
+        assert (chosen, caplog.messages) == ({f"ipc://{path}"}, [])
+        return
+    assert chosen == {f"ipc://{tmp_path}/transferd-vllm-{me}/transferd.sock"}
+    (told,) = caplog.messages
+    assert f"not using the packaged daemon at ipc://{path}" in told
+    assert ("another user" if whose == "another's" else "may not connect") in told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import signal
@@ -108,6 +109,15 @@ def test_a_segment_that_is_not_there_is_said_so_in_printable_words() -> None:
     with pytest.raises(TierError, match="cannot open shared memory") as caught:
         attach_arrays({"name": "transferd.nobody", "nbytes": 1, "arrays": []})
     assert str(caught.value).isprintable()
+
+
+def test_memory_of_another_user_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(TierError, match=r"'transferd\.x': permission denied; run daemon and engine as one user$"):
+        attach_arrays({"name": "transferd.x", "nbytes": 1, "arrays": []})
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from transferd.errors import RequestError, TierError
 
 PEER = "peer"  # in the data of an offer with a descriptor: [uid, pid], set by the daemon alone
 UNSEALED = "unsealed"
+NOT_PERMITTED = "permission denied; run daemon and engine as one user"
 _NO_WRITES = fcntl.F_SEAL_WRITE | 0x10  # F_SEAL_FUTURE_WRITE, which the standard library does not name
 
 
@@ -50,7 +51,7 @@ def open_descriptor(data: dict[str, Any], nbytes: int) -> int:
 
 def _why(error: OSError) -> str:
     if error.errno in (errno.EACCES, errno.EPERM):
-        return "permission denied; run daemon and engine as one user, or use a name in /dev/shm"
+        return NOT_PERMITTED
     return error.strerror or str(error)
 
 

@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transferd.errors import RequestError, TierError
+from transferd.tiers.descriptor import NOT_PERMITTED
 
 DIRECTORY = Path("/dev/shm")
 PREFIX = "transferd."
@@ -145,7 +146,8 @@ def _open(name: str, nbytes: int) -> int:
         # O_NONBLOCK: so that a FIFO or device cannot block the open. It does not affect a regular file.
         fd = os.open(DIRECTORY / check_name(name), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
-        why = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
+        known = {errno.ELOOP: "it is a symbolic link", errno.EACCES: NOT_PERMITTED}
+        why = known.get(error.errno or 0, error.strerror)
         raise TierError(f"cannot open shared memory {name!r}: {why}") from error
     found = os.fstat(fd)
     if stat.S_ISREG(found.st_mode) and found.st_size >= nbytes:

@@ -1,7 +1,7 @@
 """The daemon behind an engine: a running one, or one that we start with defaults and that ends with the engine.
 
     where           the `endpoint` of the configuration, else TRANSFERD_ENDPOINT, else the packaged socket if a daemon
-                    answers there, else a socket in this user's directory
+                    of this user or of root listens there, else a socket in this user's directory
     runs already    we use it as it is, and never stop it
     does not run    with a named endpoint, the engine runs without a daemon and connects once one is there;
                     without, we start one that stores files under a cache directory
@@ -71,8 +71,8 @@ class DaemonFinder:
         The daemon may not answer yet. Raises TransferError, OSError.
         """
         if not self._endpoint:
-            packaged = nobody_listens(DEFAULT_ENDPOINT)
-            self._endpoint = f"ipc://{own_directory('vllm') / 'transferd.sock'}" if packaged else DEFAULT_ENDPOINT
+            own = f"ipc://{own_directory('vllm') / 'transferd.sock'}"
+            self._endpoint = DEFAULT_ENDPOINT if _packaged_serves_us() else own
         ours = self._endpoint not in (self._named, DEFAULT_ENDPOINT)
         if (
             ours
@@ -150,6 +150,29 @@ def _environment() -> dict[str, str]:
     if not environment.get(VISIBLE_GPUS, "").startswith("MIG"):  # a slice of a GPU is seen only if it is named
         environment.pop(VISIBLE_GPUS, None)
     return environment
+
+
+def _packaged_serves_us() -> bool:
+    """Whether the packaged daemon listens, and may open the memory of this user's engines, which is theirs alone."""
+    if nobody_listens(DEFAULT_ENDPOINT):
+        return False
+    path = DEFAULT_ENDPOINT.removeprefix("ipc://")
+    try:
+        owner = os.stat(path).st_uid
+    except FileNotFoundError:
+        return False  # it has just ended
+    except OSError as error:
+        why = f"this user may not connect to it ({error.strerror})"
+    else:
+        if owner not in (os.getuid(), 0):
+            why = f"it runs as another user (uid {owner}, we are {os.getuid()}), who cannot open this engine's memory"
+        elif not os.access(path, os.W_OK):
+            why = "this user may not connect to it"
+        else:
+            return True
+    what = "not using the packaged daemon at %s: %s. To share it, run it as vLLM's user"
+    log.warning(what, DEFAULT_ENDPOINT, why)
+    return False
 
 
 def nobody_listens(endpoint: str) -> bool:
