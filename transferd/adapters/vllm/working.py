@@ -48,8 +48,8 @@ class Working:
         return self._passed, self.engine.memory.order
 
     def close(self, timeout: float) -> None:
+        self.engine.memory.close()  # before the daemon frees what it has beside it
         self._link.close(timeout)
-        self.engine.memory.close()
 
 
 def engine_facts(
