@@ -24,7 +24,7 @@ from transferd.runtime import threads
 from transferd.runtime.aio import every
 from transferd.runtime.threads import Direction, ThreadPools, Threads, require_threads
 
-OUT, IN = Direction
+OUT, IN, SETUP = Direction
 
 
 class Kind:
@@ -37,8 +37,9 @@ class Kind:
         self._held: list[Gate] = []
 
     def make(self, size: int = 1) -> Threads:
+        """So many threads for each direction, set-up included."""
         if self.name == "real":
-            return ThreadPools(size)
+            return ThreadPools(size, setup=size)
         return SimThreads(size, faults=ThreadFaults(Latency(0.001, 0.001)))
 
     def refuse(self, pools: Threads, *fates: bool) -> None:
@@ -91,7 +92,7 @@ async def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 async def test_results_and_errors_come_back_from_either_direction(kind: Kind) -> None:
     pools = kind.make()
-    assert [await pools.run(direction, lambda: 7) for direction in Direction] == [7, 7]
+    assert [await pools.run(direction, lambda: 7) for direction in Direction] == [7, 7, 7]
     with pytest.raises(ZeroDivisionError):
         await pools.run(IN, lambda: 1 // 0)
     assert pools.close() == []
@@ -111,15 +112,38 @@ async def test_a_refused_function_never_runs(kind: Kind) -> None:
 
 async def test_opening_starts_all_threads_or_none_and_running_starts_no_more(kind: Kind) -> None:
     pools, ran = kind.make(size=3), list[str]()
-    kind.refuse(pools, False, False, True)
-    with pytest.raises(NoThreads):
-        pools.open()
+    for granted in (2, 5, 5):  # in turn, the last thread of each direction is refused
+        kind.refuse(pools, *[False] * granted, True)
+        with pytest.raises(NoThreads):
+            pools.open()
     assert pools.under_way() == []
     pools.open()
     kind.refuse(pools, *[True] * 20)
-    await every(pools.run(d, functools.partial(ran.append, "ran")) for d in (OUT, IN) for _ in range(8))
-    assert ran == ["ran"] * 16
+    await every(pools.run(d, functools.partial(ran.append, "ran")) for d in Direction for _ in range(8))
+    assert ran == ["ran"] * 24
     pools.close()
+
+
+async def test_set_up_that_hangs_keeps_no_copy_from_running_and_is_named_at_the_close(kind: Kind) -> None:
+    pools, ran = kind.make(), list[str]()
+    hanging = await kind.begun(pools, SETUP, ran)
+    waiting = pools.run(SETUP, lambda: ran.append("second"))
+    assert [await pools.run(direction, lambda: 7) for direction in (OUT, IN)] == [7, 7]
+    assert (hanging.done(), waiting.done()) == (False, False)
+    still = pools.close(within=0.0)
+    assert [told.partition(":")[0] for told in still] == ["transferd-setup-0"] * (kind.name == "real")
+    with pytest.raises(Closed):
+        await waiting
+    kind.go()
+    assert await hanging == "done"
+    assert ran == ["first"]
+
+
+async def test_where_no_threads_are_for_set_up_those_of_loads_do_it() -> None:
+    pools = ThreadPools(1)
+    names = [await pools.run(direction, lambda: threading.current_thread().name) for direction in Direction]
+    assert names == ["transferd-out-0", "transferd-in-0", "transferd-in-0"]
+    assert pools.close() == []
 
 
 async def test_a_function_that_waits_can_be_withdrawn_and_one_that_has_begun_ends_before_its_caller_hears(

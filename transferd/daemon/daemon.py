@@ -47,6 +47,7 @@ from transferd.workers.context import INLINE_CHECK_BYTES
 log = structlog.get_logger(__name__)
 
 COPY_THREADS = 2  # per direction: two ranks' copies overlap; more only share the same memory bandwidth
+SETUP_THREADS = 16  # a server's engine has up to so many ranks, whose memory is made at once
 RUNNING_SHARE = 0.5  # of the shutdown budget is for tasks that run; of the rest, for stopping tasks
 STUCK_AFTER_S = 5.0  # a deadline unnoticed for this long: the watchdog is not fed
 
@@ -72,7 +73,7 @@ class Daemon:
         self.history = TaskHistory()
         plan = build(config, clock, storage)
         self.tokens, self.storage = plan.tokens, plan.storage
-        self.threads = threads if threads is not None else ThreadPools(COPY_THREADS)
+        self.threads = threads if threads is not None else ThreadPools(COPY_THREADS, setup=SETUP_THREADS)
         if self.storage is not None:
             self.storage = joined(self.storage, self.threads, self._has_several_engines, inline_check_bytes)
             self.storage.expect(_plausible if plan.engine is None else plan.engine.objects.possible)

@@ -30,7 +30,6 @@ from transferd.daemon.kv_events.sockets import EventSockets
 from transferd.daemon.lookup import Lookup
 from transferd.daemon.preflight import EnginePlan
 from transferd.daemon.shutdown import Shutdown
-from transferd.errors import TransferError
 from transferd.observability.recorder import EngineRecorder, Recorder
 from transferd.observability.traces import Ran
 from transferd.runtime.aio import every
@@ -286,14 +285,7 @@ class HostedEngine:
             self.kv_events.close()
         await self.cache.close()
         await every(worker.settled() for worker in self.workers)
-        errors: list[TransferError] = []
-        for worker in self.workers:
-            try:
-                await worker.give_back()
-            except TransferError as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+        await every(worker.close() for worker in self.workers)
 
     def _listeners(self) -> Listeners:
         shared, events = self._shared, self.kv_events
@@ -322,6 +314,5 @@ async def close_ranks(engines: Sequence[HostedEngine], shutdown: Shutdown) -> No
     """Wait for the bytes in flight of all ranks; then free each rank's memory, unless bytes still move in it."""
     named = [(engine.called(worker.rank), worker) for engine in engines for worker in engine.workers]
     settled = await every(shutdown.step(f"{name}: bytes in flight", worker.settled()) for name, worker in named)
-    for (name, worker), quiet in zip(named, settled, strict=True):
-        if quiet:
-            await shutdown.step(name, worker.close())
+    quiet = (rank for rank, quiet in zip(named, settled, strict=True) if quiet)
+    await every(shutdown.step(name, worker.close()) for name, worker in quiet)

@@ -242,7 +242,7 @@ class Engines:
             HostedEngine, name, config, plan, self._shared, self.total, self._epochs, registration=registration
         )
         try:
-            engine = await self._shared.threads.run(Direction.IN, make, "making an engine")
+            engine = await self._shared.threads.run(Direction.SETUP, make, "making an engine")
         except BaseException:
             self.host.give_back(registration)
             raise

@@ -39,9 +39,9 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 CLOSE_S = 1.0  # how long a close waits for running functions; callers have already waited for their own work
-# The fewest threads a daemon needs: for copies, storage, log and dumps, and for libzmq and libuv, which abort the
-# process if they cannot start a thread.
-LEAST = 32
+# The fewest threads a daemon needs: for copies, set-up, storage, log and dumps, and for libzmq and libuv, which abort
+# the process if they cannot start a thread.
+LEAST = 48
 
 
 # Names the engine that functions of this context are run for.
@@ -51,10 +51,11 @@ noted: ContextVar[list[asyncio.Future[Any]] | None] = ContextVar("noted", defaul
 
 
 class Direction(enum.Enum):
-    """Out of the device (stores) or into it (loads)."""
+    """Out of the device (stores), into it (loads), or neither: memory is made or freed, which may take minutes."""
 
     OUT = "out"
     IN = "in"
+    SETUP = "setup"
 
 
 class Threads(Protocol):
@@ -287,12 +288,16 @@ class Crew:
 
 
 class ThreadPools:
-    """Threads in two crews, one per direction, so that a load never waits for a thread behind a burst of stores."""
+    """A crew of threads per direction, so that a load never waits behind a burst of stores, or behind set-up.
 
-    def __init__(self, threads_per_direction: int, *, name: str = "transferd") -> None:
-        self._crews = {
-            direction: self._crew(f"{name}-{direction.value}", threads_per_direction) for direction in Direction
-        }
+    setup: how many threads make and free memory. 0: that is never done beside copies, and the IN threads do it.
+    """
+
+    def __init__(self, threads_per_direction: int, *, setup: int = 0, name: str = "transferd") -> None:
+        sizes = dict.fromkeys((Direction.OUT, Direction.IN), threads_per_direction)
+        if setup:
+            sizes[Direction.SETUP] = setup
+        self._crews = {direction: self._crew(f"{name}-{direction.value}", size) for direction, size in sizes.items()}
 
     def _crew(self, name: str, size: int) -> Crew:
         return Crew(name, size)
@@ -302,7 +307,7 @@ class ThreadPools:
             crew.open()
 
     def run(self, direction: Direction, function: Callable[[], T], what: object = None) -> asyncio.Future[T]:
-        return self._crews[direction].run(function, what)
+        return self._crews.get(direction, self._crews[Direction.IN]).run(function, what)
 
     def under_way(self) -> list[str]:
         return [told for crew in self._crews.values() for told in crew.under_way()]

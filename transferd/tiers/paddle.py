@@ -144,7 +144,7 @@ class PaddleDeviceTier:
             raise TierError(f"the device memory of rank {self.rank} is already open")
         try:
             # Shared memory is made here and now: a start that is called off must not leave a thread making it.
-            self._memory = make() if self._shared else await self._threads.run(Direction.IN, make)
+            self._memory = make() if self._shared else await self._threads.run(Direction.SETUP, make)
         except ERRORS as error:
             what = f"rank {self.rank}: cannot allocate or map memory on {self.place}"
             raise TierError(f"{what}: {_line(error)}") from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -78,7 +79,7 @@ class RankWorker:
 
         The device comes later (`open_device`). Raises TransferError.
         """
-        await self.context.threads.run(Direction.IN, self._allocate, "allocating host memory")
+        await self._set_up(self._allocate, "allocating host memory")
         if self.context.storage is not None:
             self.context.storage.register(self.context.staging.memory)
         peer = self.context.peer
@@ -89,6 +90,10 @@ class RankWorker:
     def host_bytes(self) -> int:
         """Host memory that `open` allocates."""
         return sum(region.nbytes for region in self.context.regions.values())
+
+    def _set_up(self, work: Callable[[], None], what: str) -> Awaitable[None]:
+        """Make or free memory, which takes minutes on a server, beside everybody's copies."""
+        return self.context.threads.run(Direction.SETUP, work, f"{what} of rank {self.rank}")
 
     def _allocate(self) -> None:
         context = self.context
@@ -126,14 +131,14 @@ class RankWorker:
             await self.close_device()
         if self.context.host is not None:
             with _kept(errors):
-                await self.context.threads.run(Direction.OUT, self.context.host.close)
+                await self._set_up(self.context.host.close, "freeing host blocks")
         if errors:
             raise errors[0]
 
     async def allocate_host(self) -> None:
         """Allocate the host pool again after `free`, zeroed. Raises TierError."""
         if self.context.host is not None:
-            await self.context.threads.run(Direction.IN, self.context.host.allocate)
+            await self._set_up(self.context.host.allocate, "allocating host blocks")
 
     def watch(self, died: Died) -> None:
         """Call `died` when the device is found lost without a task."""
@@ -217,33 +222,27 @@ class RankWorker:
         """
         await self.settled()
         errors: list[TransferError] = []
-        staging, storage, host = self.context.staging, self.context.storage, self.context.host
+        storage, peer = self.context.storage, self.context.peer
         if storage is not None:
             with _kept(errors):
-                storage.unregister(staging.memory)
-        with _kept(errors):
-            staging.close()
-        peer = self.context.peer
+                storage.unregister(self.context.staging.memory)
         if peer is not None:
             with _kept(errors):
                 peer.transport.carrier.unregister(peer.staging.memory)
-            with _kept(errors):
-                peer.staging.close()
         with _kept(errors):
             await self.close_device()
-        if host is not None:
+        if any(region.address for region in self.context.regions.values()):
             with _kept(errors):
-                host.close()
+                await self._set_up(functools.partial(self._free_host, errors), "freeing host memory")
         if errors:
             raise next((error for error in errors if isinstance(error, StillRunning)), errors[0])
 
-    async def give_back(self) -> None:
-        """`close`, while other engines go on: freeing much memory takes long, so a thread does it."""
-        try:
-            if self.context.host is not None:
-                await self.context.threads.run(Direction.OUT, self.context.host.close, "freeing host blocks")
-        finally:
-            await self.close()
+    def _free_host(self, errors: list[TransferError]) -> None:
+        context = self.context
+        for part in (context.staging, None if context.peer is None else context.peer.staging, context.host):
+            if part is not None:
+                with _kept(errors):
+                    part.close()
 
     @property
     def corrupt(self) -> int:

@@ -18,7 +18,7 @@ from transferd.runtime.threads import CLOSE_S, Crew, Direction, ThreadPools, Wor
 
 
 class SimThreads(ThreadPools):
-    """ThreadPools with `size` threads per direction, which exist in name only.
+    """ThreadPools with `size` threads per direction, and as many for set-up, which exist in name only.
 
     A function has its effect at one moment between its start and its end, as the seed chooses: whoever
     takes memory back before the end is found out.
@@ -33,7 +33,7 @@ class SimThreads(ThreadPools):
         self.gates = {direction: Gate() for direction in Direction}
         self.ends = {direction: Gate() for direction in Direction}
         self.started = 0
-        super().__init__(size)
+        super().__init__(size, setup=size)
 
     def _crew(self, name: str, size: int) -> Crew:
         return _SimCrew(name, size, self, Direction(name.rpartition("-")[2]))

@@ -144,7 +144,7 @@ class CudaDeviceTier:
                 lost=lost,
             )
 
-        self._resources = await self._threads.run(Direction.IN, make, "allocating device memory")
+        self._resources = await self._threads.run(Direction.SETUP, make, "allocating device memory")
 
     def _tell_lost(self, cause: str) -> None:
         if self.on_lost is not None:
@@ -204,7 +204,7 @@ class CudaDeviceTier:
     async def close(self) -> None:
         resources, self._resources = self._resources, None
         if resources is not None:
-            await self._threads.run(Direction.IN, resources.close, "closing device memory")
+            await self._threads.run(Direction.SETUP, resources.close, "closing device memory")
 
     def statistics(self) -> dict[str, Any]:
         """Bytes of the cache; if open, also of staging, the device's name, and copies by direction and path."""

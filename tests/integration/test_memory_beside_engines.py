@@ -1,0 +1,100 @@
+"""Making and freeing one engine's memory takes minutes on a server. The other engines go on meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.test_engines import Memory, client, described, running, serving, until
+from transferd import Client, Status
+from transferd.tasks import SwapInTask, SwapOutTask
+from transferd.tiers.pinned import HostRegion
+
+# 1 MiB a block: smaller ones are copied on the loop, and need no thread.
+LARGE: dict[str, Any] = {"layers": 4, "kv_heads": 8, "head_dim": 128, "block_size": 64}
+HOST = {"staging": "8MiB"}
+
+
+class Held:
+    """Calls of one method that do not return until `go`, whoever makes them from now on.
+
+    inside: who waits in it. error: what the calls of these positions raise then.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: type[Any], name: str) -> None:
+        self.inside: list[Any] = []
+        self.errors: dict[int, Exception] = {}
+        self._go = threading.Event()
+        self._real = getattr(owner, name)
+
+        def held(memory: Any) -> Any:
+            position = len(self.inside)
+            self.inside.append(memory)
+            assert self._go.wait(60)
+            if position in self.errors:
+                raise self.errors[position]
+            return self._real(memory)
+
+        monkeypatch.setattr(owner, name, held)
+
+    def go(self) -> None:
+        self._go.set()
+
+
+@contextlib.asynccontextmanager
+async def held(monkeypatch: pytest.MonkeyPatch, owner: type[Any], name: str) -> AsyncIterator[Held]:
+    with monkeypatch.context() as patch:
+        calls = Held(patch, owner, name)
+        try:
+            yield calls
+        finally:
+            calls.go()
+
+
+@pytest.fixture
+def endpoint(tmp_path: Path) -> str:
+    return f"ipc://{tmp_path}/t.sock"
+
+
+async def swapped(one: Client, memory: Memory, value: int) -> None:
+    """Block 1 leaves the device and comes back as block 2."""
+    memory.paint(1, value)
+    for task in (
+        SwapOutTask(task_id=f"o{value}", gpu_block_ids=[1], cpu_block_ids=[0], timeout=20.0),
+        SwapInTask(task_id=f"i{value}", gpu_block_ids=[2], cpu_block_ids=[0], timeout=20.0),
+    ):
+        result = await one.submit(task)
+        assert result.status is Status.OK, result
+    assert memory.holds(2, value)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+async def test_an_engine_loads_while_the_memory_of_another_is_made_and_freed(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    async with (
+        running(endpoint, host=HOST),
+        serving(endpoint, "a", layout=LARGE) as (a, memory),
+        client(endpoint, "b") as b,
+    ):
+        await swapped(a, memory, 0x10)
+        async with held(monkeypatch, HostRegion, "allocate") as allocations:
+            registering = asyncio.ensure_future(b.register(described(ranks, layout=LARGE)))
+            await until(lambda: len(allocations.inside) == ranks, "all ranks' memory is made at once")
+            await swapped(a, memory, 0x20)
+            assert not registering.done()
+            allocations.go()
+            await registering
+        async with held(monkeypatch, HostRegion, "close") as closes:
+            leaving = asyncio.ensure_future(b.unregister())
+            await until(lambda: len(closes.inside) == ranks, "all ranks' memory is freed at once")
+            await swapped(a, memory, 0x30)
+            assert not leaving.done()
+            closes.go()
+            await leaving
