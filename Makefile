@@ -17,7 +17,7 @@ MODULE ?= control/dispatcher
 CONTROL_TESTS := tests/control tests/test_barrier.py tests/test_barrier_stateful.py tests/test_tasks.py
 FAST_TESTS := $(wildcard tests/test_*.py) $(addprefix tests/,runtime config blocks control observability workers)
 
-.PHONY: help demo test quick fix lint types check coverage mutate steady sim faults fuzz soak wheel bench bench-gate gpu-check fastdeploy-check fastdeploy-gains vllm-check vllm-gains clean
+.PHONY: help demo test quick fix lint types check coverage mutate steady sim faults fuzz soak wheel bench bench-gate bench-peers gpu-check fastdeploy-check fastdeploy-gains vllm-check vllm-gains clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -78,6 +78,9 @@ bench: $(STAMP) ## control and copy benchmarks, as text
 
 bench-gate: $(STAMP) ## fail if a ratio got worse than benchmarks/results by more than its spread; needs a quiet machine
 	$(BIN)/python benchmarks/gate.py
+
+bench-peers: $(STAMP) ## transferd beside LMCache, vLLM's fs tier, NIXL and FastDeploy's queue in one run (10 minutes); installs them in build/
+	$(BIN)/python -m benchmarks.peers $(ARGS)
 
 gpu-check: ## correctness and speed on a machine with an NVIDIA GPU, in 9 minutes; ARGS=--resume goes on (docs/testing.md)
 	$(PYTHON) -m tests.gpu.check $(ARGS)

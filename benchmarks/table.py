@@ -12,6 +12,8 @@ ROOT = Path(__file__).parent.parent
 
 def table(tree: dict[str, Any]) -> str:
     """One result file as Markdown."""
+    if tree.get("bench") == "peers":
+        return peers(tree)
     return verdicts(tree) if "checks" in tree else measured(tree)
 
 
@@ -32,6 +34,55 @@ def measured(tree: dict[str, Any]) -> str:
         for r in tree["rows"]
     ]
     return "\n".join(lines)
+
+
+def peers(tree: dict[str, Any]) -> str:
+    """What `make bench-peers` found, with the ratios first. A peer without figures says why."""
+    where = tree["machine"]
+    lines = [
+        f"{where['cpu']}, {where['cores']} cores, Linux {where['kernel']}, Python {where['python']}, "
+        f"load {where['load_1min_before']:.1f} before the run and {where['load_1min_after']:.1f} after it; "
+        f"{tree['rounds']} rounds of {tree['blocks']} blocks of {tree['block_bytes'] / 2**20:.3g} MiB.",
+    ]
+    group = ""
+    for row in tree["rows"]:
+        if row["group"] != group:
+            group = row["group"]
+            columns = TASK_COLUMNS if "task" in row else BLOCK_COLUMNS
+            lines += [
+                "",
+                f"**{group[0].upper()}{group[1:]}**",
+                "",
+                f"| {' | '.join(columns)} |",
+                "|---" * len(columns) + "|",
+            ]
+        name = f"**{row['name']}**" if row["name"].startswith("transferd") else row["name"]
+        cells = [f"— {row['why_not']}"] if "why_not" in row else _cells(row)
+        lines.append(f"| {' | '.join([name, *cells])} |" + " |" * (len(columns) - 1 - len(cells)))
+    return "\n".join(lines)
+
+
+BLOCK_COLUMNS = (
+    "what",
+    "store × limit",
+    "load × limit",
+    "CPU s/GB, store",
+    "load",
+    "GB/s, store",
+    "load",
+    "checksum",
+    "version",
+)
+TASK_COLUMNS = ("what", "time × limit", "us per task, p50", "CPU us", "version")
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    both = [row[what] for what in ("store", "load", "task") if what in row]
+    cells = [f"{one['ratio']:.2f} (spread {one['spread']:.0%})" for one in both]
+    if "task" in row:
+        return [*cells, f"{row['task']['us']:,.0f}", f"{row['task']['CPU us']:,.0f}", row["version"]]
+    cells += [f"{one['CPU s/GB']:.2f}" for one in both] + [f"{one['GB/s']:.2f}" for one in both]
+    return [*cells, "yes" if row["checksum"] else "no", row["version"]]
 
 
 def verdicts(tree: dict[str, Any]) -> str:

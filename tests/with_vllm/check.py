@@ -63,17 +63,17 @@ def environment() -> str:
     if free < ROOM:
         return f"it needs {ROOM >> 30} GiB of disk, and {free >> 30} GiB are free"
     install = [*_pip("install"), "-r", str(REQUIREMENTS)]
-    why_not = _do([sys.executable, "-m", "venv", str(VENV)])
-    if not why_not and _do(install):  # pip's own settings do not lead to torch for the CPU
-        why_not = _do([*install, "--retries", "0", "--extra-index-url", TORCH_INDEX])
+    why_not = attempt([sys.executable, "-m", "venv", str(VENV)])
+    if not why_not and attempt(install):  # pip's own settings do not lead to torch for the CPU
+        why_not = attempt([*install, "--retries", "0", "--extra-index-url", TORCH_INDEX])
     for step in ([*_pip("uninstall"), "--yes", *CUDA_BUILDS], [*_pip("install"), "-e", str(ROOT)]):
-        why_not = why_not or _do(step)
+        why_not = why_not or attempt(step)
     if not why_not:
         stamp().touch()
     return why_not
 
 
-def _do(step: list[str]) -> str:
+def attempt(step: list[str]) -> str:
     """Why it failed, or ""."""
     try:
         done = subprocess.run(step, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False)

@@ -1,0 +1,83 @@
+"""LMCache's fs_native backend as its `bench l2` drives it: 16 tasks of equal size at once, 4 threads by default."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import shutil
+
+import torch
+from lmcache.cli.commands.bench.l2_adapter_bench.data import create_l1_memory_desc, wait_eventfd
+from lmcache.v1.distributed.api import ObjectKey
+from lmcache.v1.distributed.l2_adapters import create_l2_adapter
+from lmcache.v1.distributed.l2_adapters.fs_native_l2_adapter import FSNativeL2AdapterConfig
+from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
+
+from benchmarks.peers.program import Order, Peer, area, batches, serve
+
+PATIENCE_S = 60.0
+
+
+class LmcacheFs(Peer):
+    def prepare(self, order: Order) -> str:
+        self._order = order
+        self.areas = [area(order.blocks, order.block_bytes)]
+        memory = torch.from_numpy(self.areas[0].reshape(-1))
+        settings = FSNativeL2AdapterConfig(str(order.directory), use_odirect=order.direct)
+        self._adapter = create_l2_adapter(settings, l1_memory_desc=create_l1_memory_desc(memory, align_bytes=4096))
+        self._objects = [_object(memory, block, order.block_bytes) for block in range(order.blocks)]
+        return f"LMCache {importlib.metadata.version('lmcache')}"
+
+    def store(self, number: int) -> None:
+        waiting = {
+            self._adapter.submit_store_task(
+                [_key(number, block) for block in blocks], [self._objects[b] for b in blocks]
+            )
+            for blocks in batches(self._order.blocks)
+        }
+        while waiting:
+            if not wait_eventfd(self._adapter.get_store_event_fd(), PATIENCE_S):
+                raise TimeoutError(f"{len(waiting)} stores are not done after {PATIENCE_S:g} s")
+            for task, result in self._adapter.pop_completed_store_tasks().items():
+                waiting.remove(task)
+                if not result.is_successful():
+                    raise OSError("a store failed")
+
+    def load(self, number: int) -> None:
+        waiting = {
+            self._adapter.submit_load_task(
+                [_key(number, b) for b in blocks], [self._objects[b] for b in blocks]
+            ): blocks
+            for blocks in batches(self._order.blocks)
+        }
+        while waiting:
+            if not wait_eventfd(self._adapter.get_load_event_fd(), PATIENCE_S):
+                raise TimeoutError(f"{len(waiting)} loads are not done after {PATIENCE_S:g} s")
+            for task in list(waiting):
+                found = self._adapter.query_load_result(task)
+                if found is not None and found.popcount() != len(waiting.pop(task)):
+                    raise OSError("a load failed")
+
+    def forget(self, number: int) -> None:  # noqa: ARG002 -- its files are those of one round
+        shutil.rmtree(self._order.directory)
+        self._order.directory.mkdir()
+
+    def close(self) -> None:
+        self._adapter.close()
+
+
+def _key(number: int, block: int) -> ObjectKey:
+    return ObjectKey(hashlib.sha256(f"{number}/{block}".encode()).digest()[:16], "bench", 0)
+
+
+def _object(memory: torch.Tensor, block: int, nbytes: int) -> TensorMemoryObj:
+    start = block * nbytes
+    about = MemoryObjMetadata(
+        shape=torch.Size([nbytes]), dtype=torch.uint8, address=start, phy_size=nbytes, fmt=MemoryFormat.KV_2LTD,
+        ref_count=1,
+    )  # fmt: skip
+    return TensorMemoryObj(raw_data=memory[start : start + nbytes], metadata=about, parent_allocator=None)
+
+
+if __name__ == "__main__":
+    serve(LmcacheFs())
