@@ -43,7 +43,7 @@ def test_a_nested_section_is_reached_from_the_environment() -> None:
     [
         ("events.replay_endpoint=ipc:///r", "events.replay_endpoint: requires events.endpoint ('ipc:///r')"),
         ("events.endpoint=udp://a:1", "events.endpoint: expected ipc://PATH or tcp://HOST:PORT ('udp://a:1')"),
-        ("cache.rank=2", "cache.rank: unknown key (2)"),
+        ("cache.rank=2", "cache.rank: unknown key; did you mean ranks? (2)"),
         ("cache.ranks=-1", "cache.ranks: expected `int` >= 1 (-1)"),
         ("cache.ranks=many", "cache.ranks: expected `int`, got `str` ('many')"),
         ("cache.dtype=int3", "cache.dtype: expected one of bfloat16, block_wise_fp8, float16, uint8 ('int3')"),
@@ -61,7 +61,9 @@ def test_a_nested_section_is_reached_from_the_environment() -> None:
         ("log.level=loud", "log.level: expected one of debug, error, info, warning ('loud')"),
         ("pd.mode=mail", "pd.mode: expected one of direct, storage ('mail')"),
         ("storage.mooncake.protocol=udp", "storage.mooncake.protocol: expected one of rdma, tcp ('udp')"),
-        ("nonsense.x=1", "nonsense: unknown key"),
+        ("nonsense.x=1", "nonsense: unknown key ("),
+        ("storge.backend=none", "storge: unknown key; did you mean storage? ("),
+        ("storage.attention_store.peers.a.endpont=x", "unknown key; did you mean endpoint? ("),
         ("no-equals-sign", "--set: expected section.key=value ('no-equals-sign')"),
     ],
 )

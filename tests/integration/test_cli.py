@@ -57,7 +57,7 @@ def test_check_config_prints_the_effective_configuration(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--set", "cache.rank=1"], "cache.rank: unknown key (1)"),
+        (["--set", "cache.rank=1"], "cache.rank: unknown key; did you mean ranks? (1)"),
         (["--set", "cache.attention=linear"], "cache.attention: expected one of"),
         (
             ["--set", "cache.ownership=attach", "--set", "cache.device=tests.support.simulation.device:SimDevice"],

@@ -212,7 +212,7 @@ def test_a_bad_configuration_fails_the_start_with_its_one_line_in_the_journal(in
     try:
         assert installed.run("systemctl", "start", UNIT, check=False).returncode != 0
         assert installed.show("ExecMainStatus") == "2"
-        assert "cache.rank: unknown key (3)" in installed.log("err")
+        assert "cache.rank: unknown key; did you mean ranks? (3)" in installed.log("err")
         assert (installed.show("ActiveState"), installed.show("NRestarts")) == ("failed", "0"), "it is not tried again"
     finally:
         installed.configure()

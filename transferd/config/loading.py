@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import tomllib
@@ -150,7 +151,8 @@ def _as_config_error(tree: Mapping[str, Any], error: msgspec.ValidationError) ->
     unknown = re.fullmatch(r"Object contains unknown field `(.+)`", text)
     if unknown is not None:
         key = f"{path}.{unknown[1]}" if path else unknown[1]
-        return ConfigError(key, "unknown key", _at(tree, key))
+        meant = difflib.get_close_matches(unknown[1], _possible_keys(path), 1)
+        return ConfigError(key, f"unknown key; did you mean {meant[0]}?" if meant else "unknown key", _at(tree, key))
     if text.startswith("Invalid enum value"):
         text = f"expected one of {', '.join(_choices(path))}"
     return ConfigError(path or "config", text[:1].lower() + text[1:], _at(tree, path))
@@ -158,13 +160,25 @@ def _as_config_error(tree: Mapping[str, Any], error: msgspec.ValidationError) ->
 
 def _choices(path: str) -> list[str]:
     """What a setting may be that has a few possible values."""
-    kind: Any = msgspec.inspect.type_info(Config)
-    for name in path.split("."):
-        if isinstance(kind, msgspec.inspect.UnionType):  # a section that may be absent
-            kind = next(one for one in kind.types if isinstance(one, msgspec.inspect.StructType))
-        kind = next(field.type for field in kind.fields if field.name == name)
+    kind = _type_at(path)
     alternatives = kind.types if isinstance(kind, msgspec.inspect.UnionType) else (kind,)
     return [str(v) for one in alternatives if isinstance(one, msgspec.inspect.LiteralType) for v in one.values]
+
+
+def _possible_keys(path: str) -> list[str]:
+    """The keys of a section."""
+    return [field.encode_name for field in getattr(_type_at(path), "fields", ())]
+
+
+def _type_at(path: str) -> Any:
+    kind: Any = msgspec.inspect.type_info(Config)
+    for name, bracket in re.findall(r"(\w+)(\[)?", path):  # `peers[...]`: sections that have names of their own
+        kind = next(field.type for field in kind.fields if field.encode_name == name)
+        if bracket:
+            kind = kind.value_type if isinstance(kind, msgspec.inspect.DictType) else kind.item_type
+        if isinstance(kind, msgspec.inspect.UnionType):  # a section that may be absent
+            kind = next((one for one in kind.types if isinstance(one, msgspec.inspect.StructType)), kind)
+    return kind
 
 
 def _at(tree: Any, path: str) -> Any:
