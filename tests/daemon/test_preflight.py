@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -28,6 +30,8 @@ from transferd.daemon import preflight
 from transferd.daemon.daemon import Daemon
 from transferd.daemon.preflight import build, examine
 from transferd.errors import ConfigError
+from transferd.runtime.capabilities import CAP_CHOWN
+from transferd.wire import credentials
 from transferd.wire.curve import ServerCurve
 
 CALLS = 5_000_000  # of functions: half a second on one core of a server, and 2 s on one that is shared by four
@@ -207,6 +211,72 @@ def test_what_is_in_the_way_of_a_socket_or_a_store_is_named(tmp_path: Path) -> N
         config = from_tree({"storage": {"backend": "file", "file": {"path": str(path / "below")}}})
         with pytest.raises(ConfigError, match=r"storage\.file\.path: .* is not a directory"):
             examine(config, build(config))
+
+
+@pytest.mark.parametrize("at", ["store", "above the store", "socket", "lock file"])
+def test_what_this_user_may_not_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+    """As it is for another user than root, or on a read-only mount: os.access knows of both."""
+    may = os.access
+    denied = {"store": "blocks", "above the store": "", "socket": "run", "lock file": "run/s.lock"}[at]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/s.lock").touch()
+    if at == "store":
+        (tmp_path / "blocks").mkdir()
+    tree: dict[str, Any] = {
+        "server": {"endpoint": f"ipc://{tmp_path}/run/s"},
+        "storage": {"backend": "file", "file": {"path": str(tmp_path / "blocks")}},
+    }
+    examine(from_tree(tree), build(from_tree(tree)))
+    monkeypatch.setattr(os, "access", lambda path, how: Path(path) != tmp_path / denied and may(path, how))
+    key = "storage.file.path" if "store" in at else "server.endpoint"
+    told = "cannot create the lock file" if at == "lock file" else "this user may not write in"
+    assert refusal(tree).startswith(f"{key}: {told} {tmp_path / denied}")
+
+
+def test_another_programs_socket_is_refused_and_a_daemons_own_is_not(tmp_path: Path) -> None:
+    tree = {"server": {"endpoint": f"ipc://{tmp_path}/s"}}
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(tmp_path / "s"))
+        other.listen(1)
+        assert refusal(tree).startswith("server.endpoint: is in use by another program")
+        (tmp_path / "s.lock").touch()  # which every daemon of ours has
+        examine(from_tree(tree), build(from_tree(tree)))
+
+
+def test_too_few_descriptors_are_refused_and_no_limit_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: pytest.fail("it is only asked"))
+    assert refusal({}).startswith("RLIMIT_NOFILE: the limit must be at least 2048 file descriptors")
+
+
+@pytest.mark.parametrize("key", ["socket_group", "observer_group"])
+def test_a_group_that_this_user_may_not_give_is_refused(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    group = max(os.getegid(), *os.getgroups(), 0) + 1
+    tree = {"server": {key: str(group), "endpoint": "ipc:///nowhere/s"}}
+    monkeypatch.setattr(credentials, "has_capability", lambda _: False)
+    assert refusal(tree).startswith(f"server.{key}: this user may not give the socket to that group")
+    own = {"server": {key: str(os.getegid())}}
+    examine(from_tree(own), build(from_tree(own)))
+    monkeypatch.setattr(credentials, "has_capability", lambda number: number == CAP_CHOWN)
+    examine(from_tree(tree), build(from_tree(tree)))
+
+
+@pytest.mark.parametrize("problem", [errno.EACCES, errno.EADDRINUSE])
+def test_a_low_port_is_refused_only_where_the_right_is_missing(monkeypatch: pytest.MonkeyPatch, problem: int) -> None:
+    class Privileged(socket.socket):
+        def bind(self, address: Any, /) -> None:
+            if 0 < address[1] < 1024:
+                raise OSError(problem, os.strerror(problem))
+            super().bind(address)
+
+    monkeypatch.setattr(socket, "socket", Privileged)
+    for listen in ("127.0.0.1:80", "127.0.0.1:1023"):
+        tree = {"metrics": {"listen": listen}}
+        if problem == errno.EACCES:
+            assert refusal(tree).startswith("metrics.listen: cannot bind: Permission denied")
+        else:
+            examine(from_tree(tree), build(from_tree(tree)))
+    examine(from_tree({"metrics": {"listen": "127.0.0.1:1024"}}), build(from_tree({})))
 
 
 @pytest.mark.parametrize(

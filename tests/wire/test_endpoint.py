@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
 import stat
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import zmq
 
 from transferd.errors import ConfigError
 from transferd.wire import endpoint
+from transferd.wire.credentials import user_name
 from transferd.wire.endpoint import EndpointLock
 
 
@@ -104,3 +106,21 @@ def test_what_is_no_socket_is_not_removed(path: Path, tmp_path: Path, kind: str)
     with pytest.raises(ConfigError, match="not a socket"):
         EndpointLock(f"ipc://{path}")
     assert identity(path) == before
+
+
+def test_a_lock_file_of_another_user_is_told_with_its_owner(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As root leaves it that ran the daemon once, on a path that another user has from then on."""
+    lock = path.with_name(f"{path.name}.lock")
+    lock.touch()
+
+    def refuse(*_: object) -> int:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    owner = user_name(os.getuid())
+    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 4711)
+    with pytest.raises(ConfigError, match=f"belongs to user {owner}; remove it if no daemon uses it"):
+        EndpointLock(f"ipc://{path}")
+    lock.unlink()
+    with pytest.raises(ConfigError, match="cannot create the lock file"):
+        EndpointLock(f"ipc://{path}")

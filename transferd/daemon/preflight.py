@@ -2,7 +2,8 @@
 
 `build` derives everything that follows from the configuration alone. `examine` checks this machine. Neither
 allocates, listens, writes or waits. `transferd check-config` and the daemon's start call both, so they accept the
-same configurations; only the start can notice a directory or port that another process takes in between.
+same configurations; only the start can notice a directory or port that another process takes in between. What a user
+may do is examined for the user that asks, so that should be the daemon's.
 """
 
 from __future__ import annotations
@@ -25,16 +26,19 @@ from transferd.config.generation import configured_generation
 from transferd.config.ownership import Creator, creator
 from transferd.errors import ConfigError
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
+from transferd.runtime.descriptors import hard_limit
 from transferd.storage.base import Storage
 from transferd.storage.file_io import NO_DIRECT_IO, direct_io_problem
 from transferd.storage.registry import create_storages
 from transferd.storage.tokens import TokenStorage
 from transferd.tiers.registry import check_device
 from transferd.tiers.staging import slots_in
-from transferd.wire.credentials import resolve_group, resolve_uids
+from transferd.wire.credentials import may_give, resolve_group, resolve_uids
 from transferd.wire.curve import ServerCurve
+from transferd.wire.endpoint import check_path
 
 MOST_BLOCK_BYTES = 2**36
+FIRST_UNPRIVILEGED = 1024  # port numbers below it need a right, which the kernel alone can tell
 SHARED_MEMORY = "/dev/shm"
 MEMORY = Path("/proc/meminfo")
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -132,12 +136,18 @@ def device_bytes(layout: BlockLayout) -> int:
 
 
 def examine(config: Config, plan: Plan) -> None:
-    """Raise ConfigError for what this machine cannot do: users, groups, keys, packages, addresses, paths, memory."""
+    """Raise ConfigError for what this machine and this user cannot do.
+
+    Users, groups, keys, descriptors, packages, addresses, paths, memory.
+    """
     server = config.server
     resolve_uids("server.allowed_uids", server.allowed_uids)
     resolve_uids("server.observer_uids", server.observer_uids)
-    resolve_group("server.socket_group", server.socket_group)
-    resolve_group("server.observer_group", server.observer_group)
+    hard_limit()
+    for key, group in (("socket_group", server.socket_group), ("observer_group", server.observer_group)):
+        if not may_give(resolve_group(f"server.{key}", group)):
+            what = "this user may not give the socket to that group: it must be one of the user's own (usermod -aG)"
+            raise ConfigError(f"server.{key}", what, group)
     if server.curve is not None:
         ServerCurve.load(server.curve)
     _examine_packages(config, plan)
@@ -191,16 +201,20 @@ def _examine_addresses(config: Config) -> None:
 
 
 def _examine_address(key: str, address: str, value: str) -> None:
-    host = address.rpartition(":")[0].strip("[]")
+    host, _, port = address.rpartition(":")
+    host = "0.0.0.0" if host == "*" else host.strip("[]")
     try:
         version = ipaddress.ip_address(host).version
     except ValueError:
         return
-    try:
-        with socket.socket(socket.AF_INET6 if version == 6 else socket.AF_INET) as probe:
-            probe.bind((host, 0))
-    except OSError as error:
-        raise ConfigError(key, f"cannot bind: {error.strerror}", value) from error
+    low = int(port) if port.isdecimal() and int(port) < FIRST_UNPRIVILEGED else 0
+    for asked in dict.fromkeys((0, low)):
+        try:
+            with socket.socket(socket.AF_INET6 if version == 6 else socket.AF_INET) as probe:
+                probe.bind((host, asked))
+        except OSError as error:
+            if asked == 0 or error.errno == errno.EACCES:  # a port in use may be that of the daemon that is running
+                raise ConfigError(key, f"cannot bind: {error.strerror}", value) from error
 
 
 def _examine_path(key: str, path: str, value: str) -> None:
@@ -209,6 +223,7 @@ def _examine_path(key: str, path: str, value: str) -> None:
     if os.path.lexists(path) and not _is_socket(path):
         raise ConfigError(key, "the path exists and is not a socket; remove it, or name another", value)
     _examine_directory(key, str(Path(path).parent), value)
+    check_path(path, key, value)
 
 
 def _is_socket(path: str) -> bool:
@@ -219,15 +234,21 @@ def _is_socket(path: str) -> bool:
 
 
 def _examine_directory(key: str, path: str, value: str) -> str:
-    """Whether it is a directory, or could be made: what is missing may be made at the start (RuntimeDirectory=).
+    """Whether it is a directory that we may write, or could be made: the start may make it (RuntimeDirectory=).
 
     Returns what there is of it.
     """
-    while not os.path.lexists(path) and os.path.dirname(path) not in (path, ""):
-        path = os.path.dirname(path)
-    if os.path.lexists(path) and not os.path.isdir(path):
-        raise ConfigError(key, f"{path} is not a directory", value)
-    return path
+    there = path
+    while not os.path.lexists(there) and os.path.dirname(there) not in (there, ""):
+        there = os.path.dirname(there)
+    if not os.path.lexists(there):
+        return there
+    if not os.path.isdir(there):
+        raise ConfigError(key, f"{there} is not a directory", value)
+    if not os.access(there, os.X_OK if there != path else os.W_OK | os.X_OK):
+        what = f"this user may not write in {there}; give the daemon's user the directory, and run this as that user"
+        raise ConfigError(key, what, value)
+    return there
 
 
 def _examine_files(section: FileStorageSection) -> None:

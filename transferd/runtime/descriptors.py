@@ -23,9 +23,15 @@ OTHERS = 1024  # descriptors besides clients' connections: files, HTTP, a pool's
 
 def raise_limit() -> int:
     """Raise the soft limit to the hard limit and return it. Raises ConfigError if that is too low."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
+    hard = hard_limit()
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
+
+
+def hard_limit() -> int:
+    """The limit to which this process may raise its own. Raises ConfigError if that is too low for the daemon."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if hard != resource.RLIM_INFINITY and hard < LEAST:
         problem = f"the limit must be at least {LEAST} file descriptors; raise LimitNOFILE in the unit, or ulimit -n"
         raise ConfigError("RLIMIT_NOFILE", problem, hard)

@@ -12,6 +12,7 @@ namespace; systemd/transferd.service.d/peers.conf turns it off).
 from __future__ import annotations
 
 import grp
+import os
 import pwd
 import re
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from pathlib import Path
 import zmq
 
 from transferd.errors import ConfigError
+from transferd.runtime.capabilities import CAP_CHOWN, has_capability
 
 UID_MAP = Path("/proc/self/uid_map")
 MOST_UIDS = 64  # each connection is compared with all of them; use socket_group for a group of users
@@ -49,6 +51,19 @@ def resolve_group(key: str, group: str) -> int:
         return grp.getgrnam(group).gr_gid
     except KeyError:
         raise ConfigError(key, "no such group", group) from None
+
+
+def may_give(gid: int) -> bool:
+    """Whether the kernel lets this process give its own files to that group; -1 means that it need not."""
+    return gid in (-1, os.getegid(), *os.getgroups()) or has_capability(CAP_CHOWN)
+
+
+def user_name(uid: int) -> str:
+    """The name of a user, or the number if it has none."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
 
 
 def peer_address(message: zmq.Frame) -> str:

@@ -24,6 +24,7 @@ import stat
 import zmq
 
 from transferd.errors import ConfigError
+from transferd.wire.credentials import user_name
 
 
 class EndpointLock:
@@ -48,11 +49,11 @@ class EndpointLock:
         try:
             lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
-            problem = f"cannot create the lock file {path}.lock: {error.strerror}"
+            problem = _why_not_locked(f"{path}.lock", error)
             raise ConfigError(self._key, problem, self.endpoint) from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._check_leftover(path)
+            _check_leftover(path, self._key, self.endpoint)
         except BlockingIOError as error:
             holder = os.pread(lock, 20, 0).decode(errors="replace").strip()
             os.close(lock)
@@ -65,29 +66,6 @@ class EndpointLock:
             os.ftruncate(lock, 0)
             os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
         self._lock = lock
-
-    def _check_leftover(self, path: str) -> None:
-        """Raise ConfigError unless the path is free or holds a socket without a listener."""
-        try:
-            mode = os.lstat(path).st_mode
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise ConfigError(self._key, f"cannot check the path: {error.strerror}", self.endpoint) from error
-        if not stat.S_ISSOCK(mode):
-            raise ConfigError(self._key, "the path exists and is not a socket; refusing to replace it", self.endpoint)
-        with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM | sockets.SOCK_CLOEXEC) as probe:
-            probe.setblocking(False)  # a full backlog must not block the start; it also means that someone listens
-            try:
-                answer = probe.connect_ex(path)
-            except OSError as error:  # the path is too long for a socket
-                raise ConfigError(self._key, f"cannot bind: {error}", self.endpoint) from error
-        if answer in (errno.ECONNREFUSED, errno.ENOENT):
-            return
-        if answer in (errno.EACCES, errno.EPERM):
-            problem = "permission denied on the existing socket, so it may be in use; refusing to replace it"
-            raise ConfigError(self._key, problem, self.endpoint)
-        raise ConfigError(self._key, "is in use by another program", self.endpoint)
 
     def bind(self, socket: zmq.Socket[bytes], mode: int, gid: int = -1) -> str:
         """Bind; return the actual endpoint, with a wildcard port or path filled in.
@@ -129,3 +107,50 @@ class EndpointLock:
             os.unlink(self._path)
         os.close(self._lock)
         self._lock = -1
+
+
+def check_path(path: str, key: str, endpoint: str) -> None:
+    """Raise ConfigError if a daemon of this user could not lock or bind the path. Takes no lock and leaves no trace.
+
+    A daemon of transferd that runs there is no obstacle: its configuration may be checked while it runs.
+    """
+    lock = f"{path}.lock"
+    if not os.path.lexists(lock):
+        _check_leftover(path, key, endpoint)
+    elif not os.access(lock, os.R_OK | os.W_OK):
+        raise ConfigError(
+            key, _why_not_locked(lock, PermissionError(errno.EACCES, os.strerror(errno.EACCES))), endpoint
+        )
+
+
+def _check_leftover(path: str, key: str, endpoint: str) -> None:
+    """Raise ConfigError unless the path is free or holds a socket without a listener."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ConfigError(key, f"cannot check the path: {error.strerror}", endpoint) from error
+    if not stat.S_ISSOCK(mode):
+        raise ConfigError(key, "the path exists and is not a socket; refusing to replace it", endpoint)
+    with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM | sockets.SOCK_CLOEXEC) as probe:
+        probe.setblocking(False)  # a full backlog must not block the start; it also means that someone listens
+        try:
+            answer = probe.connect_ex(path)
+        except OSError as error:  # the path is too long for a socket
+            raise ConfigError(key, f"cannot bind: {error}", endpoint) from error
+    if answer in (errno.ECONNREFUSED, errno.ENOENT):
+        return
+    if answer in (errno.EACCES, errno.EPERM):
+        problem = "permission denied on the existing socket, so it may be in use; refusing to replace it"
+        raise ConfigError(key, problem, endpoint)
+    raise ConfigError(key, "is in use by another program", endpoint)
+
+
+def _why_not_locked(lock: str, error: OSError) -> str:
+    if error.errno in (errno.EACCES, errno.EPERM):
+        with contextlib.suppress(FileNotFoundError, PermissionError):
+            owner = os.lstat(lock).st_uid
+            if owner != os.geteuid():
+                return f"the lock file {lock} belongs to user {user_name(owner)}; remove it if no daemon uses it"
+    return f"cannot create the lock file {lock}: {error.strerror}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import grp
 import os
-import pwd
 import socket as sockets
 import stat
 import struct
@@ -18,6 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import zmq
+
+from transferd.wire.credentials import user_name
 
 TRY_S = 0.5  # a handshake with a nearby machine takes milliseconds
 _EVENT = struct.Struct("=Hi")  # libzmq's monitor frame: event, value
@@ -91,18 +92,11 @@ def _who_may(path: str) -> str:
     except OSError:
         return denied
     needed = stat.S_IXGRP if stat.S_ISDIR(found.st_mode) else stat.S_IWGRP
-    owner, group, me = _user(found.st_uid), _group(found.st_gid), _user(os.geteuid())
+    owner, group, me = user_name(found.st_uid), _group(found.st_gid), user_name(os.geteuid())
     mode = f"mode {stat.S_IMODE(found.st_mode):04o}"
     if found.st_mode & needed:
         return f"{denied} ({mode}) allows group {group}, but user {me} is not in it (usermod -aG {group} {me})"
     return f"{denied} ({mode}) allows user {owner}, but this process runs as user {me}"
-
-
-def _user(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
 
 
 def _group(gid: int) -> str:
@@ -137,7 +131,7 @@ def _meaning(event: int, value: int, scheme: str, keys: bool) -> str:
         return STUCK
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
         if scheme == "ipc":
-            return f"the daemon refuses user {_user(os.geteuid())} (server.allowed_uids)"
+            return f"the daemon refuses user {user_name(os.geteuid())} (server.allowed_uids)"
         return "the daemon refuses this client's key (server.curve.client_keys_dir)"
     if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
         return "the daemon does not use CURVE keys" if keys else "the daemon requires CURVE keys (ClientCurve)"

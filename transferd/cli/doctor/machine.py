@@ -10,11 +10,10 @@ import resource
 import socket
 from pathlib import Path
 
+from transferd.runtime.capabilities import CAP_IPC_LOCK, CAP_SYS_RESOURCE, has_capability
 from transferd.storage.file_io import direct_io_problem
 
 NO_LIMIT = 2**63
-_CAP_IPC_LOCK = 14  # linux/capability.h: may lock memory beyond RLIMIT_MEMLOCK
-_CAP_SYS_RESOURCE = 24
 _TIME_ERROR = 5  # adjtimex(2): the clock is not synchronized
 
 
@@ -44,16 +43,11 @@ class Machine:
         return NO_LIMIT if hard == resource.RLIM_INFINITY else hard
 
     def may_lock_any_memory(self) -> bool:
-        return self._has_capability(_CAP_IPC_LOCK)
+        return has_capability(CAP_IPC_LOCK)
 
     def has_no_thread_limit(self) -> bool:
         """RLIMIT_NPROC does not bind who may exceed it."""
-        return os.geteuid() == 0 or self._has_capability(_CAP_SYS_RESOURCE)
-
-    def _has_capability(self, number: int) -> bool:
-        status = self.text("/proc/self/status") or ""
-        line = next((line for line in status.splitlines() if line.startswith("CapEff:")), "CapEff: 0")
-        return bool(int(line.split()[1], 16) >> number & 1)
+        return os.geteuid() == 0 or has_capability(CAP_SYS_RESOURCE)
 
     def space(self, path: str) -> tuple[int, int]:
         """(all, free for this user) bytes of the file system that a path is in, or would be."""
