@@ -63,7 +63,10 @@ def test_a_nested_section_is_reached_from_the_environment() -> None:
         ("storage.mooncake.protocol=udp", "storage.mooncake.protocol: expected one of rdma, tcp ('udp')"),
         ("nonsense.x=1", "nonsense: unknown key ("),
         ("storge.backend=none", "storge: unknown key; did you mean storage? ("),
-        ("storage.attention_store.peers.a.endpont=x", "unknown key; did you mean endpoint?"),
+        (
+            "storage.attention_store.peers.a.endpont=x",
+            "storage.attention_store.peers[...].endpont: unknown key; did you mean endpoint?",
+        ),
         ("no-equals-sign", "--set: expected section.key=value ('no-equals-sign')"),
     ],
 )
