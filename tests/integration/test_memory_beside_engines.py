@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
-from tests.integration.test_engines import Memory, client, described, running, serving, until
+from tests.integration.test_engines import LAYOUT, Memory, client, described, running, serving, until
 from transferd import Client, Status
+from transferd.errors import TierError
 from transferd.tasks import SwapInTask, SwapOutTask
 from transferd.tiers.pinned import HostRegion
+from transferd.tiers.shm import ShmDeviceTier
 
 # 1 MiB a block: smaller ones are copied on the loop, and need no thread.
 LARGE: dict[str, Any] = {"layers": 4, "kv_heads": 8, "head_dim": 128, "block_size": 64}
@@ -24,7 +26,7 @@ HOST = {"staging": "8MiB"}
 class Held:
     """Calls of one method that do not return until `go`, whoever makes them from now on.
 
-    inside: who waits in it. error: what the calls of these positions raise then.
+    inside: whose call it is, in the order of the calls. errors: what calls raise then, by their place in that order.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: type[Any], name: str) -> None:
@@ -98,3 +100,57 @@ async def test_an_engine_loads_while_the_memory_of_another_is_made_and_freed(
             assert not leaving.done()
             closes.go()
             await leaving
+
+
+# --- the engine of [cache] ------------------------------------------------------------------------
+
+RANKS = 3
+CACHE = LAYOUT | {"ranks": RANKS, "host_blocks": 4}
+
+
+async def test_a_clear_and_a_restore_handle_all_ranks_at_once_and_a_failed_restore_frees_them_all(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(endpoint, cache=CACHE) as daemon, Client(endpoint) as own:
+        contexts = [worker.context for worker in daemon.default.workers]
+
+        def present() -> list[tuple[bool, bool]]:
+            """Of each rank: whether it has host blocks, and device blocks."""
+            return [
+                (context.host is not None and context.host.memory.address != 0, context.device.statistics()["open"])
+                for context in contexts
+            ]
+
+        async with held(monkeypatch, HostRegion, "close") as closes:
+            clearing = asyncio.ensure_future(own.clear_cache())
+            await until(lambda: len(closes.inside) == RANKS, "all ranks are cleared at once")
+            closes.go()
+            await clearing
+        async with held(monkeypatch, HostRegion, "allocate") as allocations:
+            allocations.errors[1] = TierError("no room for one rank")
+            restoring = asyncio.ensure_future(own.restore_cache("G2"))
+            await until(lambda: len(allocations.inside) == RANKS, "all ranks are restored at once")
+            assert daemon.default.cache.cleared
+            allocations.go()
+            with pytest.raises(TierError, match="no room for one rank"):
+                await restoring
+        assert daemon.default.cache.cleared
+        assert present() == [(False, False)] * RANKS
+        await own.restore_cache("G2")
+        assert not daemon.default.cache.cleared
+        assert present() == [(True, True)] * RANKS
+
+
+async def test_the_device_memory_of_all_ranks_is_made_at_once(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    together, real = asyncio.Barrier(RANKS), ShmDeviceTier.open
+
+    async def opened(tier: ShmDeviceTier) -> None:
+        async with asyncio.timeout(20):
+            await together.wait()
+        await real(tier)
+
+    monkeypatch.setattr(ShmDeviceTier, "open", opened)
+    async with running(endpoint, cache=CACHE), Client(endpoint) as own:
+        await own.clear_cache()
+        await own.restore_cache("G2")
+        assert (await own.stats())["ready"]

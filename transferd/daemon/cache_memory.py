@@ -44,6 +44,7 @@ from transferd.config.ownership import Creator
 from transferd.daemon.coordinator import Coordinator
 from transferd.daemon.mappings import Mappings
 from transferd.errors import EngineGone, RequestError, TransferError
+from transferd.runtime.aio import every
 from transferd.storage.tokens import TokenStorage
 from transferd.tasks import ErrorInfo
 from transferd.tiers.base import DeviceHandle
@@ -155,8 +156,8 @@ class CacheMemory:
         """
         async with self._change:
             if self.creator is Creator.DAEMON:
+                await every(rank.worker.open_device() for rank in self._ranks)
                 for rank in self._ranks:
-                    await rank.worker.open_device()
                     rank.present = True
             self._started = True
             await self._announce()
@@ -327,16 +328,11 @@ class CacheMemory:
                 rank.offer, rank.present = None, False
             self._mappings.clear()
             self._core.epoch_began()
-            errors: list[TransferError] = []
-            for rank in self._ranks:
-                try:
-                    await rank.worker.free()
-                except TransferError as error:
-                    errors.append(error)
-            core = self._core
-            log.info("cache cleared", engine=core.engine, epoch=self.epoch, generation=core.generation)
-            if errors:
-                raise errors[0]
+            try:
+                await every(rank.worker.free() for rank in self._ranks)
+            finally:
+                core = self._core
+                log.info("cache cleared", engine=core.engine, epoch=self.epoch, generation=core.generation)
             return self.epoch
 
     async def restore(self, generation: str | None, *, same_weights: bool = False) -> int:
@@ -360,17 +356,13 @@ class CacheMemory:
                 self._closed_generations.discard(generation)
             self.check_generation(generation)
             try:
-                for rank in self._ranks:
-                    await rank.worker.allocate_host()
-                    if self.creator is Creator.DAEMON:
-                        await rank.worker.open_device()
+                await every(self._recreate(rank.worker) for rank in self._ranks)
                 if self._tokens is not None and self.creator is Creator.DAEMON:
                     await self._tokens.ready()
             except TransferError:
                 if reopened:
                     self._closed_generations.add(generation)
-                for number, rank in enumerate(self._ranks):
-                    await self._given_up(number, rank.worker.free())
+                await every(self._given_up(number, rank.worker.free()) for number, rank in enumerate(self._ranks))
                 raise
             self._core.set_generation(generation)
             for rank in self._ranks:
@@ -380,6 +372,11 @@ class CacheMemory:
             if not (self.missing or self._closed):
                 self._core.announce_ready()
             return self.epoch
+
+    async def _recreate(self, worker: RankWorker) -> None:
+        await worker.allocate_host()
+        if self.creator is Creator.DAEMON:
+            await worker.open_device()
 
     def _unnamed(self) -> str:
         return self._core.generation if self._next_generation is None else self._next_generation()
