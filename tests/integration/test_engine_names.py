@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 import msgspec
+import pytest
 import structlog
 
 from tests.integration.own_memory import write
 from tests.integration.subscriber import WAIT_MS, AllBlocksCleared, BlockRemoved, Subscriber
-from tests.integration.test_engines import LAYOUT, running, serving
+from tests.integration.test_engines import LAYOUT, Memory, client, described, running, serving
 from transferd import Client, Status, SwapInTask, SwapOutTask
+from transferd.errors import RequestError, TransferError
+from transferd.tiers.base import DeviceHandle
 from transferd.wire.kv_events import block_hash
 
 
@@ -36,6 +40,31 @@ async def test_log_lines_about_an_engine_name_it(tmp_path: Path) -> None:
     assert ("memory attached", "a") in named
     assert ("task refused", "a") in named
     assert [line for line in lines if "task_id" in line and "engine" not in line] == []
+
+
+async def test_a_refused_engine_leaves_a_line_with_its_name_and_the_reason(tmp_path: Path) -> None:
+    """Once for each refusal that the engine cannot mend by waiting: the operator sees the daemon's log first."""
+    endpoint = f"ipc://{tmp_path}/t.sock"
+    with structlog.testing.capture_logs() as lines:
+        limit = {"max_engines": 1}
+        async with running(endpoint, engines=limit), Memory(1, **LAYOUT) as memory, client(endpoint, "a") as a:
+            await a.register(described())
+            handle = memory.handle(0)
+            missing = DeviceHandle(handle.kind, handle.data | {"name": "transferd.nobody"})
+            with pytest.raises(TransferError, match="nobody"):
+                await a.offer(0, missing)
+            for name, reason in (("b", "too_many_engines"), ("a", "engine_exists")):
+                async with client(endpoint, name) as other:
+                    with pytest.raises(RequestError) as refused:
+                        await other.register(described())
+                    assert refused.value.reason == reason
+    told = [line for line in lines if line["event"] in ("offer refused", "registration refused")]
+    assert [(line["event"], line["engine"], line["code"]) for line in told] == [
+        ("offer refused", "a", "tier_error"),
+        ("registration refused", "b", "too_many_engines"),
+    ], "engine_exists is retried by the adapters"
+    assert "transferd.nobody" in told[0]["problem"]
+    assert {line["peer"] for line in told} == {f"uid {os.geteuid()}, pid {os.getpid()}"}
 
 
 async def test_a_router_tells_the_events_of_two_engines_apart(tmp_path: Path) -> None:

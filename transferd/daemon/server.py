@@ -40,6 +40,8 @@ KEY_BYTES = 64  # of a key in memory, besides its text
 # What moves, changes and waits for nothing.
 OBSERVERS_MAY = (wire.Hello, wire.Bye, wire.Stats, wire.Explain, wire.ListTasks, wire.ListClients)
 HOLD = (Task, wire.Attach)  # what keeps an engine while its client lives; so does an offer that was taken
+KEEP_OUT = {wire.Offer: "offer refused", wire.Register: "registration refused"}  # an engine without its cache: logged
+TRIED_AGAIN = ("unsealed", "starting", "engine_exists", "shutdown")  # clients do so by themselves: no news
 NEED_NO_ENGINE = (*OBSERVERS_MAY, wire.Register)
 
 
@@ -170,7 +172,7 @@ class Server:
             elif client.engine.coordinator.submit(peer, seq, body) and request.ack:  # type: ignore[union-attr]
                 self._send(peer, seq, wire.Accepted())
         except TransferError as error:
-            self._refused(peer, seq, error)
+            self._refused(peer, seq, error, type(body))
         except Exception as error:  # noqa: BLE001 - the request is answered, whatever it ran into
             self._failed(peer, seq, error)
 
@@ -262,7 +264,7 @@ class Server:
 
     def _register(self, peer: bytes, seq: int, asked: wire.Register) -> None:
         self._liveness.watch_process(peer)
-        self._later(peer, seq, self._engines.register(peer, self._clients[peer], asked))
+        self._later(peer, seq, self._engines.register(peer, self._clients[peer], asked), kind=wire.Register)
 
     def _unregister(self, peer: bytes, seq: int, _: wire.Unregister) -> None:
         self._later(peer, seq, self._engines.unregister(self._engine(peer)))
@@ -337,7 +339,8 @@ class Server:
         if "fd" in data:  # whose descriptor it is, the kernel says, never the offer
             data[PEER] = process_of(self._transport.describe(peer))
         handle = DeviceHandle(offer.kind, data)
-        self._later(peer, seq, self._engines.offer(peer, self._clients[peer], offer.rank, handle, offer.epoch))
+        work = self._engines.offer(peer, self._clients[peer], offer.rank, handle, offer.epoch)
+        self._later(peer, seq, work, kind=wire.Offer)
 
     def _clear_cache(self, peer: bytes, seq: int, _: wire.ClearCache) -> None:
         self._later(peer, seq, self._engine(peer).cache.clear())
@@ -354,21 +357,31 @@ class Server:
             log.error("an answer cannot be put on the wire", problem=str(error))
             self._refused(peer, seq, InvariantError(f"the answer cannot be put on the wire: {error}"))
 
-    def _refused(self, peer: bytes, seq: int, error: TransferError) -> None:
+    def _refused(self, peer: bytes, seq: int, error: TransferError, kind: type | None = None) -> None:
+        """kind: of the request, where its refusal may be worth a line in the log."""
+        if kind in KEEP_OUT and error.reason not in TRIED_AGAIN:
+            who = {"engine": self._clients.engine_of(peer), "client": peer.hex()}
+            where = self._transport.describe(peer)
+            log.warning(KEEP_OUT[kind], **who, peer=where, code=error.reason, problem=str(error))
         permanent = isinstance(error, RequestError)
         if isinstance(error, InvariantError):
             self._recorder.failure("", str(error))
         self._send(peer, seq, wire.Refused(ErrorInfo(error.reason, str(error)), permanent=permanent))
 
-    def _later(self, peer: bytes, seq: int, work: Coroutine[Any, Any, Any], nbytes: int = 0) -> None:
-        """Answer when `work` is done; bounded in number and in bytes. nbytes: what `work` holds until then."""
+    def _later(
+        self, peer: bytes, seq: int, work: Coroutine[Any, Any, Any], nbytes: int = 0, kind: type | None = None
+    ) -> None:
+        """Answer when `work` is done; bounded in number and in bytes.
+
+        nbytes: what `work` holds until then. kind: see `_refused`.
+        """
         try:
             self._check_waiting(peer, nbytes)
         except TransferError:
             work.close()
             raise
         client = self._clients[peer]
-        task = asyncio.get_running_loop().create_task(self._answer(peer, seq, work))
+        task = asyncio.get_running_loop().create_task(self._answer(peer, seq, work, kind))
         self._waiting.add(task)
         client.waiting.add(task)
         self._waiting_bytes += nbytes
@@ -384,11 +397,11 @@ class Server:
             if count >= limit:
                 raise TransferError(f"{limit} requests are waiting already", code="too_many_requests")
 
-    async def _answer(self, peer: bytes, seq: int, work: Coroutine[Any, Any, Any]) -> None:
+    async def _answer(self, peer: bytes, seq: int, work: Coroutine[Any, Any, Any], kind: type | None) -> None:
         try:
             self._value(peer, seq, await work)
         except TransferError as error:
-            self._refused(peer, seq, error)
+            self._refused(peer, seq, error, kind)
 
     def _answered(
         self,
