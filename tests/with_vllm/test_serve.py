@@ -66,8 +66,7 @@ class Server:
 
     def metric(self, name: str) -> float:
         found = re.search(rf"^{name}_total\{{.*\}} (\S+)$", self._get("/metrics"), re.MULTILINE)
-        assert found is not None, name
-        return float(found[1])
+        return 0.0 if found is None else float(found[1])
 
     def named_memory(self) -> list[str]:
         """Files in /dev/shm that torch made for a process of this server's session."""
@@ -124,9 +123,10 @@ def test_a_server_that_is_stopped_leaves_nothing_and_the_next_one_loads_what_it_
     (place / "notes").mkdir()
     with serving(place, argument | witness) as server:
         first = server.ask()
-        assert server.ask() == first
-        saved = server.metric("vllm:transferd_blocks_saved")
-        assert saved >= WHOLE
+        give_up = time.monotonic() + 120
+        while server.metric("vllm:transferd_blocks_saved") < WHOLE:  # the engine tells at a step that follows the save
+            assert time.monotonic() < give_up
+            assert server.ask() == first
         assert server.named_memory() == [], "what has a name stays behind when its process is killed"
     with serving(place, argument | witness) as server:
         assert server.ask() == first
