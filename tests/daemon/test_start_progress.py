@@ -37,26 +37,32 @@ class Told:
         return True
 
 
-async def test_more_time_is_asked_for_whenever_memory_was_populated(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_more_time_is_asked_for_whenever_memory_was_populated_or_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start_progress, "EXTEND_S", 2)
     monkeypatch.setattr(process, "LOOK_S", 0.001)
     monkeypatch.setattr(process, "PROGRESS", populate.Progress())
     told = Told()
 
     async def opens() -> None:
-        for _ in range(3):
+        for made in ({"populated": 3 * GIB}, {"populated": 5 * GIB}, {"pinned": GIB}, {"pinned": GIB}):
             await told.told.wait()
             told.told.clear()
-            process.PROGRESS.add(3 * GIB)
+            process.PROGRESS.add(**made)
         await told.told.wait()
 
     signals: Any = SimpleNamespace(stop=asyncio.get_running_loop().create_future())
     daemon: Any = SimpleNamespace(open=opens, host_bytes=8 * GIB, clock=SYSTEM_CLOCK)
     assert await asyncio.wait_for(process._started(daemon, told, signals), 30)  # type: ignore[arg-type]
-    assert [lines[0] for lines in told.lines] == ["EXTEND_TIMEOUT_USEC=2000000"] * 4
+    assert [lines[0] for lines in told.lines] == ["EXTEND_TIMEOUT_USEC=2000000"] * 5
     assert [lines[1] for lines in told.lines] == [
-        f"STATUS=starting: {made} of 8.0 GiB of host memory populated"
-        for made in ("0 B", "3.0 GiB", "6.0 GiB", "9.0 GiB")
+        f"STATUS=starting: {populated} of 8.0 GiB of host memory populated, {pinned} pinned"
+        for populated, pinned in (
+            ("0 B", "0 B"),
+            ("3.0 GiB", "0 B"),
+            ("8.0 GiB", "0 B"),
+            ("8.0 GiB", "1.0 GiB"),
+            ("8.0 GiB", "2.0 GiB"),
+        )
     ]
 
 
@@ -108,14 +114,16 @@ def test_a_terminal_shows_how_much_memory_is_made_how_fast_and_how_long_it_takes
     screen = Screen(monkeypatch, terminal=True)
     progress = screen.progress()
     screen.now += 3
-    progress.populating(0)
-    progress.populating(6 * GIB)
-    progress.populating(8 * GIB)
+    progress.making_memory(0, 0)
+    progress.making_memory(6 * GIB, GIB)
+    progress.making_memory(8 * GIB, GIB)
+    progress.making_memory(8 * GIB, 8 * GIB)
     progress.waiting("no engine has offered the memory of rank 1")
     progress.done()
     assert screen.shown == [
         "starting, 3.0 s",
         "██████░░ 6.0 GiB of 8.0 GiB of host memory, 2.0 GiB/s, 1.0 s left",
+        "█░░░░░░░ 1.0 GiB of 8.0 GiB of host memory pinned",
         "starting, 3.0 s",
         "waiting for 3.0 s: no engine has offered the memory of rank 1",
         "",
@@ -134,7 +142,7 @@ def test_a_log_has_a_line_now_and_then_ever_more_rarely(monkeypatch: pytest.Monk
     began, progress = screen.now, screen.progress()
     for second in range(8):
         screen.now = began + second
-        progress.populating(second * GIB)
+        progress.making_memory(second * GIB, 0)
     assert screen.logged == [
         {"event": "starting", "populated": 5 * GIB, "of": 8 * GIB, "bytes_per_s": GIB, "left_s": 3},
     ]

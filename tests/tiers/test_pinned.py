@@ -163,6 +163,47 @@ def test_a_refusal_of_one_piece_leaves_none_registered(monkeypatch: pytest.Monke
     region.close()
 
 
+def test_each_piece_that_is_pinned_counts_as_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned, "REGISTER_MOST", 2 * 4096)
+    progress = populate.Progress()
+    for module in (pinned, populate):
+        monkeypatch.setattr(module, "PROGRESS", progress)
+    seen: list[tuple[int, int]] = []
+
+    class Watched(Pins):
+        def pin(self, address: int, nbytes: int) -> str:
+            seen.append((progress.populated, progress.pinned))
+            return super().pin(address, nbytes)
+
+    region = HostRegion(5 * 4096, Watched())
+    assert seen == [(5 * 4096, done * 4096) for done in (0, 2, 4)]
+    assert (progress.populated, progress.pinned) == (5 * 4096, 5 * 4096)
+    region.close()
+
+
+def test_a_process_that_ends_pins_no_more_pieces_and_leaves_none_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned, "REGISTER_MOST", 4096)
+    progress = populate.Progress()
+    for module in (pinned, populate):
+        monkeypatch.setattr(module, "PROGRESS", progress)
+
+    class Ending(Pins):
+        def pin(self, address: int, nbytes: int) -> str:
+            progress.cancelled = len(self.calls) == 1
+            return super().pin(address, nbytes)
+
+    pins = Ending(unpin_error="context gone")
+    region = HostRegion(4 * 4096, pins, later=True)
+    with pytest.raises(TierError, match="the process is ending"):
+        region.allocate()
+    assert [call for call, *_ in pins.calls] == ["pin", "pin", "unpin", "unpin"]
+    assert (region.address, region.pinned) == (0, False)
+    progress.cancelled, pins.unpin_error = False, ""
+    region.allocate()
+    assert region.pinned
+    region.close()
+
+
 def test_memory_may_come_later_and_come_again() -> None:
     pins = Pins()
     region = HostRegion(4096, pins, later=True)
@@ -192,12 +233,12 @@ def test_pages_are_made_in_pieces_by_threads_and_the_gil_is_free_meanwhile(
     monkeypatch.setattr(populate, "_touch", noted)
     memory = mmap.mmap(-1, 300 * 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     anchor = (ctypes.c_char * len(memory)).from_buffer(memory)
-    before, start = populate.PROGRESS.nbytes, ctypes.addressof(anchor)
+    before, start = populate.PROGRESS.populated, ctypes.addressof(anchor)
     here = os.sched_getaffinity(0)
     populate.populate(start, len(memory), cpus)
     assert os.sched_getaffinity(0) == here, "only its own threads move"
     assert sorted(touched) == [(start + n * 64 * 4096, min(64, 300 - n * 64) * 4096) for n in range(5)]
-    assert populate.PROGRESS.nbytes - before == len(memory)
+    assert populate.PROGRESS.populated - before == len(memory)
     del anchor
     memory.close()
 

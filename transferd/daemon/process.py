@@ -112,9 +112,10 @@ async def _live(daemon: Daemon, reload: Callable[[], Config] | None) -> int:
 async def _started(daemon: Daemon, notifier: Notifier, signals: ProcessSignals) -> bool:
     """Open the daemon; False if a signal came first (whatever was open by then is closed by `stop`)."""
     opening = asyncio.ensure_future(daemon.open())
-    progress, before = StartProgress(notifier, daemon.host_bytes, daemon.clock.monotonic), PROGRESS.nbytes
+    progress = StartProgress(notifier, daemon.host_bytes, daemon.clock.monotonic)
+    populated, pinned = PROGRESS.populated, PROGRESS.pinned
     while not (opening.done() or signals.stop.done()):
-        progress.populating(PROGRESS.nbytes - before)
+        progress.making_memory(PROGRESS.populated - populated, PROGRESS.pinned - pinned)
         await asyncio.wait({opening, signals.stop}, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
     progress.done()
     if opening.done():

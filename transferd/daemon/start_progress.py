@@ -30,25 +30,36 @@ class StartProgress:
         self._total = total
         self._now = now
         self._show = show
-        self._populated = -1
+        self._made = (-1, -1)
         self._began = now()
         self._line_after = FIRST_LINE_S
 
-    def populating(self, nbytes: int) -> None:
-        """Report how much host memory is made; call it now and then. systemd extends a start only while it grows."""
-        seconds = self._now() - self._began
-        made = f"{size(nbytes)} of {size(self._total)} of host memory populated"
-        if nbytes != self._populated:
-            self._populated = nbytes
+    def making_memory(self, populated: int, pinned: int) -> None:
+        """Report how many bytes of host memory are made; call it now and then.
+
+        systemd extends a start only while they grow. A region is pinned once all of it is populated, which by itself
+        takes minutes for much memory.
+        """
+        seconds, total = self._now() - self._began, size(self._total)
+        if (populated, pinned) != self._made:
+            self._made = (populated, pinned)
+            made = f"{size(populated)} of {total} of host memory populated, {size(pinned)} pinned"
             self._notifier.notify(f"EXTEND_TIMEOUT_USEC={EXTEND_S * 1_000_000}", f"STATUS=starting: {made}")
-        if not 0 < nbytes < self._total:
+        if 0 < populated < self._total:
+            rate = populated / seconds if seconds > 0 else 0.0
+            left = (self._total - populated) / rate if rate else None
+            shown = f"{bar(populated, self._total, 8)} {size(populated)} of {total} of host memory, {size(rate)}/s"
+            rates = {"bytes_per_s": round(rate), "left_s": left and round(left)}
+            self._tell(f"{shown}, {span(left)} left", populated=populated, **rates)
+        elif 0 < pinned < self._total:
+            shown = f"{bar(pinned, self._total, 8)} {size(pinned)} of {total} of host memory pinned"
+            self._tell(shown, populated=populated, pinned=pinned)
+        else:
             self._show(f"starting, {span(seconds)}")
-            return
-        rate = nbytes / seconds if seconds > 0 else 0.0
-        left = (self._total - nbytes) / rate if rate else None
-        shown = f"{bar(nbytes, self._total, 8)} {size(nbytes)} of {size(self._total)} of host memory, {size(rate)}/s"
-        if not self._show(f"{shown}, {span(left)} left") and self._line_due():
-            log.info("starting", populated=nbytes, of=self._total, bytes_per_s=round(rate), left_s=left and round(left))
+
+    def _tell(self, shown: str, **figures: float | None) -> None:
+        if not self._show(shown) and self._line_due():
+            log.info("starting", of=self._total, **figures)
 
     def waiting(self, why: str) -> None:
         """Report why a daemon that has started is not ready; call it now and then."""

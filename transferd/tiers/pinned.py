@@ -20,7 +20,7 @@ from transferd.blocks.layout.base import Arena, BlockLayout, align
 from transferd.errors import TierError
 from transferd.tiers.numa import cpus_of_node, placement, prefer_node
 from transferd.tiers.pinning import MEMORY_LOCK, Pinning
-from transferd.tiers.populate import give_back, populate
+from transferd.tiers.populate import PROGRESS, give_back, populate
 
 log = structlog.get_logger(__name__)
 
@@ -75,7 +75,12 @@ class HostRegion:
             raise
         self.view = memoryview(self._map)
         self.address = address
-        self._pin()
+        try:
+            self._pin()
+        except BaseException:
+            with contextlib.suppress(TierError):  # the first error is the one to raise
+                self.close()
+            raise
         if self.degraded:
             _warn(self.degraded)
 
@@ -90,16 +95,18 @@ class HostRegion:
         self.misplaced = f"{where} (mbind: {refused or 'allowed'})" if where else ""
 
     def _pin(self) -> None:
-        """In pieces: drivers refuse one registration of 512 GiB and more."""
+        """In pieces: drivers refuse one registration of 512 GiB and more. Raises TierError if the process is ending."""
         step = max(1, REGISTER_MOST // self._grain) * self._grain
         self.degraded = ""
         for offset in range(0, self.nbytes, step):
+            PROGRESS.check()
             piece = (self.address + offset, min(step, self.nbytes - offset))
             self.degraded = self._pinning.pin(*piece)
             if self.degraded:
                 self._unpin()
                 return
             self._pieces.append(piece)
+            PROGRESS.add(pinned=piece[1])
         self.pinned = True
 
     def _unpin(self) -> None:

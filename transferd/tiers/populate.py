@@ -30,19 +30,25 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Progress:
-    """Bytes that this process has populated so far, so that others can see that a start makes progress.
+    """Bytes that this process has populated and pinned so far, so that others can see that a start makes progress.
 
-    cancelled: populate no more; every running `populate` ends soon, with TierError.
+    cancelled: do no more of either; whoever is at it ends soon, with TierError.
     """
 
     def __init__(self) -> None:
-        self.nbytes = 0
+        self.populated = self.pinned = 0
         self.cancelled = False
         self._lock = threading.Lock()
 
-    def add(self, nbytes: int) -> None:
+    def add(self, *, populated: int = 0, pinned: int = 0) -> None:
         with self._lock:
-            self.nbytes += nbytes
+            self.populated += populated
+            self.pinned += pinned
+
+    def check(self) -> None:
+        """Call it between two pieces. Raises TierError once `cancelled`."""
+        if self.cancelled:
+            raise TierError("the process is ending")
 
 
 PROGRESS = Progress()
@@ -61,16 +67,14 @@ def populate(address: int, nbytes: int, cpus: Sequence[int] = ()) -> None:
             with contextlib.suppress(OSError):  # a cgroup without these CPUs
                 os.sched_setaffinity(0, cpus)
         for at, length in _taken(pieces, lock):
-            if PROGRESS.cancelled:
-                problems.append(TierError("the process is ending"))
-                return
             try:
+                PROGRESS.check()
                 _touch(at, length)
             except TierError as error:
                 problems.append(error)
             if problems:
                 return
-            PROGRESS.add(length)
+            PROGRESS.add(populated=length)
 
     count = min(THREADS, os.cpu_count() or 1, -(-nbytes // PIECE))
     threads = []
