@@ -10,12 +10,15 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from transferd.adapters.directories import own_directory
 from transferd.adapters.vllm import companion, identity, interfaces, memory
-from transferd.adapters.vllm.settings import settings
+from transferd.adapters.vllm.entry import EngineFacts
+from transferd.adapters.vllm.settings import settings, warn_of_unstable_hashes
 from transferd.errors import ConfigError, TierError
 
 
@@ -166,3 +169,43 @@ def test_the_packaged_daemon_is_used_only_if_it_can_open_our_memory(
     (told,) = caplog.messages
     assert f"not using the packaged daemon at ipc://{path}" in told
     assert ("another user" if whose == "another's" else "may not connect") in told
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "seed", "warned"),
+    [("sha256", None, 0), ("sha256_cbor", None, 0), ("xxhash", None, 1), ("xxhash_cbor", None, 1), ("xxhash", "7", 0)],
+)
+def test_hashes_that_differ_from_start_to_start_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, algorithm: str, seed: str | None, warned: int
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if seed is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+    with caplog.at_level("WARNING", "vllm.transferd"):
+        warn_of_unstable_hashes(types.SimpleNamespace(prefix_caching_hash_algo=algorithm))
+    assert len(caplog.messages) == warned
+    assert all(f"--prefix-caching-hash-algo {algorithm}" in message for message in caplog.messages)
+
+
+def test_files_of_engines_that_have_ended_are_removed_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = 2**22 + 1  # more than any pid can be
+    gone = [f"{ended}.toml", f"{ended}.log"]
+    kept = [f"{os.getpid()}.log", f"{os.getppid()}.toml", f"{ended}.txt", "capacity.log", "transferd.sock"]
+    monkeypatch.delenv(companion.ENDPOINT_VARIABLE, raising=False)
+    monkeypatch.setattr(companion, "DEFAULT_ENDPOINT", f"ipc://{tmp_path}/packaged")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    directory = own_directory("vllm")
+    for name in (*gone, *kept):
+        (directory / name).touch()
+
+    def start(*_: object, **__: object) -> None:
+        raise OSError("not in this test")
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    nothing: Any = None  # no daemon is reached that would ask for it
+    facts = EngineFacts("e", "m", "", "i", ranks=1, blocks=1, page_bytes=[4096], memory=nothing)
+    with pytest.raises(OSError, match="not in this test"):
+        companion.DaemonFinder(path=str(tmp_path / "store"), capacity=2**20, engine=facts).find()
+    assert {file.name for file in directory.iterdir()} == {*kept, f"{os.getpid()}.toml"}

@@ -82,6 +82,7 @@ SICK: list[tuple[str, Level, Machine, dict[str, Any] | None, str]] = [
     ("store", Level.WARN, Sound(space=lambda _: (50 * GIB, 40 * GIB)), None, "capacity 64GiB is more than"),
     ("store", Level.WARN, Sound(file_system=lambda _: "nfs4"), None, "is on nfs4"),
     ("store", Level.WARN, Sound(file_system=lambda _: "tmpfs"), None, "does not outlive a reboot"),
+    ("recorder", Level.WARN, Sound(writable=lambda _: False), None, "no dump of the flight recorder"),
     ("threads", Level.FAIL, Sound(limit=lambda name: 11 if name == "NPROC" else NO_LIMIT), None,
      "1 more can start (ulimit -u)"),
     ("threads", Level.FAIL, Sound(files={"/sys/fs/cgroup/pids.max": "100", "/sys/fs/cgroup/pids.current": "90"}), None,

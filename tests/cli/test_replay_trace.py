@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -102,3 +103,10 @@ def test_a_generated_workload_is_conversations_over_shared_prompts(seed: int, re
         for before, content in zip((None, *request.hash_ids), request.hash_ids, strict=False):
             assert parent.setdefault(content, before) == before, "equal ids mean equal prefixes"
     assert len({request.hash_ids[0] for request in workload}) <= 3
+
+
+def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", tmp_path):
+        with pytest.raises(RequestError, match=f"{path}: cannot be read: not a regular file"):
+            read_trace(path)

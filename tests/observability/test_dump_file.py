@@ -97,3 +97,9 @@ def test_a_missing_file_and_an_empty_directory_are_named(tmp_path: Path) -> None
         dumps.read_dump(tmp_path / "nowhere")
     with pytest.raises(RequestError, match="the directory contains no dump"):
         dumps.read_dump(tmp_path)
+
+
+def test_a_fifo_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(RequestError, match=r"fifo: not a .*not a regular file"):
+        dumps.read_dump(tmp_path / "fifo")

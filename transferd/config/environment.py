@@ -16,7 +16,7 @@ import json
 import os
 import stat
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, BinaryIO
 
 from transferd.config.rules import namespace_of, pod_name_of
 from transferd.config.size import Size
@@ -191,11 +191,20 @@ def read_text(path: str | os.PathLike[str], most: int) -> str:
 
 def read_file(path: str | os.PathLike[str], most: int) -> bytes:
     """As `read_text`, but bytes."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError("not a regular file")
+    with open_regular(path) as file:
         data = file.read(most + 1)
     if len(data) > most:
         raise ValueError(f"larger than {most} bytes")
     return data
+
+
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a regular file to read it. Raises OSError, or ValueError for anything else, such as a FIFO; never blocks."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError("not a regular file")
+        return open(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise

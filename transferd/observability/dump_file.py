@@ -28,6 +28,7 @@ from typing import Any
 
 import msgspec
 
+from transferd.config.environment import open_regular
 from transferd.errors import RequestError
 from transferd.observability.recorder import LONGEST_TEXT, Note
 from transferd.observability.story import task_story
@@ -87,7 +88,8 @@ def read_dump(path: Path) -> Dump:
             if newest is None:
                 raise RequestError(f"{path}: the directory contains no dump", code="bad_dump")
             path = newest
-        head, *rest = path.read_bytes().splitlines()
+        with open_regular(path) as file:
+            head, *rest = file.read().splitlines()
         header: dict[str, Any] = msgspec.json.decode(head, type=dict[str, Any])
         if header.get("format") != FORMAT:
             raise RequestError(f"{path}: not a flight recorder dump of transferd", code="bad_dump")

@@ -88,6 +88,7 @@ class DaemonFinder:
             return  # it has not bound its socket yet
         self._started = time.monotonic()
         self._say_how_it_ended()
+        _remove_leftovers(directory)
         sections, blocks, capacity = self._sections(directory, endpoint)
         config_file = directory / f"{os.getpid()}.toml"
         config_file.write_text(to_toml(sections), encoding="utf-8")
@@ -142,6 +143,13 @@ class DaemonFinder:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def _remove_leftovers(directory: Path) -> None:
+    """Remove configuration and log that engines of this user left which have ended: each start makes two files."""
+    for file in directory.glob("*.*"):
+        if file.suffix in (".toml", ".log") and file.stem.isdecimal() and not Path("/proc", file.stem).exists():
+            file.unlink(missing_ok=True)
 
 
 def _environment() -> dict[str, str]:

@@ -28,7 +28,7 @@ from transferd.adapters.vllm.companion import DaemonFinder
 from transferd.adapters.vllm.entry import Order
 from transferd.adapters.vllm.link import Link
 from transferd.adapters.vllm.scheduling import News, Scheduling
-from transferd.adapters.vllm.settings import AdapterSettings, check_served, settings
+from transferd.adapters.vllm.settings import AdapterSettings, check_served, settings, warn_of_unstable_hashes
 from transferd.adapters.vllm.working import Working, engine_facts
 
 log = logging.getLogger("vllm.transferd")
@@ -70,6 +70,7 @@ class TransferdConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is no
         self._name = name = self._settings.name or f"vllm-{self._kv_transfer_config.engine_id}"
         if role is KVConnectorRole.WORKER:
             return
+        warn_of_unstable_hashes(vllm_config.cache_config)
         self._link = _to_the_daemon(self._settings, name)
         event = self._event if _events_wanted(vllm_config) else None
         self._tokens, _ = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)  # the same for a single group

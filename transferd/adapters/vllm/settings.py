@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +11,8 @@ import msgspec
 
 from transferd.config.size import Size
 from transferd.errors import ConfigError
+
+log = logging.getLogger("vllm.transferd")  # vLLM shows only its own loggers
 
 LONGEST_TIMEOUT_S = 3600.0
 
@@ -67,3 +71,14 @@ def check_served(vllm_config: Any, kv_cache_config: Any) -> None:
     for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise ConfigError(name, "must be 1 with TransferdConnector; use TransferdTier", getattr(parallel, name))
+
+
+def warn_of_unstable_hashes(cache_config: Any) -> None:
+    """Log one warning if block hashes, which are the keys, differ from start to start.
+
+    vLLM seeds those that are not cryptographic at random, unless PYTHONHASHSEED is set.
+    """
+    algorithm = str(getattr(cache_config, "prefix_caching_hash_algo", ""))
+    if algorithm.startswith("xxhash") and "PYTHONHASHSEED" not in os.environ:
+        what = "transferd: no block stored with --prefix-caching-hash-algo %s is found after a restart or by another "
+        log.warning(what + "engine; use sha256, or set PYTHONHASHSEED to the same value in all of them", algorithm)

@@ -167,6 +167,18 @@ def direct_io(patient: Patient) -> Finding:
     return ok("direct I/O", f"{there} {told}; storage.file.direct_io is {'true' if wanted else 'false'}")
 
 
+def recorder(patient: Patient) -> Finding:
+    """A dump is written when something has gone wrong: too late to learn that it cannot be."""
+    directory = patient.config.recorder.directory
+    if not directory:
+        return ok("recorder", "no dumps: recorder.directory is empty")
+    there = patient.machine.existing(directory)
+    if not patient.machine.writable(there):
+        remedy = f"run the doctor as the daemon's user, or give it the directory (chown): {directory}"
+        return warn("recorder", f"{there} cannot be written by this user: no dump of the flight recorder", remedy)
+    return ok("recorder", f"dumps go to {directory}")
+
+
 def cuda_ipc(patient: Patient) -> Finding:
     """Whether daemon and engines can map each other's device memory, as far as it can be said without an engine."""
     cache = patient.config.cache
@@ -280,6 +292,6 @@ def socket(patient: Patient) -> Finding:
 
 
 CHECKS: tuple[Callable[[Patient], Finding], ...] = (
-    versions, memlock, engines, hugepages, shared_memory, numa, store, direct_io, threads, descriptors, socket, gpu,
-    cuda_ipc, mooncake, clock,
+    versions, memlock, engines, hugepages, shared_memory, numa, store, direct_io, recorder, threads, descriptors,
+    socket, gpu, cuda_ipc, mooncake, clock,
 )  # fmt: skip

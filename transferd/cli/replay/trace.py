@@ -15,6 +15,7 @@ from typing import Annotated
 
 import msgspec
 
+from transferd.config.environment import open_regular
 from transferd.errors import RequestError
 
 TRACE_BLOCK_TOKENS = 512  # tokens per hash id
@@ -40,10 +41,12 @@ def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
     without requests.
     """
     try:
-        with path.open("rb") as lines:
+        with open_regular(path) as lines:
             requests = list(islice(parse_trace(lines, str(path)), limit))
     except OSError as error:
         raise RequestError(f"{path}: cannot be read: {error.strerror}", code="bad_trace") from error
+    except ValueError as error:
+        raise RequestError(f"{path}: cannot be read: {error}", code="bad_trace") from error
     if not requests:
         raise RequestError(f"{path}: the trace contains no requests", code="bad_trace")
     return requests
