@@ -24,7 +24,7 @@ from transferd import (
     shm_pages,
 )
 from transferd.blocks.layout import build_layout
-from transferd.config import from_tree
+from transferd.config import Config, from_tree
 from transferd.daemon.daemon import Daemon
 from transferd.errors import ConnectTimeout, TransferError
 from transferd.tasks import SwapInTask, SwapOutTask
@@ -75,15 +75,19 @@ async def daemon(endpoint: str) -> AsyncIterator[Daemon]:
         yield daemon
 
 
-@contextlib.asynccontextmanager
-async def running(endpoint: str, **sections: Any) -> AsyncIterator[Daemon]:
+def configured(endpoint: str, **sections: Any) -> Config:
     tree = {
         "server": {"endpoint": endpoint, "client_timeout": 2.5},
         "host": {"staging": "64KiB"},
         "storage": {"backend": "memory"},
         "metrics": {"listen": ""},
     }
-    daemon = Daemon(from_tree(tree | sections))
+    return from_tree(tree | sections)
+
+
+@contextlib.asynccontextmanager
+async def running(endpoint: str, **sections: Any) -> AsyncIterator[Daemon]:
+    daemon = Daemon(configured(endpoint, **sections))
     await daemon.open()
     try:
         yield daemon

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.integration.test_engines import LAYOUT, Memory, client, described, running, serving, until
+from tests.integration.test_engines import LAYOUT, Memory, client, configured, described, running, serving, until
 from transferd import Client, Status
+from transferd.daemon.daemon import Daemon
 from transferd.errors import TierError
 from transferd.tasks import SwapInTask, SwapOutTask
 from transferd.tiers.pinned import HostRegion
@@ -154,3 +155,18 @@ async def test_the_device_memory_of_all_ranks_is_made_at_once(endpoint: str, mon
         await own.clear_cache()
         await own.restore_cache("G2")
         assert (await own.stats())["ready"]
+
+
+async def test_memory_that_cannot_be_freed_is_named_and_the_stop_ends(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon = Daemon(configured(endpoint, cache=CACHE))
+    await daemon.open()
+    async with held(monkeypatch, HostRegion, "close") as closes:
+        hanging = await daemon.stop(lambda: 0.1)
+        assert len(closes.inside) == RANKS, "a rank that hangs keeps no other from being freed"
+        closes.go()
+    for rank in range(RANKS):
+        assert f"rank {rank}" in hanging
+        [told] = [line for line in hanging if f": freeing host memory of rank {rank}, " in line]
+        assert told.startswith("transferd-setup-")
