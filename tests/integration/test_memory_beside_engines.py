@@ -7,15 +7,18 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.integration.test_engines import LAYOUT, Memory, client, configured, described, running, serving, until
 from transferd import Client, Status
+from transferd.daemon import process
 from transferd.daemon.daemon import Daemon
-from transferd.errors import TierError
+from transferd.errors import TierError, TransferError
 from transferd.tasks import SwapInTask, SwapOutTask
+from transferd.tiers import populate
 from transferd.tiers.pinned import HostRegion
 from transferd.tiers.shm import ShmDeviceTier
 
@@ -170,3 +173,32 @@ async def test_memory_that_cannot_be_freed_is_named_and_the_stop_ends(
         assert f"rank {rank}" in hanging
         [told] = [line for line in hanging if f": freeing host memory of rank {rank}, " in line]
         assert told.startswith("transferd-setup-")
+
+
+async def test_a_signal_ends_the_making_of_memory_for_an_engine_that_registers(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(populate, "PIECE", 4096)
+    begun, go, touched = threading.Event(), threading.Event(), list[int]()
+
+    def touch(address: int, _nbytes: int) -> None:
+        touched.append(address)
+        begun.set()
+        assert go.wait(60)
+
+    monkeypatch.setattr(populate, "_touch", touch)
+    daemon = Daemon(configured(endpoint, host=HOST))
+    await daemon.open()
+    async with client(endpoint, "b") as b:
+        registering = asyncio.ensure_future(b.register(described()))
+        await until(begun.is_set, "memory is being made")
+        stopping = asyncio.ensure_future(process._stopped(daemon, SimpleNamespace(budget=lambda: 20.0)))  # type: ignore[arg-type]
+        try:
+            await until(lambda: populate.PROGRESS.cancelled, "the stop has begun")
+        finally:
+            go.set()
+        assert await stopping == []
+        with pytest.raises(TransferError):
+            await registering
+    assert len(touched) <= populate.THREADS, "each thread ends with the piece that it has in hand"
+    assert not populate.PROGRESS.cancelled

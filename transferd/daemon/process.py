@@ -94,14 +94,14 @@ async def _live(daemon: Daemon, reload: Callable[[], Config] | None) -> int:
         except TransferError as error:
             hanging: list[str] = []
             with contextlib.suppress(TransferError):  # the error that kept it from starting is the one to tell
-                hanging = await daemon.stop(signals.budget)
+                hanging = await _stopped(daemon, signals)
             if isinstance(error, ConfigError) and not hanging:
                 raise
             log.error("cannot start", reason=error.reason, problem=str(error), hanging=hanging or None)
             return STILL_RUNNING if hanging else 1
         log.info("stopping", signal=signals.received, budget_s=round(signals.budget(), 3))
         notifier.notify("STOPPING=1", "STATUS=draining")
-        hanging = await daemon.stop(signals.budget)
+        hanging = await _stopped(daemon, signals)
     if hanging:
         log.error("stopped with hanging work; exiting without waiting for it", hanging=hanging)
         return STILL_RUNNING
@@ -122,12 +122,17 @@ async def _started(daemon: Daemon, notifier: Notifier, signals: ProcessSignals) 
         opening.result()
         return True
     opening.cancel()  # held back while a thread works for it; if that hangs, `stop` finds and names it
-    PROGRESS.cancelled = True
-    await asyncio.wait({opening}, timeout=signals.budget() / 2)
-    PROGRESS.cancelled = False
+    with PROGRESS.cancelling():
+        await asyncio.wait({opening}, timeout=signals.budget() / 2)
     if opening.done() and not opening.cancelled() and (error := opening.exception()) is not None:
         log.warning("start interrupted by a signal, and failed", problem=str(error))
     return False
+
+
+async def _stopped(daemon: Daemon, signals: ProcessSignals) -> list[str]:
+    """Stop the daemon; returns what hangs. The memory of an engine that registers now is not made to its end."""
+    with PROGRESS.cancelling():
+        return await daemon.stop(signals.budget)
 
 
 async def _serving(daemon: Daemon, notifier: Notifier, signals: ProcessSignals, reloader: Reloader) -> None:

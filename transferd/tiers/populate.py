@@ -45,6 +45,14 @@ class Progress:
             self.populated += populated
             self.pinned += pinned
 
+    @contextlib.contextmanager
+    def cancelling(self) -> Iterator[None]:
+        self.cancelled = True
+        try:
+            yield
+        finally:
+            self.cancelled = False
+
     def check(self) -> None:
         """Call it between two pieces. Raises TierError once `cancelled`."""
         if self.cancelled:
