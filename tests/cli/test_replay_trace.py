@@ -110,3 +110,13 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     for path in (tmp_path / "fifo", tmp_path):
         with pytest.raises(RequestError, match=f"{path}: cannot be read: not a regular file"):
             read_trace(path)
+
+
+def test_a_shells_pipe_is_read_like_a_file() -> None:
+    reading, writing = os.pipe()
+    try:
+        os.write(writing, f"{LINE}\n{LINE}\n".encode())
+        os.close(writing)
+        assert len(read_trace(Path(f"/dev/fd/{reading}"))) == 2
+    finally:
+        os.close(reading)

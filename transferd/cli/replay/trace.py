@@ -31,6 +31,7 @@ class TraceRequest(msgspec.Struct, frozen=True):
     output_length: int = 0
 
 
+SHELLS_PIPES = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
 _decoder = msgspec.json.Decoder(TraceRequest)
 
 
@@ -41,7 +42,8 @@ def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
     without requests.
     """
     try:
-        with open_regular(path) as lines:
+        # A shell's <(zcat trace.gz) is a pipe whose writer is there already.
+        with open(path, "rb") if str(path).startswith(SHELLS_PIPES) else open_regular(path) as lines:
             requests = list(islice(parse_trace(lines, str(path)), limit))
     except OSError as error:
         raise RequestError(f"{path}: cannot be read: {error.strerror}", code="bad_trace") from error
