@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transferd.storage import directory
+from transferd.storage import file_io
 from transferd.storage.file import FileStorage
 
 FLAG = "TRANSFERD_FAULT_EIO"
@@ -40,5 +40,5 @@ class EioFile(FileStorage):
     """Only for a daemon that a test has started: it changes what `os` means to the file backend of its process."""
 
     async def open(self) -> None:
-        directory.os = _FailingOs(Path(os.environ[FLAG]))  # type: ignore[assignment]
+        file_io.os = _FailingOs(Path(os.environ[FLAG]))  # type: ignore[assignment]
         await super().open()

@@ -87,15 +87,16 @@ class Liveness:
             for client in self._clients:
                 silent_s = now - self._clients[client].seen_at
                 if silent_s > self._timeout:
-                    self._lose(client, "client silent", why="silent", silent_s=round(silent_s, 3))
+                    self._recorder.aside("", "client silent", client)
+                    self._lose(client, why="silent", silent_s=round(silent_s, 3))
         if self._clients:
             self._look_later()
 
     def _ended(self, client: bytes) -> None:
-        self._lose(client, "client ended", why="its process has ended")
+        self._recorder.aside("", "client ended", client)
+        self._lose(client, why="its process has ended")
 
-    def _lose(self, client: bytes, what: str, **why: object) -> None:
+    def _lose(self, client: bytes, **why: object) -> None:
         log.warning("client gone", engine=self._clients.engine_of(client), client=client.hex(), **why)
-        self._recorder.aside("", what, client)
         self.lost += 1
         self._forget(client)
