@@ -93,7 +93,7 @@ def file_config(path: Path, capacity: int, **more: Any) -> FileStorageSection:
 
 
 def skip_without_direct_io(path: Path) -> None:
-    problem = Machine().direct_io(str(path))
+    problem = Machine().direct_io(Machine().existing(str(path)))
     if problem:
         pytest.skip(f"the file system of the tests' directory has no direct I/O: {problem}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import gc
 import mmap
 import os
 import re
@@ -241,6 +242,26 @@ def test_pages_are_made_in_pieces_by_threads_and_the_gil_is_free_meanwhile(
     assert populate.PROGRESS.populated - before == len(memory)
     del anchor
     memory.close()
+
+
+def test_views_that_are_garbage_are_freed_even_if_another_thread_is_collecting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector does nothing then: it never runs twice at once."""
+    region, collect, calls = HostRegion(8192), gc.collect, []
+
+    def busy_twice() -> int:
+        calls.append(1)
+        return collect() if len(calls) > 2 else 0
+
+    cycle: list[object] = [region.view[:100]]
+    cycle.append(cycle)
+    gc.disable()
+    try:
+        del cycle
+        monkeypatch.setattr(gc, "collect", busy_twice)
+        region.close()
+    finally:
+        gc.enable()
+    assert len(calls) == 3
 
 
 def test_what_makes_and_locks_pages_gives_pythons_lock_back() -> None:

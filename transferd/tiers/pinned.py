@@ -12,6 +12,7 @@ import ctypes
 import gc
 import math
 import mmap
+import time
 from typing import Any
 
 import structlog
@@ -27,6 +28,7 @@ log = structlog.get_logger(__name__)
 # Bytes of one registration. Drivers refused one of 512 GiB (vLLM #51081), and while one goes on (0.1 s for a GiB)
 # no thread of the process can map memory.
 REGISTER_MOST = 1024**3
+COLLECTIONS, COLLECTION_S = 50, 0.01  # how often to try to free views that are garbage, and the time between two tries
 
 _warned = False
 
@@ -138,12 +140,17 @@ class HostRegion:
             self._map.close()
             return
         # The traceback of a failed transfer holds the view that it used, in a cycle with the task that raised it.
-        # Such views are garbage, but only the collector frees them.
-        gc.collect()
-        try:
-            self._map.close()
-        except BufferError as error:
-            raise TierError(f"host memory is still in use at close: {error}") from error
+        # Such views are garbage, but only the collector frees them. It does nothing while it runs in another thread,
+        # such as the one that frees another rank's memory.
+        for left in reversed(range(COLLECTIONS)):
+            gc.collect()
+            try:
+                self._map.close()
+                return
+            except BufferError as error:
+                if not left:
+                    raise TierError(f"host memory is still in use at close: {error}") from error
+            time.sleep(COLLECTION_S)
 
 
 def _warn(reason: str) -> None:
