@@ -12,7 +12,7 @@ import ctypes
 import gc
 import math
 import mmap
-import time
+import threading
 from typing import Any
 
 import structlog
@@ -150,7 +150,7 @@ class HostRegion:
             except BufferError as error:
                 if not left:
                     raise TierError(f"host memory is still in use at close: {error}") from error
-            time.sleep(COLLECTION_S)
+            threading.Event().wait(COLLECTION_S)  # nobody tells when the other collection has ended
 
 
 def _warn(reason: str) -> None:
