@@ -30,6 +30,7 @@ import structlog
 import uvloop
 from rich.console import Console
 
+from tests.support.page_cache import pages_in_memory
 from transferd.cli.bench.harness import RUNS, Row, machine, report, row, show
 from transferd.cli.bench.storage import InProcess, run_task
 from transferd.cli.replay.kvdata import KvData
@@ -116,7 +117,7 @@ async def transferd(directory: Path, objects: int, figures: Figures, *, direct_i
             assert all(data.verify(block, start + block) is None for block in blocks), "wrong bytes"
         figures.load.append(nbytes / seconds / 1e9)
         figures.load_cpu.append(cpu / (nbytes / 1e9))
-        figures.cached.append(sum(map(in_memory, files(store))) / 2**20)
+        figures.cached.append(sum(map(pages_in_memory, files(store))) * mmap.PAGESIZE / 2**20)
         del data
     finally:
         await daemon.stop(lambda: 10.0)
@@ -142,16 +143,7 @@ def dropped(store: Path) -> None:
         fd = os.open(path, os.O_RDONLY)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(fd)
-    assert sum(map(in_memory, files(store))) == 0, "this file system keeps its files in memory"
-
-
-def in_memory(path: Path) -> int:
-    """Bytes of a file that the page cache has."""
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE) as mapped:
-        seen = (ctypes.c_ubyte * -(-len(mapped) // mmap.PAGESIZE))()
-        start = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(mapped)))
-        assert LIBC.mincore(start, ctypes.c_size_t(len(mapped)), seen) == 0
-        return sum(page & 1 for page in seen) * mmap.PAGESIZE
+    assert sum(map(pages_in_memory, files(store))) == 0, "this file system keeps its files in memory"
 
 
 def rows(ways: dict[str, Figures], objects: int) -> list[Row]:

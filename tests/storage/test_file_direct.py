@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.storage.harness import file_config, pages_in_memory, skip_without_direct_io
+from tests.storage.harness import file_config, skip_without_direct_io
+from tests.support.page_cache import pages_in_memory
 from transferd.daemon.preflight import _examine_files
 from transferd.errors import ConfigError
 from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.storage.harness import BACKENDS, Backend, Harness, Open, file_config, pages_in_memory
+from tests.storage.harness import BACKENDS, Backend, Harness, Open, file_config
+from tests.support.page_cache import pages_in_memory
 from transferd.storage.base import COLD, FOUND, MISSING, Blob, Found, Outcome, Place, ReadNow
 from transferd.storage.file import FileStorage
 from transferd.storage.lru import Use

@@ -19,7 +19,7 @@ from tests.support.cuda.shim import compiler
 from tests.support.cuda.tensor import GpuTensor, layer_views
 from tests.support.cuda.tier import as_numpy
 from tests.with_vllm.dry import LAYERS, PAGE, SHAPE, STALE, DryEngine, DryRank, prompts
-from tests.with_vllm.test_scheduler import ROOMY, rest, whole
+from tests.with_vllm.test_scheduler import ROOMY, computes_nothing_twice, preempts_and_aborts
 from tests.with_vllm.test_trace import conversations
 from transferd.adapters.vllm import working
 from transferd.adapters.vllm.entry import Order
@@ -97,13 +97,7 @@ def engine(place: Path, endpoint: str, **more: Any) -> DryEngine:
 @pytest.mark.parametrize("ahead", [False, True], ids=["in step", "ahead"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_restarted_engine_computes_nothing_twice(place: Path, endpoint: str, ranks: int, ahead: bool) -> None:
-    asked = prompts(1, 200, 300, 170)
-    with engine(place, endpoint, ranks=ranks, ahead=ahead) as first:
-        assert first.run(asked) == whole(asked)
-        first.forget()
-        assert first.run(asked) == rest(asked)
-    with engine(place, endpoint, ranks=ranks, ahead=ahead) as second:
-        assert second.run(asked) == rest(asked)
+    computes_nothing_twice(lambda: engine(place, endpoint, ranks=ranks, ahead=ahead))
 
 
 def test_without_the_timeline_bytes_are_wrong(place: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,13 +119,7 @@ def test_preempted_and_aborted_requests_leave_no_wrong_byte(place: Path, endpoin
     draw = random.Random(14)
     asked = prompts(14, *[250] * 8)
     with engine(place, endpoint, ranks=2, blocks=36, ahead=ahead) as tight:
-        names = [tight.add(prompt, 120) for prompt in asked]
-        while tight.scheduler.has_requests():
-            tight.step()
-            if draw.random() < 0.02:
-                tight.abort(draw.choice(names))
-        assert tight.preempted
-        tight.forget()
+        preempts_and_aborts(tight, draw, asked)
         tight.run(asked)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -32,18 +32,33 @@ def rest(asked: Sequence[Sequence[int]]) -> list[int]:
     return [(len(prompt) - 1) % TOKENS + ANSWER for prompt in asked]
 
 
-@both
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_restarted_engine_computes_nothing_twice(place: Path, kind: str, ranks: int) -> None:
+def computes_nothing_twice(start: Callable[[], DryEngine]) -> None:
+    """Neither after its KV cache was emptied nor after a restart."""
     asked = prompts(1, 200, 300, 170)
-    with DryEngine(place, kind, blocks=ROOMY, ranks=ranks) as engine:
+    with start() as engine:
         assert engine.run(asked) == whole(asked)
         engine.forget()
         assert engine.run(asked) == rest(asked)
-    with DryEngine(place, kind, blocks=ROOMY, ranks=ranks) as engine:
+    with start() as engine:
         assert engine.run(asked) == rest(asked)
         others = prompts(2, 200, 300)
         assert engine.run(others) == whole(others)
+
+
+def preempts_and_aborts(engine: DryEngine, draw: random.Random, asked: Sequence[Sequence[int]]) -> None:
+    names = [engine.add(prompt, 120) for prompt in asked]
+    while engine.scheduler.has_requests():
+        engine.step()
+        if draw.random() < 0.02:
+            engine.abort(draw.choice(names))
+    assert engine.preempted
+    engine.forget()
+
+
+@both
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_restarted_engine_computes_nothing_twice(place: Path, kind: str, ranks: int) -> None:
+    computes_nothing_twice(lambda: DryEngine(place, kind, blocks=ROOMY, ranks=ranks))
 
 
 def test_the_check_sees_one_wrong_bit(place: Path) -> None:
@@ -181,13 +196,7 @@ def test_preempted_and_aborted_requests_leave_no_wrong_byte(place: Path, kind: s
     asked = prompts(14, *[250] * 8)
     with DryEngine(place, kind, blocks=36, ahead=ahead) as engine:
         for _ in range(3):
-            names = [engine.add(prompt, 120) for prompt in asked]
-            while engine.scheduler.has_requests():
-                engine.step()
-                if draw.random() < 0.02:
-                    engine.abort(draw.choice(names))
-            assert engine.preempted
-            engine.forget()
+            preempts_and_aborts(engine, draw, asked)
 
 
 @both

@@ -28,8 +28,9 @@ log = structlog.get_logger(__name__)
 # Bytes of one registration. Drivers refused one of 512 GiB (vLLM #51081), and while one goes on (0.1 s for a GiB)
 # no thread of the process can map memory.
 REGISTER_MOST = 1024**3
-COLLECTIONS, COLLECTION_S = 50, 0.01  # how often to try to free views that are garbage, and the time between two tries
+COLLECTIONS, COLLECTION_S = 5, 0.05  # how often to try to free views that are garbage, and the time between two tries
 
+_collecting = threading.Lock()
 _warned = False
 
 
@@ -140,17 +141,18 @@ class HostRegion:
             self._map.close()
             return
         # The traceback of a failed transfer holds the view that it used, in a cycle with the task that raised it.
-        # Such views are garbage, but only the collector frees them. It does nothing while it runs in another thread,
-        # such as the one that frees another rank's memory.
-        for left in reversed(range(COLLECTIONS)):
-            gc.collect()
-            try:
-                self._map.close()
-                return
-            except BufferError as error:
-                if not left:
-                    raise TierError(f"host memory is still in use at close: {error}") from error
-            threading.Event().wait(COLLECTION_S)  # nobody tells when the other collection has ended
+        # Such views are garbage, but only the collector frees them. It does nothing while it runs in another thread:
+        # the lock keeps out those that free other ranks' memory, and the tries are for one that began by itself.
+        with _collecting:
+            for left in reversed(range(COLLECTIONS)):
+                gc.collect()
+                try:
+                    self._map.close()
+                    return
+                except BufferError as error:
+                    if not left:
+                        raise TierError(f"host memory is still in use at close: {error}") from error
+                threading.Event().wait(COLLECTION_S)  # nobody tells when the other collection has ended
 
 
 def _warn(reason: str) -> None:
