@@ -54,7 +54,7 @@ mutate: $(TEST_STAMP) ## do a module's tests notice small bugs in it? make mutat
 	$(BIN)/python scripts/mutate.py $(MODULE) $(if $(PART),--part $(PART))
 
 steady: $(TEST_STAMP) ## all tests TIMES times (10), beside two busy neighbours and a running transferd; stops at the first red run
-	TIMES=$(TIMES) PYTHON=$(BIN)/python bash scripts/steady $(PYTEST_ARGS)
+	TIMES=$(TIMES) PYTHON=$(BIN)/python MAKE=$(MAKE) bash scripts/steady
 
 sim: $(TEST_STAMP) ## the seeded simulation: make sim SEEDS=100000 FIRST=0
 	$(BIN)/python -m tests.support.simulation.campaign --seeds $(SEEDS) --first $(FIRST)

@@ -90,7 +90,8 @@ def test_every_damaged_object_is_named_and_nothing_is_changed(tmp_path: Path) ->
     expected = spoil(tmp_path)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     report = verify(str(tmp_path))
-    assert dict(report.bad) == expected
+    assert {bad.name: bad.damage for bad in report.bad} == expected
+    assert {bad.file for bad in report.bad} == {str(tmp_path / "objects" / path_of(bad)) for bad in expected}
     assert report.damage == {"checksum": 1, "magic": 3, "key": 1}
     assert (report.objects, report.quarantined) == (60, 0)
     assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
@@ -160,12 +161,13 @@ def test_the_command_says_it_in_text_and_json_and_by_its_exit_code(tmp_path: Pat
     bad = transferd("--path", str(tmp_path))
     assert bad.returncode == 1
     for object_name, damage in expected.items():
-        assert f"{damage} {object_name}" in bad.stdout
+        assert f"{damage} {object_name}\n    {tmp_path}/objects/{path_of(object_name)}\n" in bad.stdout
     told = transferd("--path", str(tmp_path), "--format", "json", "--quarantine")
     assert told.returncode == 1
     report: dict[str, Any] = json.loads(told.stdout)
     assert (report["objects"], report["damaged"], report["quarantined"]) == (60, 5, 5)
     assert {item["name"]: item["damage"] for item in report["bad"]} == expected
+    assert {Path(item["file"]) for item in report["bad"]} == set((tmp_path / "quarantine").iterdir())
     assert transferd("--path", str(tmp_path)).returncode == 0
 
 

@@ -58,6 +58,7 @@ async def server() -> AsyncIterator[HttpServer]:
 async def test_a_page_is_served_and_the_connection_closed(server: HttpServer) -> None:
     assert await get(server.port, "/page") == (200, b"hello")
     assert await get(server.port, "/page?x=1") == (200, b"hello")
+    assert await get(server.port, "http://host:9464/page?x=1") == (200, b"hello")  # as a proxy's client writes it
     status, head, body = await request(server.port, b"HEAD /page HTTP/1.1\r\nHost: x\r\n\r\n")
     assert (status, body) == (200, b"")
     assert b"content-length: 5" in head.lower()

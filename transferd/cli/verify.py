@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
@@ -26,9 +26,17 @@ from transferd.storage.examine import PIECE_BYTES, Examination
 TOLD = 1000  # damaged objects that a report names; the others are counted
 
 
+class Bad(NamedTuple):
+    """A damaged object. file: where it is now; in the quarantine if it was set aside."""
+
+    name: str
+    file: str
+    damage: str
+
+
 @dataclass
 class VerifyReport:
-    """What a store holds. bad: (name, damage) of the first TOLD damaged objects; damage: how many of which kind.
+    """What a store holds. bad: the first TOLD damaged objects; damage: how many of which kind.
 
     unsealed: objects in which nothing tells whether they are whole. errors: files that could not be looked at.
     interrupted: Ctrl-C ended it before it had seen every object.
@@ -40,7 +48,7 @@ class VerifyReport:
     unsealed: int = 0
     errors: list[str] = field(default_factory=list)
     damage: Counter[str] = field(default_factory=Counter)
-    bad: list[tuple[str, str]] = field(default_factory=list)
+    bad: list[Bad] = field(default_factory=list)
     quarantined: int = 0
     seconds: float = 0.0
     interrupted: bool = False
@@ -60,7 +68,7 @@ class VerifyReport:
             "bytes": self.bytes,
             "damaged": self.damaged,
             "damage": dict(self.damage),
-            "bad": [{"name": name, "damage": damage} for name, damage in self.bad],
+            "bad": [bad._asdict() for bad in self.bad],
             "unsealed": self.unsealed,
             "quarantined": self.quarantined,
             "errors": self.errors,
@@ -69,8 +77,9 @@ class VerifyReport:
         }
 
     def print(self, console: Console) -> None:
-        for name, damage in self.bad:
+        for name, file, damage in self.bad:
             console.print(f"[red]{damage}[/] {escape(one_line(name))}", soft_wrap=True, highlight=False)
+            console.print(f"    {escape(one_line(file))}", soft_wrap=True, highlight=False)
         if self.damaged > len(self.bad):
             console.print(f"… and {self.damaged - len(self.bad)} more")
         for error in self.errors:
@@ -110,10 +119,11 @@ def verify(path: str, *, quarantine: bool = False, progress: Callable[[int], Non
             except OSError as error:
                 report.errors.append(str(error))
             else:
-                _count(report, examination)
+                where = examination.path
                 if examination.damage is not None and quarantine:
-                    directory.set_aside(file.name)
+                    where = directory.set_aside(file.name)
                     report.quarantined += 1
+                _count(report, examination, where)
     except OSError as error:
         report.errors.append(str(error))
     except KeyboardInterrupt:
@@ -135,7 +145,7 @@ def verify_with_progress(path: str, console: Console, *, quarantine: bool = Fals
         return verify(path, quarantine=quarantine, progress=lambda nbytes: bar.advance(task, nbytes))
 
 
-def _count(report: VerifyReport, examination: Examination) -> None:
+def _count(report: VerifyReport, examination: Examination, where: str) -> None:
     if examination.gone:
         return
     report.objects += 1
@@ -144,4 +154,4 @@ def _count(report: VerifyReport, examination: Examination) -> None:
     if examination.damage is not None:
         report.damage[str(examination.damage)] += 1
         if len(report.bad) < TOLD:
-            report.bad.append((examination.name, str(examination.damage)))
+            report.bad.append(Bad(examination.name, where, str(examination.damage)))

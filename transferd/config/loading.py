@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 import re
 import tomllib
@@ -170,6 +171,7 @@ def _possible_keys(path: str) -> list[str]:
     return [field.encode_name for field in getattr(_type_at(path), "fields", ())]
 
 
+@functools.cache
 def _type_at(path: str) -> Any:
     kind: Any = msgspec.inspect.type_info(Config)
     for name, bracket in re.findall(r"(\w+)(\[)?", path):  # `peers[...]`: sections that have names of their own

@@ -109,9 +109,12 @@ class HttpServer:
         """The page for a request; never raises for what a client asks."""
         if request.method not in (b"GET", b"HEAD"):
             return Page(b"method not allowed; use GET or HEAD\n", status=405, headers=(("allow", "GET, HEAD"),))
-        path = request.target.partition(b"?")[0].decode("ascii", "replace")
+        target = request.target.decode("ascii", "replace")
+        if target.lower().startswith("http://"):  # as a client of a proxy writes it
+            target = "/" + target[len("http://") :].partition("/")[2]
+        path, _, query = target.partition("?")
         if (asked := self._asked.get(path)) is not None:
-            return asked(request.target.partition(b"?")[2].decode("ascii", "replace"))
+            return asked(query)
         route = self._routes.get(path)
         if route is None:
             return Page(f"no such page; try {' '.join(self._routes)}\n".encode(), status=404)

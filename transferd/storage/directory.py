@@ -329,8 +329,11 @@ class ObjectDirectory:
             raise self._translated("remove", error, 0) from error
         self._prune(path)
 
-    def set_aside(self, name: str) -> None:
-        """Move an object into the quarantine, which forgets its oldest; unlink it if that fails."""
+    def set_aside(self, name: str) -> str:
+        """Move an object into the quarantine, which forgets its oldest; unlink it if that fails.
+
+        Returns the path where it would be found now.
+        """
         path = self._objects + path_of(name)
         number = int(self._clock.wall() * 1e9) + next(self._numbers)
         kept = temporary_of(f"{self._quarantine}{os.path.basename(path)}", number)
@@ -340,9 +343,10 @@ class ObjectDirectory:
             self._prune(path)
             self._trim_quarantine()
         except FileNotFoundError:
-            return
+            pass
         except OSError:
             self.remove(name)
+        return kept
 
     def _trim_quarantine(self) -> None:
         with os.scandir(self._quarantine) as entries:
