@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
+from tests.support.simulation import campaign as campaigns
 from tests.support.simulation.campaign import campaign
 from tests.support.simulation.effects import FAULTS as EFFECTS
 from tests.support.simulation.loop import SimLoop, simulate
@@ -135,7 +136,8 @@ def test_a_failing_story_is_made_small_and_names_the_task(monkeypatch: pytest.Mo
     gc.collect()  # here, where it is expected, and not in the next test
 
 
-def test_a_campaign_stops_at_the_first_failure_and_a_limit_ends_it_early() -> None:
+def test_a_campaign_stops_at_the_first_failure_and_a_limit_ends_it_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(campaigns, "SHARE", 3)
     report = campaign(range(12), 2)
     assert (report.ran, report.failed) == (12, [])
     assert report.seen["ok"] > 20
