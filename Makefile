@@ -99,9 +99,9 @@ vllm-gains: ## what vLLM gains, measured and written to docs/vllm.md; wants a qu
 
 clean: ## remove what these targets made
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	rm -f transferd/*.so transferd/tiers/*.so
+	rm -f transferd/*/*.so
 
-$(STAMP): pyproject.toml setup.py transferd/tiers/_copyruns.c scripts/system-packages
+$(STAMP): pyproject.toml setup.py $(wildcard transferd/*/*.c) scripts/system-packages
 	@bash scripts/system-packages
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .

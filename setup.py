@@ -1,16 +1,17 @@
-"""What pyproject.toml cannot say stably: the optional C extension (see tiers/hostcopy.py)."""
+"""What pyproject.toml cannot say stably: the optional C extensions (see tiers/hostcopy.py and workers/in_place.py)."""
 
 from setuptools import Extension, setup
 
 setup(
     ext_modules=[
         Extension(
-            "transferd.tiers._copyruns",
-            ["transferd/tiers/_copyruns.c"],
+            f"transferd.{name.replace('/', '.')}",
+            [f"transferd/{name}.c"],
             py_limited_api=True,
             extra_compile_args=["-O3"],
-            optional=True,  # without a compiler or Python.h the install still works, on the slower twin
+            optional=True,  # without a compiler or Python.h the install still works, on the slower twins
         )
+        for name in ("tiers/_copyruns", "workers/_inplace")
     ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},  # one wheel for every Python from 3.11 on
 )

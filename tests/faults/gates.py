@@ -35,7 +35,7 @@ from typing import Any
 
 from transferd.blocks.copyplan import CopyPlan
 from transferd.blocks.footer import FOOTER_BYTES
-from transferd.storage.base import Blob, InPlace, Outcome, Place, ReadNow, Storage
+from transferd.storage.base import Backing, Blob, InPlace, Outcome, Place, ReadNow, Storage
 from transferd.storage.file import FileStorage
 from transferd.storage.lru import Use
 from transferd.storage.mooncake import MooncakeStorage
@@ -87,7 +87,7 @@ class HalfwayBlock:
         self._rank = rank
         self._paused = False
 
-    def load(self, read: ReadNow) -> bool:
+    def load(self, read: ReadNow, _: Backing | None = None) -> bool:  # only `read` can pause
         def halfway(buffers: Sequence[memoryview], offset: int) -> int:
             middle = len(buffers) // 2
             if self._paused or not middle:

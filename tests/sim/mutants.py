@@ -138,7 +138,7 @@ MUTANTS = (
     Mutant(
         "an object that is loaded in place is not checked",
         "workers/in_place.py",
-        "        return self._inspection.damage() is None",
+        "        return damage is None",
         "        return True",
     ),
     Mutant(

@@ -13,7 +13,7 @@ import pytest
 
 from tests.storage.harness import BACKENDS, Backend, Harness, Open, file_config
 from tests.support.page_cache import pages_in_memory
-from transferd.storage.base import COLD, FOUND, MISSING, Blob, Found, Outcome, Place, ReadNow
+from transferd.storage.base import COLD, FOUND, MISSING, Backing, Blob, Found, Outcome, Place, ReadNow
 from transferd.storage.file import FileStorage
 from transferd.storage.lru import Use
 
@@ -28,7 +28,7 @@ class Block:
         self.memory = bytearray(b"\xaa" * nbytes)
         self._part = part
 
-    def load(self, read: ReadNow) -> bool:
+    def load(self, read: ReadNow, _: Backing | None = None) -> bool:
         end = max(0, self.nbytes - FOOTER)
         view = memoryview(self.memory)
         if read([view[end:]], end) < self.nbytes - end:

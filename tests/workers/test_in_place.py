@@ -15,7 +15,7 @@ from transferd.blocks.copyplan import plan_copy
 from transferd.blocks.layout import build_layout
 from transferd.config import CacheSection
 from transferd.errors import StorageError
-from transferd.storage.base import Outcome, Place, ReadNow
+from transferd.storage.base import Backing, Outcome, Place, ReadNow
 from transferd.tasks import ReadStorageTask, Stop
 from transferd.workers import in_place
 from transferd.workers.in_place import Loan, pieces_of
@@ -55,7 +55,7 @@ class _Told:
         self._storage = storage
         self._place = place
 
-    def load(self, _: ReadNow) -> bool:
+    def load(self, _: ReadNow, __: Backing | None = None) -> bool:
         storage, name = self._storage, self._place.name
         data = storage.objects[name]
 
@@ -285,6 +285,7 @@ def test_pieces_are_the_blocks_bytes_in_the_order_of_its_object(
     piece: int, buffers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(in_place, "PIECE_BYTES", piece)
+    monkeypatch.setattr(in_place, "PART_BYTES", piece)
     monkeypatch.setattr(in_place, "MOST_BUFFERS", buffers)
     odd = {"kv_lora_rank": 50, "qk_rope_head_dim": 7, "block_size": 3}
     layout = build_layout(CacheSection(layers=3, attention="mla", device_blocks=5, **odd))

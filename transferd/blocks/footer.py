@@ -147,9 +147,11 @@ class Inspection:
     def payload(self, piece: memoryview) -> None:
         self._hasher.update(piece)
 
-    def damage(self) -> Damage | None:
-        """The result, after the whole payload was fed. Call it only if the footer was good."""
-        return None if _checksum_of(self._footer) == self._hasher.intdigest() else Damage.CHECKSUM
+    def damage(self, checksum: int | None = None) -> Damage | None:
+        """The result, after the whole payload was fed, or for its checksum. Call it only if the footer was good."""
+        if checksum is None:
+            checksum = self._hasher.intdigest()
+        return None if _checksum_of(self._footer) == checksum else Damage.CHECKSUM
 
 
 class NotSealed(ValueError):

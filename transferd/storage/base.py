@@ -85,6 +85,9 @@ class Blob:
 # for a medium. Returns how many bytes it filled; fewer than asked for: the rest is not in memory.
 ReadNow = Callable[[Sequence[memoryview], int], int]
 
+# What a ReadNow reads from: the descriptor of a file that holds the object from its start on, or the object in memory.
+Backing = int | memoryview
+
 
 class InPlace(Protocol):
     """A block that takes in an object where it lies, in several pieces, and checks it on the way.
@@ -95,8 +98,11 @@ class InPlace(Protocol):
     @property
     def nbytes(self) -> int: ...
 
-    def load(self, read: ReadNow) -> bool:
-        """In a thread: read all of the object. False: `get` it instead, or nobody wants it any more."""
+    def load(self, read: ReadNow, backing: Backing | None = None) -> bool:
+        """In a thread: read all of the object. False: `get` it instead, or nobody wants it any more.
+
+        backing: the block may read this itself, faster, as long as it does not wait for the medium (RWF_NOWAIT).
+        """
         ...
 
 

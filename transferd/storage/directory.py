@@ -274,7 +274,7 @@ class ObjectDirectory:
 
     def load(self, name: str, block: InPlace) -> bool | Outcome:
         """Have `block` load the object from the page cache. COLD: not all of it is there. Otherwise as `read`."""
-        return self._opened(name, block.nbytes, 0, lambda fd: block.load(functools.partial(read_now, fd)) or COLD)
+        return self._opened(name, block.nbytes, 0, lambda fd: block.load(functools.partial(read_now, fd), fd) or COLD)
 
     def _opened(self, name: str, nbytes: int, flags: int, work: Callable[[int], T]) -> T | bool:
         """The result of `work` on the open file; False if there is none."""

@@ -71,7 +71,7 @@ class MemoryStorage(IndexedStorage):
             return False
         if stored.nbytes != block.nbytes:
             raise Damaged
-        return block.load(functools.partial(_read_now, stored)) or COLD
+        return block.load(functools.partial(_read_now, stored), stored.data) or COLD
 
     def _remove(self, name: str) -> None:
         self._objects.pop(name, None)

@@ -1,7 +1,8 @@
 """Loads into blocks where they lie: storage's memory → block, for blocks that the CPU can address.
 
 A thread reads each object in pieces that fit its cache, straight into the segments of its block, and checks each piece
-while it is there. Compared with staging this saves a copy, a hand-over to another thread, and the leases.
+while it is there. Compared with staging this saves a copy, a hand-over to another thread, and the leases. Where the C
+extension was built, a piece takes one call, without the GIL; the way in Python does the same.
 
 Only bytes that are in memory travel this way (`Storage.get_in_place`), because no thread may wait for a disk with a
 block in its hands: when a task ends, its blocks are the engine's again. What is not in memory is left to staging.
@@ -22,16 +23,31 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from transferd.blocks.footer import FOOTER_BYTES, Damage, Inspection
 from transferd.blocks.layout.base import Arena, Geometry
-from transferd.storage.base import Found, Outcome, Place, ReadNow, Storage
+from transferd.storage.base import Backing, Found, Outcome, Place, ReadNow, Storage
 from transferd.tasks import ReadStorageTask
 from transferd.workers.context import Account, RankContext
 
-CHUNK_BYTES = 16 * 1024**2  # of one call: its fixed cost is negligible, and a stop waits for one object only
+try:
+    from transferd.workers import _inplace
+except ImportError:  # no compiler at the installation
+    NATIVE = False
+else:
+    NATIVE = True
+
+# Of one call: so much that its fixed cost (two threads that wake up, two that are heard) hides behind it; and so few
+# objects that the event loop prepares them within a millisecond or two. A stop waits for a piece of one object only.
+CHUNK_BYTES, CHUNK_BLOCKS = 128 * 1024**2, 64
 CHUNKS_UNDER_WAY = 2  # so that no thread waits for the event loop
-PIECE_BYTES = 512 * 1024  # read, then checked: at most what a core's own cache holds
+PIECE_BYTES = 2 * 1024**2  # for which a thread holds a loan; the end of a task waits for so much
+PART_BYTES = 512 * 1024  # read, then checked: at most what a core's own cache holds
 MOST_BUFFERS = 1024  # of one preadv: IOV_MAX
+STRIPE_BYTES = 64  # the extension takes parts that are multiples of this, as those of nearly all layouts are
+FEWEST_BYTES = 240  # and payloads of more than this
 
 T = TypeVar("T")
 Bad = Callable[[str, str, Damage], None]
@@ -89,8 +105,8 @@ def pieces_of(packed: Geometry, memory: Geometry) -> list[Piece]:
         *(array.tolist() for array in (packed.offsets, memory.offsets, memory.strides, packed.nbytes)), strict=True
     )
     for source, target, stride, nbytes in sorted(rows):
-        for start in range(0, nbytes, PIECE_BYTES):
-            length = min(PIECE_BYTES, nbytes - start)
+        for start in range(0, nbytes, PART_BYTES):
+            length = min(PART_BYTES, nbytes - start)
             if parts and (end - begin + length > PIECE_BYTES or len(parts) == MOST_BUFFERS):
                 pieces.append(Piece(begin, end - begin, parts))
                 parts, begin = [], end
@@ -100,46 +116,84 @@ def pieces_of(packed: Geometry, memory: Geometry) -> list[Piece]:
     return [*pieces, Piece(begin, end - begin, parts)]
 
 
+class BlockMemory:
+    """The memory that a rank's blocks lie in.
+
+    view: of it, from the arena's origin on; borrowed. pieces: of every block. tables: the parts of each piece for the
+    extension, int64 [n, 3]; None where there is no extension, or the layout's parts are too odd for it.
+    """
+
+    def __init__(self, arena: Arena, packed: Geometry) -> None:
+        """packed: a block of the same layout without gaps."""
+        self.arena = arena
+        self.view = memoryview((ctypes.c_char * arena.geometry.extent).from_address(arena.origin)).cast("B")
+        self.pieces = pieces_of(packed, arena.geometry)
+        self.tables: list[npt.NDArray[np.int64]] | None = None
+        even = all(nbytes % STRIPE_BYTES == 0 for piece in self.pieces for _, _, nbytes in piece.parts)
+        if NATIVE and even and sum(piece.nbytes for piece in self.pieces) > FEWEST_BYTES:
+            self.tables = [np.array(piece.parts, dtype=np.int64) for piece in self.pieces]
+
+
 class BlockInPlace:
     """One block and the check of the object that it takes in. See `storage.base.InPlace`.
 
-    view: the device memory from the arena's origin on; borrowed. pieces: of every block in it.
     damage: after a load, what is wrong with the object's footer; None for a good one.
     """
 
-    def __init__(
-        self, view: memoryview, pieces: Sequence[Piece], block: int, inspection: Inspection, loan: Loan
-    ) -> None:
+    def __init__(self, memory: BlockMemory, block: int, inspection: Inspection, loan: Loan) -> None:
         self.nbytes = inspection.payload_bytes + FOOTER_BYTES
         self.damage: Damage | None = None
-        self._view = view
-        self._pieces = pieces
+        self._memory = memory
         self._block = block
         self._inspection = inspection
         self._loan = loan
 
-    def load(self, read: ReadNow) -> bool:
+    def load(self, read: ReadNow, backing: Backing | None = None) -> bool:
         footer = bytearray(FOOTER_BYTES)
         if read([memoryview(footer)], self._inspection.payload_bytes) < FOOTER_BYTES:
             return False
         self.damage = self._inspection.footer(bytes(footer))
         if self.damage is not None:
             return True
-        view, block = self._view, self._block
-        for offset, nbytes, parts in self._pieces:
-            buffers = [view[(at := first + stride * block) : at + length] for first, stride, length in parts]
-            if not self._loan.take():
-                return False
-            try:
-                if read(buffers, offset) < nbytes:
-                    return False
-                for buffer in buffers:
-                    self._inspection.payload(buffer)
-            finally:
-                self._loan.give_back()
+        if backing is None or self._memory.tables is None:
+            damage = self._load_in_python(read)
+        else:
+            damage = self._load_natively(backing, self._memory.tables)
         # If the payload is wrong, its block may be to blame: an engine that was killed and restarted may write to
         # blocks that a task of its predecessor still loads. Only staging, which nobody else touches, can tell.
-        return self._inspection.damage() is None
+        return damage is None
+
+    def _load_natively(self, backing: Backing, tables: Sequence[npt.NDArray[np.int64]]) -> Damage | None:
+        origin, block = self._memory.arena.origin, self._block
+        state = _inplace.new_state(self._inspection.payload_bytes)
+        for piece, table in zip(self._memory.pieces, tables, strict=True):
+            if not self._loan.take():
+                return Damage.UNREADABLE
+            try:
+                if isinstance(backing, int):
+                    loaded = _inplace.read_file(backing, piece.offset, origin, table, block, state)
+                else:
+                    loaded = _inplace.copy_memory(backing, piece.offset, origin, table, block, state)
+                if loaded < piece.nbytes:
+                    return Damage.UNREADABLE
+            finally:
+                self._loan.give_back()
+        return self._inspection.damage(_inplace.checksum(state))
+
+    def _load_in_python(self, read: ReadNow) -> Damage | None:
+        view, block, inspection = self._memory.view, self._block, self._inspection
+        for offset, nbytes, parts in self._memory.pieces:
+            buffers = [view[(at := first + stride * block) : at + length] for first, stride, length in parts]
+            if not self._loan.take():
+                return Damage.UNREADABLE
+            try:
+                if read(buffers, offset) < nbytes:
+                    return Damage.UNREADABLE
+                for buffer in buffers:
+                    inspection.payload(buffer)
+            finally:
+                self._loan.give_back()
+        return inspection.damage()
 
 
 @dataclass(slots=True)
@@ -166,9 +220,8 @@ class InPlaceReader:
         self._context = context
         self._storage = storage
         self._bad = bad
-        self._arena: Arena | None = None  # that `_memory` is about
-        self._memory: tuple[memoryview, list[Piece]] | None = None
-        self._chunk_blocks = max(1, CHUNK_BYTES // context.layout.block_bytes)
+        self._memory: BlockMemory | None = None
+        self._chunk_blocks = max(1, min(CHUNK_BYTES // context.layout.block_bytes, CHUNK_BLOCKS))
 
     async def load(self, account: Account, names: Sequence[str], positions: Sequence[int]) -> Sequence[int]:
         """Load blocks of a ReadStorageTask. Returns the positions that are left for staging, ascending.
@@ -215,24 +268,21 @@ class InPlaceReader:
 
     def _places(self, account: Account, names: Sequence[str], chunk: Sequence[int], loan: Loan) -> list[Place]:
         context, job = self._context, account.job
-        task, arena = job.task, context.device.arena
+        task = job.task
         assert isinstance(task, ReadStorageTask)
         context.recorder.step(task.task_id, "load in place", context.rank, len(chunk))
-        view, pieces = self._memory_of(arena)
+        memory = self._memory_of(context.device.arena)
         inspections = context.format.inspections(job.generation, [job.ids[i] for i in chunk], context.object_rank)
         blocks, use = task.gpu_block_ids, job.use
         return [
-            Place(names[i], BlockInPlace(view, pieces, blocks[i], inspection, loan), use, i)
+            Place(names[i], BlockInPlace(memory, blocks[i], inspection, loan), use, i)
             for i, inspection in zip(chunk, inspections, strict=True)
         ]
 
-    def _memory_of(self, arena: Arena) -> tuple[memoryview, list[Piece]]:
-        """A view of the memory from its origin on, and the pieces of its blocks."""
-        if self._memory is None or self._arena is not arena:
+    def _memory_of(self, arena: Arena) -> BlockMemory:
+        if self._memory is None or self._memory.arena is not arena:
             context = self._context
-            view = memoryview((ctypes.c_char * arena.geometry.extent).from_address(arena.origin)).cast("B")
-            packed = context.layout.packed(1, context.format.slot_bytes)
-            self._arena, self._memory = arena, (view, pieces_of(packed, arena.geometry))
+            self._memory = BlockMemory(arena, context.layout.packed(1, context.format.slot_bytes))
         return self._memory
 
     def _note_damage(self, task_id: str, places: Sequence[Place], asked: asyncio.Future[list[Outcome]]) -> None:

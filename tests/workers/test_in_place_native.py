@@ -1,0 +1,232 @@
+"""The C extension that loads blocks in place: XXH3's checksum, the object's bytes, and what its twin in Python does."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import subprocess
+import sysconfig
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import IO, Any
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.cuda.shim import compiler
+from transferd.blocks.footer import FOOTER_BYTES, Inspection, seal, stamp_of_name
+from transferd.blocks.layout import build_layout
+from transferd.blocks.layout.base import Arena
+from transferd.config import CacheSection
+from transferd.storage.file_io import read_now
+from transferd.workers import in_place
+from transferd.workers.in_place import BlockInPlace, BlockMemory, Loan
+
+SOURCE = Path(in_place.__file__).with_name("_inplace.c")
+NAME = f"m/f/g/{'ab' * 20}/0"
+
+
+@pytest.fixture(scope="module", params=["as installed", "without AVX2"])
+def native(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    if request.param == "as installed":
+        return pytest.importorskip("transferd.workers._inplace", reason="the installation found no compiler")
+    gcc = compiler()
+    if gcc is None:
+        pytest.skip("this machine has no C compiler")
+    built = tmp_path_factory.mktemp("native") / "_inplace.so"
+    include = sysconfig.get_path("include")
+    flags = ["-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-DWITHOUT_AVX2", f"-I{include}"]
+    done = subprocess.run([gcc, *flags, str(SOURCE), "-o", str(built)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return loaded(built)
+
+
+def loaded(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("_inplace", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def cut(draw: random.Random, total: int, most: int) -> list[int]:
+    """`total` as a sum of at most `most` positive numbers."""
+    marks = sorted(draw.sample(range(1, total), min(most, total) - 1))
+    return [b - a for a, b in zip([0, *marks], [*marks, total], strict=True)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(stripes=st.integers(4, 300), pieces=st.integers(1, 4), parts=st.integers(1, 9), seed=st.integers(0, 2**32))
+def test_any_payload_in_any_parts_arrives_whole_with_the_checksum_of_xxhash(
+    native: Any, stripes: int, pieces: int, parts: int, seed: int
+) -> None:
+    draw = random.Random(seed)
+    payload = draw.randbytes(64 * stripes)
+    memory, wanted = np.zeros(2 * len(payload) + 64, np.uint8), np.zeros(2 * len(payload) + 64, np.uint8)
+    block, stride = draw.randrange(2), 64 * stripes
+    with file_of(payload) as file:
+        fd = file.fileno()
+        for source, call in ((fd, native.read_file), (memoryview(payload), native.copy_memory)):
+            memory[:], wanted[:] = 0, 0
+            state, offset = native.new_state(len(payload)), 0
+            for piece in cut(draw, stripes, pieces):
+                sizes = [64 * count for count in cut(draw, piece, parts)]
+                starts = list(np.cumsum([offset, *sizes[:-1]]))
+                table = np.array([(at, stride, size) for at, size in zip(starts, sizes, strict=True)], np.int64)
+                order = draw.sample(range(len(sizes)), len(sizes))  # the parts lie in memory in another order
+                at = offset
+                for row in order:
+                    table[row][0], at = at, at + sizes[row]
+                for (first, _, size), start in zip(table.tolist(), starts, strict=True):
+                    begin = first + stride * block
+                    wanted[begin : begin + size] = np.frombuffer(payload[start : start + size], np.uint8)
+                assert call(source, offset, memory.ctypes.data, table, block, state) == 64 * piece
+                offset += 64 * piece
+            assert native.checksum(state) == xxhash.xxh3_64_intdigest(payload)
+            assert np.array_equal(memory, wanted)
+
+
+@pytest.mark.parametrize("nbytes", [256, 320, 1024, 1088, 2048, 64 * 1023, 64 * 1024, 64 * 1025])
+def test_lengths_beside_the_borders_of_the_format(native: Any, nbytes: int) -> None:
+    payload = random.Random(nbytes).randbytes(nbytes)
+    memory, state = np.zeros(nbytes, np.uint8), native.new_state(nbytes)
+    native.copy_memory(memoryview(payload), 0, memory.ctypes.data, np.array([[0, 0, nbytes]], np.int64), 0, state)
+    assert native.checksum(state) == xxhash.xxh3_64_intdigest(payload)
+    assert memory.tobytes() == payload
+
+
+def test_what_is_not_there_is_not_read_and_not_checked(native: Any) -> None:
+    payload, table = bytes(500), np.array([[0, 0, 512]], np.int64)
+    memory = np.zeros(512, np.uint8)
+    with file_of(payload) as file:
+        for source, call in ((file.fileno(), native.read_file), (memoryview(payload), native.copy_memory)):
+            state = native.new_state(512)
+            assert call(source, 0, memory.ctypes.data, table, 0, state) < 512
+            with pytest.raises(ValueError, match="not been read to its end"):
+                native.checksum(state)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        native.read_file(10**6, 0, memory.ctypes.data, table, 0, native.new_state(512))
+
+
+def file_of(content: bytes) -> IO[bytes]:
+    """A file that the page cache has. (tmpfs, and so memfd, cannot say what is in memory.)"""
+    file = tempfile.TemporaryFile()  # noqa: SIM115 -- the caller closes it
+    file.write(content)
+    file.flush()
+    if not read_now(file.fileno(), [memoryview(bytearray(1))], 0):
+        pytest.skip("the file system of temporary files cannot read what is in memory only")
+    return file
+
+
+@pytest.mark.parametrize(
+    "rows", [[[0, 0, 100]], [[0, 0, 0]], [[0, 0, -64]], [[0, 0, 576]], [[0, 0, 64]] * 1025, [[0, 0]]]
+)
+def test_parts_that_are_wrong_touch_nothing(native: Any, rows: list[list[int]]) -> None:
+    memory, source = np.zeros(1024, np.uint8), memoryview(b"\x01" * 1024)
+    with pytest.raises(ValueError, match="parts of a piece are wrong"):
+        native.copy_memory(source, 0, memory.ctypes.data, np.array(rows, np.int64), 0, native.new_state(512))
+    assert not memory.any()
+
+
+def test_payloads_of_another_kind_are_refused(native: Any) -> None:
+    for nbytes in (0, 64, 192, 300, 1000):
+        with pytest.raises(ValueError, match="a multiple of 64"):
+            native.new_state(nbytes)
+    with pytest.raises(ValueError, match="the state"):
+        native.copy_memory(memoryview(bytes(64)), 0, 0, np.array([[0, 0, 64]], np.int64), 0, bytearray(8))
+
+
+# --- and its twin -----------------------------------------------------------------------------------
+
+
+class Blocks:
+    """Memory of a layout, and one sealed object, as a file and in memory."""
+
+    def __init__(self, cache: CacheSection, path: Path) -> None:
+        layout = build_layout(cache)
+        self.bytes = np.frombuffer(os.urandom(layout.device.extent), np.uint8).copy()
+        self.memory = BlockMemory(
+            Arena(layout.device, self.bytes.ctypes.data), layout.packed(1, layout.block_bytes + FOOTER_BYTES)
+        )
+        payload = layout.block_bytes
+        self.object = memoryview(bytearray(os.urandom(payload) + bytes(FOOTER_BYTES)))
+        seal(self.object, payload, stamp_of_name(NAME))
+        path.write_bytes(self.object)
+        self.fd = os.open(path, os.O_RDONLY)
+
+    def load(self, block: int, *, file: bool) -> bool:
+        loan = Loan()
+        inspection = Inspection(stamp_of_name(NAME), self.object.nbytes)
+        one = BlockInPlace(self.memory, block, inspection, loan)
+
+        def from_memory(buffers: Sequence[memoryview], offset: int) -> int:
+            for buffer in buffers:
+                buffer[:] = self.object[offset : offset + buffer.nbytes]
+                offset += buffer.nbytes
+            return sum(buffer.nbytes for buffer in buffers)
+
+        def from_file(buffers: Sequence[memoryview], offset: int) -> int:
+            return read_now(self.fd, buffers, offset)
+
+        good = one.load(from_file if file else from_memory, self.fd if file else self.object)
+        assert not loan._holders
+        return good
+
+
+CACHES: dict[str, dict[str, Any]] = {
+    "GQA": {"layers": 3, "kv_heads": 2, "head_dim": 32, "block_size": 16},
+    "MLA": {"layers": 2, "attention": "mla", "kv_lora_rank": 64, "qk_rope_head_dim": 32, "block_size": 16},
+    "odd": {"layers": 3, "attention": "mla", "kv_lora_rank": 50, "qk_rope_head_dim": 7, "block_size": 3},
+}
+
+
+@pytest.mark.parametrize("file", [True, False], ids=["file", "memory"])
+@pytest.mark.parametrize("way", ["native", "Python"])
+@pytest.mark.parametrize("shape", CACHES)
+async def test_both_ways_load_the_block_and_no_other_byte_and_see_each_damage(
+    tmp_path: Path, shape: str, way: str, file: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(in_place, "NATIVE", way == "native" and in_place.NATIVE)
+    monkeypatch.setattr(in_place, "PIECE_BYTES", 1024)
+    blocks = Blocks(CacheSection(device_blocks=5, **CACHES[shape]), tmp_path / "object")
+    assert (blocks.memory.tables is not None) == (in_place.NATIVE and shape != "odd")
+    before = blocks.bytes.copy()
+    assert blocks.load(3, file=file)
+    parts = [(first + 3 * stride, n) for piece in blocks.memory.pieces for first, stride, n in piece.parts]
+    assert b"".join(blocks.bytes[at : at + n].tobytes() for at, n in parts) == bytes(blocks.object[:-FOOTER_BYTES])
+    mine = np.zeros(len(before), bool)
+    for at, n in parts:
+        mine[at : at + n] = True
+    assert np.array_equal(blocks.bytes[~mine], before[~mine])
+    for position in (0, 1000, blocks.object.nbytes - FOOTER_BYTES - 1):
+        blocks.object[position] ^= 1
+        (tmp_path / "object").write_bytes(blocks.object)
+        assert not blocks.load(2, file=file), position
+        blocks.object[position] ^= 1
+    (tmp_path / "object").write_bytes(blocks.object)
+    assert blocks.load(2, file=file)
+    os.close(blocks.fd)
+
+
+@pytest.mark.parametrize("way", ["native", "Python"])
+async def test_a_thread_without_a_loan_touches_no_block(
+    tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(in_place, "NATIVE", way == "native" and in_place.NATIVE)
+    blocks = Blocks(CacheSection(device_blocks=5, **CACHES["GQA"]), tmp_path / "object")
+    before, take = blocks.bytes.copy(), Loan.take
+    monkeypatch.setattr(Loan, "take", lambda loan: take(loan) and bool(loan.give_back()))
+    assert not blocks.load(1, file=True)
+    assert np.array_equal(blocks.bytes, before)
+    os.close(blocks.fd)
+
+
+def test_a_piece_has_no_more_parts_than_the_extension_takes() -> None:
+    assert f"#define MOST_PARTS {in_place.MOST_BUFFERS} " in SOURCE.read_text()
