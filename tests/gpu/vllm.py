@@ -47,7 +47,11 @@ async def _ranks(machine: Machine, daemon: DaemonProcess, layout: str, told: lis
             given = {"rank": number, "ranks": RANKS, "layout": layout, "shape": shape, "kind": _kind(machine)}
             told.append(await rank.ask("start", endpoint=daemon.endpoint, **given))
         for rank in ranks:
-            if wrong := await rank.ask("ready"):
+            try:
+                wrong = await rank.ask("ready")
+            except Failed as error:
+                wrong = str(error)
+            if wrong:
                 raise Failed(f"a rank does not come in: {wrong}\n{daemon.log[-2000:]}")
         yield ranks
 

@@ -26,7 +26,7 @@ from transferd.tiers.pinning import MEMORY_LOCK, Pinning
 
 SLOT_ALIGNMENT = 4096  # bytes: direct I/O needs it, and RDMA registration prefers it
 CONSUMERS = ("read", "write")
-CHUNK_BYTES = 8 * 1024**2  # large enough to make a chunk's fixed cost negligible, small enough to overlap
+CHUNK_BYTES = 16 * 1024**2  # large enough to make the fixed cost of a chunk small, small enough to overlap
 
 
 class Lease:
