@@ -132,6 +132,10 @@ def test_parts_that_are_wrong_touch_nothing(native: Any, rows: list[list[int]]) 
     memory, source = np.zeros(1024, np.uint8), memoryview(b"\x01" * 1024)
     with pytest.raises(ValueError, match="parts of a piece are wrong"):
         native.copy_memory(source, 0, memory.ctypes.data, np.array(rows, np.int64), 0, native.new_state(512))
+    with pytest.raises(ValueError, match="parts of a piece are wrong"):
+        native.copy_memory(
+            source, 0, memory.ctypes.data, np.array([[0, 0, 0, 0, 64, 0]], np.int32), 0, native.new_state(512)
+        )
     assert not memory.any()
 
 

@@ -186,7 +186,9 @@ static int open_piece(Piece *piece, uint64_t address, PyObject *parts, uint64_t 
     }
     const int64_t *part = piece->parts.buf;
     Py_ssize_t row = 3 * (Py_ssize_t)sizeof(int64_t);
-    if (piece->state.len != sizeof(State) || piece->parts.len % row || piece->parts.len / row > MOST_PARTS)
+    if (piece->state.len != sizeof(State) || piece->parts.itemsize != sizeof(int64_t))
+        goto wrong;
+    if (piece->parts.len % row || piece->parts.len / row > MOST_PARTS)
         goto wrong;
     piece->count = (int)(piece->parts.len / row);
     piece->total = 0;
