@@ -101,6 +101,7 @@ def test_atheris_finds_nothing(name: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.fuzz.run", name, f"-runs={RUNS}", f"-artifact_prefix={tmp_path}/", "-seed=1"],
         cwd=ROOT,
+        env=os.environ | {"TMPDIR": str(tmp_path)},  # libFuzzer ends the process, which leaves its corpus behind
         capture_output=True,
         text=True,
         check=False,

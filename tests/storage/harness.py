@@ -36,7 +36,9 @@ MEMORY_BYTES = 32 * 1024**2
 @functools.cache
 def mooncake_master() -> Master:
     """One master for all tests of a run: it holds nothing once the client that lent the memory has closed."""
-    master = Master(Path(tempfile.mkdtemp(prefix="transferd-master-")) / "master.log")
+    directory = tempfile.TemporaryDirectory(prefix="transferd-master-")
+    atexit.register(directory.cleanup)
+    master = Master(Path(directory.name) / "master.log")
     master.start()
     atexit.register(master.stop)
     return master

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import os
@@ -37,7 +38,9 @@ def library() -> Path:
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler: the faults library cannot be made")
-    made = Path(tempfile.mkdtemp(prefix="transferd-faults-")) / "faults.so"
+    directory = tempfile.TemporaryDirectory(prefix="transferd-faults-")
+    atexit.register(directory.cleanup)
+    made = Path(directory.name) / "faults.so"
     command = [compiler, "-shared", "-fPIC", "-O2", "-Wall", "-Werror", "-o", str(made), str(SOURCE), "-ldl"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
