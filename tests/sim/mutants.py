@@ -138,8 +138,8 @@ MUTANTS = (
     Mutant(
         "an object that is loaded in place is not checked",
         "workers/in_place.py",
-        "        return damage is None",
-        "        return True",
+        "        return self._load_pieces(load) and inspection.damage() is None",
+        "        return self._load_pieces(load)",
     ),
     Mutant(
         "a block is on loan for ever",

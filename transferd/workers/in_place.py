@@ -155,45 +155,47 @@ class BlockInPlace:
         self.damage = self._inspection.footer(bytes(footer))
         if self.damage is not None:
             return True
-        if backing is None or self._memory.tables is None:
-            damage = self._load_in_python(read)
-        else:
-            damage = self._load_natively(backing, self._memory.tables)
         # If the payload is wrong, its block may be to blame: an engine that was killed and restarted may write to
         # blocks that a task of its predecessor still loads. Only staging, which nobody else touches, can tell.
-        return damage is None
+        if backing is None or self._memory.tables is None:
+            return self._load_in_python(read)
+        return self._load_natively(backing, self._memory.tables)
 
-    def _load_natively(self, backing: Backing, tables: Sequence[npt.NDArray[np.int64]]) -> Damage | None:
+    def _load_natively(self, backing: Backing, tables: Sequence[npt.NDArray[np.int64]]) -> bool:
         origin, block = self._memory.arena.origin, self._block
         state = _inplace.new_state(self._inspection.payload_bytes)
-        for piece, table in zip(self._memory.pieces, tables, strict=True):
-            if not self._loan.take():
-                return Damage.UNREADABLE
-            try:
-                if isinstance(backing, int):
-                    loaded = _inplace.read_file(backing, piece.offset, origin, table, block, state)
-                else:
-                    loaded = _inplace.copy_memory(backing, piece.offset, origin, table, block, state)
-                if loaded < piece.nbytes:
-                    return Damage.UNREADABLE
-            finally:
-                self._loan.give_back()
-        return self._inspection.damage(_inplace.checksum(state))
 
-    def _load_in_python(self, read: ReadNow) -> Damage | None:
+        def load(number: int, piece: Piece) -> int:
+            if isinstance(backing, int):
+                return _inplace.read_file(backing, piece.offset, origin, tables[number], block, state)
+            return _inplace.copy_memory(backing, piece.offset, origin, tables[number], block, state)
+
+        return self._load_pieces(load) and self._inspection.damage(_inplace.checksum(state)) is None
+
+    def _load_in_python(self, read: ReadNow) -> bool:
         view, block, inspection = self._memory.view, self._block, self._inspection
-        for offset, nbytes, parts in self._memory.pieces:
-            buffers = [view[(at := first + stride * block) : at + length] for first, stride, length in parts]
-            if not self._loan.take():
-                return Damage.UNREADABLE
-            try:
-                if read(buffers, offset) < nbytes:
-                    return Damage.UNREADABLE
+
+        def load(_: int, piece: Piece) -> int:
+            buffers = [view[(at := first + stride * block) : at + length] for first, stride, length in piece.parts]
+            loaded = read(buffers, piece.offset)
+            if loaded == piece.nbytes:
                 for buffer in buffers:
                     inspection.payload(buffer)
+            return loaded
+
+        return self._load_pieces(load) and inspection.damage() is None
+
+    def _load_pieces(self, load: Callable[[int, Piece], int]) -> bool:
+        """False: not all of it is in memory, or the loan is over. load: of a piece, by its number; the bytes it had."""
+        for number, piece in enumerate(self._memory.pieces):
+            if not self._loan.take():
+                return False
+            try:
+                if load(number, piece) < piece.nbytes:
+                    return False
             finally:
                 self._loan.give_back()
-        return inspection.damage()
+        return True
 
 
 @dataclass(slots=True)
