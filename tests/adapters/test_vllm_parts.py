@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
-import socket
 import subprocess
 import sys
 import types
@@ -15,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from transferd.adapters import packaged
 from transferd.adapters.directories import own_directory
 from transferd.adapters.vllm import companion, identity, interfaces, memory
 from transferd.adapters.vllm.entry import EngineFacts
@@ -104,18 +103,6 @@ def test_names_of_facts_differ_with_each_fact() -> None:
     assert identity.digest(facts) == identity.digest(same) != identity.digest(other)
 
 
-def test_who_listens_is_told_from_who_does_not(tmp_path: Path) -> None:
-    path = tmp_path / "s"
-    assert companion.nobody_listens(f"ipc://{path}")
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(str(path))
-        assert companion.nobody_listens(f"ipc://{path}"), "bound, and nobody listens"
-        listening.listen(1)
-        assert not companion.nobody_listens(f"ipc://{path}")
-    assert companion.nobody_listens(f"ipc://{path}"), "its process has gone, the file is still there"
-    assert not companion.nobody_listens("tcp://127.0.0.1:1"), "cannot be told"
-
-
 def test_a_named_endpoint_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv(companion.ENDPOINT_VARIABLE, "ipc:///by/variable")
@@ -131,44 +118,6 @@ def test_the_capacity_of_the_first_start_stays(tmp_path: Path) -> None:
     (tmp_path / companion.CAPACITY_FILE).write_text("12345", encoding="ascii")
     assert first > 0
     assert companion._capacity_of(tmp_path) == 12345
-
-
-@pytest.mark.parametrize("whose", ["ours", "root's", "another's", "not writable", "in a directory of others"])
-def test_the_packaged_daemon_is_used_only_if_it_can_open_our_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, whose: str
-) -> None:
-    path, me = tmp_path / "s", os.getuid()
-    found, access = os.stat, os.access
-    owner = {"ours": me, "root's": 0, "another's": me + 4711}.get(whose, me)
-
-    def stat(asked: object, **how: object) -> os.stat_result:
-        if str(asked) != str(path):
-            return found(asked, **how)  # type: ignore[call-overload,no-any-return]
-        if whose == "in a directory of others":
-            raise PermissionError(errno.EACCES, "Permission denied")
-        told = list(found(path))
-        told[4] = owner
-        return os.stat_result(told)
-
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.delenv(companion.ENDPOINT_VARIABLE, raising=False)
-    monkeypatch.setattr(companion, "DEFAULT_ENDPOINT", f"ipc://{path}")
-    monkeypatch.setattr(os, "stat", stat)
-    monkeypatch.setattr(
-        os, "access", lambda asked, how: access(asked, how) and not (asked == str(path) and whose == "not writable")
-    )
-    with socket.socket(socket.AF_UNIX) as listening, caplog.at_level("INFO", "vllm.transferd"):
-        listening.bind(str(path))
-        listening.listen(8)
-        finder = companion.DaemonFinder()
-        chosen = {finder.find(), finder.find()}
-    if whose in ("ours", "root's"):
-        assert (chosen, caplog.messages) == ({f"ipc://{path}"}, [])
-        return
-    assert chosen == {f"ipc://{tmp_path}/transferd-vllm-{me}/transferd.sock"}
-    (told,) = caplog.messages
-    assert f"not using the packaged daemon at ipc://{path}" in told
-    assert ("another user" if whose == "another's" else "may not connect") in told
 
 
 @pytest.mark.parametrize(
@@ -194,7 +143,7 @@ def test_files_of_engines_that_have_ended_are_removed_at_the_next_start(
     gone = [f"{ended}.toml", f"{ended}.log"]
     kept = [f"{os.getpid()}.log", f"{os.getppid()}.toml", f"{ended}.txt", "capacity.log", "transferd.sock"]
     monkeypatch.delenv(companion.ENDPOINT_VARIABLE, raising=False)
-    monkeypatch.setattr(companion, "DEFAULT_ENDPOINT", f"ipc://{tmp_path}/packaged")
+    monkeypatch.setattr(packaged, "DEFAULT_ENDPOINT", f"ipc://{tmp_path}/packaged")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     directory = own_directory("vllm")
     for name in (*gone, *kept):

@@ -1,7 +1,7 @@
 """The daemon behind one FastDeploy group: a running one, or one that we start here and that ends with the engine.
 
-    where           TRANSFERD_ENDPOINT ({port}, {dp} filled in), else the packaged socket if a daemon answers there,
-                    else a socket in this user's directory, named after the engine's port
+    where           TRANSFERD_ENDPOINT ({port}, {dp} filled in), else the packaged socket if a daemon of this user or
+                    of root answers there, else a socket in this user's directory, named after the engine's port
     runs already    its configuration must match what FastDeploy's arguments require; a difference is an error
     does not run    we start one with the configuration that those arguments require
 
@@ -12,6 +12,7 @@ its engine, however that ends.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import subprocess
 import sys
@@ -23,13 +24,15 @@ from pathlib import Path
 from typing import Any
 
 from transferd.adapters.directories import own_directory
+from transferd.adapters.packaged import packaged_endpoint
 from transferd.blocks.layout import build_layout
 from transferd.client.sync_client import SyncClient
 from transferd.config import Config
 from transferd.config.loading import load, to_tree
-from transferd.config.sections import DEFAULT_ENDPOINT
 from transferd.config.toml import to_toml
 from transferd.errors import ConfigError, ConnectTimeout, TransferError
+
+log = logging.getLogger(__name__)
 
 ENDPOINT_VARIABLE = "TRANSFERD_ENDPOINT"
 ANSWER_TIMEOUT_S = 2.0  # a daemon that runs answers in milliseconds
@@ -117,12 +120,10 @@ def find_or_start(
     Raises ConfigError for a daemon that is configured differently, TransferError if one does not start.
     """
     named = named_endpoint(port, data_parallel_id, groups)
-    candidates = [named] if named else ([DEFAULT_ENDPOINT] if groups == 1 else [])
-    for endpoint in candidates:
-        running = _ask(endpoint)
-        if running is not None:
-            _check_same(endpoint, wanted, running)
-            return Companion(endpoint)
+    running_at = named or (packaged_endpoint("FastDeploy", log) if groups == 1 else "")
+    if running_at and (running := _ask(running_at)) is not None:
+        _check_same(running_at, wanted, running)
+        return Companion(running_at)
     directory = own_directory("fastdeploy", str(port))
     return _start(wanted, named or f"ipc://{directory / 'transferd.sock'}", directory, environment or {})
 

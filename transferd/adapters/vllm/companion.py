@@ -16,7 +16,6 @@ import logging
 import math
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -25,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from transferd.adapters.directories import own_directory
+from transferd.adapters.packaged import nobody_listens, packaged_endpoint
 from transferd.adapters.vllm.entry import EngineFacts
-from transferd.config.sections import DEFAULT_ENDPOINT
 from transferd.config.toml import to_toml
 from transferd.errors import ConfigError, TransferError
 
@@ -50,12 +49,13 @@ class DaemonFinder:
     def __init__(
         self, *, endpoint: str = "", path: str = "", capacity: int = 0, engine: EngineFacts | None = None
     ) -> None:
-        self._named = endpoint or os.environ.get(ENDPOINT_VARIABLE, "")
-        if self._named and (path or capacity):
+        named = endpoint or os.environ.get(ENDPOINT_VARIABLE, "")
+        if named and (path or capacity):
             what = "are for a daemon that the engine starts; the one at this endpoint has its own configuration"
-            raise ConfigError("path, capacity", what, self._named)
+            raise ConfigError("path, capacity", what, named)
         self._path, self._capacity, self._engine = path, capacity, engine
-        self._endpoint = self._named
+        self._endpoint = named
+        self._ours = False  # whether the endpoint is where engines of this user start a daemon
         self._process: subprocess.Popen[bytes] | None = None
         self._started = -math.inf
         self._log_file: Path | None = None
@@ -71,11 +71,11 @@ class DaemonFinder:
         The daemon may not answer yet. Raises TransferError, OSError.
         """
         if not self._endpoint:
-            own = f"ipc://{own_directory('vllm') / 'transferd.sock'}"
-            self._endpoint = DEFAULT_ENDPOINT if _packaged_serves_us() else own
-        ours = self._endpoint not in (self._named, DEFAULT_ENDPOINT)
+            packaged = packaged_endpoint("vLLM", log)
+            self._ours = not packaged
+            self._endpoint = packaged or f"ipc://{own_directory('vllm') / 'transferd.sock'}"
         if (
-            ours
+            self._ours
             and self._engine is not None
             and nobody_listens(self._endpoint)
             and time.monotonic() - self._started > START_AGAIN_S
@@ -158,44 +158,6 @@ def _environment() -> dict[str, str]:
     if not environment.get(VISIBLE_GPUS, "").startswith("MIG"):  # a slice of a GPU is seen only if it is named
         environment.pop(VISIBLE_GPUS, None)
     return environment
-
-
-def _packaged_serves_us() -> bool:
-    """Whether the packaged daemon listens, and may open the memory of this user's engines, which is theirs alone."""
-    if nobody_listens(DEFAULT_ENDPOINT):
-        return False
-    path = DEFAULT_ENDPOINT.removeprefix("ipc://")
-    try:
-        owner = os.stat(path).st_uid
-    except FileNotFoundError:
-        return False  # it has just ended
-    except OSError as error:
-        why = f"this user may not connect to it ({error.strerror})"
-    else:
-        if owner not in (os.getuid(), 0):
-            why = f"it runs as another user (uid {owner}, we are {os.getuid()}), who cannot open this engine's memory"
-        elif not os.access(path, os.W_OK):
-            why = "this user may not connect to it"
-        else:
-            return True
-    what = "not using the packaged daemon at %s: %s. To share it, run it as vLLM's user"
-    log.warning(what, DEFAULT_ENDPOINT, why)
-    return False
-
-
-def nobody_listens(endpoint: str) -> bool:
-    """Whether no process has the unix socket open. False for other transports, where this cannot be known."""
-    scheme, _, path = endpoint.partition("://")
-    if scheme != "ipc":
-        return False
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
-            probe.connect(path)
-    except (FileNotFoundError, ConnectionRefusedError):
-        return True
-    except OSError:
-        return False  # somebody listens: its queue is full, or we may not connect
-    return False
 
 
 def cache_directory() -> Path:

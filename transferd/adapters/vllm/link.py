@@ -17,7 +17,8 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from transferd.adapters.vllm.companion import DaemonFinder, nobody_listens
+from transferd.adapters.packaged import nobody_listens
+from transferd.adapters.vllm.companion import DaemonFinder
 from transferd.client.client import Client
 from transferd.errors import TransferError
 from transferd.tasks import ErrorInfo, ReadStorageTask, Status, TaskResult, WriteStorageTask

@@ -1,0 +1,147 @@
+"""Which engines use the packaged daemon, and that looking for it leaves no trace in that daemon's log."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+
+from transferd.adapters import packaged
+from transferd.adapters.fastdeploy import companion as fastdeploy
+from transferd.adapters.packaged import nobody_listens
+from transferd.adapters.vllm import companion as vllm
+
+ENDPOINT_VARIABLE = "TRANSFERD_ENDPOINT"
+
+
+@pytest.fixture
+def listening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """Takes the packaged daemon's place; accepts nothing."""
+    monkeypatch.delenv(ENDPOINT_VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(packaged, "DEFAULT_ENDPOINT", f"ipc://{tmp_path}/s")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "s"))
+        listener.listen(8)
+        listener.setblocking(False)
+        yield listener
+
+
+def belongs_to(path: Path, owner: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = os.stat
+
+    def stat(asked: object, **how: object) -> os.stat_result:
+        told = list(found(asked, **how))  # type: ignore[call-overload]
+        told[4] = owner if str(asked) == str(path) else told[4]
+        return os.stat_result(told)
+
+    monkeypatch.setattr(os, "stat", stat)
+
+
+def test_who_listens_is_told_from_who_does_not(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    assert nobody_listens(f"ipc://{path}")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(path))
+        listening.listen(1)
+        assert not nobody_listens(f"ipc://{path}")
+    assert nobody_listens(f"ipc://{path}"), "its process has gone, the file is still there"
+    assert not nobody_listens("tcp://127.0.0.1:1"), "cannot be told"
+    assert not nobody_listens(f"ipc://{tmp_path}/{'x' * 200}"), "cannot be told"
+
+
+def test_a_look_is_no_connection(listening: socket.socket) -> None:
+    """The daemon would log and count it as a failed handshake."""
+    assert not nobody_listens(packaged.DEFAULT_ENDPOINT)
+    with pytest.raises(BlockingIOError):
+        listening.accept()
+
+
+def test_where_the_kernel_refuses_datagrams_a_connection_tells(
+    listening: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Sandboxed(socket.socket):
+        def connect(self, address: str) -> None:  # type: ignore[override]
+            if self.type == socket.SOCK_DGRAM:
+                raise ConnectionRefusedError
+            super().connect(address)
+
+    monkeypatch.setattr(socket, "socket", Sandboxed)
+    assert not nobody_listens(packaged.DEFAULT_ENDPOINT)
+    listening.close()
+    assert nobody_listens(packaged.DEFAULT_ENDPOINT)
+
+
+@pytest.mark.parametrize("whose", ["ours", "root's", "another's", "not writable", "in a directory of others", "gone"])
+def test_the_packaged_daemon_is_used_only_if_it_can_open_our_memory(
+    listening: socket.socket,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    whose: str,
+) -> None:
+    del listening
+    path, me, access = str(tmp_path / "s"), os.getuid(), os.access
+    belongs_to(tmp_path / "s", {"root's": 0, "another's": me + 4711}.get(whose, me), monkeypatch)
+    if whose in ("in a directory of others", "gone"):
+        problem = errno.ENOENT if whose == "gone" else errno.EACCES
+
+        def refuse(*_: object) -> os.stat_result:
+            raise OSError(problem, os.strerror(problem))
+
+        monkeypatch.setattr(os, "stat", refuse)
+    writable = whose != "not writable"
+    monkeypatch.setattr(os, "access", lambda asked, how: access(asked, how) and (writable or asked != path))
+    with caplog.at_level("INFO"):
+        found = packaged.packaged_endpoint("the engine", logging.getLogger("engine"))
+    assert found == (f"ipc://{path}" if whose in ("ours", "root's") else "")
+    closed = "may not connect"
+    why = {"another's": "another user", "not writable": closed, "in a directory of others": closed}.get(whose)
+    told = [f"not using the packaged daemon at ipc://{path}: ", why, "run it as the engine's user"] if why else []
+    assert len(caplog.messages) == bool(told)
+    assert all(part in caplog.text for part in told)
+
+
+def test_neither_engine_uses_another_users_daemon(
+    listening: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    belongs_to(tmp_path / "s", os.getuid() + 4711, monkeypatch)
+    started: list[str] = []
+
+    def start(_asked: object, endpoint: str, *_: object) -> fastdeploy.Companion:
+        started.append(endpoint)
+        return fastdeploy.Companion(endpoint)
+
+    monkeypatch.setattr(fastdeploy, "_start", start)
+    finder = vllm.DaemonFinder()
+    with caplog.at_level("WARNING"):
+        assert {finder.find(), finder.find()} == {f"ipc://{vllm.own_directory('vllm')}/transferd.sock"}
+        fastdeploy.find_or_start(MappingProxyType({}), port=9100, data_parallel_id=0, groups=1)
+    assert started == [f"ipc://{fastdeploy.own_directory('fastdeploy', '9100')}/transferd.sock"]
+    assert [record.name for record in caplog.records] == ["vllm.transferd", fastdeploy.__name__]
+    assert [name in message for name, message in zip(("vLLM", "FastDeploy"), caplog.messages, strict=True)] == [
+        True
+    ] * 2
+    with pytest.raises(BlockingIOError):
+        listening.accept()
+
+
+def test_both_engines_use_their_own_users_daemon(listening: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    del listening
+    asked: list[str] = []
+
+    def ask(endpoint: str) -> dict[str, object]:
+        asked.append(endpoint)
+        return {"configured": {"cache": {}}}
+
+    monkeypatch.setattr(fastdeploy, "_ask", ask)
+    monkeypatch.setattr(fastdeploy, "_check_same", lambda *_: None)
+    assert vllm.DaemonFinder().find() == packaged.DEFAULT_ENDPOINT
+    found = fastdeploy.find_or_start({}, port=9100, data_parallel_id=0, groups=1)
+    assert (found.endpoint, found.process, asked) == (packaged.DEFAULT_ENDPOINT, None, [packaged.DEFAULT_ENDPOINT])
