@@ -18,6 +18,8 @@ from transferd.config import from_tree
 from transferd.control import events
 from transferd.daemon.daemon import Daemon
 from transferd.daemon.preflight import device_bytes
+from transferd.daemon.reload import Reloader
+from transferd.daemon.systemd import Notifier
 from transferd.errors import ConfigError, StorageUnavailable
 from transferd.observability import logs
 from transferd.observability.http import MAX_CONNECTIONS, MAX_HEADER_BYTES, HttpServer, Page
@@ -28,6 +30,7 @@ from transferd.storage.mooncake import MooncakeStorage, error_codes
 from transferd.tasks import ErrorInfo, Merged, RankOutcome, RankResult, Status, SwapInTask, TaskResult
 from transferd.wire.transport import ServerMessage, ServerTransport
 from transferd.workers.job import Job
+from transferd.workers.rank import HUNG_S
 
 
 async def request(port: int, raw: bytes) -> tuple[int, bytes, bytes]:
@@ -197,6 +200,31 @@ async def test_readiness_follows_the_daemon_and_says_why_not(daemon: Daemon) -> 
     assert await get(port, "/readyz") == (503, b"draining\n")
     assert b"\ntransferd_ready 0.0\n" in (await get(port, "/metrics"))[1]
     assert await get(port, "/healthz") == (200, b"ok\n")
+
+
+async def test_a_hung_device_is_not_ready_in_the_metrics_either(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = port_of(daemon.reports)
+    await daemon.default.cache.open()
+    monkeypatch.setattr(daemon.default.workers[0].context.device, "waiting_s", HUNG_S + 1, raising=False)
+    assert (await get(port, "/readyz"))[0] == 503
+    assert b"\ntransferd_ready 0.0\n" in (await get(port, "/metrics"))[1]
+
+
+async def test_a_pause_leaves_readiness_green_and_is_named_with_its_holder(daemon: Daemon) -> None:
+    """ADR 30: tasks are admitted and wait, and the pause ends with its client."""
+    port = port_of(daemon.reports)
+    await daemon.default.cache.open()
+    daemon.default.dispatcher.handle(events.PauseRequested(daemon.clock.monotonic(), b"client", "me"))
+    assert await get(port, "/readyz") == (200, b"ready\n")
+    assert b"\ntransferd_ready 1.0\n" in (await get(port, "/metrics"))[1]
+    report = json.loads((await get(port, "/status"))[1])
+    (held,) = report["held"]
+    assert (report["paused"], held["what"], held["holder"]) == (True, "pause", "me")
+    (trouble,) = [text for text in json.loads((await get(port, "/live"))[1])["concerns"] if "pause" in text]
+    assert trouble.endswith("held by me: `resume` ends it")
+    assert Reloader(daemon, Notifier(""), None).status().startswith("paused by me for ")
 
 
 async def test_metrics_parse_and_count(daemon: Daemon) -> None:

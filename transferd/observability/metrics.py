@@ -69,10 +69,11 @@ Stats = Callable[[], dict[str, Any]]
 
 
 class _StatsCollector:
-    """Turns one stats() dict into metric families."""
+    """Turns one stats() dict into metric families. not_ready: as for StatusServer."""
 
-    def __init__(self, stats: Stats) -> None:
+    def __init__(self, stats: Stats, not_ready: Callable[[], str]) -> None:
         self._stats = stats
+        self._not_ready = not_ready
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
@@ -89,8 +90,7 @@ class _StatsCollector:
 
     def _daemon(self, stats: dict[str, Any]) -> Iterator[Metric]:
         yield _gauge("transferd_uptime_seconds", "Seconds since the start", stats["uptime_s"])
-        serving = stats["ready"] and not stats["draining"]
-        yield _gauge("transferd_ready", "1 when every rank is ready and tasks are admitted", serving)
+        yield _gauge("transferd_ready", "1 when every rank is ready and tasks are admitted", not self._not_ready())
         yield _gauge("transferd_tasks_queued", "Tasks admitted and not running", stats["queued"])
         yield _gauge("transferd_tasks_running", "Tasks running", stats["running"])
         yield _gauge("transferd_tasks_straggling", "Answered tasks that a rank still holds on to", stats["straggling"])
@@ -253,7 +253,7 @@ class StatusServer:
         self._alive = alive
         self._not_ready = not_ready
         self._registry = CollectorRegistry()
-        self._registry.register(_StatsCollector(stats))
+        self._registry.register(_StatsCollector(stats, not_ready))
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a series for each series, and no use
         ProcessCollector(registry=self._registry)
         self.tasks = TaskMetrics(self._registry)
