@@ -287,14 +287,14 @@ class RankBarrier:
         return Arrival.LATE
 
     def _settle(self, task_id: str, rank: int) -> None:
-        """Note that this rank owes the ended round nothing any more: it arrived or died."""
+        """Record that this rank no longer owes the ended round an arrival: it arrived or died."""
         ranks = self._owing[task_id]
         ranks.discard(rank)
         if not ranks:
             del self._owing[task_id]
 
     def _leave_behind(self, round_: Round) -> None:
-        """Note the live ranks that have not arrived."""
+        """Record the live ranks that still owe the ended round an arrival."""
         round_.missing = tuple(rank for rank in self._absent(round_) if rank not in self._dead)
         if round_.missing:
             self._owing[round_.task_id] = set(round_.missing)

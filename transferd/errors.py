@@ -52,7 +52,7 @@ class ProtocolError(RequestError):
 
 
 class ConfigError(TransferError):
-    """A configuration value that cannot be used. `key` is `section.key`; str() is one line, and not a long one."""
+    """A configuration value that cannot be used. `key` is `section.key`; str() is one short line."""
 
     code = "bad_config"
 
@@ -173,13 +173,13 @@ class NoThreads(TransferError):
 
 
 class OutOfMemory(TransferError):
-    """The system gives this process no more memory. What was asked for was not done; later it may be."""
+    """The system gives this process no more memory. The operation did not take place; a later retry may work."""
 
     code = "out_of_memory"
 
 
 class StillRunning(TransferError):
-    """A storage call or a copy does not end. The memory it uses was not freed."""
+    """A storage call or a copy hangs. The memory that it uses was not freed."""
 
     code = "still_running"
 

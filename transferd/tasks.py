@@ -123,7 +123,8 @@ class TokenIds(Sequence[int]):
 class Footprint(msgspec.Struct, frozen=True):
     """The blocks a task touches, by tier. Storage blocks are named by key, the others by id.
 
-    paths_*: what a flush says of the token index, by the first block of its path: all of the path's blocks, or some.
+    paths_*: for flushes of a token index, the first block of the path: written by a flush that withdraws the rest of
+    the path, read by all others.
     """
 
     device_reads: Sequence[int] = ()
@@ -356,8 +357,8 @@ class WriteStorageTask(_StorageTask, frozen=True, kw_only=True, tag="write"):
 
     start_write_block_idx: index of the first key's block in its sequence (token-indexed storage only).
     flush_cache_exists: flush-only mode: are the blocks still on this node? None = request finished, so they
-    are. gpu_block_ids may then be empty: evicted blocks have none. If they are gone and none are named, all blocks
-    from start_write_block_idx to the end of token_ids are gone, however many keys there are.
+    are. gpu_block_ids may be empty, since evicted blocks have no ids. False with empty gpu_block_ids means that all
+    blocks from start_write_block_idx to the end of token_ids are gone, however many keys there are.
     """
 
     start_write_block_idx: int = 0

@@ -61,10 +61,10 @@ _RANK = re.compile(r"0|[1-9][0-9]{0,8}")
 class Damage(enum.StrEnum):
     """Why an object must not be delivered. Metrics count by the value."""
 
-    MAGIC = "magic"  # no footer in its place: the object is truncated, zeroed, or not ours
+    MAGIC = "magic"  # no footer at the end: the object is truncated, zeroed, or not ours
     VERSION = "version"  # written by another format version
     FOOTER = "footer"  # the footer's own checksum is wrong
-    KEY = "key"  # the object of another key under this name
+    KEY = "key"  # the object belongs to another key
     GENERATION = "generation"  # of another weight version
     LAYOUT = "layout"  # of another layout fingerprint
     MODEL = "model"  # of another model
@@ -148,7 +148,7 @@ class Inspection:
         self._hasher.update(piece)
 
     def damage(self, checksum: int | None = None) -> Damage | None:
-        """The result, after the whole payload was fed, or for its checksum. Call it only if the footer was good."""
+        """The result for the fed payload, or for its `checksum` if the caller has it. Check the footer first."""
         if checksum is None:
             checksum = self._hasher.intdigest()
         return None if _checksum_of(self._footer) == checksum else Damage.CHECKSUM

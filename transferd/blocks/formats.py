@@ -4,9 +4,9 @@
     transferd     one: all planes in layout order, then the footer          its footer (footer.py)
     fastdeploy    one per plane: [layers, heads, block_size, head_dim]      only its length
 
-All differences are here: the names of objects, the place of each segment in a staging slot, which part of the slot
-is which object, and what is written and checked besides the bytes. Workers use an ObjectFormat without knowing
-which one. `storage/divided.py` splits and joins blocks that are several objects.
+This module contains all the differences: the names of objects, the place of each segment in a staging slot, which
+part of the slot is which object, and what is written and checked besides the bytes. Workers do not know which
+ObjectFormat they use. `storage/divided.py` splits and joins blocks that are several objects.
 
 FastDeploy's names are `prefix{version}_{hash}_{rank}_{plane}`, where plane is key, value, key_scale or value_scale.
 Its objects hold raw bytes: all layers of one plane, one after the other, as its cache_transfer_manager.py and
@@ -83,7 +83,7 @@ class ObjectFormat(abc.ABC):
 
     @abc.abstractmethod
     def inspections(self, generation: str, ids: Sequence[str], rank: int) -> list[Inspection]:
-        """`check`, for objects whose bytes come in pieces. Raises InvariantError if a block is not one object."""
+        """Like `check`, for objects read in pieces. Raises InvariantError if the format splits a block into objects."""
 
 
 class SealedBlocks(ObjectFormat):

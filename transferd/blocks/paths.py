@@ -7,7 +7,7 @@ from collections import OrderedDict
 from transferd.blocks.keys import block_keys
 from transferd.tasks import TokenIds
 
-REMEMBERED_PATHS = 32  # every rank of a task needs the path, and so do the match before and the KV events after
+REMEMBERED_PATHS = 32  # a match, then every rank of the task, then the KV events ask for the same path
 
 
 class PathKeys:
@@ -18,7 +18,7 @@ class PathKeys:
         self._paths: OrderedDict[TokenIds, list[str]] = OrderedDict()
 
     def keys(self, path: TokenIds, start: int = 0, count: int | None = None) -> list[str]:
-        """The keys of `count` full blocks from `start` on; without `count`, of all."""
+        """The keys of `count` full blocks from block `start` on; without `count`, of all that follow."""
         keys = self._paths.get(path)
         if keys is None:
             keys = self._paths[path] = block_keys(path, self.block_size, partial=False)

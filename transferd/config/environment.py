@@ -5,7 +5,7 @@ AttentionStore are read only if that storage is configured, so that unrelated va
 Mooncake's settings the first of these applies:
 
 1. the key in [storage.mooncake] (file, TRANSFERD_STORAGE__MOONCAKE__…, --set);
-2. the JSON file at MOONCAKE_CONFIG_PATH; when it is named, the variables below are not looked at;
+2. the JSON file at MOONCAKE_CONFIG_PATH; if that variable is set, the variables below are ignored;
 3. the variable MOONCAKE_<NAME>, then the name that Mooncake's own tools have for it;
 4. the default.
 """
@@ -35,7 +35,7 @@ _MOONCAKE = (
     "global_segment_size",
     "local_buffer_size",
 )
-# Setting: the same in Mooncake's own JSON file, and in its own environment.
+# Setting: its name in Mooncake's own JSON file, and the variable that Mooncake's own tools read.
 _OTHER_NAMES = {
     "master_server_addr": ("master_server_address", "MOONCAKE_MASTER"),
     "metadata_server": ("", "MOONCAKE_TE_META_DATA_SERVER"),
@@ -83,7 +83,7 @@ def _fill(tree: dict[str, Any], section: str, values: Mapping[str, Any]) -> None
 def _from_variables(
     env: Mapping[str, str], variables: Mapping[str, tuple[str, Callable[[str], Any]]], given: Mapping[str, Any] = {}
 ) -> dict[str, Any]:
-    """Each setting whose variable is set and that is not given, parsed."""
+    """The parsed values of those settings that are not in `given` and whose variable is set."""
     found: dict[str, Any] = {}
     for name, (variable, parse) in variables.items():
         text = env.get(variable, "")
@@ -190,7 +190,7 @@ def read_text(path: str | os.PathLike[str], most: int) -> str:
 
 
 def read_file(path: str | os.PathLike[str], most: int) -> bytes:
-    """As `read_text`, but bytes."""
+    """Like `read_text`, but returns bytes."""
     with open_regular(path) as file:
         data = file.read(most + 1)
     if len(data) > most:

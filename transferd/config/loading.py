@@ -49,14 +49,14 @@ def origins(
     overrides: Iterable[str] = (),
     env: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """{"section.key": where its value comes from} of every setting that one of the sources names. Raises as `load`."""
+    """{"section.key": which source set it}, for every setting that some source names. Raises like `load`."""
     return _merge(path, overrides, os.environ if env is None else env)[1]
 
 
 def _merge(
     path: str | os.PathLike[str] | None, overrides: Iterable[str], environment: Mapping[str, str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The settings that are given, and where each comes from."""
+    """The settings that the sources name, merged, and the source of each."""
     tree = {} if path is None else _read(path)
     told = dict.fromkeys(_keys(tree), str(path))
     for name, text in sorted(environment.items()):
@@ -160,7 +160,7 @@ def _as_config_error(tree: Mapping[str, Any], error: msgspec.ValidationError) ->
 
 
 def _choices(path: str) -> list[str]:
-    """What a setting may be that has a few possible values."""
+    """The possible values of a setting that has only a few."""
     kind = _type_at(path)
     alternatives = kind.types if isinstance(kind, msgspec.inspect.UnionType) else (kind,)
     return [str(v) for one in alternatives if isinstance(one, msgspec.inspect.LiteralType) for v in one.values]

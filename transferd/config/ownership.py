@@ -1,4 +1,4 @@
-"""Who creates a rank's device cache: exactly one side, by one rule that both sides can work out.
+"""Who creates a rank's device cache: exactly one side, by a rule that both sides can apply.
 
 FastDeploy decided this in several places, which disagreed: memory was allocated twice in disaggregated
 deployments (#4420) and on XPU with a store (#7420), and a cache made by the worker and attached by the
@@ -24,12 +24,12 @@ class Creator(enum.StrEnum):
 def creator(config: Config, *, profiling: bool = False) -> Creator:
     """Who creates the device cache of every rank.
 
-    profiling: the engine is measuring how much memory a forward pass leaves. The cache it makes for that is
-    its own and short-lived; it is not offered to the daemon, and the daemon makes none in the meantime.
+    profiling: the engine is measuring how much memory a forward pass leaves. For that it makes a short-lived cache
+    of its own, which it does not offer to the daemon. Meanwhile the daemon creates none.
 
-    With `cache.ownership = "auto"` it is as in FastDeploy since #7471: the daemon creates for a mixed engine with a
-    storage tier. With a host tier alone a worker creates, and in prefill and decode engines the cache messager,
-    which is the engine's as well. "create" and "attach" say it outright.
+    `cache.ownership = "auto"` follows FastDeploy's rule since #7471: the daemon creates for a mixed engine with a
+    storage tier. With a host tier alone, a worker creates. In prefill and decode engines the cache messager creates,
+    which also belongs to the engine. "create" and "attach" name the side directly.
     """
     cache = config.geometry
     if profiling or cache.ownership == "attach":

@@ -1,4 +1,4 @@
-"""What a configuration must be as a whole, and what follows from several settings at once."""
+"""Rules that involve several settings, and values that follow from several settings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _UUID = re.compile(r"((GPU|MIG)-)?[0-9a-fA-F]{8}(-?[0-9a-fA-F]{4}){3}-?[0-9a-fA-
 
 
 def check(config: Config) -> None:
-    """The rules that join several keys. Raises ConfigError naming the one to change."""
+    """Check the rules that involve several keys. Raises ConfigError naming the key to change."""
     if config.cache is not None:
         check_cache(config.cache)
     if not config.engines.devices:
@@ -48,7 +48,7 @@ def check(config: Config) -> None:
 
 
 def check_cache(cache: CacheSection) -> None:
-    """The rules within [cache], also of an engine that registers. Raises ConfigError naming the key to change."""
+    """Check the rules within [cache], or for an engine that registers. Raises ConfigError naming the key to change."""
     if len(cache.device_of_rank) != cache.ranks:
         raise ConfigError("cache.devices", f"must have one device index per rank ({cache.ranks} ranks)", cache.devices)
     for uuid in (device for device in cache.device_of_rank if isinstance(device, str)):
@@ -138,16 +138,16 @@ def _check_endpoint(key: str, endpoint: str, curve: bool) -> None:
 def _is_loopback(host: str) -> bool:
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name: whatever it means today, it may mean something else tomorrow
+    except ValueError:  # a host name: it may resolve to another address tomorrow
         return False
 
 
 def namespace_of(model: str) -> str:
-    """AttentionStore's namespace where none is configured: the last part of the model's name."""
+    """AttentionStore's default namespace: the last part of the model's name."""
     return os.path.basename(model.rstrip("/")) or model
 
 
 def pod_name_of(name: str | None, role: str, dp_id: int, *, shared: bool = True) -> str:
-    """This node's name where none is configured. shared: several engines of one pod keep their names apart."""
+    """This node's name for AttentionStore. shared: add role and dp_id, because several engines may share a pod."""
     name = name or "default_pod"
     return f"{name}_{role}_{dp_id}" if shared else name

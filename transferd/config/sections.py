@@ -10,7 +10,7 @@ from transferd.config.size import Size
 
 DEFAULT_ENDPOINT = "ipc:///run/transferd/transferd.sock"
 
-# Bounds far beyond any use: a larger value is a typo, which would otherwise cost minutes or terabytes to notice.
+# Bounds far beyond any use. A larger value is a typo, and noticing it later would cost minutes or terabytes.
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=365 * 24 * 3600)]
@@ -133,10 +133,10 @@ class CudaSection(_Section, frozen=True, kw_only=True):
     grid: Count = 0  # thread blocks of the kernel
     slots: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2  # of staging on the device, for each rank and direction
     slot_bytes: Size = Size(32 * 1024**2)
-    largest_dma: Size = Size(0)  # the engine's own small copies wait behind one
+    largest_dma: Size = Size(0)  # the engine's own small copies wait behind it
     batches: bool = True  # False: never cudaMemcpyBatchAsync, with which some drivers hang
     store_rate: Size = Size(0)  # bytes per second of each rank's copies out of the GPU; 0 = as fast as they can
-    store_rate_beside_loads: Size = Size(0)  # the same while copies into it are under way; 0 = store_rate
+    store_rate_beside_loads: Size = Size(0)  # the same while copies into the GPU are running; 0 = store_rate
 
 
 class FileStorageSection(_Section, frozen=True, kw_only=True):
@@ -237,10 +237,10 @@ class MetricsSection(_Section, frozen=True, kw_only=True):
 
 
 class TracesSection(_Section, frozen=True, kw_only=True):
-    """OpenTelemetry spans of tasks (needs the extra `otel`). Its own variables give headers and certificates."""
+    """OpenTelemetry spans of tasks (needs the extra `otel`). Set headers and certificates with OTEL_* variables."""
 
     endpoint: str = ""  # the collector's URL, such as http://127.0.0.1:4318/v1/traces; "" = off
-    sample: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0  # share of the tasks without a trace of the engine's
+    sample: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0  # share of tasks to trace, of those without a traceparent
 
 
 class EventsSection(_Section, frozen=True, kw_only=True):

@@ -17,14 +17,14 @@ class Size(int):
 
     @classmethod
     def parse(cls, value: int | str) -> Size:
-        """Raises ValueError with a sentence, which does not repeat the value, for anything but a size of at least 0."""
+        """Parse a size of at least 0. Raises ValueError for anything else; its text does not repeat the value."""
         if isinstance(value, bool) or not isinstance(value, int | str):
             raise ValueError("expected a size such as 67108864 or '64MiB'")
         if isinstance(value, str):
             match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
             if match is None or match[2] not in _UNITS:
                 raise ValueError("expected a size such as '64MiB'")
-            value = int(Fraction(match[1]) * _UNITS[match[2]])  # a float would be another number beyond 2**53
+            value = int(Fraction(match[1]) * _UNITS[match[2]])  # exact: a float would round beyond 2**53
         if value < 0:
             raise ValueError("expected a size of at least 0")
         return cls(value)

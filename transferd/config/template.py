@@ -79,7 +79,7 @@ def _struct_in(kind: Any) -> Any:
 
 
 def _comments(kind: type[msgspec.Struct]) -> dict[str, str]:
-    """{field: the comment beside it} as the source of sections.py has them."""
+    """{field: the comment beside it}, read from the source of sections.py."""
     tree = ast.parse(inspect.getsource(sections))
     body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == kind.__name__)
     lines: dict[int, str] = {}

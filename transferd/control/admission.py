@@ -1,4 +1,4 @@
-"""What a task must be to be admitted: every way in which it can be impossible, found before anything moves."""
+"""Checks a task before it is admitted, so that one that can never succeed is rejected before anything moves."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from transferd.tasks import (
 MAX_TASK_ID = 1024  # characters; task ids are kept for as long as results are
 MAX_TIMEOUT_S = 24 * 3600.0
 
-# What an admitted task holds of memory besides its texts and token ids: a block named by a key, or by an id,
-# with its place in the hazard table; and all the rest. Measured; tests/control/test_bytes.py compares.
+# Memory of an admitted task besides its texts and token ids: for each key and each id, with its place in the hazard
+# table, and for everything else. Measured; tests/control/test_bytes.py compares.
 KEY_BYTES, ID_BYTES, TASK_BYTES = 300, 250, 1600
 
 
@@ -38,10 +38,10 @@ class Limits:
 
     max_queued: tasks admitted and not running. max_bytes: per lane, queued and running, all ranks.
     max_queued_bytes: arguments of all admitted tasks. max_results, max_result_bytes: answers kept for result_ttl.
-    Defaults are the configuration's alone (config/sections.py).
-    block_bytes: of one block on one rank. storage: False when no backend is configured. token_block:
-    tokens of a block where storage is token-indexed, so that tasks must give the path; else 0.
-    only_flush: write tasks move nothing and tell the token index. direct: True in pd.mode "direct".
+    Only the configuration has defaults (config/sections.py).
+    block_bytes: bytes of one block on one rank. storage: False when no backend is configured. token_block: tokens
+    per block if storage is token-indexed (tasks must then give the path), else 0. only_flush: write tasks move
+    nothing and only update the token index. direct: True in pd.mode "direct".
     """
 
     ranks: int
@@ -63,10 +63,10 @@ class Limits:
 
 
 class Prepared(msgspec.Struct, frozen=True, gc=False):
-    """A task that can succeed, with all that ordering and counting need to know of it: worked out once.
+    """A task that passed the checks, with what ordering and counting need to know of it, computed once.
 
-    nbytes: counted against its lane's bytes in flight, of all ranks together. arguments: bytes of memory that the
-    task itself takes while it is admitted. content: `content_hash`. flush: it moves nothing and tells the token index.
+    nbytes: what the task adds to its lane's bytes in flight, over all ranks. arguments: bytes of memory that the task
+    itself takes while it is admitted. content: `content_hash`. flush: it moves nothing and updates the token index.
     """
 
     task: Task
@@ -80,7 +80,7 @@ class Prepared(msgspec.Struct, frozen=True, gc=False):
 
 
 def prepare(task: Task, limits: Limits) -> Prepared:
-    """Raises RequestError, with a code, for a task that can never succeed on this daemon."""
+    """Check a task and compute what ordering and counting need. Raises RequestError like `check_task`."""
     check_task(task, limits)
     lane, blocks = task.lane, task.blocks
     flush = limits.only_flush and lane is Lane.WRITE
@@ -116,7 +116,7 @@ def check_task(task: Task, limits: Limits) -> None:
 
 
 def argument_bytes(task: Task) -> int:
-    """About how much memory a task takes while it is admitted: keys, ids, token ids, its place in the order."""
+    """Estimate the memory of an admitted task: keys, ids, token ids, and its claims in the hazard table."""
     base = TASK_BYTES + (len(task.traceparent) if task.traceparent else 0)
     if isinstance(task, SwapOutTask | SwapInTask):
         return base + ID_BYTES * (len(task.gpu_block_ids) + len(task.cpu_block_ids))
@@ -126,10 +126,10 @@ def argument_bytes(task: Task) -> int:
 
 
 def footprint_of(task: Task, limits: Limits) -> Footprint:
-    """What a task must have to itself.
+    """The blocks by which a task is ordered among others.
 
-    A flush touches no block. It is kept in order with other flushes of the same keys, and with nothing else; one that
-    withdraws the rest of a path, whose keys it does not know, with all flushes of paths with the same first block.
+    A flush touches no block. It is ordered only among flushes of the same keys. A flush that withdraws the rest of a
+    path does not know all of the path's keys, so it is ordered among all flushes of paths with the same first block.
     """
     if limits.only_flush and isinstance(task, WriteStorageTask) and task.lane is Lane.WRITE:
         entries = [f"{_INDEX_ENTRY}{key}" for key in task.keys]
@@ -141,11 +141,11 @@ def footprint_of(task: Task, limits: Limits) -> Footprint:
     return task.footprint()
 
 
-_INDEX_ENTRY = "index entry of "  # set before a key: another thing than the object of that key
+_INDEX_ENTRY = "index entry of "  # prefix of a key: the entry in the index is not the object of that key
 
 
 def withdraws_the_rest(flush: WriteStorageTask) -> bool:
-    """Nothing of its token_ids from start_write_block_idx on is on this node any more."""
+    """Whether the flush says that no block of its token_ids from start_write_block_idx on is on this node any more."""
     return flush.flush_cache_exists is False and not flush.gpu_block_ids
 
 
@@ -180,9 +180,9 @@ def _check_read(task: ReadStorageTask, limits: Limits) -> None:
 def _check_write(task: WriteStorageTask, limits: Limits) -> None:
     keys, ids = _check_storage(task, task.start_write_block_idx, limits)
     flush = limits.only_flush and task.lane is Lane.WRITE
-    if ids != keys and not (flush and not ids):  # of blocks that were evicted there is nothing but their place
+    if ids != keys and not (flush and not ids):  # evicted blocks have no ids
         raise RequestError(f"keys has {keys} entries, gpu_block_ids {ids}", code="length_mismatch")
-    if keys > limits.device_blocks and not flush:  # a read or swap of that many would name a target twice
+    if keys > limits.device_blocks and not flush:  # so many would name some block twice
         raise RequestError(f"{keys} blocks, the device has {limits.device_blocks}", code="too_many_blocks")
     check_ids(task.gpu_block_ids, limits.device_blocks, "gpu_block_ids", target=False)
     if len(set(task.keys)) != keys:
@@ -191,7 +191,7 @@ def _check_write(task: WriteStorageTask, limits: Limits) -> None:
 
 
 def _check_storage(task: ReadStorageTask | WriteStorageTask, start: int, limits: Limits) -> tuple[int, int]:
-    """What reads and writes share. Returns how many keys and how many ids there are."""
+    """The checks that reads and writes share. Returns how many keys and how many ids there are."""
     if isinstance(task, SendTask | ReceiveTask):
         _check_direct(task, limits)
     elif not limits.storage:
@@ -213,7 +213,7 @@ def _check_direct(task: SendTask | ReceiveTask, limits: Limits) -> None:
 
 
 def _check_path(task: ReadStorageTask | WriteStorageTask, start: int, block_size: int) -> None:
-    """token_ids are the whole path, from the first token to the end of the last block at least."""
+    """Check that token_ids cover the path from its first token at least to the end of the last block."""
     if task.token_ids is None:
         raise RequestError("token_ids are needed: storage is token-indexed", code="token_ids_required")
     needed = (start + len(task.keys)) * block_size

@@ -31,7 +31,7 @@ class Alarms(Generic[T]):
             self._live_at_last_look = len(self._heap)
 
     def due(self, now: float) -> list[T]:
-        """Take out every subject whose time has come and that is not over, soonest first."""
+        """Remove and return every subject whose time has come and that is not over, soonest first."""
         subjects: list[T] = []
         while self._heap and self._heap[0][0] <= now:
             subject = heapq.heappop(self._heap)[2]
@@ -40,7 +40,7 @@ class Alarms(Generic[T]):
         return subjects
 
     def next(self) -> float:
-        """When the next one rings; math.inf if none will."""
+        """The time of the next alarm; math.inf if there is none."""
         while self._heap and self._over(self._heap[0][2]):
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else math.inf

@@ -42,7 +42,7 @@ class Contents:
             self._filled[block] = whole
 
     def refusal(self, client: bytes, task: Task, hazards: HazardTable) -> ErrorInfo | None:
-        """Why an otherwise valid task may not name its memory; None if it may.
+        """Why an otherwise valid task is refused because of the memory that it names; None if it is not.
 
         A block that an earlier swap-out will still fill counts as filled: `hollow` checks again before the start.
         """
@@ -57,7 +57,7 @@ class Contents:
         return None
 
     def hollow(self, task: Task) -> ErrorInfo | None:
-        """Why a swap-in whose turn has come must not run: a swap-out before it did not fill its blocks."""
+        """Why a swap-in whose turn has come must not run: an earlier swap-out did not fill its host blocks."""
         if not isinstance(task, SwapInTask) or self._all_filled(task):
             return None
         return _empty(next(block for block in task.cpu_block_ids if not self._filled[block]))
@@ -77,12 +77,12 @@ class Contents:
 
 
 def _will_be_filled(block: int, hazards: HazardTable) -> bool:
-    """A swap-out that was submitted earlier and has not ended writes this block."""
+    """Whether a swap-out that was submitted earlier and has not ended writes this block."""
     claim = hazards.host_writer(block)
     if claim is None:
         return False
     assert isinstance(claim.owner, TaskState)
-    # The claim of a cancelled task stays while earlier tasks are at work, which may be swap-outs.
+    # A cancelled task's claim stays while earlier tasks run, and some of these may be swap-outs.
     return claim.abandoned or claim.owner.state is not State.DONE
 
 

@@ -1,36 +1,36 @@
-"""Which task runs when, and what it is answered: the state machine at the centre, without one await.
+"""The state machine at the centre: it decides which task runs when and how it is answered, without one await.
 
 Theory of operation
 -------------------
 `Dispatcher.handle(event)` is the only entry. It changes this object's state and returns
 instructions (see events.py); the coordinator carries them out and reports what happens as further events.
-Nothing here knows of sockets, threads, devices or the event loop, and time comes in with the event.
+Nothing here knows of sockets, threads, devices or the event loop, and every event brings the current time.
 
-A task is admitted or answered at once. Admission refuses what can never work (`rejected`), what is
-too much right now (`busy`, with a hint when to retry), and joins a push of a task_id that is known:
-a running one gets one more waiter, a finished one is answered from memory.
+A push is admitted or answered at once. A task that can never succeed is `rejected`. A task that is too much
+right now is `busy`, with a hint when to retry. A push of a known task_id joins it: a running task gets one
+more waiter, and a finished one is answered with its kept result.
 
-An admitted task is in one of four states, and TRANSITIONS below is the whole law:
+An admitted task is in one of four states. TRANSITIONS (task_state.py) lists every legal move:
 
-    queued      waits for tasks before it on its blocks, for a place in its lane, or for `resume`
-    running     its round is open and every rank is at work on it
-    cancelling  as running, but its ranks must end early (cancel or deadline)
+    queued      waits for earlier tasks on its blocks, for a place in its lane, or for `resume`
+    running     its round is open and every rank works on it
+    cancelling  still running, but its ranks must end early (cancel or deadline)
     done        answered; exactly one terminal result went to every waiter
 
-Which of the ready tasks run is for their lane to say (lanes.py). Because a Start goes to all ranks together,
-the order is the same on every rank.
+The lanes (lanes.py) choose which of the ready tasks run. Because a Start goes to all ranks together, the
+order is the same on every rank.
 
-A deadline or a cancel of a queued task answers it at once. Of a running one it stops the ranks, which
-arrive with what they have as soon as the copy they are in has ended. A rank that does not even do
-that within `deadline_slack` is left behind: the round is completed without it, the task answered,
-and its blocks stay claimed until that rank has finished (`straggling`), so no other task gets them.
+A deadline or a cancel answers a queued task at once. It stops the ranks of a running task, which then
+arrive with what they have as soon as their current copy has ended. A rank that does not arrive within
+`deadline_slack` is left behind: the round completes without it, and the task is answered. Its blocks stay
+claimed until that rank has finished (`straggling`), so no other task gets them.
 
 Generations: a task is bound to the generation at its admission. A bump makes all older objects
-unreachable for later tasks and lets running ones finish under their own name.
+unreachable for later tasks, and tasks that are already admitted finish under the old generation.
 
-Memory: nothing is admitted while a rank has no memory (gate.py), nor what names memory that no engine has mapped,
-or host blocks that hold nothing (contents.py). Results from before memory was taken away are not repeated; they
-speak of memory that is no more.
+Memory: nothing is admitted while a rank has no memory (gate.py). A task is refused if it names device memory that no
+engine has mapped, or host blocks that hold nothing (contents.py). Results from before memory was taken away are not
+repeated, because that memory no longer exists.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ DONE = {status: f"done {status}" for status in Status}
 
 @dataclass(frozen=True, slots=True)
 class DispatchStatistics:
-    """A snapshot: tasks by final status, refusals by code, and the tasks in progress."""
+    """A snapshot: answered tasks by status, refusals by code, and the tasks in progress."""
 
     queued: int
     running: int
     straggling: int
-    argument_bytes: int  # of tasks that are admitted, and of those whose blocks are still claimed
+    argument_bytes: int  # of tasks that are admitted, or answered with blocks that are still claimed
     results_kept: int
     result_bytes: int
     tasks: dict[str, int]
@@ -93,7 +93,7 @@ class Dispatcher:
         admitting: bool = True,
         total: Total | None = None,
     ) -> None:
-        """admitting: False while the daemon starts; CacheReady admits. total: of all engines, if there are others."""
+        """admitting: False until the first CacheReady. total: the bounds of all engines together, if there are any."""
         self.limits = limits
         self._total = total
         self.boot_id = boot_id
@@ -107,10 +107,10 @@ class Dispatcher:
         self._gate = Gate(memory=admitting)
         self._contents = Contents(limits.ranks, limits.host_blocks, mapped=admitting)
         self._starting = False  # inside _start_ready
-        self._now = 0.0  # of the event that is being heard
+        self._now = 0.0  # the time of the current event
         self._memory_epoch = 0  # how often the cache's memory was taken away
         self._alarms: Alarms[TaskState] = Alarms(lambda record: record.state is State.DONE)
-        self._wake_at = math.inf  # what was last asked for and has not come
+        self._wake_at = math.inf  # the last WakeAt whose DeadlineReached has not come yet
         self._statuses: Counter[str] = Counter()
         self._rejects: Counter[str] = Counter()
         self._out: list[ev.Instruction] = []
@@ -135,13 +135,13 @@ class Dispatcher:
         }
 
     def handle(self, event: ev.Event) -> list[ev.Instruction]:
-        """Hear one event; return what must be done, in order."""
+        """Process one event. Returns the instructions to carry out, in order."""
         self._now = event.now
         self._handlers[type(event)](event)
         out, self._out = self._out, []
         return out
 
-    # --- what can be seen from outside --------------------------------------------------------------
+    # --- observers ----------------------------------------------------------------------------------
 
     @property
     def quiet(self) -> bool:
@@ -164,17 +164,17 @@ class Dispatcher:
 
     @property
     def next_alarm(self) -> float:
-        """When the next deadline is due; math.inf for never. Long past: DeadlineReached does not arrive."""
+        """The time of the next deadline; math.inf if there is none. If it is long past, DeadlineReached was lost."""
         return self._alarms.next()
 
     @property
     def task_ids(self) -> list[str]:
-        """Ids of all tasks that are admitted and not answered."""
+        """Ids of all tasks that are admitted and not yet answered."""
         return list(self._records)
 
     @property
     def admitted(self) -> Iterable[TaskState]:
-        """All tasks that are admitted and not answered. To be read at once, and not changed."""
+        """All tasks that are admitted and not yet answered: a live view, so read it at once and do not change it."""
         return self._records.values()
 
     @property
@@ -184,15 +184,15 @@ class Dispatcher:
 
     @property
     def argument_bytes(self) -> int:
-        """Memory that admitted tasks take, and those whose blocks are still claimed."""
+        """Memory of tasks that are admitted, or answered with blocks that are still claimed."""
         return self._hazards.nbytes
 
     def bytes_under_way(self, lane: Lane) -> int:
-        """Of tasks in this lane, queued and running, all ranks together."""
+        """Bytes that this lane's tasks, queued and running, move on all ranks together."""
         return self._lanes.loads[lane].nbytes
 
     def state_of(self, task_id: str) -> State | None:
-        """None for a task that was never admitted or is long forgotten."""
+        """A task's state; None if it was never admitted, or its result is no longer kept."""
         record = self._records.get(task_id)
         if record is not None:
             return record.state
@@ -221,7 +221,7 @@ class Dispatcher:
     # --- admission ----------------------------------------------------------------------------------
 
     def _submitted(self, event: ev.TaskSubmitted) -> None:
-        """Answer from what is known, refuse, or admit; exactly one of these."""
+        """Join a known task, refuse the task, or admit it: exactly one of these."""
         task = event.task
         if self._join(event):
             return
@@ -242,7 +242,7 @@ class Dispatcher:
                 return
         busy = self._lanes.too_much(prepared, self._hazards.nbytes)
         total = self._total
-        if busy is None and total is not None and len(total.engines) > 1:  # else the bounds above are all there is
+        if busy is None and total is not None and len(total.engines) > 1:  # a single engine has no bounds but its own
             beyond = total.refusal(self, prepared)
             busy = None if beyond is None else (beyond, self._lanes.hint(prepared.lane))
         if busy is not None:
@@ -251,7 +251,7 @@ class Dispatcher:
         self._admit(event, prepared)
 
     def _join(self, event: ev.TaskSubmitted) -> bool:
-        """Treat a push of a task_id that is known. True: it was treated."""
+        """Handle a push of a known task_id. Returns False, and does nothing, if the id is unknown."""
         task_id = event.task.task_id
         record = self._records.get(task_id) or self._stragglers.get(task_id)
         kept = self._results.recall(task_id, event.now)
@@ -270,7 +270,7 @@ class Dispatcher:
         elif record is not None and record.state is not State.DONE and len(record.waiters) < MAX_WAITERS:
             self._recorder.aside(task_id, "joined", event.client)
             record.waiters.append((event.client, event.seq))
-        else:  # its blocks are still held by a rank that was left behind, or too many wait already
+        else:  # a straggling rank still holds its blocks, or it has too many waiters
             self._refuse(event, Status.BUSY, ErrorInfo("task_id_busy", "this task_id is taken"), RETRY_AFTER_S[1])
         return True
 
@@ -320,7 +320,7 @@ class Dispatcher:
     def _start_ready(self) -> None:
         if self._starting or not self._gate.starts:
             return
-        self._starting = True  # a task that ends here lets others have their turn: in this loop, not in a deeper one
+        self._starting = True  # a task that ends here releases others: this loop starts them, not a nested one
         try:
             while (record := next(self._lanes.startable(), None)) is not None:
                 self._start(record)
@@ -328,7 +328,7 @@ class Dispatcher:
             self._starting = False
 
     def _start(self, record: TaskState) -> None:
-        """Its turn has come. One that would read what was never written ends instead, and others may have theirs."""
+        """Start a task whose turn has come, or fail a swap-in of host blocks that were never filled."""
         assert record.task is not None
         if record.lane is Lane.SWAP_IN and (hollow := self._contents.hollow(record.task)) is not None:
             self._finish_early(record, Status.FAILED, hollow, self._now)
@@ -350,7 +350,7 @@ class Dispatcher:
         if isinstance(record.task, SwapOutTask):
             self._contents.swapped_out(record.task, merged)
         if record.stop is Stop.CANCELLED and status is Status.EXPIRED:
-            status = Status.CANCELLED  # the slack of a cancel ran out: the caller hears of the cancel
+            status = Status.CANCELLED  # the slack of a cancel ran out: report the cancel
         self._finish(record, status, merged, event.now)
 
     def _rank_left(self, event: ev.RankLeft) -> None:
@@ -469,7 +469,7 @@ class Dispatcher:
     # --- ending -------------------------------------------------------------------------------------
 
     def _finish_early(self, record: TaskState, status: Status, error: ErrorInfo, now: float) -> None:
-        """Answer a task that no rank has seen."""
+        """Answer a task that no rank has started."""
         self._finish(record, status, Merged(status, [], [], error), now)
 
     def _finish(self, record: TaskState, status: Status, merged: Merged, now: float) -> None:
@@ -506,8 +506,8 @@ class Dispatcher:
             self._release(record)
 
     def _release(self, record: TaskState) -> None:
-        """The task's blocks are free: the tasks that waited for them get their turn."""
-        claim, record.claim = record.claim, None  # no cycle is left for the collector to find
+        """Release the task's blocks and start the tasks that waited for them."""
+        claim, record.claim = record.claim, None  # break the cycle between record and claim
         assert claim is not None
         for ready in self._hazards.leave(claim):
             waiting = ready.owner
@@ -529,7 +529,7 @@ class Dispatcher:
 
     def _set_alarm(self, when: float, record: TaskState) -> None:
         self._alarms.set(when, record)
-        if when < self._wake_at:  # else it was asked for, or an earlier one
+        if when < self._wake_at:  # else a WakeAt for this time or an earlier one is pending
             self._wake_at = when
             self._out.append(ev.WakeAt(when))
 

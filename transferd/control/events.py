@@ -2,10 +2,10 @@
 
 The dispatcher never acts. It takes one event, changes its own state, and returns instructions. The
 coordinator carries them out and reports the outcome as further events. So a test, a simulation and a
-replay of a recorded incident can drive the same decisions without anything around them.
+replay of a recorded incident can drive the same decisions without a daemon around them.
 
-They are msgspec structs because every task creates half a dozen, and creating a frozen dataclass costs
-several times as much.
+Events and instructions are msgspec structs because every task creates half a dozen, and creating a frozen
+dataclass costs several times as much.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class TaskSubmitted(msgspec.Struct, frozen=True):
 
 
 class RoundMerged(msgspec.Struct, frozen=True):
-    """The ranks' outcomes of a running task are in. `missing`: live ranks that had not arrived.
+    """A running task's round has ended. `missing`: live ranks that had not arrived.
 
-    A missing rank may still be touching the task's blocks; they stay claimed until its RankLeft.
+    A missing rank may still be touching the task's blocks, which stay claimed until its RankLeft.
     """
 
     task_id: str
@@ -47,7 +47,7 @@ class RankLeft(msgspec.Struct, frozen=True):
 
 
 class RankFailed(msgspec.Struct, frozen=True):
-    """A rank will never work again. So the whole group is dead: no task can complete any more."""
+    """A rank has died, and the whole engine with it: no task can complete any more."""
 
     rank: int
     cause: str
@@ -67,15 +67,15 @@ class CancelRequested(msgspec.Struct, frozen=True):
 
 
 class DeadlineReached(msgspec.Struct, frozen=True):
-    """The time of the last WakeAt has come."""
+    """The time of the last WakeAt has arrived."""
 
     now: float
 
 
 class CacheWithdrawn(msgspec.Struct, frozen=True):
-    """Not every rank has its memory any more: admit nothing until CacheReady, and say why.
+    """Some rank has lost its memory: admit nothing until CacheReady, and answer with `error`.
 
-    end: admitted tasks cannot finish either: running ones must stop, queued ones fail.
+    end: admitted tasks cannot finish, either: stop the running ones and fail the queued ones.
     """
 
     error: ErrorInfo
@@ -90,10 +90,10 @@ class CacheReady(msgspec.Struct, frozen=True):
 
 
 class MappingsChanged(msgspec.Struct, frozen=True):
-    """Which memory engines have mapped now.
+    """Which ranks' memory the engines have mapped now.
 
-    unmapped: ranks whose memory no client has attached or offered since it was made. outdated: clients that
-    still have earlier memory mapped, and of which ranks.
+    unmapped: ranks whose current memory no client has attached or offered. outdated: clients that still have earlier
+    memory mapped, and of which ranks.
     """
 
     unmapped: tuple[int, ...]
@@ -110,7 +110,7 @@ class HostEmptied(msgspec.Struct, frozen=True):
 class PauseRequested(msgspec.Struct, frozen=True):
     """Start nothing more; tasks are still admitted and wait.
 
-    Until the holder's ResumeRequested, or ClientGone for `client`: the connection that it asked by last.
+    It lasts until the holder's ResumeRequested, or until ClientGone for `client`, the holder's latest connection.
     """
 
     now: float
@@ -119,14 +119,14 @@ class PauseRequested(msgspec.Struct, frozen=True):
 
 
 class ResumeRequested(msgspec.Struct, frozen=True):
-    """The holder's pauses and drains end; if it holds none, everybody's do. Brings back no memory."""
+    """End the holder's pauses and drains, or all of them if it holds none. This does not restore a cleared cache."""
 
     now: float
     holder: str = ""
 
 
 class DrainRequested(msgspec.Struct, frozen=True):
-    """Admit nothing more; finish what is admitted. Ends as a pause does."""
+    """Admit nothing more; finish what is admitted. A drain ends like a pause."""
 
     now: float
     client: bytes = b""
@@ -146,7 +146,7 @@ class QueueAbandoned(msgspec.Struct, frozen=True):
 
 
 class GenerationBumped(msgspec.Struct, frozen=True):
-    """Tasks from now on name objects of this generation; older objects are out of reach."""
+    """From now on, tasks use objects of this generation; older objects become unreachable."""
 
     generation: str
     now: float
@@ -191,7 +191,7 @@ class StopTask(msgspec.Struct, frozen=True):
 
 
 class ExpireRound(msgspec.Struct, frozen=True):
-    """The slack is used up, too: complete the round without the ranks that are missing."""
+    """The slack has run out: complete the round without the missing ranks."""
 
     task_id: str
 
@@ -205,14 +205,14 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 class Publish(msgspec.Struct, frozen=True):
-    """An admitted task has ended; for those who follow all tasks. Once per task, however many waiters it had."""
+    """Report an admitted task's end to metrics, history and KV events: once, however many waiters it had."""
 
     task: Task
     result: TaskResult
 
 
 class WakeAt(msgspec.Struct, frozen=True):
-    """Send DeadlineReached at this monotonic time; replaces the time asked for before."""
+    """Send DeadlineReached at this monotonic time. Replaces the time of any earlier WakeAt."""
 
     when: float
 

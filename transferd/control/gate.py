@@ -1,11 +1,11 @@
-"""Decides whether tasks are admitted, and whether admitted tasks start. The reasons against it, strongest first:
+"""Decides whether tasks are admitted, and whether admitted tasks start. Reasons to refuse a task, strongest first:
 
     a rank has died       `failed`, permanently; no task starts any more
     draining, shut down   `rejected`; a resume ends a drain, but not a shutdown
     no memory             `busy` at the start, since the same task will succeed later; `rejected` once the memory was
                           removed, since the blocks that such a task names are empty
 
-A pause is none of these: tasks are admitted and wait.
+A pause refuses no task: tasks are admitted and wait.
 
 The client that asked for a pause or a drain *holds* it, and it ends with that client, since no one else knows the
 reason. Several clients may hold one at once; tasks start, or are admitted, when the last hold ends. A resume ends the
@@ -24,7 +24,7 @@ DRAINING = ErrorInfo("draining", "the daemon is draining and admits no new tasks
 
 
 class Hold(NamedTuple):
-    """One pause or drain. client: the connection that it ends with; since: monotonic seconds."""
+    """One pause or drain. client: the connection whose loss ends it; since: monotonic seconds."""
 
     what: str
     holder: str
@@ -45,7 +45,7 @@ class Gate:
     draining: bool
 
     def __init__(self, *, memory: bool) -> None:
-        """memory: False while the daemon starts."""
+        """memory: whether every rank has its memory; False while the daemon starts."""
         self._held: dict[tuple[str, str], Hold] = {}  # by what and holder
         self._shut = False
         self.alive = True
@@ -54,7 +54,7 @@ class Gate:
         self._changed()
 
     def _changed(self) -> None:
-        """Compute the answers for tasks now: far fewer events change them than tasks need them."""
+        """Compute the answers in advance: they change rarely, and every task needs them."""
         wanted = {hold.what for hold in self._held.values()}
         self.paused = "pause" in wanted
         self.draining = self._shut or "drain" in wanted
@@ -70,7 +70,7 @@ class Gate:
         return sorted(self._held.values(), key=lambda hold: hold.since)
 
     def hold(self, what: str, holder: str, client: bytes, now: float) -> None:
-        """Pause or drain. If the holder already holds it, it now ends with this connection."""
+        """Pause or drain. A hold that the holder already has keeps its start time and moves to this connection."""
         before = self._held.get((what, holder))
         self._held[what, holder] = Hold(what, holder, client, now if before is None else before.since)
         self._changed()

@@ -1,4 +1,4 @@
-"""Who must wait for whom: ordering tasks that touch the same block.
+"""Orders tasks that touch the same block.
 
 Two tasks that touch the same block of the same tier, at least one of them writing, run in the order
 of their submission; all others may overlap. Each task enters the table once with its footprint and
@@ -7,16 +7,16 @@ becomes a `Claim`. A claim waits for
 * the last claim that writes a block it reads or writes (read after write, write after write);
 * every claim that reads a block it writes, since that block's last writer (write after read).
 
-Edges lead from later to earlier claims only, so there is no cycle and no deadlock.
+A claim waits only for earlier claims, so there is no cycle and no deadlock.
 
-A claim may leave before its turn: a queued task is cancelled while tasks before it still run. Its
+A claim may leave before its turn: its task is cancelled while queued, and earlier tasks still run. The
 waiter gets an answer at once, but the claim stays in the table as an abandoned one until its own
 blockers have left, because later claims were ordered behind it instead of behind them. Then it
 leaves by itself.
 
-Storage blocks are named by key and never change under their key, so there a write need not wait for
-a read; a write waits for a write (the second finds the object stored: one transfer serves both) and
-a read for a write (it asked for the block after the other task promised it).
+A storage block never changes under its key, so a write need not wait for a read of the same key. A write
+waits for an earlier write (it then finds the object stored, so one transfer serves both), and a read waits
+for an earlier write (which will store the block that the read asks for).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from transferd.tasks import Footprint
 
 
 class Claim:
-    """One task's place in the order. `owner` is the caller's own; `ready` once nothing blocks it."""
+    """One task's place in the order. `owner` is any value of the caller's; `ready` once nothing blocks the claim."""
 
     __slots__ = ("abandoned", "blockers", "dependents", "footprint", "nbytes", "owner")
 
@@ -45,7 +45,7 @@ class Claim:
 
 
 class _BlockUse:
-    """Who uses one block: the last writer and the readers since. Earlier claims order behind these."""
+    """The claims on one block that a new claim may have to wait for: the last writer and the readers since."""
 
     __slots__ = ("readers", "writer")
 
@@ -66,7 +66,7 @@ class HazardTable:
         self.nbytes = 0  # of all claims, abandoned ones included
 
     def enter(self, owner: object, footprint: Footprint, nbytes: int = 0) -> Claim:
-        """Add a claim behind all claims it conflicts with. nbytes: what it counts for until it has left."""
+        """Add a claim behind all claims it conflicts with. nbytes: added to the table's `nbytes` until it has left."""
         claim = Claim(owner, footprint, nbytes)
         blockers: dict[Claim, None] = {}
         for uses, ids, writes in self._touched(footprint):
@@ -118,7 +118,7 @@ class HazardTable:
 
     @property
     def idle(self) -> bool:
-        """Nothing claimed and nothing left behind."""
+        """No claim is left, not even an abandoned one."""
         return not (self._claims or self.nbytes or self._device or self._host or self._storage or self._paths)
 
     def _touched(self, footprint: Footprint) -> Iterator[tuple[dict[Hashable, _BlockUse], Sequence[Hashable], bool]]:

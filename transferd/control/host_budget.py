@@ -1,7 +1,7 @@
 """The host memory of engines that register: one budget for all of them, and a quota for each.
 
-An engine is booked before a byte is allocated, and its share returns when its memory has been freed. So engines that
-are being made and engines that are leaving count, and the sum never passes the budget.
+An engine's memory is booked before a byte is allocated, and given back after it was freed. So engines that are being
+created or removed count, too, and the sum never exceeds the budget.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class HostBudget:
 
     def __init__(self, most: int, each: int = 0) -> None:
         """each: 0 for no quota within `most`."""
-        self.most = int(most)  # a Size would print itself in units, beside bytes
+        self.most = int(most)  # a Size would print with a unit, beside plain bytes
         self.each = min(int(each or most), self.most)
         self._booked: dict[Hashable, int] = {}
 
@@ -34,7 +34,7 @@ class HostBudget:
     def book(self, holder: Hashable, name: str, nbytes: int) -> None:
         """Take `nbytes` for the engine called `name`, until `give_back(holder)`.
 
-        Raises RequestError where it can never have so much, TransferError where it might later; both `no_room`.
+        Raises RequestError if that can never succeed, TransferError if it may succeed later, both with code `no_room`.
         """
         what = f"the engine {name!r} needs {nbytes} bytes of host memory (host_blocks, staging)"
         if nbytes > self.each:
@@ -45,7 +45,7 @@ class HostBudget:
         self._booked[holder] = nbytes
 
     def give_back(self, holder: Hashable) -> None:
-        """Its memory is free again. Does nothing if it holds none."""
+        """Return what this holder booked. Does nothing if it holds none."""
         self._booked.pop(holder, None)
 
     def statistics(self) -> dict[str, int]:

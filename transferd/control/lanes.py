@@ -1,7 +1,7 @@
-"""Places and load: how many tasks run at once in each lane, in which order, and what is too much.
+"""Lanes: how many tasks of each kind run at once, in which order, and how many may wait.
 
-A lane is one direction. Lanes do not share places, so loads never wait behind stores. Within one, tasks
-run in the order in which they became ready: when the tasks before them on their blocks had ended.
+Lanes do not share places, so loads never wait behind stores. Within a lane, tasks start in the order in
+which they became ready, that is, in which the earlier tasks on their blocks ended.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ RETRY_AFTER_S = (0.005, 5.0)  # the shortest and the longest hint given with `bu
 
 @dataclass(slots=True)
 class LaneLoad:
-    """What one lane has to do."""
+    """The tasks of one lane."""
 
     ready: deque[TaskState] = field(default_factory=deque)  # in the order in which they became ready
     running: int = 0
@@ -41,18 +41,18 @@ class Lanes:
         return sum(load.running for load in self.loads.values())
 
     def too_much(self, prepared: Prepared, held: int) -> tuple[ErrorInfo, float] | None:
-        """Why one more task is not admitted now, and after how many seconds to ask again.
+        """Why this task is not admitted now, and after how many seconds to retry; None if it may be admitted.
 
         held: bytes of the arguments of tasks that are admitted.
         """
         load, arguments = self.loads[prepared.lane], prepared.arguments
         if self.queued >= self._limits.max_queued:
             return ErrorInfo("queue_full", f"the queue is full: {self.queued} tasks are waiting"), self._hint(load)
-        # An index that hangs holds up every flush until its deadline, and an engine that evicts has many of them.
+        # An index that hangs delays every flush until its deadline, and an engine that evicts sends many flushes.
         waiting = load.tasks - load.running
         if prepared.flush and waiting >= (self._limits.max_queued + 1) // 2:
             return ErrorInfo("queue_full", f"flushes fill half of the queue: {waiting} are waiting"), self._hint(load)
-        # One task alone may be larger than a bound: refusing it for ever would not be "retry later".
+        # A task that is alone may exceed a bound: no retry would ever succeed otherwise.
         if held and held + arguments > self._limits.max_queued_bytes:
             told = f"admitted tasks hold {held} bytes of keys, ids and token_ids, and this one would add {arguments}"
             return ErrorInfo("queue_full", told), self._hint(load)
@@ -62,11 +62,11 @@ class Lanes:
         return None
 
     def hint(self, lane: Lane) -> float:
-        """After how many seconds to ask again for a place in a lane."""
+        """After how many seconds to retry a push into this lane."""
         return self._hint(self.loads[lane])
 
     def _hint(self, load: LaneLoad) -> float:
-        """How long this lane takes to work off a quarter of what waits: early enough, not a stampede."""
+        """The time in which this lane finishes a quarter of its queue: soon, but not so soon that all retry in vain."""
         waiting = max(1, load.tasks - load.running)
         estimate = load.seconds * waiting / self._limits.lane_depth / 4
         return min(max(estimate, RETRY_AFTER_S[0]), RETRY_AFTER_S[1])
@@ -83,7 +83,7 @@ class Lanes:
         self.loads[record.lane].ready.append(record)
 
     def startable(self) -> Iterator[TaskState]:
-        """Tasks that run now, one by one; each must have been moved to running, or have ended, before the next."""
+        """The tasks to start now. The caller must start or end each one before it asks for the next."""
         for load in self.loads.values():
             while load.ready and load.running < self._limits.lane_depth:
                 record = load.ready.popleft()
@@ -91,7 +91,7 @@ class Lanes:
                     yield record
 
     def moved(self, record: TaskState, old: State) -> None:
-        """A task has another state."""
+        """A task's state has changed from `old`."""
         load = self.loads[record.lane]
         if old is State.QUEUED:
             self.queued -= 1

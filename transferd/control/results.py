@@ -1,4 +1,4 @@
-"""Results that are kept for a while, so that pushing a task again answers instead of running again."""
+"""Keeps results for a while, so that a repeated push gets the same answer and the task does not run again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 from transferd.tasks import TaskResult
 
-# What a kept result takes of memory besides its packed form. Measured; tests/control/test_bytes.py compares.
+# Memory of a kept result besides its packed form. Measured; tests/control/test_bytes.py compares.
 RESULT_BYTES = 550
 
 _decoder = msgspec.msgpack.Decoder(TaskResult)
@@ -18,7 +18,8 @@ _decoder = msgspec.msgpack.Decoder(TaskResult)
 class _KeptResult(NamedTuple):
     """A result, packed: almost none is ever asked for again, and objects would take ten times the memory.
 
-    content: hash of the task that it answers. memory_epoch: the memory that it is about. expires: monotonic seconds.
+    content: hash of the task that it answers. memory_epoch: of the memory that its blocks are in. expires: monotonic
+    seconds.
     """
 
     packed: bytes
@@ -38,7 +39,7 @@ class _KeptResult(NamedTuple):
 class ResultCache:
     """Bounded by age (`ttl` seconds), by number (`most`) and by memory (`most_bytes`).
 
-    All results live equally long, so they leave in the order in which they came.
+    All results live equally long, so the oldest always expires first.
     """
 
     def __init__(self, ttl: float, most: int, most_bytes: int) -> None:
@@ -49,22 +50,22 @@ class ResultCache:
         self.nbytes = 0
 
     def keep(self, result: TaskResult, content: int, memory_epoch: int, now: float) -> None:
-        """Of a task_id that is not kept. A result that passes the bound alone, or fits no message, is not kept."""
+        """Keep a task's first result. Drops one that cannot be packed or exceeds the bound by itself."""
         try:
-            packed = bytes(memoryview(msgspec.msgpack.encode(result)))  # a copy: what msgspec returns has room to grow
-        except UnicodeEncodeError:  # half a character, as in an error about a file's name
+            packed = bytes(memoryview(msgspec.msgpack.encode(result)))  # an exact copy: msgspec over-allocates
+        except UnicodeEncodeError:  # a lone surrogate, as in an error about a file's name
             return
         kept = self._kept[result.task_id] = _KeptResult(packed, content, memory_epoch, now + self._ttl)
         self.nbytes += kept.nbytes
         self.forget(now)
 
     def recall(self, task_id: str, now: float) -> _KeptResult | None:
-        """None for a task whose result is not kept any more."""
+        """The task's kept result; None if there is none."""
         self.forget(now)
         return self._kept.get(task_id)
 
     def forget(self, now: float) -> None:
-        """Drop what is too old or too much."""
+        """Drop expired results, then the oldest ones until the bounds hold."""
         while self._kept:
             task_id, kept = next(iter(self._kept.items()))
             if kept.expires > now and len(self._kept) <= self._most and self.nbytes <= self._most_bytes:

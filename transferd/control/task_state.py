@@ -1,4 +1,4 @@
-"""One admitted task, as the dispatcher knows it, and the law of its states."""
+"""What the dispatcher knows of one admitted task, and the legal moves between its states."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ AT_WORK = frozenset({State.RUNNING, State.CANCELLING})
 
 @dataclass(slots=True, eq=False)
 class TaskState:
-    """Changed by the dispatcher only."""
+    """One admitted task. Only the dispatcher changes it."""
 
-    task: Task | None  # None once it is done: its keys and token ids may be many, and alarms keep the record
+    task: Task | None  # None once done: alarms keep the record, and keys and token ids may be large
     task_id: str
     lane: Lane
-    content: int  # hash of what is asked; a re-push of the same id must ask the same
+    content: int  # content_hash of the task; a repeated push must have the same
     generation: str
-    memory_epoch: int  # which of the cache's memories its blocks are in
+    memory_epoch: int  # how often the memory had been taken away at its admission
     admitted_at: float
     deadline: float
     nbytes: int  # counted against the lane's bytes in flight
-    waiters: list[tuple[bytes, int]]  # (client, seq) to be answered; empty when all have gone
+    waiters: list[tuple[bytes, int]]  # (client, seq) to answer; empty when all clients are gone
     claim: Claim | None = None  # None before the blocks are claimed and after they are released
     state: State = State.QUEUED
     stop: Stop | None = None  # why it must stop, while cancelling
-    forsaken_at: float = math.inf  # while cancelling: when the ranks that still hold on are left behind
-    straggling: set[int] = field(default_factory=set)  # ranks left behind, after done
+    forsaken_at: float = math.inf  # while cancelling: when ranks that have not arrived are left behind
+    straggling: set[int] = field(default_factory=set)  # once done: the ranks left behind

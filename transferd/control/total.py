@@ -27,7 +27,7 @@ class Load(Protocol):
 
 @dataclass(slots=True)
 class Total:
-    """The bounds of [server], for all engines. engines: the present ones; an engine is added and removed here."""
+    """The bounds of [server], for all engines together. engines: those that exist now; the daemon keeps the list."""
 
     max_queued: int
     max_queued_bytes: int

@@ -1,6 +1,6 @@
-"""What is wrong with a daemon, or slower than it should be, read from its report. Each sentence says what to do.
+"""What is wrong with a daemon, or slower than it should be, as its report shows. Each sentence says what to do.
 
-`transferd stats`, `transferd top`, `transferd doctor` and the page at `/` show this one list.
+`transferd stats`, `transferd top`, `transferd doctor` and the page at `/` all show this list.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transferd.observability.units import span
 def concerns(report: dict[str, Any], not_ready: str = "") -> list[str]:
     """List what an operator should know, the most urgent first; empty when all is well.
 
-    report: stats(). not_ready: why tasks are not served, where the caller knows it (what /readyz says).
+    report: stats(). not_ready: why tasks are not served, if the caller knows it (the text of /readyz).
     """
     found = (*_service(report, not_ready), *_storage(report["storage"]), *_quality(report))
     return [one_line(text) for text in found]
@@ -32,7 +32,7 @@ def _service(report: dict[str, Any], not_ready: str) -> list[str]:
         found.append(f"ranks {_listed(cache['missing'])} have no memory: the engine has not offered it yet")
     elif not report["ready"]:
         found.append(f"not ready: {not_ready or 'see /readyz and the log'}")
-    elif cache["unmapped"] and report["tasks"].get("rejected"):  # an engine that has gone is no reason for alarm
+    elif cache["unmapped"] and report["tasks"].get("rejected"):  # an engine that has left is no problem
         found.append(f"no engine has attached ranks {_listed(cache['unmapped'])}: tasks are rejected (not_attached)")
     for hold in report["held"]:
         found.append(f"{hold['what']} for {span(hold['for_s'])}, held by {hold['holder']}: `resume` ends it")

@@ -6,14 +6,14 @@ Format, version 1: text, one JSON object a line.
                 `reason` (one word, see below), `problem` (a line, or ""), `wall` and `monotonic`
                 (seconds, both read at the moment of the dump: they tie the notes' times to a date),
                 `notes` (how many follow), `threads` (thread name: its stack, innermost call last)
-    others      one note each, oldest first: `at` (monotonic seconds), `task` ("" for none), `what`,
-                and whatever else that kind of note says; `rank` is there for what one rank did
+    others      one note each, oldest first: `at` (monotonic seconds), `task` ("" for none), `what`, and
+                the details of that kind of note; a note about one rank has `rank`
 
 Reasons: `signal` (SIGUSR1), `failure` (an invariant broke, or a callback raised), `crash` (the daemon
 ended by an exception), `abort` (SIGABRT: what systemd's watchdog sends to a stuck daemon).
 
-A dump appears under its name complete or not at all (written aside, synced, renamed). Only the newest
-`keep` stay.
+A dump appears under its name complete or not at all: it is written under another name, synced, and renamed.
+Only the newest `keep` dumps stay.
 """
 
 from __future__ import annotations
@@ -105,12 +105,12 @@ def read_dump(path: Path) -> Dump:
 
 
 def encode_note(note: Note) -> bytes:
-    """One line, without its end."""
+    """The note as one line of a dump, without the line end."""
     return _encode({"at": note.at, "task": note.task_id, "what": note.what, **note.plain()})
 
 
 def decode_note(line: bytes) -> Note:
-    """Raises ValueError, KeyError or TypeError for what is no note."""
+    """The inverse of `encode_note`. Raises ValueError, KeyError or TypeError if the line is not a note."""
     whole: dict[str, Any] = msgspec.json.decode(line, type=dict[str, Any])
     detail = {key: value for key, value in whole.items() if key not in _OWN_KEYS}
     return Note(float(whole["at"]), str(whole["task"]), str(whole["what"]), detail)
@@ -132,7 +132,7 @@ def _mended(value: Any) -> Any:
 
 
 def _dumps(directory: Path) -> list[Path]:
-    """Names begin with the time, so their order is the order in time."""
+    """The dumps in a directory, oldest first: their names begin with the time."""
     return [path for path in directory.iterdir() if path.name.startswith(_PREFIX) and path.name.endswith(_SUFFIX)]
 
 

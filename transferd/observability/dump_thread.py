@@ -94,7 +94,7 @@ class DumpThread:
     # --- reasons for a dump -------------------------------------------------------------------------
 
     def _failed(self, problem: str) -> None:
-        """Take the notes now and write them in the thread, so that the loop does not wait for the disk."""
+        """Copy the notes now, but write them in the thread, so that the loop does not wait for the disk."""
         self._failures += 1
         if self._failures > MOST_FAILURES:
             return
@@ -114,7 +114,7 @@ class DumpThread:
             if number == signal.SIGABRT:
                 self._try(lambda: self._dump("abort", "", _stacks()))
                 flush()
-                # The default comes next, by way of faulthandler: stacks on stderr, and a core if one is wanted.
+                # Then the default action, by way of faulthandler: stacks on stderr, and a core dump if enabled.
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGABRT})
                 os.abort()
             if number == signal.SIGUSR1:
@@ -126,7 +126,7 @@ class DumpThread:
 
     @staticmethod
     def _try(dump: Callable[[], None]) -> None:
-        """Whatever a dump raises, the thread lives: waking a thread that has ended kills the process (SIGSEGV)."""
+        """Dump, and survive whatever that raises: waking a thread that has ended kills the process (SIGSEGV)."""
         try:
             dump()
         except Exception:

@@ -1,7 +1,7 @@
-"""The tasks that ended last, and those that failed last: what `transferd tasks` lists.
+"""The tasks that ended last, and those that failed last, for `transferd tasks`.
 
-The flight recorder knows the steps of each; this knows which there are. Both rings are bounded, and a task costs
-one tuple. Nothing of a task's arguments is kept.
+The flight recorder has the steps of each task; this is the list of tasks. Both rings are bounded, and a task costs
+one tuple, which keeps none of the task's arguments.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from transferd.config import DEFAULT_ENGINE
 from transferd.tasks import ErrorInfo, RankResult, Status, Task, TaskResult
 
 RECENT = 1024
-FAILED = 256  # kept apart, so that a busy hour of good tasks does not push a failure out
+FAILED = 256  # in a ring of their own, so that a busy hour of good tasks does not push failures out
 _BAD = frozenset({Status.FAILED, Status.EXPIRED})
 
 
 class Ended(NamedTuple):
-    """One task that was admitted and has been answered. at: monotonic seconds; seconds: from admission to answer."""
+    """One admitted task that was answered. at: monotonic seconds; seconds: from admission to answer."""
 
     at: float
     task_id: str
@@ -35,7 +35,7 @@ class Ended(NamedTuple):
 
 
 class TaskHistory:
-    """Fed by the daemon, once for each admitted task; read by listing.py."""
+    """Both rings. The daemon adds each admitted task once, when it is answered; daemon/listing.py reads them."""
 
     def __init__(self) -> None:
         self.recent: deque[Ended] = deque(maxlen=RECENT)

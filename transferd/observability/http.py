@@ -1,8 +1,9 @@
 """A small HTTP/1.1 server for status pages: GET and HEAD of a few fixed paths, one request per connection.
 
-h11 does the parsing. Connections, header bytes and the time of a connection are bounded. A silent connection must not
-block a probe: when all places are taken, the server drops the oldest connection without a complete request instead of
-refusing the newest. A request is answered as soon as its last byte is read, because routes never wait.
+h11 parses. The number of connections, the bytes of a header and the time of a connection are bounded. Silent
+connections must not block a probe: when all places are taken, the server drops the oldest connection without a
+complete request instead of refusing the newest. A request is answered as soon as its last byte is read, because routes
+never wait.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from transferd.errors import ConfigError
 
 log = structlog.get_logger(__name__)
 
-# More than the kernel's queue delivers at once, so that a request is read before its connection is the oldest; and
-# few enough not to take descriptors from the daemon's clients (runtime/descriptors.py).
+# More than the kernel's queue delivers at once, so that a request is read before its connection becomes the oldest one,
+# and few enough to leave descriptors for the daemon's clients (runtime/descriptors.py).
 MAX_CONNECTIONS = 512
 BACKLOG = 256
 MAX_HEADER_BYTES = 16 * 1024
-PIECE_BYTES = 4096  # h11 bounds a header that is not complete: it must see one grow
+PIECE_BYTES = 4096  # small, because h11 checks the size of an incomplete header after each piece
 REQUEST_TIMEOUT_S = 5.0
 LINGER_S = 1.0  # how long an answered client may take to close; further input is discarded
 
@@ -43,11 +44,11 @@ class Page:
 
 
 Route = Callable[[], Page]
-Asked = Callable[[str], Page]  # with what follows the question mark
+Asked = Callable[[str], Page]  # called with the query string
 
 
 class HttpServer:
-    """Serves `routes` on host:port. `port` is the real one after `start`, also for port 0.
+    """Serves `routes` on host:port. With port 0, `port` is the real one after `start`.
 
     refused: requests and connections that were refused since the start, by reason.
     """
@@ -106,11 +107,11 @@ class HttpServer:
         log.warning("http request refused", reason=reason, peer=peer, problem=problem)
 
     def answer(self, request: h11.Request) -> Page:
-        """The page for a request; never raises for what a client asks."""
+        """The page for a request. Never raises, whatever the client asks."""
         if request.method not in (b"GET", b"HEAD"):
             return Page(b"method not allowed; use GET or HEAD\n", status=405, headers=(("allow", "GET, HEAD"),))
         target = request.target.decode("ascii", "replace")
-        if target.lower().startswith("http://"):  # as a client of a proxy writes it
+        if target.lower().startswith("http://"):  # as clients send it to a proxy
             target = "/" + target[len("http://") :].partition("/")[2]
         path, _, query = target.partition("?")
         if (asked := self._asked.get(path)) is not None:
@@ -126,14 +127,14 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self, server: HttpServer) -> None:
         self._server = server
-        self._http: h11.Connection | None = None  # made with the first byte: the silent ones cost little
+        self._http: h11.Connection | None = None  # created at the first byte, so that silent connections cost little
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._answered = False
         self._peer = ""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's is one in all but name
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's has the same methods but another base class
         host, port = (self._transport.get_extra_info("peername") or ("", 0))[:2]
         self._peer = f"{host}:{port}"
         self._end_after(REQUEST_TIMEOUT_S)
@@ -170,7 +171,7 @@ class _Connection(asyncio.Protocol):
         self._answered = True
         start = connection.send(h11.Response(status_code=page.status, headers=headers, reason=reason)) or b""
         self._transport.write(start if head else start + page.body)
-        # Closing now would reset the connection while the client still sends, and the answer would be lost with it.
+        # Closing now would reset the connection while the client still sends, and the client would lose the answer.
         if self._transport.can_write_eof():
             self._transport.write_eof()
         self._end_after(LINGER_S)

@@ -26,7 +26,7 @@ class LogRate:
         self._lock = threading.RLock()
 
     def admit(self, kind: Hashable) -> int | None:
-        """None: leave this line out. Else how many of its kind were left out since the last one that passed."""
+        """How many lines of this kind were left out since the last one that passed. None: leave this one out, too."""
         now = self._clock()
         with self._lock:
             known = self._kinds.get(kind)

@@ -30,8 +30,8 @@ from transferd.observability.log_rate import LogRate
 from transferd.observability.log_writer import LogStream, LogWriter
 
 STDERR = 2
-ERASE = b"\r\x1b[K"  # the line that the cursor is in
-FLUSH_S = 0.5  # at the end of the process, for a reader that does not read
+ERASE = b"\r\x1b[K"  # erases the cursor's line
+FLUSH_S = 0.5  # how long the end of the process waits for a reader that does not read
 LONGEST_TEXT = 4096  # characters of one value; of a traceback, LONGEST_TRACEBACK
 LONGEST_TRACEBACK = 16384
 MOST_ITEMS = 64  # of one list
@@ -71,7 +71,7 @@ class Log:
             )
 
     def take(self, level: str, kind: Hashable, event: Event) -> None:
-        """Log an event. kind: what its rate is counted by; see LogRate."""
+        """Log an event. kind: the lines with which it shares a rate limit; see LogRate."""
         try:
             if _LEVELS.get(level, logging.ERROR) < self.level:
                 return
@@ -85,7 +85,7 @@ class Log:
             self.writer.drop()
 
     def say(self, level: str, text: str) -> None:
-        """Write text as it is, for people: what does not print is escaped, line by line."""
+        """Write plain text for people, line by line, with non-printable characters escaped."""
         try:
             self._put(level, "\n".join(map(one_line, text.split("\n"))))
         except Exception:  # noqa: BLE001 - as in `take`
@@ -99,7 +99,7 @@ class Log:
         return self._terminal
 
     def _put(self, level: str, text: str) -> None:
-        if self._journal:  # which makes an entry of each line
+        if self._journal:  # each line becomes an entry of its own
             priority = f"<{_PRIORITIES.get(level, 3)}>"
             text = priority + text.replace("\n", f"\n{priority}")
         line = f"{text}\n".encode(errors="backslashreplace")
@@ -138,7 +138,7 @@ def _columns() -> int:
 
 
 class _Quoted:
-    """What the console shows as Python would write it. (Of a str, it quotes only some.)"""
+    """A value that the console must show as its repr. (structlog quotes only some strings.)"""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -156,7 +156,7 @@ def _clipped(text: str, longest: int = LONGEST_TEXT) -> str:
 
 
 class _FromLogging(logging.Handler):
-    """The standard library's logging: asyncio, warnings, libraries. Its kinds are places in their code."""
+    """Takes what the standard library's logging gets: asyncio, warnings, libraries. A kind is a place in code."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -169,7 +169,7 @@ class _FromLogging(logging.Handler):
 
 
 def _from_structlog(_: object, method: str, event: structlog.typing.EventDict) -> str:
-    """The only processor: whatever it does, structlog must not do any more."""
+    """The only processor. It hands the event to `Log` and drops it, so structlog itself writes nothing."""
     _log.take(method, event.get("event"), dict(event))
     raise structlog.DropEvent
 
@@ -184,7 +184,7 @@ def configure(section: LogSection) -> None:
     structlog.configure(
         processors=[structlog.contextvars.merge_contextvars, _from_structlog],
         wrapper_class=structlog.make_filtering_bound_logger(logging.NOTSET),
-        logger_factory=structlog.ReturnLoggerFactory(),  # the default wants a stdout, and that may be closed
+        logger_factory=structlog.ReturnLoggerFactory(),  # the default needs stdout, which may be closed
         cache_logger_on_first_use=False,
     )
     root = logging.getLogger()
@@ -195,14 +195,14 @@ def configure(section: LogSection) -> None:
 
 
 def take_over_stderr() -> None:
-    """Start the writer, and let it have all that this process prints. Raises RuntimeError: there can be no thread."""
+    """Start the writer and send everything that Python prints on stderr to it. Raises RuntimeError without a thread."""
     _log.writer.start()
     logging.captureWarnings(capture=True)
     sys.stderr = LogStream(STDERR, lambda line: _log.say("warning", line))
 
 
 def set_level(level: str) -> None:
-    """Take effect at once, for every logger."""
+    """Set the lowest level that is logged, for every logger, at once."""
     _log.level = _LEVELS[level]
 
 
@@ -217,17 +217,17 @@ def show(text: str) -> bool:
 
 
 def flush(seconds: float = FLUSH_S) -> bool:
-    """Wait until everything logged so far is written, at most so long."""
+    """Wait at most `seconds` until everything logged so far is written. Return whether it is."""
     return _log.writer.flush(seconds)
 
 
 def statistics() -> dict[str, int]:
-    """log_dropped: lines that did not fit or could not be written. log_left_out: that came too often."""
+    """log_dropped: lines that did not fit or could not be written. log_left_out: lines beyond a kind's rate limit."""
     return {"log_dropped": _log.writer.dropped, "log_left_out": _log.rate.left_out}
 
 
 def under_journal(environment: Mapping[str, str], fd: int = STDERR) -> bool:
-    """Whether the journal reads what is written there: JOURNAL_STREAM names that very socket (systemd.exec(5))."""
+    """Whether `fd` is connected to the journal: JOURNAL_STREAM names its device and inode (systemd.exec(5))."""
     try:
         status = os.fstat(fd)
     except OSError:

@@ -1,6 +1,6 @@
 """Prometheus metrics: read from one stats() dict at each scrape, plus what task_metrics.py counts of each task.
 
-Labels are bounded by construction: ranks, lanes, statuses, codes, tiers, and the engines that are there.
+Labels are bounded by construction: ranks, lanes, statuses, codes, tiers, and the engines that exist now.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transferd.observability.task_metrics import TaskMetrics
 from transferd.runtime.descriptors import spare
 from transferd.tasks import Status
 
-# What exists at 0 from the start, of counters with labels: rate() misses the first one of a series that begins with it.
+# Label values that exist from the start, at 0: rate() would miss the first increment of a series that begins with 1.
 STATUSES = [str(status) for status in Status]
 REJECTS = (
     *("queue_full", "bytes_in_flight", "starting", "draining", "not_attached", "empty_block", "cleared", "cache_gone"),
@@ -40,7 +40,7 @@ EFFECTS = ("Start", "StopTask", "ExpireRound", "Reply", "Publish", "WakeAt")
 EVICTED_FOR = ("capacity", "medium_full", "shrink")
 BREAKER_STATES = ("closed", "open", "half_open")
 
-# What some backends count besides, and how it reads.
+# Counters that only some backends have, with their help texts.
 _STORAGE_EVENTS = {
     "wrong_length": "Objects of another length than expected, made unreachable",
     "waited_for_room": "Objects that a full pool was asked to take again",
@@ -128,7 +128,7 @@ class _StatsCollector:
         yield _counter("transferd_log_left_out", "Log lines that came too often", [], {"": stats["log_left_out"]})
 
     def _engines(self, engines: dict[str, Any]) -> Iterator[Metric]:
-        """Those that are there: an engine's series end with it. `transferd_tasks` counts on over all of them."""
+        """Metrics of each present engine, which end with it. `transferd_tasks` keeps counting over all engines."""
         name_of = ["engine"]
         ready = GaugeMetricFamily("transferd_engine_ready", "1 when every rank of an engine is ready", labels=name_of)
         clients = GaugeMetricFamily("transferd_engine_clients", "Clients that speak for an engine", labels=name_of)
@@ -153,7 +153,7 @@ class _StatsCollector:
         moved = CounterMetricFamily("transferd_lane_bytes", "Bytes a rank has moved", labels=names)
         for rank in stats["ranks"]:
             if rank.get("engine", DEFAULT_ENGINE) != DEFAULT_ENGINE:
-                continue  # each engine has a rank 0; `_engines` tells of the others
+                continue  # every engine has a rank 0; `_engines` reports the others
             for name, lane in rank["lanes"].items():
                 labels = [str(rank["rank"]), name]
                 running.add_metric(labels, lane["running"])
@@ -233,10 +233,11 @@ def _counter(name: str, text: str, labels: list[str], values: dict[str, Any]) ->
 
 
 class StatusServer:
-    """/metrics /healthz /readyz /status, and the page at / with what it polls.
+    """Serves /metrics, /healthz, /readyz, /status, the page at / and what that page polls.
 
-    stats: the report. alive: the dispatcher moves or is idle. not_ready: why not, or "" when ready.
-    tasks: returns at most that many of the newest tasks. explain: the story of one. Without these two there is no page.
+    stats: the report. alive: whether the dispatcher makes progress or is idle. not_ready: why it is not ready, or "".
+    tasks: called with a number, returns at most that many of the newest tasks. explain: returns the story of one task.
+    Without these two there is no page.
     """
 
     def __init__(

@@ -1,6 +1,7 @@
-"""The page at `/` of the metrics port: one file that loads nothing else, and what it polls.
+"""The page at `/` of the metrics port, a single file, and what it polls.
 
-Its own script and style are allowed by their hashes, and nothing else: what a client names can be text only.
+The content security policy allows the page's own script and style by their hashes, and nothing else. So a name that
+a client chose can only ever be shown as text.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from transferd.errors import RequestError
 from transferd.observability.http import Page
 
 FILE = Path(__file__).with_name("page.html")
-ROWS = 300  # tasks of one look: the timeline's ten seconds of a daemon with 30 tasks a second
+ROWS = 300  # tasks per poll: enough for the timeline's ten seconds at 30 tasks a second
 
 
 @functools.cache
@@ -52,7 +53,7 @@ def as_json(value: Any) -> Page:
 
 
 def story_page(explain: Callable[[str], dict[str, Any]], query: str) -> Page:
-    """The story of the task in `task=…`; 404 and why not, where nothing is known of it."""
+    """The story of the task in `task=…`; 404 with the reason if nothing is known of it."""
     try:
         task_id = parse_qs(query, max_num_fields=4).get("task", [""])[0]
         if not task_id:

@@ -87,7 +87,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "client left": ("client",),
     "client silent": ("client",),
     "client ended": ("client",),
-    "answer lost": ("client", "seq", "session"),  # could not be delivered; a new session begins
+    "answer lost": ("client", "seq", "session"),  # it could not be delivered; a new session begins
     "pause": ("holder",),
     "resume": ("holder",),
     "drain": ("holder",),
@@ -129,7 +129,7 @@ _ORDER = {"admitted": -2, "from": -1, "done": 1, "cause": 2, "straggling": 3}
 
 
 class Recorder:
-    """Three bounded rings, newest last. The daemon owns it; every part may append.
+    """Three bounded rings, newest last. The daemon owns the recorder; every part may append.
 
     on_failure: called with one line when an invariant breaks; the dump thread sets it.
     """
@@ -235,7 +235,7 @@ class EngineRecorder(Recorder):
 
 
 def told_apart(label: str) -> tuple[str, str]:
-    """The engine and the task id that a name in the rings stands for."""
+    """Split a name in the rings into the engine and the task id."""
     if label.startswith("[") and "] " in label:
         engine, _, task_id = label[1:].partition("] ")
         return engine, task_id
@@ -260,4 +260,4 @@ def _when(note: Note) -> tuple[float, int]:
 
 
 def _nobody_keeps_dumps(problem: str) -> None:
-    """The default for `on_failure`: the log has the failure anyway."""
+    """The default for `on_failure`: nothing more to do, since the failure is also logged."""

@@ -2,15 +2,15 @@
 
 A task_id may have several lives (pushed again after its result was forgotten), so the story has a list of lives.
 Each begins with its admission, and times are seconds since then. Earlier events of the id (a `busy`, a refusal)
-belong to the life that followed, with negative times. `events` has the events of the whole task; each rank has
-its own.
+belong to the life that followed, with negative times. `events` has the events of the whole task, and `ranks` those
+of each rank.
 
     {"task_id", "lives": [{"kind", "blocks", "status", "seconds", "began", "complete",
                            "events": [{"t", "what", …}], "ranks": [{"rank", "events": […]}]}],
      "omitted"}
 
-status, seconds: None while the task is not answered. began: time since the epoch. complete: the
-admission is still among the notes; else the first note that is left stands for it.
+status, seconds: None while the task is not answered. began: time since the epoch. complete: whether the notes still
+include the admission; if not, times count from the first remaining note.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def task_story(task_id: str, notes: Sequence[Note], *, wall: float, monotonic: f
 
 
 def _lives(notes: Iterable[Note]) -> list[list[Note]]:
-    """A life lasts until its answer, and after that until another task is tried under its id."""
+    """Split notes into lives. A life lasts until a push under the same id that follows its answer."""
     lives: list[list[Note]] = [[]]
-    attempts: list[Note] = []  # since the last answer: they belong to the next life, if there is one
+    attempts: list[Note] = []  # pushes since the last answer: they belong to the next life, if there is one
     for note in notes:
         life = lives[-1]
         if note.what == "admitted" and _ended(life):
@@ -66,7 +66,7 @@ def _ended(life: Sequence[Note]) -> bool:
 
 
 def _life(notes: Sequence[Note], offset: float) -> dict[str, Any]:
-    """offset: wall time minus monotonic time."""
+    """One life as data. offset: wall time minus monotonic time."""
     admitted = next((note for note in notes if note.what == "admitted"), None)
     done = next((note for note in notes if note.what == "done"), None)
     zero = (admitted or notes[0]).at
@@ -94,7 +94,7 @@ def _life(notes: Sequence[Note], offset: float) -> dict[str, Any]:
 
 
 def as_text(story: Mapping[str, Any]) -> str:
-    """The story as lines, milliseconds since admission in front."""
+    """The story as lines, each beginning with the milliseconds since admission."""
     lines: list[str] = []
     for life in story["lives"]:
         lines.append(_heading(story["task_id"], life))
@@ -127,7 +127,7 @@ def _line(event: Mapping[str, Any], indent: int) -> str:
 
 
 def _shown(value: Any) -> str:
-    """One word: what came from outside cannot make lines of its own."""
+    """A value on one line, escaped: text from outside must not begin lines of its own."""
     if isinstance(value, float):
         return f"{value:.6g}"
     text = str(value)

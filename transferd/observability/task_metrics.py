@@ -1,4 +1,4 @@
-"""What is counted of each task that ends: how long it took, where the time went, and missed deadlines.
+"""Metrics of each task that ends: how long it took, where the time went, and missed deadlines.
 
 A task costs one histogram step and a few additions, so that eight ranks at thousands of tasks a second are no burden.
 """
@@ -19,7 +19,7 @@ LATENCY_BUCKETS_S = (
 )
 ENDED = (Status.OK, Status.PARTIAL, Status.MISS, Status.FAILED, Status.EXPIRED, Status.CANCELLED)
 STAGES = ("queue", "copy", "storage")  # of a rank: waiting for its turn, moving bytes on this node, waiting for storage
-# What took the time of a task that missed its deadline; absent_rank: a rank was left behind, at work on something.
+# The stage that took most of the time of a task that missed its deadline; absent_rank: a rank did not arrive in time.
 MISSED = ("queue", "copy", "storage", "absent_rank")
 
 
@@ -33,7 +33,7 @@ class _Series:
 
 
 class TaskMetrics:
-    """Fed by the daemon, once for each admitted task. Every label value is there from the start, at 0."""
+    """Updated once for each admitted task, when it is answered. Every label value exists from the start, at 0."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         histogram = Histogram(
@@ -49,7 +49,7 @@ class TaskMetrics:
     def observe_result(self, task: Task, result: TaskResult) -> None:
         lane = self._lanes[task.lane]
         lane.durations[result.status].observe(result.duration)
-        queue = copy = storage = 0.0  # summed here: every look-up by an enum costs as much as several additions
+        queue = copy = storage = 0.0  # summed first: each lookup by an enum costs as much as several additions
         for rank in result.ranks:
             queue += rank.queue_s
             copy += rank.copy_s
@@ -75,7 +75,7 @@ class TaskMetrics:
 
 
 def _cause(result: TaskResult) -> str:
-    """One of MISSED. A rank that the deadline left behind has brought no times."""
+    """Why a task missed its deadline: one of MISSED. A rank that was left behind has reported no times."""
     times = [(rank.queue_s, rank.copy_s, rank.storage_s) for rank in result.ranks]
     if not times:
         return "queue"  # it never ran

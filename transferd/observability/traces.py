@@ -2,13 +2,13 @@
 
     event loop:  ended() ─ one tuple ─▶ bounded queue ─▶ thread: spans ─▶ OTLP over HTTP
 
-The loop only queues. Everything else, also waiting for a collector that does not answer, happens in the thread. What
-the queue cannot take, or the collector does not, is dropped and counted.
+The loop only queues. Everything else happens in the thread, including the wait for a collector that does not answer.
+Tasks that do not fit into the queue, or that the collector does not accept, are dropped and counted.
 
-A task is one span, from its admission to its answer. Below it are `queue`, until its ranks began, and a span for each
-rank, until that rank arrived: who came last is the one that the others waited for.
+A task is one span, from its admission to its answer. Its children are `queue`, until its ranks began, and a span for
+each rank, until that rank arrived. The last rank to arrive is the one that the others waited for.
 
-This module imports OpenTelemetry in `start` only; without `traces.endpoint` nothing of it is loaded.
+Only `start` imports OpenTelemetry; without `traces.endpoint` it is never loaded.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_WAITING = 4096  # tasks
 BATCH = 256  # tasks of one request
 GATHER_S = 1.0  # how long a batch is gathered
 EXPORT_TIMEOUT_S = 5.0
-CLOSE_S = 1.0  # for what is queued at a stop
+CLOSE_S = 1.0  # for exporting what is queued at a stop
 _ERRORS = frozenset({Status.FAILED, Status.EXPIRED})
 _NS = 1_000_000_000
 
@@ -59,10 +59,10 @@ class _Answered(NamedTuple):
 
 
 class Traces:
-    """Exports one trace a task. Feed it on the event loop; `exported`, `dropped` and `failed` count spans or tasks.
+    """Exports one trace per task. Call it on the event loop.
 
-    exported: tasks that a collector has taken. dropped: tasks that the queue could not take. failed: tasks that the
-    collector did not take.
+    exported: tasks that the collector accepted. dropped: tasks that did not fit into the queue. failed: tasks that the
+    collector did not accept.
     """
 
     def __init__(
@@ -70,25 +70,25 @@ class Traces:
     ) -> None:
         """endpoint: a collector's URL, such as http://127.0.0.1:4318/v1/traces.
 
-        sample: the share of tasks to trace among those without a context of the engine's. instance: tells this
-        daemon's traces from others'.
+        sample: the share of tasks to trace among those without a traceparent. instance: distinguishes this daemon's
+        traces from those of others.
         """
         self.exported = self.dropped = self.failed = 0
         self._endpoint, self._sample, self._instance = endpoint, sample, instance
         self._wall, self._monotonic = wall, monotonic
         self._queue: queue.Queue[_Answered] = queue.Queue(MAX_WAITING)
-        # By engine and task id, between the end of a round and the answer: a few.
+        # By engine and task id; an entry lives only from the end of the round to the answer.
         self._running: dict[tuple[str, str], Ran] = {}
         self._closing = threading.Event()
         self._done: asyncio.Future[None] | None = None
-        self._silent = False  # the last request failed: said once
+        self._silent = False  # the last request failed, and that was logged
         self._exporter: Any = None
 
     def start(self) -> None:
         """Load OpenTelemetry and start the thread. Call it on the event loop."""
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
-        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # we say it ourselves, once
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # we log failures ourselves, once
         self._exporter = OTLPSpanExporter(self._endpoint, timeout=EXPORT_TIMEOUT_S)
         spans = SpanMaker(self._sample, self._instance)
         loop = asyncio.get_running_loop()
@@ -96,7 +96,7 @@ class Traces:
         threading.Thread(target=self._run, args=(spans, loop, self._done), name="traces", daemon=True).start()
 
     def ran(self, task_id: str, ran: Ran, engine: str = "default") -> None:
-        """The round of a task of this engine has ended; `ended` follows."""
+        """Note what the ranks did for a task of this engine. A call of `ended` follows."""
         self._running[engine, task_id] = ran
 
     def ended(self, task: Task, result: TaskResult, engine: str = "default") -> None:
@@ -108,13 +108,13 @@ class Traces:
             self.dropped += 1
 
     async def close(self) -> None:
-        """Give the thread a second for what is queued, then leave it behind: it holds nothing that anybody needs."""
+        """Give the thread a second for what is queued, then abandon it: it uses no memory of the daemon's."""
         if self._done is None:
             return
         self._closing.set()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(self._done), CLOSE_S)
-        self._exporter.shutdown()  # wakes a thread that waits to try again
+        self._exporter.shutdown()  # wakes the thread if it waits for a retry
 
     def statistics(self) -> dict[str, int]:
         return {"exported": self.exported, "dropped": self.dropped, "failed": self.failed}
@@ -129,7 +129,7 @@ class Traces:
                     self._closing.wait(GATHER_S)
                 self._export(spans, [first, *self._waiting(BATCH - 1)])
         self._export(spans, list(self._waiting(MAX_WAITING)))
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no caller is left
             loop.call_soon_threadsafe(_finish, done)
 
     def _waiting(self, most: int) -> Iterable[_Answered]:
@@ -175,7 +175,7 @@ class SpanMaker:
         ended: list[ReadableSpan] = []
 
         class Collect(SpanProcessor):
-            """Keeps what has ended."""
+            """Collects spans that have ended."""
 
             def on_end(self, span: ReadableSpan) -> None:
                 ended.append(span)
@@ -192,7 +192,7 @@ class SpanMaker:
         self._propagator = TraceContextTextMapPropagator()
 
     def of(self, answered: Iterable[_Answered]) -> list[ReadableSpan]:
-        """All spans of these tasks that are sampled."""
+        """All spans of those tasks that are sampled."""
         for one in answered:
             self._add(one)
         made = list(self._ended)
@@ -203,12 +203,12 @@ class SpanMaker:
         from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
 
         task, result = one.task, one.result
-        offset = _ns(one.wall) - _ns(one.monotonic)  # in whole nanoseconds: what is not later does not become so
+        offset = _ns(one.wall) - _ns(one.monotonic)  # whole nanoseconds: rounding must not reorder times
         began = offset + _ns(one.monotonic - result.duration if one.ran is None else one.ran.admitted)
         parent = {} if task.traceparent is msgspec.UNSET else {"traceparent": task.traceparent}
         root = self._tracer.start_span(
             f"transferd.{task.kind}",
-            self._propagator.extract(parent),  # what is no traceparent begins a trace of its own
+            self._propagator.extract(parent),  # without a valid traceparent, a new trace begins
             kind=SpanKind.SERVER,
             attributes=_attributes(one.engine, task, result),
             start_time=began,

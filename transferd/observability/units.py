@@ -24,7 +24,7 @@ def count(number: float) -> str:
 
 
 def span(seconds: float | None) -> str:
-    """How long something took or has lasted, two units at most; "-" for a time that is not known."""
+    """A duration in at most two units; "-" for a time that is not known."""
     if seconds is None:
         return "-"
     if seconds < 1e-3:
@@ -40,12 +40,12 @@ def span(seconds: float | None) -> str:
 
 
 def share(part: float, whole: float) -> str:
-    """part of whole in percent; "-" for a part of nothing."""
+    """part of whole in percent; "-" if whole is 0."""
     return f"{100 * part / whole:.0f} %" if whole else "-"
 
 
 def bar(used: float, capacity: float, width: int = 20) -> str:
-    """A bar of `width` characters, filled as far as the capacity is used. Anything in use shows."""
+    """A bar of `width` characters, filled in proportion to `used`. Even a tiny use shows."""
     if capacity <= 0:
         return "·" * width
     filled = min(width, round(width * used / capacity)) or (1 if used > 0 else 0)

@@ -11,7 +11,7 @@ CAP_SYS_RESOURCE = 24
 
 
 def has_capability(number: int) -> bool:
-    """Whether it is effective in this process. False where the kernel does not say."""
+    """Whether this capability is effective in this process. False if the kernel does not say."""
     try:
         status = STATUS.read_text(errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""Where every thread of this process is now."""
+"""The current stack frame of every thread in this process."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _one_at_a_time = threading.Lock()
 
 
 def current_frames() -> dict[int, FrameType]:
-    """`sys._current_frames()`: by thread, its innermost frame. Clear the dict when done: it keeps all locals alive.
+    """`sys._current_frames()`: {thread: innermost frame}. Clear the dict when done: it keeps all locals alive.
 
-    CPython before 3.11.8 and 3.12.2 holds its lock on the list of threads meanwhile, and allocates. If that starts the
-    collector, and a finalizer lets another thread run which starts or ends a thread, the process stands still for ever
-    (python/cpython#106883). So the collector waits.
+    CPython before 3.11.8 and 3.12.2 allocates while it holds the lock on the list of threads. If that starts a garbage
+    collection, and a finalizer lets another thread run that starts or ends a thread, the process deadlocks
+    (python/cpython#106883). So we disable the collector meanwhile.
     """
     with _one_at_a_time:
         collects = gc.isenabled()

@@ -61,7 +61,7 @@ class Direction(enum.Enum):
 class Threads(Protocol):
     """Runs plain functions away from the loop, under the module's contract.
 
-    what: names the function in reports of what hangs; str() of it is taken only then.
+    what: names the function in reports of hanging calls; str(what) is called only for a report.
     """
 
     def open(self) -> None:
@@ -104,7 +104,8 @@ class Work(asyncio.Future[T]):
     def execute(self, give_way: Callable[[], bool] = bool) -> bool:
         """In a thread: run the function, unless it was withdrawn. If True, call `deliver` next, on the loop.
 
-        give_way: asked between the items of a Stripe. If it says so, this returns False with `begun` set; call again.
+        give_way: called between the items of a Stripe. If it returns True, this returns False with `begun` set, and
+        the rest of the items needs another call.
         """
         if not self.begun and not self._take_turn():
             return False
@@ -141,20 +142,21 @@ class Work(asyncio.Future[T]):
 
 
 class Turns:
-    """What waits for a thread of a crew. Owners (`whose`) take turns; each owner's functions keep their order.
+    """A crew's queue. Owners (`whose`) take turns; each owner's functions keep their order.
 
-    So a function waits for at most one turn of each other owner per function of its own, whatever they give. A turn
-    is one function, and of a Stripe one item: between two items it yields, and continues in its owner's next turn.
+    So each function of an owner waits for at most one turn of every other owner, however much the others submit. A
+    turn is one function, or one item of a Stripe: a Stripe yields after each item and continues in its owner's next
+    turn.
     """
 
     def __init__(self) -> None:
         self._ready: queue.SimpleQueue[bool] = queue.SimpleQueue()  # one True a function, one False a dismissal
-        self._waiting: OrderedDict[str, deque[Work[object]]] = OrderedDict()  # by owner; whose turn it is, first
+        self._waiting: OrderedDict[str, deque[Work[object]]] = OrderedDict()  # by owner, the next one first
         self._lock = threading.Lock()
         self._closed = False
 
     def put(self, work: Work[object] | None) -> None:
-        """None dismisses one thread."""
+        """Queue a function; None makes one thread end."""
         if work is not None:
             work.owner = whose.get()
             with self._lock:
@@ -162,7 +164,7 @@ class Turns:
         self._ready.put(work is not None)
 
     def put_back(self, work: Work[object]) -> bool:
-        """It has given way: it is its owner's next, after the others' turns. False after `close`: run it to its end."""
+        """Queue a function that gave way, as its owner's next one. False after `close`: run it to its end instead."""
         with self._lock:
             if self._closed:
                 return False
@@ -177,7 +179,7 @@ class Turns:
             return len(self._waiting) > (work.owner in self._waiting)
 
     def close(self) -> list[Work[object]]:
-        """Everything that waits. Nothing is put back any more."""
+        """Take everything out of the queue. From now on `put_back` accepts nothing."""
         with self._lock:
             self._closed = True
         waiting: list[Work[object]] = []
@@ -192,7 +194,7 @@ class Turns:
         return self._next() if self._ready.get() else None
 
     def get_nowait(self) -> Work[object] | None:
-        """Raises queue.Empty."""
+        """Like `get`, but raises queue.Empty instead of waiting."""
         return self._next() if self._ready.get_nowait() else None
 
     def _next(self) -> Work[object]:
@@ -257,7 +259,7 @@ class Crew:
         if not self._closed:
             self._closed = True
             for waiting in self._queue.close():
-                if waiting.begun:  # a part of it has had its effect
+                if waiting.begun:  # some of its items were done
                     self._queue.put(waiting)
                 else:
                     waiting.refuse(Closed(f"{self.name}: closed before its turn came"))
@@ -290,7 +292,7 @@ class Crew:
 class ThreadPools:
     """A crew of threads per direction, so that a load never waits behind a burst of stores, or behind set-up.
 
-    setup: how many threads make and free memory. 0: that is never done beside copies, and the IN threads do it.
+    setup: how many threads make and free memory. 0: the IN threads do that, for owners that never do it beside copies.
     """
 
     def __init__(self, threads_per_direction: int, *, setup: int = 0, name: str = "transferd") -> None:
@@ -379,5 +381,5 @@ def _where(ident: int | None) -> str:
             return ""
         place = traceback.extract_stack(frames[ident], 1)[0]
     finally:
-        frames.clear()  # our own is among them: a cycle would keep what each thread works on until it is collected
+        frames.clear()  # our own frame is among them: the cycle would keep every thread's locals alive
     return f" at {Path(place.filename).name}:{place.lineno} {place.name}"

@@ -10,7 +10,7 @@ from pathlib import Path
 def _version() -> str:
     try:
         return metadata.version("transferd")
-    except metadata.PackageNotFoundError:  # run from its source, not installed: what `make gpu-check` does
+    except metadata.PackageNotFoundError:  # run from source, not installed, as `make gpu-check` does
         project = Path(__file__).parent.parent.parent / "pyproject.toml"
         return str(tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"])
 

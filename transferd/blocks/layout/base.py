@@ -198,7 +198,7 @@ def align(nbytes: int, to: int = ALIGNMENT) -> int:
 
 
 def assemble(cache: CacheSection, planes: Sequence[Plane]) -> BlockLayout:
-    """The layout of these planes with the configured counts. Every layout file ends with it."""
+    """The layout of these planes with the configured counts: the last step of every layout file."""
     ordered = tuple(sorted(planes, key=lambda plane: PLANE_ORDER.index(plane.name)))
     shapes = ";".join(f"{plane.name}:{'x'.join(map(str, plane.shape))}:{plane.dtype}" for plane in ordered)
     identity = (

@@ -21,7 +21,7 @@ PLANE = "page"
 
 @dataclass(frozen=True)
 class PagesLayout(BlockLayout):
-    """page_bytes: of each layer. The daemon learns from the offer where the pages lie (tiers/pages.py)."""
+    """page_bytes: the page size of each layer. The offer says where the pages lie (tiers/pages.py)."""
 
     page_bytes: tuple[int, ...] = ()
 
@@ -30,7 +30,7 @@ class PagesLayout(BlockLayout):
 
 
 def layout(cache: CacheSection) -> BlockLayout:
-    """Raises ConfigError."""
+    """The layout of the configured pages. Raises ConfigError."""
     sizes = _sizes(cache)
     if not cache.identity:
         raise ConfigError("cache.identity", "must say what makes two caches of pages equal", cache.identity)
