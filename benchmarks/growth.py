@@ -56,12 +56,12 @@ def per_task_us(queued: int) -> float:
 
 
 def _limits(queued: int) -> Limits:
-    """Room for this many small swaps, one of whose ends starts the next."""
-    blocks, much = 1024, 2**40
+    """Room for this many small swaps, each of a block of its own; the end of one starts the next."""
+    much = 2**40
     return Limits(
         ranks=1,
-        device_blocks=blocks,
-        host_blocks=blocks,
+        device_blocks=queued,
+        host_blocks=queued,
         block_bytes=65536,
         storage=False,
         direct=False,
@@ -81,7 +81,7 @@ def _limits(queued: int) -> Limits:
 def _queue_and_run(queued: int) -> float:
     dispatcher = Dispatcher(_limits(queued))
     dispatcher.handle(ev.PauseRequested(0.0))
-    tasks = [SwapOutTask(task_id=str(i), gpu_block_ids=[i % 1024], cpu_block_ids=[i % 1024]) for i in range(queued)]
+    tasks = [SwapOutTask(task_id=str(i), gpu_block_ids=[i], cpu_block_ids=[i]) for i in range(queued)]
     before = time.perf_counter()
     for seq, task in enumerate(tasks):
         dispatcher.handle(ev.TaskSubmitted(b"c", seq, task, 0.0))

@@ -123,14 +123,22 @@ class HazardTable:
 
     def _touched(self, footprint: Footprint) -> Iterator[tuple[dict[Hashable, _BlockUse], Sequence[Hashable], bool]]:
         # Reads before writes: a task that reads and writes one block does not wait for itself.
-        yield self._device, footprint.device_reads, False
-        yield self._host, footprint.host_reads, False
-        yield self._storage, footprint.storage_reads, False
-        yield self._paths, footprint.paths_read, False
-        yield self._device, footprint.device_writes, True
-        yield self._host, footprint.host_writes, True
-        yield self._storage, footprint.storage_writes, True
-        yield self._paths, footprint.paths_written, True
+        if footprint.device_reads:
+            yield self._device, footprint.device_reads, False
+        if footprint.host_reads:
+            yield self._host, footprint.host_reads, False
+        if footprint.storage_reads:
+            yield self._storage, footprint.storage_reads, False
+        if footprint.paths_read:
+            yield self._paths, footprint.paths_read, False
+        if footprint.device_writes:
+            yield self._device, footprint.device_writes, True
+        if footprint.host_writes:
+            yield self._host, footprint.host_writes, True
+        if footprint.storage_writes:
+            yield self._storage, footprint.storage_writes, True
+        if footprint.paths_written:
+            yield self._paths, footprint.paths_written, True
 
     def _forget(self, claim: Claim) -> None:
         for uses, ids, _ in self._touched(claim.footprint):

@@ -35,6 +35,7 @@ class Lanes:
         self._limits = limits
         self.loads = {lane: LaneLoad() for lane in Lane}
         self.queued = 0  # in all lanes
+        self._ready = 0  # in all lanes
 
     @property
     def running(self) -> int:
@@ -81,12 +82,16 @@ class Lanes:
     def ready(self, record: TaskState) -> None:
         """Its blocks are free: it may run when there is a place."""
         self.loads[record.lane].ready.append(record)
+        self._ready += 1
 
     def startable(self) -> Iterator[TaskState]:
         """The tasks to start now. The caller must start or end each one before it asks for the next."""
+        if not self._ready:
+            return
         for load in self.loads.values():
             while load.ready and load.running < self._limits.lane_depth:
                 record = load.ready.popleft()
+                self._ready -= 1
                 if record.state is State.QUEUED:  # else it was cancelled while it waited for a place
                     yield record
 
