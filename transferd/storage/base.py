@@ -9,7 +9,7 @@ Guaranteed by the caller (workers):
 1. Every buffer lies inside memory that was passed to `register`. It stays valid and unchanged (put), or
    untouched by others (get), until the call on it has returned, even if the caller was cancelled.
 2. Objects with the same name always hold the same payload: names are content keys.
-3. `open` comes once, before everything else; `close` once, after every call has returned.
+3. `open` is called once, before everything else; `close` once, after every call has returned.
 
 Duties of an implementation:
 
@@ -46,9 +46,9 @@ class Found(enum.Enum):
 
     STORED = "stored"  # put: written now
     EXISTS = "exists"  # put: it was already stored
-    FOUND = "found"  # get: the buffer holds it
+    FOUND = "found"  # get: the buffer holds the object
     MISSING = "missing"  # get: not stored, or of another length
-    COLD = "cold"  # get_in_place: stored, but its bytes are not in memory now, so only `get` can wait for them
+    COLD = "cold"  # get_in_place: stored, but not in memory now; use `get`, which waits for the medium
     FAILED = "failed"  # see error
 
 
@@ -81,34 +81,34 @@ class Blob:
     depth: int = 0
 
 
-# read(buffers, offset): fills the buffers from there on with bytes of one object that are in memory now. It never waits
-# for a medium. Returns how many bytes it filled; fewer than asked for: the rest is not in memory.
+# read(buffers, offset): fills the buffers with the bytes of one object from `offset` on, as far as they are in memory
+# now. It never waits for a medium. Returns how many bytes it filled.
 ReadNow = Callable[[Sequence[memoryview], int], int]
 
-# What a ReadNow reads from: the descriptor of a file that holds the object from its start on, or the object in memory.
+# What a ReadNow reads from: the descriptor of a file that contains only the object, or the object in memory.
 Backing = int | memoryview
 
 
 class InPlace(Protocol):
-    """A block that takes in an object where it lies, in several pieces, and checks it on the way.
+    """A block that copies an object from storage's memory, piece by piece, and checks it while it copies.
 
-    nbytes: the object's, footer included.
+    nbytes: the object's length, footer included.
     """
 
     @property
     def nbytes(self) -> int: ...
 
     def load(self, read: ReadNow, backing: Backing | None = None) -> bool:
-        """In a thread: read all of the object. False: `get` it instead, or nobody wants it any more.
+        """In a thread: read the whole object. False: use `get` instead, or the task no longer needs the block.
 
-        backing: the block may read this itself, faster, as long as it does not wait for the medium (RWF_NOWAIT).
+        backing: the block may read from this directly, which is faster, but never wait for the medium (RWF_NOWAIT).
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """An object's name, and the block that takes it in. use, depth: as a Blob's."""
+    """An object's name, and the block to load it into. use, depth: as in Blob."""
 
     name: str
     data: InPlace
@@ -120,8 +120,8 @@ class Storage(abc.ABC):
     """A storage backend. See the module's contract."""
 
     backend: str  # its name in the configuration and in reports
-    # Whether calls of several engines for one object at the same time are to become one (joined.py): where a get costs
-    # more than a copy in memory; where a put does, unless the backend joins puts itself.
+    # Whether joined.py should join simultaneous calls of several engines for one object. It pays if a get, or a put,
+    # costs more than a copy in memory. A backend that joins puts itself leaves joins_puts False.
     joins_gets = joins_puts = False
     loads_in_place = False  # whether get_in_place works
 
@@ -129,20 +129,20 @@ class Storage(abc.ABC):
     def from_config(cls, config: Config, *, clock: Clock) -> Self:
         """The backend that this configuration describes, not yet open. Raises ConfigError.
 
-        A backend of this package takes what it needs from the configuration here, and keeps no more than that. The
-        default is for backends of other packages: `cls(config, clock=clock)`.
+        A backend of this package overrides this, and keeps only the parts of the configuration that it needs. The
+        default, `cls(config, clock=clock)`, is for backends of other packages.
         """
         return cls(config, clock=clock)  # type: ignore[call-arg]
 
     @abc.abstractmethod
     async def open(self) -> None:
-        """Make ready: connect, create directories, find existing objects. Raises StorageError or ConfigError."""
+        """Connect, create directories, find existing objects. Raises StorageError or ConfigError."""
 
     def register(self, memory: HostMemory) -> None:
         """Register host memory that buffers will lie in, before the first put or get.
 
-        Zero-copy backends register it with their transport. Raises StorageError if that fails: otherwise the
-        memory would fail later, or be copied silently.
+        Zero-copy backends register it with their transport, and raise StorageError if that fails. Otherwise calls on
+        this memory would fail later, or silently make a copy.
         """
 
     def expect(self, possible: Callable[[str, int], bool]) -> None:
@@ -168,47 +168,46 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     async def exists(self, names: Sequence[str]) -> list[bool]:
-        """Which of these a get would find. Raises StorageError if the backend cannot tell."""
+        """For each name, whether a get would find the object. Raises StorageError if the backend cannot tell."""
 
     def look_up(self, names: Sequence[str], use: Use) -> Awaitable[list[bool]]:  # noqa: ARG002 - a default
         """`exists` for one chain of names, root to leaf, counted as part of a use. For backends that evict by use.
 
-        A coroutine, or a future that is done if there was nothing to wait for. So is what `put` and `get` return.
+        Returns a coroutine, or a future that is already done if there was nothing to wait for; so do `put` and `get`.
         """
         return self.exists(names)
 
     @abc.abstractmethod
     def put(self, blobs: Sequence[Blob]) -> Awaitable[list[Outcome]]:
-        """Store each. Outcomes have the blobs' order and number. If it is a future, it is done, and so is the work."""
+        """Store each blob. The outcomes have the order of the blobs. If this returns a future, the work is done."""
 
     @abc.abstractmethod
     def get(self, blobs: Sequence[Blob]) -> Awaitable[list[Outcome]]:
-        """Fill each buffer. Outcomes have the blobs' order. If it is a future, it is done, and so is the work.
+        """Fill each buffer. The outcomes have the order of the blobs. If this returns a future, the work is done.
 
         If an outcome is not FOUND, the content of its buffer is undefined.
         """
 
     def get_in_place(self, places: Sequence[Place]) -> Awaitable[list[Outcome]]:
-        """Have each block load its object, without staging, if the object's bytes are in memory now; otherwise COLD.
+        """Have each block load its object without staging, if the object's bytes are in memory now.
 
-        FOUND: the block has read the object, and knows whether it is the right one. COLD, too, if the block could not
-        take it in. The outcomes have the order of `places`.
-        Only if `loads_in_place`.
+        FOUND: the block has read the object, and knows whether it is the right one. COLD: not all bytes were in memory,
+        or the block could not load them. The outcomes have the order of `places`. Only if `loads_in_place`.
         """
         raise NotImplementedError
 
     @abc.abstractmethod
     async def quarantine(self, name: str) -> None:
-        """A loaded object failed its check: make it unreachable (and keep a copy for inspection if that is cheap)."""
+        """Make an object that failed its check unreachable, and keep it for inspection if that is cheap."""
 
     @abc.abstractmethod
     async def close(self) -> None:
         """Release everything. Idempotent. Raises StillRunning that names the calls that do not end."""
 
     def abandon(self) -> list[str]:
-        """The process is about to end with calls running: release locks, so that a successor can start.
+        """Release locks, so that a successor can start although this process ends with calls running.
 
-        Frees no memory. Returns what is running, for the log.
+        Frees no memory. Returns the running calls, for the log.
         """
         return []
 

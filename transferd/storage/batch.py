@@ -11,7 +11,7 @@ from transferd.errors import StorageError
 from transferd.storage.base import Blob, Outcome, Place
 from transferd.storage.lru import Entry, LruIndex, Use, Victim
 
-PATIENCE_S = 5.0  # how long a write waits for running ones of its own task to end, so that they can make room
+PATIENCE_S = 5.0  # how long a write waits for running writes of its own task, so that these can make room
 
 Wanted = Blob | Place
 
@@ -19,7 +19,7 @@ Wanted = Blob | Place
 class Damaged(Exception):
     """Raised by `_read`: what is stored under the name cannot be the object, or cannot be read any more.
 
-    error: what the caller hears; None when it is simply a miss.
+    error: what to report to the caller; None for a plain miss.
     """
 
     def __init__(self, error: StorageError | None = None) -> None:
@@ -27,7 +27,7 @@ class Damaged(Exception):
         self.error = error
 
 
-# How one read ended: found; gone; or what it found or suffered instead.
+# How one read ended: found (True), missing (False), or why the object could not be read.
 Answer = bool | Outcome | Damaged | StorageError
 
 
@@ -39,12 +39,12 @@ class Write:
     blob: Blob
     use: Use
     depth: int
-    victims: list[Victim]  # removed before the write to make room; a victim stays here if its removal failed
+    victims: list[Victim]  # objects to remove first, to make room; those whose removal failed stay in the list
     error: StorageError | None = None
 
 
 class Read(NamedTuple):
-    """One object that was present when it was asked for. `position` is its index in the caller's batch."""
+    """One requested object that the index has. `position` is its index in the caller's batch."""
 
     position: int
     blob: Wanted
@@ -55,9 +55,9 @@ class Read(NamedTuple):
 class PutBatch:
     """The blobs of one put.
 
-    todo: positions that are not decided yet. outcomes: by position, for those that are. waits: what the rest waits for.
-    written: completes when the last wave that was decided has been written. alone: the use of blobs that name none.
-    patient: waits for running writes that should make room; not when they took too long last time.
+    todo: positions that are not decided yet. outcomes: by position, for decided ones. waits: the effects that the rest
+    waits for. written: completes when the latest wave has been written. alone: the use of blobs that name none.
+    patient: whether to wait for running writes that should make room; False once they took too long.
     """
 
     blobs: Sequence[Blob]
@@ -76,18 +76,18 @@ class PutBatch:
 
 
 def name_of(item: object) -> str:
-    """The object that an effect is given, whatever it is wrapped in."""
+    """The name of the object that an effect works on, whatever the name is wrapped in."""
     return item.blob.name if isinstance(item, Write | Read) else str(item)
 
 
 def bare(error: StorageError) -> StorageError:
-    """An error as an answer: without the frames it went through, which would keep the caller's buffers alive."""
+    """The error without its traceback, whose frames would keep the caller's buffers alive."""
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
 
 
 def statistics_of(index: LruIndex, counts: Mapping[str, int]) -> dict[str, Any]:
-    """What a store reports of its objects, and of what has happened to them."""
+    """A store's statistics: its objects now, and what has happened to objects so far."""
     return {
         "objects": len(index),
         "bytes": index.bytes,
@@ -105,7 +105,7 @@ def statistics_of(index: LruIndex, counts: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _evicted_for(counts: Mapping[str, int]) -> dict[str, int]:
-    """Why objects went: room for another one, a medium fuller than the index knew, or a bound that shrank."""
+    """Evictions by cause: to make room, because the medium was fuller than the index knew, or after a bound shrank."""
     full, shrink = counts["evicted_medium_full"], counts["evicted_shrink"]
-    # Some of what was to make room could not be removed, and is not counted as evicted.
+    # Some objects that should have made room could not be removed; they do not count as evicted.
     return {"capacity": max(0, counts["evictions"] - full - shrink), "medium_full": full, "shrink": shrink}

@@ -39,8 +39,8 @@ class CircuitBreaker:
 
     def __init__(self, name: str, probe: Callable[[], Awaitable[bool]], probe_interval: float) -> None:
         self.state = BreakerState.CLOSED
-        self.opened = 0  # times
-        self.reason = ""  # of the last failure; empty while closed
+        self.opened = 0  # how often it has opened
+        self.reason = ""  # the last failure; empty while closed
         self._name = name
         self._probe = probe
         self._probe_interval = probe_interval

@@ -1,19 +1,19 @@
 """A directory of objects: every system call of the file backend. Blocking; called from I/O threads.
 
-    <root>/lock          held (flock) while a daemon uses the directory; its pid, for people
+    <root>/lock          locked (flock) while a daemon uses the directory; contains its pid, for people
     <root>/objects/      the objects, see paths.py
     <root>/quarantine/   bad objects, the newest few, outside the capacity
 
-An object is written to a temporary name beside its own and renamed when whole, so under its name
-there is never half an object, whatever is killed when. Temporary files found at start belong to
-dead writers (the lock says so) and are removed; files that are not ours are left alone everywhere.
-A directory goes with the last object in it, so generations that are over leave nothing behind.
+An object is written under a temporary name and renamed when it is complete, so half an object never
+appears under its name, even if the process is killed. Temporary files found at start belong to dead
+writers (this process holds the lock) and are removed. Files that are not ours are never touched.
+A directory is removed with its last object, so old generations leave nothing behind.
 
-Without `fsync` nothing waits for the medium: a killed process loses nothing, because the page cache
-is the kernel's; after a power failure the footer's checksum tells whole objects from others. With it,
-the object's bytes and its directory entry are on the medium before `write` returns.
+Without `fsync` nothing waits for the medium. A killed process loses nothing, because the page cache
+belongs to the kernel; after a power failure the footer's checksum shows which objects are complete.
+With `fsync`, the object's bytes and its directory entry are on the medium before `write` returns.
 
-How the bytes get into a file and out of it: file_io.py.
+file_io.py reads and writes the bytes of a file.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from transferd.storage.paths import is_directory_of_ours, is_set_aside, is_tempo
 T = TypeVar("T")
 
 FILE_MODE = 0o640
-DIRECTORY_MODE = 0o700  # who may use the daemon's socket may be in its group, and must not reach what is stored
+DIRECTORY_MODE = 0o700  # clients may be in the daemon's group (for its socket), and must not reach stored objects
 QUARANTINE_FILES = 16
 QUARANTINE_BYTES = 64 * 1024**2
-# How stale the modification time of a file that is being read may get. It is what is left of the
-# order of use after a kill; an orderly close writes the exact order.
+# How old the modification time of a file that is being read may get. After a kill, only these times
+# show the order of use; an orderly close writes the exact order.
 TOUCH_INTERVAL_S = 60.0
-# How often a directory that another thread removes, empty, at the same moment is made again.
+# How often to re-create a directory that another thread removes, because it is empty, at the same moment.
 DIRECTORY_TRIES = 100
-# At most this many modification times are written at close, about 4 µs each.
+# The most modification times to write at close; each takes about 4 µs.
 TOUCH_AT_CLOSE = 500_000
 
 _CODES = {
@@ -61,7 +61,7 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class StoredFile(NamedTuple):
-    """An object as the scan found it. Sorting by it is sorting by use, the least recent first."""
+    """An object as the scan found it. Instances sort by use, the least recent first."""
 
     mtime_ns: int
     name: str
@@ -85,7 +85,7 @@ class ObjectDirectory:
     # --- life ---------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Create what is missing and take the lock. Raises ConfigError; then nothing is held."""
+        """Create missing directories and take the lock. Raises ConfigError; then no lock is held."""
         try:
             self._root.parent.mkdir(parents=True, exist_ok=True)
             for directory in (self._objects, self._quarantine):
@@ -102,7 +102,7 @@ class ObjectDirectory:
             raise
 
     def close(self) -> None:
-        """Give the lock back. Idempotent."""
+        """Release the lock. Idempotent."""
         lock, self._lock = self._lock, -1
         if lock >= 0:
             os.close(lock)
@@ -119,11 +119,11 @@ class ObjectDirectory:
             raise ConfigError("storage.file.path", problem, str(self._root)) from error
         except OSError as error:
             raise self._unusable(error) from error
-        with contextlib.suppress(OSError):  # only for people; a full disk must not keep us from starting
+        with contextlib.suppress(OSError):  # the pid is only for people; a full disk must not prevent the start
             self._lock_path.write_text(f"{os.getpid()}\n")
 
     def _probe(self) -> None:
-        """Can files be made where the objects go, and what can the file system do with them?"""
+        """Check that files can be created among the objects, and find out what the file system supports."""
         path = f"{self._objects}probe@0~0"
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
@@ -154,16 +154,16 @@ class ObjectDirectory:
         return ConfigError("storage.file.path", f"cannot be used{where}: {error.strerror}", str(self._root))
 
     def scan(self) -> list[StoredFile]:
-        """Every object, the least recently used first. Removes what dead writers left, and empty directories."""
+        """Every object, the least recently used first. Removes dead writers' temporary files and empty directories."""
         try:
             return sorted(self._scan(""))
         except OSError as error:
             raise self._unusable(error) from error
 
     def objects(self, below: str = "") -> Iterator[StoredFile]:
-        """Every object, in the directory's own order, touching nothing; what comes and goes meanwhile may be missed.
+        """Every object, in the directory's own order. May miss objects that are added or removed meanwhile.
 
-        Raises OSError for a directory that cannot be read.
+        Changes nothing. Raises OSError for a directory that cannot be read.
         """
         try:
             entries = os.scandir(self._objects + below)
@@ -181,11 +181,11 @@ class ObjectDirectory:
                         yield StoredFile(status.st_mtime_ns, name, status.st_size)
 
     def path(self, name: str) -> str:
-        """Where the object of this name is, or would be."""
+        """The path at which the object of this name is, or would be."""
         return self._objects + path_of(name)
 
     def examination(self, name: str) -> Examination:
-        """Of the object of this name, yet to be done."""
+        """An Examination of the object of this name, not yet begun."""
         return Examination(name, self.path(name), keep_out=bool(self._io.flags))
 
     def _scan(self, below: str) -> Iterator[StoredFile]:
@@ -208,9 +208,9 @@ class ObjectDirectory:
     # --- effects ------------------------------------------------------------------------------------
 
     def write(self, name: str, data: memoryview, spare: str | None = None) -> None:
-        """Store an object. Raises StorageFull, StorageError; then there is nothing under the name.
+        """Store an object. Raises StorageFull, StorageError; then no object has this name.
 
-        spare: a file of the same length, from `retire`, to be written over.
+        spare: a file of the same length, from `retire`, to overwrite.
         """
         path = self._objects + path_of(name)
         temporary = spare or temporary_of(path, next(self._numbers))
@@ -241,7 +241,7 @@ class ObjectDirectory:
             os.close(fd)
 
     def _within(self, path: str, make: Callable[[], T]) -> T:
-        """`make`, which makes something at this path, whose directory may be missing, or go at any moment."""
+        """Call `make`, which creates something at this path. Creates the directory, which may vanish at any moment."""
         for _ in range(DIRECTORY_TRIES):
             with contextlib.suppress(FileNotFoundError):
                 return make()
@@ -256,7 +256,7 @@ class ObjectDirectory:
             _sync_directory(directory)
 
     def _prune(self, path: str) -> None:
-        """An object has gone from here: remove the directories that are empty now, up to the objects directory."""
+        """After an object has left this path: remove empty directories above it, up to the objects directory."""
         directory = os.path.dirname(path)
         with contextlib.suppress(OSError):  # not empty, nearly always
             while len(directory) > len(self._objects):
@@ -264,7 +264,7 @@ class ObjectDirectory:
                 directory = os.path.dirname(directory)
 
     def read(self, name: str, data: memoryview) -> bool:
-        """Fill `data`. False: there is no such object. Raises Damaged for another length or an unreadable file."""
+        """Fill `data`. Returns False if there is no such object. Raises Damaged for another length, StorageError."""
 
         def work(fd: int) -> bool:
             self._io.read(fd, data)
@@ -273,11 +273,11 @@ class ObjectDirectory:
         return self._opened(name, data.nbytes, self._io.flags, work)
 
     def load(self, name: str, block: InPlace) -> bool | Outcome:
-        """Have `block` load the object from the page cache. COLD: not all of it is there. Otherwise as `read`."""
+        """Have `block` load the object from the page cache. COLD: some bytes are not there. Otherwise like `read`."""
         return self._opened(name, block.nbytes, 0, lambda fd: block.load(functools.partial(read_now, fd), fd) or COLD)
 
     def _opened(self, name: str, nbytes: int, flags: int, work: Callable[[int], T]) -> T | bool:
-        """The result of `work` on the open file; False if there is none."""
+        """The result of `work` on the open file; False if there is no file."""
         try:
             fd = os.open(self._objects + path_of(name), READ_FLAGS | flags)
             try:
@@ -295,15 +295,16 @@ class ObjectDirectory:
             return False
         except OSError as error:
             translated = self._translated("read", error, nbytes)
-            if error.errno in (errno.EIO, errno.ELOOP, errno.EISDIR, errno.ENXIO):  # this file will not get better
+            if error.errno in (errno.EIO, errno.ELOOP, errno.EISDIR, errno.ENXIO):  # a retry cannot help
                 raise Damaged(translated) from error
             raise translated from error
 
     def retire(self, name: str) -> str | None:
-        """As `remove`. Returns the path of the file if another object may be written over it: it has one link.
+        """Like `remove`, but returns the path of the file if another object may overwrite it: it has only one link.
 
-        Its pages and blocks are there already, so that costs half of a new file's time, and where the host of a virtual
-        machine takes back free pages a tenth. Nobody may be reading it. A start removes it, as any unfinished file.
+        The file already has pages and blocks, so overwriting it takes half of the time of a new file, or a tenth in a
+        virtual machine whose host reclaims free pages. No one may be reading the file. If the process dies, the next
+        start removes the file like any temporary one.
         """
         path = self._objects + path_of(name)
         spare = temporary_of(path, next(self._numbers))
@@ -319,7 +320,7 @@ class ObjectDirectory:
         return None
 
     def remove(self, name: str) -> None:
-        """No object of this name afterwards. Raises StorageError."""
+        """Remove the object, if there is one. Raises StorageError."""
         path = self._objects + path_of(name)
         try:
             os.unlink(path)
@@ -330,9 +331,9 @@ class ObjectDirectory:
         self._prune(path)
 
     def set_aside(self, name: str) -> str:
-        """Move an object into the quarantine, which forgets its oldest; unlink it if that fails.
+        """Move an object into the quarantine and remove the oldest ones there. If the move fails, unlink the object.
 
-        Returns the path where it would be found now.
+        Returns the object's path in the quarantine.
         """
         path = self._objects + path_of(name)
         number = int(self._clock.wall() * 1e9) + next(self._numbers)
@@ -359,14 +360,14 @@ class ObjectDirectory:
                 os.unlink(path)
 
     def record_order(self, hottest_first: list[str]) -> None:
-        """Write the order of use into the modification times, for the next scan. Best effort."""
+        """Write the order of use into the files' modification times, for the next scan. Best effort."""
         now = int(self._clock.wall() * 1e9)
         for age, name in enumerate(hottest_first[:TOUCH_AT_CLOSE]):
             with contextlib.suppress(OSError):
                 os.utime(self._objects + path_of(name), ns=(now - age, now - age), follow_symlinks=False)
 
     def _translated(self, verb: str, error: OSError, nbytes: int) -> StorageError:
-        """The one place where an errno becomes one of our errors."""
+        """Our error for an OSError: the only place that translates an errno."""
         what = f"cannot {verb} an object in {self._root}: {error.strerror}"
         if error.errno in _FULL:
             return StorageFull(f"no room for an object of {nbytes} bytes in {self._root}: {error.strerror}")
@@ -374,11 +375,11 @@ class ObjectDirectory:
 
 
 def _make_directory(path: str) -> None:
-    """Make it and what is missing above it, for the daemon alone whatever the umask is. Raises OSError."""
+    """Create a directory and its missing parents, accessible only to the daemon's user. Raises OSError."""
     try:
         os.mkdir(path, DIRECTORY_MODE)
     except FileExistsError:
-        return  # if it is no directory, its first use says so
+        return  # if it is not a directory, its first use reports that
     except FileNotFoundError:
         _make_directory(os.path.dirname(path.rstrip("/")))
         with contextlib.suppress(FileExistsError):
@@ -386,7 +387,7 @@ def _make_directory(path: str) -> None:
 
 
 def _keep_others_out(root: Path) -> None:
-    """Remove the permissions for group and others that an earlier release, or its creator, left on a store."""
+    """Remove the permissions for group and others that an earlier release, or a person, gave to a store."""
     status = root.stat()
     if status.st_mode & 0o027 and status.st_uid == os.geteuid():
         root.chmod(DIRECTORY_MODE)

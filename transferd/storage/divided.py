@@ -1,14 +1,14 @@
-"""A Storage in front of another that makes a block of several objects look like one.
+"""A Storage in front of another one that makes a block of several objects look like one object.
 
-A name stands for the objects name + suffix, one for each ObjectPart of the format; a buffer is cut into their
-ranges. The answer for a block is the worst of its objects':
+A name stands for the objects name + suffix, one for each ObjectPart of the format, and each object uses its range of
+the buffer. The answer for a block is the worst answer of its objects:
 
     exists   all of them
     put      FAILED if one failed; else STORED if one was new; else EXISTS
     get      FAILED if one failed; else MISSING if one is; else FOUND
 
-A block with only some of its objects stored is missing, and a put completes it. A read between two objects of a
-put misses the block.
+If only some of a block's objects are stored, the block is missing, and a put completes it. A read that comes between
+two objects of a put misses the block.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def divided(storage: Storage, parts: Sequence[ObjectPart]) -> Storage:
 
 
 def of_blocks(left: Callable[[str], None], parts: Sequence[ObjectPart]) -> Callable[[str], None]:
-    """A listener for departures of objects that tells `left` which block is gone with one."""
+    """A listener for departures of objects. It calls `left` with the name of the block that is incomplete now."""
     suffixes = tuple(part.suffix for part in parts)
 
     def object_left(name: str) -> None:
@@ -44,7 +44,7 @@ def of_blocks(left: Callable[[str], None], parts: Sequence[ObjectPart]) -> Calla
 
 
 class DividedStorage(Storage):
-    """See the module. Borrows the storage behind it: `open` and `close` do nothing, its owner does that."""
+    """See the module. Borrows the storage behind it: `open` and `close` do nothing, because its owner calls them."""
 
     def __init__(self, storage: Storage, parts: Sequence[ObjectPart]) -> None:
         self.backend = storage.backend
@@ -93,7 +93,7 @@ class DividedStorage(Storage):
             await self._storage.quarantine(name + part.suffix)
 
     def _objects(self, names: Sequence[str]) -> list[str]:
-        """A block's objects together, so that a pool answers for the whole block at one moment if it can."""
+        """The objects of each block, next to each other, so that a pool can answer for a whole block at one moment."""
         return [name + part.suffix for name in names for part in self._parts]
 
     def _whole(self, found: Sequence[bool]) -> list[bool]:

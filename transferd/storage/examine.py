@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from transferd.blocks.footer import FOOTER_BYTES, Damage, Inspection, NotSealed, stamp_of_name
 
-# An object's path may hold something else than a file: a FIFO or device must not hang `open`, and is not read.
+# There may be something other than a file at an object's path. A FIFO or device must not hang `open`, and is not read.
 READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 PIECE_BYTES = 1024**2  # large enough for a disk, small enough that a stop can wait for it
 
@@ -22,8 +22,8 @@ PIECE_BYTES = 1024**2  # large enough for a disk, small enough that a stop can w
 class Examination:
     """The examination of one file. After `pieces` is exhausted, at most one of these is set:
 
-    damage: what is wrong with the object. gone: it was replaced or removed meanwhile. unsealed: it has nothing to
-    check it by. If none is set, the object is intact.
+    damage: what is wrong with the object. gone: it was replaced or removed meanwhile. unsealed: it contains nothing
+    to check against. If none is set, the object is intact.
 
     keep_out: the page cache drops the file afterwards.
     """

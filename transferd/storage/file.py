@@ -1,10 +1,10 @@
-"""Storage in a directory tree, one file an object, found again after a restart.
+"""Storage in a directory tree, one file per object, which survives a restart.
 
 Three parts: indexed.py decides (LRU within `storage.file.capacity`, who waits for whom), directory.py
 touches the disk, and this file joins them. The capacity counts the bytes of objects; the quarantine
 (a few files) and the file system's own overhead come on top.
 
-Recency survives: an orderly close writes the order of use into the files' modification times, and a
+The order of use survives, too: an orderly close writes it into the files' modification times, and a
 read refreshes a time that has become old, so that after a kill the order is nearly right.
 """
 
@@ -28,7 +28,7 @@ from transferd.storage.scrub import Scrub
 
 log = structlog.get_logger(__name__)
 
-# Threads for each direction. A hot page cache needs one or two, a disk wants a queue.
+# Threads for each direction. A hot page cache needs one or two; a disk needs a queue.
 MIN_THREADS, MAX_THREADS = 2, 8
 
 
@@ -36,8 +36,8 @@ class FileStorage(IndexedStorage):
     """Objects as files under `section.path`.
 
     scrub_rate: bytes per second at which stored objects are checked; 0 = off.
-    threads: where system calls run; default own threads, as many as cores within MIN and MAX_THREADS, and MAX_THREADS
-    with direct I/O, whose threads wait.
+    threads: where system calls run. Default: threads of its own, as many as cores, within MIN_THREADS and MAX_THREADS;
+    MAX_THREADS with direct I/O, whose threads mostly wait.
     """
 
     backend = "file"
@@ -53,7 +53,7 @@ class FileStorage(IndexedStorage):
     ) -> None:
         size = MAX_THREADS if section.direct_io else max(MIN_THREADS, min(os.cpu_count() or 1, MAX_THREADS))
         super().__init__(section.capacity, threads or ThreadPools(size, name="transferd-file"), stripes=size)
-        self.loads_in_place = not section.direct_io  # the bytes are in memory, or they are not: a disk is waited for
+        self.loads_in_place = not section.direct_io  # direct I/O keeps no bytes in memory
         self._path = section.path
         self._clock = clock
         self._directory = ObjectDirectory(
@@ -68,13 +68,13 @@ class FileStorage(IndexedStorage):
         return cls(config.storage.file, scrub_rate=config.storage.scrub_rate, clock=clock)
 
     def expect(self, possible: Callable[[str, int], bool]) -> None:
-        """Files that are impossible are set aside by `open`, and are not objects."""
+        """Set the test for plausible objects. `open` sets other files aside."""
         self._possible = possible
 
     async def open(self) -> None:
         """Create and lock the directory and find its objects; evicts down to the capacity in the background.
 
-        Raises ConfigError naming the path: it cannot be used, or another daemon uses it.
+        Raises ConfigError, naming the path, if it cannot be used or another daemon uses it.
         """
         began = self._clock.monotonic()
         self._threads.open()
@@ -90,7 +90,7 @@ class FileStorage(IndexedStorage):
                 found.append((file.name, file.nbytes))
             else:
                 impossible.append(file.name)
-        if impossible:  # a power failure leaves files without their bytes
+        if impossible:  # for example after a power failure, which leaves files without their bytes
             log.warning("objects of impossible length were set aside", path=self._path, objects=len(impossible))
             self._put_aside(impossible)
         self._evict_in_background(self._index.adopt(found))
@@ -120,7 +120,7 @@ class FileStorage(IndexedStorage):
         return super().statistics() | {"scrub": self._scrub.statistics()}
 
     async def _release(self) -> None:
-        # What was used in this run is the recent end of the order; the rest keeps its older times.
+        # Objects used in this run are the most recent ones; all others keep their older times.
         used = itertools.takewhile(lambda item: item[1].touched, self._index.hottest_first())
         order = [name for name, _ in used]
         try:

@@ -1,11 +1,11 @@
-"""How the bytes of an object get into its file and out of it: through the page cache, or past it.
+"""Reads and writes the bytes of object files, through the page cache or past it.
 
 Blocking; called from I/O threads by directory.py, which opens and names the files.
 
-How an object is written was measured (2 MiB objects, ext4). Through the page cache, allocating the file's blocks first
-(fallocate) and one pwrite is a third faster than pwrite alone, than chunks of it or than O_TMPFILE with linkat; reading
-with one preadv beats mmap. Past it, the disk decides: a tail that is cut off the file afterwards and one that goes
-through the page cache cost the same. Where the file system has no fallocate it is left out (glibc would write zeros).
+The ways to write were measured (2 MiB objects, ext4). Through the page cache, allocating the file's blocks first
+(fallocate) and then one pwrite is a third faster than pwrite alone, several pwrites, or O_TMPFILE with linkat; reading
+with one preadv beats mmap. Past the page cache, the disk decides: it makes no difference whether the tail is truncated
+afterwards or written through the page cache. Without support for fallocate we skip it (glibc would write zeros).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from collections.abc import Iterator, Sequence
 
 from transferd.storage.batch import Damaged
 
-UNIT = 4096  # bytes; direct I/O begins and ends at multiples of it, in the file and in memory. No disk wants more
+UNIT = 4096  # bytes; direct I/O begins and ends at multiples of it, in the file and in memory. No disk needs more
 
 NO_DIRECT_IO = "the file system at {} has no direct I/O: set it to false, or use another path"
 
 
 class CachedIO:
-    """Through the page cache: what was used last is read from memory, as long as others leave that memory alone.
+    """Through the page cache: recently used objects are read from memory, unless other programs need that memory.
 
     flags: for `open`. preallocates: whether the file system allocates blocks before they are written.
     """
@@ -48,7 +48,7 @@ class CachedIO:
         _write_from(fd, data, 0)
 
     def read(self, fd: int, data: memoryview) -> None:
-        """Fill `data` from a file that had its length. Raises OSError; Damaged if the file has become shorter."""
+        """Fill `data` from a file that had the same length. Raises OSError; Damaged if the file has become shorter."""
         _read_from(fd, data, 0)
 
     def _allocate(self, fd: int, nbytes: int, is_new: bool) -> None:
@@ -57,17 +57,17 @@ class CachedIO:
 
 
 class DirectIO(CachedIO):
-    """Past the page cache, between disk and caller's memory: no memory but the caller's, and no copy by the CPU.
+    """Past the page cache, directly between the disk and the caller's memory, without a copy by the CPU.
 
-    Only whole units can go that way. A file's last bytes, less than a unit, are written through the page cache; so is
-    memory that does not begin at a unit, as the objects of FastDeploy's format do not all.
+    Only whole units can go past the page cache. A file's last bytes, less than a unit, are written through it; so is
+    memory that does not begin at a unit, such as some objects of FastDeploy's format.
     """
 
     flags = os.O_DIRECT
 
     def __init__(self) -> None:
         super().__init__()
-        self._own = threading.local()  # a unit for the end of a file, for each thread
+        self._own = threading.local()  # for each thread, a buffer of one unit for the end of a file
 
     def probe(self, fd: int) -> None:
         super().probe(fd)
@@ -87,7 +87,7 @@ class DirectIO(CachedIO):
     def read(self, fd: int, data: memoryview) -> None:
         whole, tail = data.nbytes // UNIT * UNIT, self._tail()
         with _unless_refused():
-            # One call: a read may end beyond the end of the file.
+            # One call is enough, because a read may extend past the end of the file.
             if os.preadv(fd, [data[:whole], tail] if whole else [tail], 0) == data.nbytes:
                 data[whole:] = tail[: data.nbytes - whole]
                 return
@@ -103,7 +103,7 @@ class DirectIO(CachedIO):
 
 
 def read_now(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """A ReadNow of this file: what the page cache has. A file system that cannot say has nothing there."""
+    """A ReadNow of this file, from the page cache. Reads nothing if the file system lacks RWF_NOWAIT."""
     try:
         return os.preadv(fd, buffers, offset, os.RWF_NOWAIT)
     except BlockingIOError:
@@ -142,7 +142,7 @@ def _read_from(fd: int, data: memoryview, done: int) -> None:
 
 @contextlib.contextmanager
 def _unless_refused() -> Iterator[None]:
-    """EINVAL: this memory or this file cannot be used past the page cache."""
+    """Ignore EINVAL: this memory or this file cannot be used past the page cache."""
     try:
         yield
     except OSError as error:
@@ -155,7 +155,7 @@ def _through_the_cache(fd: int) -> None:
 
 
 def _has_fallocate(fd: int) -> bool:
-    """Does the file system allocate blocks itself? posix_fallocate cannot say: it falls back to writing zeros."""
+    """Whether the file system can allocate blocks. posix_fallocate does not tell: it falls back to writing zeros."""
     if sys.platform != "linux":
         return False
     libc = ctypes.CDLL(None, use_errno=True)

@@ -1,27 +1,27 @@
 """Storage whose daemon knows every object: an LRU index in memory, effects in threads.
 
 `FileStorage` and `MemoryStorage` differ only in what a write, a read or a removal does. *Decide, then do*: a decision
-is one step on the event loop that changes the index, its effect follows in an I/O thread, and the loop records the
+is one step on the event loop that changes the index. Its effect follows in an I/O thread, and the loop records the
 outcome when the effect has ended.
 
 A put decides for each object, in order:
 
 * present with this length: EXISTS, and it counts as used;
-* being written or removed under this name just now: wait for that, decide again (so two effects on one name never
-  overlap, and a late removal cannot take a newer object with it);
+* now being written or removed: wait for that, then decide again (so two effects on one name never overlap, and a
+  late removal cannot remove a newer object);
 * larger than the capacity: StorageFull;
-* else reserve room, which names the objects that must go. If running writes hold the room, wait for one of them and
-  decide again. If this very task or later ones hold it: StorageFull. So a chain that is longer than the store keeps
-  its root (lru.py). If running writes of this task should go rather than what is there, wait for them, too, but
-  not for one that hangs.
+* otherwise reserve room, which names the objects to evict. If running writes hold the room, wait for one of them and
+  decide again. If this task or later ones hold it: StorageFull. So a chain that is longer than the store keeps its
+  root (lru.py). If running writes of this task are deeper than the objects to evict, wait for them, too, but not for
+  one that hangs.
 
-What can start, starts together, striped over the threads. Each write first removes the objects that make room for
-it, so the bytes held never pass the capacity. A write that finds the medium full although the index had room (other
-files on the disk, a quota) evicts its own size and tries once more; then it is StorageFull.
+All writes that can start do so together, striped over the threads. Each write first removes the objects that make
+room for it, so the bytes held never exceed the capacity. A write that finds the medium full although the index had room
+(other files on the disk, a quota) evicts its own size and tries once more; then it is StorageFull.
 
-A get reads what is present. An object that turns out to be gone is MISSING and leaves the index. One of another
-length than the caller's buffer is damaged, because names are content keys and a layout has one object size: it is
-MISSING too, and quarantined, so that the next put can heal it.
+A get reads what is present. An object that turns out to be gone is MISSING and leaves the index. An object whose length
+differs from the caller's buffer is damaged, because names are content keys and a layout has one object size: it is
+MISSING, too, and quarantined, so that the next put can store it again.
 
 Running I/O bounds every wait. A cancelled caller gets its cancellation when its I/O has ended (aio.py).
 """
@@ -49,8 +49,8 @@ T = TypeVar("T")
 class IndexedStorage(Storage):
     """See the module's docstring. All state is mutated on the event loop only.
 
-    threads: runs the effects; owned, closed by `close`. stripes: into how many parts a batch is cut
-    at most. inline_bytes: batches up to this many bytes run on the loop itself.
+    threads: runs the effects; owned, closed by `close`. stripes: the most parts into which a batch is cut.
+    inline_bytes: batches up to this many bytes run on the loop itself.
     """
 
     def __init__(self, capacity: int, threads: Threads, *, stripes: int, inline_bytes: int = 0) -> None:
@@ -69,45 +69,45 @@ class IndexedStorage(Storage):
 
     @abc.abstractmethod
     def _write(self, name: str, data: memoryview, spare: str | None) -> None:
-        """Store the object, whole or not at all. StorageFull: the medium has no room now.
+        """Store the object, completely or not at all. StorageFull: the medium has no room now.
 
-        spare: what `_retire` returned. It is used up, also by a failure.
+        spare: what `_retire` returned. It is used up, even if the write fails.
         """
 
     def _retire(self, name: str) -> str | None:
-        """As `_remove`; returns what is left, if an object of the same length can be written over it."""
+        """Like `_remove`, but returns a spare that an object of the same length can overwrite, or None."""
         self._remove(name)
         return None
 
     @abc.abstractmethod
     def _read(self, name: str, data: memoryview) -> bool:
-        """Fill `data`, False if the object is gone. Raises Damaged if it is not exactly that long."""
+        """Fill `data`. Returns False if the object is gone. Raises Damaged if its length differs."""
 
     def _load(self, name: str, block: InPlace) -> bool | Outcome:
-        """Have the block load the object; COLD if not all of it is in memory. Otherwise as `_read`."""
+        """Have the block load the object; COLD if some bytes are not in memory. Otherwise like `_read`."""
         raise NotImplementedError
 
     @abc.abstractmethod
     def _remove(self, name: str) -> None:
-        """The object is gone afterwards, also if it was before."""
+        """Remove the object, if there is one."""
 
     def _set_aside(self, name: str) -> None:
-        """Make a bad object unreachable; keep it for people to look at where that is cheap."""
+        """Make a bad object unreachable; keep it for inspection if that is cheap."""
         self._remove(name)
 
     # --- the contract -------------------------------------------------------------------------------
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
-        """From the index. Counts as a use: a load follows, or a store that is not needed."""
+        """Look the names up in the index. This counts as a use: usually a load follows, or a store is skipped."""
         return await self.look_up(names, Use())
 
     def look_up(self, names: Sequence[str], use: Use) -> asyncio.Future[list[bool]]:
-        """Done at once: the index is in memory."""
+        """Like `exists`, as part of a use. The future is done: the index is in memory."""
         self._check_open()
         return answered(self._index.find(names, use))
 
     def put(self, blobs: Sequence[Blob]) -> Awaitable[list[Outcome]]:
-        """Done at once when it is few bytes, copied here, and no other effect has to be waited for."""
+        """Copies a small batch at once, and returns a done future, unless it must wait for another effect."""
         batch = PutBatch(blobs, range(len(blobs)))
         if not self._closed and self._inline_bytes and sum(blob.data.nbytes for blob in blobs) <= self._inline_bytes:
             while batch.todo and (wave := self._decide_all(batch)):
@@ -117,7 +117,7 @@ class IndexedStorage(Storage):
         return self._put(batch)
 
     def get(self, blobs: Sequence[Wanted]) -> Awaitable[list[Outcome]]:
-        """Done at once when it is few bytes, copied here, and all of them are good."""
+        """Copies a small batch at once, and returns a done future, unless an object is bad."""
         if not self._closed and self._inline_bytes and sum(blob.data.nbytes for blob in blobs) <= self._inline_bytes:
             reads = self._present(blobs)
             outcomes, bad = self._judge(blobs, reads, [self._read_one(read) for read in reads])
@@ -137,11 +137,11 @@ class IndexedStorage(Storage):
         return True
 
     def holds(self, name: str) -> bool:
-        """Does not count as a use."""
+        """Whether the index has the object. Does not count as a use."""
         return name in self._index
 
     def set_capacity(self, nbytes: int) -> None:
-        """Change the capacity now; what is too much leaves in the background. Call on the event loop."""
+        """Change the capacity now; excess objects are evicted in the background. Call on the event loop."""
         leaving = self._index.set_capacity(nbytes)
         self._counts["evicted_shrink"] += len(leaving)
         self._evict_in_background(leaving)
@@ -163,7 +163,7 @@ class IndexedStorage(Storage):
         return self._threads.under_way()
 
     async def _release(self) -> None:
-        """What an implementation releases at close, when no effect runs any more."""
+        """Release what the implementation holds. Called at close, when no effect runs any more."""
 
     def statistics(self) -> dict[str, Any]:
         return statistics_of(self._index, self._counts)
@@ -188,7 +188,7 @@ class IndexedStorage(Storage):
                 await batch.wait()
 
     def _decide_all(self, batch: PutBatch) -> list[Write]:
-        """Decide whatever can be decided now. Returns what is to be written; `batch` knows the rest."""
+        """Decide whatever can be decided now. Returns the writes to do; `batch` records everything else."""
         wave: list[Write] = []
         waits: set[asyncio.Future[None]] = set()
         later = []
@@ -215,7 +215,7 @@ class IndexedStorage(Storage):
             return [self._busy[name]]
         present = self._index.get(name)
         if present is not None and present.nbytes == nbytes:
-            # Now, or a neighbour of this batch could push it out.
+            # Touch it now, or another object of this batch could evict it.
             self._index.touch([name], use, [depth])
             return EXISTS
         if present is not None:  # of another length, so no load could ever use it
@@ -263,7 +263,7 @@ class IndexedStorage(Storage):
         await self._run(Direction.OUT, nbytes, writes, self._write_one)
 
     def _write_one(self, write: Write) -> None:
-        """In a thread: first the victims go, then the object comes."""
+        """In a thread: remove the victims, then write the object."""
         write.error = None
         try:
             spare = None
@@ -279,7 +279,7 @@ class IndexedStorage(Storage):
             write.error = bare(error)
 
     def _make_room(self, write: Write) -> bool:
-        """The medium is fuller than the index knew: evict this object's own size. False: nothing to evict."""
+        """Evict as many bytes as this object has, because the medium is full. False: nothing can be evicted."""
         more = self._index.evict(write.blob.data.nbytes, write.use, write.depth)
         self._counts["evictions"] += len(more)
         self._counts["evicted_medium_full"] += len(more)
@@ -287,7 +287,7 @@ class IndexedStorage(Storage):
         return bool(more)
 
     def _settle(self, write: Write) -> list[Victim]:
-        """Back on the loop: the index learns how the write ended. Returns what left it, perhaps this very object."""
+        """On the loop: record in the index how the write ended. Returns what left it, perhaps this very object."""
         leaving = []
         if write.error is None:
             ended = write.depth >= write.use.ends_at
@@ -311,7 +311,7 @@ class IndexedStorage(Storage):
     # --- get ----------------------------------------------------------------------------------------
 
     def _present(self, blobs: Sequence[Wanted]) -> list[Read]:
-        """What there is of these; it counts as used."""
+        """A Read for each of these objects that is present. They count as used."""
         reads: list[Read] = []
         alone = Use()
         for position, blob in enumerate(blobs):
@@ -367,7 +367,7 @@ class IndexedStorage(Storage):
         return outcomes, bad
 
     def _read_one(self, read: Read) -> Answer:
-        """In a thread."""
+        """Read one object, in a thread."""
         name, data = read.blob.name, read.blob.data
         try:
             if read.entry.nbytes != data.nbytes:
@@ -381,7 +381,7 @@ class IndexedStorage(Storage):
     # --- leaving ------------------------------------------------------------------------------------
 
     def _put_aside(self, names: Sequence[str]) -> asyncio.Task[None]:
-        """Names that have just left the index as bad: their objects become unreachable."""
+        """Make bad objects, whose names have just left the index, unreachable."""
         self._counts["corrupt"] += len(names)
         return self._leave([Victim(name, 0) for name in names], self._set_aside, restore=False)
 
@@ -393,8 +393,8 @@ class IndexedStorage(Storage):
     def _leave(self, victims: Sequence[Victim], effect: Callable[[str], None], *, restore: bool) -> asyncio.Task[None]:
         """Run an effect on names that have just left the index; no write uses them until it has ended.
 
-        restore: an object whose effect failed is still there, so it returns to the index. (A bad one
-        does not: it stays unreachable until the next start finds it, and fails its check again.)
+        restore: return an object whose effect failed to the index, because it is still stored. (A bad object
+        stays out of the index. The next start finds it again, and it fails its check again.)
         """
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         names = [victim.name for victim in victims]
@@ -436,7 +436,7 @@ class IndexedStorage(Storage):
         done.set_result(None)
 
     async def _run(self, direction: Direction, nbytes: int, items: Sequence[S], effect: Callable[[S], T]) -> list[T]:
-        """`effect` of every item, striped over the threads; returns when all have ended, raises the first bug."""
+        """Run `effect` on every item, striped over the threads. Returns when all have ended; raises the first bug."""
         if not items or (self._inline_bytes and nbytes <= self._inline_bytes):
             return [effect(item) for item in items]
         count = min(self._stripes, len(items))

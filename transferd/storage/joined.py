@@ -1,16 +1,16 @@
 """A Storage in front of another that joins several engines' simultaneous calls for one object into one.
 
-A rank joins the reads of its own tasks before they come here (workers/flights.py), and ranks name their objects with
-their number. So only calls of engines that share objects meet here.
+A rank joins the reads of its own tasks before they get here (workers/flights.py), and object names contain the rank.
+So only calls of engines that share objects meet here.
 
     get   the first call leads and fetches the object. Later ones follow: the bytes are copied to their own buffers,
           and only then does the leader's call return, because its buffer may then be reused
     put   the first call writes. Later ones get EXISTS when the object is stored
 
 A follower gets its leader's answer, even if that is MISSING or FAILED. Every engine checks the bytes that it got.
-A call runs to its end even if its caller is cancelled, as in every backend, so no cancellation hits another caller.
+A call runs to its end even if its caller is cancelled, as in every backend, so a cancellation affects no other caller.
 
-No circle can form: the objects that a call leads never wait for those that it follows.
+There is no deadlock: the objects that a call leads never wait for those that it follows.
 
 Without a second engine, calls pass through untouched. `Storage.joins_gets` and `joins_puts` say for which backends
 this pays (docs/adr/0049).
@@ -42,7 +42,7 @@ Call = Callable[[Sequence[Blob]], Awaitable[list[Outcome]]]
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """One object in flight. blob: its leader's. followers: the buffers that want the same bytes, and their answers."""
+    """One object in flight. blob: its leader's. followers: the buffers that need the same bytes, and their answers."""
 
     blob: Blob
     followers: list[tuple[Blob, Future[Outcome]]] = field(default_factory=list)
@@ -56,7 +56,7 @@ class FlightBoard:
         self._by_object: dict[tuple[str, int], Flight] = {}
 
     def board(self, blobs: Sequence[Blob]) -> list[Flight | Future[Outcome]]:
-        """For each blob: the flight that the caller must lead, or the answer of the one that it follows."""
+        """For each blob: the flight that the caller must lead, or the future answer of the flight that it follows."""
         boarded: list[Flight | Future[Outcome]] = []
         for blob in blobs:
             key = blob.name, blob.data.nbytes
@@ -72,7 +72,7 @@ class FlightBoard:
         return boarded
 
     def land(self, flights: Sequence[Flight]) -> None:
-        """Nobody follows these any more: who asks now leads."""
+        """Take these flights off the board: no caller can follow them any more, and the next one leads."""
         for flight in flights:
             del self._by_object[flight.blob.name, flight.blob.data.nbytes]
 
@@ -81,9 +81,9 @@ class FlightBoard:
 
 
 class JoinedStorage(Storage):
-    """See the module. Stands for the storage behind it in everything else.
+    """See the module. All other calls pass through to the storage behind it.
 
-    threads: copy to followers' buffers, if that is more than `inline_bytes`; borrowed. several: whether there is a
+    threads: copy to followers' buffers if there are more than `inline_bytes`; borrowed. several: whether there is a
     second engine now.
     """
 
@@ -127,7 +127,7 @@ class JoinedStorage(Storage):
         return [next(places[isinstance(flight, Flight)]) for flight in boarded]
 
     async def _lead(self, flights: FlightBoard, call: Call, led: Sequence[Flight]) -> list[Outcome]:
-        """Make the call for these objects, and give their followers what it brings. Raises what the call raises."""
+        """Make the call for these objects, and pass its results on to their followers. Raises what the call raises."""
         if not led:
             return []
         try:
@@ -211,7 +211,7 @@ class JoinedStorage(Storage):
         await self._storage.quarantine(name)
 
     def statistics(self) -> dict[str, Any]:
-        """The backend's with the answers to followers, and how many objects came with another engine's call."""
+        """The backend's statistics, plus the answers to followers and the number of objects that followed."""
         told, more = self._storage.statistics(), self._counts
         told |= {key: (told.get(key) or 0) + more[key] for key in ("hits", "misses", "errors")}
         return told | {"shared_loads": self._gets.joined, "shared_stores": self._puts.joined}
@@ -220,7 +220,7 @@ class JoinedStorage(Storage):
 def joined(
     storage: Storage, threads: Threads, several: Callable[[], bool], inline_bytes: int = INLINE_BYTES
 ) -> Storage:
-    """`storage` for several engines: `storage` itself where joining their calls gains nothing. See JoinedStorage."""
+    """`storage` for several engines, or `storage` itself if joining calls gains nothing. See JoinedStorage."""
     if storage.joins_gets or storage.joins_puts:
         return JoinedStorage(storage, threads, several, inline_bytes)
     return storage

@@ -1,4 +1,4 @@
-"""An index of all objects: their total size, and the order of their eviction. It decides, and moves no bytes.
+"""An index of all objects: their total size, and the order of their eviction. It only decides, and moves no bytes.
 
 An object is *reserved* while it is being written and *present* from its commit on. Reserved bytes
 count, so that objects being written never overfill the store; they cannot be evicted, so the bytes
@@ -14,18 +14,20 @@ whatever their rank. An engine can use a block only together with all blocks bef
 so a chain must shrink from its leaf.
 
 A write may evict only what precedes it in this order: earlier uses, and deeper objects of its own use.
-So a task never evicts what it stored or found for its own tail. An object that is being written cannot go
-yet. If it is deeper than what would go in its place, a write of the same use waits for it.
+So a task never evicts blocks that it stored or found to make room for its own tail. An object that is being
+written cannot be evicted yet. If it is deeper than the object that would be evicted instead, a write of the
+same use waits for it.
 
-Once an object of a use has gone, or found no room, nothing as deep is of any use: the chain *ends* there
-(`Use.ends_at`). The use writes no more from there on, and what it is still writing there leaves as soon as it
-has come. So if the store is too small for a chain, all ranks keep the same part of it: the root. (ADR 28.)
+Once an object of a use was evicted, or found no room, deeper objects are useless: the chain *ends* there
+(`Use.ends_at`). The use writes nothing more from there on, and an object that it is still writing there is
+removed as soon as it is stored. So if the store is too small for a chain, all ranks keep the same part of it:
+the root. (ADR 28.)
 
 Properties, which the stateful test checks: `used` is the sum of all sizes, reserved and present;
 `reserve` never lets it exceed the capacity; eviction follows the order above, and takes no more than
 needed.
 
-One owner mutates an index, on the event loop, between awaits: every method is one step.
+One owner changes an index, on the event loop. No method awaits, so each is one step.
 """
 
 from __future__ import annotations
@@ -36,13 +38,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-SLACK = 64  # entries that have moved on may stay in a group's list up to twice its live ones, and these
+SLACK = 64  # a group's list may hold twice as many entries as the group has live ones, plus this many
 
 
 class Use:
-    """One task on all its ranks, or one look-up: what belongs together in the order of eviction. Opaque.
+    """One task on all its ranks, or one lookup: objects that belong together in the order of eviction. Opaque.
 
-    ends_at: the least depth at which an object of it was evicted or found no room. shrunk: there was one.
+    ends_at: the smallest depth at which one of its objects was evicted or found no room. shrunk: whether that happened.
     """
 
     ends_at = math.inf
@@ -61,14 +63,14 @@ class NoRoom(enum.Enum):
 
 
 class Victim(NamedTuple):
-    """An object that has left the index; its owner removes the bytes."""
+    """An object that has left the index. The caller removes its bytes."""
 
     name: str
     nbytes: int
 
 
 class Entry:
-    """One present object. A name that leaves and comes back is a new Entry, so identity tells them apart."""
+    """One present object. A name that leaves the index and returns gets a new Entry, so identity tells them apart."""
 
     __slots__ = ("depth", "group", "name", "nbytes")
 
@@ -80,7 +82,7 @@ class Entry:
 
     @property
     def touched(self) -> bool:
-        """Used since the index was made, so its place in the order is news."""
+        """Whether the object was used since the index was created."""
         return self.group is not None and self.group.number > _ADOPTED
 
     def __repr__(self) -> str:
@@ -93,8 +95,8 @@ _RESTORED, _ADOPTED = 0, 1  # numbers of the two groups that come before every u
 class _UseGroup:
     """The objects of one use. `number`: its place in the order of uses.
 
-    `entries` may name objects that have moved on; they are skipped, and dropped before they outnumber the
-    others. It is sorted only when its order is needed.
+    `entries` may contain objects that have moved to another group. They are skipped, and dropped before they
+    outnumber the others. The list is sorted only when its order is needed.
     """
 
     __slots__ = ("entries", "live", "number", "sorted", "use")
@@ -119,13 +121,13 @@ class _UseGroup:
             self._tidy()
 
     def raise_to(self, entry: Entry, depth: int) -> None:
-        """It was used again by the same use; nearest the root counts."""
+        """Note that the same use used an entry again: the smaller depth counts."""
         if depth < entry.depth:
             entry.depth = depth
             self.sorted = False
 
     def root_first(self) -> list[Entry]:
-        """May hold entries that have moved on, but none at its end. Not to be changed."""
+        """The entries, root first. Some may have moved to another group, but not the last one. Do not change it."""
         if not self.sorted:
             self._tidy()
             self.entries.sort(key=_depth)
@@ -135,7 +137,7 @@ class _UseGroup:
         return self.entries
 
     def _tidy(self) -> None:
-        # An entry that moved on and came back is in the list twice.
+        # An entry that left the group and came back is in the list twice.
         self.entries = list(dict.fromkeys(entry for entry in self.entries if entry.group is self))
 
 
@@ -146,7 +148,7 @@ def _depth(entry: Entry) -> int:
 class LruIndex:
     """Names with sizes, in the order of eviction, within `capacity` bytes.
 
-    left: called with every name that was present and is not any more, in the same step.
+    left: called with the name of every object that stops being present, in the same step.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -155,9 +157,9 @@ class LruIndex:
         self.used = 0  # bytes, reserved and present
         self.bytes = 0  # bytes, present
         self._present: dict[str, Entry] = {}
-        self._reserved: dict[str, tuple[int, Use]] = {}  # nbytes, and who writes it
-        self._coming: dict[Use, dict[str, int]] = {}  # what each use is writing, and how deep that is
-        self._groups: OrderedDict[Use, _UseGroup] = OrderedDict()  # the next to go first; none is empty
+        self._reserved: dict[str, tuple[int, Use]] = {}  # nbytes, and the use that writes it
+        self._coming: dict[Use, dict[str, int]] = {}  # the names that each use is writing, with their depths
+        self._groups: OrderedDict[Use, _UseGroup] = OrderedDict()  # in the order of eviction; none is empty
         self._restored = Use()
         self._number = _ADOPTED
 
@@ -174,7 +176,7 @@ class LruIndex:
         return self._present.get(name)
 
     def hottest_first(self) -> Iterator[tuple[str, Entry]]:
-        """Every present object, the last to go first."""
+        """Every present object, in the reverse order of eviction."""
         for group in reversed(self._groups.values()):
             for entry in group.root_first():
                 if entry.group is group:
@@ -185,10 +187,10 @@ class LruIndex:
     def reserve(
         self, name: str, nbytes: int, use: Use, depth: int = 0, *, patient: bool = True
     ) -> list[Victim] | NoRoom:
-        """Make room for an object that `use` will write. Returns what goes for it.
+        """Make room for an object that `use` will write. Returns the evicted objects.
 
-        The caller has checked that the name is absent and that nbytes fits the capacity at all.
-        patient: wait for running writes of its own use that are deeper than what would go.
+        The caller has checked that the name is absent and that nbytes does not exceed the capacity.
+        patient: wait for running writes of the same use that are deeper than the objects to evict.
         """
         assert name not in self._present, name
         assert name not in self._reserved, name
@@ -198,7 +200,7 @@ class LruIndex:
         needed = self.used + nbytes - self.capacity
         going = self._next_to_go(needed, use, depth)
         if sum(entry.nbytes for entry in going) < needed:
-            # What others are writing may go for this use as long as it has nothing there itself.
+            # Once written, objects of other uses may be evicted for this use, as long as it has none of its own.
             if use not in self._groups or self._deepest_coming(use) > depth:
                 return NoRoom.LATER
             use.end_at(depth)
@@ -212,7 +214,7 @@ class LruIndex:
         return self._evict_all(going)
 
     def commit(self, name: str) -> list[Victim]:
-        """The reserved object is there now. Returns what goes if the capacity shrank or its chain ended meanwhile."""
+        """The reserved object is stored. Returns what to evict if the capacity shrank or its chain ended meanwhile."""
         nbytes, use, depth = self._came(name)
         entry = Entry(name, nbytes)
         self._add(entry, self._group(use), depth)
@@ -221,11 +223,11 @@ class LruIndex:
         return self.evict(self.used - self.capacity)
 
     def release(self, name: str) -> None:
-        """The reserved object will not come."""
+        """The reserved object will not be stored."""
         self.used -= self._came(name)[0]
 
     def adopt(self, objects: Sequence[tuple[str, int]]) -> list[Victim]:
-        """Objects found at start, the next to go first. Once, before any use. Returns what is too much."""
+        """Add the objects found at start, in the order of eviction, before any use. Returns what to evict."""
         group = _UseGroup(Use(), _ADOPTED)
         if objects:
             self._groups[group.use] = group
@@ -238,15 +240,15 @@ class LruIndex:
     # --- use and leaving ----------------------------------------------------------------------------
 
     def find(self, names: Sequence[str], use: Use) -> list[bool]:
-        """Which of these are present. They count as used by `use`, as one chain from root to leaf."""
+        """For each name, whether it is present. The names count as used by `use`, as one chain from root to leaf."""
         found = [name in self._present for name in names]
         self.touch(names, use)
         return found
 
     def touch(self, names: Sequence[str], use: Use | None = None, depths: Sequence[int] | None = None) -> None:
-        """Used just now, by `use` (None: by one of its own). Absent names are skipped.
+        """Note that `use` has just used these (None: a new use). Absent names are skipped.
 
-        depths: of each name in its chain; None: the names are one chain from root to leaf.
+        depths: the depth of each name in its chain; None: the names are one chain from root to leaf.
         """
         group: _UseGroup | None = None
         for depth, name in enumerate(names) if depths is None else zip(depths, names, strict=True):
@@ -262,7 +264,7 @@ class LruIndex:
                 group.add(entry, depth)
 
     def forget(self, name: str, entry: Entry | None = None) -> bool:
-        """Drop a present object; with `entry`, only if it is still that one. False: nothing to drop."""
+        """Drop a present object; with `entry`, only if that is still the present one. False: nothing was dropped."""
         present = self._present.get(name)
         if present is None or (entry is not None and present is not entry):
             return False
@@ -270,7 +272,7 @@ class LruIndex:
         return True
 
     def restore(self, name: str, nbytes: int) -> None:
-        """An evicted object could not be removed: it is present again, as the next to go."""
+        """Add an evicted object that could not be removed: it is present again, as the next to evict."""
         assert name not in self._present, name
         assert name not in self._reserved, name
         group = self._groups.get(self._restored)
@@ -278,24 +280,24 @@ class LruIndex:
             group = self._groups[self._restored] = _UseGroup(self._restored, _RESTORED)
             self._groups.move_to_end(self._restored, last=False)
         self.used += nbytes
-        self._add(Entry(name, nbytes), group, 0)  # of equal depths the last to come goes first
+        self._add(Entry(name, nbytes), group, 0)  # among equal depths, the newest is evicted first
 
     def evict(self, nbytes: int, use: Use | None = None, depth: int = 0) -> list[Victim]:
-        """Drop what is next to go until at least nbytes are free, or nothing is left that may go.
+        """Evict objects in order until at least nbytes are free, or no more may be evicted.
 
-        use, depth: for which write; None: whatever it takes.
+        use, depth: of the write that needs the room; None: any object may be evicted.
         """
         return self._evict_all(self._next_to_go(nbytes, use, depth))
 
     def set_capacity(self, capacity: int) -> list[Victim]:
-        """Take over a new bound. Returns what goes."""
+        """Change the capacity. Returns the evicted objects."""
         self.capacity = capacity
         return self.evict(self.used - capacity)
 
     # --- inside -------------------------------------------------------------------------------------
 
     def _next_to_go(self, nbytes: int, use: Use | None, depth: int) -> list[Entry]:
-        """What frees nbytes, or all that may go for this write if that is less."""
+        """The objects to evict to free nbytes, or all that may be evicted for this write if that is less."""
         going: list[Entry] = []
         if nbytes <= 0:
             return going
@@ -315,7 +317,7 @@ class LruIndex:
         return going
 
     def _deepest_coming(self, use: Use) -> int:
-        """Of what this use is writing; -1: nothing."""
+        """The largest depth of the objects that this use is writing; -1 if there are none."""
         return max(self._coming.get(use, {}).values(), default=-1)
 
     def _came(self, name: str) -> tuple[int, Use, int]:
@@ -327,7 +329,7 @@ class LruIndex:
         return nbytes, use, depth
 
     def _group(self, use: Use | None) -> _UseGroup:
-        """The group of a use; a use that has no object begins as the latest."""
+        """The group of a use. A use without objects gets a new group, the last in the order."""
         use = Use() if use is None else use
         group = self._groups.get(use)
         if group is None:

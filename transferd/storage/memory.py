@@ -1,8 +1,8 @@
 """Storage in this process's own memory: for tests, and as a second host tier that needs no disk.
 
 It copies objects in and out, within `storage.memory.capacity`; indexed.py makes all decisions. Batches up to
-INLINE_BYTES are copied on the event loop, larger ones in threads. It copies with numpy because, unlike
-`bytes()` and slice assignment, that lets other threads run meanwhile; a few bytes are copied sooner by an assignment.
+INLINE_BYTES are copied on the event loop, larger ones in threads. It copies with numpy, which, unlike `bytes()` and
+slice assignment, lets other threads run meanwhile; for a few bytes an assignment is faster.
 """
 
 from __future__ import annotations

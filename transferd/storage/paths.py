@@ -3,13 +3,13 @@
     <part>/…/<part>/<fan>/<digest>@<rank>          the object
     <part>/…/<part>/<fan>/<digest>@<rank>~<n>      the same, being written
 
-The last two parts of a name are the digest and the rank, the fan directory is the first FAN_DIGITS
-characters of the digest, and every part before becomes a directory. A name of one part is `<fan>/@<name>`,
+The last two parts of a name are the digest and the rank. The fan directory is the first FAN_DIGITS
+characters of the digest, and every earlier part becomes a directory. A name of one part is `<fan>/@<name>`,
 where the fan comes from a hash of the name. Every byte of a part outside
 `A-Z a-z 0-9 _ . -` is written %XX, a leading dot too, and an empty part is a lone `%`. So no part is
 hidden, `.` or `..`; `/`, `@` and `~` mean only what they mean here; and two names never share a path.
 
-A path that no name maps to is not ours.
+If no name maps to a path, the path is not ours.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Maps backend names to classes. A new keyed backend needs one file, and one line here.
 
 A name with a colon is a class outside this package: `package.module:Class`. Every backend class must be a `Storage`
-and is made by its `from_config`, which by default calls `Class(config, clock=clock)`. Only the chosen module is
-imported, so a missing extra affects only those who use it.
+and is created by its `from_config`, which by default calls `Class(config, clock=clock)`. Only the chosen module is
+imported, so a missing extra matters only to those who use it.
 """
 
 from __future__ import annotations

@@ -32,13 +32,13 @@ from transferd.storage.traffic import Traffic
 log = structlog.get_logger(__name__)
 
 PATIENCE_S = 0.5  # how long a piece waits for traffic to pause
-REST_S = 60.0  # between two passes, so that an empty store is not walked in a busy loop
+REST_S = 60.0  # the rest between two passes, so that an empty store is not walked in a busy loop
 
 
 class Scrub:
     """One directory's scrub. Changed on the event loop only.
 
-    traffic: the traffic it yields to. bad: makes an object unreachable; awaited for each damaged one.
+    traffic: the loads and stores that it yields to. bad: makes an object unreachable; awaited for each damaged one.
     """
 
     def __init__(

@@ -22,8 +22,9 @@ Duties of an implementation:
 1. `read` delivers the leading blocks from `start` that are stored for this rank, each complete, and returns how
    many. Fewer than requested is no error. `write` stores blocks from `start` on; every block that it reports as
    stored can be read.
-2. Errors are part of the outcome. They are never swallowed, and never an exception that hides what was done.
-3. Bytes move only while the call runs: once it has returned, it touches no device block.
+2. Errors are part of the outcome. They are never swallowed, and never raised as an exception, which would hide what
+   was done.
+3. Bytes move only while the call runs: after its return, no device block is touched.
 4. A transfer that is stopped ends after its current call to the store, which is bounded in time.
 5. `flush_token_index` moves no bytes and waits for no transfer.
 6. Nothing blocks the event loop.
@@ -45,7 +46,7 @@ from transferd.tiers.base import DeviceTier
 
 
 class RankPort(Protocol):
-    """One rank, as token-indexed storage reaches it."""
+    """One rank, as token-indexed storage sees it."""
 
     @property
     def rank(self) -> int: ...
@@ -109,13 +110,13 @@ class TokenStorage(abc.ABC):
 
     @abc.abstractmethod
     async def attach(self, port: RankPort) -> None:
-        """A rank's device memory is open. Raises StorageError or ConfigError."""
+        """Use a rank, whose device memory is open now. Raises StorageError or ConfigError."""
 
     async def ready(self) -> None:
-        """Every rank is attached: wait until transfers can begin. Raises StorageError."""
+        """Wait until transfers can begin. Called when every rank is attached. Raises StorageError."""
 
     def detach(self, rank: int) -> None:
-        """A rank's device memory is about to be freed."""
+        """Stop using a rank, whose device memory is about to be freed."""
 
     def reconfigure(self, storage: StorageSection) -> None:
         """Apply settings that may change at run time. Called on SIGHUP, on the event loop."""
@@ -129,15 +130,15 @@ class TokenStorage(abc.ABC):
 
     @abc.abstractmethod
     async def read(self, transfer: Transfer) -> RankOutcome:
-        """Store → device."""
+        """Load blocks from the store into the device."""
 
     @abc.abstractmethod
     async def write(self, transfer: Transfer) -> RankOutcome:
-        """Device → store."""
+        """Store blocks of the device."""
 
     @abc.abstractmethod
     async def flush_token_index(self, path: TokenIds, start: int, *, resident: bool) -> None:
-        """The path's blocks from `start` to its end are in this node's device memory, or are not any more.
+        """Record whether the path's blocks from `start` to its end are now in this node's device memory.
 
         For the whole node: called once, not once for each rank. Raises StorageError.
         """

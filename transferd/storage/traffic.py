@@ -1,4 +1,4 @@
-"""Which loads and stores run: background work yields to them, and what is being read is not written over."""
+"""Which loads and stores run now: background work yields to them, and objects being read are not overwritten."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Traffic:
 
     @contextlib.contextmanager
     def reading(self, names: Sequence[str]) -> Iterator[None]:
-        """These objects are being read."""
+        """Mark these objects as being read, within the `with` block."""
         self._read.update(names)
         try:
             yield
@@ -39,7 +39,7 @@ class Traffic:
             self._read -= Counter(names)
 
     def reads(self, name: str) -> bool:
-        """Whether this object is being read. Any thread may ask, if nobody can begin to read it any more."""
+        """Whether this object is being read. Any thread may ask, once no new read of it can begin."""
         return self._read[name] > 0
 
     async def quiet(self, patience: float) -> bool:
@@ -49,7 +49,7 @@ class Traffic:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(future)
         try:
-            async with asyncio.timeout(patience):  # wait_for would lose a cancellation that comes with the result
+            async with asyncio.timeout(patience):  # wait_for can lose a cancellation that comes with the result
                 await future
         except TimeoutError:
             return False

@@ -1,4 +1,4 @@
-"""The arrays of a cache: the process that allocates it describes them in a handle; the one that maps it checks them.
+"""The arrays of a cache. The process that allocates them describes them in a handle; the one that maps them checks it.
 
 A rank's device memory is one or more *regions*. Each (plane, layer) of the layout is one contiguous array in one
 of them, with blocks along its first axis. The daemon describes its own memory with `describe`. It checks and
@@ -36,14 +36,14 @@ class ArrayPlace(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A range of mapped device memory. Borrowed: the process part that mapped it owns the mapping."""
+    """A range of mapped device memory. Borrowed: the code that mapped it owns the mapping."""
 
     address: int
     nbytes: int
 
 
 def describe(layout: BlockLayout) -> list[dict[str, Any]]:
-    """The arrays of memory with the geometry `layout.device`, in one region. Plain data for a handle."""
+    """Describe memory with the geometry `layout.device`, in one region: the `arrays` of a handle, as plain data."""
     return [
         msgspec.to_builtins(
             ArrayPlace(

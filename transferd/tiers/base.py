@@ -14,9 +14,9 @@ Duties of an implementation:
 1. `copy_out` / `copy_in` return only after the last byte has arrived. They copy any byte count exactly and touch
    nothing outside the runs.
 2. They never block the event loop for longer than a copy of INLINE_BYTES takes.
-3. Cancelling the awaiting task must not leave a running copy that the caller does not know about: a copy returns
-   when nothing of it moves any more. A tier that can stop a copy half-way notes a future that stops it when it is
-   cancelled (`runtime.threads.noted`), and then raises CancelledError; others run a copy to its end.
+3. Cancelling the awaiting task must not leave a running copy that the caller does not know about: `copy_out` and
+   `copy_in` return only when no byte moves any more. A tier that can stop a copy half-way registers a future whose
+   cancellation stops the copy (`runtime.threads.noted`), and then raises CancelledError; others run a copy to its end.
 4. A failed copy raises `TierError`; a device that will never work again raises `DeviceLost`.
 5. `close` frees everything that `open` allocated, or unmaps what `attach` mapped, exactly once. It finishes even if
    a step fails, and raises the first error.
@@ -24,10 +24,10 @@ Duties of an implementation:
    another process may keep the memory mapped after `close`. `timelines = True`: `reached` works, and `with_timelines`
    if it attaches, too.
 7. Memory that `open` returns contains no old data, neither of this cache before `close` nor of another process.
-8. A class may tell what it finds out by itself: `on_lost`, an attribute that the daemon sets to a function of the
-   cause, called on the loop when the device is found lost, also while it is idle; `waiting_s`, the seconds for
-   which a call to the device has not come back.
-9. `addressable = True`, of a class or an instance: while the tier is open, `arena.origin` is an address of this
+8. A class may report what it notices by itself. `on_lost`: an attribute that the daemon sets to a function; the tier
+   calls it on the loop, with the cause, when it finds that the device is lost, even while idle. `waiting_s`: for how
+   many seconds the current call to the device has not returned.
+9. `addressable = True`, on a class or an instance: while the tier is open, `arena.origin` is an address in this
    process, and the CPU may read and write the blocks there (workers/in_place.py).
 10. A class with `attaches` also has `extents() -> list[Extent]`: which bytes of which memory `attach` has mapped
    (extents.py), so that no two ranks get the same byte.
@@ -64,7 +64,7 @@ class HostMemory(Protocol):
 
     @property
     def urgent(self) -> bool:
-        """Whether somebody waits for every copy from and to it: no bound on bandwidth delays those."""
+        """Whether copies from and to this memory are exempt from bandwidth limits, because an engine waits for them."""
         ...
 
 
@@ -124,5 +124,5 @@ class DeviceTier(Protocol):
 
     async def close(self) -> None: ...
     def statistics(self) -> dict[str, Any]:
-        """Plain data for `stats` (ranks[].tier), open or not. Calls no driver."""
+        """Plain data for `stats` (ranks[].tier), whether open or not. Calls no driver."""
         ...

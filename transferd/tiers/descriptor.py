@@ -1,13 +1,14 @@
 """Shared memory without a name: an engine offers the number of a file descriptor, such as that of a memfd.
 
 ZeroMQ cannot pass a descriptor (SCM_RIGHTS), so the daemon opens /proc/<pid>/fd/<number> of the process at the other
-end of the connection. docs/adr/0041 says why that is safe, and it is safe only with every check below: an open through
-/proc asks what the *daemon* may do with the file, not what the engine may.
+end of the connection. docs/adr/0041 says why that is safe. It is safe only with every check below, because an open
+through /proc checks what the *daemon* may do with the file, not what the engine may do.
 
 * The process is the one that the kernel names as the peer of the unix socket; nothing in the offer can change it.
-* The file belongs to that process's user, so an engine cannot have the daemon write to what it could not write itself.
-* It is memory: only shared memory files (memfd, tmpfs, hugetlbfs) have seals.
-* It cannot shrink under the daemon's mapping, if it can be sealed against that; and it may be written.
+* The file belongs to that process's user, so an engine cannot make the daemon write to a file that the engine itself
+  could not write.
+* The file is memory: only shared memory files (memfd, tmpfs, hugetlbfs) have seals.
+* The file is sealed against shrinking under the daemon's mapping, if it can be sealed, and it is writable.
 
 A client imports this module for `sealed`, so it uses only the standard library.
 """
@@ -81,7 +82,7 @@ def seals_of(fd: int) -> int | None:
 
 
 def sealed(fd: int) -> None:
-    """Seal the memory against shrinking, which the daemon asks for, if it can be sealed. Growing stays possible.
+    """Seal the memory against shrinking, as the daemon requires, if it can be sealed. It may still grow.
 
     Raises RequestError if it is not shared memory.
     """

@@ -1,8 +1,8 @@
 """The bytes that a rank's arrays occupy, so that two ranks never get the same ones.
 
-Addresses cannot tell, because a process may map the same memory at two addresses. So an extent identifies the
-memory itself, in the way of its kind, and bytes in it: one run per block, at equal distances. Runs of two extents may
-interleave without touching: the pages of two ranks in one memory, or of two layers.
+Addresses do not show this, because a process may map the same memory at two addresses. So an extent identifies the
+memory itself, in a way that depends on its kind, and bytes in it: one run per block, at equal distances. Runs of two
+extents may interleave without touching, like the pages of two ranks or two layers in one piece of memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transferd.blocks.layout.base import Arena, BlockLayout
 class Extent(NamedTuple):
     """`runs` runs of `nbytes` bytes in one piece of memory, `stride` apart, the first at `start`.
 
-    memory: equal for the same piece, however it was mapped. stride: at least nbytes; of no meaning with one run.
+    memory: equal for the same piece, however it was mapped. stride: at least nbytes; ignored if there is one run.
     """
 
     memory: Hashable
@@ -30,12 +30,12 @@ class Extent(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The first byte behind the last run."""
+        """The offset just past the last run."""
         return self.start + (self.runs - 1) * self.stride + self.nbytes
 
 
 def extent(memory: Hashable, start: int, nbytes: int, stride: int, blocks: int) -> Extent:
-    """The extent of `blocks` blocks; those that follow each other without a gap are one run."""
+    """The extent of `blocks` blocks. Blocks without gaps between them are one run."""
     if stride == nbytes or blocks == 1:
         return Extent(memory, start, nbytes * blocks)
     return Extent(memory, start, nbytes, stride, blocks)
@@ -52,7 +52,7 @@ def extents_of(layout: BlockLayout, arena: Arena, memory: Hashable, base: int = 
 
 
 def overlap(one: Iterable[Extent], other: Iterable[Extent]) -> bool:
-    """Whether any byte is in both. Extents of the same side may overlap each other."""
+    """Whether any byte is in both. Extents within `one`, or within `other`, may overlap each other."""
     by_memory: dict[Hashable, list[Extent]] = {}
     for theirs in other:
         by_memory.setdefault(theirs.memory, []).append(theirs)
@@ -69,7 +69,7 @@ def overlapping(extents: Iterable[Extent]) -> tuple[int, int] | None:
 
 
 def _near(ordered: list[tuple[int, Extent]]) -> Iterator[tuple[tuple[int, Extent], tuple[int, Extent]]]:
-    """Pairs of which the second begins before the first ends; in the usual case, arrays one after another, none."""
+    """Pairs of which the second begins before the first ends. Usually arrays follow one another, and there are none."""
     if all(one.end <= other.start for (_, one), (_, other) in pairwise(ordered)):
         return
     for number, item in enumerate(ordered):

@@ -3,7 +3,7 @@
 Its operator set_data_ipc writes the object, share_external_data reads it, unset_data_ipc removes it:
 
     name     {plane name}_{layer}_rank{rank}.device{device}
-    bytes    0 …  7  a count that nobody uses; zero
+    bytes    0 …  7  an unused count; zero
              8 … 71  the IPC handle of the tensor's allocation (cudaIpcMemHandle_t, 64 bytes)
 
 (FastDeploy, custom_ops/gpu_ops: cuda_multiprocess.h, share_external_data.cu, unset_data_ipc.cu;
@@ -88,7 +88,7 @@ def publish(name: str, handle: bytes, directory: Path = DIRECTORY) -> None:
 
 
 def withdraw(name: str, handle: bytes, directory: Path = DIRECTORY) -> bool:
-    """Remove the object `name` if it still holds `handle`. False: it is gone, or holds another one."""
+    """Remove the object `name` if it still holds `handle`. Returns False if it is gone or holds another handle."""
     try:
         if read(name, directory) != handle:
             return False

@@ -2,7 +2,7 @@
 
 The fast version is a small C extension that walks the runs without the GIL. On 16 KiB runs a Python loop of
 memmove calls reaches only a third of memcpy's speed, because a call costs as much as the copy. The slow version
-does the same and needs no compiler. `NATIVE` tells which one is in use.
+does the same and needs no compiler. `NATIVE` says whether the fast version is in use.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def node_of_pci(address: str, sysfs: Path = Path("/sys/bus/pci/devices")) -> int
 
 
 def prefer_node(address: int, nbytes: int, node: int) -> str:
-    """Make the kernel take the range's pages from `node`, except those that exist already. Returns "", or why not."""
+    """Make the kernel take the range's new pages from `node`. Returns "", or why the kernel refused."""
     number = _MBIND.get(platform.machine())
     if number is None or not 0 <= node < 1024:
         return f"mbind is not supported on {platform.machine()} with node {node}"
@@ -44,7 +44,7 @@ def prefer_node(address: int, nbytes: int, node: int) -> str:
 
 
 def cpus_of_node(node: int, sysfs: Path = Path("/sys/devices/system/node")) -> list[int]:
-    """The CPUs of a node that this process may run on; [] if nobody knows."""
+    """The CPUs of a node that this process may run on; [] if they are unknown."""
     try:
         text = (sysfs / f"node{node}" / "cpulist").read_text().strip()
         spans = [part.partition("-") for part in text.split(",") if part]
@@ -55,7 +55,7 @@ def cpus_of_node(node: int, sysfs: Path = Path("/sys/devices/system/node")) -> l
 
 
 def nodes_of_pages(addresses: Sequence[int]) -> list[int]:
-    """The node of each page that exists; -1 or less where the kernel does not say. [] where it says nothing at all."""
+    """The node of the page at each address; negative if the kernel does not know it. [] if the kernel cannot say."""
     number, count = _MOVE_PAGES.get(platform.machine()), len(addresses)
     if number is None or not count:
         return []
@@ -66,7 +66,7 @@ def nodes_of_pages(addresses: Sequence[int]) -> list[int]:
 
 
 def placement(address: int, nbytes: int, node: int, samples: int = 64) -> str:
-    """ "", or how many of some pages of a range are not on the node."""
+    """Sample pages of a range. Returns "" if all are on the node, else how many are not."""
     step = max(1, nbytes // samples)
     found = [where for where in nodes_of_pages(range(address, address + nbytes, step)) if where >= 0]
     elsewhere = [where for where in found if where != node]

@@ -35,7 +35,7 @@ def this_process() -> Owner:
 
 
 def as_data(owner: Owner) -> dict[str, Any]:
-    """Plain data for a handle."""
+    """The owner as plain data for a handle."""
     data: dict[str, Any] = msgspec.to_builtins(owner)
     return data
 

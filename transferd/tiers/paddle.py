@@ -2,12 +2,12 @@
 
 Each (plane, layer) is one tensor [blocks, elements]. A copy out gathers rows by index and packs them block by
 block on the device, then transfers each piece to pinned host memory at once; a copy in does the reverse. A piece
-has at most PIECE_BYTES, and the device holds two copies of it meanwhile. Rows are moved as the widest integer type
-that divides all of them: Paddle lacks gather and scatter for some element types (3.3: float16 and float8), and only
-the bytes matter.
+has at most PIECE_BYTES, and meanwhile the device holds two copies of it. Rows are moved as the widest integer type
+whose size divides all of them: Paddle lacks gather and scatter for some element types (3.3: float16 and float8), and
+only the bytes matter.
 
-This is the portable way, not the fastest. It needs no kernel of ours, so it serves XPU and other hardware; on
-NVIDIA GPUs the cuda tier does the same work with fewer steps.
+This tier is portable, not fast. It needs no kernel of ours, so it serves XPU and other hardware; on NVIDIA GPUs the
+cuda tier does the same work in fewer steps.
 
 On the CPU place the tensors lie in POSIX shared memory, which an engine maps as with the shm tier. Every operation
 except the transfer between device and host is the same as on a device.
@@ -37,7 +37,7 @@ from transferd.tiers.paddle_memory import DeviceMemory, SharedMemory, TensorMemo
 from transferd.tiers.paddle_ops import ERRORS, FastDeployOperators, Operators
 from transferd.tiers.segment import PREFIX
 
-PIECE_BYTES = 32 * 1024**2  # gathered or scattered at once, a block at least: an operation for each layer pays
+PIECE_BYTES = 32 * 1024**2  # moved at once, at least one block: large enough to pay for one operation per layer
 SCATTERED = ("int64", "int32")  # types that scatter_ takes; index_put_ takes all and is ten times slower
 Int64s = npt.NDArray[np.int64]
 
@@ -45,8 +45,8 @@ Int64s = npt.NDArray[np.int64]
 class PaddleDeviceTier:
     """One rank's blocks as paddle tensors. Owns the tensors and their memory from `open` or `attach` until `close`.
 
-    shared: on the CPU place, keep the tensors in shared memory; False exercises everything that a device needs.
-    operators: share a device's tensors; default: those of an installed FastDeploy, and without one no sharing.
+    shared: on the CPU place, keep the tensors in shared memory; False uses the code for devices even there.
+    operators: share a device's tensors; default: those of an installed FastDeploy, or no sharing without one.
     Raises ConfigError if paddle is not installed.
     """
 
@@ -84,7 +84,7 @@ class PaddleDeviceTier:
 
     @property
     def arena(self) -> Arena:
-        """On the CPU place real addresses; on a device, whose arrays are tensors of their own, names of places only."""
+        """The blocks' location. Only the CPU place has real addresses; on a device, offsets only identify arrays."""
         return self._opened.arena
 
     @property
@@ -104,7 +104,7 @@ class PaddleDeviceTier:
         await self._copy(Direction.IN, plan, lambda copier, moves: copier.scatter(moves, host.address))
 
     def handle(self) -> DeviceHandle:
-        """As the shm tier's on the CPU place; elsewhere what FastDeploy's operators have published."""
+        """On the CPU place, a handle like the shm tier's; elsewhere, what FastDeploy's operators have published."""
         return self._opened.handle()
 
     def extents(self) -> list[Extent]:
@@ -143,7 +143,7 @@ class PaddleDeviceTier:
         if self._memory is not None:
             raise TierError(f"the device memory of rank {self.rank} is already open")
         try:
-            # Shared memory is made here and now: a start that is called off must not leave a thread making it.
+            # Create shared memory on the loop: a cancelled start must not leave a thread that still creates it.
             self._memory = make() if self._shared else await self._threads.run(Direction.SETUP, make)
         except ERRORS as error:
             what = f"rank {self.rank}: cannot allocate or map memory on {self.place}"
@@ -168,10 +168,10 @@ class PaddleDeviceTier:
 
 
 class _Copier:
-    """Copies of blocks between rows of tensors, one tensor for each segment, and host memory.
+    """Copies blocks between host memory and rows of tensors, one tensor for each segment.
 
-    tensors: the memory's own list, which is emptied when it is closed. device: where they are, "" if that is
-    host memory and blocks need no transfer.
+    tensors: the TensorMemory's own list, which its `close` empties. device: the tensors' place; "" if they are in host
+    memory, so that blocks need no transfer.
     """
 
     def __init__(self, paddle: Any, tensors: list[Any], layout: BlockLayout, device: str) -> None:
@@ -221,7 +221,7 @@ class _Copier:
 
 
 def _pinned_place(paddle: Any, place: Any) -> Any:
-    """Host memory that this device reaches best."""
+    """The kind of host memory that this device reaches fastest."""
     if place.is_gpu_place():
         return paddle.CUDAPinnedPlace()
     if place.is_xpu_place() and hasattr(paddle, "XPUPinnedPlace"):
@@ -230,6 +230,6 @@ def _pinned_place(paddle: Any, place: Any) -> Any:
 
 
 def _line(error: Exception) -> str:
-    """Paddle's errors are pages; the last line with words in it says what happened."""
+    """The last line with words in it: Paddle's errors are pages long, and that line says what happened."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and not set(line.strip()) <= set("-=^")]
     return lines[-1] if lines else type(error).__name__

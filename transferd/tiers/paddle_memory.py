@@ -38,7 +38,7 @@ class TensorMemory(Protocol):
 class SharedMemory:
     """Tensors over a POSIX shared memory segment, our own or mapped. Owns the segment or the mapping."""
 
-    outlives_close = True  # a mapping stays good when the name and its maker are gone
+    outlives_close = True  # a mapping stays valid after the name and the creator are gone
 
     def __init__(self, paddle: Any, layout: BlockLayout, segment: SharedSegment, arena: Arena) -> None:
         memory = np.frombuffer(segment.buffer, dtype=np.uint8)
@@ -54,17 +54,17 @@ class SharedMemory:
 
     @classmethod
     def create(cls, paddle: Any, layout: BlockLayout, name: str) -> Self:
-        """Raises TierError."""
+        """Create a segment and tensors over it. Raises TierError."""
         segment = SharedSegment(name, layout.device.extent, create=True)
         return cls(paddle, layout, segment, Arena(layout.device, segment.address))
 
     @classmethod
     def attach(cls, paddle: Any, layout: BlockLayout, handle: DeviceHandle) -> Self:
-        """Raises RequestError, TierError."""
+        """Map another process's segment. Raises RequestError, TierError."""
         return cls(paddle, layout, *map_offered(layout, handle))
 
     def handle(self) -> DeviceHandle:
-        """Of memory that `create` made: as the shm tier's."""
+        """A handle of memory from `create`, like the shm tier's."""
         return created_handle(self._layout, self._segment)
 
     def extents(self) -> list[Extent]:
@@ -76,13 +76,13 @@ class SharedMemory:
 
 
 class DeviceMemory:
-    """Tensors of Paddle's own allocation on a device, published by operators, or another process's, adopted.
+    """Tensors in device memory: allocated by Paddle and published by operators, or adopted from another process.
 
-    arena: each array is a tensor of its own, so offsets only name places. Without operators there is nothing
-    to publish with, and the memory stays this process's.
+    arena: each array is a tensor of its own, so offsets only identify arrays. Without operators, the memory cannot
+    be shared with other processes.
     """
 
-    outlives_close = False  # what a device's driver makes of it differs
+    outlives_close = False  # device drivers differ in this
 
     def __init__(self, paddle: Any, layout: BlockLayout, place: str, operators: Operators | None) -> None:
         self.arena = Arena(layout.device, 0)
@@ -99,7 +99,7 @@ class DeviceMemory:
     def create(
         cls, paddle: Any, layout: BlockLayout, place: str, operators: Operators | None, rank: int, device: int
     ) -> Self:
-        """Allocate, zeroed, and publish. Raises what Paddle does; then nothing is left."""
+        """Allocate zeroed tensors and publish them. Raises Paddle's own errors; then nothing is left behind."""
         made = cls(paddle, layout, place, operators)
         try:
             for part in layout.segments:
@@ -124,7 +124,7 @@ class DeviceMemory:
     def attach(
         cls, paddle: Any, layout: BlockLayout, place: str, operators: Operators | None, handle: DeviceHandle
     ) -> Self:
-        """Raises RequestError, TierError, and what Paddle does."""
+        """Adopt the tensors that a handle names. Raises RequestError, TierError, and Paddle's own errors."""
         if handle.kind != KIND or operators is None:
             what = f"attaching memory of {place} needs FastDeploy's operators and a handle of kind {KIND!r}"
             raise TierError(f"{what}; this one is of kind {handle.kind[:40]!r}")
@@ -140,10 +140,10 @@ class DeviceMemory:
         return made
 
     def _take(self, tensor: Any, name: str = "") -> None:
-        """Keep a tensor of bytes, and use it in the widest type."""
+        """Hold a tensor of bytes, and use it as the widest type."""
         self._held.append((tensor, name))
         wide = tensor.view(_element(self._layout, self.arena))
-        shares = wide.data_ptr() == tensor.data_ptr()  # not on a device whose views are copies
+        shares = wide.data_ptr() == tensor.data_ptr()  # False on a device whose views are copies
         self.tensors.append(wide if shares else tensor)
 
     def handle(self) -> DeviceHandle:
@@ -152,7 +152,7 @@ class DeviceMemory:
         return handle_of(self._layout, *self._published, self._place)
 
     def extents(self) -> list[Extent]:
-        """By address, which a driver gives out once for one allocation, and by name, for drivers that do not."""
+        """Each tensor's extent twice: by address, and by name for drivers that map one allocation at two addresses."""
         made: list[Extent] = []
         for tensor, name in self._held:
             start = int(tensor.data_ptr())
@@ -168,10 +168,10 @@ class DeviceMemory:
 
 
 def import_paddle() -> Any:
-    """Raises ConfigError."""
+    """The module `paddle`. Raises ConfigError if it cannot be imported."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # at import, of tools for building extensions
+            warnings.simplefilter("ignore")  # paddle's import warns about tools for building extensions
             import paddle
             import paddle.utils.dlpack
     except ImportError as error:
@@ -180,12 +180,12 @@ def import_paddle() -> Any:
 
 
 def default_place(paddle: Any, device: int) -> str:
-    """The device of this index, of the kind that this Paddle was built for."""
+    """The name of the device with this index, of the kind that this Paddle was built for."""
     kind = str(paddle.device.get_device()).partition(":")[0]
     return kind if kind == "cpu" else f"{kind}:{device}"
 
 
 def _element(layout: BlockLayout, arena: Arena) -> str:
-    """The widest integer type that divides every row and its place."""
+    """The widest integer type whose size divides every row and its offset."""
     common = math.gcd(*(part.nbytes for part in layout.segments), *(arena.geometry.offsets + arena.origin).tolist())
     return next(name for name, size in ELEMENTS if common % size == 0)

@@ -1,17 +1,16 @@
 """Shares Paddle tensors of any device between processes, with the operators that FastDeploy builds for it.
 
-There is no portable way: CUDA, XPU and others have handles of their own, and Paddle has no common call for them.
-FastDeploy builds one set of operators per device, under the same names, and an engine that runs on such a device
-has them installed:
+Paddle has no portable call for this: CUDA, XPU and others each have their own handles. FastDeploy builds one set of
+operators per device, always under the same names, and an engine that runs on such a device has them installed:
 
     set_data_ipc(tensor, name)                              publish
     share_external_data(empty, name, shape[, use_ipc])      a tensor over published memory; XPU wants the flag
-    unset_data_ipc(tensor, name, close_ipc, unlink_shm)     let go; not there on XPU, where only the name is removed
+    unset_data_ipc(tensor, name, close_ipc, unlink_shm)     release; missing on XPU, where we only remove the name
 
 (FastDeploy, custom_ops/{gpu,xpu}_ops and cache_manager/ops.py; the objects they write: tiers/fastdeploy.py.)
-What they write contains neither size nor offset, so the handle has to carry the shape.
+These objects contain neither size nor offset, so our handle carries the shapes.
 
-Tested with a double of these operators (tests/support/paddle_ops.py), not on a device.
+Tested with a fake of these operators (tests/support/paddle_ops.py), not on a device.
 """
 
 from __future__ import annotations
@@ -30,21 +29,21 @@ from transferd.tiers.owner import as_data, this_process
 from transferd.tiers.segment import DIRECTORY, check_name
 
 KIND = "fastdeploy_ops"
-ERRORS = (RuntimeError, ValueError, OSError, MemoryError)  # what Paddle's enforcements arrive as
+ERRORS = (RuntimeError, ValueError, OSError, MemoryError)  # the types that Paddle's own errors have
 
 
 class Operators(Protocol):
-    """How tensors are published and mapped. Errors of Paddle are raised as they are (ERRORS)."""
+    """Publishes and maps tensors. Paddle's own errors (ERRORS) pass through."""
 
     def publish(self, tensor: Any, name: str) -> None: ...
     def adopt(self, name: str, shape: list[int], dtype: str) -> Any: ...
     def withdraw(self, tensor: Any, name: str, *, adopted: bool) -> None:
-        """Unmap an adopted tensor, or take back the name of a published one."""
+        """Unmap an adopted tensor, or remove the name of a published one."""
         ...
 
 
 class FastDeployOperators:
-    """Those of an installed FastDeploy. place: such as "xpu:0" or "gpu:1". Raises TierError without them."""
+    """The operators of an installed FastDeploy. place: such as "xpu:0" or "gpu:1". Raises TierError without them."""
 
     def __init__(self, place: str, paddle: Any, *, module: Any = None, directory: Path = DIRECTORY) -> None:
         kind = place.partition(":")[0]
@@ -61,7 +60,7 @@ class FastDeployOperators:
         self._module.set_data_ipc(tensor, name)
 
     def adopt(self, name: str, shape: list[int], dtype: str) -> Any:
-        if not (self._directory / name).exists():  # the operator ends the process over this
+        if not (self._directory / name).exists():  # the operator would end the process
             raise EngineGone(f"{name} is not published")
         return self._module.share_external_data(self._paddle.empty([], dtype=dtype), name, shape, *self._use_ipc)
 
@@ -75,7 +74,7 @@ class FastDeployOperators:
 
 
 def handle_of(layout: BlockLayout, rank: int, device: int, place: str) -> DeviceHandle:
-    """Of tensors that this process has published under FastDeploy's names, one for each array."""
+    """A handle of tensors that this process has published under FastDeploy's names, one for each array."""
     names = [segment_name(part.plane.name, part.layer, rank, device) for part in layout.segments]
     arrays = [place_of | {"offset": 0, "region": i} for i, place_of in enumerate(describe(layout))]
     data = {"place": place, "names": names, "arrays": arrays, "owner": as_data(this_process())}
@@ -83,7 +82,7 @@ def handle_of(layout: BlockLayout, rank: int, device: int, place: str) -> Device
 
 
 def names_of(layout: BlockLayout, handle: DeviceHandle) -> list[str]:
-    """The names of a handle's arrays in the layout's order, the arrays checked against it.
+    """The names of a handle's arrays, in the layout's order, after a check of the arrays against the layout.
 
     Raises RequestError (`layout_mismatch`, `bad_value`).
     """
@@ -94,7 +93,7 @@ def names_of(layout: BlockLayout, handle: DeviceHandle) -> list[str]:
         check_name(name)
     if not isinstance(arrays, list) or len(names) != len(arrays):
         raise RequestError("the handle does not have one name for each array", code="bad_value")
-    # Each array is the whole of its region: the size that its shape says is all that is known of it.
+    # Each array fills its region: we know no size but the one that follows from its shape.
     longest = max(layout.device_blocks_of(part.layer) * part.nbytes for part in layout.segments) * 2
     locate(layout, arrays, [Region(i * longest, longest) for i in range(len(arrays))])
     found = {(item["plane"], item["layer"]): names[item.get("region", 0)] for item in arrays}

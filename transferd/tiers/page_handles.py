@@ -19,13 +19,13 @@ def shm_pages(memory: str | int, segments: Sequence[Segment], *, nbytes: int | N
     """A handle over pages in shared memory that this process made.
 
     memory: a name in /dev/shm, or a file descriptor (a memfd), which must stay open until the daemon or this client is
-    gone; it is sealed against shrinking, if it can be. nbytes: how much of it to map; all of it if None. segments: for
-    each layer (offset, block_stride), in bytes: block b of the layer starts at offset + b * block_stride.
+    gone; it is sealed against shrinking, if possible. nbytes: how much of it to map; None maps all. segments: for each
+    layer (offset, block_stride), in bytes: block b of the layer starts at offset + b * block_stride.
 
-    Do not begin the name with `transferd.`: a daemon that starts removes such files, unless somebody holds their flock.
+    Do not begin the name with `transferd.`: a daemon that starts removes such files unless a process holds their flock.
 
-    A descriptor needs an ipc:// connection, and a daemon that may look into this process: one of the same user. Raises
-    TierError if there is no such memory, RequestError if it cannot be offered.
+    A descriptor needs an ipc:// connection and a daemon that may open this process's files, one of the same user.
+    Raises TierError if there is no such memory, RequestError if it cannot be offered.
     """
     if isinstance(memory, str):
         where: dict[str, Any] = {"name": check_name(memory)}
@@ -51,7 +51,7 @@ def cuda_pages(
 
     The memory stays yours: keep it allocated until the daemon or this client is gone. Raises RequestError, TierError.
     """
-    from transferd.tiers.cuda.engine import export_pages  # loads CUDA when it is called
+    from transferd.tiers.cuda.engine import export_pages  # imported here because it needs CUDA
 
     parts = list(memory) if isinstance(memory, list | tuple) else [memory]
     return DeviceHandle("cuda_ipc", export_pages(parts, segments, device=device, event=event, driver=driver))

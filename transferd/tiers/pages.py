@@ -1,9 +1,9 @@
-"""Where an engine's pages lie: the segments of an offer, checked, as an arena.
+"""Where an engine's pages lie: checks the segments of an offer and makes an arena from them.
 
 A handle over pages has `segments` instead of `arrays`: for each layer, in order, [offset, block_stride] or
 [offset, block_stride, region], in bytes. Block b of layer l is the layout's page_bytes[l] bytes at offset + b * stride
-of the region (0 if not given). The daemon trusts none of it: a segment outside its region, a stride shorter than a
-page, or two segments that share a byte would make a copy write to the wrong place.
+of the region (region 0 if not given). The daemon checks all of this: a segment outside its region, a stride shorter
+than a page, or two segments that share a byte would make a copy write to the wrong place.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PageSegment(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
 
 def locate_offered(layout: BlockLayout, data: Mapping[str, Any], regions: Sequence[Region]) -> Arena:
-    """The arena of the memory that a handle's data describes: its segments if the layout is pages, else its arrays.
+    """The arena that a handle's data describes, by its segments if the layout is pages, else by its arrays.
 
     Raises RequestError with code `layout_mismatch` that names what does not fit.
     """

@@ -25,10 +25,10 @@ from transferd.tiers.populate import PROGRESS, give_back, populate
 
 log = structlog.get_logger(__name__)
 
-# Bytes of one registration. Drivers refused one of 512 GiB (vLLM #51081), and while one goes on (0.1 s for a GiB)
-# no thread of the process can map memory.
+# Bytes of one registration. Drivers refused one of 512 GiB (vLLM #51081), and during a registration (0.1 s per GiB) no
+# thread of the process can map memory.
 REGISTER_MOST = 1024**3
-COLLECTIONS, COLLECTION_S = 5, 0.05  # how often to try to free views that are garbage, and the time between two tries
+COLLECTIONS, COLLECTION_S = 5, 0.05  # how often to try to collect garbage views, and the seconds between two tries
 
 _collecting = threading.Lock()
 _warned = False
@@ -37,10 +37,10 @@ _warned = False
 class HostRegion:
     """An anonymous range of host memory. Owns it, and its pinning, from `allocate` until `close`.
 
-    grain: bytes that a copy takes in one piece at the most, from the beginning; registrations are cut between them.
-    later: `allocate` comes later. urgent: see HostMemory; its user sets it. address: 0 while there is no memory.
-    degraded: why it is not pinned; "" if it is.
-    misplaced: what is wrong with its NUMA node; "" if nothing is. Raises TierError if there is not enough memory.
+    grain: no copy crosses a multiple of this many bytes; registrations are cut at such multiples. later: the caller
+    calls `allocate` later. urgent: see HostMemory; the region's user sets it. address: 0 while there is no memory.
+    degraded: why the memory is not pinned; "" if it is. misplaced: how it misses its NUMA node; "" if it does not.
+    Raises TierError if there is not enough memory.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class HostRegion:
             self.allocate()
 
     def allocate(self) -> None:
-        """Map, populate and pin. Does nothing if that was done. Blocks; needs no GIL meanwhile. Raises TierError."""
+        """Map, populate and pin, unless that was done. Blocks, mostly without the GIL. Raises TierError."""
         if self.address:
             return
         try:
@@ -93,12 +93,12 @@ class HostRegion:
             populate(address, self.nbytes)
             return
         refused = prefer_node(address, self.nbytes, node)  # before the first page exists
-        populate(address, self.nbytes, cpus_of_node(node) if refused else ())  # pages come from where they are touched
+        populate(address, self.nbytes, cpus_of_node(node) if refused else ())  # else the touching CPU decides
         where = placement(address, self.nbytes, node)
         self.misplaced = f"{where} (mbind: {refused or 'allowed'})" if where else ""
 
     def _pin(self) -> None:
-        """In pieces: drivers refuse one registration of 512 GiB and more. Raises TierError if the process is ending."""
+        """Pin the region in pieces, see REGISTER_MOST. Raises TierError if the process is ending."""
         step = max(1, REGISTER_MOST // self._grain) * self._grain
         self.degraded = ""
         for offset in range(0, self.nbytes, step):
@@ -141,8 +141,8 @@ class HostRegion:
             self._map.close()
             return
         # The traceback of a failed transfer holds the view that it used, in a cycle with the task that raised it.
-        # Such views are garbage, but only the collector frees them. It does nothing while it runs in another thread:
-        # the lock keeps out those that free other ranks' memory, and the tries are for one that began by itself.
+        # Such views are garbage, but only the collector frees them, and a collection does nothing while another thread
+        # collects. The lock keeps out threads that free other ranks' memory; the tries outlast an automatic collection.
         with _collecting:
             for left in reversed(range(COLLECTIONS)):
                 gc.collect()
@@ -152,7 +152,7 @@ class HostRegion:
                 except BufferError as error:
                     if not left:
                         raise TierError(f"host memory is still in use at close: {error}") from error
-                threading.Event().wait(COLLECTION_S)  # nobody tells when the other collection has ended
+                threading.Event().wait(COLLECTION_S)  # Python does not report the end of the other collection
 
 
 def _warn(reason: str) -> None:
@@ -166,7 +166,7 @@ class HostPool:
     """One rank's host tier: `host_blocks` packed blocks. Owns its memory."""
 
     def __init__(self, layout: BlockLayout, rank: int, pinning: Pinning = MEMORY_LOCK, *, later: bool = False) -> None:
-        """later: `allocate` comes later."""
+        """later: the caller calls `allocate` later."""
         self.rank = rank
         self._layout = layout
         grain = int(layout.host.strides[0])
@@ -174,7 +174,7 @@ class HostPool:
         self.arena = Arena(layout.host, self.memory.address)
 
     def allocate(self) -> None:
-        """Allocate the memory, or allocate it again after `close`, zeroed. Does nothing if it is. Raises TierError."""
+        """Allocate the memory, zeroed, if there is none: at first, or again after `close`. Raises TierError."""
         self.memory.allocate()
         self.arena = Arena(self._layout.host, self.memory.address)
 

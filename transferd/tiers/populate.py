@@ -1,8 +1,8 @@
 """Populates the pages of host memory: in pieces, by several threads, without Python's lock.
 
-A server's pool has hundreds of gigabytes. One thread populates three to ten of them a second, and mmap.madvise holds
-the GIL meanwhile: a daemon would answer no client for a minute. A call through ctypes releases it. (Linux 5.14 and
-newer populate pages by one call; on older kernels we write to them.)
+A server's pool has hundreds of gigabytes. One thread populates three to ten of them per second, and mmap.madvise holds
+the GIL meanwhile, so a daemon would answer no client for a minute. A call through ctypes releases the GIL. (Linux 5.14
+and newer populate pages with one call; on older kernels we write to them.)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from transferd.errors import NoThreads, TierError
 from transferd.runtime.threads import start_thread
 
-# Bytes of one call. The kernel holds the lock of the process's memory map meanwhile: a thread that maps or unmaps
+# Bytes per call. During a call the kernel holds the lock of the process's memory map, so a thread that maps or unmaps
 # anything, such as the loop when it needs memory, waits for the call to end.
 PIECE = 32 * 1024**2
 THREADS = 8  # more would contend for the kernel's own locks
@@ -30,9 +30,9 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Progress:
-    """Bytes that this process has populated and pinned so far, so that others can see that a start makes progress.
+    """Bytes that this process has populated and pinned so far; they show that a start makes progress.
 
-    cancelled: do no more of either; whoever is at it ends soon, with TierError.
+    cancelled: do neither any more; threads that are doing it end soon, with TierError.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Progress:
             self.cancelled = False
 
     def check(self) -> None:
-        """Call it between two pieces. Raises TierError once `cancelled`."""
+        """Call this between two pieces. Raises TierError if `cancelled`."""
         if self.cancelled:
             raise TierError("the process is ending")
 
@@ -63,9 +63,9 @@ PROGRESS = Progress()
 
 
 def populate(address: int, nbytes: int, cpus: Sequence[int] = ()) -> None:
-    """Make every page of a range now, as huge pages if possible. Releases the GIL.
+    """Create every page of a range now, as huge pages if possible. Releases the GIL.
 
-    cpus: where the threads run that touch the pages first; empty: anywhere. Raises TierError.
+    cpus: the CPUs on which the threads run that touch the pages first; empty: any. Raises TierError.
     """
     _libc.madvise(address, nbytes, mmap.MADV_HUGEPAGE)  # copies of scattered blocks then miss the TLB less
     pieces, lock, problems = pieces_of(address, nbytes), threading.Lock(), []
@@ -92,7 +92,7 @@ def populate(address: int, nbytes: int, cpus: Sequence[int] = ()) -> None:
     if threads:
         for thread in threads:
             thread.join()
-    if not cpus:  # what no thread has taken; never with the caller's own CPUs changed
+    if not cpus:  # do the pieces that no thread took; with `cpus`, work() would change the caller's own affinity
         work()
     if problems:
         raise problems[0]

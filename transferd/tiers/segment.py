@@ -35,7 +35,7 @@ DIRECTORY = Path("/dev/shm")
 PREFIX = "transferd."
 MODE = 0o660  # whatever the umask is, so that the daemon's group can attach
 LONGEST_NAME = 255  # bytes: NAME_MAX
-CREATIONS = 100  # attempts: one fails only if `remove_stale_segments` runs within the same few microseconds
+CREATIONS = 100  # attempts; one fails only if `remove_stale_segments` runs in the same few microseconds
 
 _made_here: weakref.WeakSet[SharedSegment] = weakref.WeakSet()
 
@@ -45,7 +45,7 @@ Caches = dict[str, list[npt.NDArray[Any]]]
 class SharedSegment:
     """A mapped segment. Its creator owns it: `close` then also unlinks it; others only unmap.
 
-    fd: an open descriptor of memory that has no name; the segment takes it over. `name` then is for messages only.
+    fd: an open descriptor of memory without a name; the segment takes it over. `name` is then only for messages.
     """
 
     def __init__(self, name: str, nbytes: int, *, create: bool, fd: int | None = None) -> None:
@@ -94,7 +94,7 @@ class SharedSegment:
 
 
 def unlink_all() -> None:
-    """Remove the name of every segment of this process, which is about to end while the memory may be in use."""
+    """Remove the name of every segment of this process. Call it if the process ends while the memory may be in use."""
     for segment in list(_made_here):
         segment.unlink()
 

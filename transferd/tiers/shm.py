@@ -1,4 +1,4 @@
-"""The device tier without a device: shared memory stands in for it.
+"""The device tier without a device: shared memory takes its place.
 
 The daemon uses it on machines without an accelerator, and every other tier must match it byte for byte. Daemon and
 engine map the same memory (segment.py), so they share "device" blocks without a copy. Either of them may create it.

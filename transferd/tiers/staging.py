@@ -94,8 +94,9 @@ def slots_in(nbytes: int, object_bytes: int, consumers: Sequence[str] = CONSUMER
 class Staging:
     """One rank's staging memory. Owns the region.
 
-    object_bytes: the content of a slot, block and footer. offsets: the start of each segment in it; None: packed
-    order. packed: the slots' geometry for copy plans, relative to memory.address. later: `memory.allocate` comes later.
+    object_bytes: the bytes of a slot's content, block and footer. offsets: the start of each segment in it; None:
+    packed order. packed: the slots' geometry for copy plans, relative to memory.address. later: the caller calls
+    `memory.allocate` later.
 
     Raises ConfigError that names `key` if there is not a slot for every consumer.
     """
@@ -161,7 +162,7 @@ class Staging:
             raise
 
     def views(self, lease: Lease) -> list[memoryview]:
-        """The room for one object in each leased slot, writable. Borrowed until the lease is released."""
+        """A writable view of each leased slot, one object long. Borrowed until the lease is released."""
         return [self.slot_view(slot, self.object_bytes) for slot in lease.slots]
 
     def slot_view(self, slot: int, nbytes: int) -> memoryview:

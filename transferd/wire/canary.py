@@ -1,12 +1,12 @@
-"""The canary of an offer: random bytes that an engine writes into one block and the daemon looks for before it serves.
+"""The canary of an offer: random bytes that an engine writes into one block, and that the daemon looks for.
 
 A handle says where arrays lie, and a wrong handle looks valid: offsets of another layer, the shape of another model
-and the handle of another rank all map as well as the right ones. So an engine may write random bytes into one block
-of every array and send their checksums with the handle:
+and the handle of another rank all map without an error. So an engine may write random bytes into one block of every
+array and send their checksums with the handle:
 
     data["canary"] = {"block": 1, "sums": {"key": ["<xxh3-64 of layer 0's block, 16 hex digits>", …], "value": […]}}
 
-The daemon maps the memory, reads that block as it reads any other, compares the checksums, and unmaps it. The engine
+The daemon maps the memory, reads that block like any other, compares the checksums, and unmaps the memory. The engine
 then restores the block's original bytes and makes the actual offer. client/canary.py is the engine's half,
 workers/canary.py the daemon's.
 """

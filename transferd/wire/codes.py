@@ -1,6 +1,6 @@
 """Every status and error code that a client can see, and what the client has to do.
 
-docs/protocol.md prints both tables. A test compares them with it, and with the codes that the source raises.
+docs/protocol.md prints both tables. A test compares them with that page and with the codes that the source raises.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STATUSES: dict[Status, tuple[str, str]] = {
 
 
 class Code(NamedTuple):
-    """One error code. answer: the status of a task's result, `refused`, or `client` for what our client itself says."""
+    """One error code. answer: the status of a task's result, `refused`, or `client` for what our own client raises."""
 
     answer: str
     meaning: str
@@ -175,7 +175,7 @@ CODES: dict[str, Code] = {
     "not_cleared": Code("refused", "nothing was cleared", "none: the cache is there"),
     "closed_generation": Code("refused", "a clear has closed this generation", "name a new one, or `same_weights`"),
     "fixed_generation": Code("refused", "AttentionStore's SDK cannot change its generation", "restart the daemon"),
-    # what our own client says
+    # raised by our own client
     "connect_timeout": Code("client", "no daemon answered, or it was not ready in time", "the message says which"),
     "daemon_lost": Code(
         "client", "the daemon went silent or was restarted", "attach again; the task's outcome is unknown"

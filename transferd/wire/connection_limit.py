@@ -5,12 +5,12 @@ with its descriptor number. A separate thread reads the monitor, because it must
 while the event loop is busy. It refuses a connection with shutdown(2); libzmq then closes it like any other. A
 refused client reconnects by itself, with growing delays, and succeeds once there is room.
 
-Where the thread falls behind, libzmq waits for it: its I/O thread writes to the monitor, blocks when that is full, and
-accepts nothing meanwhile. So at most `descriptors.UNSEEN` connections are open that the thread has not seen.
+If the thread falls behind, libzmq waits for it: libzmq's I/O thread blocks when the monitor is full, and accepts
+nothing meanwhile. So there are at most `descriptors.UNSEEN` open connections that the thread has not seen.
 
 The monitor also reports each failed handshake: no key, a wrong or replayed key, bytes that are not ZeroMQ, silence.
-That event does not name the connection, but the disconnect event of the same connection follows it, and the peer of
-each descriptor was noted when it was accepted, unless libzmq closed the connection before our thread looked.
+That event does not name the connection, but the disconnect event of the same connection follows it. The thread
+remembers the peer of each descriptor from the accept event, unless libzmq closed the connection before it looked.
 (zap.py refuses unknown keys and users, and reports them itself.)
 """
 
@@ -51,12 +51,12 @@ _numbers = itertools.count()
 class ConnectionLimit:
     """Watches one socket; create it before the socket listens. Owns a thread until `close`. Raises NoThreads.
 
-    first_refused: the lowest descriptor number at which a connection is refused.
+    first_refused: connections whose descriptor has this number or a higher one are refused.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], first_refused: int) -> None:
         self.refused = Counter[str](too_many_connections=0, handshake_failed=0)
-        self._peers: dict[int, str] = {}  # descriptor -> peer; without those that we ended ourselves
+        self._peers: dict[int, str] = {}  # descriptor → peer, without connections that we ended ourselves
         self._failed = False  # the next connection that ends has failed its handshake
         self._first_refused = first_refused
         self._socket = socket
@@ -64,7 +64,7 @@ class ConnectionLimit:
         address = f"inproc://transferd.connection-limit.{next(_numbers)}"
         socket.monitor(address, _WATCHED)
         self._events: zmq.Socket[bytes] = context.socket(zmq.PAIR)
-        self._events.setsockopt(zmq.RCVHWM, 1)  # to the 1,000 of the monitor's own end, which nobody can change
+        self._events.setsockopt(zmq.RCVHWM, 1)  # the monitor's own end holds 1,000 more, a fixed limit
         self._events.connect(address)
         try:
             self._thread = start_thread("transferd.connection-limit", self._watch)
@@ -103,7 +103,7 @@ class ConnectionLimit:
                     self._refuse(there)
                 else:
                     self._peers[descriptor] = _peer(there)
-        except OSError:  # libzmq has closed it already; the events of its end follow
+        except OSError:  # libzmq has closed it already; its disconnect event follows
             self._peers[descriptor] = _GONE
 
     def _ended(self, descriptor: int) -> None:
@@ -122,7 +122,7 @@ class ConnectionLimit:
         log.warning("connection refused", reason=reason, peer=peer)
 
     def _is_client(self, connection: sockets.socket) -> bool:
-        """Whether it is still a client's connection: it may be closed meanwhile, and its number be reused."""
+        """Whether this is still a client's connection; it may have been closed, and its number reused."""
         is_listener = connection.getsockopt(sockets.SOL_SOCKET, sockets.SO_ACCEPTCONN)
         return not is_listener and _name(connection) in self._listening
 
@@ -138,16 +138,16 @@ class ConnectionLimit:
 
 
 def disable_monitor(socket: zmq.Socket[bytes]) -> None:
-    """As `socket.disable_monitor`, but without the GIL.
+    """Like `socket.disable_monitor`, but without the GIL.
 
-    libzmq waits for a place in a full monitor here, which our thread can make only if it gets the GIL.
+    If the monitor is full, libzmq waits here until our thread reads from it, and for that the thread needs the GIL.
     """
     libzmq = ctypes.CDLL(_zmq.__file__)
     libzmq.zmq_socket_monitor(ctypes.c_void_p(socket.underlying), None, 0)
 
 
 def _duplicate(descriptor: int) -> sockets.socket:
-    """The connection behind a descriptor of libzmq's. Raises OSError if it is closed, or something else by now."""
+    """The connection behind one of libzmq's descriptors. Raises OSError if it was closed, or is no longer a socket."""
     duplicate = os.dup(descriptor)
     try:
         return sockets.socket(fileno=duplicate)

@@ -54,7 +54,7 @@ def resolve_group(key: str, group: str) -> int:
 
 
 def may_give(gid: int) -> bool:
-    """Whether the kernel lets this process give its own files to that group; -1 means that it need not."""
+    """Whether this process may give its own files to the group. True for -1, which changes no group."""
     return gid in (-1, os.getegid(), *os.getgroups()) or has_capability(CAP_CHOWN)
 
 
@@ -87,7 +87,7 @@ def peer_text(address: str) -> str:
 
 
 def process_of(text: str) -> tuple[int | None, int | None]:
-    """(uid, pid) as peer_text wrote them; (None, None) of a peer that is not on this machine or not known."""
+    """(uid, pid) out of `peer_text`'s text; (None, None) for a peer that is unknown or on another machine."""
     found = re.fullmatch(r"uid (\d+), pid (\d+)", text)
     return (int(found[1]), int(found[2])) if found else (None, None)
 

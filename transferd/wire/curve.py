@@ -26,7 +26,7 @@ LONGEST_KEY_FILE = 4096  # bytes
 
 @dataclass(frozen=True, slots=True)
 class ServerCurve:
-    """The daemon's keys. allowed: the public keys (Z85) that may connect; None: everyone who knows ours."""
+    """The daemon's keys. allowed: the public keys (Z85) of permitted clients; None: any client that knows our key."""
 
     secret_key: bytes
     allowed: frozenset[bytes] | None = None

@@ -6,7 +6,7 @@ share a name while only the second one receives anything. So the daemon first ta
 and a dead one does not block the next. The lock file itself stays, because removing it while another process
 opens it would let two processes hold the lock.
 
-Other programs do not know that lock. So the daemon also probes a socket at the path, and removes it only if nobody
+Other programs do not know the lock. So the daemon also probes a socket at the path, and removes it only if no process
 listens on it (connect() is refused).
 
 tcp:// needs no lock: the kernel refuses a second listener.
@@ -38,7 +38,7 @@ class EndpointLock:
         self.endpoint = endpoint
         self._key = key
         scheme, _, address = endpoint.partition("://")
-        # libzmq chooses the path for "*", and "@name" is outside the file system: there is nothing to protect.
+        # libzmq chooses the path for "*", and "@name" is not in the file system: no path needs protection.
         is_file = scheme == "ipc" and address != "*" and not address.startswith("@")
         self._path = address if is_file else None
         self._lock = -1
@@ -62,7 +62,7 @@ class EndpointLock:
         except BaseException:
             os.close(lock)
             raise
-        with contextlib.suppress(OSError):  # a full disk: then a second daemon is not told who has it
+        with contextlib.suppress(OSError):  # a full disk: then a second daemon cannot say who holds the lock
             os.ftruncate(lock, 0)
             os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
         self._lock = lock
@@ -110,9 +110,9 @@ class EndpointLock:
 
 
 def check_path(path: str, key: str, endpoint: str) -> None:
-    """Raise ConfigError if a daemon of this user could not lock or bind the path. Takes no lock and leaves no trace.
+    """Raise ConfigError if a daemon of this user could not lock or bind the path. Takes no lock and creates no file.
 
-    A daemon of transferd that runs there is no obstacle: its configuration may be checked while it runs.
+    A running transferd at the path is no error, so that its configuration can be checked while it runs.
     """
     lock = f"{path}.lock"
     if not os.path.lexists(lock):
@@ -134,7 +134,7 @@ def _check_leftover(path: str, key: str, endpoint: str) -> None:
     if not stat.S_ISSOCK(mode):
         raise ConfigError(key, "the path exists and is not a socket; refusing to replace it", endpoint)
     with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM | sockets.SOCK_CLOEXEC) as probe:
-        probe.setblocking(False)  # a full backlog must not block the start; it also means that someone listens
+        probe.setblocking(False)  # a full backlog must not block the start; it also means that a process listens
         try:
             answer = probe.connect_ex(path)
         except OSError as error:  # the path is too long for a socket

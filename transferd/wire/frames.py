@@ -1,4 +1,4 @@
-"""Reads messages of one frame, and drops the rest of messages with more."""
+"""Reads messages of one frame, and drops the remaining frames of longer ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def one_frame(socket: zmq.Socket[bytes]) -> bytes | memoryview:
 def content_of(frame: zmq.Frame) -> bytes | memoryview:
     """Copy the frame's bytes; if it is large, or memory is short, return a view instead, so that no message is lost.
 
-    (`recv` with a copy takes the message off the socket before it finds that it cannot copy it.)
+    (A copying `recv` removes the message from the socket before it runs out of memory for the copy.)
     """
     if len(frame) < LARGE:
         try:

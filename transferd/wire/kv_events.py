@@ -1,4 +1,4 @@
-"""The wire format of KV events: vLLM's, so that a router can subscribe to transferd as it does to vLLM.
+"""The wire format of KV events: vLLM's, so that a router can subscribe to transferd exactly as to vLLM.
 
 A batch is a msgpack array `[ts, events, data_parallel_rank]`. An event is a map whose "type" is its class name. The
 fields and their order are those of vllm/distributed/kv_events.py since events became maps (vLLM 0.24; before that

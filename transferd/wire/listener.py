@@ -1,7 +1,7 @@
-"""The process that listens on a unix socket: which it is, and whether it waits for the CPU.
+"""Finds the process that listens on a unix socket, and tells whether it is waiting for a CPU.
 
-A client asks when a daemon is silent: a dead or stopped daemon is lost, one that gets no CPU is only slow. This works
-for ipc endpoints on this machine, within one PID namespace, and where /proc shows the process. Nothing here raises.
+A client uses this when a daemon is silent: a dead or stopped daemon is lost, one that gets no CPU is only slow. It
+works for ipc endpoints on this machine, within one PID namespace, if /proc shows the process. Nothing here raises.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PROC = Path("/proc")
 
 
 def listener_of(endpoint: str) -> int:
-    """The pid of the process that listens on an ipc endpoint; 0 if nobody does or it cannot be known. Never waits."""
+    """The pid of the process that listens on an ipc endpoint; 0 if there is none or it is unknown. Never waits."""
     scheme, _, address = endpoint.partition("://")
     if scheme != "ipc":
         return 0
@@ -31,7 +31,7 @@ def listener_of(endpoint: str) -> int:
 
 
 def wants_cpu(pid: int) -> bool:
-    """Whether a thread of this process runs, or could if it got the CPU. False for 0."""
+    """Whether a thread of this process is running or waiting for a CPU. False for pid 0."""
     if not pid:
         return False
     try:
@@ -41,5 +41,5 @@ def wants_cpu(pid: int) -> bool:
 
 
 def _state(thread: Path) -> str:
-    """proc_pid_stat(5): the letter after the name, which is in parentheses and may contain some."""
+    """A thread's state, the letter after its name (proc_pid_stat(5)). The name itself may contain parentheses."""
     return (thread / "stat").read_text(encoding="ascii", errors="replace").rpartition(") ")[2][:1]

@@ -1,4 +1,4 @@
-"""A request that cannot be read: what is wrong with it, and as much of its name as can be found out.
+"""A request that cannot be read: what is wrong with it, and its seq and task_id as far as they are readable.
 
 Nothing here builds objects from the whole message; unused parts are skipped as bytes. Otherwise a message of
 empty lists could take 60 times its size in the daemon's memory.

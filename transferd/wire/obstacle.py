@@ -55,7 +55,7 @@ async def find_obstacle(endpoint: str, prepare: Callable[[zmq.Socket[bytes]], No
 
 
 def is_refusal(obstacle: str) -> bool:
-    """Whether a connection is refused, so that the cause is known. False: the daemon may only be slow to answer."""
+    """Whether this obstacle shows that the connection is refused. False: the daemon may only be slow to answer."""
     return obstacle not in ("", SUSPENDED, STUCK, SILENT)
 
 
@@ -81,7 +81,7 @@ def obstacle_at(path: str) -> str:
 
 
 def _who_may(path: str) -> str:
-    """Name the directory or socket that denies access, and who has access to it."""
+    """Name the directory or socket that denies access, and the users who have access to it."""
     denied = path
     for directory in reversed(Path(path).absolute().parents):
         if not os.access(directory, os.X_OK, effective_ids=True):
@@ -135,7 +135,7 @@ def _meaning(event: int, value: int, scheme: str, keys: bool) -> str:
         return "the daemon refuses this client's key (server.curve.client_keys_dir)"
     if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
         return "the daemon does not use CURVE keys" if keys else "the daemon requires CURVE keys (ClientCurve)"
-    if event:  # two incompatible ends close on each other, and either may be first
+    if event:  # two incompatible ends both close the connection, and either may be first
         guess = "be full (server.max_connections)" if scheme == "ipc" else "require CURVE keys (ClientCurve)"
         if keys:
             guess = "have a key other than server_key, or not use CURVE keys"

@@ -37,7 +37,7 @@ class Peers:
         self._addresses: dict[bytes, str] = {}  # oldest first
 
     def receiver(self, on_message: OnMessage) -> Receive:
-        """The cheapest function that reads the common socket and learns what it must about a peer."""
+        """The cheapest function that reads the common socket and finds out what we need about each peer."""
         if self._observers:
             return lambda socket: self._receive_with_uid(socket, on_message)
         mark = _self_named if self._marked else None
@@ -62,7 +62,7 @@ class Peers:
         return self._marked and peer[:1] in (_OBSERVER_BY_UID, OBSERVER_BY_ENDPOINT)
 
     def describe(self, peer: bytes) -> str:
-        """User and process, or network address; "" for a peer that was forgotten."""
+        """The peer's user and process, or its network address; "" if we no longer remember the peer."""
         return peer_text(self._addresses.get(peer, ""))
 
     def _receive_with_uid(self, socket: zmq.Socket[bytes], on_message: OnMessage) -> None:

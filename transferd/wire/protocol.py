@@ -12,10 +12,10 @@ Happy path
     requests end.
 
 Abort path
-    A malformed request is answered with a code, under its seq if that is readable (else 0): a task whose
-    task_id is readable by a `rejected` Result, anything else by Refused. The connection stays open. A client
-    that falls silent is gone, and its tasks are cancelled. A daemon that falls silent, or comes back with
-    another boot_id, is lost, and the client fails its pending requests.
+    The answer to a malformed request carries a code, and the request's seq if that is readable (else 0). It is
+    a `rejected` Result for a task whose task_id is readable, and Refused for anything else. The connection
+    stays open. If a client falls silent, the daemon considers it gone and cancels its tasks. If a daemon falls
+    silent, or comes back with another boot_id, the client considers it lost and fails its pending requests.
 
 Sessions
     A session is a stretch of a conversation in which no message was lost. It ends when the connection breaks,
@@ -59,7 +59,7 @@ from transferd.tasks import (
 )
 from transferd.wire.malformed import UNREADABLE, Malformed, as_malformed, check_token_ids
 
-__all__ = ["UNREADABLE", "Malformed"]  # besides all that is defined here
+__all__ = ["UNREADABLE", "Malformed"]  # imported names that callers may use; all names defined here are public
 
 PROTOCOL_VERSION = 1
 ANY_SESSION = 0
@@ -75,14 +75,14 @@ class _Message(msgspec.Struct, frozen=True, tag_field="type"):
 
 
 EngineName = Annotated[str, msgspec.Meta(max_length=64)]
-Token = Annotated[str, msgspec.Meta(max_length=64)]  # of a registration: chosen at random by who registers
+Token = Annotated[str, msgspec.Meta(max_length=64)]  # of a registration: chosen at random by the registering client
 
 
 class Hello(_Message, frozen=True, tag="hello", omit_defaults=True):
     """Greeting and heartbeat. Answered by Welcome.
 
-    engine: the one that this client speaks for; "" is "default". registration: the last that a Welcome has named. A
-    client that names an earlier one of this engine is refused (`stale_epoch`) until it names the one that is there.
+    engine: the engine that this client speaks for; "" is "default". registration: the one in the last Welcome. A
+    client that names an earlier registration of its engine is refused (`stale_epoch`) until it names the current one.
     """
 
     engine: EngineName = ""
@@ -90,10 +90,11 @@ class Hello(_Message, frozen=True, tag="hello", omit_defaults=True):
 
 
 class Register(_Message, frozen=True, tag="register", omit_defaults=True):
-    """The client's engine begins. Value: {epoch, registered} as in the Welcome, once its ranks can offer memory.
+    """Register the client's engine. Value: {epoch, registered} as in the Welcome, once its ranks can offer memory.
 
-    token: chosen by the client for this registration; the same one again finds the engine made before. layout: keys
-    of [cache] that say what a block is, how many there are, and on which devices. group_ranks: 0 for `ranks`.
+    token: chosen by the client for this registration; a repeated one returns the engine that was registered with it.
+    layout: keys of [cache] that say what a block is, how many there are, and on which devices. group_ranks: 0 means
+    `ranks`.
     """
 
     token: Token
@@ -108,7 +109,7 @@ class Register(_Message, frozen=True, tag="register", omit_defaults=True):
 
 
 class Unregister(_Message, frozen=True, tag="unregister"):
-    """The client's engine ends. Value: nil, once its tasks have ended and its memory is unmapped."""
+    """Remove the client's engine. Value: nil, once its tasks have ended and its memory is unmapped."""
 
 
 class Bye(_Message, frozen=True, tag="bye"):
@@ -122,7 +123,7 @@ class Cancel(_Message, frozen=True, tag="cancel"):
 
 
 class Match(_Message, frozen=True, tag="match"):
-    """Value: how many leading keys every rank can load; or, with token_ids, blocks of that path from `start` on."""
+    """Value: how many leading keys every rank can load; with token_ids, how many blocks of that path from `start`."""
 
     keys: list[str] = []
     token_ids: TokenIds | None = None
@@ -130,7 +131,7 @@ class Match(_Message, frozen=True, tag="match"):
 
 
 class Exists(_Message, frozen=True, tag="exists"):
-    """Value: one bool for each key, whether every rank can load its block."""
+    """Value: one bool for each key: whether every rank can load its block."""
 
     keys: list[str]
 
@@ -141,26 +142,26 @@ class Locate(_Message, frozen=True, tag="locate"):
     token_ids: TokenIds
 
 
-Holder = Annotated[str, msgspec.Meta(max_length=128)]  # of a pause: a name that a client keeps over its connections
+Holder = Annotated[str, msgspec.Meta(max_length=128)]  # of a pause: a client's name, the same in all its connections
 
 
 class Pause(_Message, frozen=True, tag="pause"):
-    """Value comes once no rank touches any block. Held until the holder's Resume, or until its connection ends.
+    """Start no more tasks until the holder's Resume, or until its connection ends. Value: nil, once all ranks are idle.
 
-    holder: the connection itself if empty.
+    holder: "" means the connection itself.
     """
 
     holder: Holder = ""
 
 
 class Resume(_Message, frozen=True, tag="resume"):
-    """Ends the holder's pauses and drains; everybody's, if it holds none."""
+    """End the holder's pauses and drains, or those of all clients if it holds none."""
 
     holder: Holder = ""
 
 
 class Drain(_Message, frozen=True, tag="drain"):
-    """Value comes once everything admitted is answered. Held as a pause is."""
+    """Admit no more tasks, for as long as a pause would last. Value: nil, once every admitted task is answered."""
 
     holder: Holder = ""
 
@@ -188,25 +189,26 @@ Limit = Annotated[int, msgspec.Meta(ge=1, le=1000)]  # rows of one answer
 
 
 class ListTasks(_Message, frozen=True, tag="tasks"):
-    """Value: at most `limit` tasks, a map each, as daemon/listing.py tells them."""
+    """Value: at most `limit` tasks, one map each; daemon/listing.py describes them."""
 
     which: Which = "recent"
     limit: Limit = 100
-    engine: EngineName = ""  # only of this one; "" = of all
+    engine: EngineName = ""  # list only this engine's; "" = all
 
 
 class ListClients(_Message, frozen=True, tag="clients"):
-    """Value: at most `limit` clients that are connected, a map each, who came first first."""
+    """Value: at most `limit` connected clients, one map each, in the order in which they connected."""
 
     limit: Limit = 100
-    engine: EngineName = ""  # only those that speak for this one; "" = all
+    engine: EngineName = ""  # list only clients of this engine; "" = all
 
 
 class Attach(_Message, frozen=True, tag="attach"):
     """Value: the device handle of a rank, {kind, data}, and which memory it names, {boot_id, epoch}.
 
-    The client counts as having it mapped until it says Detach. epoch: of memory that it has mapped already, if it
-    repeats this in a new session; refused with `stale_epoch` if that memory is gone. 0: it maps the current memory.
+    The daemon counts the memory as mapped by this client until Detach. epoch: 0 to map the current memory. A client
+    that repeats this request in a new session sends the epoch of the memory that it has mapped; if that memory is
+    gone, the daemon refuses with `stale_epoch`.
     """
 
     rank: int
@@ -222,7 +224,7 @@ class Detach(_Message, frozen=True, tag="detach"):
 class Offer(_Message, frozen=True, tag="offer"):
     """A handle to memory that the engine created for a rank. Value: nil, once the daemon has mapped it.
 
-    data: a map, kept as bytes until its size was checked. epoch: that of the newest Welcome.
+    data: a map, kept as bytes until its size was checked. epoch: from the newest Welcome.
     """
 
     rank: int
@@ -238,8 +240,8 @@ class ClearCache(_Message, frozen=True, tag="clear_cache"):
 class RestoreCache(_Message, frozen=True, tag="restore_cache"):
     """Value: the epoch, once the memory exists again or the daemon waits for offers.
 
-    generation: nil leaves it to the daemon: what storage.version_file says now, else the one that was set meanwhile.
-    same_weights: it may be one that a clear has closed, because the engine serves the very weights of then.
+    generation: nil lets the daemon choose: what storage.version_file says now, or else the current generation.
+    same_weights: also allow a generation that a clear has ended, because the engine still serves its weights.
     """
 
     generation: str | None = None
@@ -265,7 +267,7 @@ Body = WriteStorageTask | ReadStorageTask | SparseRead | SwapOutTask | SwapInTas
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
-    """seq: a number that the client chooses. ack: send Accepted as soon as the task is admitted."""
+    """A message from a client. seq: a number that the client chooses. ack: send Accepted once the task is admitted."""
 
     seq: int
     ack: bool
@@ -277,7 +279,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Welcome(_Message, frozen=True, tag="welcome"):
-    """The daemon that answers. A new boot_id means a new daemon, which does not know earlier requests.
+    """The answer to Hello. A new boot_id means a new daemon, which does not know earlier requests.
 
     block_size: tokens per block, needed to compute block keys. pd_mode: "storage" or "direct", see handover.py.
     pd_address: where other daemons reach this one in direct mode; "" otherwise.
@@ -293,11 +295,11 @@ class Welcome(_Message, frozen=True, tag="welcome"):
     pd_mode: str = "storage"
     pd_address: str = ""
     missing: list[int] = []  # ranks without memory
-    why: str = ""  # why it is not ready
-    epoch: int = 0  # grows when the cache is cleared, and with each registration of the engine; 0: there is none
-    engine: str = ""  # the one that the client speaks for; "" from a daemon that knows of no engines
-    registration: str = ""  # its token; "" where there is no such engine, and for that of [cache]
-    registered: int = 0  # the epoch that began with it
+    why: str = ""  # why the daemon is not ready
+    epoch: int = 0  # grows with each clear of the cache and each registration of the engine; 0: no such engine
+    engine: str = ""  # the client's engine; "" from a daemon of a version without engines
+    registration: str = ""  # the engine's token; "" for the engine of [cache], or if there is no such engine
+    registered: int = 0  # the epoch that began with this registration
 
 
 class Accepted(_Message, frozen=True, tag="accepted"):
@@ -357,19 +359,19 @@ _reply_decoder = msgspec.msgpack.Decoder(ReplyEnvelope)
 
 
 def encode_request(seq: int, body: Body, *, ack: bool = False, session: int = ANY_SESSION) -> bytes:
-    """Raises ValueError, TypeError or OverflowError for a body that msgpack cannot encode."""
+    """One message. Raises ValueError, TypeError or OverflowError for a body that msgpack cannot encode."""
     if type(body) is ReadStorageTask and not body.prefix:
         body = SparseRead(**msgspec.structs.asdict(body))
     return _VERSION_BYTE + _encoder.encode(Request(seq, ack, body, session))
 
 
 def encode_reply(seq: int, body: ReplyBody) -> bytes:
-    """Raises ValueError, TypeError or OverflowError for a Value that msgpack cannot encode."""
+    """One message. Raises ValueError, TypeError or OverflowError for a Value that msgpack cannot encode."""
     return _VERSION_BYTE + _encoder.encode(ReplyEnvelope(seq, body))
 
 
 def decode_request(data: bytes | memoryview, max_message: int | None = None) -> Request:
-    """Raises Malformed for anything that is not a request of this version and at most `max_message` bytes."""
+    """The inverse of `encode_request`. Raises Malformed for other bytes, another version, or beyond `max_message`."""
     _check_version(data)
     content = memoryview(data)[1:]
     if max_message is not None and len(data) > max_message:
@@ -388,7 +390,7 @@ def decode_request(data: bytes | memoryview, max_message: int | None = None) -> 
 
 
 def decode_reply(data: bytes | memoryview) -> ReplyEnvelope:
-    """Raises Malformed for anything that is not a reply of this version."""
+    """The inverse of `encode_reply`. Raises Malformed for anything that is not a reply of this version."""
     _check_version(data)
     try:
         return _reply_decoder.decode(memoryview(data)[1:])
@@ -405,7 +407,7 @@ def _check_version(data: bytes | memoryview) -> None:
 
 
 def offer(rank: int, kind: str, data: dict[str, Any], epoch: int) -> Offer:
-    """Raises TypeError, ValueError or OverflowError for data that msgpack cannot encode."""
+    """An Offer with its data encoded. Raises TypeError, ValueError or OverflowError if msgpack cannot encode it."""
     return Offer(rank, kind, msgspec.Raw(_encoder.encode(data)), epoch)
 
 

@@ -56,7 +56,7 @@ class ServerTransport(Protocol):
 
     @property
     def endpoints(self) -> Sequence[str]:
-        """The endpoints that it listens on; after `start`, with wildcards filled in."""
+        """The endpoints that this transport listens on; after `start`, with wildcards filled in."""
         ...
 
     def start(self, on_message: ServerMessage) -> None:
@@ -67,12 +67,12 @@ class ServerTransport(Protocol):
         ...
 
     def send(self, peer: bytes, payload: bytes) -> bool:
-        """Return False if the peer is gone or does not read its answers."""
+        """Send one message. Returns False if the peer is gone or does not read its answers."""
         ...
 
     # The defaults are for a transport that has no observers, keys or limits.
     def observes(self, peer: bytes) -> bool:  # noqa: ARG002
-        """Whether this peer is an observer: it came in through the observers' endpoint, or its uid is one of them."""
+        """Whether this peer is an observer: it uses the observers' endpoint, or its uid is in the list of observers."""
         return False
 
     def describe(self, peer: bytes) -> str:  # noqa: ARG002
@@ -98,7 +98,7 @@ class ClientTransport(Protocol):
         ...
 
     def send(self, payload: bytes) -> bool:
-        """Return False if the send queue is full. May be called before a connection exists. Raises Closed."""
+        """Send one message, even before a connection exists. Returns False if the queue is full. Raises Closed."""
         ...
 
     def close(self) -> None: ...
@@ -169,7 +169,7 @@ class Channel:
         try:
             drained = self._drain()
         finally:
-            # Also if a callback raised: the loop reports it, and the other messages still get read.
+            # Do this even if a callback raised: the loop reports the error, and we read the other messages.
             self._reading = False
             if not drained and not self.socket.closed:
                 self._check_soon()
@@ -204,7 +204,7 @@ class ZmqServerTransport:
     zap.py decides who may connect; peers.py tells the peers apart.
     """
 
-    SEND_HWM = 16384  # answers queued for one peer: Accepted and Result of a full queue, and some more
+    SEND_HWM = 16384  # answers queued for one peer: Accepted and Result for a full queue, with room to spare
     RECEIVE_HWM = 4096  # messages of one peer queued here; further ones wait at the sender
     LINGER_MS = 250  # how long close() waits for a peer that does not read
 
@@ -261,9 +261,9 @@ class ZmqServerTransport:
             self._observers = Channel(context, observers, receive, owns_context=False)
 
     def _prepare(self, socket: zmq.Socket[bytes], domain: bytes) -> None:
-        """Do everything that must precede bind. domain: the ZAP domain; without one the gate is not asked."""
+        """Do everything that must precede bind. domain: the ZAP domain; without one, libzmq does not ask the gate."""
         from transferd.runtime.descriptors import (
-            first_refused,  # what a client, which shares this module, need not load
+            first_refused,  # imported here because clients, which share this module, do not need it
         )
         from transferd.wire.connection_limit import ConnectionLimit
 
@@ -408,8 +408,8 @@ class ZmqClientTransport:
     def _set_options(self, socket: zmq.Socket[bytes]) -> None:
         set_common_options(socket, [self._endpoint], self.LINGER_MS)
         socket.setsockopt(zmq.SNDHWM, self.SEND_HWM)
-        # No limit, but bounded all the same: each message answers a request that we hold in memory. With a limit,
-        # the daemon would drop answers to a client that pushes much before it reads.
+        # No limit is needed: each message answers a request that we hold in memory. With a limit, the daemon would
+        # drop answers to a client that pushes many tasks before it reads.
         socket.setsockopt(zmq.RCVHWM, 0)
         # Keep messages that were sent without a connection. (1 would drop them, which the protocol's sessions make
         # unnecessary; at a disconnect it would also drop every answer that has arrived but was not read.)
@@ -441,7 +441,7 @@ class ZmqClientTransport:
 
 
 def receive_limit(max_message: int) -> int:
-    """Message size above which libzmq closes the connection. From max_message up to it, the daemon answers an error."""
+    """Message size above which libzmq closes the connection. Below it, but above max_message, we answer an error."""
     return max_message + max(max_message, 16 * 1024 * 1024)
 
 

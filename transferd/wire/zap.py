@@ -50,12 +50,12 @@ class ConnectionGate:
         self._loop.add_reader(self._fd, self._answer_all)
 
     def _answer_all(self) -> None:
-        # A REP socket alternates strictly, so this ends when no request waits.
+        # A REP socket strictly alternates between request and answer, so this ends when no request waits.
         while self._number(zmq.EVENTS) & zmq.POLLIN:
             self._socket.send_multipart(self._answer(self._socket.recv_multipart(zmq.DONTWAIT)))
 
     def _answer(self, question: list[bytes]) -> list[bytes]:
-        """Version, request id, domain, address, identity, mechanism, credentials → version, id, verdict."""
+        """A ZAP reply for a ZAP request (version, id, domain, address, identity, mechanism, credentials)."""
         _version, request, domain, address, _identity, mechanism, *credentials = [*question, *[b""] * 6]
         refusal = self._judge(domain, address.decode("ascii", "replace"), mechanism, credentials[0])
         verdict = [b"200", b"OK"] if not refusal else [b"400", b"not allowed to connect"]
@@ -81,7 +81,7 @@ class ConnectionGate:
         return value
 
     def close(self) -> None:
-        """Idempotent."""
+        """Stop answering and free the socket. Idempotent."""
         if self._socket.closed:
             return
         self._loop.remove_reader(self._fd)

@@ -81,7 +81,7 @@ class SdkTokenStorage(TokenStorage):
     backend = "attention_store"
 
     def __init__(self, storage: StorageSection, cache: CacheSection, *, clock: Clock = SYSTEM_CLOCK) -> None:
-        """Raises ConfigError without an SDK, or for a layout that it cannot store."""
+        """Raises ConfigError without an SDK, or for a layout that the SDK cannot store."""
         self._settings = settings(storage)
         self._section = storage.attention_store
         self._ranks_in_group = cache.ranks
@@ -96,7 +96,7 @@ class SdkTokenStorage(TokenStorage):
             raise ConfigError("storage.attention_store.driver", what, "sdk")
         self._library = load_library()
         self._ranks: dict[int, _AttachedRank] = {}
-        self._detached: list[_AttachedRank] = []  # whose calls had not all returned
+        self._detached: list[_AttachedRank] = []  # ranks that were detached while some of their calls still ran
         self._background: set[asyncio.Task[None]] = set()
         self._counts: Counter[str] = Counter()
 
@@ -155,7 +155,7 @@ class SdkTokenStorage(TokenStorage):
             self._detached = [left for left in [*self._detached, attached] if left.close()]
 
     async def close(self) -> None:
-        """Raises StillRunning if calls have not returned. It then leaves their threads behind."""
+        """Close every session. Raises StillRunning if calls have not returned, and leaves their threads behind."""
         if self._background:
             await asyncio.wait(self._background, timeout=CLOSE_WAIT_S)
         for rank in list(self._ranks):

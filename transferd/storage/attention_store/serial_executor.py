@@ -1,6 +1,6 @@
-"""Not ThreadPoolExecutor(1), because the queue needs a bound and the thread must not keep the process from ending.
+"""A serial executor runs the calls of a blocking library one at a time, in the order of their arrival.
 
-A serial executor runs the calls of a blocking library one at a time, in the order they came.
+It replaces ThreadPoolExecutor(1), whose queue has no bound and whose thread keeps the process from ending.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class SerialExecutor(Crew):
         super().__init__(name, 1, most_waiting=MOST_WAITING)
 
     def run(self, function: Callable[[], T], what: object = None) -> Work[T]:
-        """As Crew.run. Raises StorageUnavailable if MOST_WAITING calls already wait, behind one that never returns."""
+        """Like Crew.run. Raises StorageUnavailable if MOST_WAITING calls already wait: the running one must hang."""
         try:
             return super().run(function, what)
         except queue.Full:

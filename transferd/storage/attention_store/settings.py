@@ -26,7 +26,7 @@ class Settings:
 
 
 def settings(storage: StorageSection) -> Settings:
-    """From [storage.attention_store], which already includes the environment (config/environment.py)."""
+    """The settings of [storage.attention_store], which already includes the environment (config/environment.py)."""
     section = storage.attention_store
     return Settings(
         namespace=section.namespace or namespace_of(storage.model),

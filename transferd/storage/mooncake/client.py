@@ -11,8 +11,8 @@ the operator has set them:
 
 The interpreter lock. Data, lookup and remove calls release it. `setup` and `close` do not: they freeze the whole
 process, whatever thread they run in. `setup` takes 20 ms with a listening master; the caller dials first, so that
-it never sits in `setup` waiting for one. `close` takes 2 s, plus up to twice MC_RPC_TIMEOUT_MS if the master
-is gone or hangs.
+`setup` never has to wait for a master. `close` takes 2 s, plus up to twice MC_RPC_TIMEOUT_MS if the master is gone or
+hangs.
 
 Fork. The library's threads do not survive fork(): calls in a child hang. The daemon never forks.
 """
@@ -72,32 +72,32 @@ class PoolClient(Protocol):
     """
 
     def register(self, address: int, nbytes: int) -> int:
-        """0 or a code. Registers memory that batches point into."""
+        """Register memory that batches point into. Returns 0 or a code."""
 
     def unregister(self, address: int) -> int:
-        """0 or a code."""
+        """Undo `register`. Returns 0 or a code."""
 
     def exists(self, keys: Sequence[str]) -> list[int]:
-        """1, 0 or a code. Leases the objects that exist: the master does not evict them for its lease time."""
+        """1, 0 or a code for each key. Leases existing objects: the master does not evict them for its lease time."""
 
     def put(self, batch: KeyBatch) -> list[int]:
-        """0 or a code. Also answers 0 for a key that another client is still writing, or never finished."""
+        """Store objects; 0 or a code for each. Also 0 for a key that another client is writing, or never finished."""
 
     @property
     def can_replace(self) -> bool:
         """Whether `replace` may be called."""
 
     def replace(self, batch: KeyBatch) -> list[int]:
-        """As put, but replaces an existing object. The pool keeps the memory of a running write until it ends."""
+        """Like put, but replaces an existing object. The pool keeps the memory of a running write until it ends."""
 
     def get(self, batch: KeyBatch) -> list[int]:
-        """The object's length, or a code."""
+        """Load objects; each object's length, or a code."""
 
     def lengths(self, keys: Sequence[str]) -> list[int]:
         """The objects' lengths, or codes. Takes one request per key."""
 
     def remove(self, keys: Sequence[str]) -> list[int]:
-        """0 or a code. Leased and pinned objects too."""
+        """Remove objects, even leased and pinned ones; 0 or a code for each."""
 
     def close(self) -> None:
         """Leave the pool, which loses this node's segment. Holds the interpreter lock for seconds."""
@@ -175,7 +175,7 @@ class NativeClient:
         return _per_key(keys, lambda: self._store.batch_remove(list(keys), True))
 
     def close(self) -> None:
-        store, self._store = self._store, None  # a call on a closed one would crash the process
+        store, self._store = self._store, None  # a call on a closed client would crash the process
         store.close()
 
 

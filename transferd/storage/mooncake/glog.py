@@ -24,7 +24,7 @@ def silence() -> bool:
 
 
 def show_errors() -> bool:
-    """Log errors, too. False as in `silence`."""
+    """From now on, log errors, too. False as in `silence`."""
     return _set_level(_ERROR)
 
 

@@ -31,7 +31,7 @@ SetUp = Callable[[MooncakeStorageSection, Membership], PoolClient]
 
 
 async def join(section: MooncakeStorageSection, calls: NativeCalls, clock: Clock, set_up: SetUp) -> PoolClient:
-    """A client of the configured pool. Retries until `connect_timeout`, and logs once that it waits.
+    """Join the configured pool and return its client. Retries until `connect_timeout`, and logs once that it waits.
 
     Raises ConfigError, or StorageUnavailable after the timeout. If cancelled, it leaves no client behind.
     """
@@ -76,7 +76,7 @@ def dial_address(master: str) -> tuple[str, int] | None:
 
 
 async def _dial(address: tuple[str, int] | None) -> None:
-    """Raises StorageUnavailable if nothing listens at `address`."""
+    """Connect to `address` and hang up. Raises StorageUnavailable if nothing listens there."""
     if address is None:
         return
     try:

@@ -12,11 +12,11 @@ object, so the daemon reads them again from time to time, but only after a look-
 does another layout matter. An idle pool costs nothing.
 
 * `layouts` counts the other layouts seen. The daemon logs each one once, with both identities.
-* `other_layout` counts look-ups whose first absent key exists under another layout of the same model: a matching
-  configuration would have found it. It counts rank 0's only, which every layout has.
+* `other_layout` counts lookups whose first absent key exists under another layout of the same model: a matching
+  configuration would have found it. It checks only objects of rank 0, which every layout has.
 
-No answer waits for any of this: it runs after the look-up, and a failure only means that nothing new is
-learned. See docs/adr/0011-layouts-in-a-pool.md for the reasons.
+No answer waits for any of this: it runs after the lookup, and after a failure the daemon only knows less.
+See docs/adr/0011-layouts-in-a-pool.md for the reasons.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ log = structlog.get_logger(__name__)
 SLOTS = 8
 RECORD_BYTES = 512
 LOOK_EVERY_S = 1.0
-MOST_WAITING = 1024  # look-ups to follow up; any more are not counted
+MOST_WAITING = 1024  # lookups that wait for this check; any more are not counted
 _RECORD = re.compile(rb"([0-9a-f]{16}) ([^\0]*)\0*\Z")
 
 Native = Callable[[Callable[[PoolClient], list[int]]], Awaitable[list[int]]]
@@ -58,7 +58,7 @@ class LayoutRecords:
 
     def __init__(self, model: str, layout: BlockLayout, native: Native, clock: Clock) -> None:
         self.others: dict[str, str] = {}  # fingerprint: identity
-        self.misses = 0  # look-ups that another layout could have answered
+        self.misses = 0  # lookups that another layout could have answered
         self._model = quote_part(model)
         self._layout = layout
         self._native = native
@@ -93,10 +93,10 @@ class LayoutRecords:
             if self._announced or not free:
                 return
             await self._write(free[0])
-            free = await self._read(free)  # another daemon may have been first there
+            free = await self._read(free)  # another daemon may have been first
 
     async def _read(self, slots: Iterable[int]) -> list[int]:
-        """Note what these slots hold. Returns the empty ones."""
+        """Remember the records in these slots. Returns the empty slots."""
         batch = self._batch(slots)
         answers = dict(zip(slots, await self._native(lambda client: client.get(batch)), strict=True))
         for slot, code in answers.items():
@@ -117,7 +117,7 @@ class LayoutRecords:
     def _note(self, record: bytes) -> None:
         match = _RECORD.match(record)
         if match is None:
-            return  # not a record that we understand: perhaps another version's
+            return  # perhaps a record of another version
         fingerprint = match[1].decode()
         if fingerprint == self._layout.fingerprint:
             self._announced = True

@@ -1,4 +1,4 @@
-"""Merges calls of one kind that arrive while one runs into the next call.
+"""Merges calls of one kind: all that arrive while one runs become the next call.
 
 The library waits for a TCP transfer by polling its state: every running data call occupies a CPU core besides
 those that move bytes. And every call makes two requests to the master. So many small calls at once, such as the
@@ -41,7 +41,7 @@ class Merger:
         self.calls = 0
         self.merged = 0  # batches that joined another's call
         self._call = call
-        self._queues: OrderedDict[str, deque[_Waiting]] = OrderedDict()  # by engine; whose turn it is, first
+        self._queues: OrderedDict[str, deque[_Waiting]] = OrderedDict()  # by engine, the next one first
         self._running: set[asyncio.Task[None]] = set()
         self._fresh: object | None = None  # the call that began less than PATIENCE_S ago
 

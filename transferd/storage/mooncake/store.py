@@ -2,8 +2,8 @@
 
 Theory of operation
 -------------------
-The library blocks, cannot be interrupted, and uses the buffers of a call until the call returns. So does this
-backend: `put` and `get` return when the native call has returned, even if the caller is cancelled. The worker
+The library blocks, cannot be interrupted, and uses the buffers of a call until the call returns. So `put` and `get`
+return only when the native call has returned, even if the caller is cancelled. The worker
 makes sure that a task is answered in time: it stops waiting and leaves the buffers leased. The breaker keeps the
 *next* call from waiting: it opens if a call reports that the master does not answer, or if a call is overdue, and
 then every call fails at once. We do not use `health_check`: it answers "healthy" with the master dead.
@@ -72,8 +72,8 @@ _COUNTS = ("hits", "misses", "wrong_length", "corrupt", "errors", "waited_for_ro
 class MooncakeStorage(Storage):
     """A client of one pool, for all ranks of this daemon. Owns the client and its threads from `open` to `close`.
 
-    layout: of the blocks of `model`, to record in the pool and compare with others'; None: record nothing.
-    set_up: makes a connected client and blocks; tests pass one for a simulated pool.
+    layout: the layout of `model`'s blocks, to record in the pool and compare with others; None: record nothing.
+    set_up: creates a connected client, and blocks meanwhile; tests pass one for a simulated pool.
     """
 
     backend = "mooncake"
@@ -104,8 +104,8 @@ class MooncakeStorage(Storage):
     @classmethod
     def from_config(cls, config: Config, *, clock: Clock = SYSTEM_CLOCK, set_up: SetUp = NativeClient) -> Self:
         storage, layout = config.storage, None
-        # FastDeploy's names do not contain a layout, and its pools hold no record of ours.
-        # Engines that register bring layouts that are not known yet.
+        # No records with FastDeploy's key schema, whose names contain no layout, and none if engines register, because
+        # their layouts are not known yet.
         if storage.key_schema == "transferd" and config.cache is not None:
             layout = build_layout(config.cache)
         return cls(storage.mooncake, model=storage.model, layout=layout, clock=clock, set_up=set_up)
@@ -155,7 +155,7 @@ class MooncakeStorage(Storage):
                     client.unregister(self._layouts.address)
                 await uncancelled(calls.run(CallKind.PROBE, client.close))
             else:
-                # Closing during a call crashes the process, and so does finalizing it: the process must do neither.
+                # Closing during a call crashes the process, and so does finalizing the interpreter: do neither.
                 raise StillRunning(f"Mooncake calls are still running: {', '.join(calls.close())}")
             calls.close()
 

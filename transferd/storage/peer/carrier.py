@@ -31,7 +31,7 @@ class Carrier(Protocol):
         ...
 
     async def open(self) -> None:
-        """Raises ConfigError, TransferError."""
+        """Start the carrier. Raises ConfigError, TransferError."""
         ...
 
     def register(self, memory: HostMemory) -> None:
@@ -45,5 +45,5 @@ class Carrier(Protocol):
         ...
 
     async def close(self) -> None:
-        """After every call has returned. Idempotent."""
+        """Stop the carrier. Call it after every other call has returned. Idempotent."""
         ...

@@ -16,7 +16,7 @@ log = structlog.get_logger(__name__)
 
 CONNECT_TIMEOUT_S = 3.0
 MAX_UNSENT = 64 * 1024**2  # bytes; with more unsent, the peer reads too slowly and counts as lost
-# Notices after about ten seconds that a host has vanished.
+# Keep-alive settings that detect a vanished host after about ten seconds.
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 4), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3))
 _USER_TIMEOUT_MS = 10_000
 
@@ -40,8 +40,8 @@ class PeerConnection:
         self._reading = asyncio.get_running_loop().create_task(self._read())
 
     def send(self, message: PeerMessage) -> None:
-        """Send, unless the connection has ended; `ended` reports that."""
-        if not self.alive or self._writer.transport.is_closing():  # uvloop refuses to write to a closed one
+        """Send a message. Does nothing if the connection has ended, which `ended` reports."""
+        if not self.alive or self._writer.transport.is_closing():  # uvloop raises on writes to a closed transport
             return
         self._writer.write(encode(message))
         if self._writer.transport.get_write_buffer_size() > MAX_UNSENT:
@@ -93,7 +93,7 @@ async def connect(
             reader, writer = await asyncio.open_connection(host, port)
     except TimeoutError:
         raise PeerLost(f"could not connect to the daemon at {host}:{port} within {CONNECT_TIMEOUT_S:g} s") from None
-    except (OSError, ValueError) as error:  # ValueError: a name that no resolver takes
+    except (OSError, ValueError) as error:  # ValueError: a name that no resolver accepts
         raise PeerLost(f"could not connect to the daemon at {host}:{port}: {error}") from None
     return PeerConnection(reader, writer, received, ended)
 

@@ -43,14 +43,14 @@ class Inbound:
         self.peer: PeerConnection | None = None  # the sender's, from Want to the end
         self._error: TransferError | None = None
         self._ended = False
-        self._suspect = False  # a write failed: bytes of it may still arrive
+        self._suspect = False  # a write failed, and some of its bytes may still arrive
         self._held = 0  # groups of buffers held for that reason
         self._began: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._posted: dict[str, asyncio.Future[Outcome]] = {}
 
     @property
     def share(self) -> tuple[str, int, int]:
-        """The first three fields of its messages."""
+        """The first three fields of this share's messages."""
         return self.transfer, self.rank, self.attempt
 
     # --- for the Receiver ---------------------------------------------------------------------------
@@ -71,7 +71,7 @@ class Inbound:
             raise self._error
 
     async def get(self, blobs: Sequence[Blob]) -> list[Outcome]:
-        """Post the buffers and wait until the sender is done with them. As Storage.get; do not cancel it."""
+        """Post the buffers and wait until the sender is done with them. Like Storage.get; do not cancel it."""
         if self._error is not None or self.peer is None:
             return [Outcome(Found.FAILED, self._error or PeerLost("the sender has gone"))] * len(blobs)
         loop = asyncio.get_running_loop()
@@ -82,7 +82,7 @@ class Inbound:
         return list(await asyncio.gather(*waiting))
 
     def end(self, error: ErrorInfo | None) -> None:
-        """The task is over. None: every object was intact. Otherwise tells the sender to stop. Idempotent."""
+        """End the share. error: None if every object was intact; otherwise the sender is told to stop. Idempotent."""
         if self._ended:
             return
         self._ended = True

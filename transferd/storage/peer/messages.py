@@ -88,7 +88,7 @@ _decoder = msgspec.msgpack.Decoder(PeerMessage)
 
 
 def encode(message: PeerMessage) -> bytes:
-    """A whole frame."""
+    """The frame of a message."""
     body = _encoder.encode(message)
     return len(body).to_bytes(4, "little") + body
 

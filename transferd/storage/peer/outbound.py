@@ -44,17 +44,17 @@ class Outbound:
 
     @property
     def share(self) -> tuple[str, int, int]:
-        """The first three fields of its messages."""
+        """The first three fields of this share's messages."""
         return self.transfer, self.rank, self.attempt
 
     @property
     def open(self) -> bool:
-        """It waits for a receiver."""
+        """Whether this share still waits for a receiver."""
         return self.peer is None and self._error is None and not self._ended
 
     @property
     def ended(self) -> bool:
-        """Its task is over. Writes may still run."""
+        """Whether the task is over. Writes may still run."""
         return self._ended
 
     # --- for the Sender -----------------------------------------------------------------------------
@@ -71,7 +71,7 @@ class Outbound:
         return [self._fresh.popleft() for _ in range(min(limit, len(self._fresh)))]
 
     async def put(self, blobs: Sequence[Blob]) -> list[Outcome]:
-        """Write sealed objects into the memory posted for them. As Storage.put; do not cancel it."""
+        """Write sealed objects into the memory posted for them. Like Storage.put; do not cancel it."""
         if self._error is not None or self.peer is None:
             return [Outcome(Found.FAILED, self._error or PeerLost("the receiver has gone"))] * len(blobs)
         names = [blob.name for blob in blobs]
@@ -103,7 +103,7 @@ class Outbound:
             raise self._error
 
     def end(self, error: ErrorInfo | None) -> None:
-        """The task is over. Refuses a receiver that still waits, with this error. Idempotent."""
+        """End the share. Refuses a receiver that still waits, with this error. Idempotent."""
         if self._ended:
             return
         if not self._done:
@@ -129,7 +129,7 @@ class Outbound:
         self._fail(PeerRefused(error.message, code=error.code))
 
     def posts(self, post: Post) -> None:
-        """Memory for some of the objects."""
+        """The receiver has posted memory for some of the objects."""
         for slot in post.slots:
             if slot.name not in self._unposted:
                 self._mistaken(f"the receiver posted memory for {slot.name[:200]}, which is unknown or already posted")
@@ -147,7 +147,7 @@ class Outbound:
         self._news.set()
 
     def _mistaken(self, what: str) -> None:
-        """The receiver violated the protocol. This transfer ends; others on its connection go on."""
+        """End this transfer because the receiver violated the protocol. Others on its connection continue."""
         self._fail(PeerRefused(what, code="malformed"))
         self._ending = self._ending or Refusal(*self.share, ErrorInfo("malformed", what))
         self._settle()
@@ -159,7 +159,7 @@ class Outbound:
         self._settle()
 
     def lost(self, why: str) -> None:
-        """The receiver has gone."""
+        """The connection to the receiver is lost."""
         self.peer = None
         if not self._done:
             self._fail(PeerLost(f"lost the receiving daemon: {why}"))

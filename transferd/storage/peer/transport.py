@@ -94,7 +94,7 @@ class PeerTransport:
     # --- life ---------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Raises ConfigError if it cannot listen on the address, or the carrier does not start."""
+        """Listen and start the carrier. Raises ConfigError if either fails."""
         await self.carrier.open()
         host, _, port = self._listen.rpartition(":")
         try:
@@ -114,7 +114,7 @@ class PeerTransport:
         await every(connection.close() for connection in [*self._receivers, *connections])
 
     async def close(self) -> None:
-        """Call it after every transfer has ended. Idempotent."""
+        """Free everything. Call it after every transfer has ended. Idempotent."""
         await self.hang_up()
         await self.carrier.close()
 
@@ -208,14 +208,14 @@ class PeerTransport:
         elif self._parked_names(want) > MAX_PARKED_NAMES or len(self._parked) >= MAX_PARKED:
             self._refuse(connection, want, "busy", "too many receivers are waiting already")
         else:
-            self._parked[share] = want, connection  # in place of an earlier attempt of the same receiver
+            self._parked[share] = want, connection  # replaces an earlier attempt of the same receiver
 
     def _parked_names(self, one_more: Want) -> int:
         return len(one_more.names) + sum(len(want.names) for want, _ in self._parked.values())
 
     def _meet(self, outbound: Outbound, want: Want, connection: PeerConnection) -> None:
         outbound.wanted(want, connection)
-        if outbound.peer is None:  # it did not fit, so the other ranks' shares are no use either
+        if outbound.peer is None:  # its objects differ, so the other ranks' shares are useless, too
             self._counts["mismatch"] += 1
             error = PeerRefused(f"rank {outbound.rank} of the receiver expects other blocks", code="blocks_mismatch")
             for other in self._outbounds.values():
@@ -223,7 +223,7 @@ class PeerTransport:
                     other.fail(error)
 
     def _met(self, connection: PeerConnection, message: Post | Done | Withdraw) -> Outbound | None:
-        """The Outbound that a receiver's message belongs to; None if that is over."""
+        """The Outbound that a receiver's message belongs to; None if it is over."""
         now = self._outbounds.get((message.transfer, message.rank))
         for outbound in (*self._draining, now):
             if outbound is not None and outbound.peer is connection and outbound.share == _share(message):

@@ -1,4 +1,4 @@
-"""Which memory of this process no other one can map, and the setting of the framework that made it so.
+"""Detects memory of this process that no other process can map, and names the framework setting that causes it.
 
 CUDA IPC shares what cudaMalloc returned. Memory that an allocator reserves and maps itself (cuMemCreate) or takes from
 a pool (cudaMallocAsync) has no such handle: docs/adr/0039.
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from transferd.errors import TierError
 from transferd.tiers.cuda.driver import Driver
 
-# A variable of the environment, a text in its value, what to do.
+# An environment variable, a text in its value, and what to do.
 _SETTINGS = (
     ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:true", "unset it, or set expandable_segments:False"),
     ("PYTORCH_ALLOC_CONF", "expandable_segments:true", "unset it, or set expandable_segments:False"),
@@ -31,7 +31,7 @@ _SLEEP_MODE = "vllm.device_allocator.cumem"  # imported, with an allocator in it
 def check_exportable(driver: Driver, places: Sequence[tuple[str, int]], device: int) -> None:
     """Raise TierError (`not_shareable`) for the first address that cannot be shared, naming the setting to change.
 
-    places: what is at each address, in words, and the address.
+    places: (what is there, in words; address) of each.
     """
     context = driver.retain(device)
     try:

@@ -1,8 +1,8 @@
 """cuMemcpyBatchAsync, called through its address.
 
 The bindings take lists and turn each element into an object. For 10,000 copies that takes far longer than
-submitting them (`bench copy --device cuda` shows both). The driver gives out the function's address; called
-with arrays, it is one call.
+submitting them (`bench copy --device cuda` shows both). The driver returns the function's address, and one call
+with arrays does it.
 
 The function's signature changed: CUDA 12.8 introduced it with a `failIdx` before the stream, CUDA 13.0 dropped
 that. The driver returns the one for the version we ask for, whatever the bindings were built for. Never ask a
@@ -71,7 +71,7 @@ def _address(api: Any, version: int) -> int:
 
 def _bound(function: Any, *, fails: bool) -> BatchCopy:
     attributes = _Attributes(order=_STREAM_ORDER)
-    first = ctypes.c_size_t(0)  # the attributes hold from copy 0 on
+    first = ctypes.c_size_t(0)  # the attributes apply from copy 0 on
 
     def copy(targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> int:
         failed = ctypes.c_size_t(0)

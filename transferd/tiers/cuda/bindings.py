@@ -29,7 +29,7 @@ from transferd.tiers.cuda.driver import NO_DRIVER, NOT_YET, DeviceInfo, Driver, 
 log = structlog.get_logger(__name__)
 
 _IPC_HANDLE_BYTES = 64
-_WRITE_DEFAULT = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: what the stream wrote before is visible to all before the word is
+_WRITE_DEFAULT = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: earlier writes of the stream become visible before the word
 _WAIT_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
 FABRIC_ATTEMPTS = 60  # a fabric manager takes about a minute after the machine has booted
 FABRIC_WAIT_S = 2.0
@@ -70,7 +70,7 @@ def _initialise(api: Any, wait: Callable[[float], None] = time.sleep) -> None:
 
 
 def check_fit(driver: int, nvrtc: int | None) -> None:
-    """Raise TierError if this NVRTC makes code that this driver cannot load. nvrtc: None if there is none."""
+    """Raise TierError if this NVRTC produces code that this driver cannot load. nvrtc: None if there is none."""
     major = driver // 1000
     if nvrtc is None or nvrtc <= major:
         return

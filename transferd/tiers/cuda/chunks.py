@@ -35,8 +35,8 @@ class CopyChunk(NamedTuple):
 class Cutter:
     """Cuts copies of blocks of one shape. nbytes: int64 [segments]; slot_bytes: at least the longest segment.
 
-    stride: bytes from block to block in a slot. offsets: the start of each segment in a packed block. parts: of a
-    block. blocks: in a chunk, at most; a block of several parts is alone in its chunks.
+    stride: bytes from block to block in a slot. offsets: the start of each segment in a packed block. parts: those of
+    one block. blocks: the most blocks in a chunk; a block of several parts has its chunks to itself.
     """
 
     def __init__(self, nbytes: npt.NDArray[np.int64], slot_bytes: int) -> None:
@@ -54,7 +54,7 @@ class Cutter:
 
 
 def _parts(nbytes: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], slot_bytes: int) -> list[BlockPart]:
-    """The whole block if it fits, otherwise as many segments at a time as fit. ends: 0, then each segment's end."""
+    """The whole block if it fits, otherwise parts of as many segments as fit. ends: 0, then each segment's end."""
     parts: list[BlockPart] = []
     first = 0
     while first < len(nbytes):

@@ -1,7 +1,7 @@
 """NVRTC: compiles the kernel's source for one architecture, at start, once per architecture and process.
 
 So transferd needs no compiler on the machine, and supports GPUs newer than this release: if NVRTC does
-not know the device's architecture, it makes PTX for the newest one below, which the driver translates on load.
+not know the device's architecture, it produces PTX for the newest older one, which the driver translates on load.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def compile_kernel(source: bytes, capability: tuple[int, int]) -> bytes:
 
 
 def nvrtc_major() -> int | None:
-    """NVRTC's major version; None if it cannot be loaded, for which `compile_kernel` has a better error."""
+    """NVRTC's major version; None if it cannot be loaded (`compile_kernel` then raises the better error)."""
     try:
         from cuda.bindings import nvrtc
 

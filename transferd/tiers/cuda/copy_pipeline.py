@@ -7,7 +7,7 @@ keeps at most a window of them on the device's queues. So
 * a stopped copy ends after the chunks already submitted: no further byte moves;
 * the driver's launch queue never fills. A call that finds it full blocks inside the driver, perhaps with the lock of
   the whole context;
-* nothing else waits for this thread, whatever blocks it: each direction of each device has its own.
+* if something blocks this thread, nothing else waits for it: each direction of each device has its own thread.
 
 The thread sleeps in cuEventSynchronize until the oldest turn has ended. Its window covers several turns, so the
 device has work while the thread waits for Python's lock.
@@ -38,7 +38,7 @@ WINDOW = 4  # turns on the device's queues
 TURN_BYTES = 32 * 1024**2  # 0.6 ms of PCIe 5: four such turns outlast the wait for Python's lock
 # A channel takes about 1024 entries before calls block. A chunk's kernel and events are five, a DMA is one.
 TURN_DMAS = 192
-QUEUE_DMAS = 512  # no further turn while so many are on the queues: a chunk of small blocks may have 448
+QUEUE_DMAS = 512  # no further turn while this many are on the queues: a chunk of small blocks may have 448
 PROBE_S = 5.0  # how often the thread checks that an idle device still answers
 MOST_FAILURES = 16  # copies in a row that the driver refuses: a context that was reset under us never recovers
 CLOSE_S = 10.0  # how long `stop` waits for a copy that hangs; all others have ended by then
@@ -47,7 +47,7 @@ Completed = Callable[[TransferError | None], None]
 
 
 class Stopped(TransferError):
-    """The copy was withdrawn after some of it had moved; nothing of it moves any more."""
+    """The copy was withdrawn after some of its bytes had moved. No byte moves any more."""
 
     code = "stopped"
 
@@ -68,10 +68,10 @@ class Copy:
         self.left = plan.nbytes  # bytes that have not been submitted
         self.released = False  # the engine's work is done
         self.stopped = False
-        self._state = [True]  # whoever pops it decides: the pipeline begins the copy, or its owner withdraws it
+        self._state = [True]  # popped once: by the pipeline that begins the copy, or by the owner that withdraws it
 
     def withdraw(self) -> bool:
-        """True: it never begins, and `completed` is not called. False: it ends after the submitted chunks."""
+        """True: the copy never begins, and `completed` is not called. False: it ends after the submitted chunks."""
         self.stopped = True
         if self.take():
             return True
@@ -79,7 +79,7 @@ class Copy:
         return False
 
     def take(self) -> bool:
-        """Whether the caller is the first to take the copy."""
+        """Take the right to begin or withdraw the copy. False if it was taken before."""
         try:
             return self._state.pop()
         except IndexError:
@@ -87,14 +87,14 @@ class Copy:
 
 
 class _Wake:
-    """In the inbox: look again at the copies that have begun."""
+    """A message in the inbox that makes the thread look again at the copies that have begun."""
 
 
 class EventGate:
     """Holds copies until what the engine recorded last in the shared event has happened (see `gate`).
 
-    For engines that record the event instead of advancing a timeline. Costs a query per copy while the event is not
-    recorded or has happened. event: 0: nothing to wait for.
+    For engines that record the event instead of advancing a timeline. If the event is not recorded or has happened, it
+    costs only a query per copy. event: 0 means that there is nothing to wait for.
     """
 
     def __init__(self, driver: Driver, context: int, event: int) -> None:
@@ -108,7 +108,7 @@ class EventGate:
         self._driver.wait(stream, self._event)
 
     def holds(self, passed: Completed) -> bool:
-        """Whether there is something to wait for; then `passed` is called, from another thread. Raises TransferError.
+        """Whether the copy must wait. If so, calls `passed` from another thread when it may go. Raises TransferError.
 
         Requires the context.
         """
@@ -124,9 +124,9 @@ class EventGate:
 class CopyPipeline:
     """One direction. Owns a submitter and a thread, until `close`.
 
-    outward: device → host. engine: what copies wait for first. copy_path: see Submitter. lost: called once, in the
-    pipeline's thread, when a copy or a probe of the idle device finds that the device is lost. pace: bounds all copies
-    but those of `urgent` host memory.
+    outward: device → host. engine: the gate that every copy passes first. copy_path: see Submitter. lost: called once,
+    in the pipeline's thread, when a copy or a probe of the idle device finds that the device is lost. pace: limits the
+    rate of all copies except those of `urgent` host memory.
 
     Creating and closing require the context to be current. Raises TierError.
     """
@@ -155,7 +155,7 @@ class CopyPipeline:
         self._active: deque[Copy] = deque()
         # Each turn's event, the copy that it completes, and how many DMAs it has.
         self._turns: deque[tuple[int, Copy | None, int]] = deque()
-        self._queued = 0  # DMAs of all turns
+        self._queued = 0  # DMAs of all turns on the queues
         self._idle_events: list[int] = []
         self._closing = False
         self._ended = False
@@ -180,12 +180,12 @@ class CopyPipeline:
 
     @property
     def waiting_s(self) -> float:
-        """How long the thread has been in one call to the driver; 0 if it is in none that waits."""
+        """For how long the thread has been in a waiting call to the driver; 0 if it is in none."""
         since = self._waiting_since
         return 0.0 if since is None else time.monotonic() - since
 
     def submit(self, plan: CopyPlan, host: HostMemory, completed: Completed) -> Copy:
-        """Hand a copy over, from any thread. The pipeline's thread calls `completed` once, at its end.
+        """Hand over a copy, from any thread. The pipeline's thread calls `completed` once, when the copy has ended.
 
         Never blocks. Raises Closed.
         """
@@ -206,7 +206,7 @@ class CopyPipeline:
                     self._submit_turns()
                 with self._losing():
                     self._await_turn()
-        while not self._ended:  # the context cannot be made current any more
+        while not self._ended:  # if the context cannot be made current any more
             copy = self._inbox.get()
             if copy is None:
                 return
@@ -247,8 +247,8 @@ class CopyPipeline:
                 return
 
     def _may_sleep_s(self) -> float | None:
-        """How long to wait for a copy to arrive: not at all while there is work, up to the time of the next turn where
-        a pace delays it, and else until it is time to probe the device. None: for ever."""
+        """How long to wait for a copy to arrive: not at all while there is work, until the next turn if the pace
+        delays it, and otherwise until it is time to probe the device. None: for ever."""
         if self._turns:
             return 0.0
         if self._active:
@@ -341,7 +341,7 @@ class CopyPipeline:
                 try:
                     self._quiesce()
                 except Exception:
-                    self._active.append(copy)  # it ends with the device
+                    self._active.append(copy)  # so that it ends with DeviceLost
                     raise
                 self._finish(copy, error if isinstance(error, TransferError) else InvariantError(repr(error)))
                 continue
@@ -352,7 +352,7 @@ class CopyPipeline:
                 self._active.append(copy)
 
     def _next(self) -> Copy | None:
-        """The copy that has the next turn; None if none may have it now. A pipeline that closes waits for no pace."""
+        """The copy that has the next turn; None if no copy may go now. A closing pipeline ignores the pace."""
         if self._active and (self._ended or not self._pace.wait_s()):
             return self._active.popleft()
         for copy in self._active:
@@ -402,7 +402,7 @@ class CopyPipeline:
             self._finish(copy, problem)
 
     def _quiesce(self) -> None:
-        """After a failure: wait until nothing that was submitted still moves, so that the failure can be reported."""
+        """After a failure, wait until no submitted copy moves bytes any more, so that the failure can be reported."""
         with self._in_driver():
             self.submitter.quiesce()
         while self._turns:

@@ -37,7 +37,7 @@ _DEFAULT_STREAM = 0  # for the set-up, before the pipelines exist
 class DeviceResources:
     """Context, cache, timelines, kernel, segment table and two pipelines.
 
-    handle: map the engine's cache that it names; None: allocate one. event: the event that copies wait for, or 0.
+    handle: of the engine's cache to map; None: allocate one. event: the event that copies wait for, or 0.
     timelines: None if the device or the driver cannot share words.
     Creating and closing block. Raises TierError, and RequestError for a handle that does not fit; then nothing is
     left behind.
@@ -93,7 +93,7 @@ class DeviceResources:
             raise
 
     def _with_memory_figures(self, error: BaseException) -> TierError | None:
-        """For an out-of-memory error, one that adds how much memory was free before the clean-up; else None."""
+        """If `error` says that memory ran out, an error that adds how much was free before the clean-up; else None."""
         if not isinstance(error, TierError) or error.reason != OUT_OF_MEMORY:
             return None
         with self.driver.current(self.context):
@@ -108,7 +108,7 @@ class DeviceResources:
     def _create(self) -> Arena:
         driver, nbytes = self.driver, self._layout.device.extent
         address = self._allocate(nbytes)
-        driver.fill(address, 0, nbytes, _DEFAULT_STREAM)  # another process's bytes may be in it
+        driver.fill(address, 0, nbytes, _DEFAULT_STREAM)  # it may still contain another process's bytes
         driver.synchronize_stream(_DEFAULT_STREAM)
         self.event = self._shared_event()
         return Arena(self._layout.device, address)
@@ -218,7 +218,7 @@ class DeviceResources:
         return DeviceHandle(ipc.KIND, ipc.as_data(data))
 
     def with_timelines(self, handle: DeviceHandle) -> DeviceHandle:
-        """The handle to an engine's own memory, with the timelines that the daemon has beside it."""
+        """The engine's own handle, extended by the timelines, which the daemon allocated."""
         if self.timelines is None:
             return handle
         return DeviceHandle(handle.kind, handle.data | {"timelines": msgspec.to_builtins(self.timelines.exported)})

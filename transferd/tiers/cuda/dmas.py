@@ -1,4 +1,4 @@
-"""Which DMAs a copy consists of: none longer than allowed, none across two registrations, as few as that permits."""
+"""Cuts a copy into DMAs: none longer than allowed, none across two registrations, and as few as possible."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ Runs = npt.NDArray[np.int64]
 
 
 class SlotDmas:
-    """The DMAs between slots and host memory of a whole copy, computed once; a chunk takes a part of them.
+    """The DMAs between slots and host memory for a whole copy, computed once; each chunk uses some of them.
 
-    hosts: uint64, host addresses. offsets: uint64, where in its slot each begins. sizes: uint64. calls: the same as
-    tuples of ints. first: for each chunk, in the order of `Cutter.cut`, its first DMA; then their number.
+    hosts: uint64, host addresses. offsets: uint64, where in its slot each DMA begins. sizes: uint64. calls: the same as
+    tuples of ints. first: the index of each chunk's first DMA, in the order of `Cutter.cut`, then the number of DMAs.
     """
 
     def __init__(self, cutter: Cutter, places: Runs, stride: int, cuts: Sequence[int], most: int) -> None:
-        """places: int64, where each block of the copy begins in host memory. stride: from host block to host block.
-        cuts: addresses that no DMA may cross. most: bytes of one DMA."""
+        """places: int64, where each block of the copy begins in host memory. stride: bytes from host block to host
+        block. cuts: addresses that no DMA may cross. most: the most bytes of one DMA."""
         rows = _rows(cutter, places)
         if stride == cutter.stride == int(rows[0, 2]):  # dense on both sides: blocks with consecutive ids are one run
             rows = _joined(rows, cuts)
@@ -35,8 +35,8 @@ class SlotDmas:
 
 
 def _rows(cutter: Cutter, places: Runs) -> Runs:
-    """[host address, offset in the slot, bytes, chunk] of each part of each block. A block of several parts is alone
-    in its chunks."""
+    """[host address, offset in the slot, bytes, chunk] of each part of each block. A block of several parts has its
+    chunks to itself."""
     parts = cutter.parts
     count = len(places) * len(parts)
     rows = np.zeros((count, 4), dtype=np.int64)
@@ -49,7 +49,7 @@ def _rows(cutter: Cutter, places: Runs) -> Runs:
 
 
 def _joined(rows: Runs, cuts: Sequence[int]) -> Runs:
-    """The same bytes with each row that continues the one before it joined to that one, within its chunk."""
+    """Join each row with the row before it if it continues that one within the same chunk."""
     continues = (rows[1:, 0] == rows[:-1, 0] + rows[:-1, 2]) & (rows[1:, 3] == rows[:-1, 3])
     if not continues.any():
         return rows
@@ -62,7 +62,7 @@ def _joined(rows: Runs, cuts: Sequence[int]) -> Runs:
 
 
 def cut(runs: Runs, column: int, addresses: Sequence[int], origin: int) -> Runs:
-    """The same runs, none of which crosses one of these addresses. column: of the offsets from `origin`."""
+    """Split runs at these addresses. column: the one with offsets from `origin`."""
     for address in addresses:
         start, end = runs[:, column], runs[:, column] + runs[:, 2]
         crosses = (start < address - origin) & (address - origin < end)
@@ -79,7 +79,7 @@ def cut(runs: Runs, column: int, addresses: Sequence[int], origin: int) -> Runs:
 
 
 def shortened(runs: Runs, most: int) -> Runs:
-    """The same runs in pieces of at most `most` bytes, in order. Further columns stay as they are."""
+    """Split runs into pieces of at most `most` bytes, in order. Further columns stay as they are."""
     if not len(runs) or int(runs[:, 2].max()) <= most:
         return runs
     counts = -(-runs[:, 2] // most)

@@ -1,7 +1,7 @@
 """The part of CUDA's driver API that the tier uses: about forty calls, in plain integers and bytes.
 
-`Driver` is the seam. `bindings.BindingsDriver` implements it on a GPU; `tests.support.cuda` has a double that
-moves bytes and records who may touch which memory when. Code above this seam knows CUDA's rules (ordering,
+`Driver` is the seam. `bindings.BindingsDriver` implements it on a GPU; `tests.support.cuda` has a fake that
+moves bytes and checks when each stream may touch which memory. Code above this seam knows CUDA's rules (ordering,
 lifetimes, what is asynchronous) and nothing about its bindings; code below knows calling conventions only.
 
 Handles (contexts, streams, events, modules, functions) and addresses are integers. Unless a method says
@@ -68,8 +68,8 @@ STICKY = frozenset(
 class DeviceInfo:
     """One GPU. uuid: 32 hex digits. pci: as in sysfs, 0000:17:00.0. capability: (9, 0) for Hopper.
 
-    multiprocessors: how many it has. words: streams can write and wait for 64-bit words. same_address: it reaches
-    registered host memory at the host's own address. exclusive: one process at a time may use it (compute mode).
+    multiprocessors: their number. words: streams can write and wait for 64-bit words. same_address: the GPU reaches
+    registered host memory at the host's own address. exclusive: one process at a time may use the GPU (compute mode).
     """
 
     index: int
@@ -108,7 +108,7 @@ class Driver(Protocol):
 
     def release(self, index: int) -> None: ...
     def current(self, context: int) -> AbstractContextManager[None]:
-        """Make `context` this thread's for the duration."""
+        """Make `context` current on this thread within the `with` block."""
         ...
 
     def current_device(self) -> int | None:
@@ -116,7 +116,7 @@ class Driver(Protocol):
         ...
 
     def allow_during_capture(self) -> None:
-        """Let this thread make any call while another thread captures a CUDA graph. For good."""
+        """From now on, let this thread make any call while another thread captures a CUDA graph."""
         ...
 
     # memory
@@ -172,7 +172,7 @@ class Driver(Protocol):
         ...
 
     def wait_value(self, address: int, value: int, stream: int) -> None:
-        """The stream continues once this 64-bit word, signed, is at least `value`."""
+        """Make the stream wait until this 64-bit signed word is at least `value`."""
         ...
 
     # Work. Asynchronous unless a method says otherwise.

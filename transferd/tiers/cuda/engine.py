@@ -11,7 +11,7 @@ process advance that timeline behind the kernels that write or read the blocks:
 
     timeline = Timeline(slot=0)                       # where tasks are pushed
     after = timeline.next()                           # goes to every rank with the step's other metadata
-    client.push(SwapOutTask(…, after=after))          # before or after the kernels are launched, and ended
+    client.push(SwapOutTask(…, after=after))          # at any time, even before the kernels are launched
     attached.timelines.advance(after, stream)         # on every rank, behind the kernels
 
 An engine with one process for each daemon and one compute stream may record `Attached.ready` instead and push at once.
@@ -80,7 +80,7 @@ def _unmap(driver: Driver, index: int, context: int, mapping: ipc.Mapping) -> No
 class DeviceArray:
     """A C-contiguous array in GPU memory, borrowed from the mapping that it keeps alive.
 
-    dtype is numpy's name, uint16 standing for bfloat16; `view` gives the same bytes another name.
+    dtype: numpy's name, with uint16 for bfloat16; `view` changes it.
     """
 
     def __init__(self, address: int, shape: tuple[int, ...], dtype: str, device: int, owner: object) -> None:
@@ -144,7 +144,7 @@ class Attached:
 def attach(data: Map[str, Any], driver: Driver | None = None) -> Attached:
     """Map the memory of a "cuda_ipc" handle.
 
-    Raises RequestError if the data is no handle; TierError if the owner has exited, the GPU is not visible to this
+    Raises RequestError if the data is not a handle; TierError if the owner has exited, the GPU is not visible to this
     process, or mapping fails.
     """
     handle = ipc.read(data)
@@ -249,8 +249,8 @@ def export_pages(
     """The data of a handle over pages that this process has on GPU `device`.
 
     memory: addresses, or contiguous arrays with `__cuda_array_interface__`. segments: for each layer [offset,
-    block_stride] or [offset, block_stride, i], in bytes from the start of memory[i]. event, ownership and errors: as
-    for `export`.
+    block_stride] or [offset, block_stride, i], in bytes from the start of memory[i]. event, ownership and errors are
+    those of `export`.
     """
     driver = driver if driver is not None else open_driver()
     places = [
@@ -281,7 +281,7 @@ def export_pages(
 
 
 def described(array: Any, what: str) -> tuple[int, list[int], str]:
-    """Return address, shape and numpy type name of a contiguous array. Raises RequestError for any other."""
+    """Return address, shape and numpy type name of a contiguous array. Raises RequestError for anything else."""
     interface = array.__cuda_array_interface__
     shape = [int(size) for size in interface["shape"]]
     dtype = _ELEMENTS.get(str(interface["typestr"]).lstrip("<|="))

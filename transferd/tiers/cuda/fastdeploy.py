@@ -18,8 +18,8 @@ def handle_of(
 ) -> DeviceHandle:
     """The handle of a rank's cache that a FastDeploy engine has published.
 
-    rank: within its tensor-parallel group. device: the engine's name for the GPU. uuid: that GPU's. owner: the
-    engine's process, which FastDeploy does not publish. Raises EngineGone that names the missing tensor.
+    rank: the rank within its tensor-parallel group. device: the engine's index of the GPU. uuid: the GPU's UUID. owner:
+    the engine's process, which FastDeploy does not publish. Raises EngineGone that names the missing tensor.
     """
     regions: list[ipc.ExportedRegion] = []
     arrays = describe(layout)

@@ -1,8 +1,8 @@
 """Gates: copies wait here for the engine, outside the pipelines.
 
-A wait on a pipeline's stream would hold up everything submitted behind it, and for good if the
+A wait on a pipeline's stream would delay everything submitted behind it, and block it for ever if the
 engine dies first. So each thing to wait for has a stream of its own, with nothing else on it, and a
-thread that sleeps until the wait is over. Only then does the copy go to its pipeline (docs/adr/0043).
+thread that sleeps until the wait is over. Only then does the copy enter its pipeline (docs/adr/0043).
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class GateWait:
 
 
 class StreamGate:
-    """One thing to wait for. Owns a stream, an event and a thread, all made with the first wait, until `close`.
+    """One thing to wait for. Owns a stream, an event and a thread from the first wait until `close`.
 
     wait: puts a wait for a value on a stream. All waiters for that value or a smaller one pass together.
-    newest: always wait for the largest requested value, not for the smallest. name: of the thread.
+    newest: always wait for the largest requested value, not for the smallest. name: the thread's name.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class StreamGate:
         return held
 
     def withdraw(self, held: GateWait) -> bool:
-        """See GateWait."""
+        """Stop waiting; see GateWait.withdraw."""
         with self._changed:
             before = len(self._waiting)
             self._waiting = [item for item in self._waiting if item[2] is not held]
@@ -100,7 +100,7 @@ class StreamGate:
             self._fail(error)
 
     def _next(self) -> int | None:
-        """The next value to wait for; None at the end."""
+        """The next value to wait for; None after `dismiss`."""
         with self._changed:
             self.waits_for = None
             while not self._waiting and not self._closing:
@@ -141,7 +141,7 @@ class StreamGate:
             held.passed(Closed("the device memory is being closed"))
 
     def ended(self, within: float) -> bool:
-        """Wait for the thread to end. False: it still waits on the device."""
+        """Wait for the thread to end. Returns False if it still waits for the device."""
         if self._thread is None:
             return True
         self._thread.join(within)

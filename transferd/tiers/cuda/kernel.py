@@ -62,8 +62,8 @@ def segment_table(
 ) -> bytes:
     """The kernel's table for a cache: one KernelSegment each.
 
-    order: the number of each row's segment; None: segment order. packed_offsets: of each row's segment in a packed
-    block.
+    order: the index of each row's segment; None: segment order. packed_offsets: the offset of each row's segment in a
+    packed block.
     """
     geometry = cache.geometry
     if order is None:
@@ -83,10 +83,10 @@ def tiles_of(nbytes: npt.NDArray[np.int64]) -> int:
 
 @functools.lru_cache(maxsize=64)
 def packed_order(geometry: Geometry) -> npt.NDArray[np.int64] | None:
-    """The segments in the order of their place in a block, if a block is one dense range; otherwise None.
+    """The segments in the order of their offsets in a block, if a block is one dense range; otherwise None.
 
-    Our own host pool and staging list segments in that order already. FastDeploy's object format puts plane behind
-    plane, so there the order differs from the layout's.
+    Our own host pool and staging have segments in the layout's order. FastDeploy's object format stores one plane
+    after the other, so its order is different.
     """
     order = np.argsort(geometry.offsets, kind="stable")
     offsets, nbytes = geometry.offsets[order], geometry.nbytes[order]

@@ -8,7 +8,7 @@ from transferd.errors import DeviceLost, StillRunning, TierError
 
 
 class CopyHung(StillRunning, TierError):
-    """A copy does not end, so the memory it works on cannot be freed."""
+    """A copy hangs, so the memory that it uses cannot be freed."""
 
     code = "device_stuck"
 
@@ -25,7 +25,7 @@ class Owned:
     def release(self) -> None:
         """Release everything, then raise the first error. Idempotent.
 
-        DeviceLost is no error here: the driver frees everything when it loses the context.
+        DeviceLost does not count as an error: the driver frees everything when it loses the context.
         """
         first: TierError | None = None
         while self._undo:

@@ -1,4 +1,4 @@
-"""How fast copies out of a device may go: stores are never urgent, and the engine and its loads need the bus, too."""
+"""Limits the rate of copies out of a device: stores are never urgent, and the engine and its loads need the bus."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ Rate = Callable[[], int]
 
 
 class Pace:
-    """A rate, in bytes per second, that may change at any time; 0: none. For one thread.
+    """A limit in bytes per second, which may change at any time; 0: no limit. For one thread.
 
-    A turn may go as soon as the turns before it are paid for. So the bound holds over time, and a turn itself goes at
-    full speed: splitting a turn would cost the daemon more and the engine nothing, since no DMA is long.
+    A turn may go once the rate has covered all earlier turns. So the limit holds over time, while each turn goes at
+    full speed: splitting turns would cost the daemon more and gain the engine nothing, since no DMA is long.
     """
 
     def __init__(self, rate: Rate, clock: Callable[[], float] = time.monotonic) -> None:
@@ -22,7 +22,7 @@ class Pace:
         self._since = clock()
 
     def wait_s(self) -> float:
-        """Seconds until the next turn may go, at the rate of now; 0: it may go."""
+        """Seconds until the next turn may go, at the current rate; 0 if it may go now."""
         now, rate = self._clock(), self._rate()
         if not rate:
             self._owed = 0.0
@@ -31,6 +31,6 @@ class Pace:
         return self._owed / rate if rate else 0.0
 
     def took(self, nbytes: int) -> None:
-        """A turn of so many bytes goes now."""
+        """Report a turn of this many bytes, which goes now."""
         self.wait_s()
         self._owed += nbytes

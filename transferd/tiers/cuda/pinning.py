@@ -17,18 +17,18 @@ from transferd.tiers.cuda.device import find_device
 from transferd.tiers.cuda.driver import Driver
 from transferd.tiers.numa import node_of_pci
 
-_registered: dict[int, int] = {}  # address → bytes; this process's, for every device
-_starts: list[int] = []  # their addresses, ascending
+_registered: dict[int, int] = {}  # address → bytes of each registration of this process, for every device
+_starts: list[int] = []  # the addresses, ascending
 _lock = threading.Lock()
 
 
 def is_registered(address: int) -> bool:
-    """Whether this process has registered the memory that begins here with CUDA."""
+    """Whether this process has registered memory with CUDA that begins at this address."""
     return address in _registered
 
 
 def boundaries(address: int, nbytes: int) -> list[int]:
-    """Where in a range another registration begins: no DMA may cross such an address."""
+    """The addresses within a range at which another registration begins: no DMA may cross them."""
     with _lock:
         return _starts[bisect.bisect_right(_starts, address) : bisect.bisect_left(_starts, address + nbytes)]
 
@@ -71,7 +71,7 @@ class CudaPinning:
             del _registered[address]
             _starts.remove(address)
         with contextlib.suppress(DeviceLost):
-            context = driver.retain(self._device)  # the same one: it is counted
+            context = driver.retain(self._device)  # the same context: the driver counts references
             try:
                 with driver.current(context):
                     driver.unregister_host(address)

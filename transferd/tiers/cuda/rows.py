@@ -17,9 +17,9 @@ _STREAM = 0
 class CudaRows:
     """One array of blocks on GPU `device`; each block is contiguous. Borrows the memory.
 
-    stride: bytes from block to block; None: there is nothing between them.
+    stride: bytes from block to block; None: the blocks are dense.
 
-    Does not order its copies after other work: let all work on the block end first.
+    Its copies are not ordered after other work on the device: let all work on the block end first.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class CudaRows:
 def rows(
     caches: Mapping[str, Sequence[Any]], *, device: int, driver: Driver | None = None
 ) -> dict[str, list[CudaRows]]:
-    """{plane: [one CudaRows per layer]}. Takes the same caches as `engine.export`. Raises RequestError as that does."""
+    """{plane: [one CudaRows per layer]}. Takes the same caches as `engine.export`, and raises RequestError like it."""
     driver = driver if driver is not None else open_driver()
     made: dict[str, list[CudaRows]] = {}
     for plane, layers in caches.items():

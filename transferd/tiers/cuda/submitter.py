@@ -5,8 +5,8 @@ Out of the device (into it is the mirror image), cut into chunks that fit a slot
     kernels   wait slot free · gather → slot · record ready  |  wait … · gather → slot' …
     copies                       wait ready · DMA slot → host · record free  |  wait …
 
-That is the "gather" path. Two slots or more, two streams: while the DMA engine empties one slot, a kernel fills
-another. Events order everything on the device. The launch itself carries everything else that a copy needs on the
+That is the "gather" path, with at least two slots and two streams: while the DMA engine empties one slot, a kernel
+fills another. Events order everything on the device. The launch itself carries all else that a copy needs on the
 device (block ids), so there is nothing to keep alive or to free per copy.
 
 The "straight" path issues one DMA per run, directly between cache and host memory. It serves runs so long
@@ -65,7 +65,7 @@ class Submitted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PackedOrder:
-    """How blocks with their segments in one order pass through a slot. table: of the kernel, in device memory."""
+    """How blocks whose segments have a certain order pass through a slot. table: the kernel's, in device memory."""
 
     table: int
     cutter: Cutter
@@ -75,9 +75,9 @@ class PackedOrder:
 class KernelTable:
     """The kernel, the cache it works on and the size of a slot: all copies of a tier use them.
 
-    function: the kernel. main: the order in which the layout lists segments. batches: DMAs may go in batches. Those
-    take host memory at the host's own address, which not every machine has (SGLang #40232). tuning: see there.
-    slots: in each direction.
+    function: the kernel. main: the order in which the layout lists segments. batches: whether DMAs may go in batches.
+    Batches use host memory at the host's own address, which does not work on every machine (SGLang #40232). tuning:
+    see tuning.py. slots: their number in each direction.
     """
 
     cache: Arena
@@ -90,7 +90,7 @@ class KernelTable:
 
 
 def upload_order(driver: Driver, cache: Arena, order: Ids, slot_bytes: int, stream: int, owned: Owned) -> PackedOrder:
-    """Write the kernel's table for segments in this order to device memory, which `owned` then frees. Waits."""
+    """Write the kernel's table for segments in this order to device memory, which `owned` then frees. Blocks."""
     cutter = Cutter(cache.geometry.nbytes[order], slot_bytes)
     table = segment_table(cache, cutter.offsets, order)
     address = driver.allocate(len(table))
@@ -113,7 +113,7 @@ class Submitter:
 
     outward: device → host. preferred: use this path whenever it is possible (for measurements and tests); None:
     choose by run length. batching: try batches; a refused one sets it to False. counts: copies by path.
-    unregistered: copies from or to host memory that is not registered with CUDA.
+    unregistered: the number of copies from or to host memory that is not registered with CUDA.
 
     Every method requires the context to be current, and one thread to call it. Raises TierError.
     """
@@ -174,7 +174,7 @@ class Submitter:
     # --- a copy, step by step -----------------------------------------------------------------------
 
     def steps(self, plan: CopyPlan, host: HostMemory) -> Iterator[Submitted]:
-        """Submits a chunk for each `next`. `tail` is the stream that finishes a chunk last."""
+        """Each `next` submits one chunk. `tail` is the stream that finishes a chunk last."""
         self.unregistered += not is_registered(host.address)
         moves = plan.moves
         order = None if moves is None else self._order(moves)
@@ -221,7 +221,7 @@ class Submitter:
             self._driver.copy(target, source, nbytes, self._copies)
 
     def _batches(self, targets: Addresses, sources: Addresses, sizes: Addresses) -> int:
-        """Submit batches. Returns how many DMAs: all of them, or those before a refused batch."""
+        """Submit batches. Returns how many DMAs were submitted: all of them, or those before a refused batch."""
         for start in range(0, len(sizes), BATCH_MOST):
             part = slice(start, start + BATCH_MOST)
             try:
@@ -253,7 +253,7 @@ class Submitter:
     # --- blocks, through staging --------------------------------------------------------------------
 
     def _blocks(self, moves: Moves, order: PackedOrder, host: HostMemory) -> Iterator[Submitted]:
-        """Compute here, once, what all chunks share: a chunk takes slices of it."""
+        """Copy blocks through staging. What all chunks share is computed once, and each chunk takes slices of it."""
         driver, cutter = self._driver, order.cutter
         filling, emptying = (self._kernels, self._copies) if self.outward else (self._copies, self._kernels)
         cache_ids, packed, host_ids = moves.source_ids, moves.target, moves.target_ids
@@ -283,7 +283,7 @@ class Submitter:
             yield Submitted((chunk.stop - chunk.start) * chunk.part.nbytes, part.stop - part.start)
 
     def _between(self, dmas: SlotDmas, part: slice, slot: int, *, in_batches: bool) -> None:
-        """These DMAs, between the slot at this address and host memory."""
+        """Submit these DMAs between the slot at this address and host memory."""
         if in_batches and self.batching and part.stop - part.start > 1:
             slots, hosts = dmas.offsets[part] + np.uint64(slot), dmas.hosts[part]
             targets, sources = (hosts, slots) if self.outward else (slots, hosts)

@@ -10,7 +10,7 @@ Memory of a rank, all of it owned by the tier from `open` to `close`:
 Copies run in two pipelines, one per direction, with a thread and streams of their own. Ranks share only the compiled
 kernel and the device's primary context, which is reference-counted.
 
-The engine's compute and these copies are ordered like this (docs/adr/0012, 0043):
+The engine's compute and these copies are ordered as follows (docs/adr/0012, 0043):
 
 * before a copy: the engine pushes a task once its blocks are computed; or the task names a timeline and a number
   (`after`), and each rank's process of the engine advances its own timeline. An engine with one process and
@@ -44,16 +44,16 @@ from transferd.tiers.cuda.submitter import CopyPath
 from transferd.tiers.extents import Extent, extents_of
 from transferd.tiers.pinning import Pinning
 
-# With slots of 8 MiB a lane takes twice as much of Python's lock (benchmarks/gpu_submission.py), and without MPS
-# kernels get a turn every one to two milliseconds: the slots must hold enough work to last that long.
+# With slots of 8 MiB a pipeline holds Python's lock for twice as long (benchmarks/gpu_submission.py). Without MPS,
+# kernels get a turn every one to two milliseconds, so the slots must hold enough work to last that long.
 SETTINGS = CudaSection()
 
 
 class CudaDeviceTier:
     """A DeviceTier on a GPU. See the module for memory and ordering.
 
-    device: its CUDA index in this process, or its UUID. driver: default: the real one. settings: [cuda] of the
-    configuration; copy_path and slot_bytes replace what it says (see Submitter).
+    device: the GPU's CUDA index in this process, or its UUID. driver: default: the real one. settings: [cuda] of the
+    configuration; copy_path and slot_bytes override it (see Submitter).
     """
 
     attaches = True
@@ -89,14 +89,14 @@ class CudaDeviceTier:
     def configured(
         cls, config: Config, layout: BlockLayout, rank: int, device: int | str, threads: Threads
     ) -> CudaDeviceTier:
-        """The tier of a daemon with this configuration."""
+        """The tier for a rank of a daemon with this configuration."""
         return cls(layout, rank, device, threads, settings=config.cuda)
 
     @staticmethod
     def pinning(device: int | str) -> Pinning:
         """Pins host memory for this device. Raises TierError without a driver, the device or a matching NVRTC.
 
-        A daemon makes this first for each rank, so such errors come before any memory is allocated.
+        A daemon creates this first for each rank, so these errors appear before any memory is allocated.
         """
         pinning = CudaPinning(device)
         check_fit(open_driver().version, nvrtc_major())
@@ -198,7 +198,7 @@ class CudaDeviceTier:
         return self.resources.with_timelines(handle)
 
     def extents(self) -> list[Extent]:
-        """Identified by address: a process maps an allocation once (ipc.py), and no two have the same address."""
+        """Extents by address: a process maps each allocation once (ipc.py), and no two have the same address."""
         return extents_of(self._layout, self.arena, self.resources.info.uuid)
 
     async def close(self) -> None:
@@ -213,16 +213,16 @@ class CudaDeviceTier:
 
 
 class _CopyEnd(asyncio.Future[None]):
-    """The end of a copy. Cancelling withdraws the copy; if some of it is moving already, wait for its end."""
+    """The end of a copy. Cancelling withdraws the copy; if it has begun, the future is done only at its end."""
 
     copy: Copy
 
     def cancel(self, msg: object = None) -> bool:
-        """False if the copy has begun: it ends soon, cancelled if not all of it has moved by then."""
+        """False if the copy has begun: it ends soon, and counts as cancelled unless all of its bytes have moved."""
         return not self.done() and self.copy.withdraw() and super().cancel(msg)
 
     def completed(self, error: TransferError | None) -> None:
-        """In the pipeline's thread."""
+        """Report the end of the copy. Called in the pipeline's thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed, so there is no waiter
             self.get_loop().call_soon_threadsafe(self._deliver, error)
 

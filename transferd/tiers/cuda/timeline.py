@@ -1,13 +1,13 @@
-"""Timelines: how far an engine's streams have got, as numbers in device memory that both sides share.
+"""Timelines: numbers in device memory, shared by both sides, that say how far an engine's streams have come.
 
-A rank has SLOTS timelines, one 64-bit word each, in memory of the daemon that its handle names. The engine's process
-of that rank puts the write of a larger number on its compute stream (`EngineTimelines.advance`). A task names a
-timeline and a number (`after`, made by client.timeline); on each rank its copies begin once that rank's word has
+A rank has SLOTS timelines, one 64-bit word each, in memory of the daemon's that the rank's handle names. The engine's
+process of that rank puts the write of a larger number on its compute stream (`EngineTimelines.advance`). A task names a
+timeline and a number (`after`, from client.timeline); on each rank its copies begin once that rank's word has
 reached the number. So the order of the task's push and the rank's write does not matter: copies wait for a rank that
-is a step behind, and a later step of another stream has another word. (docs/adr/0043)
+is a step behind, and another stream uses another word. (docs/adr/0043)
 
-The daemon owns the words, so they survive an engine's death. The wait for a word is on a stream of its own (gate.py),
-so it holds up only copies of its task. Before the daemon frees the words, it ends every wait itself.
+The daemon owns the words, so they survive an engine's death. Each word has a stream of its own for waits (gate.py), so
+a wait delays only tasks that name the word. Before the daemon frees the words, it ends every wait itself.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from transferd.tiers.cuda.ipc import ExportedTimelines
 from transferd.tiers.cuda.owned import CopyHung, Owned
 
 STRIDE = 64  # bytes from word to word, so that two words never share a line of the GPU's memory system
-# An allocation of less than 2 MiB shares its pages with others, and the other process would map those, too.
+# An allocation of less than 2 MiB shares its pages with others, which the other process would then map, too.
 NBYTES = 2 * 1024**2
 END = 2**63 - 1  # larger than every number that a task may name
 
 
 class Timelines:
-    """The daemon's side of one rank: the words, and a gate for each that a task has ever named.
+    """The daemon's side of one rank: the words, and a gate for each word that a task has ever named.
 
-    Creating requires the context to be current. Raises TierError; then nothing is left behind. Owns everything from
-    then on, until `stop` and `close`.
+    Creating requires the context to be current. Raises TierError; then nothing is left behind. Owns words and gates
+    until `stop` and `close`.
     """
 
     def __init__(self, driver: Driver, context: int) -> None:
@@ -42,7 +42,7 @@ class Timelines:
         try:
             self._words = driver.allocate(NBYTES)
             self._owned.add(lambda: driver.free(self._words))
-            # Made before any wait: this stream ends waits, so nothing may ever be ahead of it.
+            # Created before any wait: this stream ends waits, so it must never queue behind one.
             self._release = driver.create_stream(urgent=True)
             self._owned.add(lambda: driver.destroy_stream(self._release))
             driver.fill(self._words, 0, NBYTES, self._release)
@@ -68,7 +68,7 @@ class Timelines:
         return gate
 
     def reached(self, slot: int) -> int:
-        """A number that this timeline is known to have reached; it may be further."""
+        """A number that this timeline is known to have reached; it may have passed it."""
         gate = self._gates.get(slot)
         return 0 if gate is None else gate.reached
 
@@ -78,7 +78,7 @@ class Timelines:
 
     @property
     def waiting(self) -> dict[int, int]:
-        """The timelines that have waiters now, each with the number."""
+        """{slot: number waited for} of the timelines that have waiters now."""
         waits = [(slot, gate.waits_for) for slot, gate in self._gates.items()]
         return {slot: value for slot, value in waits if value is not None}
 
@@ -121,7 +121,7 @@ class EngineTimelines:
         self._context = context
         self._words = words
         self._exported = exported
-        self._owner = owner  # keeps the mapping
+        self._owner = owner  # keeps the mapping alive
 
     def advance(self, after: tuple[int, int], stream: int) -> None:
         """Advance the timeline behind all work that is on this CUDA stream (its address) now.

@@ -1,8 +1,8 @@
 """How copies share a GPU with its engine: figures that depend on the kind of GPU and must be measured there.
 
-Kernels of two processes take turns unless NVIDIA's MPS runs, so the best grid depends on MPS: with it, the kernel
-leaves most multiprocessors to the engine; without it, the engine waits for the kernel's end anyway, which should come
-soon.
+Kernels of two processes take turns unless NVIDIA's MPS runs, so the best grid depends on MPS. With MPS, our kernel
+should leave most multiprocessors to the engine. Without it, the engine waits for the end of our kernel anyway, so the
+kernel should be quick.
 
 `[cuda]` of the configuration sets each figure; `make gpu-check` measures with a busy neighbour and prints the best
 ones. MEASURED has such results by the beginning of a GPU's name and whether MPS runs. It is empty: no GPU has been
@@ -23,11 +23,12 @@ _MPS_DIRECTORY = "/tmp/nvidia-mps"
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """grid: thread blocks of the kernel, at most. long_run: mean bytes of a run from which copies go straight; and
-    long_run_in: for copies into the device, if it is not 0.
+    """grid: the most thread blocks of the kernel. long_run: the mean run length, in bytes, from which copies go
+    straight. long_run_in: the same for copies into the device, if it is not 0.
 
-    dma_most: bytes of one DMA. A copy engine has no priorities and never interrupts a DMA: the engine's own small
-    copies wait for it. 4 MiB are 80 us of PCIe 5, and starting a DMA costs half a microsecond (LMCache's figure).
+    dma_most: the most bytes of one DMA. A copy engine has no priorities and never interrupts a DMA, so the engine's own
+    small copies wait for its end. PCIe 5 moves 4 MiB in 80 us; starting a DMA costs half a microsecond (LMCache's
+    figure).
     """
 
     grid: int
@@ -50,7 +51,7 @@ def tuning_for(info: DeviceInfo, *, mps: bool) -> Tuning:
 
 
 def tuned(info: DeviceInfo, settings: CudaSection, *, mps: bool) -> Tuning:
-    """What the configuration says, and for the rest what fits this GPU."""
+    """The configured figures, and for settings of 0 or "auto" those that fit this GPU."""
     chosen = {
         "grid": settings.grid,
         "long_run": settings.straight_from,
@@ -61,5 +62,5 @@ def tuned(info: DeviceInfo, settings: CudaSection, *, mps: bool) -> Tuning:
 
 
 def mps_runs() -> bool:
-    """Whether a CUDA process started here becomes a client of MPS: whether the control daemon's pipe exists."""
+    """Whether a CUDA process started here would be a client of MPS: whether the control daemon's pipe exists."""
     return (Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or _MPS_DIRECTORY) / "control").exists()
