@@ -60,8 +60,7 @@ class Loan:
         self.over = False
         self._holders = 0
         self._lock = threading.Lock()
-        self._loop = asyncio.get_running_loop()
-        self._returned = self._loop.create_future()
+        self._returned: asyncio.Future[None] | None = None  # set if `end` waits
 
     def take(self) -> bool:
         """In a thread, before it touches a block. False: the blocks are not its any more. True: `give_back` follows."""
@@ -72,17 +71,18 @@ class Loan:
     def give_back(self) -> None:
         with self._lock:
             self._holders -= 1
-            last = self.over and not self._holders
-        if last:
-            self._loop.call_soon_threadsafe(self._returned.set_result, None)
+            returned = None if self._holders else self._returned
+        if returned is not None:
+            returned.get_loop().call_soon_threadsafe(returned.set_result, None)
 
     async def end(self) -> None:
         """Wait until no thread holds a block. A thread holds one for as long as memory is copied, never for I/O."""
         with self._lock:
             self.over = True
-            held = self._holders
-        if held:
-            await self._returned
+            if not self._holders:
+                return
+            self._returned = asyncio.get_running_loop().create_future()
+        await self._returned
 
 
 class Piece(NamedTuple):

@@ -113,9 +113,14 @@ class Reader:
         under_way: deque[asyncio.Task[bool]] = deque()
         useful = True
         try:
-            names, found = await self._found(account)
-            if found and self._in_place is not None and getattr(self._context.device, "addressable", False):
-                found = await self._in_place.load(account, names, found)
+            names = self._context.names(job)
+            in_place = self._in_place if getattr(self._context.device, "addressable", False) else None
+            if in_place is None or len(names) > 1:
+                found = await self._found(account, names)
+            else:  # one load finds out as much as a look-up does
+                found = range(1)
+            if found and in_place is not None:
+                found = await in_place.load(account, names, found)
             if 0 < len(found) <= self._chunk_blocks:  # one chunk has no next one to overlap with
                 await self._load(account, [names[i] for i in found], found)
                 return account.outcome()
@@ -131,21 +136,21 @@ class Reader:
             account.failed(error)
         finally:
             # A chunk ends within one copy after a stop; until then its device blocks are in use.
-            await every(under_way)
+            if under_way:
+                await every(under_way)
         return account.outcome()
 
-    async def _found(self, account: Account) -> tuple[Sequence[str], Sequence[int]]:
-        """Names of all objects of the task, and the positions of those to load, ascending."""
+    async def _found(self, account: Account, names: Sequence[str]) -> Sequence[int]:
+        """Look up all objects of the task. Returns the positions of those to load, ascending."""
         context, job = self._context, account.job
         task = job.task
         assert isinstance(task, ReadStorageTask)
-        names = context.names(job)
         before = context.clock.monotonic()
         asked = context.background.begin(self.source.stored(names, job.use))
         answered = asked.done() or await job.stop.race(asked)
         account.storage_s += context.clock.monotonic() - before
         if not answered:
-            return names, ()
+            return ()
         stored = asked.result()
         prefix = leading(stored)
         found: Sequence[int] = range(prefix)
@@ -153,7 +158,7 @@ class Reader:
             found = [i for i, there in enumerate(stored) if there]
         self.missed += task.blocks - len(found)
         context.recorder.step(task.task_id, "found", context.rank, len(found))
-        return names, found
+        return found
 
     async def _load(self, account: Account, names: Sequence[str], positions: Sequence[int]) -> bool:
         """Load one chunk, joining fetches that are already in flight. True: the next one is of use."""
