@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 def arrays(handle: dict[str, Any]) -> dict[str, list[Any]]:
     """Map the memory that a handle names; see Client.attach. Raises TierError."""
     if handle["kind"] == "cuda_ipc":
-        from transferd.tiers.cuda.engine import attach  # loads CUDA when it is called
+        from transferd.tiers.cuda.engine import attach  # imported here because it needs CUDA
 
         return dict(attach(handle["data"]).caches)
     from transferd.tiers.segment import attach_arrays
@@ -35,7 +35,7 @@ def timelines(handle: dict[str, Any]) -> Any:
     """Map the timelines that a handle names; see Client.timelines. Raises TierError."""
     if handle["kind"] != "cuda_ipc":
         return None
-    from transferd.tiers.cuda.engine import timelines as mapped  # loads CUDA when it is called
+    from transferd.tiers.cuda.engine import timelines as mapped  # imported here because it needs CUDA
 
     return mapped(handle["data"])
 
@@ -43,9 +43,9 @@ def timelines(handle: dict[str, Any]) -> Any:
 class Attachments:
     """Changed by one client, on its loop.
 
-    outdated: attached ranks whose memory is gone, ascending. orphaned: those of them whose memory another daemon made;
-    only the client knows these, while a daemon knows what was attached before one of its own clears.
-    changing: how many of the client's own clears and restores are in progress; it needs no notice of those.
+    outdated: attached ranks whose memory is gone, ascending. orphaned: those outdated ranks whose memory belonged to an
+    earlier daemon. Only the client knows these; a daemon itself knows what was attached before its own clears.
+    changing: how many clears and restores by this client are in progress; these cause no notification.
     """
 
     def __init__(self, conversation: Conversation) -> None:
@@ -64,7 +64,7 @@ class Attachments:
         return sorted(self._mapped)
 
     def attach(self, rank: int, handle: dict[str, Any]) -> None:
-        """Note a handle from the daemon. A handle without boot_id and epoch means the current ones."""
+        """Record a handle from the daemon. A handle without boot_id and epoch means the current ones."""
         now = self._conversation.session
         self._mapped[rank] = handle.get("boot_id", now.boot_id), handle.get("epoch", now.epoch)
         self._look()
@@ -79,12 +79,12 @@ class Attachments:
         self._look()
 
     def epoch_began(self, epoch: int) -> None:
-        """The client itself has cleared or restored the cache."""
+        """Note that this client itself has cleared or restored the cache."""
         self._known = self._conversation.session.boot_id, epoch
         self._look()
 
     def again(self) -> list[wire.Control]:
-        """The requests to repeat in a new session: mappings still count there, or the daemon sees they are outdated."""
+        """The requests to repeat in a new session, which tell the daemon what is mapped, current or outdated."""
         boot_id = self._conversation.session.boot_id
         return [wire.Attach(rank, epoch) for rank, (boot, epoch) in self._mapped.items() if boot == boot_id]
 
@@ -97,7 +97,7 @@ class Attachments:
 
     def _look(self) -> None:
         boot_id, epoch = self._conversation.session.boot_id, self._conversation.session.epoch
-        # Memory of a later epoch than the last Welcome's is newer than what we know.
+        # Memory of a later epoch than that of the last Welcome is current, and our knowledge is old.
         self.outdated = [rank for rank, (boot, of) in sorted(self._mapped.items()) if boot != boot_id or of < epoch]
         self.orphaned = [rank for rank in self.outdated if self._mapped[rank][0] != boot_id]
 

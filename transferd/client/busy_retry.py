@@ -11,7 +11,7 @@ from transferd.client.session import Conversation
 from transferd.errors import Closed
 from transferd.tasks import ErrorInfo, Status, Task, TaskResult
 
-BUSY_PAUSE_S = 0.01  # before the next retry, unless the daemon names a time
+BUSY_PAUSE_S = 0.01  # the pause before the next retry, unless the daemon names one
 _TAKEN_BACK = ErrorInfo("cancelled", "cancelled while the daemon was busy")
 _CLOSED = ErrorInfo(Closed.code, "the client was closed")
 
@@ -38,7 +38,7 @@ class BusyRetry:
             task = msgspec.structs.replace(task, timeout=give_up - self._conversation.now)
 
     async def _pause(self, task_id: str, pause: float) -> ErrorInfo | None:
-        """Wait before the next push. Returns the reason not to push again if `cancel` or `close` came meanwhile."""
+        """Wait before the next push. If `cancel` or `close` comes meanwhile, return the reason not to push again."""
         told = self._waiting[task_id] = self._conversation.new_future()
         try:
             await asyncio.wait({told}, timeout=pause)

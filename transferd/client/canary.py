@@ -50,8 +50,8 @@ def laid(caches: Mapping[str, Sequence[Any]], block: int | None = None) -> Itera
     """Fill one block of every array with random bytes while this is open; yield the canary for the handle.
 
     caches: {plane: [one array per layer]}, numpy arrays or Rows, over the memory that the handle names.
-    block: 1 by default, which also reveals a wrong block stride; 0 if there is only one block. The original bytes
-    are restored at the end, also after an error. Do not use the block until then; the daemon only reads it.
+    block: 1 by default, which also reveals a wrong block stride; 0 if there is only one block. At the end, the
+    original bytes are restored, even after an error. Do not use the block until then; the daemon only reads it.
     """
     rows = {plane: [_rows_of(array) for array in layers] for plane, layers in caches.items()}
     fewest = min((array.blocks for layers in rows.values() for array in layers), default=0)

@@ -35,7 +35,7 @@ from transferd.tasks import DEFAULT_TIMEOUT_S, Task, TaskResult
 from transferd.wire import protocol as wire
 from transferd.wire.transport import ClientTransport, ZmqClientTransport
 
-NO_ANSWER_S = 30.0  # past a task's own timeout; a daemon without a bug answers by then
+NO_ANSWER_S = 30.0  # added to a task's own timeout; without a bug, the daemon answers by then
 CONTROL_TIMEOUT_S = 30.0  # for a request that the daemon can answer at once
 RESTORE_TIMEOUT_S = 600.0  # to allocate memory: pinning hundreds of GiB takes minutes
 
@@ -53,7 +53,7 @@ class Client(Observing, StorageLookup, Registering):
         then waits only for an answer; call `wait_ready` later.
     transport: replaces the default ZeroMQ socket, for example to use CURVE keys. The client closes it.
     name: identifies this client in reports, for example as the holder of a pause. Default: the process id.
-    engine: the engine that this client speaks for (`register`). "" is the one of the daemon's [cache].
+    engine: the name of the engine that this client speaks for (`register`). "" is the engine of the daemon's [cache].
 
     Not thread-safe: use it on the event loop that entered it (use SyncClient from threads). You may enter it again
     after `close` or a failed connect. A client that is dropped without `close` warns (ResourceWarning) and closes.
@@ -62,7 +62,7 @@ class Client(Observing, StorageLookup, Registering):
     Control requests raise the daemon's error, DaemonLost when it is gone, or TransferError `no_answer` when it is late.
     """
 
-    _dropped = True  # also where __init__ raised
+    _dropped = True  # stays True if __init__ raises
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Client(Observing, StorageLookup, Registering):
         renewed = weakref.WeakMethod(self._renewed)  # the loop holds the conversation; it must not hold us as well
         self._conversation.renewed = lambda: (tell := renewed()) and tell()
         self._known = "", 0, 0  # boot_id and session of the newest Welcome; epoch of the newest with an engine
-        self._absent = False  # there was no engine of our name
+        self._absent = False  # the newest Welcome said that there is no engine of our name
         self._repeated: list[int] = []  # requests that were repeated in the newest session
         self._dropped = False
         self._offers = Offers(self._conversation.request, CONTROL_TIMEOUT_S)
@@ -95,10 +95,10 @@ class Client(Observing, StorageLookup, Registering):
 
     @property
     def on_new_boot(self) -> Callable[[], object] | None:
-        """Called on the client's loop, without arguments, when the contents of all blocks are gone.
+        """Called on the client's loop, without arguments, when the contents of all blocks are lost.
 
-        Another daemon answers, or another client has cleared the cache: forget all blocks and `reattach`. May be a
-        coroutine function. None: the client logs a warning.
+        Either another daemon answers, or another client has cleared the cache: forget all blocks and `reattach`. It
+        may be a coroutine function. None: the client logs a warning.
         """
         return self._attached.on_new_boot
 
@@ -108,7 +108,7 @@ class Client(Observing, StorageLookup, Registering):
 
     @property
     def outdated(self) -> list[int]:
-        """Ranks attached here whose memory is gone. Call `reattach`, or `attach` for each of them."""
+        """Ranks that this client attached and whose memory is gone. Call `reattach`, or `attach` for each of them."""
         return list(self._attached.outdated)
 
     @property
@@ -158,9 +158,9 @@ class Client(Observing, StorageLookup, Registering):
     async def connect(self) -> None:
         """Connect and wait until the daemon is ready (or, without await_ready, answers).
 
-        You may call it again after it failed, or after `close`: the client starts afresh, with nothing offered. Its
-        attachments are renewed if their memory is still there; if not, `on_new_boot` is called. On a connected client
-        it only waits. Raises ConnectTimeout, ConfigError.
+        You may call it again after it failed, or after `close`: the client starts afresh, with nothing offered. It
+        renews its attachments if their memory still exists; if not, it calls `on_new_boot`. On a connected client
+        `connect` only waits. Raises ConnectTimeout, ConfigError.
         """
         opened = self._conversation.open()
         try:
@@ -174,7 +174,7 @@ class Client(Observing, StorageLookup, Registering):
             raise
 
     async def wait_ready(self, timeout: float | None = None) -> None:
-        """Wait until a ready daemon answers. Works also after a lost daemon or a cleared cache.
+        """Wait until a ready daemon answers. Call it also after the daemon was lost or the cache was cleared.
 
         timeout: seconds; connect_timeout if None. Raises ConnectTimeout, which names the ranks without memory.
         """
@@ -204,7 +204,7 @@ class Client(Observing, StorageLookup, Registering):
     async def insist(self, task: Task) -> TaskResult:
         """Like `submit`, but retry while the daemon is busy, for as long as the task's timeout allows.
 
-        The timeout includes the waiting: each retry has what is left of it.
+        The task's timeout covers all retries: each one gets the time that is left.
         """
         return await self._busy.submit(self.submit, task, self._limit(task) - NO_ANSWER_S)
 
@@ -228,7 +228,7 @@ class Client(Observing, StorageLookup, Registering):
 
     def _limit(self, task: Task) -> float:
         timeout = task.timeout if type(task.timeout) is float else as_seconds(task.timeout) or 0.0
-        if not 0.0 < timeout < math.inf:  # the daemon rejects it
+        if not 0.0 < timeout < math.inf:  # the daemon will reject it
             timeout = 0.0
         return self._clock.monotonic() + timeout + NO_ANSWER_S
 
@@ -316,7 +316,7 @@ class Client(Observing, StorageLookup, Registering):
         await self._holds.resume(CONTROL_TIMEOUT_S)
 
     async def drain(self) -> None:
-        """Stop admitting tasks; return once every admitted task is answered. Ends as a pause does."""
+        """Stop admitting tasks; return once every admitted task is answered. A drain ends like a pause."""
         await self._holds.drain()
 
     async def set_generation(self, generation: str) -> None:
@@ -335,25 +335,25 @@ class Client(Observing, StorageLookup, Registering):
     async def attach(self, rank: int) -> dict[str, list[Any]]:
         """Map a rank's device cache: {plane: [one array per layer]}, zero-copy. The creator of the memory owns it.
 
-        Shared memory gives numpy arrays. Stay connected while you use them: the daemon takes tasks only while every
-        rank is attached. After a clear or a restart they still show the old bytes, which only you see: `reattach`.
-        A GPU gives arrays with `__cuda_array_interface__` and DLPack; drop them and `detach` before a clear.
+        For shared memory these are numpy arrays. Stay connected while you use them: the daemon accepts tasks only while
+        every rank is attached. After a clear or a restart, they show old bytes that only you see: call `reattach`.
+        For a GPU, the arrays have `__cuda_array_interface__` and DLPack; drop them and `detach` before a clear.
         Raises RequestError, and TierError if the memory cannot be shared.
         """
         return arrays(await self.device_handle(rank))
 
     async def timelines(self, rank: int) -> Any:
-        """Map a rank's timelines (client/timeline.py): `advance(after, stream)` behind its work. None: it has none."""
+        """Map a rank's timelines, whose `advance(after, stream)` goes behind its work. None: the rank has none."""
         return timelines(await self.device_handle(rank))
 
     async def reattach(self, timeout: float | None = None) -> dict[int, dict[str, list[Any]]]:
-        """After a restart or a clear, attach every rank that was attached here: {rank: `attach`'s arrays}.
+        """After a restart or a clear, attach every rank that this client had attached: {rank: `attach`'s arrays}.
 
         Waits until the daemon is ready. All blocks are empty. Raises ConnectTimeout, and what `attach` raises.
         """
         try:
             return await self._reattach(timeout)
-        except DaemonLost:  # the restart that we are to follow, noticed only now
+        except DaemonLost:  # only now do we notice the restart
             return await self._reattach(timeout)
 
     async def _reattach(self, timeout: float | None) -> dict[int, dict[str, list[Any]]]:
@@ -385,8 +385,8 @@ class Client(Observing, StorageLookup, Registering):
             client is gone, or the cache is cleared. The client repeats the offer to a restarted daemon by itself.
         caches: your own view of that memory, {plane: [one array per layer]}: numpy arrays, or `rows(…)` from
             tiers.cuda.rows or adapters.paddle. With it the daemon first checks that the handle leads to the same
-            bytes: `block` (1 by default) of every array holds a random pattern for the check, and its original bytes
-            again before the offer takes effect. Do not use that block until this returns.
+            bytes: during the check, `block` (1 by default) of every array holds random bytes. The client restores the
+            original bytes before the offer takes effect. Do not use that block until this returns.
 
         Raises RequestError (`layout_mismatch`, `canary_mismatch`, `already_attached`, `not_attachable`,
         `stale_offer`, …), TierError.
@@ -407,9 +407,9 @@ class Client(Observing, StorageLookup, Registering):
     async def restore_cache(self, generation: str | None = None, *, same_weights: bool = False) -> None:
         """Re-create the memory of a cleared cache, zeroed, and serve `generation`, which must be a new one.
 
-        generation: None means what the daemon's storage.version_file says now or, without such a file, the one that
-        `set_generation` has set since the clear. same_weights: the engine slept and still serves the same weights, so
-        `generation` may be the one that the clear closed, and blocks stored under it stay valid.
+        generation: None means what the daemon's storage.version_file says now or, without such a file, the current one,
+        which `set_generation` must have changed since the clear. same_weights: the engine slept and still serves the
+        same weights, so `generation` may be the one that the clear closed, and its stored blocks stay valid.
 
         A daemon that does not create memory then waits for new offers. Raises RequestError (`not_cleared`,
         `closed_generation`), or TierError if there is no room; the cache then stays cleared.
@@ -438,7 +438,7 @@ class Client(Observing, StorageLookup, Registering):
         self._offers.clear()
 
     def _renewed(self) -> None:
-        """A session or an epoch has begun: repeat to the daemon what an earlier one knew, and notify the engine."""
+        """A session or an epoch has begun: tell the daemon what it may not know, and notify the engine."""
         now, (boot_id, number, epoch) = self._conversation.session, self._known
         was_absent, self._absent = self._absent, bool(self._conversation.engine and not now.epoch)
         self._known = now.boot_id, now.session, now.epoch or epoch
@@ -446,7 +446,7 @@ class Client(Observing, StorageLookup, Registering):
         if new:
             again += self._registration.again()
         if not self._absent and (new or was_absent):  # else a clear has ended the offers of other epochs
-            if now.registration not in ("", self._conversation.lineage):  # another engine has our name now
+            if now.registration not in ("", self._conversation.lineage):  # a different engine has our name now
                 self._offers.clear()
             made_anew = boot_id != now.boot_id or epoch < now.registered
             again += self._offers.again(epoch if made_anew else now.epoch, now.epoch)

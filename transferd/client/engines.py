@@ -1,4 +1,4 @@
-"""An engine that a client registers with the daemon, and what the client keeps of it. docs/adr/0040."""
+"""An engine that a client registers with the daemon, and what the client remembers of it (docs/adr/0040)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNREGISTER_TIMEOUT_S = 24 * 3600.0  # its tasks have their own deadlines
 
 
 class Layout(Protocol):
-    """What says of itself what a block is, in the keys of [cache]."""
+    """A description of blocks that can be expressed in the keys of [cache]."""
 
     def as_cache(self) -> dict[str, Any]: ...
 
@@ -24,13 +24,13 @@ class Layout(Protocol):
 class Engine:
     """A group of ranks with one geometry, as it registers with a daemon.
 
-    ranks: on this node; the group may have more (group_ranks, first_rank). model, generation: what blocks are of; they
-    are part of every stored object's name. layout: `Pages`, or a mapping with keys of [cache] (attention, layers,
-    kv_heads, head_dim, block_size, dtype, device_blocks, device, …). host_blocks: of each rank's host tier, which the
-    daemon allocates. dp_rank: data-parallel rank, in KV events.
+    ranks: those on this node; the group may have more (group_ranks, first_rank). model, generation: of the weights;
+    they are part of every stored object's name. layout: `Pages`, or a mapping with keys of [cache] (attention, layers,
+    kv_heads, head_dim, block_size, dtype, device_blocks, device, …). host_blocks: the size of each rank's host tier,
+    which the daemon allocates. dp_rank: data-parallel rank, for KV events.
 
-    Engines whose model, generation, layout (all that says what a block is) and group size agree read each other's
-    blocks; others never do.
+    Engines read each other's blocks if they have the same model, generation and group size, and layouts that agree in
+    what a block is; others never do.
     """
 
     ranks: int
@@ -43,7 +43,7 @@ class Engine:
     dp_rank: int = 0
 
     def said(self, token: str) -> wire.Register:
-        """The request to register it. Raises RequestError for an invalid layout."""
+        """The request that registers this engine. Raises RequestError for an invalid layout."""
         layout = self.layout
         if not isinstance(layout, Mapping):
             if not hasattr(layout, "as_cache"):
@@ -72,7 +72,7 @@ class Registration:
         self._made: wire.Register | None = None
 
     async def register(self, engine: Engine) -> int:
-        """Returns the engine's epoch, new or continued."""
+        """Register the engine. Returns its epoch, new or continued."""
         body = engine.said(self._fresh_id() if self._made is None else self._made.token)
         value: dict[str, int] = await self._conversation.request(body, REGISTER_TIMEOUT_S)
         self._made = body
@@ -109,8 +109,8 @@ class Registering:
     async def register(self, engine: Engine) -> None:
         """Register the engine that this client names; return when its ranks can `offer` their memory.
 
-        It stays for as long as one client that names it lives. If the daemon restarts, or has taken every client of
-        the engine for gone, this client registers it again by itself, and each client repeats its offers.
+        The engine stays as long as at least one of its clients lives. If the daemon restarts, or considers all of the
+        engine's clients gone, this client registers it again by itself, and each client repeats its offers.
 
         Raises RequestError (`engine_exists`, `too_many_engines`, `layout_mismatch`, `not_yours`, `no_room`, …).
         """

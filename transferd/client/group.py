@@ -1,11 +1,11 @@
-"""A tensor-parallel group whose ranks live on several nodes, as one client: a daemon on each node, one result a task.
+"""One client for a tensor-parallel group on several nodes: a daemon on each node, one result per task.
 
-The nodes hold the group's ranks in order; each daemon knows its own from `first_rank` and `group_ranks` ([cache] or
-`Engine`), so that objects carry the rank in the group. A task goes to every node under the same id, and its results are
-merged as a daemon merges its ranks (group_merge.py).
+The nodes hold the group's ranks in order. Each daemon knows its own ranks from `first_rank` and `group_ranks` ([cache]
+or `Engine`), so object names contain the rank within the group. A task goes to every node under the same id, and the
+results are merged as a daemon merges its ranks (group_merge.py).
 
-A group answers once every node has answered or is lost, because only then are its blocks free on every node. The others
-cannot make up for a node that is lost or refuses, so the group cancels the task there, which shortens the wait.
+A group answers once every node has answered or is lost, because only then are the task's blocks free on every node. If
+a node is lost or refuses, the task cannot succeed, so the group cancels it on the other nodes to shorten the wait.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transferd.wire.transport import ClientTransport
 
 T = TypeVar("T")
 
-# What every node must report alike about its engine.
+# What all nodes must report identically about their engines.
 ALIKE = ("model", "fingerprint", "generation")
 
 
@@ -33,11 +33,11 @@ class GroupClient:
     """One client of all nodes of a group, in the order of their ranks.
 
     endpoints: one per node. engine: the engine's name, the same on every node; "" is that of [cache]. transports:
-    replace the default sockets, one per node, for example to use CURVE keys. connect_timeout, await_ready, name: as for
+    replace the default sockets, one per node, for example to use CURVE keys. connect_timeout, await_ready, name: see
     Client.
 
-    `clients` are the clients of the nodes, to attach or offer their ranks' memory. Errors of control requests name the
-    node. Belongs to one event loop, as a Client does.
+    Use `clients`, one per node, to attach or offer the memory of their ranks. Errors of control requests name the node.
+    Like a Client, a GroupClient belongs to one event loop.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class GroupClient:
     async def connect(self) -> None:
         """Connect to every node, and check that together they are one group.
 
-        Without `await_ready`, call `wait_ready` after the memory was offered; it makes the check. Raises
-        ConnectTimeout, ConfigError; RequestError with code `group_mismatch` that names the node that does not match.
+        Without `await_ready`, call `wait_ready` after the memory was offered; that makes the check. Raises
+        ConnectTimeout, ConfigError; RequestError with code `group_mismatch`, which names the node that does not match.
         """
         try:
             await self._on_all(lambda client: client.connect())
@@ -103,7 +103,7 @@ class GroupClient:
         await self._check()
 
     async def close(self) -> None:
-        """Leave every node. Pending results end with code `closed`. Idempotent."""
+        """Disconnect from every node. Pending results end with code `closed`. Idempotent."""
         await asyncio.gather(*(client.close() for client in self.clients))
         if self._running:
             await asyncio.wait(self._running)
@@ -142,8 +142,8 @@ class GroupClient:
     async def push(self, task: Task) -> asyncio.Future[TaskResult]:
         """Push a task to every node; return once each has admitted or answered it, or is lost.
 
-        The result: `ranks` has every rank of the group by its number there. `busy` and `rejected` mean that no node has
-        touched anything. A node that is lost is `failed`, code `daemon_lost`; the message names its endpoint.
+        In the result, `ranks` has every rank of the group under its number in the group. `busy` and `rejected` mean
+        that no node has touched anything. A lost node is `failed`, code `daemon_lost`; the message names its endpoint.
         """
         if not self._ranks:
             raise RequestError("connect the group first; with await_ready=False, call wait_ready", code="not_ready")
@@ -167,7 +167,7 @@ class GroupClient:
                         for client, future in zip(self.clients, pushed, strict=True)
                         if future in waiting
                     ),
-                    return_exceptions=True,  # a node that cannot be asked is lost, and ends its future
+                    return_exceptions=True,  # if a node cannot be asked, it is lost and its future ends
                 )
         nodes = [
             NodeResult(client.endpoint, ranks, future.result(), future in late)
@@ -176,7 +176,7 @@ class GroupClient:
         return merge_nodes(task, nodes, self._clock.monotonic() - began)
 
     async def cancel(self, task_id: str) -> bool:
-        """Cancel a task on every node. Returns False if no node had such a task. Raises only if no node could tell."""
+        """Cancel a task on every node. Returns False if no node had such a task. Raises only if no node answers."""
         answers = await asyncio.gather(*(client.cancel(task_id) for client in self.clients), return_exceptions=True)
         if any(answer is True for answer in answers):
             return True
@@ -197,7 +197,7 @@ class GroupClient:
         return [all(there) for there in zip(*answers, strict=True)]
 
     async def pause(self) -> None:
-        """Pause every node; return once no task touches a block on any. If one fails, none stays paused by this."""
+        """Pause every node; return once no task touches a block on any. If one fails, the pause ends on all nodes."""
         try:
             await self._on_all(lambda client: client.pause())
         except TransferError:
@@ -237,7 +237,7 @@ class GroupClient:
 
 
 def _took_no_part(result: TaskResult) -> bool:
-    """Whether the node refused or is lost: then no block can be moved on every rank."""
+    """Whether the node refused the task or is lost, so that no block can move on every rank."""
     return not result.ranks and result.status is not Status.OK
 
 

@@ -1,8 +1,8 @@
-"""How the results of several nodes for one task become the result of their group. Pure.
+"""Merges the results of several nodes for one task into the result of their group. Pure.
 
-Each node's daemon has already merged its own ranks, so a node's `block_ids` are what all of its ranks moved. The
-nodes' results are merged by the task's own merge rule, the one that the barrier uses for ranks (tasks.py): the shortest
-prefix, what all stored, all or nothing. Ranks get their global numbers, and errors name the node.
+Each node's daemon has already merged its own ranks, so a node's `block_ids` are the blocks that all of its ranks moved.
+The task's own merge rule, which the barrier uses for ranks (tasks.py), merges the nodes' results: the shortest prefix,
+the blocks that all nodes stored, or all or nothing. Ranks get their global numbers, and errors name the node.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _STOPS = frozenset(map(str, Stop))
 class NodeResult(NamedTuple):
     """What one node answered.
 
-    ranks: the global numbers of its ranks. taken_back: the group cancelled the task here, because another node could
-    not take part.
+    ranks: the global numbers of its ranks. taken_back: whether the group cancelled the task here because another node
+    could not take part.
     """
 
     endpoint: str
@@ -41,7 +41,7 @@ def merge_nodes(task: Task, nodes: Sequence[NodeResult], duration: float) -> Tas
     generations = sorted({node.result.generation for node in nodes if node.result.block_ids})
     alike = len(generations) < 2
     outcomes = [outcome for node in nodes for outcome in _outcomes(task, node, claims=alike)]
-    if not alike:  # ranks moved blocks of different weights: no block is the same on all
+    if not alike:  # ranks moved blocks of different weights, so no block is the same on all
         what = f"nodes ran the task under different generations: {', '.join(map(repr, generations))}"
         outcomes[0] = msgspec.structs.replace(outcomes[0], error=ErrorInfo(GENERATIONS, what))
     merged = task.merge(outcomes)
@@ -60,7 +60,7 @@ def merge_nodes(task: Task, nodes: Sequence[NodeResult], duration: float) -> Tas
 
 
 def _refused(task: Task, nodes: Sequence[NodeResult], duration: float) -> TaskResult | None:
-    """The group's refusal, if the task was refused and no node began it; so nothing was touched anywhere."""
+    """The group's refusal, if the task was refused and no node began it, so that nothing was touched anywhere."""
     refusals = [node for node in nodes if node.result.status in (Status.REJECTED, Status.BUSY)]
     idle = all(not node.result.ranks and (node in refusals or node.taken_back) for node in nodes)
     if not refusals or not idle:
@@ -79,14 +79,14 @@ def _refused(task: Task, nodes: Sequence[NodeResult], duration: float) -> TaskRe
 
 
 def _outcomes(task: Task, node: NodeResult, *, claims: bool) -> list[RankOutcome]:
-    """The node's share, as one outcome per rank. claims: its blocks count."""
+    """The node's share, as one outcome per rank. claims: whether its blocks count."""
     result = node.result
     error = None if result.error is None else _named(node, result.error)
     if len(result.ranks) != len(node.ranks):
         if result.ranks:
             what = f"{node.endpoint}: answered for {len(result.ranks)} ranks, and had {len(node.ranks)} before"
             error = ErrorInfo(MISMATCH, what)
-        # A node where the task was cancelled for another node's sake did not fail: the cause is that node's.
+        # If the group cancelled the task here because of another node, that node has the cause.
         error, stop = (None, None) if node.taken_back else (error, _stop(result))
         return [RankOutcome(rank, error=error, stop=stop) for rank in node.ranks]
     moved = _positions(task, result) if claims else ()
@@ -113,7 +113,7 @@ def _positions(task: Task, result: TaskResult) -> Sequence[int]:
     """The positions in the task of the blocks that every rank of a node moved."""
     if result.status is Status.OK:
         return range(task.blocks)
-    # A write may name a device block twice: a result then vouches for it only if it lists it as often.
+    # A write may name a device block twice. Such a block counts only as often as the result lists it.
     asked, moved = Counter(task.gpu_block_ids[: task.blocks]), Counter(result.block_ids)
     return [i for i, block in enumerate(task.gpu_block_ids[: task.blocks]) if moved[block] == asked[block]]
 

@@ -1,9 +1,9 @@
 """P → D: how a prefill engine hands the KV of one sequence to a decode engine, all of it or nothing.
 
-Both engines pass the tokens of the sequence. The keys are computed here for both sides, from the block size in
-the daemon's Welcome, so the sides cannot disagree. An incomplete last block has a key too; its number of tokens
-is part of that key, and the footer of the stored object carries the key. So an object that holds another
-number of tokens is never mistaken for this one.
+Both engines pass the tokens of the sequence. This module computes the keys for both sides, from the block size in
+the daemon's Welcome, so the sides cannot disagree. An incomplete last block has a key, too. The number of its tokens
+is part of that key, and the footer of the stored object contains the key's digest. So an object with a different
+number of tokens is never mistaken for it.
 
 A daemon works in one of two modes (`pd.mode`), and the engines' calls are the same in both:
 
@@ -42,8 +42,8 @@ ExtraKeys = Iterable[tuple[str | bytes, int, int]]
 class Handover:
     """The handover of one sequence, as one of the two engines sees it.
 
-    request_id: the same on both sides. attempt: new for each call, so a failed call can be retried at once.
-    gpu_block_ids: this engine's blocks; the last one holds the incomplete block, if there is one.
+    request_id: the same on both sides. attempt: new for each call, so that a failed call can be retried at once.
+    gpu_block_ids: this engine's blocks; the last one is the incomplete block, if there is one.
     """
 
     request_id: str

@@ -1,12 +1,12 @@
-"""Decides from what was heard, and when, whether the daemon is alive, and when to say Hello next.
+"""Decides from the times of messages whether the daemon is alive, and when to send the next Hello.
 
 Pure: it sends nothing, sets no timer and reads no clock. `Conversation` does that and reports here.
 
-Hello goes out every HEARTBEAT_S, so a live daemon is heard at least that often. When a Hello is SILENCE_S old
-and nothing was heard since, the daemon is doubted; if it is still silent DOUBT_S later, it is lost. The second
-look covers our own stalls: if this process was suspended, the answer is already in the socket. A daemon that lives
-and waits for the CPU, or works, is only slow: it stays doubted until it has been silent for SLOW_S. A lost daemon comes
-back with a Welcome; older answers do not count.
+We send Hello every HEARTBEAT_S, so a live daemon answers at least that often. When a Hello is SILENCE_S old and
+nothing has arrived since, the daemon is doubted; if it is still silent DOUBT_S later, it is lost. The second look
+covers our own stalls: if this process was suspended, the answer is already in the socket. A daemon whose process runs,
+or waits for a CPU, is only slow: it stays doubted until it has been silent for SLOW_S. A lost daemon comes back with a
+Welcome; older answers do not count.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from collections.abc import Callable
 from transferd.errors import InvariantError
 
 HEARTBEAT_S = 1.0
-SILENCE_S = 3.5  # after a Hello
+SILENCE_S = 3.5  # of silence after a Hello: then the daemon is doubted
 DOUBT_S = 0.1
-SLOW_S = 15.0  # after a Hello, for a daemon whose process wants the CPU at every look
-FIRST_HELLO_S = 0.002  # until a daemon is ready, Hello is repeated with a delay that doubles from this
-SLOWEST_HELLO_S = 0.1  # up to this
-LOST_HELLO_S = 5.0  # to a lost daemon: earlier Hellos wait in the socket and reach its successor at once
+SLOW_S = 15.0  # of silence after a Hello: then a daemon is lost even if its process wants the CPU at every look
+FIRST_HELLO_S = 0.002  # the first delay between Hellos until a daemon is ready; it doubles
+SLOWEST_HELLO_S = 0.1  # the longest of these delays
+LOST_HELLO_S = 5.0  # between Hellos to a lost daemon; those sent before wait in the socket for its successor
 TIMER_RESOLUTION_S = 0.001  # a timer may fire this early
 assert HEARTBEAT_S + SILENCE_S + DOUBT_S < 5, "we promise to notice within 5 s of a daemon's death"
 
@@ -31,7 +31,7 @@ class Presence(enum.StrEnum):
     """What we know about the daemon."""
 
     CLOSED = "closed"  # we are not connected
-    SEEKING = "seeking"  # we said Hello and have no answer yet
+    SEEKING = "seeking"  # we sent Hello and have no answer yet
     PRESENT = "present"
     DOUBTED = "doubted"  # it was silent for too long at the last look
     LOST = "lost"  # it was still silent at the next look
@@ -79,8 +79,8 @@ TRANSITIONS: dict[Presence, dict[Sign, Presence]] = {
 class Heartbeat:
     """The heartbeat of one conversation, from `opened` to `closed`. It can be opened again.
 
-    open: not CLOSED. lost: LOST. asked_at: when the oldest Hello was sent since anything was heard. None: nothing
-    is owed, and `heard` would change nothing.
+    open: not CLOSED. lost: LOST. asked_at: when we sent the oldest Hello that no message has followed. None: there is
+    no such Hello, and `heard` would change nothing.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class Heartbeat:
 
     @property
     def hello_under_way(self) -> bool:
-        """Whether the newest Hello is still unanswered. Its Welcome will be newer than any so far."""
+        """Whether the newest Hello is still unanswered. Its Welcome will be the newest."""
         return self._hello > self._welcomed
 
     def opened(self) -> None:
@@ -127,7 +127,7 @@ class Heartbeat:
     def look(self, now: float, wants_cpu: Callable[[], bool] = lambda: False) -> Presence | None:
         """Judge the silence. Returns the new presence, DOUBTED or LOST, or None for no change.
 
-        wants_cpu: whether the daemon's process is known to live and to want the CPU; asked only in doubt.
+        wants_cpu: whether the daemon's process is known to be alive and to want the CPU; called only in doubt.
         """
         before = self.presence
         silent_s = 0.0 if self.asked_at is None else now - self.asked_at

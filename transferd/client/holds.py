@@ -16,14 +16,14 @@ QUIET_TIMEOUT_S = 24 * 3600.0  # a pause and a drain wait for tasks, which have 
 class Holds:
     """A client's pause and drain. ask: sends a request and returns its value, or raises TransferError.
 
-    A client that was made before a fork is another holder in each process that uses it: one process must not resume
-    what another holds.
+    A client that was created before a fork is a different holder in each process: one process must not end the pause
+    of another.
     """
 
     def __init__(self, name: str, fresh_id: Callable[[], str], ask: Ask) -> None:
         self._name = name[:64]
         self._fresh_id = fresh_id
-        self._known_as: tuple[int, str] = 0, ""  # in this process
+        self._known_as: tuple[int, str] = 0, ""  # process id, and the holder's name in that process
         self._ask = ask
         self._held: set[wire.Control] = set()
         self._resumes = 0
@@ -42,7 +42,7 @@ class Holds:
             held = False
             raise
         finally:
-            if held and resumes == self._resumes:  # else `resume` was called while this waited
+            if held and resumes == self._resumes:  # else `resume` was called meanwhile
                 self._held.add(hold)
 
     async def resume(self, timeout: float) -> None:

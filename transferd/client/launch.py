@@ -79,7 +79,7 @@ def start(
 
     Raises RuntimeError with the end of the log if the daemon does not start.
     """
-    sections: dict[str, dict[str, Any]] = copy.deepcopy(dict(tree))  # its tables are filled in below
+    sections: dict[str, dict[str, Any]] = copy.deepcopy(dict(tree))  # a copy, because defaults are filled in below
     endpoint = f"ipc://{directory / name}.sock"
     endpoint = str(sections.setdefault("server", {}).setdefault("endpoint", endpoint))
     sections.setdefault("metrics", {}).setdefault("listen", "")
@@ -100,7 +100,7 @@ def start(
     if wait:
         try:
             _await_ready(daemon, engine="cache" in sections)
-        except BaseException:  # Ctrl-C, too, leaves no daemon behind
+        except BaseException:  # leave no daemon behind, even after Ctrl-C
             daemon.stop()
             raise
     return daemon
@@ -110,7 +110,7 @@ def start(
 def running(
     tree: Mapping[str, Any], directory: Path, *, name: str = "daemon", prefix: Sequence[str] = ()
 ) -> Iterator[DaemonProcess]:
-    """Start a daemon; stop it at the end, also after an error."""
+    """Start a daemon; stop it at the end, even after an error."""
     daemon = start(tree, directory, name=name, prefix=prefix)
     try:
         yield daemon
@@ -119,7 +119,7 @@ def running(
 
 
 def _await_ready(daemon: DaemonProcess, *, engine: bool) -> None:
-    """Until it serves its own engine or, without one, answers."""
+    """Wait until the daemon serves the engine of [cache] or, without one, answers."""
     from transferd.client.sync_client import SyncClient
     from transferd.errors import ConnectTimeout
 

@@ -1,4 +1,4 @@
-"""What a client asks about storage: which blocks could be loaded now, and where blocks are. It moves nothing."""
+"""A client's questions about storage: which blocks could be loaded now, and where blocks are. They move nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class StorageLookup:
         return int(await self._ask(wire.Match(list(keys))))
 
     async def exists(self, keys: Sequence[str]) -> list[bool]:
-        """Return for each key whether every rank can load its block, whatever the others are.
+        """Return for each key whether every rank can load its block, independent of the other keys.
 
         A daemon that does not know the question refuses it (RequestError, code `unknown_type`).
         """

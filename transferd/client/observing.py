@@ -1,4 +1,4 @@
-"""What anybody may ask a daemon, observers too: it changes nothing."""
+"""The questions that any client may ask a daemon, even an observer: they change nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from transferd.wire import protocol as wire
 
 
 class Observing:
-    """The questions that a client asks only to look. `_ask` sends one and waits for its answer."""
+    """The questions that change nothing. `_ask` sends one and waits for its answer."""
 
     async def _ask(self, body: wire.Control) -> Any:
         raise NotImplementedError
@@ -20,8 +20,8 @@ class Observing:
     async def explain(self, task_id: str, engine: str = "") -> dict[str, Any]:
         """Return the story of a task from the flight recorder; transferd/observability/story.py describes its fields.
 
-        engine: whose task; default this client's own. Raises RequestError with code `unknown_task` if the recorder
-        holds no such task (any more).
+        engine: the task's engine; default this client's own. Raises RequestError with code `unknown_task` if the
+        recorder does not have the task (any more).
         """
         return dict(await self._ask(wire.Explain(task_id, engine)))
 
@@ -33,5 +33,5 @@ class Observing:
         return list(await self._ask(wire.ListTasks(which, limit, engine)))
 
     async def clients(self, limit: int = 100, engine: str = "") -> list[dict[str, Any]]:
-        """List who is connected: {client, engine, peer, uid, pid, observer, connected_s, silent_s, tasks} of each."""
+        """List connected clients: {client, engine, peer, uid, pid, observer, connected_s, silent_s, tasks} of each."""
         return list(await self._ask(wire.ListClients(limit, engine)))

@@ -60,7 +60,7 @@ class Offers:
         """See Client.offer."""
         kind, data = (handle["kind"], handle["data"]) if isinstance(handle, Mapping) else (handle.kind, handle.data)
         offer = _SentOffer(rank, kind, data, epoch)
-        known = self._made.get(rank) == offer  # its blocks may be in use
+        known = self._made.get(rank) == offer  # then its blocks may be in use, so no canary
         if caches is None or known or not await self._taken(offer, caches, block):
             await self._ask(offer.said(), self._timeout)
         self._made[rank] = offer

@@ -1,4 +1,4 @@
-"""Pages, from the engine's side: what its blocks are. (Where they lie, a handle says: tiers/page_handles.py.)
+"""Pages, from the engine's side: what its blocks are. (A handle says where they lie: tiers/page_handles.py.)
 
 layout = Pages(layers=32, page_bytes=65536, blocks=1024, identity="vllm/LBHNC/FlashAttention/bf16/64")
 handle = shm_pages("name-in-dev-shm", segments=[(offset, block_stride), …])   # one segment per layer
@@ -23,10 +23,10 @@ PLANE = "page"
 class Pages:
     """The layout of an engine's own KV cache: opaque bytes.
 
-    A block is one segment of `page_bytes` bytes per layer; a list gives each layer a size of its own. blocks: on one
-    rank. identity: what the bytes mean, as the engine says it: layout name, element type, attention backend, tokens
-    per block. Engines that agree on identity, sizes, tensor-parallel size, model and generation read each other's
-    blocks.
+    A block is one segment of `page_bytes` bytes per layer; a list gives each layer a size of its own. blocks: their
+    number on one rank. identity: the engine's description of what the bytes mean: layout name, element type, attention
+    backend, tokens per block. Engines that agree on identity, sizes, tensor-parallel size, model and generation read
+    each other's blocks.
     """
 
     layers: int
@@ -35,7 +35,7 @@ class Pages:
     identity: str
 
     def as_cache(self) -> dict[str, Any]:
-        """The keys of [cache] that say the same, as a registration sends them."""
+        """This layout as keys of [cache], as a registration sends it."""
         return {
             "attention": "pages",
             "layers": self.layers,

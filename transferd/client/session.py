@@ -1,4 +1,4 @@
-"""A client's conversation with the daemon: sessions, a lost daemon, and exactly one end for each request.
+"""A client's conversation with the daemon: sessions, the loss of the daemon, and exactly one end for each request.
 
 Theory of operation
 -------------------
@@ -10,8 +10,8 @@ pending request fails, and a Bye tells a daemon that was only suspended to cance
 at once until a daemon answers.
 
 *Sessions* (see protocol.py). `session` is the newest Welcome. A Welcome of the same boot with another session
-number says that a message was lost, or that the daemon took us for gone. Every pending request is then sent
-again, in its original order; the daemon joins tasks that it knows and does not run them twice. Requests wait
+number says that a message was lost, or that the daemon considered us gone. We then send every pending request
+again, in the original order; the daemon joins tasks that it knows and does not run them twice. Requests wait
 for the first Welcome: without a session, a request could be lost or run twice, without a trace.
 
 *Backpressure.* Requests that the transport does not accept wait in order in `_unsent`. They are retried
@@ -61,7 +61,7 @@ from transferd.wire.transport import ClientTransport
 log = logging.getLogger("transferd.client")  # the engine's logging configuration decides where this goes
 
 HINT_AFTER_S = 1.0  # after this long, log what we are waiting for
-RETRY_SEND_S = 0.02  # until a transport that was full is tried again
+RETRY_SEND_S = 0.02  # the pause before we try a full transport again
 OVERDUE_EVERY_S = 5.0  # how often pending requests are checked against their time limits
 
 # These errors keep their type across the wire.
@@ -95,31 +95,31 @@ class Conversation:
     """
 
     def __init__(self, endpoint: str, transport: ClientTransport, clock: Clock, engine: str = "") -> None:
-        """engine: that this client speaks for; "" for the daemon's own."""
+        """engine: the one that this client speaks for; "" is the engine of the daemon's [cache]."""
         self.endpoint = endpoint
         self.engine = engine
-        self.lineage = ""  # the engine's newest registration that is known
+        self.lineage = ""  # the newest registration of the engine that we know
         self.session = NO_SESSION
         self.renewed: Callable[[], None] = _nothing_to_renew
         self._heart = Heartbeat()
         self._transport = transport
         self._now = clock.monotonic
-        self._loop: asyncio.AbstractEventLoop | None = None  # of the newest `open`,
-        self._pid = 0  # and the process of it
+        self._loop: asyncio.AbstractEventLoop | None = None  # the loop of the newest `open`
+        self._pid = 0  # and its process
         self._seq = 0
-        self._pending: dict[int, Pending] = {}  # in the order asked
+        self._pending: dict[int, Pending] = {}  # by seq, in the order of the calls
         self._unsent: deque[int] = deque()
         self._beat_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
         self._overdue_at = math.inf
         self._listener = 0  # the daemon's pid when it was last doubted
-        self._waiters: dict[asyncio.Future[None], bool] = {}  # for a daemon; True: for a ready one
+        self._waiters: dict[asyncio.Future[None], bool] = {}  # callers that wait for a daemon; True: for a ready one
 
     # --- life ---------------------------------------------------------------------------------------
 
     @property
     def is_open(self) -> bool:
-        """Whether this process has opened it and not closed it since. True also while no daemon answers."""
+        """Whether this process has opened the conversation and not closed it. True even while no daemon answers."""
         return self._heart.open and self._pid == os.getpid()
 
     @property
@@ -132,7 +132,7 @@ class Conversation:
         return self.is_open and not self._heart.lost and self.session is not NO_SESSION
 
     def open(self) -> bool:
-        """Connect and start saying Hello. Returns False, and changes nothing, if it is already open.
+        """Connect and start sending Hello. Returns False, and changes nothing, if it is already open.
 
         Raises ConfigError for an invalid endpoint, Closed in a forked child of the process that connected.
         """
@@ -215,7 +215,7 @@ class Conversation:
         """Close from any thread, without waiting: for a client that was garbage-collected."""
         loop = self._loop
         if loop is not None and not loop.is_closed():
-            with contextlib.suppress(RuntimeError):  # closed meanwhile
+            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
                 loop.call_soon_threadsafe(self.close)
                 return
         self.close()
@@ -249,7 +249,7 @@ class Conversation:
         return PendingTask(self, task, self.new_future(), deadline, admitted)
 
     def ask(self, pending: Pending) -> int:
-        """Send a request; return its seq. `pending` ends in any case, at the latest soon after its deadline."""
+        """Send a request; return its seq. `pending` always ends, soon after its deadline at the latest."""
         self._seq = seq = self._seq + 1
         if self._heart.lost:
             pending.fail(DaemonLost(f"{self.endpoint}: no daemon answers"))
@@ -266,10 +266,10 @@ class Conversation:
         return seq
 
     def repeat(self, requests: Iterable[tuple[wire.Control, float]], before: Iterable[int]) -> list[int]:
-        """Repeat an earlier session's state in a new one: requests, with their time limits, that no caller awaits.
+        """Send the requests, with their time limits, that tell a new session what an earlier one knew. No caller waits.
 
-        before: what this returned for the session before. Those requests are dropped: each session sends what is
-        pending once more, so they would pile up for as long as answers are lost.
+        before: what this returned for the previous session. Those requests are dropped: each new session repeats all
+        pending requests, so they would pile up for as long as answers are lost.
         """
         for seq in before:
             self._pending.pop(seq, None)
@@ -282,10 +282,10 @@ class Conversation:
         try:
             return await future
         finally:
-            self._pending.pop(seq, None)  # its answer will be dropped
+            self._pending.pop(seq, None)  # its answer is then ignored
 
     def tell(self, body: wire.Body) -> None:
-        """Send a message that needs no answer; drop it if the transport does not take it now."""
+        """Send a message that needs no answer; drop it if the transport does not accept it now."""
         self._seq += 1
         self._transport.send(wire.encode_request(self._seq, body, session=self.session.session))
 
@@ -328,7 +328,7 @@ class Conversation:
             self._unsent.popleft()
 
     def _send_soon(self) -> None:
-        """Try again shortly: nothing tells us when a full transport has room, and a heartbeat may be a second away."""
+        """Try again shortly: a full transport does not say when it has room, and the next beat may be a second away."""
         if self._send_timer is None:
             self._send_timer = asyncio.get_running_loop().call_later(RETRY_SEND_S, self._send_again)
 
@@ -380,7 +380,7 @@ class Conversation:
         was_lost, before = self._heart.lost, self.session
         if not self._heart.welcomed(seq):
             return
-        if was_lost:  # the next beat was scheduled for a lost daemon
+        if was_lost:  # the next beat is scheduled for a lost daemon
             self._beat_in(FIRST_HELLO_S)
         if self.engine and welcome.engine != self.engine:
             welcome = msgspec.structs.replace(welcome, ready=False, why=TOO_OLD, epoch=0)
@@ -393,7 +393,7 @@ class Conversation:
         if again:
             self._unsent.clear()
         if another or again or welcome.epoch != before.epoch:
-            self.renewed()  # what it asks goes out first: the daemon must know it before it hears of tasks
+            self.renewed()  # its requests go out first: the daemon must know them before it gets tasks
         self.lineage = welcome.registration or self.lineage
         if again:
             self._unsent.extend(waiting)

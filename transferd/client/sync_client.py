@@ -25,7 +25,7 @@ from transferd.wire.protocol import Which
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-ENDING_S = 1.0  # for calls that the close has ended to return; they have nothing left to wait for
+ENDING_S = 1.0  # how long `close` waits for calls that it ended to return
 
 
 class SyncClient:
@@ -52,7 +52,7 @@ class SyncClient:
         )
         self._on_new_boot: Callable[[], object] | None = None
         self._thread: threading.Thread | None = None
-        self._pid = 0  # of the process whose thread that is
+        self._pid = 0  # the process of that thread
         self._given = weakref.WeakSet[concurrent.futures.Future[Any]]()  # futures that callers hold
         self._new_locks()
         _made.add(self)
@@ -62,7 +62,7 @@ class SyncClient:
         self._entry = threading.RLock()  # `close` ends every call that began under this lock
 
     def forked(self) -> None:
-        """Called in a forked child. Another thread may have held the locks, and no thread ends a pending future."""
+        """Called in a forked child, where another thread may have held the locks and no thread ends a future."""
         self._new_locks()
         for future in list(self._given):
             future._condition = threading.Condition()  # noqa: SLF001 - the old one may be held for ever
@@ -89,7 +89,7 @@ class SyncClient:
                 self._start()
         try:
             self._call(self._client.connect())
-        except BaseException:  # KeyboardInterrupt too: then the thread is still connecting
+        except BaseException:  # after a KeyboardInterrupt the thread is still connecting
             if started:
                 self.close()
             raise
@@ -154,7 +154,7 @@ class SyncClient:
 
     @property
     def on_new_boot(self) -> Callable[[], object] | None:
-        """As Client.on_new_boot, but called in a thread of its own, so that it may call this client."""
+        """Like Client.on_new_boot, but called in a thread of its own, so that it may call this client."""
         return self._on_new_boot
 
     @on_new_boot.setter
@@ -191,11 +191,11 @@ class SyncClient:
         """Push a task; return once it is admitted or answered. The future is already done if rejected or busy."""
         outside: concurrent.futures.Future[TaskResult] = concurrent.futures.Future()
         self._given.add(outside)
-        outside.set_running_or_notify_cancel()  # it cannot be cancelled: `cancel` takes the task back
+        outside.set_running_or_notify_cancel()  # cancelling the future has no effect: use `cancel`
 
         async def push() -> None:
             inside = await self._client.push(task)
-            if inside.done():  # callbacks run a turn later, and the caller may look at once
+            if inside.done():  # its callback would run one turn later, but the caller may look at once
                 outside.set_result(inside.result())
             else:
                 inside.add_done_callback(lambda done: outside.set_result(done.result()))
@@ -330,7 +330,7 @@ class SyncClient:
         except concurrent.futures.CancelledError:
             raise self._client.unusable() from None
         except BaseException:
-            future.cancel()  # end an interrupted wait in the other thread as well
+            future.cancel()  # after an interrupt, end the wait in the other thread, too
             raise
 
     def _begin(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:

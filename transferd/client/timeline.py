@@ -1,4 +1,4 @@
-"""Timelines: how an engine says what a task has to wait for on every rank, before it is computed.
+"""Timelines: how an engine names work that a task has to wait for on every rank, before that work is done.
 
 timeline = Timeline()                              # where tasks are pushed
 after = timeline.next()                            # goes to every rank with the step's other metadata
@@ -17,11 +17,11 @@ from transferd.tasks import TIMELINE_SLOTS
 
 
 class Timeline:
-    """Points of a stream of work: each number is larger than every one before it, in any life of this engine.
+    """Points of a stream of work, as numbers that always rise, even after a restart of this engine.
 
-    One timeline for each stream of work that is to be waited for on its own. slot: 0 to TIMELINE_SLOTS - 1; two engines
-    on one daemon need different ones. The numbers follow the clock, so they need no agreement between processes and
-    no reset after a restart; do not set this machine's clock back while a daemon runs that has seen them.
+    Use one timeline for each stream of work that tasks wait for separately. slot: 0 to TIMELINE_SLOTS - 1; two engines
+    on one daemon need different ones. The numbers follow the clock, so they need no agreement between processes and no
+    reset after a restart. Do not set this machine's clock back while a daemon runs that has seen them.
     """
 
     def __init__(self, slot: int = 0, *, clock: Callable[[], int] = time.time_ns) -> None:
@@ -32,6 +32,6 @@ class Timeline:
         self._last = 0
 
     def next(self) -> tuple[int, int]:
-        """The next point: name it in tasks as `after`, and have every rank advance to it behind the work."""
+        """The next point. Pass it to tasks as `after`, and have every rank advance to it behind the work."""
         self._last = max(self._last + 1, self._clock())
         return self._slot, self._last

@@ -9,7 +9,7 @@ from transferd.workers.context import RankContext
 
 
 async def check_canary(context: RankContext, canary: Canary) -> None:
-    """Read the canary's block from the mapped device, the way every block is read, and compare each of its arrays.
+    """Read the canary's block from the mapped device, like any other block, and compare each of its arrays.
 
     Reads the device and writes to staging only. Raises RequestError with code `canary_mismatch` (the message names
     the first array that differs), `bad_value` or `id_out_of_range`; TierError if the block cannot be read.

@@ -1,4 +1,4 @@
-"""What a rank's handlers work with, and the account they keep of one task."""
+"""The parts that a rank's handlers work with, and the account that they keep of one task."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from transferd.workers.job import Job
 T = TypeVar("T")
 
 
-# Checksums of up to this many bytes cost less on the loop than a trip to a thread and back.
+# Checksums of up to this many bytes cost less on the loop than a round trip to a thread.
 INLINE_CHECK_BYTES = 256 * 1024
 
 
@@ -48,7 +48,7 @@ class Background:
         return task
 
     def begin(self, work: Awaitable[T]) -> asyncio.Future[T]:
-        """`spawn`, unless there is nothing to wait for: an answer that is there already is returned as it is."""
+        """Like `spawn`, but return a future that is already done as it is."""
         begun = asyncio.ensure_future(work)
         if not begun.done():
             self._running.add(begun)
@@ -72,7 +72,7 @@ class Background:
 class PeerPath:
     """How a rank reaches other daemons.
 
-    transport: shared by all ranks. staging: the only memory that peers write to. format: of the objects sent.
+    transport: shared by all ranks. staging: the only memory that peers write to. format: that of the objects sent.
     """
 
     transport: PeerTransport
@@ -107,7 +107,7 @@ class RankContext:
     block_size: int = 0
     only_flush: bool = False
     engine: str = ""
-    object_rank: int = -1  # in the names of objects: over all nodes of the group; -1: rank
+    object_rank: int = -1  # the rank in object names, counted over all nodes of the group; -1: the same as `rank`
 
     def __post_init__(self) -> None:
         if self.object_rank < 0:
@@ -115,7 +115,7 @@ class RankContext:
 
     @property
     def regions(self) -> dict[str, HostRegion]:
-        """The rank's host memory, by its use."""
+        """The rank's host memory, by what it is used for."""
         regions = {"staging": self.staging.memory}
         if self.host is not None:
             regions["host"] = self.host.memory
@@ -128,7 +128,7 @@ class RankContext:
         return self.format.names(job.generation, job.key_ids(self.format), self.object_rank)
 
     async def computed(self, job: Job) -> bool:
-        """Wait until this rank's engine has got where the task says (`after`). False: the task was stopped first.
+        """Wait until this rank's engine has reached the point that the task names (`after`). False: stopped first.
 
         Call it before device blocks are touched. Raises TransferError.
         """
@@ -155,7 +155,7 @@ class RankContext:
             await self.threads.run(Direction.OUT, work, "checksums")
 
     async def check(self, slots: Sequence[memoryview], job: Job, positions: Sequence[int]) -> list[Damage | None]:
-        """Verify the objects in these slots, the blocks at `positions`: None for a good one, otherwise the damage."""
+        """Verify the objects in these slots, which hold the blocks at `positions`. For each, None or the damage."""
         ids = [job.ids[i] for i in positions]
         if self.is_cheap(len(slots)):
             return self.format.check(slots, job.generation, ids, self.object_rank)
@@ -163,13 +163,13 @@ class RankContext:
         return await self.threads.run(Direction.IN, work, "checksums")
 
     def is_cheap(self, slots: int) -> bool:
-        """Whether reading every byte of this many slots costs less on the loop than a trip to a thread."""
+        """Whether reading every byte of this many slots costs less on the loop than a round trip to a thread."""
         return self.format.checked_bytes * slots <= self.inline_check_bytes
 
 
 @dataclass(slots=True)
 class Account:
-    """What one rank has done for one task so far. `outcome` makes its RankOutcome."""
+    """What one rank has done for one task so far. `outcome` turns it into a RankOutcome."""
 
     job: Job
     context: RankContext
@@ -180,7 +180,7 @@ class Account:
     storage_s: float = 0.0
 
     def failed(self, error: TransferError) -> None:
-        """Keep the first error, unless the device is lost: that caused the others, and it ends the rank."""
+        """Keep the first error, but let DeviceLost replace it: that caused the others, and it ends the rank."""
         recorder, task_id, rank = self.context.recorder, self.job.task.task_id, self.context.rank
         recorder.note(task_id, "error", rank, error.reason, str(error)[:LONGEST_TEXT])
         if isinstance(error, InvariantError):
@@ -213,7 +213,7 @@ class Account:
 
 
 def require(part: T | None) -> T:
-    """`part`, which admission has checked to be there. Raises InvariantError if it is not."""
+    """`part`, which admission has checked to exist. Raises InvariantError if it is None."""
     if part is None:
         raise InvariantError("admission let a task through that needs a tier this daemon does not have")
     return part

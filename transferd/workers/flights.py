@@ -1,4 +1,4 @@
-"""Single-flight: reads that want the same object at the same time share one fetch from storage.
+"""Single-flight: reads that need the same object at the same time share one fetch from storage.
 
 The first task to ask for an object *leads*: its batch fetches the object into a staging slot. Tasks
 that ask while the batch is alive *join* it and copy from the same slot to their own device blocks.
@@ -6,8 +6,8 @@ No task owns a batch: its fetch runs to the end even if the task that started it
 lease is released by the last consumer.
 
 Why this cannot deadlock: a fetch waits only for slots. Slots are held by batches that are being fetched,
-which will end, or consumed. A consumer of a fetched batch waits only for its own device copy. The reader
-keeps that last part true: it consumes every batch as soon as it is fetched.
+which end, or consumed. A consumer of a fetched batch waits only for its own device copy, because the reader
+consumes every batch as soon as it is fetched.
 """
 
 from __future__ import annotations

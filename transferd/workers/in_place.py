@@ -1,15 +1,15 @@
-"""Loads into blocks where they lie: storage's memory → block, for blocks that the CPU can address.
+"""Loads in place: from storage's memory directly into a block, for blocks that the CPU can address.
 
-A thread reads each object in pieces that fit its cache, straight into the segments of its block, and checks each piece
-while it is there. Compared with staging this saves a copy, a hand-over to another thread, and the leases. Where the C
-extension was built, a piece takes one call, without the GIL; the way in Python does the same.
+A thread reads each object in pieces that fit its cache, directly into the segments of its block, and checks each piece
+while it is in the cache. Compared with staging this saves a copy, a handover to another thread, and the leases. With
+the C extension, a piece takes one call, without the GIL; the Python version does the same.
 
-Only bytes that are in memory travel this way (`Storage.get_in_place`), because no thread may wait for a disk with a
-block in its hands: when a task ends, its blocks are the engine's again. What is not in memory is left to staging.
+Only objects that are in memory are loaded this way (`Storage.get_in_place`), because no thread may wait for a disk
+while it may touch a block: when a task ends, its blocks belong to the engine again. All others go through staging.
 
-The footer is read first, so an object that is not the right one never touches a block. A payload that fails its check
-counts as cold: staging loads it again, and decides whether the object is damaged or somebody wrote to the block. The
-block holds undefined bytes until then, as any block does that its task does not report (docs/adr/0051).
+The footer is read first, so a wrong object never touches a block. A payload that fails its check counts as cold:
+staging loads it again, and decides whether the object is damaged or another process wrote to the block. Until then the
+block holds undefined bytes, like any block that its task does not report (docs/adr/0051).
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ from transferd.workers.context import Account, RankContext
 
 try:
     from transferd.workers import _inplace
-except ImportError:  # no compiler at the installation
+except ImportError:  # the installation had no compiler
     NATIVE = False
 else:
     NATIVE = True
 
-# Of one call: so much that its fixed cost (two threads that wake up, two that are heard) hides behind it; and so few
-# objects that the event loop prepares them within a millisecond or two. A stop waits for a piece of one object only.
+# The size of one call: enough bytes to hide its fixed cost (waking two threads, and hearing from them), and few enough
+# objects that the event loop prepares them within a millisecond or two. A stop waits only for a piece of one object.
 CHUNK_BYTES, CHUNK_BLOCKS = 128 * 1024**2, 64
 CHUNKS_UNDER_WAY = 2  # so that no thread waits for the event loop
-PIECE_BYTES = 2 * 1024**2  # for which a thread holds a loan; the end of a task waits for so much
+PIECE_BYTES = 2 * 1024**2  # for which a thread takes the loan: the end of a task waits for this much
 PART_BYTES = 512 * 1024  # read, then checked: at most what a core's own cache holds
 MOST_BUFFERS = 1024  # of one preadv: IOV_MAX
-STRIPE_BYTES = 64  # the extension takes parts that are multiples of this, as those of nearly all layouts are
-FEWEST_BYTES = 240  # and payloads of more than this
+STRIPE_BYTES = 64  # the extension accepts parts that are multiples of this, as in nearly all layouts
+FEWEST_BYTES = 240  # and payloads longer than this
 
 T = TypeVar("T")
 Bad = Callable[[str, str, Damage], None]
 
 
 class Loan:
-    """Blocks in the hands of I/O threads. After `end`, no thread touches them, whatever it was doing."""
+    """The right of I/O threads to touch a task's blocks. After `end`, no thread touches them."""
 
     def __init__(self) -> None:
         self.over = False
@@ -63,7 +63,7 @@ class Loan:
         self._returned: asyncio.Future[None] | None = None  # set if `end` waits
 
     def take(self) -> bool:
-        """In a thread, before it touches a block. False: the blocks are not its any more. True: `give_back` follows."""
+        """Call in a thread before it touches a block, then call `give_back`. False: it must not touch the block."""
         with self._lock:
             self._holders += not self.over
             return not self.over
@@ -76,7 +76,7 @@ class Loan:
             returned.get_loop().call_soon_threadsafe(returned.set_result, None)
 
     async def end(self) -> None:
-        """Wait until no thread holds a block. A thread holds one for as long as memory is copied, never for I/O."""
+        """Wait until no thread touches a block. A thread does so only while it copies memory, never during I/O."""
         with self._lock:
             self.over = True
             if not self._holders:
@@ -86,9 +86,9 @@ class Loan:
 
 
 class Piece(NamedTuple):
-    """What is read, then checked, at once: the same part of every block.
+    """A range of an object that is read and then checked in one step; the same for every block.
 
-    offset: in the object. parts: where it lies in memory: (offset in block 0, bytes from block to block, bytes).
+    offset: in the object. parts: where the bytes go: (offset in block 0, bytes from block to block, bytes) of each.
     """
 
     offset: int
@@ -97,7 +97,7 @@ class Piece(NamedTuple):
 
 
 def pieces_of(packed: Geometry, memory: Geometry) -> list[Piece]:
-    """Cut a block of this memory into pieces, in the order of a packed block, which has no gaps."""
+    """Cut a block of this memory into pieces, in the order of a packed block."""
     pieces: list[Piece] = []
     parts: list[tuple[int, int, int]] = []
     begin = end = 0
@@ -117,14 +117,14 @@ def pieces_of(packed: Geometry, memory: Geometry) -> list[Piece]:
 
 
 class BlockMemory:
-    """The memory that a rank's blocks lie in.
+    """The memory that contains a rank's blocks.
 
-    view: of it, from the arena's origin on; borrowed. pieces: of every block. tables: the parts of each piece for the
-    extension, int64 [n, 3]; None where there is no extension, or the layout's parts are too odd for it.
+    view: the memory from the arena's origin on; borrowed. pieces: those of every block. tables: the parts of each piece
+    for the extension, int64 [n, 3]; None without the extension, or if it does not accept the layout's parts.
     """
 
     def __init__(self, arena: Arena, packed: Geometry) -> None:
-        """packed: a block of the same layout without gaps."""
+        """packed: the geometry of a block of the same layout without gaps."""
         self.arena = arena
         self.view = memoryview((ctypes.c_char * arena.geometry.extent).from_address(arena.origin)).cast("B")
         self.pieces = pieces_of(packed, arena.geometry)
@@ -135,7 +135,7 @@ class BlockMemory:
 
 
 class BlockInPlace:
-    """One block and the check of the object that it takes in. See `storage.base.InPlace`.
+    """Loads one block in place and checks the object. See `storage.base.InPlace`.
 
     damage: after a load, what is wrong with the object's footer; None for a good one.
     """
@@ -155,8 +155,8 @@ class BlockInPlace:
         self.damage = self._inspection.footer(bytes(footer))
         if self.damage is not None:
             return True
-        # If the payload is wrong, its block may be to blame: an engine that was killed and restarted may write to
-        # blocks that a task of its predecessor still loads. Only staging, which nobody else touches, can tell.
+        # A wrong payload does not prove that the object is damaged: an engine that was killed and restarted may write
+        # to blocks that a task of its predecessor still loads. Only staging can tell, because no one else touches it.
         if backing is None or self._memory.tables is None:
             return self._load_in_python(read)
         return self._load_natively(backing, self._memory.tables)
@@ -186,7 +186,10 @@ class BlockInPlace:
         return self._load_pieces(load) and inspection.damage() is None
 
     def _load_pieces(self, load: Callable[[int, Piece], int]) -> bool:
-        """False: not all of it is in memory, or the loan is over. load: of a piece, by its number; the bytes it had."""
+        """Load every piece. False: some bytes are not in memory, or the loan has ended.
+
+        load: called with the number of a piece and the piece; returns how many bytes it loaded.
+        """
         for number, piece in enumerate(self._memory.pieces):
             if not self._loan.take():
                 return False
@@ -200,10 +203,10 @@ class BlockInPlace:
 
 @dataclass(slots=True)
 class Tries:
-    """How far one task has got in place.
+    """How far one task has come with loads in place.
 
-    cold: positions for staging. ended: the first position that cannot be loaded. hopeless: nothing behind what was
-    tried is worth a try in place. troubled: nor in any other way, because a whole chunk failed.
+    cold: positions for staging. ended: the first position that cannot be loaded. hopeless: try no further positions in
+    place. troubled: nor through staging, because a whole chunk failed.
     """
 
     cold: list[int] = field(default_factory=list)
@@ -215,7 +218,7 @@ class Tries:
 class InPlaceReader:
     """Loads blocks of one rank in place, as far as storage has their objects in memory.
 
-    bad: told of each object that failed its check: task, name, damage.
+    bad: called for each object that failed its check, with task id, name and damage.
     """
 
     def __init__(self, context: RankContext, storage: Storage, bad: Bad) -> None:
@@ -226,9 +229,9 @@ class InPlaceReader:
         self._chunk_blocks = max(1, min(CHUNK_BYTES // context.layout.block_bytes, CHUNK_BLOCKS))
 
     async def load(self, account: Account, names: Sequence[str], positions: Sequence[int]) -> Sequence[int]:
-        """Load blocks of a ReadStorageTask. Returns the positions that are left for staging, ascending.
+        """Load blocks of a ReadStorageTask. Returns the positions that remain for staging, ascending.
 
-        None is left if the task was stopped or its prefix ended. Raises TransferError.
+        No positions remain if the task was stopped or its prefix ended. Raises TransferError.
         """
         task = account.job.task
         assert isinstance(task, ReadStorageTask)
@@ -253,7 +256,7 @@ class InPlaceReader:
                 places = self._places(account, names, positions[begun : begun + self._chunk_blocks], loan)
                 begun += len(places)
                 asked = background.begin(self._storage.get_in_place(places))
-                # Also if the task does not wait for the answer: nobody is to load a damaged object again.
+                # Do this even if the task no longer waits: no one should load a damaged object again.
                 _when_done(asked, functools.partial(self._note_damage, job.task.task_id, places))
                 under_way.append((places, asked))
             if not under_way:
@@ -296,7 +299,7 @@ class InPlaceReader:
                 self._bad(task_id, place.name, place.data.damage)
 
     async def _answered(self, account: Account, asked: asyncio.Future[list[Outcome]]) -> bool:
-        """False: the task was stopped first."""
+        """Wait for the answer. False: the task was stopped first."""
         clock = self._context.clock
         before = clock.monotonic()
         answered = asked.done() or await account.job.stop.race(asked)
@@ -304,7 +307,7 @@ class InPlaceReader:
         return answered
 
     def _take(self, account: Account, tries: Tries, places: Sequence[Place], outcomes: Sequence[Outcome]) -> None:
-        """Account for one chunk."""
+        """Add one chunk's outcomes to the account."""
         good, cold, failed = [], [], 0
         for place, outcome in zip(places, outcomes, strict=True):
             assert isinstance(place.data, BlockInPlace)

@@ -1,4 +1,4 @@
-"""A task while ranks run it: what the ranks share, and the signal that stops them."""
+"""A running task: what its ranks share, and the signal that stops them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from transferd.runtime.threads import noted
 from transferd.storage.lru import Use
 from transferd.tasks import Stop, Task
 
-MOST_PLANS = 64  # kept of one task: its ranks are rarely further apart
-SHARED_BLOCKS = 64  # of more blocks, the copy costs so much more than its plan that sharing gains nothing
+MOST_PLANS = 64  # plans kept per task: its ranks are rarely further apart
+SHARED_BLOCKS = 64  # beyond this many blocks, a copy costs so much more than its plan that sharing gains nothing
 
 
 @dataclass(slots=True, eq=False)
@@ -44,7 +44,7 @@ class StopSignal:
                     work.cancel()  # does nothing once a thread has taken it (runtime/threads.py)
 
     async def copied(self, copying: Coroutine[Any, Any, None]) -> bool:
-        """Await a copy. False: the signal was set before all of it had moved; no byte moves from now on.
+        """Await a copy. False: the signal was set before every byte had moved, and no byte moves from now on.
 
         So a copy that queues behind a hung one never runs after its task was answered. A copy that has begun
         runs to its end, or to where its tier can stop it.
@@ -63,7 +63,7 @@ class StopSignal:
                 raise
             return False
         finally:
-            with contextlib.suppress(ValueError):  # forgotten by its task and collected in another context
+            with contextlib.suppress(ValueError):  # abandoned by its task, and collected in another context
                 noted.reset(before)
             del self._copies[id(works)]
         return True
@@ -94,7 +94,7 @@ def _wake(waiter: asyncio.Future[None]) -> None:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A started task, shared by all its ranks. It caches what is the same for each of them.
+    """A started task, shared by all its ranks. It caches what is the same for each rank.
 
     started_at, admitted_at: monotonic seconds. arrivals: (rank, when it was done), in order.
     use: groups every rank's storage accesses as one use (storage/lru.py).
@@ -112,7 +112,7 @@ class Job:
     _plans: dict[Hashable, CopyPlan] = field(default_factory=dict)
 
     def key_ids(self, objects: ObjectFormat) -> Sequence[str]:
-        """`ids`, computed by the first rank that asks: all ranks name the task's objects in one format."""
+        """`ids`, computed by the first rank that asks: all ranks use the same format for object names."""
         if not self.ids:
             self.ids = objects.ids(getattr(self.task, "keys", ()))
         return self.ids

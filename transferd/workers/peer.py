@@ -1,8 +1,8 @@
 """Send and receive: blocks from this rank's device to the same rank of another daemon, without storage.
 
-A peer is a sink for the Writer and a source for the Reader. The difference to storage is that the receiver sets the
-pace: a sender gathers only blocks for which the receiver has posted memory, so it never holds staging while it waits
-for a peer (storage/peer/__init__.py says why that matters).
+A peer is a sink for the Writer and a source for the Reader. Unlike with storage, the receiver sets the pace: a sender
+gathers only blocks for which the receiver has posted memory, so it never holds staging while it waits for a peer
+(storage/peer/__init__.py says why that matters).
 
 A sequence is useful only if it is complete, on both sides. So a sender's blocks count once the receiver has
 confirmed all of them, and a receiver confirms only after its last block is on the device.
@@ -31,7 +31,7 @@ _ABORTED = ErrorInfo("internal", "the task's handler ended without a result (bug
 
 
 class PeerSink:
-    """The receiver of one transfer as a sink: it wants what it has posted memory for."""
+    """The receiver of one transfer as a sink: it wants the objects for which it has posted memory."""
 
     def __init__(self, outbound: Outbound, names: Sequence[str]) -> None:
         self.names = names
@@ -49,7 +49,7 @@ class PeerSink:
 
 
 class PeerSource:
-    """The sender of one transfer as a source: it has everything, once it has begun."""
+    """The sender of one transfer as a source: it has every object, once it has begun."""
 
     def __init__(self, inbound: Inbound) -> None:
         self.flights = Flights()
@@ -69,7 +69,7 @@ class PeerSource:
 class PeerHandler:
     """Runs SendTask and ReceiveTask on one rank.
 
-    corrupt: objects that were damaged on the way.
+    corrupt: the number of objects that arrived damaged.
     """
 
     def __init__(self, context: RankContext, peer: PeerPath) -> None:

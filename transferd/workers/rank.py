@@ -32,7 +32,7 @@ from transferd.workers.write import Writer
 
 log = structlog.get_logger(__name__)
 
-HUNG_S = 5.0  # a call to a device that takes longer: the longest one that is sound takes milliseconds
+HUNG_S = 5.0  # a call to a device that takes longer hangs: healthy calls take milliseconds
 
 Arrive = Callable[[Job, RankOutcome], None]
 Died = Callable[[int, str], None]
@@ -77,7 +77,7 @@ class RankWorker:
     async def open(self) -> None:
         """Allocate host memory, and register staging with storage and with the carrier to other daemons.
 
-        The device comes later (`open_device`). Raises TransferError.
+        `open_device` opens the device later. Raises TransferError.
         """
         await self._set_up(self._allocate, "allocating host memory")
         if self.context.storage is not None:
@@ -92,7 +92,7 @@ class RankWorker:
         return sum(region.nbytes for region in self.context.regions.values())
 
     def _set_up(self, work: Callable[[], None], what: str) -> Awaitable[None]:
-        """Make or free memory, which takes minutes on a server, beside everybody's copies."""
+        """Allocate or free memory on a set-up thread: that takes minutes on a server and must not delay copies."""
         return self.context.threads.run(Direction.SETUP, work, f"{what} of rank {self.rank}")
 
     def _allocate(self) -> None:
@@ -141,7 +141,7 @@ class RankWorker:
             await self._set_up(self.context.host.allocate, "allocating host blocks")
 
     def watch(self, died: Died) -> None:
-        """Call `died` when the device is found lost without a task."""
+        """Have `died` called if the device is found lost while no task runs."""
         if hasattr(self.context.device, "on_lost"):
             self.context.device.on_lost = lambda cause: died(self.rank, cause)
 
@@ -152,10 +152,10 @@ class RankWorker:
         return f"the device of rank {self.rank} has not answered for {seconds:.0f} s" if seconds > HUNG_S else ""
 
     def confirmed(self, job: Job, outcome: RankOutcome) -> RankOutcome:
-        """What this rank did for a write, less the objects that have gone again since. Call it when all ranks are done.
+        """What this rank did for a write, without objects that were evicted since. Call it when all ranks are done.
 
-        In a store too small for the chain, blocks make room for others of it that are nearer the root, on any rank, or
-        for those of later tasks.
+        In a store that is too small for the chain, objects may be evicted for blocks of the same chain nearer the root,
+        on any rank, or for blocks of later tasks.
         """
         storage = self.context.storage
         if storage is None or not job.use.shrunk or not isinstance(job.task, WriteStorageTask):
@@ -177,7 +177,7 @@ class RankWorker:
         task.add_done_callback(self._jobs.discard)
 
     async def stored(self, names: Sequence[str], use: Use) -> Sequence[bool]:
-        """Which objects this rank could load now; counts as part of `use`. Raises StorageError."""
+        """For each object, whether this rank could load it now. Counts as part of `use`. Raises StorageError."""
         return await self._source.stored(names, use)
 
     async def _run(self, job: Job, arrive: Arrive, died: Died) -> None:
@@ -246,17 +246,17 @@ class RankWorker:
 
     @property
     def corrupt(self) -> int:
-        """Objects that were found and failed their check."""
+        """The number of objects that were found and failed their check."""
         return self._source.corrupt + (0 if self._peer is None else self._peer.corrupt)
 
     @property
     def missed(self) -> int:
-        """Keys that reads asked for and storage did not have."""
+        """The number of keys that reads asked for and storage did not have."""
         return self._reader.missed
 
     def statistics(self) -> dict[str, Any]:
-        """rank, device, what its tier reports, and per lane: running, done, failed, bytes. The dispatcher counts what
-        is queued."""
+        """rank, device, the tier's own statistics, and per lane: running, done, failed, bytes. (The dispatcher counts
+        queued tasks.)"""
         return {
             "rank": self.rank,
             "device": self.context.device.device,
@@ -277,7 +277,7 @@ class RankWorker:
 
 @contextlib.contextmanager
 def _kept(errors: list[TransferError]) -> Iterator[None]:
-    """One step of a close: keeps its error, so that the next step runs too."""
+    """Run one step of a close, and keep its error, so that the next step runs, too."""
     try:
         yield
     except TransferError as error:

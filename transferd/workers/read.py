@@ -1,22 +1,20 @@
 """Read: a source → staging → device, for the leading blocks that the source has, or for all that it has (sparse).
 
-Blocks that the CPU can address take in what storage has in memory without staging, first (in_place.py). The rest goes
-this way:
+The source of a ReadStorageTask is storage; a peer is another source (peer.py). If the CPU can address the blocks,
+objects that storage has in memory are loaded in place first (in_place.py). All others go through staging:
 
-The source of a ReadStorageTask is storage; a peer is one more (peer.py).
-
-    stored ─ which blocks does it have?
+    stored ─ which blocks does the source have?
     for each chunk:  fetch (lease slots, get, verify)  →  copy slots → device
 
 A few chunks are in flight at a time: while chunk k is copied to the device, chunk k+1 is being
-fetched. Tasks share fetches (flights.py). A bad object is a miss: it is quarantined and counted, and
-it ends the prefix; a sparse read goes on behind it. Its bytes never reach the device.
+fetched. Tasks share fetches (flights.py). A bad object is a miss: it is quarantined and counted, and its
+bytes never reach the device. It ends the prefix; a sparse read continues after it.
 
-A sparse read also goes on behind an object that storage failed to read. It ends where a whole chunk failed, since
-storage or the device is then in trouble and each further chunk would wait for the same error.
+A sparse read also continues after an object that storage failed to read. It ends after a whole chunk failed, because
+storage or the device is then in trouble, and each further chunk would wait for the same error.
 
-When the task is stopped, it ends after the copy that is running. Fetches that have begun run to their
-end and touch only staging.
+When the task is stopped, it ends after the running copy. Fetches that have begun run to their end and
+touch only staging.
 """
 
 from __future__ import annotations
@@ -41,10 +39,10 @@ CHUNKS_UNDER_WAY = 3  # one being copied, one being verified, one being fetched;
 
 
 class Source(Protocol):
-    """Where objects of one rank come from.
+    """Where one rank's objects come from.
 
-    flights: its running fetches, which tasks that need the same object share.
-    corrupt: objects that it gave and that failed their check.
+    flights: running fetches from this source, shared by tasks that need the same object.
+    corrupt: the number of its objects that failed their check.
     storage: set if blocks can load its objects in place.
     """
 
@@ -53,15 +51,15 @@ class Source(Protocol):
     storage: Storage | None
 
     def stored(self, names: Sequence[str], use: Use) -> Awaitable[Sequence[bool]]:
-        """Which objects it has. Counts as part of `use`. Raises TransferError."""
+        """For each name, whether the source has the object. Counts as part of `use`. Raises TransferError."""
         ...
 
     def get(self, blobs: Sequence[Blob]) -> Awaitable[list[Outcome]]:
-        """As Storage.get."""
+        """Like Storage.get."""
         ...
 
     def quarantine(self, name: str) -> Awaitable[None]:
-        """As Storage.quarantine."""
+        """Like Storage.quarantine."""
         ...
 
 
@@ -69,7 +67,7 @@ class StorageSource:
     """Storage as a source, shared by all tasks of a rank."""
 
     def __init__(self, storage: Storage | None) -> None:
-        """storage: None where no task reads, as admission has made sure."""
+        """storage: None without a backend; admission then rejects all reads."""
         self.flights = Flights()
         self.corrupt = 0
         self.storage = storage if storage is not None and storage.loads_in_place else None
@@ -86,14 +84,14 @@ class StorageSource:
 
 
 def leading(stored: Sequence[bool]) -> int:
-    """How many leading ones are True."""
+    """The number of leading items that are True."""
     return next((i for i, there in enumerate(stored) if not there), len(stored))
 
 
 class Reader:
-    """Brings the blocks of one rank's tasks from their source to the device.
+    """Moves the blocks of one rank's tasks from their source to the device.
 
-    missed: blocks that tasks asked for and did not find: of a read up to the first missing one, those behind it too.
+    missed: the number of blocks that tasks did not find. A read that ends at a missing block counts all that follow.
     """
 
     consumer = "read"
@@ -117,11 +115,11 @@ class Reader:
             in_place = self._in_place if getattr(self._context.device, "addressable", False) else None
             if in_place is None or len(names) > 1:
                 found = await self._found(account, names)
-            else:  # one load finds out as much as a look-up does
+            else:  # a single load costs no more than a lookup
                 found = range(1)
             if found and in_place is not None:
                 found = await in_place.load(account, names, found)
-            if 0 < len(found) <= self._chunk_blocks:  # one chunk has no next one to overlap with
+            if 0 < len(found) <= self._chunk_blocks:  # with a single chunk there is nothing to overlap
                 await self._load(account, [names[i] for i in found], found)
                 return account.outcome()
             for start in range(0, len(found), self._chunk_blocks):
@@ -135,7 +133,7 @@ class Reader:
         except TransferError as error:
             account.failed(error)
         finally:
-            # A chunk ends within one copy after a stop; until then its device blocks are in use.
+            # After a stop, a chunk ends within one copy; until then its device blocks are in use.
             if under_way:
                 await every(under_way)
         return account.outcome()
@@ -161,7 +159,7 @@ class Reader:
         return found
 
     async def _load(self, account: Account, names: Sequence[str], positions: Sequence[int]) -> bool:
-        """Load one chunk, joining fetches that are already in flight. True: the next one is of use."""
+        """Load one chunk, joining fetches that are already in flight. True: continue with the next chunk."""
         job, flights = account.job, self.source.flights
         parts, lead = flights.board(names)
         shared = len(names) - (0 if lead is None else len(lead.names))
@@ -181,7 +179,7 @@ class Reader:
     async def _consume(
         self, account: Account, batch: SharedFetch, names: Sequence[str], positions: Sequence[int], mine: list[int]
     ) -> bool:
-        """Copy this task's share of a batch to the device as soon as it is fetched. True: what follows is of use."""
+        """Copy this task's share of a batch to the device once it is fetched. True: continue with what follows."""
         assert batch.fetch is not None
         clock, task = self._context.clock, account.job.task
         assert isinstance(task, ReadStorageTask)
@@ -226,9 +224,9 @@ class Reader:
             account.done([positions[i] for i in good], plan.nbytes)
 
     def _begin_fetch(self, batch: SharedFetch, job: Job, places: Sequence[int]) -> asyncio.Future[list[Outcome]]:
-        """Source → slots, verified. Belongs to the batch, not to the task that started it.
+        """Fetch a batch into slots and verify it. The fetch belongs to the batch, not to the task that started it.
 
-        Done at once if slots are free, the source answers at once, and the bytes to check are few.
+        The future is already done if slots were free, the source answered at once, and there were few bytes to check.
 
         places: for each object of the batch, its position in the task.
         """
@@ -265,7 +263,7 @@ class Reader:
     async def _verify(
         self, batch: SharedFetch, job: Job, places: Sequence[int], outcomes: list[Outcome]
     ) -> list[Outcome]:
-        """Turn what fails its check into misses, and quarantine it."""
+        """Turn objects that fail their check into misses, and quarantine them."""
         assert batch.lease is not None
         context, holder = self._context, job.task.task_id
         slots = context.staging.views(batch.lease)
@@ -278,7 +276,7 @@ class Reader:
         return outcomes
 
     def _bad(self, task_id: str, name: str, reason: Damage) -> None:
-        """This object failed its check: count it, and have nobody load it again."""
+        """Count an object that failed its check, and quarantine it so that no one loads it again."""
         context = self._context
         self.source.corrupt += 1
         context.recorder.note(task_id, "corrupt object", context.rank, name, str(reason))

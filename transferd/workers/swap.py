@@ -19,7 +19,7 @@ from transferd.tasks import RankOutcome, SwapInTask, SwapOutTask
 from transferd.workers.context import Account, RankContext, require
 from transferd.workers.job import Job
 
-UNDER_WAY = 2  # pieces
+UNDER_WAY = 2  # pieces in flight
 
 
 class Swapper:
@@ -42,7 +42,7 @@ class Swapper:
         return account.outcome()
 
     async def _pieces(self, job: Job, account: Account) -> None:
-        """Pieces in order, two at a time; after an error or a stop no more are begun, and those begun are awaited."""
+        """Copy pieces in order, two at a time. After an error or a stop, begin no more; wait for those in flight."""
         under_way: deque[tuple[range, asyncio.Task[int | None]]] = deque()
         loop = asyncio.get_running_loop()
         for start in range(0, job.task.blocks, self._piece_blocks):
@@ -51,14 +51,14 @@ class Swapper:
             if account.stopped is not None or account.error is not None:
                 break
             piece = range(start, min(start + self._piece_blocks, job.task.blocks))
-            if start:  # of the first piece, "started" says it
+            if start:  # the first piece has the step "started"
                 self._context.recorder.step(job.task.task_id, "copy", self._context.rank, len(piece))
             under_way.append((piece, loop.create_task(self._copy(job, piece))))
         while under_way:
             await self._take(account, *under_way.popleft())
 
     async def _copy(self, job: Job, piece: range) -> int | None:
-        """Move a piece and return its bytes, or None if the task was stopped before all of it had moved."""
+        """Move a piece and return its bytes, or None if the task was stopped before every byte had moved."""
         context = self._context
         if job.task.after and not await context.computed(job):
             return None

@@ -105,14 +105,14 @@ class TokenHandler:
         assert task.token_ids is not None
         start = task.start_write_block_idx
         path = task.token_ids
-        if not withdraws_the_rest(task):  # the whole sequence may extend past the task's last block
+        if not withdraws_the_rest(task):  # else the whole sequence counts, which may extend past the task's last block
             path = TokenIds(path.array[: (start + task.blocks) * self._context.block_size])
-        resident = task.flush_cache_exists is not False  # a finished request leaves it out; its blocks are still there
+        resident = task.flush_cache_exists is not False  # None: a request has finished, and its blocks are still here
         updating = asyncio.ensure_future(self._tokens.flush_token_index(path, start, resident=resident))
         before = self._context.clock.monotonic()
         answered = await job.stop.race(updating)
         account.storage_s += self._context.clock.monotonic() - before
-        if not answered:  # no memory depends on it, so a call that has begun may run on unattended
+        if not answered:  # the call uses no memory, so it may run on by itself
             updating.cancel()
             return False
         try:

@@ -1,12 +1,12 @@
-"""Write: device → staging → a sink, in chunks. The sink of a WriteStorageTask is storage; a peer is one more (peer.py).
+"""Write: device → staging → a sink, in chunks. The sink of a WriteStorageTask is storage; a peer is another (peer.py).
 
     until the sink wants no more:  lease slots → copy device → slots → seal (formats.py) → put
 
 While chunk k is being put, chunk k+1 is gathered: staging has room for two chunks, and k+1 gets its lease as soon as
-slots are free. A put that has begun is never aborted. When the task is stopped, it stops waiting, and its slots are
+slots are free. A put that has begun is never aborted. A stopped task no longer waits for it, and the slots are
 released when the put has ended.
 
-Whatever can be answered at once is: a free slot, a look-up in memory and a put of few bytes cost no asyncio task.
+Steps that finish at once cost no asyncio task: taking a free slot, a lookup in memory, a put of few bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from transferd.workers.job import Job
 class Sink(Protocol):
     """Where the objects of one job on one rank go.
 
-    names: of the objects, one for each block of the task.
+    names: object names, one for each block of the task.
     """
 
     names: Sequence[str]
@@ -40,12 +40,12 @@ class Sink(Protocol):
         ...
 
     def put(self, blobs: Sequence[Blob]) -> Awaitable[list[Outcome]]:
-        """As Storage.put."""
+        """Like Storage.put."""
         ...
 
 
 class StorageSink:
-    """Storage as a sink: it wants the blocks that it does not have. The others count as written at once."""
+    """Storage as a sink: it wants the blocks that it does not have. All others count as written at once."""
 
     def __init__(self, storage: Storage, names: Sequence[str]) -> None:
         self.names = names
@@ -78,7 +78,7 @@ class StorageSink:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Consecutive positions of the task that travel together. put: its end."""
+    """Positions of the task that are sent together. put: done when the chunk's put has ended."""
 
     positions: Sequence[int]
     put: asyncio.Future[list[Outcome]]
@@ -100,7 +100,7 @@ class Writer:
         return account.outcome()
 
     async def send(self, account: Account, sink: Sink) -> None:
-        """Send what the sink wants. Returns when nothing of it touches the device, and no put is waited for."""
+        """Send what the sink wants. Returns when the task no longer touches the device nor waits for a put."""
         in_flight: list[_Chunk] = []
         try:
             while positions := await sink.wanted(account, self._chunk_blocks):
@@ -117,7 +117,7 @@ class Writer:
             await self._wait(account, in_flight)
 
     async def _begin(self, account: Account, sink: Sink, positions: Sequence[int]) -> _Chunk | None:
-        """Copy and seal one chunk and start its put. None: the task was stopped before."""
+        """Copy and seal one chunk and start its put. None: the task was stopped first."""
         lease = await self._lease(account, len(positions))
         if lease is None:
             return None
@@ -160,7 +160,7 @@ class Writer:
     async def _gather(
         self, account: Account, positions: Sequence[int], lease: Lease, slots: Sequence[memoryview]
     ) -> bool:
-        """Copy blocks to slots and seal them. False: the task was stopped before that."""
+        """Copy blocks to slots and seal them. False: the task was stopped first."""
         context, job = self._context, account.job
         task = job.task
         assert isinstance(task, WriteStorageTask)
