@@ -1,1 +1,1 @@
-"""Where the parts become one process: built, opened, served, reported on and taken apart again."""
+"""Puts the parts together into one process: builds, opens, serves, reports and shuts down."""

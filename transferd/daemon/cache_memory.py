@@ -3,30 +3,30 @@
 Theory of operation
 -------------------
 One side creates the device memory of every rank (ownership.py). If it is the daemon, `open` allocates, once. If it is
-the engine, each rank waits for an *offer*: a handle to the engine's memory. The daemon checks it (does its owner live,
-do the arrays fit the layout) and maps it, or refuses it and keeps nothing. It announces readiness only when every rank
-has memory; until then `missing` and `why` give the reason.
+the engine, each rank waits for an *offer*: a handle to the engine's memory. The daemon checks the offer (is the owner
+alive, do the arrays fit the layout) and maps it, or refuses it and keeps nothing. It announces readiness only when
+every rank has memory; until then `missing` and `why` give the reason.
 
     create:  absent ──open──▶ present ──clear──▶ absent ──restore──▶ present
-    attach:  absent ──offer─▶ present ──clear, or its client has gone──▶ absent ──offer─▶ present
+    attach:  absent ──offer─▶ present ──clear, or the loss of its client──▶ absent ──offer─▶ present
 
 Memory is always removed in one order: admit nothing (the dispatcher then refuses), wait until no rank touches any
 block, then free or unmap. So no copy ever uses memory that is being removed.
 
 A second offer for a rank is refused, and so is memory that shares a byte with another rank. A repeated offer of the
-same handle is not a second one: it comes from the same client after its connection broke, and the offer now belongs to
+same handle is not a second one: the same client repeats it after its connection broke, and the offer now belongs to
 the new connection.
 
 *Clear and restore.* `clear` frees device and host memory. Staging stays: its size is constant, and it holds no block.
 The current generation is closed: `restore` requires one that this daemon has never closed, and `set_generation` refuses
-to go back. So no earlier object or block can be read afterwards. Only an engine that says that it serves the same
-weights again (it slept) may reopen a closed one, whose objects are still valid. Each clear begins a new *epoch*. An
-offer names its epoch, because an offer that was in flight during a clear names memory that its engine has freed.
+to go back. So no earlier object or block can be read afterwards. Only an engine that serves the same weights again
+(it slept) may reopen a closed generation, whose objects are still valid. Each clear begins a new *epoch*. An offer
+names its epoch, because an offer that was in flight during a clear names memory that its engine has freed.
 
 *What others have mapped* (mappings.py). A task is refused while no client has a rank's memory mapped. A client that
-attached may still look at its arrays after a clear. Memory that outlives its creator's close (POSIX shared memory)
-lets it: it sees the old bytes, which no other process does. Memory that does not (CUDA IPC) must be released first:
-`clear` is refused until every such client has detached, and touches nothing.
+attached may still access its arrays after a clear. If the memory outlives its creator's close (POSIX shared memory),
+the client sees the old bytes, which no other process does. If it does not (CUDA IPC), clients must release it first:
+`clear` is refused, and touches nothing, until every such client has detached.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _MappedOffer:
 
 @dataclass(slots=True, eq=False)
 class _Attempt:
-    """An offer that is being mapped; its client may go meanwhile."""
+    """An offer that is being mapped; its client may be lost meanwhile."""
 
     client: bytes
     gone: bool = False
@@ -100,14 +100,14 @@ class CacheMemory:
         next_generation: Callable[[], str] | None = None,
         epochs: Iterator[int] | None = None,
     ) -> None:
-        """tokens: where storage is token-indexed; it is asked whether it is ready once every rank has memory.
+        """tokens: token-indexed storage, if any, which must become ready once every rank has memory.
 
-        next_generation: which one to restore if the request names none; None for the current one.
+        next_generation: the generation to restore if the request names none; None for the current one.
         """
         self._tokens = tokens
         self._next_generation = next_generation
         self.creator = creator
-        self._epochs = itertools.count(1) if epochs is None else epochs  # always rising; of all engines together
+        self._epochs = itertools.count(1) if epochs is None else epochs  # always rising; shared by all engines
         self.epoch = next(self._epochs)
         self.cleared = False
         self._core = core
@@ -117,9 +117,9 @@ class CacheMemory:
         self._mappings = Mappings(len(workers), core.mappings)
         self._started = False
         self._closed = False
-        self._closed_generations: set[str] = set()  # one for each clear: some bytes per weight update
+        self._closed_generations: set[str] = set()  # one per clear, so a few bytes per weight update
 
-    # --- what can be seen ---------------------------------------------------------------------------
+    # --- observers ----------------------------------------------------------------------------------
 
     @property
     def missing(self) -> list[int]:
@@ -150,7 +150,7 @@ class CacheMemory:
     # --- life ---------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Create, if that is ours to do, and announce readiness once nothing is missing.
+        """Create the memory, if the daemon creates it, and announce readiness if no rank misses its memory.
 
         Raises TierError, StorageError.
         """
@@ -169,7 +169,7 @@ class CacheMemory:
             await asyncio.wait(self._changes)
 
     async def _announce(self) -> None:
-        """Ready, if nothing is missing. Raises StorageError when token-indexed storage cannot reach the memory."""
+        """Announce readiness if no rank misses its memory. Raises StorageError of token-indexed storage."""
         if not self._started or self.missing or self.cleared or self._closed:
             return
         if self._tokens is not None:
@@ -179,9 +179,9 @@ class CacheMemory:
     # --- sharing ------------------------------------------------------------------------------------
 
     def handle(self, client: bytes, rank: int, epoch: int = 0) -> DeviceHandle:
-        """How to map a rank's memory; this client counts as having it mapped from now on.
+        """A handle to map a rank's memory; from now on the client counts as having it mapped.
 
-        epoch: of the memory that the client has mapped already, on an earlier connection; 0 for none.
+        epoch: that of the memory that the client has already mapped on an earlier connection; 0 for none.
         Raises RequestError, TierError.
         """
         held = self._rank(rank)
@@ -194,21 +194,21 @@ class CacheMemory:
         device = held.worker.context.device
         if held.offer is None:
             handle = device.handle()
-        else:  # the engine's own memory, with what the daemon has beside it
+        else:  # the engine's own memory, with the daemon's timelines
             handle = getattr(device, "with_timelines", lambda offered: offered)(held.offer.handle)
         self._mappings.attach(client, rank)
         return handle
 
     def detach(self, client: bytes, rank: int) -> None:
-        """This client has unmapped the rank's memory. Raises RequestError."""
+        """Note that this client has unmapped the rank's memory. Raises RequestError."""
         self._rank(rank)
         self._mappings.detach(client, rank)
 
     async def offer(self, client: bytes, rank: int, handle: DeviceHandle, epoch: int) -> str | None:
         """Map an engine's memory as a rank's. Raises RequestError, TierError; then nothing is kept.
 
-        With a canary in the handle, only look whether it is there, keep nothing, and return CHECKED: the engine
-        puts its block in order, and offers without one.
+        With a canary in the handle, only check it, keep nothing, and return CHECKED. The engine then restores its block
+        and offers without a canary.
         """
         data, canary = taken_from(handle.data)
         offered = DeviceHandle(handle.kind, data)
@@ -260,11 +260,11 @@ class CacheMemory:
                 return None
         finally:
             rank.attempts.remove(attempt)
-            if attempt.gone:  # it left while its memory was being mapped
+            if attempt.gone:  # the client was lost while its memory was being mapped
                 self.client_gone(client)
 
     def _check_apart(self, rank: _RankMemory, number: int) -> None:
-        """Raise RequestError if what was just mapped is, in part, the memory of another rank already."""
+        """Raise RequestError if newly mapped memory overlaps that of another rank."""
         mapped = _extents(rank)
         for other, theirs in enumerate(self._ranks):
             if theirs is not rank and theirs.offer is not None and overlap(mapped, _extents(theirs)):
@@ -272,7 +272,7 @@ class CacheMemory:
                 raise RequestError(what, code="already_attached")
 
     def client_gone(self, client: bytes) -> None:
-        """What it had mapped it has no more; what it offered is unmapped as soon as no rank touches a block."""
+        """Drop the client's mappings, and unmap the memory that it offered as soon as no rank touches a block."""
         lost: list[int] = []
         for number, rank in enumerate(self._ranks):
             for attempt in rank.attempts:
@@ -295,15 +295,15 @@ class CacheMemory:
                     rank.offer, rank.present = None, False
                     self._mappings.withdraw(number)
                     await self._given_up(number, rank.worker.close_device())
-            with contextlib.suppress(TransferError):  # of token-indexed storage; the next offer asks it again
+            with contextlib.suppress(TransferError):  # from token-indexed storage; the next offer tries again
                 await self._announce()  # the same engine may have offered the same memory on another connection
 
     # --- clearing -----------------------------------------------------------------------------------
 
     async def clear(self) -> int:
-        """Free all device and host memory once every admitted task is answered; the new epoch. Again: nothing.
+        """Free all device and host memory once every admitted task is answered; return the new epoch. Idempotent.
 
-        Raises RequestError; TierError when memory could not be freed well (it is gone all the same).
+        Raises RequestError; TierError if freeing memory raised an error (the cache is cleared all the same).
         """
         epoch: int = await self._finished(self._clear())
         return epoch
@@ -317,7 +317,7 @@ class CacheMemory:
                 return self.epoch
             self._check_unmapped()
             if self._tokens is not None:
-                self._tokens.check_generation(f"{self._core.generation}, and another")  # or nothing could be restored
+                self._tokens.check_generation(f"{self._core.generation}, and another")  # else nothing could be restored
             self._core.withdraw(CLEARED, end=False)
             self.cleared = True
             await self._core.empty()
@@ -336,11 +336,11 @@ class CacheMemory:
             return self.epoch
 
     async def restore(self, generation: str | None, *, same_weights: bool = False) -> int:
-        """Re-create the memory (or wait for offers again), under a generation never closed here; the epoch.
+        """Re-create the memory, or wait for offers, under a generation that was never closed; return the epoch.
 
-        generation: None for `next_generation`. same_weights: one that was closed is opened again. Raises
-        RequestError; ConfigError for a version file that says nothing, TierError when there is no room, and then the
-        cache stays cleared.
+        generation: None for `next_generation`. same_weights: allow a closed one, and reopen it. Raises RequestError,
+        ConfigError for a version file without a version, TierError if there is no room. After an error the cache stays
+        cleared.
         """
         epoch: int = await self._finished(self._restore(generation, same_weights=same_weights))
         return epoch
@@ -382,12 +382,12 @@ class CacheMemory:
         return self._core.generation if self._next_generation is None else self._next_generation()
 
     def set_generation(self, generation: str) -> None:
-        """Name objects of `generation` from now on; every older one is out of reach. Raises RequestError."""
+        """Use this generation from now on; objects of older ones become unreachable. Raises RequestError."""
         self.check_generation(generation)
         self._core.set_generation(generation)
 
     def check_generation(self, generation: str) -> None:
-        """Raise RequestError for what is no name, or one that a clear has closed: it is never read again."""
+        """Raise RequestError for an invalid generation, or one that a clear has closed."""
         if len(generation) > MAX_GENERATION or not generation.isprintable():
             what = f"a generation is at most {MAX_GENERATION} printable characters, not {generation[:80]!r}"
             raise RequestError(what, code="bad_value")
@@ -424,7 +424,7 @@ class CacheMemory:
         return task
 
     async def _finished(self, change: Coroutine[Any, Any, Any]) -> Any:
-        """Wait for a change, which runs to its end even if the client that requested it leaves."""
+        """Wait for a change. It runs to its end even if the client that requested it leaves."""
         task = self._begin(change)
         try:
             return await asyncio.shield(task)
@@ -439,7 +439,7 @@ class CacheMemory:
             log.warning(what, engine=self._core.engine, problem=str(error))
 
     async def _given_up(self, number: int, closing: Awaitable[None]) -> None:
-        """Close memory, and only log an error: nothing will use it again."""
+        """Close memory that is no longer used, and only log an error."""
         try:
             await closing
         except TransferError as error:
@@ -448,7 +448,7 @@ class CacheMemory:
 
 
 def _extents(rank: _RankMemory) -> list[Extent]:
-    extents: list[Extent] = getattr(rank.worker.context.device, "extents", list)()  # a tier of others may not know
+    extents: list[Extent] = getattr(rank.worker.context.device, "extents", list)()  # another package's tier may lack it
     return extents
 
 

@@ -1,7 +1,7 @@
 """The daemon's clients: which are connected, their sessions, and every message to them.
 
-The name of its connection identifies a client. It has a session (see protocol.py) from its first message until
-it has gone. When an answer cannot be delivered, a new session begins, which makes the client repeat its requests.
+A client is identified by the name of its connection. It has a session (see protocol.py) from its first message until
+it leaves or is lost. When an answer cannot be delivered, a new session begins, so that the client repeats its requests.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class KnownClient:
-    """A connected client. Their number is bounded by connections, which descriptors bound."""
+    """A connected client. The limit on connections bounds their number."""
 
-    first_session: int  # of this connection; its sessions since then have greater numbers
+    first_session: int  # the first session of this connection; later ones have larger numbers
     session: int
     came_at: float
     seen_at: float
-    observer: bool = False  # may only look
-    engine_name: str = ""  # that it said; "" before its first Hello
-    engine: HostedEngine | None = None  # that it is bound to (engines.py)
-    holds: bool = False  # it has registered, offered, attached or pushed: the engine stays while it lives
-    refused: ErrorInfo | None = None  # why it is bound to none, although there is one of that name
+    observer: bool = False  # may only ask for reports
+    engine_name: str = ""  # from its Hello; "" before the first one
+    engine: HostedEngine | None = None  # the one that it is bound to (engines.py)
+    holds: bool = False  # it has registered, offered, attached or pushed, so its engine stays while it lives
+    refused: ErrorInfo | None = None  # why it is not bound to the engine of that name
     waiting: set[asyncio.Task[None]] = field(default_factory=set)  # its requests that wait for something
 
 
 class Clients:
-    """Borrows the transport, which the server starts and closes. undeliverable: how many answers had no client."""
+    """The connected clients. Borrows the transport. undeliverable: how many answers could not be delivered."""
 
     def __init__(self, transport: ServerTransport, boot_id: str, *, recorder: Recorder | None = None) -> None:
         self.transport = transport
@@ -49,7 +49,7 @@ class Clients:
         self._recorder = recorder if recorder is not None else Recorder(capacity=1)
         self._peers: dict[bytes, KnownClient] = {}
         self.get = self._peers.get
-        # Numbers that a daemon before or after this one does not use, and that fit an int of any language.
+        # Start with a number that no earlier or later daemon uses, and that fits an int of any language.
         self._sessions = itertools.count((zlib.crc32(boot_id.encode()) << 20) + 1)
 
     def __len__(self) -> int:
@@ -62,7 +62,7 @@ class Clients:
         return self._peers[peer]
 
     def engine_of(self, peer: bytes) -> str | None:
-        """The name of the engine that a client said it speaks for; None if it has said none."""
+        """The name of the engine in a client's Hello; None before its first Hello."""
         client = self._peers.get(peer)
         return None if client is None else client.engine_name or None
 
@@ -74,20 +74,20 @@ class Clients:
         return client
 
     def leave(self, peer: bytes) -> KnownClient | None:
-        """Remove a client that has gone. None if it was not known."""
+        """Remove and return a client that left or was lost; None if it was not known."""
         return self._peers.pop(peer, None)
 
     def send(self, peer: bytes, seq: int, body: wire.ReplyBody) -> None:
-        """Send an answer. Does nothing for a client that has gone."""
+        """Send an answer. Does nothing if the client is not connected any more."""
         if not self.transport.send(peer, wire.encode_reply(seq, body)):
             self._answer_lost(peer, seq)
 
     def refuse_stale(self, peer: bytes, seq: int, refused: wire.Refused) -> None:
         """Refuse a request of an earlier session. If this is lost, no new session begins.
 
-        The request is repeated in any case: the client learns the current session at its next heartbeat. And a client
-        that repeats many requests would be refused each of them: a session for each lost refusal outruns the Welcome
-        that names the one before, and the client catches up with none.
+        The client repeats the request anyway, once its next heartbeat names the current session. A client that repeats
+        many requests gets a refusal for each. If every lost one began a new session, sessions would change faster than
+        Welcomes can report them, and the client would never catch up.
         """
         if not self.transport.send(peer, wire.encode_reply(seq, refused)):
             self.undeliverable += 1
@@ -110,9 +110,9 @@ class Clients:
             self.send(peer, 0, again)
 
     def rows(self, limit: int, now: float, engine: str = "") -> list[dict[str, Any]]:
-        """At most `limit` connected clients, and since when; uid and pid if the socket knows them.
+        """At most `limit` connected clients and how long each is connected; uid and pid if the socket knows them.
 
-        engine: only those that speak for it; "" for all.
+        engine: only clients of this engine; "" for all.
         """
         rows: list[dict[str, Any]] = []
         for peer, client in self._peers.items():
@@ -128,7 +128,7 @@ class Clients:
         return rows
 
     def _answer_lost(self, peer: bytes, seq: int) -> None:
-        """Begin a new session: the client learns that its own is over, and repeats its pending requests."""
+        """Begin a new session: the client learns of it at its next heartbeat and repeats its pending requests."""
         self.undeliverable += 1
         client = self._peers.get(peer)
         if client is not None:

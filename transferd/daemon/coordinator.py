@@ -9,7 +9,7 @@ effect's outcome is an event. So the order of events is the order of callbacks o
 controls the loop controls everything.
 
 When the instructions arrive here, the dispatcher has already changed its state. So each one is carried out, even if
-another one raises. An effect that raises is a bug: it is counted and added to its task's story, and `_effect_raised`
+another one raises. An effect that raises is a bug. It is counted and added to its task's story, and `_effect_raised`
 says how each kind is repaired. Every task still gets its answer, and every deadline still fires.
 """
 
@@ -47,10 +47,10 @@ MISTAKEN = frozenset({"not_attached", "empty_block"})  # refusals that say that 
 class Listeners:
     """Callbacks for changes, called in the step in which they happen.
 
-    deliver: one terminal result for one waiting client (`Clients.deliver`). ended: an admitted task was answered.
-    memory_gone: device and host memory hold no block any more; True: storage holds none either. generation_changed:
-    objects now have another generation in their names. epoch_began: the cache was cleared. ran: when each rank had
-    finished a task, called before `ended`; None if not needed.
+    deliver: sends a terminal result to a waiting client (`Clients.deliver`). ended: an admitted task was answered.
+    memory_gone: device and host memory no longer hold any block; True: nor does storage. generation_changed: object
+    names now contain another generation. epoch_began: the cache was cleared. ran: gets the times at which each rank
+    finished a task, before `ended` is called; None if not needed.
     """
 
     deliver: Deliver
@@ -64,9 +64,9 @@ class Listeners:
 class Coordinator:
     """Runs tasks on all ranks, as the dispatcher decides; see the module's diagram.
 
-    engine: its name, in log lines. ready: whether tasks are served. effects_failed: how often an instruction's effect
-    raised, by its kind. skew_s: for each rank, the sum of the seconds by which it arrived after the first rank of its
-    round.
+    engine: the engine's name, for log lines. ready: whether tasks are served. effects_failed: how often an effect has
+    raised, by the kind of instruction. skew_s: for each rank, the total seconds by which it arrived after the first
+    rank of its rounds.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Coordinator:
         return max(0.0, self._clock.monotonic() - self._dispatcher.next_alarm)
 
     def submit(self, client: bytes, seq: int, task: Task) -> bool:
-        """Admit or answer a task. True: a result follows later; False: it was delivered during this call."""
+        """Admit or answer a task. True: its result follows later. False: the result was delivered during this call."""
         instructions = self._dispatcher.handle(ev.TaskSubmitted(client, seq, task, self._clock.monotonic()))
         self._carry_out(instructions)
         for instruction in instructions:
@@ -139,9 +139,9 @@ class Coordinator:
         return known
 
     def pause(self, client: bytes = b"", holder: str = "") -> Coroutine[Any, Any, None]:
-        """Start no more tasks from this call on. The awaitable ends once no rank touches a block. Admission continues.
+        """Start no more tasks from this call on; if awaited, return once no rank touches a block. Admission continues.
 
-        The pause ends with the holder's resume, or with the client, unless the holder has returned as another client.
+        The pause ends with the holder's resume, or with the client, unless the holder has reconnected by then.
         """
         self._hear(ev.PauseRequested(self._clock.monotonic(), client, holder))
         return self.quiet()
@@ -153,7 +153,7 @@ class Coordinator:
     def drain(self, client: bytes = b"", holder: str = "") -> Coroutine[Any, Any, None]:
         """Admit nothing more from this call on; if awaited, return once every admitted task is answered.
 
-        Ends as a pause does.
+        A drain ends like a pause.
         """
         self._hear(ev.DrainRequested(self._clock.monotonic(), client, holder))
         return self.empty()
@@ -169,27 +169,27 @@ class Coordinator:
         self.ready = self._dispatcher.alive
 
     def withdraw(self, error: ErrorInfo, *, end: bool) -> None:
-        """Memory is about to go: admit nothing, and with `end` finish nothing either. `empty` says when it may."""
+        """Admit nothing, because memory is about to be removed; with `end`, also end all tasks. Then await `empty`."""
         self.ready = False
         self._hear(ev.CacheWithdrawn(error, end, self._clock.monotonic()))
 
     def set_generation(self, generation: str) -> None:
-        """Name objects of `generation` from now on; every older one is out of reach."""
+        """Use this generation from now on; objects of older ones become unreachable."""
         before = self.generation
         self._hear(ev.GenerationBumped(generation, self._clock.monotonic()))
         if generation != before:
             self.listeners.generation_changed(generation)
 
     def memory_gone(self, *, stored: bool) -> None:
-        """No block is in device or host memory any more; with `stored`, none can be read from storage either."""
+        """Report that device and host memory no longer hold any block; with `stored`, nor does storage."""
         self.listeners.memory_gone(stored)
 
     def mappings(self, unmapped: tuple[int, ...], outdated: dict[bytes, tuple[int, ...]]) -> None:
-        """Which ranks' memory no client has mapped, and which clients have earlier memory mapped."""
+        """Report which ranks' memory no client has mapped, and which clients have earlier memory mapped."""
         self._hear(ev.MappingsChanged(unmapped, outdated, self._clock.monotonic()))
 
     def epoch_began(self) -> None:
-        """The cache was cleared: host blocks hold nothing, and what clients have mapped is not served any more."""
+        """Report that the cache was cleared: host blocks are empty, and clients' mappings are outdated."""
         self._hear(ev.HostEmptied(self._clock.monotonic()))
         self.listeners.epoch_began()
 
@@ -229,7 +229,7 @@ class Coordinator:
         self._carry_out(self._dispatcher.handle(event))
 
     def _carry_out(self, instructions: list[ev.Instruction]) -> None:
-        """Every one, in the order of the decisions: what an effect leads to comes after what is due already."""
+        """Carry out every instruction, in order. Those that an effect leads to come after the ones already due."""
         self._todo += instructions
         if self._carrying_out:
             return
@@ -247,12 +247,12 @@ class Coordinator:
             self._wake_waiters()
 
     def _effect_raised(self, instruction: ev.Instruction, error: Exception) -> ErrorInfo:
-        """Count it and tell it. What the dispatcher would never ask for again is done again; never raises.
+        """Count and report the error. Never raises. How each kind of instruction is repaired:
 
         Start      the rank arrives with this error; without a round, the task ends with it (`_start`)
         Reply      a new session begins, in which the client asks again (`Clients.deliver`)
-        Publish    is lost: the task is answered all the same
-        the rest   soon once more, until it works
+        Publish    is lost; the task is answered all the same
+        others     retried soon, until it works, because the dispatcher never repeats them
         """
         kind, task_id = type(instruction).__name__, _task_id(instruction)
         self.effects_failed[kind] += 1
@@ -270,7 +270,7 @@ class Coordinator:
 
     def _once_more(self, instruction: ev.Instruction, job: Job | None) -> None:
         if isinstance(instruction, ev.WakeAt):
-            self._hear(ev.DeadlineReached(self._clock.monotonic()))  # early is harmless, and asks for the next time
+            self._hear(ev.DeadlineReached(self._clock.monotonic()))  # harmless if early; leads to the next WakeAt
         elif job is not None and self._jobs.get(job.task.task_id) is job:
             self._carry_out([instruction])
 
@@ -349,7 +349,7 @@ class Coordinator:
     # --- what comes back from the ranks -------------------------------------------------------------
 
     def rank_arrived(self, job: Job, outcome: RankOutcome) -> None:
-        """A worker is done with its share of a job. Called by RankWorker."""
+        """Report a worker's outcome for its share of a job. Called by RankWorker."""
         now = self._clock.monotonic()
         job.arrivals.append((outcome.rank, now))
         self.skew_s[outcome.rank] += now - job.arrivals[0][1]
@@ -357,7 +357,7 @@ class Coordinator:
             self._hear(ev.RankLeft(job.task.task_id, outcome.rank, self._clock.monotonic()))
 
     def rank_died(self, rank: int, cause: str) -> None:
-        """A rank's device is lost: every task fails naming it, now and from now on."""
+        """Report that a rank's device is lost: every current and later task fails, and its error names the rank."""
         log.error("rank died", engine=self.engine, rank=rank, cause=cause)
         self.ready = False
         self._hear(ev.RankFailed(rank, cause, self._clock.monotonic()))
@@ -367,14 +367,14 @@ class Coordinator:
         job = self._jobs.pop(round_.task_id)
         merged = round_.merged
         assert merged is not None
-        if job.use.shrunk and merged.block_ids:  # what a rank had stored when it arrived may have gone again since
+        if job.use.shrunk and merged.block_ids:  # objects that a rank had stored may have been evicted since
             merged = job.task.merge([self.workers[o.rank].confirmed(job, o) for o in round_.outcomes.values()])
         if self.listeners.ran is not None:
             self.listeners.ran(round_.task_id, Ran(job.admitted_at, job.started_at, job.arrivals))
         missing = round_.missing
         if missing or not self._dispatcher.alive:
-            # Ranks that go on working must not touch blocks any longer than the copy they are in. `missing` names
-            # live ranks only, but copies of a dead rank may still wait for a thread: they must never begin.
+            # Ranks that have not arrived must not touch blocks beyond their current copy. `missing` has live ranks
+            # only, but copies of a dead rank may still wait for a thread, and must never begin.
             job.stop.set(Stop.EXPIRED)
         self._hear(ev.RoundMerged(round_.task_id, merged, missing, self._clock.monotonic()))
 
@@ -398,7 +398,7 @@ class Coordinator:
 
 
 def _task_id(instruction: ev.Instruction) -> str:
-    """The id of the task that it concerns; "" for none."""
+    """The id of the task that an instruction concerns; "" for none."""
     if isinstance(instruction, ev.Start | ev.Publish):
         return instruction.task.task_id
     if isinstance(instruction, ev.Reply):

@@ -1,4 +1,4 @@
-"""The daemon: what all engines share, and the one function that takes everything apart.
+"""The daemon: what all engines share, and the one function that shuts everything down.
 
 build   configuration → storage, sockets, reports; the engine of [cache] (engine.py)
 open    listen → open storage → open the engine → announce readiness
@@ -47,9 +47,9 @@ from transferd.workers.context import INLINE_CHECK_BYTES
 log = structlog.get_logger(__name__)
 
 COPY_THREADS = 2  # per direction: two ranks' copies overlap; more only share the same memory bandwidth
-SETUP_THREADS = 16  # a server's engine has up to so many ranks, whose memory is made at once
-RUNNING_SHARE = 0.5  # of the shutdown budget is for tasks that run; of the rest, for stopping tasks
-STUCK_AFTER_S = 5.0  # a deadline unnoticed for this long: the watchdog is not fed
+SETUP_THREADS = 16  # the most ranks that a server's engine has; their memory is allocated in parallel
+RUNNING_SHARE = 0.5  # the share of the shutdown budget for running tasks, and of the rest for stopping tasks
+STUCK_AFTER_S = 5.0  # if a deadline is overdue by this much, stop feeding the watchdog
 
 
 class Daemon:
@@ -136,7 +136,7 @@ class Daemon:
 
     @property
     def default(self) -> HostedEngine:
-        """The engine of [cache], where there is one."""
+        """The engine of [cache], which must exist."""
         engine = self.engines.own
         assert engine is not None
         return engine
@@ -149,13 +149,13 @@ class Daemon:
     # --- life ---------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Listen, open storage and the engine. Raises TransferError; then `stop` cleans up.
+        """Listen, open storage and the engine. Raises TransferError; then call `stop`, which cleans up.
 
-        Listening first means that a second daemon on the socket is refused before it allocates anything,
-        and that an early client gets "not ready" instead of no answer.
+        Because it listens first, a second daemon on the same socket is refused before it allocates anything,
+        and an early client gets "not ready" instead of no answer.
         """
         self.threads.open()
-        await self.server.start()  # first: whoever serves the same endpoint is named with its pid
+        await self.server.start()  # first: the error names the pid of a daemon that has the endpoint
         await self.reports.start()
         if self.traces is not None:
             self.traces.start()
@@ -180,18 +180,18 @@ class Daemon:
         self.engines.opened.set()
 
     async def stop(self, budget_s: Callable[[], float]) -> list[str]:
-        """Shut down, in this order, within the budget; nothing is skipped. Returns what does not end.
+        """Shut down, in this order, within the budget, without skipping a step. Returns the names of steps that hang.
 
-        That is a copy, or a call into storage, that never returns. Its memory is kept; the caller has to end the
-        process. If nothing hangs, the first error of a step is raised last.
+        A step hangs if a copy or a call into storage never returns. Its memory is kept, and the caller must end the
+        process. If nothing hangs, raises the first error of a step at the end.
 
-        budget_s: seconds left, asked before and during each wait, so that a second signal can shorten it.
+        budget_s: returns the seconds left. Called before and during each wait, so that a second signal can shorten it.
         """
         shutdown = Shutdown(budget_s, self.clock)
         step, engines = shutdown.step, list(self.engines)
         self.engines.closed = True
         coordinators = [engine.coordinator for engine in engines]
-        # 1. Admit nothing more: new tasks are rejected, "draining"; readiness goes red.
+        # 1. Admit nothing more: new tasks are rejected ("draining"), and /readyz reports not ready.
         for coordinator in coordinators:
             coordinator.ready = False
             coordinator.stop_admitting()
@@ -203,7 +203,7 @@ class Daemon:
         # 3. Fail what is queued, each task with its result.
         for coordinator in coordinators:
             coordinator.fail_queued()
-        # 4. Close what faces outward: events and reports, then the server once its results have left.
+        # 4. Close what faces outward: events and reports, then the server, once its results were sent.
         for engine in engines:
             if engine.kv_events is not None:
                 engine.kv_events.close()
@@ -216,7 +216,7 @@ class Daemon:
         for coordinator in coordinators:
             coordinator.close()
         await step("engines that were leaving", self.engines.settled())
-        # 5. Close the caches (no more changes), workers (they wait for bytes in flight), the ways in and out, threads.
+        # 5. Close the caches (no more changes), workers (they wait for bytes in flight), storage, peers and threads.
         for engine in engines:
             await step("cache", engine.cache.close())
         if self.peers is not None:
@@ -235,14 +235,14 @@ class Daemon:
             raise shutdown.errors[0]
         return shutdown.hanging
 
-    # --- what can be seen from outside --------------------------------------------------------------
+    # --- observers ----------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """See stats.py."""
+        """The daemon's report; see stats.py."""
         return report.stats(self)
 
     def explain(self, task_id: str, engine: str = DEFAULT_ENGINE) -> dict[str, Any]:
-        """The life of an engine's task; also of an engine that has left. Raises RequestError, code `unknown_task`."""
+        """The story of a task, even if its engine has left. Raises RequestError, code `unknown_task`."""
         recorder = self.recorder if engine in ("", DEFAULT_ENGINE) else EngineRecorder(self.recorder, engine)
         notes = recorder.notes(task_id) if task_id else []  # "" has the daemon's own notes
         return {"engine": engine or DEFAULT_ENGINE} | task_story(
@@ -260,13 +260,13 @@ class Daemon:
     def alive(self) -> bool:
         """Whether the dispatcher makes progress or is idle; for the watchdog and /healthz.
 
-        A slow task is no cause for alarm; an overdue deadline that nothing has noticed is.
+        A slow task does not count as a problem; an overdue deadline that has not fired does.
         """
         return all(engine.coordinator.overdue_s < STUCK_AFTER_S for engine in self.engines.all)
 
     @property
     def not_ready(self) -> str:
-        """Why tasks are not served now, or no engine can register; "" when they are."""
+        """Why tasks are not served now, or no engine can register; "" if all is well."""
         if self.engines.own is not None:
             return self.engines.own.why_not_served
         if self.engines.closed:
@@ -294,7 +294,7 @@ def _ran(traces: Traces) -> Callable[[str], Callable[[str, Ran], None]]:
 async def _quiet(coordinators: Sequence[Coordinator]) -> None:
     """Wait until no rank of any engine touches a block."""
     for coordinator in coordinators:
-        await coordinator.quiet()  # what is quiet stays so: nothing is admitted, and nothing queued starts
+        await coordinator.quiet()  # it stays quiet: nothing is admitted, and no queued task starts
 
 
 def _build_traces(config: Config, boot_id: str, clock: Clock) -> Traces | None:
@@ -305,7 +305,7 @@ def _build_traces(config: Config, boot_id: str, clock: Clock) -> Traces | None:
 
 
 def _build_peers(config: Config) -> PeerTransport | None:
-    """In pd.mode "direct", what other daemons send to and receive from."""
+    """In pd.mode "direct", the transport to other daemons; otherwise None."""
     if config.pd.mode != "direct":
         return None
     carrier = TransferEngineCarrier(config.pd, config.storage.mooncake.native_log)

@@ -1,6 +1,6 @@
 """One engine as the daemon hosts it: its ranks, their memory, its tasks. docs/adr/0040 says what engines share.
 
-build   geometry → barrier, dispatcher, ranks, coordinator, cache memory, look-ups
+build   geometry → barrier, dispatcher, ranks, coordinator, cache memory, lookup
 open    register stagings with storage, create memory or wait for it; then the engine is ready
 close   in the order of `Daemon.stop`, which closes all engines together
 """
@@ -56,8 +56,9 @@ Ended = Callable[[Task, TaskResult], None]
 class Shared:
     """What the daemon lends to its engines, and closes after them.
 
-    storage: None without a keyed backend. peers: set in pd.mode "direct". events: the sockets of KV events. ended: maps
-    an engine's name to a callback for its answered tasks; ran: the same, called before with when their ranks were done.
+    storage: None without a keyed backend. peers: set in pd.mode "direct". events: the sockets of KV events. ended:
+    returns, for an engine's name, a callback for answered tasks. ran: the same for the times at which a task's ranks
+    were done; that callback is called before.
     """
 
     boot_id: str
@@ -76,7 +77,7 @@ class Shared:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Registrant:
-    """What a client asked for, and the user that it runs as; None if the socket does not know."""
+    """A client's registration, and the user that the client runs as; None if the socket does not know."""
 
     asked: wire.Register
     uid: int | None
@@ -98,15 +99,15 @@ class HostedEngine:
     ) -> None:
         """Build, and allocate host memory. May run in a thread.
 
-        config: the daemon's, with this engine's cache and storage. epochs: never gives the same number twice.
+        config: the daemon's, with this engine's cache and storage. epochs: never yields the same number twice.
         registration: None for the engine of [cache]. Raises ConfigError, TierError.
         """
         self.name = name
         self.config = config
         self.registration = registration
         self.nbytes = plan.sizes.memory
-        self.clients: set[bytes] = set()  # those bound to it (engines.py)
-        self.holders = 0  # how many of them keep it
+        self.clients: set[bytes] = set()  # bound to this engine (engines.py)
+        self.holders = 0  # how many of these clients keep the engine
         self._total, self._epochs = total, epochs
         self.recorder = shared.recorder if name == DEFAULT_ENGINE else EngineRecorder(shared.recorder, name)
         self._shared = shared
@@ -209,11 +210,11 @@ class HostedEngine:
 
     def _peer_path(self, peers: PeerTransport, pinning: Pinning) -> PeerPath:
         config, layout = self.config, self.layout
-        sealed = SealedBlocks(config.storage.model, layout)  # between daemons, whatever format storage has
+        sealed = SealedBlocks(config.storage.model, layout)  # between daemons, whatever storage uses
         staging = Staging(
             layout, config.pd.staging, sealed.slot_bytes, sealed.offsets, key="pd.staging", pinning=pinning, later=True
         )
-        staging.memory.urgent = True  # a decode engine waits for what passes through
+        staging.memory.urgent = True  # a decode engine waits for these bytes
         return PeerPath(peers, staging, sealed)
 
     def _build_cache(self) -> CacheMemory:
@@ -233,7 +234,7 @@ class HostedEngine:
     async def open(self) -> None:
         """Open every rank, then become ready. Requires open storage. Raises TransferError.
 
-        If the engine creates the cache, it becomes ready once that has offered every rank's memory, which may be later.
+        If the inference engine creates the cache, this becomes ready later, once every rank's memory was offered.
         """
         for worker in self.workers:
             worker.watch(self.coordinator.rank_died)
@@ -247,27 +248,27 @@ class HostedEngine:
 
     @property
     def token(self) -> str:
-        """The token of its registration; "" for the engine of [cache]."""
+        """The token of the engine's registration; "" for the engine of [cache]."""
         return "" if self.registration is None else self.registration.asked.token
 
     @property
     def uid(self) -> int | None:
-        """The only user whose processes may speak for it; None for any."""
+        """The only user whose processes may speak for this engine; None for any."""
         return None if self.registration is None else self.registration.uid
 
     def client_gone(self, client: bytes) -> None:
-        """A client has gone: cancel the tasks that only it waits for, and drop its mappings and offers."""
+        """After a client left or was lost: cancel the tasks that only it waits for, drop its mappings and offers."""
         self.coordinator.client_gone(client)
         self.cache.client_gone(client)
 
     @property
     def why_not_ready(self) -> str:
-        """Why its tasks are refused now; "" when they are not."""
+        """Why this engine's tasks are refused now; "" if they are not."""
         return "" if self.coordinator.ready else self.cache.why or "the daemon is stopping, or a rank has died"
 
     @property
     def why_not_served(self) -> str:
-        """Why its tasks are not served now; "" when they are. Adds to `why_not_ready` what may pass by itself."""
+        """Why this engine's tasks are not served now; "" if they are. Includes reasons that may pass by themselves."""
         if self.why_not_ready:
             return self.why_not_ready
         hung = next((worker.hung for worker in self.workers if worker.hung), "")
@@ -276,7 +277,7 @@ class HostedEngine:
     async def end(self, why: ErrorInfo) -> None:
         """Answer every task, then unmap and free all memory. Waits for running copies and transfers.
 
-        Raises the first error of a rank, once all have been closed.
+        Raises the first error of a rank, after all were closed.
         """
         self.coordinator.withdraw(why, end=True)
         await self.coordinator.empty()
@@ -311,7 +312,7 @@ class HostedEngine:
 
 
 async def close_ranks(engines: Sequence[HostedEngine], shutdown: Shutdown) -> None:
-    """Wait for the bytes in flight of all ranks; then free each rank's memory, unless bytes still move in it."""
+    """Wait for all ranks' bytes in flight; then free each rank's memory, unless bytes still move in it."""
     named = [(engine.called(worker.rank), worker) for engine in engines for worker in engine.workers]
     settled = await every(shutdown.step(f"{name}: bytes in flight", worker.settled()) for name, worker in named)
     quiet = (rank for rank, quiet in zip(named, settled, strict=True) if quiet)

@@ -1,18 +1,18 @@
 """The engines of a daemon by name: who registered them, who speaks for them, and how they leave.
 
-    absent ──register──▶ building ──▶ registered ──unregister, or its last client has gone──▶ leaving ──▶ absent
+    absent ──register──▶ building ──▶ registered ──unregister, or loss of its last client──▶ leaving ──▶ absent
 
-A client names its engine with every Hello. It is *bound* to the engine that has that name, so its requests can reach
-no other one. The name is leased: an engine stays while at least one client lives that has registered it, offered or
-attached its memory, or pushed a task to it (a client that falls silent counts as lost). Until then no other client can
-register the name. A client that merely names the engine, such as that of a restarted engine, does not keep the old one.
-Each registration begins a new epoch. A client that knows an earlier one is bound only once it has said Hello with the
-new one: its earlier requests are about the earlier engine's memory.
+A client names its engine in every Hello. It is *bound* to the engine of that name, so its requests cannot reach any
+other one. The name is leased: an engine stays while at least one client lives that has registered it, offered or
+attached its memory, or pushed a task to it (a client that falls silent counts as lost). As long as it stays, no other
+client can register the name. A client that only names the engine, such as that of a restarted engine, does not keep the
+old one. Each registration begins a new epoch. A client that knows an earlier registration is bound only after a Hello
+with the new one, because its earlier requests are about the earlier engine's memory.
 
-An engine that leaves admits nothing more. Its queued tasks fail, its running ones are stopped, and once no rank
+An engine that leaves admits nothing more. Its queued tasks fail, its running tasks are stopped, and once no rank
 touches a block its memory is unmapped and freed. Its name is free at once: the next engine shares nothing with it.
 
-The engine of [cache] is "default". It exists from start to stop; no client can register or unregister it.
+The engine of [cache] is called "default". It exists from start to stop; no client can register or unregister it.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ class Departed:
 class Engines:
     """Registers, finds and dismisses engines. Changed on the loop only. Owns every engine until it has left.
 
-    total: what all engines have admitted. host: the memory of those that register. closed: the daemon stops, and no
-    engine may register any more.
+    total: what all engines together have admitted. host: the memory of engines that register. closed: the daemon stops,
+    and no engine may register any more.
     """
 
     def __init__(self, config: Config, shared: Shared, default: EnginePlan | None, sizes: Sizes) -> None:
-        """default: the plan of [cache], if there is one. sizes: what the daemon and that engine take.
+        """default: the plan of [cache], if there is one. sizes: the memory of the daemon and that engine.
 
         Raises ConfigError.
         """
@@ -89,7 +89,7 @@ class Engines:
         self._leaving: dict[HostedEngine, asyncio.Task[None]] = {}
         self._work: set[asyncio.Task[Any]] = set()
         self.closed = False
-        self.opened = asyncio.Event()  # storage is open: engines may register
+        self.opened = asyncio.Event()  # set once storage is open and engines may register
         self.departed = Departed()
         if default is not None:
             own = HostedEngine(DEFAULT_ENGINE, config, default, shared, self.total, self._epochs)
@@ -97,7 +97,7 @@ class Engines:
             self.total.engines.append(own.dispatcher)
 
     def __iter__(self) -> Iterator[HostedEngine]:
-        """All that have a name now."""
+        """All engines that have a name now; leaving ones have lost it."""
         return iter(list(self._by_name.values()))
 
     def get(self, name: str) -> HostedEngine | None:
@@ -117,7 +117,7 @@ class Engines:
     # --- clients ------------------------------------------------------------------------------------
 
     def join(self, peer: bytes, client: KnownClient, name: str, known: str = "") -> None:
-        """Bind the client to the engine that it names. known: the registration that it knows; "" for none."""
+        """Bind a client to the engine that it names. known: the registration that the client knows; "" for none."""
         name = name or DEFAULT_ENGINE
         engine = self._by_name.get(name)
         client.refused = None
@@ -130,7 +130,7 @@ class Engines:
         client.engine_name = name
 
     def _not_for(self, peer: bytes, engine: HostedEngine, known: str) -> ErrorInfo | None:
-        """Why this client cannot speak for the engine; None when it can."""
+        """Why this client cannot speak for the engine; None if it can."""
         if engine.uid is not None and engine.uid != self.uid_of(peer):
             return ErrorInfo("not_yours", f"the engine {engine.name!r} belongs to the user {engine.uid}")
         if known not in ("", engine.token):
@@ -145,7 +145,7 @@ class Engines:
 
     def bound(self, peer: bytes, client: KnownClient) -> HostedEngine:
         """The engine that the client speaks for. Raises RequestError: unknown_engine, not_yours, stale_epoch."""
-        if client.engine is None and client.refused is None:  # it may have registered since the last Hello
+        if client.engine is None and client.refused is None:  # the engine may have registered since the last Hello
             self.join(peer, client, client.engine_name)
         if client.engine is not None:
             return client.engine
@@ -154,7 +154,7 @@ class Engines:
         raise RequestError(self.absent(client), code="unknown_engine")
 
     def absent(self, client: KnownClient) -> str:
-        """Why the client is bound to no engine."""
+        """Why the client is not bound to an engine."""
         name = client.engine_name or DEFAULT_ENGINE
         if client.refused is not None:
             return client.refused.message
@@ -165,14 +165,14 @@ class Engines:
         return f"no engine {name!r} is registered"
 
     def known_to(self, client: KnownClient) -> tuple[int, str, int]:
-        """What a Welcome reports about the client's engine: its epoch, its registration and the epoch of that."""
+        """(epoch, registration, the registration's epoch) of the client's engine, for a Welcome."""
         engine = client.engine
         if engine is None and client.refused is not None and client.refused.code == "stale_epoch":
             engine = self._by_name.get(client.engine_name)
         return (0, "", 0) if engine is None else (engine.cache.epoch, engine.token, engine.first_epoch)
 
     def leave(self, peer: bytes, client: KnownClient) -> None:
-        """The client has gone, or speaks for another engine. A registered engine leaves with its last client."""
+        """Unbind a client that is gone or changes its engine. A registered engine leaves with its last client."""
         engine, client.engine = client.engine, None
         if engine is None:
             return
@@ -186,7 +186,7 @@ class Engines:
             self._dismiss(engine, ErrorInfo(EngineGone.code, f"every client of the engine {engine.name!r} has gone"))
 
     def hold(self, client: KnownClient) -> None:
-        """The client uses its engine, which stays for as long as the client lives."""
+        """Keep the client's engine for as long as the client lives."""
         if client.engine is not None and not client.holds:
             client.holds = True
             client.engine.holders += 1
@@ -206,7 +206,7 @@ class Engines:
     # --- registration -------------------------------------------------------------------------------
 
     async def register(self, peer: bytes, client: KnownClient, asked: wire.Register) -> dict[str, Any]:
-        """Create the client's engine, or find the one that the same client created before. Returns its epoch.
+        """Create the client's engine, or find the one that the same registration created. Returns its epoch.
 
         Waits while the daemon starts. Raises RequestError (engine_exists, too_many_engines, layout_mismatch,
         bad_value, …), TierError.
@@ -309,7 +309,7 @@ class Engines:
             model=asked.model,
             generation=asked.generation,
             version_file="",
-            key_schema="transferd",  # FastDeploy's names tell neither models nor layouts apart
+            key_schema="transferd",  # FastDeploy's names contain neither model nor layout
         )
         server = msgspec.structs.replace(
             config.server,
@@ -325,7 +325,7 @@ class Engines:
     # --- leaving ------------------------------------------------------------------------------------
 
     async def unregister(self, engine: HostedEngine) -> None:
-        """Dismiss the engine; return when its tasks have ended and its memory is unmapped. Raises RequestError."""
+        """Remove the engine; return when its tasks have ended and its memory is unmapped. Raises RequestError."""
         if engine.registration is None:
             raise RequestError("the engine of [cache] ends with the daemon", code="bad_request")
         log.info("engine unregistered", engine=engine.name)
@@ -362,7 +362,7 @@ class Engines:
             await asyncio.wait([*self._leaving.values(), *self._work])
 
     async def _finished(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Wait for work that runs to its end even if the client that requested it leaves."""
+        """Wait for work. It runs to its end even if the client that requested it leaves."""
         task = asyncio.get_running_loop().create_task(work)
         self._work.add(task)
         task.add_done_callback(self._work.discard)
@@ -373,7 +373,7 @@ class Engines:
             raise
 
     def _orphaned(self, task: asyncio.Task[Any]) -> None:
-        """The registering client has gone; if no other client uses the engine, it leaves as well."""
+        """After the registering client was lost: remove the engine if no other client uses it."""
         if task.cancelled() or task.exception() is not None:
             return
         engine: HostedEngine = task.result()

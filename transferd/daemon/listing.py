@@ -4,15 +4,15 @@ A row of `tasks` is an active task, one that has ended, or one that was refused:
 
     task_id, kind     kind is "" for a task that was refused
     status            queued, running, cancelling; else the final one
-    blocks, done      asked for; moved on every rank
-    bytes             of all ranks
-    seconds           since its admission, or from there to its answer
+    blocks, done      blocks asked for; blocks moved on every rank
+    bytes             moved, on all ranks together
+    seconds           since its admission, or from its admission to its answer
     ended_s           how long ago it was answered; None while it is active
-    queue_s, copy_s, storage_s   of the rank that spent most on it; 0 while it is active
+    queue_s, copy_s, storage_s   for each, the longest time of any rank; 0 while it is active
     waits_for         what it waits for, in words; "" once it has ended
     ranks             [{rank, step}]: ranks that it waits for, and what each does; empty once it has ended
     code, problem     of its error, or ""
-    engine            whose it is
+    engine            the name of its engine
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Listing:
         self._daemon = daemon
 
     def tasks(self, which: str, limit: int, engine: str = "") -> list[dict[str, Any]]:
-        """At most `limit` rows; only of this engine if one is named.
+        """At most `limit` rows, of all engines or only of the named one.
 
         which: "running" (and queued; the oldest first), "slow" (active or ended; the longest first), "failed" (and
         refused; the newest first) or "recent" (active ones, then ended ones, the newest first).
@@ -67,7 +67,7 @@ class Listing:
         return rows
 
     def clients(self, limit: int, engine: str = "") -> list[dict[str, Any]]:
-        """At most `limit` clients, the oldest first; `tasks`: how many it waits for. engine: as for `tasks`."""
+        """At most `limit` clients, the oldest first; `tasks`: how many it waits for. engine: as in `tasks`."""
         waits: dict[str, int] = {}
         for _, record in self._admitted():
             for client, _ in record.waiters:
@@ -91,7 +91,7 @@ class Listing:
         return sorted(rows, key=lambda row: row["ended_s"])[:limit]
 
     def _under_way(self, found: list[tuple[HostedEngine, TaskState]]) -> list[dict[str, Any]]:
-        """With the newest step of each rank, found in one look through what the recorder has kept."""
+        """Rows of active tasks, with the newest step of each rank, from one pass through the recorder."""
         labels = [engine.recorder.label(record.task_id) for engine, record in found]
         steps = self._daemon.recorder.last_steps(set(labels))
         return [

@@ -1,8 +1,8 @@
-"""Which clients have gone without a word: one that was silent for `server.client_timeout`, or whose process has ended.
+"""Detects clients that are lost: silent for longer than `server.client_timeout`, or their process has ended.
 
-The kernel tells the end of a process at once (its pidfd becomes readable). That matters for those that share memory
-with us: an engine that is restarted needs the memory of the one before. Where the kernel tells no pid (another PID
-namespace, tcp) or gives no pidfd, silence tells. While no client is known, no timer runs.
+The kernel reports the end of a process at once (its pidfd becomes readable). That matters for clients that share memory
+with us: a restarted engine needs the memory of its predecessor. If the kernel reports no pid (another PID namespace,
+tcp) or provides no pidfd, only silence counts. Without clients no timer runs.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from transferd.wire.credentials import process_of
 
 log = structlog.get_logger(__name__)
 
-MOST_PROCESSES = 256  # watched at once, each by a descriptor; engines have one for each rank
+MOST_PROCESSES = 256  # watched at once; each takes a descriptor, and engines have one process per rank
 
 
 class Liveness:
-    """Watches `clients`. forget: called with a client that has gone; it calls `left`. Used on one event loop.
+    """Watches `clients`. forget: called with a lost client; it must call `left`. Used on one event loop.
 
-    lost: how many clients have gone so.
+    lost: how many clients were lost.
     """
 
     def __init__(
@@ -48,12 +48,12 @@ class Liveness:
         self._due = 0.0
 
     def came(self) -> None:
-        """A client has been added to `clients`."""
+        """Call this after a client was added to `clients`."""
         if self._timer is None:
             self._look_later()
 
     def watch_process(self, client: bytes) -> None:
-        """Watch the process of this client, if the kernel tells which it is."""
+        """Watch the process of this client, if the kernel reports its pid."""
         _, pid = process_of(self._clients.transport.describe(client))
         if not pid or client in self._processes or len(self._processes) >= MOST_PROCESSES:
             return
@@ -62,7 +62,7 @@ class Liveness:
             asyncio.get_running_loop().add_reader(fd, self._ended, client)
 
     def left(self, client: bytes) -> None:
-        """A client is not in `clients` any more."""
+        """Stop watching a client that is no longer in `clients`."""
         fd = self._processes.pop(client, None)
         if fd is not None:
             asyncio.get_running_loop().remove_reader(fd)
@@ -82,7 +82,7 @@ class Liveness:
     def _look(self) -> None:
         self._timer = None
         now = self._now()
-        # Late: this process was held up, and what clients said meanwhile lies unread in the socket.
+        # If we are late, this process was stalled, and messages of clients may be unread in the socket.
         if now - self._due < self._timeout / 4:
             for client in self._clients:
                 silent_s = now - self._clients[client].seen_at

@@ -1,4 +1,4 @@
-"""What could be loaded now, and where blocks are: questions that move nothing and change nothing."""
+"""Answers which blocks could be loaded now, and where blocks are. Moves nothing and changes nothing."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from transferd.wire.kv_events import block_hash
 from transferd.workers.rank import RankWorker
 from transferd.workers.read import leading
 
-MAX_MATCH_KEYS = 65536  # keeps one request from holding up the loop; longer than any sequence's blocks
+MAX_MATCH_KEYS = 65536  # so that one request cannot block the loop; more blocks than any sequence has
 
 
 class Lookup:
-    """Asks the ranks, the token storage or the token index, whichever there is.
+    """Asks the ranks, the token storage or the token index, whichever exists.
 
-    storage: there is a storage backend. tokens: where it is token-indexed. index: the open token index, up to date.
+    storage: whether there is a storage backend. tokens: the token-indexed storage, if any. index: returns the open
+    token index, up to date.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Lookup:
         return leading(await self.exists(keys))
 
     async def exists(self, keys: Sequence[str]) -> list[bool]:
-        """For each key, whether every rank could load its block now. Raises as `match`."""
+        """For each key, whether every rank could load its block now. Raises like `match`."""
         if self._cache.missing:
             return [False] * len(keys)
         if self._tokens is not None:
@@ -71,7 +72,7 @@ class Lookup:
         return [all(there) for there in zip(*by_rank, strict=True)]
 
     async def match_tokens(self, path: TokenIds, start: int) -> int:
-        """How many blocks of a path, from block `start` on, every rank could load now. Raises as `match`."""
+        """How many blocks of a path, from block `start` on, every rank could load now. Raises like `match`."""
         if self._tokens is None:
             raise RequestError("storage is not token-indexed: match keys", code="not_token_indexed")
         blocks = len(path) // self._block_size
@@ -83,7 +84,7 @@ class Lookup:
         return await self._tokens.match(path, start, self._dispatcher.generation)
 
     def locate(self, path: TokenIds) -> dict[str, dict[str, int]]:
-        """On which nodes, and in which media, how many leading blocks of a path are. Raises RequestError."""
+        """How many leading blocks of a path each node has in each medium. Raises RequestError."""
         index = self._index()
         if index is None:
             raise RequestError("this daemon keeps no open token index", code="no_token_index")

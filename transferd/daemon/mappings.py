@@ -20,7 +20,7 @@ Tell = Callable[[tuple[int, ...], dict[bytes, tuple[int, ...]]], None]
 
 @dataclass(slots=True, eq=False)
 class _RankMappings:
-    """One rank. offered: a client owns the memory. handle: what attached clients have mapped, if it was offered."""
+    """One rank. offered: whether a client owns the memory. handle: of the offered memory that clients have attached."""
 
     current: set[bytes] = field(default_factory=set)
     outdated: set[bytes] = field(default_factory=set)
@@ -50,13 +50,13 @@ class Mappings:
         return len(self._ranks[rank].current)
 
     def attach(self, client: bytes, rank: int) -> None:
-        """The client maps the current memory."""
+        """Note that the client maps the current memory."""
         self._ranks[rank].outdated.discard(client)
         self._ranks[rank].current.add(client)
         self._changed()
 
     def outdate(self, client: bytes, rank: int) -> None:
-        """The client reports that it has mapped memory of an earlier epoch."""
+        """Note that the client has mapped memory of an earlier epoch."""
         self._ranks[rank].outdated.add(client)
         self._changed()
 
@@ -66,14 +66,14 @@ class Mappings:
         self._changed()
 
     def leave(self, client: bytes) -> None:
-        """The client has gone, and its mappings with it."""
+        """Drop the mappings of a client that left or was lost."""
         for rank in self._ranks:
             rank.current.discard(client)
             rank.outdated.discard(client)
         self._changed()
 
     def offer(self, rank: int, handle: DeviceHandle) -> None:
-        """The rank uses a client's memory from now on."""
+        """Note that the rank uses a client's memory from now on."""
         held = self._ranks[rank]
         if held.handle not in (None, handle):
             held.replaced()
@@ -81,12 +81,12 @@ class Mappings:
         self._changed()
 
     def withdraw(self, rank: int) -> None:
-        """The rank no longer uses offered memory. Attached clients are not outdated yet: it may come back."""
+        """Note that the rank no longer uses offered memory. Attached clients are not outdated yet: it may return."""
         self._ranks[rank].offered = False
         self._changed()
 
     def clear(self) -> None:
-        """A new epoch begins: all memory is released."""
+        """Begin a new epoch: all memory is released."""
         for rank in self._ranks:
             rank.replaced()
             rank.handle, rank.offered = None, False

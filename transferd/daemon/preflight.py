@@ -2,8 +2,8 @@
 
 `build` derives everything that follows from the configuration alone. `examine` checks this machine. Neither
 allocates, listens, writes or waits. `transferd check-config` and the daemon's start call both, so they accept the
-same configurations; only the start can notice a directory or port that another process takes in between. What a user
-may do is examined for the user that asks, so that should be the daemon's.
+same configurations; only the start can notice that another process took a directory or port in between. Permissions
+are checked for the current user, so run `check-config` as the daemon's user.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from transferd.wire.curve import ServerCurve
 from transferd.wire.endpoint import check_path
 
 MOST_BLOCK_BYTES = 2**36
-FIRST_UNPRIVILEGED = 1024  # port numbers below it need a right, which the kernel alone can tell
+FIRST_UNPRIVILEGED = 1024  # lower port numbers need a capability, and only the kernel knows whether we have it
 SHARED_MEMORY = "/dev/shm"
 MEMORY = Path("/proc/meminfo")
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -46,10 +46,10 @@ MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Bytes that an engine takes, all ranks together; of a daemon, with what it takes itself."""
+    """Bytes that an engine takes, all ranks together; in a daemon's Plan, including the daemon's own."""
 
     block: int = 0  # one block of one rank
-    shared: int = 0  # the device cache, where it is shared memory and the daemon makes it
+    shared: int = 0  # the device cache, if the daemon creates it in shared memory
     host: int = 0
     staging: int = 0
     pool: int = 0  # what a Mooncake client takes
@@ -61,7 +61,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
-    """What follows from the configuration of one engine. Nothing in it is open."""
+    """What follows from the configuration of one engine. None of its parts is open."""
 
     layout: BlockLayout
     objects: ObjectFormat
@@ -73,7 +73,7 @@ class EnginePlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What follows from a daemon's configuration. Nothing in it is open. engine: that of [cache]."""
+    """What follows from a daemon's configuration. None of its parts is open. engine: the plan of [cache]."""
 
     tokens: TokenStorage | None
     storage: Storage | None
@@ -82,7 +82,7 @@ class Plan:
 
 
 def build(config: Config, clock: Clock = SYSTEM_CLOCK, storage: Storage | None = None) -> Plan:
-    """Work out everything that the configuration alone decides. storage: in place of the configured one.
+    """Derive everything that the configuration alone decides. storage: replaces the configured one.
 
     Raises ConfigError. No side effects.
     """
@@ -102,7 +102,7 @@ def build(config: Config, clock: Clock = SYSTEM_CLOCK, storage: Storage | None =
 
 
 def build_engine(config: Config) -> EnginePlan:
-    """Work out everything that the configuration of one engine decides. Raises ConfigError. No side effects."""
+    """Derive everything that the configuration of one engine decides. Raises ConfigError. No side effects."""
     cache = config.geometry
     layout = build_layout(cache)
     if layout.block_bytes > MOST_BLOCK_BYTES:
@@ -136,9 +136,9 @@ def device_bytes(layout: BlockLayout) -> int:
 
 
 def examine(config: Config, plan: Plan) -> None:
-    """Raise ConfigError for what this machine and this user cannot do.
+    """Raise ConfigError if this machine or this user cannot run the configuration.
 
-    Users, groups, keys, descriptors, packages, addresses, paths, memory.
+    Checks users, groups, keys, descriptors, packages, addresses, paths and memory.
     """
     server = config.server
     resolve_uids("server.allowed_uids", server.allowed_uids)
@@ -158,7 +158,7 @@ def examine(config: Config, plan: Plan) -> None:
 
 
 def _examine_packages(config: Config, plan: Plan) -> None:
-    """Said here, because a start would wait for the pool's master before it finds that it cannot talk to it."""
+    """Check that needed packages are installed: a start would first wait for the pool's master."""
     needed = []
     if plan.sizes.pool:
         needed.append(("storage.backend", "mooncake", config.storage.backend))
@@ -177,12 +177,12 @@ def _examine_packages(config: Config, plan: Plan) -> None:
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # what it is in is missing
+    except ModuleNotFoundError:  # the parent package is missing
         return False
 
 
 def _examine_addresses(config: Config) -> None:
-    """Whether what we listen on can be an address of this machine. Names are left to the start: they may take time."""
+    """Check that we listen on addresses of this machine. Skips host names, because resolving them may take time."""
     tcp = {"metrics.listen": config.metrics.listen}
     if config.pd.mode == "direct":
         tcp["pd.listen"] = config.pd.listen
@@ -213,7 +213,7 @@ def _examine_address(key: str, address: str, value: str) -> None:
             with socket.socket(socket.AF_INET6 if version == 6 else socket.AF_INET) as probe:
                 probe.bind((host, asked))
         except OSError as error:
-            if asked == 0 or error.errno == errno.EACCES:  # a port in use may be that of the daemon that is running
+            if asked == 0 or error.errno == errno.EACCES:  # a port in use may belong to the running daemon
                 raise ConfigError(key, f"cannot bind: {error.strerror}", value) from error
 
 
@@ -234,9 +234,9 @@ def _is_socket(path: str) -> bool:
 
 
 def _examine_directory(key: str, path: str, value: str) -> str:
-    """Whether it is a directory that we may write, or could be made: the start may make it (RuntimeDirectory=).
+    """Check that we may write to a directory, or that it could be created (RuntimeDirectory= creates it at the start).
 
-    Returns what there is of it.
+    Returns the part of the path that exists.
     """
     there = path
     while not os.path.lexists(there) and os.path.dirname(there) not in (there, ""):
@@ -279,14 +279,14 @@ def _examine_memory(config: Config, sizes: Sizes) -> None:
 
 
 def host_memory(config: Config, sizes: Sizes) -> tuple[int, int]:
-    """Bytes for all engines that register, and for each. sizes: what the daemon itself takes."""
+    """(bytes for all engines that register, bytes for each). sizes: the daemon's own memory."""
     engines = config.engines
     most = engines.host_memory or max(0, available_memory() - sizes.memory)
     return most, min(engines.host_memory_each or most, most)
 
 
 def available_memory() -> int:
-    """Bytes of this machine, or of the control group that this process may use up."""
+    """The memory of this machine, or of this process's control group if that is less, in bytes."""
     match = re.search(r"^MemTotal:\s+(\d+) kB", MEMORY.read_text(), re.MULTILINE)
     total = int(match[1]) * 1024 if match else 2**63
     try:

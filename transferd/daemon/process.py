@@ -1,6 +1,6 @@
 """A daemon as a process: from its configuration to its exit code.
 
-start     raise the descriptor limit, remove shared memory of dead owners, open the parts; a signal may come meanwhile
+start     raise the descriptor limit, remove shared memory of dead owners, open the parts; a signal may interrupt this
 serve     notify the supervisor, feed its watchdog, wait for a signal
 end       stop within the budget, whatever happened before and whatever hangs
 
@@ -35,22 +35,22 @@ from transferd.tiers.segment import remove_stale_segments, unlink_all
 
 log = structlog.get_logger(__name__)
 
-LOOK_S = 0.5  # how often a start looks at its progress
-STILL_RUNNING = 3  # exit code: stopped, but something that never ends was left behind
+LOOK_S = 0.5  # how often a start reports its progress
+STILL_RUNNING = 3  # exit code: stopped, but a call or a copy that hangs was abandoned
 GC_THRESHOLDS = (50_000, 50, 100)
 
 
 def serve(config: Config, *, reload: Callable[[], Config] | None = None) -> int:
     """Run a daemon until SIGTERM or SIGINT. Returns the exit code: 0 after a clean stop, else 1.
 
-    If something never ends (a call into storage, a copy), this ends the process itself, with STILL_RUNNING:
-    the interpreter would wait for it, or free memory under it.
+    If a call into storage or a copy hangs, this function ends the process itself, with STILL_RUNNING: the
+    interpreter would wait for the call, or free the memory that it uses.
 
     reload: reads the configuration again, for SIGHUP (reload.py says what takes effect).
 
     The caller must block the dump signals before any thread exists (signals.hold_dump_signals).
 
-    Raises ConfigError for what only starting can tell (socket or port in use, directory not writable).
+    Raises ConfigError for problems that only a start can find (socket or port in use, directory not writable).
     """
     import uvloop
 
@@ -93,7 +93,7 @@ async def _live(daemon: Daemon, reload: Callable[[], Config] | None) -> int:
                 await _serving(daemon, notifier, signals, reloader)
         except TransferError as error:
             hanging: list[str] = []
-            with contextlib.suppress(TransferError):  # the error that kept it from starting is the one to tell
+            with contextlib.suppress(TransferError):  # report the error that prevented the start, not this one
                 hanging = await _stopped(daemon, signals)
             if isinstance(error, ConfigError) and not hanging:
                 raise
@@ -110,7 +110,7 @@ async def _live(daemon: Daemon, reload: Callable[[], Config] | None) -> int:
 
 
 async def _started(daemon: Daemon, notifier: Notifier, signals: ProcessSignals) -> bool:
-    """Open the daemon; False if a signal came first (whatever was open by then is closed by `stop`)."""
+    """Open the daemon. Returns False if a signal came first; `stop` then closes what is open."""
     opening = asyncio.ensure_future(daemon.open())
     progress = StartProgress(notifier, daemon.host_bytes, daemon.clock.monotonic)
     populated, pinned = PROGRESS.populated, PROGRESS.pinned
@@ -121,7 +121,7 @@ async def _started(daemon: Daemon, notifier: Notifier, signals: ProcessSignals) 
     if opening.done():
         opening.result()
         return True
-    opening.cancel()  # held back while a thread works for it; if that hangs, `stop` finds and names it
+    opening.cancel()  # takes effect when its thread has finished; if that hangs, `stop` names it
     with PROGRESS.cancelling():
         await asyncio.wait({opening}, timeout=signals.budget() / 2)
     if opening.done() and not opening.cancelled() and (error := opening.exception()) is not None:
@@ -130,7 +130,7 @@ async def _started(daemon: Daemon, notifier: Notifier, signals: ProcessSignals) 
 
 
 async def _stopped(daemon: Daemon, signals: ProcessSignals) -> list[str]:
-    """Stop the daemon; returns what hangs. The memory of an engine that registers now is not made to its end."""
+    """Stop the daemon; returns what hangs. Stops allocating memory for an engine that is just registering."""
     with PROGRESS.cancelling():
         return await daemon.stop(signals.budget)
 
@@ -164,7 +164,7 @@ async def _serving(daemon: Daemon, notifier: Notifier, signals: ProcessSignals, 
 
 
 async def _until_ready(daemon: Daemon, progress: StartProgress, stop: asyncio.Future[None]) -> None:
-    """Say what the daemon waits for, until it is ready."""
+    """Report what the daemon waits for, until it is ready."""
     while (why := daemon.not_ready) and not stop.done():
         progress.waiting(why)
         await asyncio.wait({stop}, timeout=LOOK_S)
@@ -174,9 +174,9 @@ async def _until_ready(daemon: Daemon, progress: StartProgress, stop: asyncio.Fu
 
 
 def quiet_collector() -> None:
-    """Make Python's cycle collector rare: tasks, claims and results are many, and none is part of a cycle.
+    """Run Python's cycle collector rarely: there are many tasks, claims and results, and none is part of a cycle.
 
-    What the start made lives as long as the process, so the collector need not look at it again.
+    Objects from the start live as long as the process, so the collector need not look at them again.
     """
     gc.collect()
     gc.freeze()

@@ -22,7 +22,7 @@ class Reloader:
     """Each call reads the configuration again and applies what can change while the daemon runs. Raises nothing.
 
     A file with a mistake changes nothing. `status` includes the last reload's outcome, so `systemctl status` shows it
-    until a later reload or a restart settles it.
+    until the next reload or a restart.
 
     read: loads the configuration; None if there is no file to read.
     """
@@ -34,7 +34,7 @@ class Reloader:
         self._running = _flat(to_tree(daemon.config))  # the settings in effect
         self._refused = ""
         self._needs_restart: list[str] = []
-        self.serving = False  # READY=1 was sent: only then may the supervisor hear of reloads
+        self.serving = False  # whether READY=1 was sent: only then may we notify the supervisor of reloads
 
     def __call__(self) -> None:
         if self._read is None:

@@ -1,7 +1,7 @@
 """The daemon's side of the wire: decodes, routes, answers. Decides nothing about tasks.
 
-Bad input is answered with a typed refusal and counted; it never reaches the coordinator. Clients that go without a
-word are liveness.py's.
+Bad input is answered with a typed refusal and counted; it never reaches the coordinator. liveness.py detects lost
+clients.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from transferd.wire.credentials import process_of
 
 log = structlog.get_logger(__name__)
 
-MAX_WAITING_REQUESTS = 1024  # match, pause and other requests that wait for something, at once, of all clients
+MAX_WAITING_REQUESTS = 1024  # requests of all clients that wait for something, such as match and pause
 MAX_WAITING_PER_CLIENT = 256  # so that one client cannot take all places
-MAX_WAITING_BYTES = 256 * 1024**2  # memory of what they ask with; one alone may be larger
-KEY_BYTES = 64  # of a key in memory, besides its text
-# What moves, changes and waits for nothing.
+MAX_WAITING_BYTES = 256 * 1024**2  # memory of the waiting requests' arguments; one that is alone may be larger
+KEY_BYTES = 64  # memory of a key besides its text
+# Requests that move, change and wait for nothing.
 OBSERVERS_MAY = (wire.Hello, wire.Bye, wire.Stats, wire.Explain, wire.ListTasks, wire.ListClients)
-HOLD = (Task, wire.Attach)  # what keeps an engine while its client lives; so does an offer that was taken
-KEEP_OUT = {wire.Offer: "offer refused", wire.Register: "registration refused"}  # an engine without its cache: logged
-TRIED_AGAIN = ("unsealed", "starting", "engine_exists", "shutdown")  # clients do so by themselves: no news
+HOLD = (Task, wire.Attach)  # requests that keep an engine while its client lives; so does an accepted offer
+KEEP_OUT = {wire.Offer: "offer refused", wire.Register: "registration refused"}  # logged: the engine has no cache
+TRIED_AGAIN = ("unsealed", "starting", "engine_exists", "shutdown")  # not logged: clients retry by themselves
 NEED_NO_ENGINE = (*OBSERVERS_MAY, wire.Register)
 
 
@@ -49,7 +49,7 @@ NEED_NO_ENGINE = (*OBSERVERS_MAY, wire.Register)
 class Greeting:
     """The constant part of every Welcome.
 
-    max_message: bytes of a request. pd_address: where other daemons reach this one; known once it is open.
+    max_message: the most bytes of a request. pd_address: where other daemons reach this one; known once it is open.
     """
 
     max_message: int = 64 * 1024**2
@@ -74,9 +74,9 @@ class Server:
         recorder: Recorder | None = None,
         listing: Listing,
     ) -> None:
-        """observer_rate: requests a second of all clients together that may only look.
+        """observer_rate: requests per second for all observers together.
 
-        stats: what the daemon says of itself. explain: the life of a task; raises RequestError.
+        stats: returns the daemon's report. explain: returns the story of a task; raises RequestError.
         """
         self._recorder = recorder if recorder is not None else Recorder(capacity=1)
         self._listing = listing
@@ -124,7 +124,7 @@ class Server:
         self._transport.start(self._received)
 
     async def close(self) -> None:
-        """Stop listening; what was sent is handed out within the transport's linger."""
+        """Stop listening. The transport's linger bounds the time to deliver what was sent."""
         self._liveness.close()
         for task in self._waiting:
             task.cancel()
@@ -177,7 +177,7 @@ class Server:
             self._failed(peer, seq, error)
 
     def _observer_may(self, peer: bytes, seq: int, body: wire.Body) -> bool:
-        """Whether a client that may only look may ask this, now. False: it has been told that not."""
+        """Whether an observer may make this request now. If not, it gets a refusal."""
         if not isinstance(body, OBSERVERS_MAY):
             what = "who connects here may only look: ping, stats, explain, tasks, clients"
             task_id = body.task_id if isinstance(body, Task) else None
@@ -191,7 +191,7 @@ class Server:
         return False
 
     def _bound(self, peer: bytes, client: KnownClient, seq: int, body: wire.Body) -> bool:
-        """Whether there is an engine that this client speaks for. False: it has been told that not."""
+        """Whether this client is bound to an engine. If not, it gets a refusal."""
         try:
             self._engines.bound(peer, client)
         except RequestError as error:
@@ -201,10 +201,10 @@ class Server:
         return True
 
     def _refuse(self, peer: bytes, error: wire.Malformed) -> None:
-        """A task that could not be read ends here; anything else is refused."""
+        """Answer a bad message: with a result if it is a task, else with a refusal."""
         self._rejects[error.reason] += 1
         self._recorder.aside(error.task_id or "", "bad message", error.reason, peer)
-        if not (stale := error.reason == wire.STALE_SESSION):  # a good client runs into it when its connection broke
+        if not (stale := error.reason == wire.STALE_SESSION):  # happens to good clients after a broken connection
             self._warn(peer, error.reason)
         info = ErrorInfo(error.reason, str(error))
         if error.task_id is None:
@@ -221,7 +221,7 @@ class Server:
         self._send(peer, error.seq, wire.Result(result))
 
     def _generation(self, peer: bytes) -> str:
-        """That is served to this client; to one that has said nothing yet, the default engine's."""
+        """The generation of this client's engine; before its first Hello, that of the default engine."""
         client = self._clients.get(peer)
         engine = self._engines.own if client is None else client.engine
         return "" if engine is None else engine.coordinator.generation
@@ -270,7 +270,7 @@ class Server:
         self._later(peer, seq, self._engines.unregister(self._engine(peer)))
 
     def _engine(self, peer: bytes) -> HostedEngine:
-        """The engine that a client speaks for: `_received` has made sure that there is one."""
+        """The engine that a client speaks for; `_received` has checked that there is one."""
         engine = self._clients[peer].engine
         assert engine is not None
         return engine
@@ -296,7 +296,7 @@ class Server:
         self._value(peer, seq, self._engine(peer).lookup.locate(locate.token_ids))
 
     def _pause(self, peer: bytes, seq: int, pause: wire.Pause) -> None:
-        self._check_waiting(peer)  # before it takes effect
+        self._check_waiting(peer)  # before the pause takes effect
         self._later(peer, seq, self._engine(peer).coordinator.pause(peer, _holder(peer, pause)))
 
     def _resume(self, peer: bytes, seq: int, resume: wire.Resume) -> None:
@@ -336,7 +336,7 @@ class Server:
     def _offer(self, peer: bytes, seq: int, offer: wire.Offer) -> None:
         self._liveness.watch_process(peer)
         data = wire.handle_data(offer)
-        if "fd" in data:  # whose descriptor it is, the kernel says, never the offer
+        if "fd" in data:  # the kernel, never the offer, says which process the descriptor belongs to
             data[PEER] = process_of(self._transport.describe(peer))
         handle = DeviceHandle(offer.kind, data)
         work = self._engines.offer(peer, self._clients[peer], offer.rank, handle, offer.epoch)
@@ -358,7 +358,7 @@ class Server:
             self._refused(peer, seq, InvariantError(f"the answer cannot be put on the wire: {error}"))
 
     def _refused(self, peer: bytes, seq: int, error: TransferError, kind: type | None = None) -> None:
-        """kind: of the request, where its refusal may be worth a line in the log."""
+        """Send a refusal. kind: the type of the request, if its refusal may be logged."""
         if kind in KEEP_OUT and error.reason not in TRIED_AGAIN:
             who = {"engine": self._clients.engine_of(peer), "client": peer.hex()}
             where = self._transport.describe(peer)
@@ -371,9 +371,9 @@ class Server:
     def _later(
         self, peer: bytes, seq: int, work: Coroutine[Any, Any, Any], nbytes: int = 0, kind: type | None = None
     ) -> None:
-        """Answer when `work` is done; bounded in number and in bytes.
+        """Answer when `work` is done. The number and bytes of waiting requests are bounded.
 
-        nbytes: what `work` holds until then. kind: see `_refused`.
+        nbytes: memory that `work` holds until then. kind: see `_refused`.
         """
         try:
             self._check_waiting(peer, nbytes)
@@ -415,9 +415,9 @@ class Server:
         self._waiting_bytes -= nbytes
         self._waiting.discard(task)
         client.waiting.discard(task)
-        work.close()  # of a task that was cancelled before its first step, it was never begun
+        work.close()  # if the task was cancelled before its first step, `work` never began
         if task.cancelled():
-            if self._clients.get(peer) is not None:  # else the client has gone
+            if self._clients.get(peer) is not None:  # else the client is gone
                 self._refused(peer, seq, TransferError("the daemon is shutting down", code="shutdown"))
         elif (error := task.exception()) is not None:
             self._failed(peer, seq, error)
@@ -431,7 +431,7 @@ class Server:
         log.error("unhandled exception while handling a request (bug)", exc_info=error)
         self._refused(peer, seq, InvariantError(f"{type(error).__name__}: {error}"))
 
-    # --- who is there -------------------------------------------------------------------------------
+    # --- clients ------------------------------------------------------------------------------------
 
     def _meet(self, peer: bytes) -> KnownClient:
         client = self._clients.meet(peer, self._now())
@@ -449,5 +449,5 @@ class Server:
 
 
 def _holder(peer: bytes, body: wire.Pause | wire.Resume | wire.Drain) -> str:
-    """Whose pause it is: a client's own name for itself outlives its connection, a connection's name does not."""
+    """The holder of a pause: the client's own name, which outlives its connection, or else the connection."""
     return body.holder or peer.hex()

@@ -17,14 +17,15 @@ from transferd.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
 
-LEAST_S = 1.0  # for a step when the budget is used up: what does not hang ends well within it
-LOOK_S = 0.25  # how soon a budget that a second signal has shortened is noticed
+LEAST_S = 1.0  # for each step after the budget is used up: a step that does not hang ends well within it
+LOOK_S = 0.25  # how soon we notice that a second signal has shortened the budget
 
 
 class Shutdown:
-    """Runs the steps. hanging: what did not end; errors: what the others raised.
+    """Runs the steps. hanging: names of steps that did not end. errors: what the other steps raised.
 
-    budget_s: seconds left in all, asked before and during each wait, so that a second signal can shorten it.
+    budget_s: returns the seconds left for all steps. Called before and during each wait, so that a second signal can
+    shorten it.
     """
 
     def __init__(self, budget_s: Callable[[], float], clock: Clock) -> None:
@@ -32,10 +33,10 @@ class Shutdown:
         self.errors: list[Exception] = []
         self._budget_s = budget_s
         self._now = clock.monotonic
-        self._left_behind: list[asyncio.Future[Any]] = []  # referenced, or the collector would take them
+        self._left_behind: list[asyncio.Future[Any]] = []  # keeps them from being garbage-collected
 
     async def within(self, seconds: float, waiting: Coroutine[Any, Any, None]) -> bool:
-        """Wait for something at most so long. False: it was not over by then."""
+        """Wait at most `seconds`. Returns False if `waiting` has not ended by then."""
         task = asyncio.ensure_future(waiting)
         if await self._ended(task, seconds, least=0.0):
             task.result()
@@ -44,7 +45,7 @@ class Shutdown:
         return False
 
     async def step(self, name: str, work: Awaitable[None]) -> bool:
-        """Do one step. True: it has ended, well or badly. False: it hangs, and we no longer wait for it."""
+        """Do one step. True: it has ended, perhaps with an error. False: it hangs and was abandoned."""
         task = asyncio.ensure_future(work)
         if not await self._ended(task, self._budget_s(), least=LEAST_S):
             self._left_behind.append(task)

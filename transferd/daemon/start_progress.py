@@ -1,6 +1,6 @@
-"""Says what a daemon's start is doing: to systemd, on a terminal in one line that changes, elsewhere in the log.
+"""Reports what a daemon's start is doing: to systemd, and in one changing line on a terminal, or else in the log.
 
-A server's host memory has hundreds of gigabytes and takes minutes to make; an engine's memory may be offered late.
+A server's host memory has hundreds of gigabytes and takes minutes to allocate; an engine may offer its memory late.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from transferd.observability.units import bar, size, span
 log = structlog.get_logger(__name__)
 
 EXTEND_S = 120  # how long systemd gives a start after each sign of progress
-FIRST_LINE_S = 5.0  # until the first log line; the time between lines doubles
+FIRST_LINE_S = 5.0  # the time until the first log line; the time between lines doubles
 LONGEST_SILENCE_S = 600.0
 
 
 class StartProgress:
-    """One start. total: bytes of host memory that it makes. now: seconds. show: puts a line on a terminal, if any."""
+    """One start. total: bytes of host memory to allocate. now: returns seconds. show: prints a line on a terminal."""
 
     def __init__(
         self, notifier: Notifier, total: int, now: Callable[[], float], show: Callable[[str], bool] = logs.show
@@ -35,10 +35,10 @@ class StartProgress:
         self._line_after = FIRST_LINE_S
 
     def making_memory(self, populated: int, pinned: int) -> None:
-        """Report how many bytes of host memory are made; call it now and then.
+        """Report how many bytes of host memory are populated and pinned; call this repeatedly.
 
-        systemd extends a start only while they grow. A region is pinned once all of it is populated, which by itself
-        takes minutes for much memory.
+        We extend systemd's time limit only while these grow. A region is pinned after all of it was populated, which by
+        itself takes minutes if the region is large.
         """
         seconds, total = self._now() - self._began, size(self._total)
         if (populated, pinned) != self._made:
@@ -62,7 +62,7 @@ class StartProgress:
             log.info("starting", of=self._total, **figures)
 
     def waiting(self, why: str) -> None:
-        """Report why a daemon that has started is not ready; call it now and then."""
+        """Report why a daemon that has started is not ready; call this repeatedly."""
         seconds = self._now() - self._began
         if not self._show(f"waiting for {span(seconds)}: {why}") and self._line_due():
             log.info("still waiting", waiting_for=why, waited_s=round(seconds, 1))

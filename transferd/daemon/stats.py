@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 def stats(daemon: Daemon) -> dict[str, Any]:
     """The keys of the public contract, and more. Plain data; costs about a millisecond at 8 ranks.
 
-    Counts, memory and ranks are those of all engines together; what describes one engine (generation, cache, layout,
-    configured) is that of [cache], or empty without it. `engines` has the rest of each.
+    Counts, memory and ranks are those of all engines together. Keys that describe one engine (generation, cache,
+    layout, configured) are those of [cache], or empty without it. `engines` describes each engine.
     """
     engines, own = daemon.engines.all, daemon.engines.own
     each = {engine: engine.dispatcher.statistics() for engine in engines}
@@ -75,7 +75,7 @@ def stats(daemon: Daemon) -> dict[str, Any]:
 
 
 MEDIA = (MEDIUM_GPU, MEDIUM_CPU, MEDIUM_STORAGE)
-# What stats()["cache"] is without [cache].
+# The value of stats()["cache"] without [cache].
 NO_CACHE = {"creator": "engine", "epoch": 0, "cleared": False, "missing": [], "owners": []} | {
     key: [] for key in ("unmapped", "mapped", "outdated")
 }
@@ -115,7 +115,7 @@ def _engine(engine: HostedEngine, dispatch: DispatchStatistics) -> dict[str, Any
 
 
 def _held(daemon: Daemon, holds: list[Hold]) -> list[dict[str, Any]]:
-    """Who pauses or drains, and for how many seconds; the longest first."""
+    """The holders of pauses and drains, and for how many seconds each has held; the longest first."""
     now = daemon.clock.monotonic()
     holds.sort(key=lambda hold: hold.since)
     return [{"what": hold.what, "holder": hold.holder, "for_s": now - hold.since} for hold in holds]
@@ -125,7 +125,7 @@ def _ranks(engine: HostedEngine, lanes: dict[str, dict[str, int]]) -> list[dict[
     ranks = [worker.statistics() | {"engine": engine.name} for worker in engine.workers]
     for rank in ranks:
         for name, lane in rank["lanes"].items():
-            lane["queued"] = lanes[name]["queued"]  # one queue for all ranks: the dispatcher's
+            lane["queued"] = lanes[name]["queued"]  # all ranks share the dispatcher's queue
     return ranks
 
 
@@ -146,7 +146,7 @@ def _host(engines: Sequence[HostedEngine], own: HostedEngine | None) -> dict[str
 
 
 def _degraded(engine: HostedEngine) -> list[str]:
-    """The reasons why it runs slower than it should; empty if there are none."""
+    """Why an engine runs slower than it should; empty if it does not."""
     reasons: list[str] = []
     for worker in engine.workers:
         context, regions = worker.context, worker.context.regions
@@ -167,7 +167,7 @@ def _staging(engines: Sequence[HostedEngine]) -> dict[str, int]:
 
 
 def _memory(daemon: Daemon, each: Mapping[HostedEngine, DispatchStatistics]) -> dict[str, int]:
-    """Bytes that the daemon holds, by what for. Device memory of an engine's making is not the daemon's."""
+    """Bytes that the daemon holds, by purpose. Device memory that an engine created does not count."""
     contexts = [worker.context for engine in each for worker in engine.workers]
     made = [e for e in each if e.cache.creator is Creator.DAEMON]
     storage = daemon.storage.statistics() if daemon.config.storage.backend == "memory" and daemon.storage else {}
@@ -189,7 +189,7 @@ def _storage(daemon: Daemon, engines: Sequence[HostedEngine]) -> dict[str, Any]:
     if storage is not None:
         report |= storage.statistics()
     workers, departed = [worker for engine in engines for worker in engine.workers], daemon.engines.departed
-    if "corrupt" not in report:  # a backend that counts its quarantine includes ours
+    if "corrupt" not in report:  # a backend that counts its own quarantine already includes these
         report["corrupt"] = departed.corrupt + sum(worker.corrupt for worker in workers)
     report["misses"] = (report["misses"] or 0) + departed.missed + sum(worker.missed for worker in workers)
     return report
@@ -225,7 +225,7 @@ def _layout(engine: HostedEngine) -> dict[str, Any]:
 
 
 def _configured(daemon: Daemon, engine: HostedEngine) -> dict[str, Any]:
-    """The settings that an engine has to agree with; addresses and paths, which may hold secrets, are not told."""
+    """The settings that an engine must agree with. Omits addresses and paths, which may contain secrets."""
     storage = daemon.config.storage
     return {
         "cache": to_tree(daemon.config)["cache"] | {"devices": engine.config.geometry.device_of_rank},

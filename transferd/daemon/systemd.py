@@ -1,7 +1,7 @@
 """Notifies systemd (sd_notify), and feeds its watchdog only while the daemon makes progress.
 
 Protocol: one datagram of `KEY=value` lines to the socket named by NOTIFY_SOCKET (sd_notify(3)).
-Nothing here is fatal: an unsupervised daemon runs the same.
+Nothing here is fatal: an unsupervised daemon behaves the same.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class Notifier:
 
 
 class Watchdog:
-    """Sends WATCHDOG=1 twice per interval from the event loop, while `alive()` says so.
+    """Sends WATCHDOG=1 twice per interval from the event loop, while `alive()` is True.
 
-    A loop that is stuck cannot send; a dispatcher that is stuck makes `alive` false. Either way the
-    supervisor restarts the daemon. interval: seconds; None: no watchdog. status: one line, told with a beat.
+    A stuck loop cannot send, and a stuck dispatcher makes `alive` False. Either way the supervisor restarts
+    the daemon. interval: seconds; None: no watchdog. status: one line, sent with a beat.
     """
 
     def __init__(

@@ -14,9 +14,9 @@ knows about sockets.
                reports, with or without slots, and retracts from both pools what the engine reports as gone.
     STORAGE    A block is announced when every rank has stored it (write), or when a read has found it.
 
-A slot's announcement is retracted whenever a task had the slot as its target, whatever the result. That of a
-stored block is retracted when its object leaves the storage of any rank, when a read misses it, or when it is the
-oldest of more than `max_blocks`. All are retracted when the generation changes.
+A slot's announcement is retracted whenever a task had the slot as its target, whatever the result. The announcement
+of a stored block is retracted when its object leaves the storage of any rank, when a read misses it, or when it is the
+oldest of more than `max_blocks`. All announcements are retracted when the generation changes.
 
 A hash in several slots of a pool is announced once and retracted with the last of them, because consumers count
 announcements.
@@ -82,7 +82,7 @@ class _Change(NamedTuple):
 
 
 class _Update:
-    """One update of a pool in progress: which hashes were announced before it, and which blocks arrived."""
+    """An update of a pool in progress: which hashes were announced before it, and which blocks have arrived."""
 
     def __init__(self) -> None:
         self._before: dict[int, bool] = {}  # hash -> was announced when the update began
@@ -144,7 +144,7 @@ class _Pool:
         return update.change(self._announced)
 
     def remove(self, hashes: Iterable[int]) -> _Change:
-        """These blocks are no longer in the pool, in whatever slots they were."""
+        """Remove blocks from the pool, whatever slots they are in."""
         update = _Update()
         for hash_ in hashes:
             for slot in list(self._announced.get(hash_, ())):
@@ -185,8 +185,8 @@ class Residency:
 
     keys_of: the keys under which a task's blocks are announced and stored. only_flush: write tasks are flushes.
     holds: whether every rank's storage has the object of this digest now (True if the backend cannot tell).
-    reports_departures: the backend reports every object that leaves it. changed: called when there are events to
-    drain, once until `drain`.
+    reports_departures: whether the backend reports every object that leaves it. changed: called when there are events
+    to drain, once until `drain`.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class Residency:
     # --- what happens -------------------------------------------------------------------------------
 
     def task_ended(self, task: Task, result: TaskResult, generation: str) -> None:
-        """An admitted task was answered. generation: the current one."""
+        """Update the pools after an admitted task was answered. generation: the current one."""
         if not result.ranks:  # it never started, so it touched nothing
             return
         current = result.generation == generation
@@ -234,19 +234,19 @@ class Residency:
             self._swapped(list(moves), self._host, self._device, MEDIUM_CPU, MEDIUM_GPU, result, current=current)
 
     def object_left(self, digest: str) -> None:
-        """A rank's object of the current generation has left storage."""
+        """Retract a block because a rank's object of the current generation has left storage."""
         hash_ = self._stored.pop(digest, None)
         if hash_ is not None:
             self._emit_removed(MEDIUM_STORAGE, [hash_])
 
     def clear(self) -> None:
-        """Retract everything: another generation, the start, or the end."""
+        """Retract everything: at a change of the generation, at the start, and at the end."""
         self._device, self._host = _Pool(), _Pool()
         self._stored.clear()
         self._emit([AllBlocksCleared()])
 
     def memory_gone(self) -> None:
-        """Device and host memory no longer hold any block; stored blocks are untouched."""
+        """Retract all blocks in device and host memory, which is gone; stored blocks are unaffected."""
         for medium, pool in ((MEDIUM_GPU, self._device), (MEDIUM_CPU, self._host)):
             self._emit_removed(medium, pool.hashes)
         self._device, self._host = _Pool(), _Pool()
@@ -277,7 +277,7 @@ class Residency:
         unambiguous = len(set(ids)) == len(ids)
         if unambiguous:
             self._assign(self._device, MEDIUM_GPU, [], zip(ids, blocks, strict=True), announce=False)
-        if task.lane is not Lane.WRITE:  # sent to another node
+        if task.lane is not Lane.WRITE:  # the blocks were sent to another node
             return
         if result.status is Status.OK:
             self._announce_stored(keys, blocks)
@@ -287,7 +287,7 @@ class Residency:
             self._announce_stored([keys[i] for i in positions], [blocks[i] for i in positions])
 
     def _flushed(self, task: WriteStorageTask, result: TaskResult, blocks: Sequence[Block]) -> None:
-        if task.flush_cache_exists is False:  # they are gone, even if the index could not be updated
+        if task.flush_cache_exists is False:  # the blocks are gone, even if the index could not be updated
             hashes = [block.hash for block in blocks]
             self._emit_change(MEDIUM_GPU, self._device.remove(hashes))
             self._emit_change(MEDIUM_CPU, self._host.remove(hashes))
@@ -312,11 +312,11 @@ class Residency:
             blocks = [Block(block_hash(keys[i]), None, False, None) for i in loaded]
         filled = zip((targets[i] for i in loaded), blocks, strict=True)
         self._assign(self._device, MEDIUM_GPU, [targets[i] for i in missed], filled, announce=True)
-        if task.lane is not Lane.READ:  # received from another node
+        if task.lane is not Lane.READ:  # the blocks came from another node
             return
         self._announce_stored([keys[i] for i in loaded], blocks)
         if result.error is None and missed and not self._reports_departures:
-            known = missed[:1] if task.prefix else missed  # what is behind the first missing block was not looked for
+            known = missed[:1] if task.prefix else missed  # a prefix read does not look behind the first
             for digest in self._objects.ids([keys[i] for i in known]):
                 self.object_left(digest)
 
@@ -351,7 +351,7 @@ class Residency:
         for digest, block in zip(self._objects.ids(keys), blocks, strict=True):
             if digest in self._stored:
                 self._stored.move_to_end(digest)
-            elif self._holds(digest):  # it may have been evicted since this rank or that one stored it
+            elif self._holds(digest):  # a rank's object may have been evicted since it was stored
                 self._stored[digest] = block.hash
                 fresh.append(block)
         self._emit_stored(MEDIUM_STORAGE, fresh)

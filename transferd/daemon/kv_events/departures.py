@@ -1,4 +1,4 @@
-"""Which objects leave storage, told to the event feeds of all engines. A storage has one listener; this is it."""
+"""Reports objects that leave storage to the event feeds of all engines. (A storage can have only one listener.)"""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ Left = Callable[[str], None]
 
 
 class Departures:
-    """Hands on what the storage tells. The storage is asked when the first listener comes: telling costs something."""
+    """Passes the storage's reports on. Asks the storage for them only at the first `listen`, because they cost time."""
 
     def __init__(self, storage: Storage | None) -> None:
         self._storage = storage
-        self._tells: bool | None = None  # whether the storage knows; None: not asked yet
+        self._tells: bool | None = None  # whether the storage reports departures; None: not asked yet
         self._listeners: list[Left] = []
 
     def listen(self, left: Left) -> bool:
-        """Call `left(name)` in the step in which a get stops finding an object. False: nobody will know."""
+        """Call `left(name)` in the step in which a get stops finding an object. False: the storage cannot report it."""
         if self._tells is None:
             self._tells = self._storage is not None and self._storage.tell_departures(self._left)
         self._listeners.append(left)
         return self._tells
 
     def forget(self, left: Left) -> None:
-        """Tell it nothing more. Again: nothing."""
+        """Remove a listener. Idempotent."""
         if left in self._listeners:
             self._listeners.remove(left)
 

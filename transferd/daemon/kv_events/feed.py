@@ -33,8 +33,8 @@ log = structlog.get_logger(__name__)
 class KvEventFeed:
     """Publishes every change of residency from `start` to `close`.
 
-    Its first and last batches are AllBlocksCleared: an engine's announcements end with it, and a subscriber
-    that missed its end learns of it from its successor.
+    Its first and last batches are AllBlocksCleared: announcements end with their engine, and a subscriber that missed
+    the end learns of it from the engine's successor.
 
     index: receives all events under the name `node`, and those of other nodes through `peers`. sockets: None if
     `events.endpoint` is empty.
@@ -55,7 +55,7 @@ class KvEventFeed:
         sockets: EventSockets | None = None,
         departures: Departures,
     ) -> None:
-        """storage: of blocks, as the ranks use it. generation: the one served at the start.
+        """storage: the storage of blocks, as the ranks use it. generation: the one served at the start.
 
         sockets: the daemon's, shared by the feeds of all engines; None if `events.endpoint` is empty.
         """
@@ -89,7 +89,7 @@ class KvEventFeed:
         self._running = False
 
     def start(self) -> None:
-        """Begin with a clean slate. The sockets are bound."""
+        """Announce that everything is cleared, and begin. The sockets must be bound."""
         self._running = True
         self.residency.clear()
         for peer in self._peers:
@@ -108,23 +108,23 @@ class KvEventFeed:
         self._departures.forget(self._departed)
 
     def task_ended(self, task: Task, result: TaskResult) -> None:
-        """An admitted task was answered."""
+        """Report an admitted task that was answered."""
         self.residency.task_ended(task, result, self._generation)
 
     def generation_changed(self, generation: str) -> None:
-        """Objects have other names from now on, and device blocks hold another model's KV."""
+        """Retract everything: object names contain another generation now, and device blocks hold other weights' KV."""
         self._generation = generation
         self.residency.clear()
 
     def memory_gone(self, stored: bool) -> None:
-        """Device and host memory hold nothing any more; with `stored`, what is in storage is out of reach, too."""
+        """Retract all blocks in device and host memory; with `stored`, also stored ones, which are unreachable now."""
         if stored:
             self.residency.clear()
         else:
             self.residency.memory_gone()
 
     def up_to_date(self) -> TokenIndex | None:
-        """The index, with everything in it that has been answered to anybody."""
+        """The index, including every task that was answered before this call."""
         if self._flush is not None:
             self._flush.cancel()
             self._send()
@@ -151,7 +151,7 @@ class KvEventFeed:
             self.sockets.publish(events, self._dp_rank)
 
     def _keys_of(self, task: ReadStorageTask | WriteStorageTask) -> Sequence[str]:
-        """Blocks of token-indexed storage are known by their tokens, whatever keys a caller has for them."""
+        """The keys under which a task's blocks are announced: with token-indexed storage, those of the tokens."""
         if self._tokens is None or task.token_ids is None:
             return task.keys
         start = task.start_read_block_idx if isinstance(task, ReadStorageTask) else task.start_write_block_idx
@@ -180,7 +180,7 @@ def create_kv_event_feed(
     sockets: EventSockets | None,
     departures: Departures,
 ) -> KvEventFeed | None:
-    """The feed, where anybody follows: routers on sockets, or our own token index. Raises ConfigError."""
+    """The feed, or None if there are no followers: routers on sockets, or our own token index. Raises ConfigError."""
     index, node, peers = None, "", []
     if isinstance(tokens, OpenTokenStorage):
         index, node = tokens.index, tokens.node

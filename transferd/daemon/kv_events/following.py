@@ -3,7 +3,7 @@
 Batches carry sequence numbers from 0. Three things can go wrong, each with one remedy:
 
     a gap                             batches were missed: request a replay from the first missed one
-    a number that goes back           another daemon at the same address: start over
+    a smaller number                  another daemon at the same address: start over
     the connection breaks             announcements may be stale: forget them, and start over when it is back
 
 During a replay, the follower sets live batches aside. When the replay ends, it applies those that the replay did not
@@ -149,7 +149,7 @@ class Follower:
             self._ask(self._next)
 
     def _lose(self) -> None:
-        """Batches are lost for good. They may have retracted blocks, so no announcement counts any more."""
+        """Forget all announcements: batches are lost for good, and they may have retracted blocks."""
         self.lost += 1
         self._index.forget(self.node)
 

@@ -1,17 +1,17 @@
 """The sockets of KV events: a PUB socket for new batches, a ROUTER socket for replays.
 
     PUB      [topic, sequence, batch]; the sequence counts batches from 0, 8 bytes big-endian
-    ROUTER   asked   [sequence]                    from which batch on, 8 bytes big-endian
-             answers [topic, sequence, batch] …    what is still kept, in order
+    ROUTER   request [sequence]                    the first batch to replay, 8 bytes big-endian
+             answers [topic, sequence, batch] …    the batches that are still kept, in order
                      [topic, -1, ""]               the end
              (after the empty delimiter that REQ sockets add and DEALER sockets must add)
 
-Those are vLLM's frames (its replay answers carry the topic since 0.26).
+These are vLLM's frames (its replay answers contain the topic since 0.26).
 
-Nothing here ever waits. PUB drops what a slow subscriber does not read in time; it sees the gap in the
-sequence and asks the ROUTER. What is kept for that is bounded in batches and in bytes. Replays are
-sent a few batches at a time, between other work of the loop; one to a peer that does not read, or that
-has gone, ends there.
+Nothing here ever waits. PUB drops batches that a slow subscriber does not read in time; the subscriber sees
+the gap in the sequence and asks the ROUTER. The batches kept for replay are bounded in number and in bytes.
+Replays are sent a few batches at a time, between other work of the loop. If the peer has gone or does not
+read, its replay ends.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ log = structlog.get_logger(__name__)
 SEQUENCE_BYTES = 8
 END = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
 LIVE_HWM = 1000  # batches that may wait for one subscriber; the replay buffer has the rest
-LINGER_MS = 250  # what close() waits for subscribers that do not read
+LINGER_MS = 250  # how long close() waits for subscribers that do not read
 REPLAY_STEP = 32  # batches sent at a time: well under a millisecond of the loop
-MAX_PEERS = 64  # being sent replays at once; one more is not answered, and asks again
-MAX_REPLAYS_PER_PEER = 4  # asked for and not yet sent; likewise
+MAX_PEERS = 64  # peers with replays at once; a request of one more is ignored, and the peer asks again
+MAX_REPLAYS_PER_PEER = 4  # pending replays of one peer; one more is ignored likewise
 MAX_REQUEST_BYTES = 256
 
 
 class _SentBatch(NamedTuple):
-    """One batch, sent and kept. The frame is libzmq's: sending it again shares its bytes."""
+    """One batch that was sent and is kept. Its frame belongs to libzmq, so sending it again copies no bytes."""
 
     sequence: int
     frame: zmq.Frame
@@ -63,7 +63,7 @@ class EventSockets:
         max_connections: int = 4096,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """max_connections: of each socket (connection_limit.py)."""
+        """max_connections: the limit of each socket (connection_limit.py)."""
         self._config = config
         self._mode = socket_mode
         self._max_connections = max_connections
@@ -76,8 +76,8 @@ class EventSockets:
         self._locks: list[EndpointLock] = []
         self._kept: deque[_SentBatch] = deque()
         self._kept_bytes = 0
-        self._sequence = 0  # of the next batch
-        # Peers in the order of their turns, and the next batch of each replay that they have asked for.
+        self._sequence = 0  # the next batch's number
+        # Peers in the order of their turns, and the next batch of each replay that they have requested.
         self._replays: OrderedDict[bytes, deque[int]] = OrderedDict()
         self._step: asyncio.Handle | None = None
         self._events = 0
@@ -87,7 +87,7 @@ class EventSockets:
         self.replay_endpoint = config.replay_endpoint
 
     def start(self) -> None:
-        """Bind both, or none. Raises ConfigError naming `events.endpoint` or `events.replay_endpoint`."""
+        """Bind both sockets, or none. Raises ConfigError naming `events.endpoint` or `events.replay_endpoint`."""
         try:
             self._open_pub()
             if self._config.replay_endpoint:
@@ -131,7 +131,7 @@ class EventSockets:
         return sum((limit.refused for limit in self._limits), Counter())
 
     def close(self) -> None:
-        """Stop at once; what was sent gets LINGER_MS to leave. Idempotent."""
+        """Stop at once; libzmq has LINGER_MS to deliver what was sent. Idempotent."""
         if self._step is not None:
             self._step.cancel()
             self._step = None
@@ -153,14 +153,14 @@ class EventSockets:
 
     def _close_limits(self) -> None:
         for limit in self._limits:
-            limit.close()  # before its socket; keeps its counts
+            limit.close()  # before its socket is closed; its counts stay
 
-    # --- what is new --------------------------------------------------------------------------------
+    # --- new batches --------------------------------------------------------------------------------
 
     def publish(self, events: Sequence[KvEvent], dp_rank: int | None = None) -> None:
         """Publish one batch and keep it. Does nothing before `start` and after `close`.
 
-        dp_rank: of the engine; None for events.dp_rank.
+        dp_rank: the engine's; None for events.dp_rank.
         """
         if self._pub is None or not events:
             return
@@ -180,10 +180,10 @@ class EventSockets:
     def _frames(self, kept: _SentBatch) -> list[bytes | zmq.Frame]:
         return [self._topic, kept.sequence.to_bytes(SEQUENCE_BYTES, "big"), kept.frame]
 
-    # --- what was missed ----------------------------------------------------------------------------
+    # --- replays ------------------------------------------------------------------------------------
 
     def _asked(self, socket: zmq.Socket[bytes]) -> None:
-        """Take exactly one request off the socket; zmq.Again when there is none."""
+        """Read exactly one request. Raises zmq.Again if there is none."""
         frames = [socket.recv(zmq.DONTWAIT)]
         while socket.getsockopt(zmq.RCVMORE):
             frames.append(socket.recv(zmq.DONTWAIT)[:MAX_REQUEST_BYTES])
@@ -204,7 +204,7 @@ class EventSockets:
             self._step = asyncio.get_running_loop().call_soon(self._send_some)
 
     def _send_some(self) -> None:
-        """A few batches to the peer whose turn it is; then the next one has its turn."""
+        """Send a few batches to the peer whose turn it is, and pass the turn on."""
         self._step = None
         peer, waiting = self._replays.popitem(last=False)
         if not self._continue(peer, waiting):
@@ -215,7 +215,7 @@ class EventSockets:
             self._step_soon()
 
     def _continue(self, peer: bytes, waiting: deque[int]) -> bool:
-        """Send a step of the first replay; take it out when it is over. False: the peer takes no more."""
+        """Send a step of the peer's first replay, and remove the replay at its end. False: the peer accepts no more."""
         oldest = self._sequence - len(self._kept)
         for _ in range(REPLAY_STEP):
             waiting[0] = sequence = max(waiting[0], oldest)
@@ -234,10 +234,10 @@ class EventSockets:
         assert self._router is not None
         try:
             self._router.socket.send_multipart([peer, b"", *body], zmq.DONTWAIT, copy=False)
-        except zmq.Again:  # does not read what it asked for
+        except zmq.Again:  # the peer does not read
             return False
         except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:  # has gone
+            if error.errno != zmq.EHOSTUNREACH:  # the peer has gone
                 raise
             return False
         finally:

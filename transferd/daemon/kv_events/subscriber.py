@@ -22,7 +22,7 @@ from transferd.wire.transport import Channel, set_common_options
 log = structlog.get_logger(__name__)
 
 SEQUENCE_BYTES = 8
-RECEIVE_HWM = 1000  # batches that may wait for the loop; what is dropped beyond it is a gap
+RECEIVE_HWM = 1000  # batches that may wait for the loop; more are dropped, which leaves a gap
 MAX_BATCH = 64 * 1024**2  # bytes
 ASK_AGAIN_S = 5.0
 
@@ -40,7 +40,7 @@ class FollowedNode:
         self._again: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Connect in the background. Raises ConfigError for an endpoint that cannot even be tried."""
+        """Connect in the background. Raises ConfigError for an endpoint that libzmq rejects."""
         self._context = context = zmq.Context()
         try:
             if self._section.replay_endpoint:
@@ -77,7 +77,7 @@ class FollowedNode:
             raise ConfigError(key, f"cannot connect: {error}", endpoint) from error
 
     def close(self) -> None:
-        """Forget what was followed. Idempotent."""
+        """Forget the node's announcements, and close the sockets. Idempotent."""
         if self._again is not None:
             self._again.cancel()
             self._again = None
@@ -89,7 +89,7 @@ class FollowedNode:
             self._context = None
         self.follower.disconnected()
 
-    # --- what comes in: each takes exactly one message off, or raises zmq.Again -------------------------
+    # --- input: each reads exactly one message, or raises zmq.Again -------------------------------------
 
     def _live(self, socket: zmq.Socket[bytes]) -> None:
         frames = _frames(socket)
@@ -98,10 +98,10 @@ class FollowedNode:
 
     def _replayed(self, socket: zmq.Socket[bytes]) -> None:
         frames = _frames(socket)
-        # The topic is there since vLLM 0.26 only.
+        # vLLM sends the topic only since 0.26.
         if len(frames) not in (3, 4) or frames[0] or len(frames[-2]) != SEQUENCE_BYTES:
             return
-        self._ask_again_later()  # something comes, so give it more time
+        self._ask_again_later()  # the replay is arriving, so give it more time
         self.follower.replayed(int.from_bytes(frames[-2], "big", signed=True), frames[-1])
 
     def _monitored(self, socket: zmq.Socket[bytes]) -> None:
@@ -114,7 +114,7 @@ class FollowedNode:
             log.info("lost the connection to a node; forgetting its announcements", node=node)
             self.follower.disconnected()
 
-    # --- what goes out ------------------------------------------------------------------------------
+    # --- output -------------------------------------------------------------------------------------
 
     def _ask(self, sequence: int) -> None:
         self._ask_again_later()
@@ -123,7 +123,7 @@ class FollowedNode:
         try:
             self._replay.socket.send_multipart([b"", sequence.to_bytes(SEQUENCE_BYTES, "big")], zmq.DONTWAIT)
         except zmq.Again:
-            pass  # many are unanswered already; the timer asks again
+            pass  # too many requests are unanswered; the timer asks again
         finally:
             self._replay.sent()
 
