@@ -1,4 +1,4 @@
-"""The README's example: store a block, read it into another one. Start a daemon, then run this with any value."""
+"""The README's example: store a block, read it into another one. Start a daemon, then run this: [ENDPOINT [VALUE]]."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ from transferd.adapters.vllm.entry import EngineFacts, OfferedMemory
 from transferd.adapters.vllm.link import Link
 from transferd.adapters.vllm.memory import shared_memory_at
 from transferd.client.client import Client
+from transferd.errors import Closed
 from transferd.tasks import ReadStorageTask, Status, TaskResult, WriteStorageTask
 
 pytestmark = pytest.mark.one_loop
@@ -170,3 +171,74 @@ def test_an_engine_that_the_daemon_gave_up_enters_again_under_the_same_boot() ->
     until(lambda: len(entered) == 2)
     link.close(10.0)
     assert len(entered) == 2
+
+
+class Looking:
+    """A companion that finds nothing; `found` says what comes of each look."""
+
+    starting = True
+
+    def __init__(self, *found: Exception) -> None:
+        self._found = iter(found)
+        self.looks = 0
+
+    def find(self) -> str:
+        self.looks += 1
+        for error in self._found:
+            raise error
+        return ""
+
+    def close(self, timeout: float) -> None: ...
+
+
+def linked(client: object) -> Link:
+    """A link that has entered a daemon, as far as it can tell from this client."""
+    link = Link(Looking(), "e")  # type: ignore[arg-type]
+    link._client, link._entered = client, "b"  # type: ignore[assignment]
+    return link
+
+
+async def nothing() -> None: ...
+
+
+def test_whatever_stops_one_look_for_a_daemon_the_next_one_comes() -> None:
+    finder = Looking(RuntimeError("can't start new thread"), KeyError("data"))
+    link = Link(finder, "e")  # type: ignore[arg-type]
+    until(lambda: finder.looks > 2)
+    link.close(10.0)
+
+
+def test_a_look_up_is_answered_whatever_becomes_of_it() -> None:
+    async def exists(_: list[str]) -> list[bool]:
+        raise RuntimeError("a bug")
+
+    link = linked(SimpleNamespace(connected=True, boot_id="b", outdated=[], exists=exists, close=nothing))
+    answers: queue.SimpleQueue[list[bool]] = queue.SimpleQueue()
+    link.ask(["a", "b"], answers.put)
+    assert answers.get(timeout=WAIT_S) == [False, False]
+    link.close(10.0)
+
+
+def test_a_task_that_a_closed_client_refuses_is_answered() -> None:
+    """The link is closing, and a task of a lost daemon was about to be pushed once more."""
+
+    async def insist(_: object) -> TaskResult:
+        raise Closed("the client is closed")
+
+    link = linked(SimpleNamespace(connected=True, boot_id="b", outdated=[], insist=insist, close=nothing))
+    answers: queue.SimpleQueue[TaskResult] = queue.SimpleQueue()
+    link.submit(ReadStorageTask(task_id="r", keys=["a"], gpu_block_ids=[8]), answers.put)
+    result = answers.get(timeout=WAIT_S)
+    assert (result.status, result.error and result.error.code) == (Status.FAILED, "closed")
+    link.close(10.0)
+
+
+def test_ids_of_tasks_differ_from_those_of_an_engine_before_in_the_same_process() -> None:
+    """A daemon that outlives an engine still knows the ids of its tasks, and an object's address is used again."""
+    lives = set()
+    for _ in range(3):
+        link = Link(Looking(), "e")  # type: ignore[arg-type]
+        link.close(10.0)
+        lives.add(link.life)
+        del link
+    assert len(lives) == 3

@@ -78,7 +78,7 @@ class TransferdConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is no
             self._link,
             tokens=self._tokens,
             timeout=self._settings.timeout,
-            prefix=f"{name}-{id(self):x}",
+            prefix=f"{name}-{self._link.life}",
             event=event,
         )
         if not self._link.wait_ready(self._settings.start_timeout):

@@ -21,6 +21,7 @@ from transferd.adapters.packaged import nobody_listens
 from transferd.adapters.vllm.companion import DaemonFinder
 from transferd.client.client import Client
 from transferd.errors import TransferError
+from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.tasks import ErrorInfo, ReadStorageTask, Status, TaskResult, WriteStorageTask
 
 T = TypeVar("T")
@@ -28,6 +29,7 @@ log = logging.getLogger("vllm.transferd")  # vLLM shows only its own loggers
 
 CONNECT_S = 1.0  # then `_watch` says so and tries again; a client that waits longer says so itself, past vLLM's loggers
 LOOKUP_TIMEOUT_S = 2.0  # after that the blocks count as missing: the engine computes them
+ANSWER_S = 2 * LOOKUP_TIMEOUT_S  # for which another thread waits for a look-up, whatever becomes of the link's
 WATCH_S = 1.0  # how often the link looks for a lost daemon
 PATIENCE_S = 10.0  # how often a held-back task is logged
 UNKNOWN = ("daemon_lost", "no_answer")  # codes of results that do not say whether the task still runs
@@ -44,6 +46,7 @@ class Link:
     """
 
     def __init__(self, companion: DaemonFinder, name: str, enter: Enter | None = None) -> None:
+        self.life = SYSTEM_CLOCK.fresh_id()
         self._name = name
         self._companion = companion
         self._enter = enter
@@ -52,7 +55,6 @@ class Link:
         self._entered = ""  # boot id of the daemon that knows this engine
         self._ready = threading.Event()
         self._told = ""
-        self._work: set[asyncio.Task[Any]] = set()
         self._thread = threading.Thread(target=self._main, name="transferd-link", daemon=True)
         self._thread.start()
         self._watching = self._begin(self._watch())
@@ -70,15 +72,19 @@ class Link:
     def exists(self, keys: Sequence[str]) -> list[bool]:
         """For each key, whether its block can be loaded. All False if the daemon does not answer in time."""
         try:
-            return self._begin(self._there(keys)).result()
-        except (RuntimeError, concurrent.futures.CancelledError):  # closed
+            return self._begin(self._there(keys)).result(ANSWER_S)
+        except (RuntimeError, TimeoutError, concurrent.futures.CancelledError):  # closed, or closing
             return [False] * len(keys)
 
     def ask(self, keys: Sequence[str], answer: Callable[[list[bool]], None]) -> None:
         """Like `exists`, but return at once; `answer` gets the list in the link's thread, and must not raise."""
 
         async def run() -> None:
-            answer(await self._there(keys))
+            found = [False] * len(keys)
+            try:
+                found = await self._there(keys)
+            finally:
+                answer(found)  # in any case: until then vLLM asks again and again, and the request does not run
 
         self._begin(run())
 
@@ -88,6 +94,8 @@ class Link:
         async def run() -> None:
             try:
                 result = await self._carried_out(task)
+            except TransferError as error:  # the client was closed
+                result = failed(task, error.reason, str(error))
             except asyncio.CancelledError:
                 done(failed(task, "closed", "the engine is shutting down"))
                 raise
@@ -135,6 +143,8 @@ class Link:
                 await self._look()
             except (TransferError, OSError) as error:
                 self._tell(f"not in use yet, vLLM runs without it: {error}")
+            except Exception as error:  # noqa: BLE001 - out of threads, say; without this watch nobody ever connects again
+                self._tell(f"not in use yet, vLLM runs without it: {error!r}")
             await asyncio.sleep(WATCH_S if self.ready or self._client else WATCH_S / 4)
 
     async def _look(self) -> None:

@@ -114,7 +114,7 @@ class TransferdTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not i
         self._submit(
             job_metadata,
             WriteStorageTask(
-                task_id=f"store-{self._jobs.prefix}-{job_metadata.job_id}",
+                task_id=f"store-{self._link.life}-{job_metadata.job_id}",
                 keys=[key.hex() for key in keys],
                 gpu_block_ids=rows,
                 timeout=self._settings.timeout,
@@ -126,7 +126,7 @@ class TransferdTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not i
         self._submit(
             job_metadata,
             ReadStorageTask(
-                task_id=f"load-{self._jobs.prefix}-{job_metadata.job_id}",
+                task_id=f"load-{self._link.life}-{job_metadata.job_id}",
                 keys=[key.hex() for key in keys],
                 gpu_block_ids=rows,
                 timeout=self._settings.timeout,
@@ -199,7 +199,6 @@ class _Jobs:
     """Jobs that were submitted and not yet reported. Any thread may call `done`."""
 
     def __init__(self) -> None:
-        self.prefix = f"{id(self):x}-{threading.get_native_id()}"
         self._finished: queue.SimpleQueue[tuple[TransferJob, TaskResult]] = queue.SimpleQueue()
         self._running = 0
         self._idle = threading.Condition()
