@@ -1,4 +1,4 @@
-"""Where a daemon that an adapter starts has its socket, configuration and log: in a directory of this user's alone."""
+"""The private directory of a daemon that an adapter starts, for its socket, configuration and log."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transferd.errors import ConfigError
 def own_directory(name: str, *below: str) -> Path:
     """`transferd-NAME-UID`, and directories below it, in $XDG_RUNTIME_DIR or /tmp; created if missing.
 
-    Raises ConfigError if a part of it is another user's or a link: whoever owns it could replace what is in it.
+    Raises ConfigError if part of the path is a link or belongs to another user, who could replace its contents.
     """
     directory = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
     directory.mkdir(parents=True, exist_ok=True)

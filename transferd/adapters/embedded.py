@@ -3,7 +3,7 @@
     python -m transferd.adapters.embedded CONFIG
 
 Standard input is a pipe that the engine holds open and never writes to. When the engine ends, in whatever way, the
-kernel closes its end; the daemon then stops as on SIGTERM.
+kernel closes the engine's end, and the daemon stops as on SIGTERM.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from transferd.runtime.signals import hold_dump_signals
 
 
 def run(config_file: Path) -> int:
-    """Serve until a signal, or until standard input ends. The exit code."""
-    hold_dump_signals()  # before any thread is made
+    """Serve until a signal, or until standard input ends. Returns the exit code."""
+    hold_dump_signals()  # before any thread starts
     from transferd.daemon.process import serve
 
     threading.Thread(target=_stop_with_the_engine, name="engine-watch", daemon=True).start()

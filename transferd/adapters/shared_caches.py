@@ -25,8 +25,8 @@ _numbers = itertools.count()
 class SharedCaches:
     """Zeroed arrays for one rank in a segment of POSIX shared memory. Owns the segment until `close`.
 
-    cache: the daemon's [cache] section as plain data. handle: what `Client.offer` takes. caches: numpy arrays. They
-    stay readable after `close` while a reference to them exists, but no other process sees them then.
+    cache: the daemon's [cache] section as plain data. handle: pass it to `Client.offer`. caches: numpy arrays. After
+    `close` they stay readable while a reference to them exists, but other processes can no longer see them.
     Raises ConfigError for an invalid `cache`, TierError when /dev/shm has no room.
     """
 

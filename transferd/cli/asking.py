@@ -1,4 +1,4 @@
-"""How a command puts a question to a running daemon: the options for it, and one short-lived client."""
+"""How a command asks a running daemon: the options for that, and one short-lived client."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-PROBE_AFTER_S = 0.1  # a daemon that is there has answered by then, nearly always
+PROBE_AFTER_S = 0.1  # a running daemon nearly always answers within this time
 
 EndpointOption = Annotated[
     str | None, typer.Option("--endpoint", envvar="TRANSFERD_ENDPOINT", help="Where the daemon listens.")
@@ -50,7 +50,7 @@ async def connected(
     """A client of a daemon that answers, ready or not.
 
     If the connection is refused (no such socket, permission, key, …), this fails at once and says why. With `wait` it
-    says why on stderr and keeps trying until the timeout, for a daemon that is still starting.
+    reports the reason on stderr and keeps trying until the timeout, since the daemon may still be starting.
 
     Raises ConnectTimeout, and ConfigError for bad keys or a bad endpoint.
     """
@@ -104,10 +104,10 @@ def ask(
     key_file: Path | None = None,
     server_key_file: Path | None = None,
 ) -> T:
-    """Connect, ask one question, disconnect. Raises ConnectTimeout, which says what is in the way, and TimeoutError."""
+    """Connect, ask one question, disconnect. Raises ConnectTimeout, which says what prevents it, and TimeoutError."""
 
     async def go() -> T:
-        # Connecting has a limit of its own, and takes a little longer to find out what is in the way.
+        # Connecting has a time limit of its own, and takes a little longer to find out what prevents it.
         async with connected(endpoint, timeout, key_file, server_key_file) as client, asyncio.timeout(timeout + 1):
             return await question(client)
 

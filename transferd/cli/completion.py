@@ -1,6 +1,6 @@
-"""Completion scripts for shells, written from the command line's own grammar.
+"""Completion scripts for shells, generated from the command line's own grammar.
 
-A script holds all words itself, so a Tab starts no Python.
+A script contains all words, so pressing Tab does not start Python.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ complete -F _{program} {program}
 
 
 def _zsh(grammar: Command) -> str:
-    """zsh runs bash's function: one list of words for both."""
+    """The script for zsh, which runs bash's function, so that both use the same list of words."""
     program = grammar.path[0]
     return f"""#compdef {program}
 # zsh completion of {program}; made by `{program} completion zsh`
@@ -85,7 +85,7 @@ def _patterns(words: Iterable[str]) -> str:
 
 
 def _values(commands: list[Command]) -> Iterator[str]:
-    """What follows an option that takes a value: one branch for all options with the same values."""
+    """The cases for the value of an option: one branch for all options with the same values."""
     branches: dict[str, list[str]] = {}
     for command in commands:
         for option in command.options:
@@ -103,7 +103,7 @@ def _asks(parameter: Parameter) -> str:
 
 
 def _words(commands: list[Command]) -> Iterator[str]:
-    """What may stand where no value is expected: commands, options, and the command's arguments."""
+    """The cases for other words: commands, options, and the command's arguments."""
     for command in commands:
         words = [inner.path[-1] for inner in command.commands]
         words += [name for option in command.options for name in option.names] + ["--help"]
@@ -137,7 +137,7 @@ def _fish(grammar: Command) -> str:
 
 
 def _fish_condition(command: Command) -> str:
-    """True where this command's own words may follow: its path was typed, and none of its inner commands."""
+    """A condition that holds where this command's own words may follow: after its path, but no inner command."""
     typed = [f"__fish_seen_subcommand_from {word}" for word in command.path[1:]]
     if command.commands:
         inner = " ".join(one.path[-1] for one in command.commands)

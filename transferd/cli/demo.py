@@ -14,7 +14,7 @@ REQUESTS = 1000
 RANKS = 2
 CONCURRENCY = 8
 SEED = 7
-# Small pools, so that blocks have to move: device → host → gone, and back from storage.
+# Small pools, so that blocks have to move: from device to host, then out, and back from storage.
 CACHE = {"device_blocks": 160, "host_blocks": 96}
 
 
@@ -61,5 +61,5 @@ def print_summary(report: ReplayReport, console: Console) -> None:
         )
     else:
         console.print("[bold red]The demo failed:[/]", escape(one_line(report.aborted or "; ".join(report.errors))))
-    # True when this is read: a daemon that ends badly or leaves something is an error of its own (replay/own.py).
+    # We may claim this: if the daemon ends badly or leaves memory behind, replay/own.py raises an error.
     console.print("The daemon was stopped with SIGTERM and left nothing behind.")

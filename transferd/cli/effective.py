@@ -44,7 +44,7 @@ def _budget(config: Config, sizes: Sizes) -> str:
 
 
 def _chosen(config: Config, origins: Mapping[str, str]) -> Iterator[str]:
-    """Every setting that is not the default, and who said so."""
+    """Every setting that is not the default, and its source."""
     default = Config() if config.cache is None else Config(cache=CacheSection())
     ours, defaults = dict(_leaves(to_tree(config))), dict(_leaves(to_tree(default)))
     chosen = {key: value for key, value in ours.items() if value != defaults.get(key) and value is not None}
@@ -56,7 +56,7 @@ def _chosen(config: Config, origins: Mapping[str, str]) -> Iterator[str]:
 
 
 def _origin(key: str, origins: Mapping[str, str]) -> str:
-    """A table may have been given as a whole: `--set cache={…}`."""
+    """The source of a setting, or of the table that set it as a whole (`--set cache={…}`)."""
     while key not in origins and "." in key:
         key = key.rpartition(".")[0]
     return origins.get(key, "another setting")

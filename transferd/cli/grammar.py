@@ -1,4 +1,4 @@
-"""What the command line accepts, as plain data read from its parser: what completion and the manual are made of."""
+"""What the command line accepts, as plain data from its parser, for completion and the manual."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from typer.main import get_command
 class Parameter:
     """An option, or an argument.
 
-    names: an option's spellings ("--config"); an argument's one name ("trace"). takes: "" a flag, "path", "text", or
-    "number". choices: the only values it takes, if there are any. default: "" for none. variable: the environment
-    variable that is used where it is not given.
+    names: an option's spellings ("--config"); an argument's one name ("trace"). takes: "" for a flag, "path", "text",
+    or "number". choices: the only permitted values, if there are any. default: "" for none. variable: the environment
+    variable that applies if the option is not given.
     """
 
     names: tuple[str, ...]

@@ -15,7 +15,7 @@ from transferd.config.template import template
 app = typer.Typer(name="config", help="Make a configuration file.", no_args_is_help=True)
 
 STORE = "/var/lib/transferd/blocks"
-STORE_SHARE = 0.5  # of the free space, to begin with: others write to the same disk
+STORE_SHARE = 0.5  # the share of the free space to begin with: others write to the same disk
 GIB = 1024**3
 
 
@@ -35,7 +35,7 @@ def init(
 
 
 def for_this_machine(store: str, proc: Path = Path("/proc")) -> dict[str, object]:
-    """The settings that a machine decides: one rank a GPU, and the room that its disk has."""
+    """The settings that depend on the machine: one rank per GPU, and a capacity for the room on its disk."""
     gpus = _gpus(proc)
     free = shutil.disk_usage(_existing(store)).free
     chosen: dict[str, object] = {

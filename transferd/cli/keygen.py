@@ -10,13 +10,13 @@ import zmq
 
 from transferd.errors import ConfigError
 
-SECRET_MODE = 0o640  # a service reads it by its group; not 0600, so that `chgrp transferd` is all that is needed
+SECRET_MODE = 0o640  # not 0600, so that after `chgrp transferd` the service can read it
 PUBLIC_MODE = 0o644
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Where the files are. server_made: False if the daemon's pair was there before."""
+    """The paths of the files. server_made: False if the daemon's pair existed before."""
 
     server_secret: str
     server_public: str
@@ -49,9 +49,9 @@ TRANSFERD_CURVE_SERVER_KEY_FILE={self.server_public}"""
 
 
 def make_keys(directory: Path, client: str) -> Keys:
-    """Make a client's pair in `directory`, and the daemon's if it is not there yet. Overwrites nothing.
+    """Create a client's pair in `directory`, and the daemon's if it does not exist yet. Overwrites nothing.
 
-    Raises ConfigError for a file that is there already or cannot be written.
+    Raises ConfigError if the client's pair exists, half of the daemon's is missing, or a file cannot be written.
     """
     if not client or client in ("server", ".", "..") or "/" in client or not client.isprintable():
         raise ConfigError("--client", "expected a name that can be a file's, and not 'server'", client)

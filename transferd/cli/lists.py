@@ -72,7 +72,7 @@ def clients(
 
 
 async def no_rows(client: Client, engine: str) -> list[dict[str, Any]]:
-    """An empty list, which is an answer only about an engine that there is. Raises RequestError: unknown_engine."""
+    """An empty list, if the engine exists. Raises RequestError, code `unknown_engine`, if it does not."""
     if engine:
         names = (await client.stats())["engines"]
         if engine not in names:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 class _Interrupted(Exception):
-    """Ctrl-C, on its way past typer: newer ones swallow KeyboardInterrupt."""
+    """Carries Ctrl-C past typer, whose newer versions swallow KeyboardInterrupt."""
 
 
 class _Commands(TyperGroup):
@@ -70,7 +70,7 @@ app = typer.Typer(
 )
 
 
-# Where typer keeps it has changed between its versions.
+# typer has moved this between its versions.
 _UsageError: Any = typer.BadParameter.__base__
 
 app.add_typer(bench_app)
@@ -225,7 +225,7 @@ def stats(
         Console(highlight=False).print(view(report))
 
 
-for command in (top, lists.tasks, lists.clients, doctor):  # here, for the order of the help
+for command in (top, lists.tasks, lists.clients, doctor):  # registered here for the order of the help
     app.command()(command)
 
 
@@ -373,7 +373,7 @@ def man() -> None:
     print(manual(grammar(app, "transferd")), end="")
 
 
-_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # what print() meets; it names no file
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors of print(), which name no file
 
 
 def main() -> NoReturn:
@@ -383,12 +383,12 @@ def main() -> NoReturn:
     logs.configure(configuration.LogSection(level="warning", format="console"))
     client_log = logging.getLogger("transferd.client")
     level = client_log.level
-    client_log.setLevel(logging.ERROR)  # the error at the end says what it waited for
+    client_log.setLevel(logging.ERROR)  # the final error says what the client waited for
     try:
         code = app(standalone_mode=False)
     except _UsageError as error:
         problem = error.format_message().strip()
-        # A mistake is one line, with what was given in it. A bare command's help may come here, too.
+        # Report a mistake in one line that includes the given value. The help of a bare command may get here, too.
         logs.say(problem if "\n" in problem else f"{problem} (in: {shlex.join(sys.argv[1:])})")
         _end(error.exit_code)
     except ConfigError as error:
@@ -398,7 +398,7 @@ def main() -> NoReturn:
         _Interrupted,
         KeyboardInterrupt,
         typer.Abort,
-    ):  # a command that has done something by then says what, by itself
+    ):  # a command that was interrupted has already reported what it did
         logs.say("interrupted")
         _end(INTERRUPTED)
     except (TransferError, TimeoutError) as error:
@@ -415,12 +415,12 @@ def main() -> NoReturn:
 
 
 def _end(code: int) -> NoReturn:
-    """Exit. A report that cannot be written is a failure; report it here, before the interpreter does at exit."""
+    """Exit. If the report cannot be written, say so here, before the interpreter does at its exit."""
     try:
         sys.stdout.flush()
     except OSError as error:
-        if not isinstance(error, BrokenPipeError):  # whose reader wants no more: `transferd stats | head`
+        if not isinstance(error, BrokenPipeError):  # a reader that stops early is fine: `transferd stats | head`
             logs.say(f"stdout: {error.strerror}")
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in the buffer
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # takes what is still in the buffer
         code = code or 1
     sys.exit(code)

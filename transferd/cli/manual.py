@@ -1,4 +1,4 @@
-"""The man page, written from the command line's own grammar: `transferd man | man -l -`."""
+"""The man page, generated from the command line's own grammar: `transferd man | man -l -`."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _item(term: str, text: str) -> Iterator[str]:
 
 
 def _text(text: str) -> Iterator[str]:
-    """Paragraphs, each line of it safe: a dot or an apostrophe at its start would be a request to roff."""
+    """Paragraphs with safe lines: roff would take a dot or an apostrophe at a line's start for a request."""
     for number, paragraph in enumerate(text.split("\n\n")):
         if number:
             yield ".PP"

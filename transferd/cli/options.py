@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-INTERRUPTED = 130  # exit code of a command that Ctrl-C ended, as a shell has it
+INTERRUPTED = 130  # exit code after Ctrl-C, as in a shell
 
 
 class Format(enum.StrEnum):

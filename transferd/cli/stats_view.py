@@ -1,4 +1,4 @@
-"""`transferd stats` as people read it: one screen, the same parts always in the same place."""
+"""`transferd stats` as text: one screen, with the same parts always in the same place."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transferd.errors import one_line
 from transferd.observability.concerns import concerns
 from transferd.observability.units import bar, count, share, size, span
 
-MAIN_LANES = ("write", "read", "swap_out", "swap_in")  # always shown; the others once they have worked
+MAIN_LANES = ("write", "read", "swap_out", "swap_in")  # always shown; the others once they have had a task
 MOST_CONCERNS = 6
 
 
@@ -23,7 +23,7 @@ def view(report: dict[str, Any]) -> RenderableType:
 
 
 def lanes(report: dict[str, Any]) -> Table:
-    """What each lane has to do and has done. A task runs on every rank and counts once; bytes are all ranks'."""
+    """Queued, running and finished tasks of each lane. A task counts once; bytes are those of all ranks together."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("lane", style="bold")
     for name in ("queued", "running", "done", "failed", "moved", "per second"):
@@ -45,7 +45,7 @@ def lanes(report: dict[str, Any]) -> Table:
 
 
 def lane_totals(report: dict[str, Any]) -> dict[str, dict[str, int]]:
-    """{lane: {queued, running, done, failed, bytes}} over all ranks: the most of any rank, and the sum of bytes."""
+    """{lane: {queued, running, done, failed, bytes}}: the highest count of any rank, and the sum of all bytes."""
     totals: dict[str, dict[str, int]] = {}
     for rank in report["ranks"]:
         for name, lane in rank["lanes"].items():
@@ -57,7 +57,7 @@ def lane_totals(report: dict[str, Any]) -> dict[str, dict[str, int]]:
 
 
 def identity(report: dict[str, Any]) -> Text:
-    """Who this is, for how long, and whether it serves: one line."""
+    """One line: which daemon this is, for how long it has run, and whether it serves."""
     serving = report["ready"] and not report["draining"] and not report["paused"]
     state = "ready" if serving else "draining" if report["draining"] else "paused" if report["paused"] else "not ready"
     line = Text.assemble(
@@ -90,7 +90,7 @@ def _engine(report: dict[str, Any]) -> Text:
 
 
 def _own_ranks(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Those of the engine of [cache]."""
+    """The ranks of the engine of [cache]."""
     return [rank for rank in report["ranks"] if rank.get("engine", DEFAULT_ENGINE) == DEFAULT_ENGINE]
 
 
@@ -141,7 +141,7 @@ def _tiers(report: dict[str, Any]) -> RenderableType:
 
 
 def hits(storage: dict[str, Any]) -> Text:
-    """How often storage had what was asked for, and what it did besides."""
+    """How often storage had the requested blocks, and its other counts."""
     found, missed = storage.get("hits") or 0, storage.get("misses") or 0
     line = f"hits {share(found, found + missed)} ({count(found)} of {count(found + missed)})"
     for key in ("evictions", "corrupt", "errors"):

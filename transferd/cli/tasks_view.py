@@ -37,7 +37,7 @@ def tasks_table(rows: list[dict[str, Any]]) -> Table:
 
 
 def whose(row: dict[str, Any]) -> str:
-    """The engine before a task's id; nothing for the one of [cache]."""
+    """A prefix for a task's id that names its engine; "" for the engine of [cache]."""
     engine = str(row.get("engine", DEFAULT_ENGINE))
     return "" if engine in ("", DEFAULT_ENGINE) else f"[{engine}] "
 

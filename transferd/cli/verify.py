@@ -23,11 +23,11 @@ from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.storage.directory import ObjectDirectory
 from transferd.storage.examine import PIECE_BYTES, Examination
 
-TOLD = 1000  # damaged objects that a report names; the others are counted
+TOLD = 1000  # the most damaged objects that a report lists; it counts all
 
 
 class Bad(NamedTuple):
-    """A damaged object. file: where it is now; in the quarantine if it was set aside."""
+    """A damaged object. file: its path now, which is in the quarantine if it was set aside."""
 
     name: str
     file: str
@@ -36,10 +36,10 @@ class Bad(NamedTuple):
 
 @dataclass
 class VerifyReport:
-    """What a store holds. bad: the first TOLD damaged objects; damage: how many of which kind.
+    """What a store holds. bad: the first TOLD damaged objects. damage: how many there are of each kind.
 
-    unsealed: objects in which nothing tells whether they are whole. errors: files that could not be looked at.
-    interrupted: Ctrl-C ended it before it had seen every object.
+    unsealed: objects that contain nothing to check against. errors: files that could not be read. interrupted: whether
+    Ctrl-C ended the check before it had seen every object.
     """
 
     path: str
@@ -99,9 +99,9 @@ class VerifyReport:
 
 
 def verify(path: str, *, quarantine: bool = False, progress: Callable[[int], None] = lambda _: None) -> VerifyReport:
-    """Check every object below `path`. progress: hears of each piece's bytes.
+    """Check every object below `path`. progress: called with the bytes of each piece.
 
-    Raises ConfigError when there is no store, and with `quarantine` when a daemon is using it.
+    Raises ConfigError if there is no store, and with `quarantine` if a daemon is using it.
     """
     if not (Path(path) / "objects").is_dir():
         raise ConfigError("storage.file.path", "the directory contains no store", path)
@@ -135,7 +135,7 @@ def verify(path: str, *, quarantine: bool = False, progress: Callable[[int], Non
 
 
 def verify_with_progress(path: str, console: Console, *, quarantine: bool = False) -> VerifyReport:
-    """`verify`, with a progress bar where somebody is looking."""
+    """`verify`, with a progress bar on a terminal."""
     if not console.is_terminal:
         return verify(path, quarantine=quarantine)
     total = sum(file.nbytes for file in ObjectDirectory(Path(path), fsync=False, clock=SYSTEM_CLOCK).objects())

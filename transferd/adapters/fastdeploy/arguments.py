@@ -1,4 +1,4 @@
-"""Reads what FastDeploy passes to its cache transfer processes from the command that starts one.
+"""Derives the daemon's configuration from the command with which FastDeploy starts a cache transfer process.
 
 The PrefixCacheManager starts one process for each rank with a shell command:
 
@@ -59,7 +59,7 @@ class TransferArguments:
 
 
 def is_transfer_process(command: Any) -> bool:
-    """Would this command, as FastDeploy gives it to Popen, start a cache transfer process?"""
+    """Whether this command, as FastDeploy passes it to Popen, would start a cache transfer process."""
     return isinstance(command, str) and SCRIPT in command
 
 
@@ -134,7 +134,7 @@ def configuration(group: Sequence[TransferArguments], *, device: str) -> dict[st
 
 
 def _check_served(arguments: TransferArguments) -> None:
-    """Refuse now, not at the first request, what transferd cannot do for this engine."""
+    """Refuse a cache that transferd cannot serve now, not at the first request. Raises ConfigError."""
     moves = arguments.host_blocks > 0 or arguments.backend != "none"
     if arguments.routing_replay and moves:
         what = "transferd does not move routing data with its blocks: turn routing replay off, or CPU cache and storage"
@@ -161,7 +161,7 @@ def _block(arguments: TransferArguments) -> dict[str, Any]:
 
 
 def _latent(dim: int) -> dict[str, int]:
-    """MLA's one dimension is a latent and its rope; FastDeploy gives only their sum, and only that matters."""
+    """MLA's dimensions. FastDeploy gives only the sum of latent and rope, and only the sum matters."""
     rope = 64 if dim > 64 else 1
     return {"kv_lora_rank": dim - rope, "qk_rope_head_dim": rope}
 

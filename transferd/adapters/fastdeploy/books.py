@@ -1,15 +1,15 @@
 """Corrects FastDeploy's PrefixCacheManager after a failed swap, which its own code does not handle.
 
-Its transfer processes reported only swaps that worked, so its tree believes every answer.
-These methods wrap its own: they call them first, and correct the tree if a swap failed.
+FastDeploy's transfer processes reported only swaps that worked, so the manager's tree believes every answer.
+The methods here wrap the manager's own: they call them first, and correct the tree if a swap failed.
 
-    swap out failed   the blocks still are on the device, but room is needed: the nodes leave the tree with
+    swap out failed   the blocks are still on the device, but room is needed: the nodes leave the tree with
                       everything below them, and their device and host blocks become free
     swap in failed    the request releases what it matched, the nodes leave the tree, their target blocks become
                       free, and the request is matched again: it recomputes what is lost
 
-A node that another request holds meanwhile stays: after a failed swap out its bytes are where they were. So no node
-stays in transit, no block is lost, and the tree names no block whose bytes are wrong.
+A node that another request has matched meanwhile stays: after a failed swap out its bytes are still on the device. So
+no node stays in transit, no block is lost, and the tree names no block whose bytes are wrong.
 
 Locks. The tree changes under `request_release_lock`, states also under `cache_status_lock`. A swap in is awaited
 with the first lock held; a swap out with none, on a thread of its own.
@@ -30,7 +30,7 @@ from transferd.tasks import Status
 
 log = logging.getLogger(__name__)
 
-ATTEMPTS = 3  # to match a request; each failure removes the failed nodes from the tree
+ATTEMPTS = 3  # attempts to match a request; each failure removes the failed nodes from the tree
 Blocks = Mapping[Any, tuple[int, int]]  # node id -> its device block and its host block in a swap
 
 _extra = threading.local()  # .blocks: device blocks that the running request has received
@@ -43,7 +43,7 @@ class SwapFailed(TransferError):
 
 
 def keep_right(manager: type[Any]) -> None:
-    """Wrap the methods of FastDeploy's PrefixCacheManager in these. Call it once per class."""
+    """Wrap the methods of FastDeploy's PrefixCacheManager. Call it once per class."""
     if "transferd_keeps_right" in vars(manager):
         return
     manager.transferd_keeps_right = True
@@ -135,7 +135,7 @@ def _match_again(original: Callable[..., Any], self: Any, *args: Any, **kwargs: 
         except SwapFailed:
             if attempt == ATTEMPTS - 1:
                 raise
-            self.metrics.req_count -= 1  # it is one request
+            self.metrics.req_count -= 1  # the retry is not another request
         finally:
             del _extra.blocks
     raise AssertionError("unreachable")
@@ -149,7 +149,7 @@ def _allocate_gpu_blocks(original: Callable[..., list[int]], _: Any, *args: Any,
 
 
 def _issue_write_back(original: Callable[..., Any], self: Any, task: Any, is_sync: bool = True) -> Any:
-    """Nobody waits for an eviction's flush; FastDeploy would keep its answer for ever."""
+    """Drop the answer to an eviction's flush: FastDeploy never fetches it, and would keep it for ever."""
     if not is_sync:
         self.cache_task_queue.answer_nobody(task.task_id)
     return original(task, is_sync)
@@ -206,7 +206,7 @@ def _let_go(self: Any, request_id: Any) -> list[Any]:
 
 
 def _rest(self: Any, nodes: Iterable[Any]) -> None:
-    """Leaves that no request holds may be evicted: the tree finds them in its two heaps."""
+    """Make leaves that no request holds evictable: the tree finds them in its two heaps."""
     for node in nodes:
         if node is self.radix_tree_root or node.shared_count or node.node_id not in self.node_map:
             continue

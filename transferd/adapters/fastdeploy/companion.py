@@ -5,8 +5,8 @@
     runs already    its configuration must match what FastDeploy's arguments require; a difference is an error
     does not run    we start one with the configuration that those arguments require
 
-A daemon started here holds one end of a pipe and stops when the engine's end closes, so it ends with
-its engine, however that ends.
+A daemon started here holds one end of a pipe and stops when the engine's end closes, so it ends with its engine, in
+whatever way the engine ends.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from transferd.errors import ConfigError, ConnectTimeout, TransferError
 log = logging.getLogger(__name__)
 
 ENDPOINT_VARIABLE = "TRANSFERD_ENDPOINT"
-ANSWER_TIMEOUT_S = 2.0  # a daemon that runs answers in milliseconds
-START_TIMEOUT_S = 120.0  # CUDA, pinned host memory, a pool's master
+ANSWER_TIMEOUT_S = 2.0  # a running daemon answers in milliseconds
+START_TIMEOUT_S = 120.0  # enough for CUDA, pinned host memory, a pool's master
 ELSEWHERE = f"set {ENDPOINT_VARIABLE} to another address, where a daemon is then started for this engine"
 STAGED_BLOCKS = 4  # the least that staging holds, so that storage I/O and copies overlap
 
@@ -47,12 +47,12 @@ class Companion:
 
     endpoint: str
     process: subprocess.Popen[bytes] | None = None
-    environment: Mapping[str, str] = field(default_factory=dict)  # its variables beyond the engine's
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables that it gets in addition to the engine's
     config_file: Path | None = None
     log_file: Path | None = None
 
     def start(self) -> None:
-        """Start or restart it; it appends to its log. It does not answer yet."""
+        """Start or restart the daemon, which appends to its log. It does not answer yet."""
         assert self.config_file is not None
         assert self.log_file is not None
         if self.process is not None and self.process.stdin is not None:
@@ -71,11 +71,11 @@ class Companion:
         return self.process is None or self.process.poll() is None
 
     def died(self) -> bool:
-        """It was started here and ended without being told to, as FastDeploy tells it when its engine ends."""
+        """Whether the daemon was started here and ended although FastDeploy did not ask it to."""
         return self.process is not None and self.process.poll() not in (None, 0)
 
     def log(self, characters: int = 3000) -> str:
-        """The end of its log, for an error that says why it did not start."""
+        """The end of the daemon's log, for an error that says why it did not start."""
         if self.log_file is None:
             return ""
         return self.log_file.read_text(encoding="utf-8", errors="replace")[-characters:]
@@ -84,7 +84,7 @@ class Companion:
 def named_endpoint(port: int, data_parallel_id: int, groups: int) -> str | None:
     """The endpoint that the operator named for the group's daemon, or None.
 
-    groups: data-parallel groups on this node. Raises ConfigError where several would share one daemon.
+    groups: data-parallel groups on this node. Raises ConfigError if several would share one daemon.
     """
     template = os.environ.get(ENDPOINT_VARIABLE)
     if not template:
@@ -96,7 +96,7 @@ def named_endpoint(port: int, data_parallel_id: int, groups: int) -> str | None:
 
 
 def filled_in(template: str, port: int | None, data_parallel_id: int) -> str:
-    """Raises ConfigError for braces other than {dp} and {port}, or for {port} if no port is known."""
+    """Fill in {dp} and {port}. Raises ConfigError for other braces, or for {port} if no port is known."""
     known: dict[str, Any] = {"dp": data_parallel_id} | ({} if port is None else {"port": port})
     try:
         return template.format(**known)
@@ -161,7 +161,7 @@ def _ask(endpoint: str) -> dict[str, Any] | None:
 
 
 def _check_same(endpoint: str, asked: Mapping[str, Any], running: Mapping[str, Any]) -> None:
-    """Raises ConfigError, in one line that says what differs and what to do about it."""
+    """Raise ConfigError if the configurations differ, in one line that says what differs and what to do."""
     if "configured" not in running:
         what = f"is version {running.get('version')}, which does not say how it is configured: update it"
     elif not running["configured"]:

@@ -1,8 +1,8 @@
 """FastDeploy's control requests to its transfer processes, carried out by the daemon.
 
 They travel through the cache queue as (CacheStatus.CTRL, request); a request has method, request_id and
-args. FastDeploy's transfer processes answer on a queue of their own; here a function of the engine
-learns how each request ended (`EngineCacheQueue.on_control`).
+args. FastDeploy's transfer processes answer on a queue of their own. Here a callback tells the engine how
+each request ended (`EngineCacheQueue.on_control`).
 
     pause           no task starts; when the request ends, none is running
     resume          tasks start again
@@ -10,9 +10,9 @@ learns how each request ended (`EngineCacheQueue.on_control`).
     sleep           frees the cache's memory (tags without kv_cache: we have nothing to free)
     wakeup          creates it again, under a weight version that was not served before
 
-The version comes from args["version"]; else from the file in TRANSFERD_STORAGE__VERSION_FILE, if the engine has
-that variable, too; else a wakeup uses what the daemon's own storage.version_file says, or what an
-update_weights has set since.
+The version comes from args["version"], or else from the file in TRANSFERD_STORAGE__VERSION_FILE, if the engine has
+that variable, too. Without either, a wakeup uses the version in the daemon's own storage.version_file, or the one
+that an update_weights has set since.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _wakeup(client: SyncClient, args: Mapping[str, Any]) -> None:
 
 
 def is_about_the_cache(args: Mapping[str, Any]) -> bool:
-    """tags: FastDeploy's "weight,kv_cache", or a list; none means everything."""
+    """Whether the request's tags include the cache. tags: "weight,kv_cache", or a list; none means everything."""
     tags = args.get("tags")
     if not tags:
         return True

@@ -1,8 +1,8 @@
 """The cache queue of an engine that FastDeploy's plugin has switched over: one object for both of its ends.
 
-FastDeploy makes a server end in its engine, for control requests, and a client end in its PrefixCacheManager. With a
-daemon there is nothing between them, so both are the same object, found by its port. It connects to no daemon before
-FastDeploy asks for transfer processes; an engine that needs none never asks.
+FastDeploy creates a server end in its engine, for control requests, and a client end in its PrefixCacheManager. With a
+daemon there is nothing between them, so both are the same object, found by its port. The queue connects to a daemon
+only when FastDeploy asks for transfer processes; an engine that needs none never asks.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class EngineQueue(EngineCacheQueue):
             raise ConfigError("EngineCacheQueue", "has an address without a port", str(address))
         self.group = Group(port, groups)
         self.group.hold, self.group.release = self.hold, self.release
-        self._unheard: set[Any] = set()  # ids of tasks whose answers nobody waits for
+        self._unheard: set[Any] = set()  # ids of tasks whose answers are dropped
 
     def answer_nobody(self, transfer_id: Any) -> None:
-        """The next task of this id runs like any other, but its end is not reported."""
+        """Run the next task of this id like any other, but do not report its end."""
         self._unheard.add(transfer_id)
 
     def close(self) -> None:
@@ -45,7 +45,7 @@ class EngineQueue(EngineCacheQueue):
         return self.group.client
 
     def _disconnect(self, client: SyncClient) -> None:
-        """The group owns its client, so this closes nothing."""
+        """Does nothing: the group owns the client."""
 
     def _carry_out(self, item: ControlItem, client: SyncClient) -> None:  # noqa: ARG002 - the group has it
         self.group.control(item)
@@ -66,7 +66,7 @@ def queue_for(
     local_data_parallel_size: int = 1,
     local_data_parallel_id: int = 0,  # noqa: ARG001 - every group has a port of its own
 ) -> EngineQueue:
-    """What FastDeploy gets when it constructs an EngineCacheQueue. Raises ConfigError."""
+    """The queue that FastDeploy gets when it constructs an EngineCacheQueue. Raises ConfigError."""
     from transferd.adapters.fastdeploy.plugin import be_heard, switch_manager
 
     be_heard()

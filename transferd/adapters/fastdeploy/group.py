@@ -10,9 +10,9 @@ FastDeploy decides who creates the device memory (`--create_cache_tensor`): with
 the workers map it; without, a worker or the cache messager creates it, sets cache_ready_signal, and the daemon
 maps the tensors published under FastDeploy's names.
 
-Memory that the daemon created is gone with the daemon, and a worker keeps what it has mapped for its whole life. So
-nobody tells a restarted daemon that workers are attached: it refuses their blocks, the engine recomputes requests,
-and no block is claimed whose bytes are elsewhere. A sleep and a wakeup, or a new engine, join them again.
+Memory that the daemon created is lost with the daemon, and a worker never maps memory a second time. So we do not tell
+a restarted daemon that workers are attached. It then refuses their blocks, the engine recomputes requests, and no task
+reads or writes memory that the workers do not use. A sleep and a wakeup, or a new engine, attach the workers again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-WORKER_TIMEOUT_S = 50.0  # for workers to release memory before a sleep; FastDeploy waits 60 s for all of it
+WORKER_TIMEOUT_S = 50.0  # for workers to release memory before a sleep; FastDeploy waits 60 s for the whole sleep
 READY_TIMEOUT_S = 300.0  # for a daemon to create its memory, or to map an offer
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # between two starts of a daemon that keeps dying
 _KEEPER = (
@@ -78,8 +78,8 @@ class Group:
         self._start_again_at = 0.0
         self._pause_before_start = FIRST_PAUSE_S / 2
         self.failed = False
-        self.hold: Callable[[], None] = _nothing  # end all transfers and refuse new ones; the queue sets it
-        self.release: Callable[[], None] = _nothing  # and take new ones again
+        self.hold: Callable[[], None] = _nothing  # ends all transfers and refuses new ones; the queue sets this
+        self.release: Callable[[], None] = _nothing  # accepts transfers again
 
     @property
     def client(self) -> SyncClient:
@@ -90,16 +90,16 @@ class Group:
 
     @property
     def endpoint(self) -> str | None:
-        """Where the daemon is, once it answers."""
+        """The daemon's endpoint, once it answers."""
         return None if self._companion is None else self._companion.endpoint
 
     # --- start and end ------------------------------------------------------------------------------
 
     def launch(self, command: str) -> subprocess.Popen[bytes]:
-        """Returns what FastDeploy gets for the command that would start one rank's transfer process.
+        """Replace FastDeploy's command for one rank's transfer process; return a process for FastDeploy to watch.
 
-        That process ends with the engine, and FastDeploy may end it. It is the daemon itself if it was started
-        here, else one that only waits. Raises ConfigError, TransferError, which ends the engine's start with one line.
+        That process ends with the engine, and FastDeploy may end it. It is the daemon itself if that was started here,
+        else one that only waits. Raises ConfigError, TransferError, which ends the engine's start with one line.
         """
         arguments = read_command(command)
         self._launched[arguments.rank] = arguments
@@ -141,7 +141,7 @@ class Group:
         self._watcher.start()
 
     def _join_memory(self, timeout: float | None) -> None:
-        """Make the daemon and the workers see the same device memory, and signal those that wait for it.
+        """Make the daemon and the workers share the device memory, and signal the processes that wait for it.
 
         timeout: seconds for workers that create it; at start None, since FastDeploy waits for them without a limit.
         """
@@ -149,7 +149,7 @@ class Group:
         if first.creates:
             client.wait_ready(READY_TIMEOUT_S)
             for rank in range(first.ranks):
-                client.device_handle(rank)  # on behalf of the worker, which maps it when it sees the signal
+                client.device_handle(rank)  # for the worker, which maps the memory when it sees the signal
             signals.cache_ready(True)
         else:
             signals.await_cache(True, self._closing, timeout)
@@ -157,7 +157,7 @@ class Group:
             client.wait_ready(READY_TIMEOUT_S)
 
     def close(self) -> None:
-        """The engine ends: disconnect, and stop a daemon that was started here. Idempotent."""
+        """Disconnect, and stop a daemon that was started here. Called when the engine ends. Idempotent."""
         self._closing.set()
         client, self._client = self._client, None
         if client is not None:
@@ -176,7 +176,7 @@ class Group:
     # --- what FastDeploy asks for -------------------------------------------------------------------
 
     def control(self, item: ControlItem) -> None:
-        """Carry a control request out and answer it on every rank's queue. Called on one thread."""
+        """Carry out a control request and answer it on every rank's queue. Called on one thread."""
         try:
             self._methods[item.method](item)
         except KeyError:
@@ -213,13 +213,13 @@ class Group:
             _there(self._signals).paused(False)
 
     def _take_generation(self) -> None:
-        """The weights that are served now, if FastDeploy's training loop names them."""
+        """Use the generation of the weights that are served now, if FastDeploy's training loop names one."""
         version = self._generation()
         if version is not None and version != self.client.generation:
             self.client.set_generation(version)
 
     def _new_generation(self, args: Mapping[str, Any]) -> str:
-        """A generation for new weights; if nothing names them, a unique name, so that they share no older block."""
+        """A generation for new weights. Without a name for them it is unique, so that no older block is shared."""
         version = args.get("version")
         named = generation_named(version) if isinstance(version, str) and version else None
         return self._generation() or named or f"unnamed-{uuid.uuid4().hex[:16]}"
@@ -237,7 +237,7 @@ class Group:
             self._restore(self._generation() or self.client.generation)
 
     def _clear(self) -> None:
-        """Free device and host memory, in FastDeploy's order: processes that mapped it release it first. Idempotent."""
+        """Free device and host memory, after the processes that mapped it have released it. Idempotent."""
         if self._cleared:
             return
         client, signals, first = self.client, _there(self._signals), self._launched[0]
@@ -251,7 +251,7 @@ class Group:
         self._cleared = True
 
     def _restore(self, generation: str) -> None:
-        """Create the memory again. generation: of the weights that are served now; the same if they did not change."""
+        """Create the memory again. generation: of the weights that are served now, which may be the same as before."""
         self.client.restore_cache(generation, same_weights=True)
         self._join_memory(READY_TIMEOUT_S)
         _there(self._signals).swap_space_ready(bool(self._launched[0].host_blocks))
@@ -265,7 +265,7 @@ class Group:
     def _look(self) -> None:
         """Restart a daemon of ours that died, at growing intervals, because the cause may kill it again.
 
-        The client finds it by itself and offers memory again; for memory that the daemon created, see the module.
+        The client reconnects and offers memory again by itself; for memory that the daemon created, see the module.
         """
         companion = _there(self._companion)
         now = time.monotonic()
@@ -276,7 +276,7 @@ class Group:
         log.error("the transferd daemon died, restarting it; its log ends:\n%s", companion.log(500))
         companion.start()
 
-    # Every worker sets the status. A late one asks for what has already been done for the others.
+    # Every worker sets the status, so a late one requests something that was already done for the others.
 
     def _clear_weights(self) -> None:
         with _told("clearing the KV cache"):
@@ -328,7 +328,7 @@ def _told(what: str) -> Any:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Close its input, which tells it that the engine has ended; a daemon then has its shutdown_timeout."""
+    """Close the process's input, which ends it; a daemon has its shutdown_timeout for that."""
     if process.stdin is not None:
         process.stdin.close()
     try:

@@ -1,6 +1,6 @@
-"""What FastDeploy puts into its cache queue and expects back, as values.
+"""The items that FastDeploy puts into its cache queue, and the answers that it expects, as values.
 
-FastDeploy uses tuples. Five shapes have been in use, and all are understood (the CacheStatus members are
+FastDeploy uses tuples. We understand all five shapes that have been in use (the CacheStatus members are
 SWAP2CPU, SWAP2GPU, STORAGE2GPU, GPU2STORAGE):
 
     swap            (event, transfer_task_id, swap_node_ids, gpu_block_ids, cpu_block_ids)
@@ -10,8 +10,8 @@ SWAP2CPU, SWAP2GPU, STORAGE2GPU, GPU2STORAGE):
     control         (CTRL, request)                   see control.py; not answered in the queue
 
 For swaps, an answer has the shape of the item; for storage it is (event, task_id, keys, gpu_block_ids).
-An answer returns the caller's own event object. Its lists name what *every* rank moved: for a read the
-prefix, for a write the blocks that are stored now, for a swap all or nothing.
+An answer returns the caller's own event object. Its lists name the blocks that *every* rank moved: for a
+read the prefix, for a write the blocks that are stored now, for a swap all or nothing.
 
 This module imports nothing from FastDeploy. It recognises an event by the name of its enum member, or by its value
 if that is known (1 and 2, the swaps; storage events never had published numbers). It recognises a task by
@@ -55,7 +55,7 @@ Answer = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class SwapItem:
-    """A swap. `event_first`: it has the newer shape."""
+    """A swap. `event_first`: whether it has the newer shape."""
 
     lane: Lane
     event: Any
@@ -66,7 +66,7 @@ class SwapItem:
     event_first: bool
 
     def task(self, task_id: str, swap_timeout: float) -> Task:
-        """Raises TypeError for lists that are not lists."""
+        """The task for this item. Raises TypeError if its lists are not lists."""
         kind = SwapOutTask if self.lane is Lane.SWAP_OUT else SwapInTask
         return kind(task_id=task_id, timeout=swap_timeout, gpu_block_ids=list(self.gpu), cpu_block_ids=list(self.cpu))
 
@@ -92,7 +92,7 @@ class StorageItem:
     source: Any = None
 
     def task(self, task_id: str, swap_timeout: float) -> Task:  # noqa: ARG002 - it has a timeout of its own
-        """Raises TypeError or OverflowError for attributes of other types."""
+        """The task for this item. Raises TypeError or OverflowError for attributes of other types."""
         shared: dict[str, Any] = {
             "task_id": task_id,
             "timeout": self.timeout,
@@ -120,7 +120,7 @@ Item = SwapItem | StorageItem
 
 
 def read_item(item: Any) -> Item | ControlItem:
-    """Parse what was put. Raises RequestError if it has none of the module's shapes."""
+    """Parse an item. Raises RequestError if it has none of the module's shapes."""
     if not isinstance(item, tuple | list):
         raise _unknown(item)
     fields = list(item)

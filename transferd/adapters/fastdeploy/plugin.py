@@ -7,9 +7,10 @@ engine's process, nothing on disk:
     prefix_cache_manager.subprocess                    passes the command of a transfer process to the group
     prefix_cache_manager.PrefixCacheManager            handles failed swaps (books.py)
 
-Modules are only half imported at that time, in an order that differs between versions. So the plugin replaces a name
-in modules that have it already, and in the package from which the others will import it; the manager's class, at the
-latest, when the queue is made. The rest of FastDeploy is unchanged: workers and the cache messager need nothing.
+At that time modules are only half imported, in an order that differs between versions. So the plugin replaces a name
+in modules that already have it, and in the package from which the others will import it. It replaces the manager's
+class when the queue is created, at the latest. The rest of FastDeploy is unchanged: workers and the cache messager
+need no change.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ V1_MANAGER = "ENABLE_V1_KVCACHE_MANAGER"
 
 
 def register() -> None:
-    """The entry point, called once for each entry-point group. What cannot be switched over is said in one line."""
+    """The entry point, called once for each entry-point group. Logs one line if it cannot switch FastDeploy over."""
     package = sys.modules.get(PACKAGE)
     original = getattr(package, QUEUE, None)
     # A version that does not know the variable has no such cache manager, whatever the environment says.
@@ -71,9 +72,9 @@ def switch_manager() -> None:
 
 
 def be_heard() -> None:
-    """Send the plugin's INFO log to standard error. FastDeploy's loggers have handlers, Python's root has none.
+    """Send the plugin's INFO log to standard error, since Python's root logger has no handler in FastDeploy.
 
-    Idempotent. Do not call it during the import of FastDeploy: handlers come and go meanwhile.
+    Idempotent. Do not call it during the import of FastDeploy, which adds and removes handlers.
     """
     logger = logging.getLogger(__package__)
     if not logger.hasHandlers():

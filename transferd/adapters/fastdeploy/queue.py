@@ -10,12 +10,12 @@ becomes as many answers as the caller counts. Four promises hold whatever happen
 * `put_transfer_task` never waits: not for a rank, not for the daemon, not while the daemon is busy.
 * Every accepted item is answered exactly once (a storage task: once for each rank), in time: its timeout,
   the daemon's `deadline_slack`, and at most 5 s more if the daemon itself is lost.
-* When a pause has completed, nothing moves and no late answer comes: earlier items have been answered by then, and
+* When a pause has completed, nothing moves and no late answer arrives: earlier items were answered before, and
   items put during the pause are refused at once. FastDeploy resets its tree while paused.
 * An answer never names a block that some rank did not move. A failure is answered with empty lists,
   because FastDeploy's shapes have no other way to express it; `transfer_result` has the details.
 
-An unknown item raises at once: it has no id under which it could be answered.
+An unknown item raises at once, because it has no id under which we could answer it.
 
 Task ids. FastDeploy uses one id (its request's) for the read and the write of a request, and again when a
 preempted request comes back. The daemon joins pushes of one id, so each put gets an id of its own:
@@ -53,7 +53,7 @@ Address = str | tuple[str, int]
 OnControl = Callable[[Any, Exception | None], None]
 OnNewCaches = Callable[[dict[int, dict[str, list[Any]]]], None]
 
-CONNECT_TIMEOUT_S = 15.0  # FastDeploy's client tries for as long
+CONNECT_TIMEOUT_S = 15.0  # as long as FastDeploy's client tries
 RESULTS_KEPT = 1024
 TAKEN_TIMEOUT_S = 2.0  # for an engine to take a waiting answer; it polls every millisecond
 SOCKET_NAME = re.compile(r"fd_task_queue_(\d+)\.sock$")  # FastDeploy's own address if it uses a socket in /dev/shm
@@ -125,11 +125,11 @@ class EngineCacheQueue:
         self._run = SYSTEM_CLOCK.fresh_id()[:12]
         self._numbers = itertools.count()
         self._done: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-        self._taken = threading.Event()  # the engine came back for more: it has handled all answers so far
+        self._taken = threading.Event()  # set when the engine asks for more answers: it has handled all earlier ones
         self._taken.set()
         self._paused = False
         self._lock = threading.Lock()
-        self._idle = threading.Condition(self._lock)  # notified of every answer
+        self._idle = threading.Condition(self._lock)  # notified at every answer
         self._unanswered: dict[str, Item] = {}  # by task id
         self._results: OrderedDict[tuple[str, Any], TaskResult] = OrderedDict()  # the newest last
         self._connecting = threading.Lock()
@@ -146,7 +146,7 @@ class EngineCacheQueue:
     # --- FastDeploy's interface ---------------------------------------------------------------------
 
     def put_transfer_task(self, item: Any) -> None:
-        """Hand a transfer over. item: see items.py. Returns at once; the answer comes as a done signal.
+        """Start a transfer and return at once; fetch the answer as a done signal. item: see items.py.
 
         Control requests run one after the other on a thread of their own, which calls `on_control` with each.
         Raises RequestError for an item of unknown shape, Closed, NotConnected (first use of a server instance).
@@ -204,7 +204,7 @@ class EngineCacheQueue:
                 break
             try:
                 client.cancel(task_id)
-            except TransferError:  # the daemon is lost, and so are its tasks, which have been answered
+            except TransferError:  # the daemon is lost, and its tasks were answered
                 break
 
     def get_server_port(self) -> int:
@@ -225,7 +225,7 @@ class EngineCacheQueue:
         raise _no_workers()
 
     def cleanup(self) -> None:
-        """FastDeploy's name for close."""
+        """Close; the name is FastDeploy's."""
         self.close()
 
     # --- more than FastDeploy's ----------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ class EngineCacheQueue:
         return client is not None and client.connected
 
     def transfer_result(self, transfer_task_id: Any, event_type: Any = None) -> TaskResult | None:
-        """What really happened to a transfer: status, every rank's share, the error. The newest under that id.
+        """What really happened to the newest transfer of this id: status, every rank's share, the error.
 
         event_type: needed if FastDeploy uses one id for several kinds. Returns None if the transfer is not
         answered yet, or is too old: the last RESULTS_KEPT are remembered.
@@ -317,7 +317,7 @@ class EngineCacheQueue:
         while self.on_new_caches is not None and client.outdated:
             try:
                 caches = client.reattach()
-            except ConnectTimeout:  # it is still cleared, or does not start
+            except ConnectTimeout:  # the cache is still cleared, or the daemon does not start
                 continue
             except TransferError as error:
                 log.warning("cannot attach the memory of the daemon at %s again: %s", self.endpoint, error)
@@ -353,7 +353,7 @@ class EngineCacheQueue:
     def _control(self, item: ControlItem, client: SyncClient) -> None:
         with self._lock:
             if self._controller is None:
-                # A daemon thread: a pause that waits for a task must not keep the process from ending.
+                # A daemon thread, because a pause that waits for a task must not keep the process from ending.
                 self._controller = threading.Thread(target=self._obey_all, name="transferd-control", daemon=True)
                 self._controller.start()
         self._controls.put((item, client))
@@ -377,20 +377,20 @@ class EngineCacheQueue:
             self.release()
 
     def release(self) -> None:
-        """Take transfers again after `hold`."""
+        """Accept transfers again after `hold`."""
         self._paused = False
 
     def hold(self) -> None:
-        """Refuse new transfers, cancel those under way, and wait until the engine has handled every answer."""
+        """Refuse new transfers, cancel running ones, and wait until the engine has handled every answer."""
         self._paused = True
         self.clear_transfer_task()
         with self._lock:
-            self._idle.wait_for(lambda: not self._unanswered)  # each is answered in time
+            self._idle.wait_for(lambda: not self._unanswered)  # every item is answered in time
         if not self._taken.wait(TAKEN_TIMEOUT_S):
             log.warning("the engine does not fetch the answers that wait in the cache queue")
 
     def _with_port(self, address: Address) -> Address:
-        """With port 0, FastDeploy lets a server choose its port and passes it on, so it must be unique."""
+        """Choose a port in place of port 0. FastDeploy passes the chosen port on, so it must be unique."""
         if isinstance(address, str) or address[1] != 0:
             return address
         self._port_keeper = socket.socket()
@@ -419,7 +419,7 @@ def port_of(address: Address) -> int | None:
 def _remember(results: OrderedDict[tuple[str, Any], TaskResult], key: tuple[str, Any], result: TaskResult) -> None:
     try:
         results[key] = result
-    except TypeError:  # an id that is not hashable can be answered, but not asked for
+    except TypeError:  # an unhashable id: it gets answers, but its result cannot be looked up
         return
     results.move_to_end(key)
     if len(results) > RESULTS_KEPT:
@@ -442,7 +442,7 @@ def _not_pushed(task_id: str, error: BaseException) -> TaskResult:
 
 
 def _nobody_asked(request: Any, error: Exception | None) -> None:
-    """The default `on_control`: the engine assumes that its control requests succeed."""
+    """The default `on_control`, for engines that assume that their control requests succeed."""
 
 
 def _event_name(event: Any) -> str:

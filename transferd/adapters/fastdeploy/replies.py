@@ -14,7 +14,7 @@ SEND_TIMEOUT_S = 10.0  # a queue accepts an answer at once if its engine listens
 
 
 class Replies:
-    """The queues of one group that the engine listens to, one for each rank. Used from one thread at a time."""
+    """The queues on which the engine waits for one group's answers, one per rank. Used by one thread at a time."""
 
     def __init__(self, arguments: TransferArguments) -> None:
         from fastdeploy.inter_communicator.fmq import FMQ
@@ -24,7 +24,7 @@ class Replies:
         self._queues = [FMQ().queue(name, "producer") for name in names]
 
     def send(self, request: Any, code: int, message: str) -> None:
-        """code: FastDeploy's, 200 for done; the engine raises an error if any rank sends another one."""
+        """Answer for every rank. code: 200 for done; with any other code from any rank, the engine raises an error."""
         from fastdeploy.engine.request import ControlResponse
 
         response = ControlResponse(request.request_id, code, message)

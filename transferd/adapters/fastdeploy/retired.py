@@ -1,7 +1,7 @@
 """Parts of FastDeploy's queue that no longer do anything, kept for code that touches them.
 
-Its ranks met at barriers in the queue's server. Here ranks meet inside the daemon, so a barrier of the
-queue lets everyone through at once.
+FastDeploy's ranks met at barriers in the queue's server. Our ranks meet inside the daemon, so a barrier of
+the queue never blocks.
 """
 
 from __future__ import annotations

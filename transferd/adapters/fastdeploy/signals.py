@@ -7,7 +7,7 @@
     cache_task_is_paused[0]              1: paused
     kv_cache_status[0]                   weights are cleared or updated (V0): CLEARING → CLEARED, UPDATING → NORMAL
 
-They are FastDeploy's own IPCSignals: its engine creates them and we attach to them. rank: within the group.
+They are FastDeploy's own IPCSignals: its engine creates them and we attach to them. `rank` counts within the group.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Signals:
     def await_cache(self, there: bool, closing: threading.Event, timeout: float | None) -> None:
         """Wait until every rank's creator reports that its cache exists, or is gone.
 
-        timeout: seconds; None: no limit, like FastDeploy. Raises TransferError after it, or when closing.
+        timeout: seconds; None: no limit, like FastDeploy. Raises TransferError after the timeout, or when closing.
         """
         wanted = np.full(self.ranks, int(there), dtype=np.int32)
         pauses = None if timeout is None else int(timeout / POLL_S)
@@ -83,7 +83,7 @@ class Signals:
         """Serve kv_cache_status until closing: call clear or update on request, and report when it has ended.
 
         Calls `look` at every poll.
-        After an exception the status stays as it is and the requester times out: FastDeploy has no way to learn of it.
+        After an exception the status stays as it is, and the requester times out: FastDeploy has no status for failure.
         """
         served = {CLEARING: (clear, CLEARED), UPDATING: (update, NORMAL)}
         failed: int | None = None

@@ -6,8 +6,8 @@
     does not run    with a named endpoint, the engine runs without a daemon and connects once one is there;
                     without, we start one that stores files under a cache directory
 
-Several engines of a user share the daemon that was started first. It ends with the engine that started it, however
-that ends; the others then start another one.
+Several engines of a user share the daemon that was started first. It ends with the engine that started it, in whatever
+way that engine ends; the others then start another daemon.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ log = logging.getLogger("vllm.transferd")  # vLLM shows only its own loggers
 
 ENDPOINT_VARIABLE = "TRANSFERD_ENDPOINT"
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
-FREE_SHARE = 0.5  # of the free space, for the blocks of a daemon started here
-CAPACITY_FILE = "capacity"  # beside the blocks: a restart must not take half of the remaining space again
+FREE_SHARE = 0.5  # the share of the free space for the blocks of a daemon started here
+CAPACITY_FILE = "capacity"  # beside the blocks, so that a restart does not take half of the remaining space again
 LEAST_STAGING = 64 * 1024**2
-START_AGAIN_S = 5.0  # a daemon that cannot start is not started in a loop
+START_AGAIN_S = 5.0  # the least time between two starts of a daemon that fails to start
 STAGED_BLOCKS = 4  # the least that staging holds, so that storage I/O and copies overlap
 
 
 class DaemonFinder:
     """Where the daemon is, and its process if it was started here.
 
-    endpoint, path, capacity: as the operator gave them, "" or 0 if not. block_bytes: of the engine's blocks.
+    endpoint, path, capacity: the operator's settings, "" or 0 if not set. block_bytes: the size of the engine's blocks.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class DaemonFinder:
 
     def _start(self, directory: Path, endpoint: str) -> None:
         if self._process is not None and self._process.poll() is None:
-            return  # it has not bound its socket yet
+            return  # the started daemon has not bound its socket yet
         self._started = time.monotonic()
         self._say_how_it_ended()
         _remove_leftovers(directory)
@@ -132,7 +132,7 @@ class DaemonFinder:
         )
 
     def close(self, timeout: float) -> None:
-        """Stop the daemon that was started here, if any; it is killed after `timeout` seconds."""
+        """Stop the daemon that was started here, if any, and kill it after `timeout` seconds."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -146,16 +146,16 @@ class DaemonFinder:
 
 
 def _remove_leftovers(directory: Path) -> None:
-    """Remove configuration and log that engines of this user left which have ended: each start makes two files."""
+    """Remove the configuration and log files of this user's engines that have ended: each start creates two files."""
     for file in directory.glob("*.*"):
         if file.suffix in (".toml", ".log") and file.stem.isdecimal() and not Path("/proc", file.stem).exists():
             file.unlink(missing_ok=True)
 
 
 def _environment() -> dict[str, str]:
-    """Of a daemon that serves engines on any of the machine's GPUs, which they name by UUID: also GPUs hidden here."""
+    """The environment of a started daemon. It sees all GPUs, even those hidden here: engines name theirs by UUID."""
     environment = dict(os.environ)
-    if not environment.get(VISIBLE_GPUS, "").startswith("MIG"):  # a slice of a GPU is seen only if it is named
+    if not environment.get(VISIBLE_GPUS, "").startswith("MIG"):  # a slice of a GPU is visible only if it is named
         environment.pop(VISIBLE_GPUS, None)
     return environment
 

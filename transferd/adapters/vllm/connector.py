@@ -1,6 +1,6 @@
 """TransferdConnector: the daemon moves blocks of the engine's own KV memory, without vLLM's host pool in between.
 
-vLLM makes one object of this class in the scheduler's process and one in each worker's. The workers offer their
+vLLM creates one object of this class in the scheduler's process and one in each worker. The workers offer their
 memory and report which step their stream has passed (working.py). The scheduler's object pushes all tasks, each for
 all ranks at once (scheduling.py).
 """
@@ -45,7 +45,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class ReadyWord(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """From a worker to the scheduler: it has passed every step up to this one, in the sense of `order`."""
+    """From a worker to the scheduler: the worker has passed every step up to this one; `order` says in what sense."""
 
     step: int
     order: Order
@@ -103,7 +103,7 @@ class TransferdConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is no
         """Does nothing: the scheduler's half begins saves, once every rank's stream has passed this step."""
 
     def wait_for_save(self) -> None:
-        """Called behind everything that a step launches, drafts of a speculative model included."""
+        """Called after everything that a step launches, including the drafts of a speculative model."""
         assert self._working is not None
         self._working.launched(self._news.step, self._news.after)
 
@@ -163,7 +163,7 @@ class TransferdConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is no
         return self._scheduler.take_events()
 
     def reset_cache(self) -> bool:
-        """Blocks in storage stay valid: their names follow from their contents."""
+        """Nothing to do: blocks in storage stay valid, because their names follow from their contents."""
         self._scheduler.collect()
         return True
 
@@ -217,7 +217,7 @@ def _to_the_daemon(chosen: AdapterSettings, name: str) -> Link:
 
 
 def _of_all_ranks(gpu: str) -> list[str]:
-    """The GPUs of all ranks, by rank. Every rank's worker calls this once, with its own."""
+    """The GPUs of all ranks, by rank. Every rank's worker calls this once, with its own GPU."""
     group = get_tp_group()
     found = [gpu] * group.world_size
     if group.world_size > 1:

@@ -1,4 +1,4 @@
-"""What an engine process brings to a daemon: the engine's geometry, and the memory of its rank."""
+"""What an engine process registers and offers to a daemon: the engine's geometry, and the memory of its rank."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ Point = tuple[int, int]  # a timeline and a number (client/timeline.py)
 
 
 class Order(enum.IntEnum):
-    """What it means that a rank has passed a step. Of several ranks, the lowest counts."""
+    """What it means that a rank has passed a step. For several ranks, the lowest value counts."""
 
-    NONE = 0  # it cannot order copies behind its steps at the moment
-    STREAM = 1  # its stream will write the step's number to its timeline; copies wait for that
+    NONE = 0  # the rank cannot order copies behind its steps at the moment
+    STREAM = 1  # the rank's stream will write the step's number to its timeline; copies wait for that
     HOST = 2  # the step has been computed
 
 
 class Memory(Protocol):
     """One rank's KV memory.
 
-    rank: its number. cache: keys of [cache] that the daemon needs besides the pages. order: what `advance` achieves.
+    rank: the rank's number. cache: keys of [cache] that the daemon needs besides the pages. order: what `advance`
+    achieves.
     """
 
     @property
@@ -44,15 +45,15 @@ class Memory(Protocol):
         ...
 
     def caches(self, layout: Pages) -> Mapping[str, Sequence[Any]] | None:
-        """This process's own view, for a canary; None if every block may be in use."""
+        """This process's own view of the memory, for a canary; None if every block may be in use."""
         ...
 
     async def entered(self, client: Client) -> None:
-        """The daemon has mapped the memory. Raises TransferError."""
+        """Called once the daemon has mapped the memory. Raises TransferError."""
         ...
 
     def advance(self, after: Point) -> None:
-        """All work of a step has been submitted to the device: what follows it is ordered behind that."""
+        """Called once all work of a step was submitted to the device. Orders copies that wait for `after` behind it."""
         ...
 
     def close(self) -> None: ...
@@ -76,7 +77,7 @@ class OfferedMemory:
 
     @property
     def order(self) -> Order:
-        return Order.HOST  # a CPU has computed a step once that was submitted
+        return Order.HOST  # on a CPU, a submitted step has been computed
 
     def handle(self) -> DeviceHandle:
         """Raises TierError."""
@@ -99,7 +100,7 @@ class OfferedMemory:
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """An engine as transferd sees it. page_bytes: of one block, for each segment. memory: what this process offers.
+    """An engine as transferd sees it. page_bytes: each segment's bytes per block. memory: what this process offers.
 
     The process that has rank 0 registers the engine.
     """
@@ -120,7 +121,7 @@ class EngineFacts:
     async def enter(self, client: Client, *, canary: bool = True) -> None:
         """Register, offer memory, and wait until the engine is ready. Raises TransferError.
 
-        canary: have the daemon check that it has mapped the right bytes, with random ones in the null block.
+        canary: have the daemon check that it has mapped the right bytes, with a canary in the null block.
         If another process has not registered the engine yet, this raises, and the link tries again.
         """
         memory = self.memory

@@ -4,7 +4,7 @@ vLLM's process of the rank allocates the memory, in any number of pieces. The da
 of each step, the compute stream writes the step's number to a word in device memory, and the daemon waits on the
 device for that number before it touches a block (docs/adr/0043). So no host waits for the GPU.
 
-Two threads are involved: vLLM's own, which launches steps, and the link's, which enters daemons.
+Two threads use this object: vLLM's own, which launches steps, and the link's, which enters daemons.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from transferd.tiers.page_handles import cuda_pages
 
 log = logging.getLogger("vllm.transferd")
 
-DEVICE = "cuda"  # of engines that register
+DEVICE = "cuda"  # cache.device of the engines that register
 
 
 class GpuMemory:
     """The memory of some tensors on one GPU. vLLM owns it and keeps it allocated until the daemon is gone.
 
-    tensors, layers: each layer's tensor, and how its blocks lie. gather: gets this rank's GPU and returns those of all
-    ranks, in their order; called once, by all ranks. stream: the CUDA stream that computes. kind: of the daemon's
-    device. driver: the real one if None.
+    tensors, layers: each layer's tensor, and how its blocks lie. gather: called once by every rank, with its GPU;
+    returns the GPUs of all ranks in order. stream: returns the CUDA stream that computes. kind: the daemon's device.
+    driver: the real one if None.
 
-    Nothing has been shared if this raises TierError: memory that cannot be shared, with the setting that causes it, or
-    a GPU without stream memory operations.
+    Raises TierError if the memory cannot be shared, naming the setting that causes it, or if the GPU lacks stream
+    memory operations; then nothing was shared.
     """
 
     def __init__(
@@ -51,20 +51,20 @@ class GpuMemory:
         kind: str = DEVICE,
         driver: Any = None,
     ) -> None:
-        from transferd.tiers.cuda.bindings import open_driver  # loads CUDA when it is called
+        from transferd.tiers.cuda.bindings import open_driver  # imported here because it needs CUDA
 
         self.rank = rank
         self._driver = driver if driver is not None else open_driver()
         self._device = _device_of(tensors)
         info = self._driver.describe(self._device)
-        # First of all, as every rank waits here for the others.
+        # Do this first, because every rank waits here for the others.
         self.cache: Mapping[str, Any] = {"device": kind, "devices": list(gather(info.uuid))}
         if not info.words:
             what = f"{info.name} has no stream memory operations, which TransferdConnector needs to wait for its steps"
             raise TierError(f"{what}: use TransferdTier", code="no_timelines")
         storages: list[int] = []
         segments: list[tuple[int, int, int]] = []
-        self._places: list[tuple[int, int, int]] = []  # of each segment: address, bytes, stride
+        self._places: list[tuple[int, int, int]] = []  # address, bytes and stride of each segment
         for tensor, layer in zip(tensors, layers, strict=True):
             storage, start = tensor.untyped_storage().data_ptr(), tensor.data_ptr()
             if storage not in storages:
@@ -74,7 +74,7 @@ class GpuMemory:
             self._places += [(start + piece, layer.nbytes, layer.stride) for piece in layer.pieces]
         self._handle = cuda_pages(storages, segments, device=self._device, driver=self._driver)
         self._stream = stream
-        self._lock = threading.Lock()  # of the words: one thread replaces them, the other one uses them
+        self._lock = threading.Lock()  # guards the words: one thread replaces them, the other one uses them
         self._words: Any = None
         self._failed = False
         self._last_stream = 0
@@ -98,7 +98,7 @@ class GpuMemory:
         return {PLANE: rows}
 
     async def entered(self, client: Client) -> None:
-        """Map the rank's timelines, which are the daemon's; those of the daemon before are dropped."""
+        """Map the rank's timelines, which belong to the daemon, and drop those of an earlier daemon."""
         from transferd.tiers.cuda.engine import timelines
 
         await asyncio.to_thread(self._drop)
@@ -120,7 +120,7 @@ class GpuMemory:
                 log.warning("transferd: not in use any more, vLLM runs without it: %s", str(error))
 
     def _drop(self) -> None:
-        """Unmap the words, once the stream has written what it still has to. Raises TierError."""
+        """Unmap the words, after the stream's last write to them. Raises TierError."""
         with self._lock:
             words, self._words = self._words, None
         if words is not None:
@@ -129,7 +129,7 @@ class GpuMemory:
                 self._driver.synchronize_stream(self._last_stream)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Unmap everything. Idempotent."""
         with contextlib.suppress(TierError):  # the GPU is lost, and everything on it is freed
             self._drop()
             if self._context:
@@ -138,7 +138,7 @@ class GpuMemory:
 
 
 def torch_stream() -> int:
-    """The CUDA stream that this thread computes on: its address."""
+    """The address of the CUDA stream on which this thread computes."""
     import torch
 
     return int(torch.cuda.current_stream().cuda_stream)

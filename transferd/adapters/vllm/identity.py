@@ -13,13 +13,13 @@ from typing import Any
 
 
 def digest(facts: Mapping[str, Any]) -> str:
-    """A short name for these facts: equal if and only if they are equal. facts: JSON values."""
+    """A short name for these facts; equal facts give equal names, and others do not. facts: JSON values."""
     text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 def of_tier(config: Any, row_bytes: int) -> dict[str, Any]:
-    """The facts about a chunk of vLLM's host pool. config: vLLM's OffloadingConfig; row_bytes: of one chunk.
+    """The facts about a chunk of vLLM's host pool. config: vLLM's OffloadingConfig. row_bytes: bytes of one chunk.
 
     A row holds every worker's part of a chunk, so the number of workers is a fact, unless vLLM says otherwise.
     """
@@ -48,7 +48,7 @@ def of_connector(
 ) -> dict[str, Any]:
     """The facts about a block of the engine's own KV memory.
 
-    layers: each layer's shape behind the block axis. orders: the axes in the order of a block's bytes.
+    layers: each layer's shape without the block axis. orders: the axes in the order of a block's bytes.
     """
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     odd = {name: list(order) for name, order in orders.items() if list(order) != sorted(order)}
@@ -65,14 +65,14 @@ def of_connector(
 
 
 def _version() -> str:
-    """Major and minor: attention backends may arrange keys and values differently in each release."""
+    """vLLM's major and minor version: attention backends may arrange keys and values differently in each release."""
     import vllm
 
     return ".".join(str(vllm.__version__).split(".")[:2])
 
 
 def _platform() -> str:
-    """The kind of device: with the version, it decides which attention backend vLLM picks by itself."""
+    """The kind of device. Together with the version it decides which attention backend vLLM chooses by default."""
     from vllm.platforms import current_platform
 
     return f"{current_platform.device_type} {current_platform.get_device_capability()}"

@@ -1,9 +1,9 @@
 """Where the blocks of vLLM's KV tensors lie: the pieces of a block, as segments of pages.
 
 vLLM gives each layer a tensor [blocks, heads, tokens, content], in one of several physical orders (KVCacheLayout). A
-block of a layer is one piece where its content is dense (LBHNC, LBNHC, BLHNC, BLNHC), or one piece for each head where
-other blocks or layers lie between its heads (LHBNC, BHLNC). If an attention kernel needs smaller blocks than vLLM's
-own, the first axis counts those; a block then consists of several of them.
+block of a layer is one piece if its content is dense (LBHNC, LBNHC, BLHNC, BLNHC), or one piece for each head if other
+blocks or layers lie between its heads (LHBNC, BHLNC). If an attention kernel needs smaller blocks than vLLM's own, the
+first axis counts the smaller ones, and a block consists of several of them.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 
 from transferd.errors import TierError
 
-MOST_SEGMENTS = 4096  # that a layout of pages may have
+MOST_SEGMENTS = 4096  # the most segments that a layout of pages may have
 
 
 @dataclass(frozen=True, slots=True)
 class LayerBlocks:
     """The blocks of one layer, in bytes.
 
-    pieces: where each piece of block 0 starts in the tensor. nbytes: of a piece. stride: from block to block. order:
-    the tensor's axes from the outermost to the innermost, as a block's bytes have them; axes of size 1 are left out.
+    pieces: where each piece of block 0 starts in the tensor. nbytes: the size of a piece. stride: from block to block.
+    order: the tensor's axes, from the outermost to the innermost, in a block's bytes; axes of size 1 are left out.
     """
 
     pieces: tuple[int, ...]
@@ -32,7 +32,7 @@ class LayerBlocks:
 
 
 def distinct(kv_caches: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors without those that alias another one's memory (layers that share their KV)."""
+    """The tensors, without those that alias another tensor's memory (layers that share their KV)."""
     seen: dict[int, str] = {}
     return {name: t for name, t in kv_caches.items() if seen.setdefault(t.data_ptr(), name) == name}
 
@@ -50,7 +50,7 @@ def blocks_of(tensors: Mapping[str, Any], blocks: int) -> dict[str, LayerBlocks]
 def _blocks_of(name: str, tensor: Any, blocks: int) -> LayerBlocks:
     shape, strides, size = tuple(tensor.shape), tuple(tensor.stride()), tensor.element_size()
     parts, rest = divmod(shape[0], blocks)
-    if len(shape) < 2 or rest or not parts:  # one raw buffer for all layers; or the first axis is another one
+    if len(shape) < 2 or rest or not parts:  # one raw buffer for all layers, or the first axis does not count blocks
         raise _refused(name, "its first axis does not count blocks", shape, strides, blocks)
     sizes = (parts, *shape[1:])
     axes = sorted(((strides[i], sizes[i], i) for i in range(len(shape)) if sizes[i] > 1), reverse=True)

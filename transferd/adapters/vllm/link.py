@@ -1,11 +1,11 @@
 """An engine process's link to the daemon: a client in a thread of its own, so that vLLM's threads never wait for it.
 
 The link connects and enters (`enter` registers the engine and offers its memory). It does both again after the
-daemon was lost or replaced. Meanwhile every look-up is a miss and every task fails at once.
+daemon was lost or replaced. Meanwhile every lookup misses and every task fails at once.
 
 If the daemon falls silent, a task may still be running: a suspended daemon is not dead, and writes to the engine's
-memory once it wakes up. So the link holds the task's answer back until that is impossible: another
-daemon answers, nobody listens there any more, or the same daemon is back and reports the result itself.
+memory once it wakes up. So the link holds back the task's answer until that is impossible: another daemon answers, no
+process listens at the endpoint any more, or the same daemon is back and reports the result itself.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from transferd.tasks import ErrorInfo, ReadStorageTask, Status, TaskResult, Writ
 T = TypeVar("T")
 log = logging.getLogger("vllm.transferd")  # vLLM shows only its own loggers
 
-CONNECT_S = 1.0  # then `_watch` says so and tries again; a client that waits longer says so itself, past vLLM's loggers
+CONNECT_S = 1.0  # then `_watch` logs and retries; a client that waits longer logs too, but not to vLLM's loggers
 LOOKUP_TIMEOUT_S = 2.0  # after that the blocks count as missing: the engine computes them
-ANSWER_S = 2 * LOOKUP_TIMEOUT_S  # for which another thread waits for a look-up, whatever becomes of the link's
+ANSWER_S = 2 * LOOKUP_TIMEOUT_S  # how long another thread waits for a lookup, even if the link's thread hangs
 WATCH_S = 1.0  # how often the link looks for a lost daemon
 PATIENCE_S = 10.0  # how often a held-back task is logged
 UNKNOWN = ("daemon_lost", "no_answer")  # codes of results that do not say whether the task still runs
@@ -41,8 +41,8 @@ Enter = Callable[[Client], Awaitable[None]]
 class Link:
     """Owns a thread, a client, and the companion's process.
 
-    name: of the engine that it speaks for. enter: registers the engine and offers this process's memory; called for
-    every new daemon, and retried until it succeeds. None: other processes do that.
+    name: the engine's. enter: registers the engine and offers this process's memory; called for every new daemon, and
+    retried until it succeeds. None: other processes do that.
     """
 
     def __init__(self, companion: DaemonFinder, name: str, enter: Enter | None = None) -> None:
@@ -61,7 +61,7 @@ class Link:
 
     @property
     def ready(self) -> bool:
-        """Whether a daemon answers that knows this engine and its memory."""
+        """Whether a daemon answers, and knows this engine and its memory."""
         client = self._client
         return client is not None and client.connected and client.boot_id == self._entered
 
@@ -73,7 +73,7 @@ class Link:
         """For each key, whether its block can be loaded. All False if the daemon does not answer in time."""
         try:
             return self._begin(self._there(keys)).result(ANSWER_S)
-        except (RuntimeError, TimeoutError, concurrent.futures.CancelledError):  # closed, or closing
+        except (RuntimeError, TimeoutError, concurrent.futures.CancelledError):  # the link is closed, or closing
             return [False] * len(keys)
 
     def ask(self, keys: Sequence[str], answer: Callable[[list[bool]], None]) -> None:
@@ -103,7 +103,7 @@ class Link:
 
         try:
             self._begin(run())
-        except RuntimeError:  # closed
+        except RuntimeError:  # the link is closed
             done(failed(task, "closed", "the engine is shutting down"))
 
     def close(self, timeout: float) -> None:
@@ -137,7 +137,7 @@ class Link:
             raise
 
     async def _watch(self) -> None:
-        """Find, connect, enter; and again after each loss."""
+        """Find a daemon, connect and enter; do so again after each loss."""
         while True:
             try:
                 await self._look()
@@ -180,7 +180,7 @@ class Link:
             return [False] * len(keys)
 
     async def _carried_out(self, task: StorageTask) -> TaskResult:
-        """Push a task until its outcome is known."""
+        """Push a task, repeatedly if necessary, until its outcome is known."""
         client = self._client
         if client is None or not self.ready:
             return failed(task, "not_connected", "no daemon answers")

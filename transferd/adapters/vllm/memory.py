@@ -32,7 +32,7 @@ class Mapped:
 
     @property
     def name(self) -> str:
-        """Its name in /dev/shm; "" if it has none (any more)."""
+        """The file's name in /dev/shm; "" if it has none (any more)."""
         path = Path(self.path)
         try:
             found = path.lstat()
@@ -65,7 +65,7 @@ class _KernelMapping:
 
 
 def shared_memory_at(address: int, nbytes: int) -> Mapped:
-    """The shared memory that holds these bytes of this process. Raises TierError if others cannot map it."""
+    """The shared memory that contains these bytes of this process. Raises TierError if others cannot map it."""
     reached, first = address, None
     for part in _mappings():
         if part.end <= reached:

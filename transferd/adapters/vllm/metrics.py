@@ -1,4 +1,4 @@
-"""TransferdConnector's figures, in the form in which vLLM collects, logs and exports a connector's."""
+"""TransferdConnector's metrics, in the form in which vLLM collects, logs and exports them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HELP = {
 
 @dataclass
 class ConnectorStats(KVConnectorStats):  # type: ignore[misc]
-    """Counts since the last collection, and READY as it is now."""
+    """Counts since the last collection, and the current READY."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -38,7 +38,7 @@ class ConnectorStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class Prometheus(KVConnectorPromMetrics):  # type: ignore[misc]
-    """vllm:transferd_…, one for each engine."""
+    """The metrics vllm:transferd_…, one set for each engine."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)

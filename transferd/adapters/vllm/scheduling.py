@@ -1,14 +1,14 @@
 """The scheduler's half of TransferdConnector: what to load and save, and when a transfer may start.
 
     found       we ask the daemon once for all blocks of a request; until it answers, we tell vLLM to ask again
-    load        vLLM has allocated blocks for those found; bytes go in once every rank's stream has passed this step
-    save        blocks that this step fills; bytes come out once every rank's stream has passed this step
+    load        vLLM has allocated blocks for those found; the load starts once every rank's stream has passed this step
+    save        for blocks that this step fills; the save starts once every rank's stream has passed this step
     ready word  with each step, each rank's worker reports which step it has passed; the lowest counts. On a GPU a
                 step has passed once it was launched, and the task names the number that every rank's stream writes
-                behind it (`after`), so that the daemon waits on the device
+                behind the step (`after`), so that the daemon waits on the device
 
-A save holds a reference to its blocks in vLLM's pool until its result arrives. So a request that finishes, is
-aborted or is preempted cannot hand them to another one meanwhile, and nothing has to wait.
+A save holds a reference to its blocks in vLLM's pool until its result arrives. So if a request finishes, is aborted or
+is preempted, no other request can get the blocks meanwhile, and nothing has to wait.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Known:
 class PendingTransfer:
     """A task that waits for the ready word, or runs.
 
-    step, after: it may start behind that step, whose point on the timeline this is. request_id: of a load. first: index
-    of its first block.
+    step, after: the step after which it may start, and that step's point on the timeline. request_id: for a load.
+    first: the index of its first block.
     """
 
     task: StorageTask
@@ -70,7 +70,7 @@ class PendingTransfer:
 class News:
     """What the workers must report to vLLM: requests whose load has ended, and blocks whose bytes did not arrive.
 
-    step, after: this step's number, and its point on the timeline.
+    step, after: this step's number and its point on the timeline.
     """
 
     step: int
@@ -80,9 +80,9 @@ class News:
 
 
 class Scheduling:
-    """For the scheduler's thread only; results arrive through a queue.
+    """Decides what to load and save. For the scheduler's thread only; results arrive through a queue.
 
-    tokens: of a block. event: makes vLLM's event for a stored block; None if events are off.
+    tokens: tokens per block. event: creates vLLM's event for a stored block; None if events are off.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Scheduling:
         self._numbers = itertools.count()
         self._timeline = Timeline()
         self._step = 0
-        self._after = self._next = self._timeline.next()  # the points of this step, and of the one being decided on
+        self._after = self._next = self._timeline.next()  # the points of this step, and of the step being planned
         self._waiting: list[PendingTransfer] = []
         self._running = 0
         self._ended: queue.SimpleQueue[tuple[PendingTransfer, TaskResult]] = queue.SimpleQueue()
@@ -108,7 +108,7 @@ class Scheduling:
         self.counts: Counter[str] = Counter()
 
     def bind(self, manager: Any) -> None:
-        """manager: vLLM's KVCacheManager, which owns the pool of blocks and knows which blocks a request has."""
+        """Set vLLM's KVCacheManager, which owns the pool of blocks and knows which blocks a request has."""
         self._pool = manager.block_pool
         self._block_ids = lambda request_id: manager.get_block_ids(request_id)[0]
 
@@ -132,7 +132,7 @@ class Scheduling:
         return count * self._tokens, count > 0
 
     def allocated(self, request: Any, block_ids: Sequence[int], external: int) -> None:
-        """vLLM has blocks for `external` tokens that `matched` promised."""
+        """Note that vLLM has allocated blocks for the `external` tokens that `matched` promised."""
         if external <= 0:
             return
         known = self._requests[request.request_id]
@@ -149,7 +149,7 @@ class Scheduling:
     # --- each step ----------------------------------------------------------------------------------
 
     def stepped(self, output: Any) -> News:
-        """vLLM has decided what its next step computes."""
+        """Plan transfers for vLLM's next step, whose work `output` describes."""
         self._step, self._after, self._next = self._step + 1, self._next, self._timeline.next()
         self.collect()
         self._save(output)
@@ -159,12 +159,12 @@ class Scheduling:
         return news
 
     def ready(self, word: int, order: Order = Order.HOST) -> None:
-        """Every rank has passed the steps up to `word`, in the sense of `order`."""
+        """Start transfers: every rank has passed the steps up to `word`, in the sense of `order`."""
         due = [transfer for transfer in self._waiting if transfer.step <= word]
         self._waiting = [transfer for transfer in self._waiting if transfer.step > word]
         for transfer in due:
             self._running += 1
-            if order is Order.NONE:  # blocks that are saved or loaded now could have any bytes
+            if order is Order.NONE:  # blocks that we save or load now could have any bytes
                 self._ended.put((transfer, failed(transfer.task, "no_timelines", "a rank cannot order its copies")))
                 continue
             task = transfer.task
@@ -200,7 +200,7 @@ class Scheduling:
         return events
 
     def release(self) -> None:
-        """The engine ends: release the blocks of saves that have not begun."""
+        """Release the blocks of saves that have not begun. Called when the engine ends."""
         for transfer in self._waiting:
             self._unpin(transfer)
         self._waiting.clear()
@@ -281,7 +281,7 @@ class Scheduling:
             self.counts[f"blocks_{not_done}"] += len(transfer.task.keys) - moved
 
     def _keys(self, request: Any, first: int, end: int) -> list[str]:
-        """vLLM's hash of a block stands for all tokens up to its end."""
+        """The keys of a request's blocks: vLLM's hashes, each of which stands for all tokens up to the block's end."""
         return [block_hash.hex() for block_hash in request.block_hashes[first:end]]
 
     def _name(self, kind: str) -> str:

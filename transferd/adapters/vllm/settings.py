@@ -20,7 +20,7 @@ LONGEST_TIMEOUT_S = 3600.0
 class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The keys of a tier, or of kv_connector_extra_config.
 
-    endpoint: of a running daemon; "" = see companion.py. name: of the engine, "" = made from vLLM's engine id.
+    endpoint: that of a running daemon; "" = see companion.py. name: the engine's; "" = derived from vLLM's engine id.
     generation: weight version; part of every key. path, capacity: where and how much a daemon started by the engine
     stores. timeout: seconds for one transfer. start_timeout: how many seconds the engine's start waits for a daemon.
     """
@@ -39,7 +39,7 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 def settings(section: str, given: Mapping[str, Any]) -> AdapterSettings:
-    """Raises ConfigError that names the key."""
+    """Parse the settings of a section. Raises ConfigError that names the key."""
     try:
         found = msgspec.convert(given, AdapterSettings)
     except msgspec.ValidationError as error:
@@ -76,7 +76,7 @@ def check_served(vllm_config: Any, kv_cache_config: Any) -> None:
 def warn_of_unstable_hashes(cache_config: Any) -> None:
     """Log one warning if block hashes, which are the keys, differ from start to start.
 
-    vLLM seeds those that are not cryptographic at random, unless PYTHONHASHSEED is set.
+    vLLM seeds hashes that are not cryptographic at random, unless PYTHONHASHSEED is set.
     """
     algorithm = str(getattr(cache_config, "prefix_caching_hash_algo", ""))
     if algorithm.startswith("xxhash") and "PYTHONHASHSEED" not in os.environ:

@@ -1,8 +1,8 @@
 """TransferdTier: transferd as a secondary tier under vLLM's TieringOffloadingSpec.
 
-vLLM copies KV between the GPU and its host pool, a file in /dev/shm. Each chunk of the pool is one row there, which
-holds the bytes of all workers. The daemon maps that file; a chunk is one transferd block, and its row number is the
-block id. So this class moves no bytes: it turns jobs into tasks and results into job results.
+vLLM copies KV between the GPU and its host pool, a file in /dev/shm. Each chunk of the pool is one row of the file,
+which holds the bytes of all workers. The daemon maps that file; a chunk is one transferd block, and its row number is
+the block id. So this class moves no bytes: it turns jobs into tasks and task results into job results.
 
 Everything here runs in vLLM's scheduler process and on its thread, except `_Lookups.batch_lookup` (on a thread of
 vLLM's) and `_Jobs.done` (on the link's).
@@ -69,7 +69,7 @@ class TransferdTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not i
     ) -> None:
         """Find or start the daemon and offer it vLLM's host pool. Raises ConfigError, TierError.
 
-        It is not an error if the daemon does not answer in time: until it does, every look-up misses.
+        If the daemon does not answer in time, that is not an error: until it does, every lookup misses.
         """
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self._settings = chosen = settings("secondary_tiers", given)
@@ -149,7 +149,7 @@ class TransferdTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not i
             bad = [key for key, row in zip(job.keys, job.chunk_ids.tolist(), strict=True) if row not in moved]
             self._not_moved[result.error.code if result.error else str(result.status)] += len(bad)
             if job.is_promotion:
-                self._lookups.mark_miss(bad)  # otherwise vLLM would ask and load for ever
+                self._lookups.mark_miss(bad)  # otherwise vLLM would look it up and load it for ever
         elif self._events is not None and not job.is_promotion:
             self._events.append(OffloadingEvent(keys=good, medium=self.medium, removed=False, locality=self.locality))
         return JobResult(
@@ -166,7 +166,7 @@ class TransferdTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not i
             self._events.clear()
 
     def drain_jobs(self) -> None:
-        """Wait until no job touches the pool, also for a daemon that is alive but silent: it may still write."""
+        """Wait until no job touches the pool, even if the daemon is silent: while it is alive, it may still write."""
         self._jobs.wait_idle()
 
     def shutdown(self) -> None:

@@ -20,7 +20,7 @@ Gather = Callable[[str], Sequence[str]]
 
 
 class Working:
-    """One rank. Its link enters the daemon, now and after each restart."""
+    """One rank. Its link enters the daemon, at first and after each restart."""
 
     def __init__(self, engine: EngineFacts, chosen: AdapterSettings) -> None:
         self.engine = engine
@@ -34,11 +34,11 @@ class Working:
         self._link = Link(companion, engine.name, self._enter)
 
     async def _enter(self, client: Client) -> None:
-        # Kernels may read the null block beside others and mask it; a NaN in it would get past the mask.
+        # Kernels may read the null block together with others and mask it; a NaN in it would get past the mask.
         await self.engine.enter(client, canary=not self._passed)
 
     def launched(self, step: int, after: Point) -> None:
-        """All work of this step has been submitted to the device, by this thread. after: the step's point."""
+        """Note that this thread has submitted all work of a step to the device. after: the step's point."""
         if step > self._passed:
             self.engine.memory.advance(after)
             self._passed = step
@@ -48,7 +48,7 @@ class Working:
         return self._passed, self.engine.memory.order
 
     def close(self, timeout: float) -> None:
-        self.engine.memory.close()  # before the daemon frees what it has beside it
+        self.engine.memory.close()  # before the daemon frees the timelines
         self._link.close(timeout)
 
 
@@ -57,7 +57,7 @@ def engine_facts(
 ) -> EngineFacts:
     """vLLM's engine, with the memory of these tensors of this rank. Raises TierError for memory that we cannot serve.
 
-    kv_caches: as vLLM registers them. gather: as GpuMemory wants it.
+    kv_caches: as vLLM registers them. gather: see GpuMemory.
     """
     rank, blocks = vllm_config.parallel_config.rank, kv_cache_config.num_blocks
     tensors = distinct(kv_caches)
@@ -89,9 +89,9 @@ def _memory(rank: int, tensors: list[Any], layers: list[LayerBlocks], gather: Ga
 
 
 def _host_memory(rank: int, tensors: list[Any], layers: list[LayerBlocks]) -> OfferedMemory:
-    """Moved, in place, to where another process can map it.
+    """Move the tensors' memory, in place, to where another process can map it.
 
-    Without a name: vLLM stops its engine with SIGKILL, and nobody would remove a name, and the memory with it.
+    It has no name: vLLM stops its engine with SIGKILL, so no one would remove the name and free the memory.
     """
     import torch
 

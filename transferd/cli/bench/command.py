@@ -56,7 +56,7 @@ def _run(
     format_: Format,
     more: dict[str, object] | None = None,
 ) -> None:
-    """Measure, saying each row on stderr as it comes; Ctrl-C reports the rows so far.
+    """Measure, and print each new row on stderr; Ctrl-C reports the rows so far.
 
     more: facts about the machine, besides those that every benchmark reports.
     """
@@ -70,7 +70,7 @@ def _run(
             progress.print(f"{row.name}: {row.value:.4g} {row.unit}", soft_wrap=True, markup=False)
 
     try:
-        with progress.status(f"measuring: {name}"):  # nothing but the rows where nobody looks
+        with progress.status(f"measuring: {name}"):  # not a terminal: print only the rows
             bench(told)
     except KeyboardInterrupt:
         interrupted = True

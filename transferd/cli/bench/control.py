@@ -1,8 +1,8 @@
-"""Control plane: what a task costs besides moving bytes, against a bare ZeroMQ echo on the same machine.
+"""Control plane: what a task costs besides moving bytes, compared with a bare ZeroMQ echo on the same machine.
 
-The daemon and the echo each run in their own process, as in production. Blocks are tiny, because this does not
-measure their bytes. Each run of a row has an echo run beside it, and the median of those is the row's limit, because
-the time to wake another process changes from minute to minute.
+The daemon and the echo each run in their own process, as in production. Blocks are tiny, because this benchmark does
+not measure copies. Each run of a row is followed by a run of the echo, and the median of these is the row's limit,
+because the time to wake another process changes from minute to minute.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TARGET = BLOCKS  # the device block that reads fill
 
 
 def run(told: Told = nobody) -> list[Row]:
-    """All rows; takes about a minute."""
+    """Measure all rows; takes about a minute."""
     with tempfile.TemporaryDirectory(prefix="transferd-bench-") as directory, echo(Path(directory)) as limit:
         limit.round_trip_us(TASKS)  # warm-up
         rows: list[Row] = []
@@ -45,7 +45,7 @@ def run(told: Told = nobody) -> list[Row]:
 
 
 def config(ranks: int) -> dict[str, dict[str, object]]:
-    """A daemon of tiny blocks, with storage in memory."""
+    """The configuration of a daemon with tiny blocks and storage in memory."""
     cache: dict[str, object] = {"ranks": ranks, "layers": 2, "kv_heads": 1, "head_dim": 16, "block_size": 16}
     return {
         "cache": cache | {"device_blocks": BLOCKS + 1, "host_blocks": BLOCKS},

@@ -1,4 +1,4 @@
-"""Copies between the shm device and host memory, against one plain memcpy of the same number of bytes.
+"""Copies between the shm device and host memory, compared with one plain memcpy of the same number of bytes.
 
 The first rows measure the tier alone, in this process. For the shm device, further rows push swap tasks to a daemon in
 its own process, so the difference is the cost of the round trip.
@@ -67,7 +67,7 @@ def _pool(device: str) -> dict[str, object]:
 
 
 async def _tasks(name: str, endpoint: str) -> list[Row]:
-    """Swap tasks from push to result."""
+    """Measure swap tasks from push to result."""
     rng = random.Random(SEED)
     device_ids, host_ids, others = (rng.sample(range(2 * BLOCKS), BLOCKS) for _ in range(3))
     number = itertools.count()
@@ -100,7 +100,7 @@ async def _tasks(name: str, endpoint: str) -> list[Row]:
 
 
 def _rows(name: str, nbytes: int, memcpy: list[float], outs: list[float], ins: list[float]) -> list[Row]:
-    """The first two runs are warm-up."""
+    """The rows of one layout. The first two runs are warm-up and do not count."""
     limit = nbytes / statistics.median(memcpy[2:]) / 1e9
     return [
         row(f"{way}, {name}", [nbytes / s / 1e9 for s in seconds[2:]], "GB/s", limit, "GB/s memcpy")

@@ -1,15 +1,16 @@
 """Copies between a GPU and pinned host memory, against the upper limit: one large DMA of the same number of bytes.
 
-Both sides use random blocks. A part of the benchmark has rows of one kind, each beside large copies of the same run:
+Both sides use random blocks. The benchmark has parts, with rows of one kind each, measured next to large copies in the
+same run:
 
     tier      the tier's own choice (`swap_out`, `swap_in`, both at once), gather and one DMA per block, and a kernel
-              that reads or writes pinned memory directly; the same to objects of FastDeploy's format, where planes
+              that reads or writes pinned memory directly; the same with objects of FastDeploy's format, whose planes
               have another order
     calls     one cudaMemcpyAsync for each piece of each block
     batches   cudaMemcpyBatchAsync, one DMA for each piece
 
-The moved bytes are compared. Batches come after everything else, because some drivers hang on them (vLLM #49276), and
-then the other figures are known.
+The moved bytes are compared. Batches come last, because some drivers hang on them (vLLM #49276); then at least the
+other figures are known.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from transferd.tiers.pinned import HostPool
 
 SEED = 1
 COUNTS = (1, 4, 16, 64, 256, 1024)
-SHORT = 50_000  # pieces: copies of more are measured less often
+SHORT = 50_000  # copies of more pieces than this are measured less often
 DIRECT_GRID = 264  # thread blocks of the kernel that accesses pinned memory: as many as the device has
 LAYOUTS: dict[str, dict[str, object]] = {
     "GQA 80 layers x 16 KiB": {"layers": 80, "kv_heads": 2, "head_dim": 64, "block_size": 64},
@@ -85,7 +86,7 @@ def run(
 
 
 def parts_of(driver: Driver) -> tuple[Part, ...]:
-    """What can be measured on this driver, in its order."""
+    """The parts that can be measured on this driver, in order."""
     return ("tier", "calls", "batches") if driver.batches else ("tier", "calls")
 
 
@@ -108,7 +109,7 @@ async def measure(
     told: Callable[[list[Row]], None] | None = None,
     beside: str = "",
 ) -> list[Row]:
-    """One part of the benchmark on one layout. beside: what else the GPU does meanwhile, for the rows' names."""
+    """Measure one part on one layout. beside: what else the GPU does meanwhile, for the rows' names."""
     driver, threads = driver if driver is not None else open_driver(), ThreadPools(2)  # as many as a daemon has
     try:
         label = f"{name}, {beside}" if beside else name

@@ -16,7 +16,7 @@ from rich.table import Table
 
 RUNS = 5
 
-Told = Callable[[list["Row"]], None]  # hears of rows as soon as they are measured
+Told = Callable[[list["Row"]], None]  # called with rows as soon as they are measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +47,14 @@ class Row:
 
 
 def timed(work: Callable[[], object]) -> float:
-    """How long a call takes."""
+    """The seconds that a call takes."""
     before = time.perf_counter()
     work()
     return time.perf_counter() - before
 
 
 def nobody(_: list[Row]) -> None:
-    """A `Told` that does not listen."""
+    """A `Told` that does nothing."""
 
 
 def row(name: str, values: Sequence[float], unit: str, limit: float, limit_name: str) -> Row:

@@ -1,4 +1,4 @@
-"""Storage: write and read tasks through a whole rank, against the backend's own raw call on the same bytes.
+"""Storage: write and read tasks through a whole rank, compared with the backend's own raw call on the same bytes.
 
 Ours copies from the device, seals and stores, and for a read does the reverse and verifies. Raw only passes ready
 bytes to the backend. So a ratio near 1 means that the I/O hides the copy and the checksum.
@@ -111,7 +111,7 @@ def run(backend: str, told: Told = nobody) -> list[Row]:
 
 
 def measure(subject: Subject) -> list[Row]:
-    """Rows of one subject: our write and read against raw's, and raw's against a memcpy."""
+    """Rows of one subject: our write and read compared with the raw ones, and the raw ones with a memcpy."""
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

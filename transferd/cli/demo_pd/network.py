@@ -1,7 +1,7 @@
-"""Two nodes on one machine: a network namespace for each and a cable between them, or loopback without the privilege.
+"""Two nodes on one machine: two network namespaces with a cable between them, or loopback without the privilege.
 
 A namespace lives as long as the process in it, and that process ends when its standard input closes. So nothing is
-left behind, however this process ends.
+left behind, in whatever way this process ends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ CABLE = "cable"
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """address: where the other node reaches this one. prefix: what runs a command on this node, put before it."""
+    """A node. address: where the other node reaches this one. prefix: put before a command, runs it on this node."""
 
     address: str
     prefix: tuple[str, ...] = ()

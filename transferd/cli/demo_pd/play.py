@@ -21,7 +21,7 @@ from transferd.errors import HandoverFailed
 from transferd.tasks import TaskResult
 
 TIMEOUT_S = 30.0
-TOLD = 5  # errors that a report names; all are counted
+TOLD = 5  # the most errors that a report lists; it counts all
 
 
 @dataclass(slots=True)
@@ -31,9 +31,9 @@ class PdDemoReport:
     mode: str
     network: str
     requests: int = 0
-    blocks: int = 0  # that were handed over, each on every rank
-    incomplete_blocks: int = 0  # of these blocks
-    bytes: int = 0  # of all ranks
+    blocks: int = 0  # blocks handed over, each on every rank
+    incomplete_blocks: int = 0  # how many of these were incomplete
+    bytes: int = 0  # on all ranks together
     verify_failures: int = 0
     failures: int = 0  # requests that were not handed over
     seconds: float = 0.0
@@ -83,7 +83,7 @@ class Prompt:
 
 
 def prompts(requests: Sequence[TraceRequest], block_size: int, most: int) -> list[Prompt]:
-    """Requests as tokens: a block for each of the trace's, the last one as full as there; at most `most` blocks."""
+    """Turn requests into tokens, block by block as in the trace, the last one as full as there; at most `most`."""
     made = []
     for number, request in enumerate(requests):
         ids = request.hash_ids[:most]
@@ -93,7 +93,7 @@ def prompts(requests: Sequence[TraceRequest], block_size: int, most: int) -> lis
         contents = [2 * hash_id for hash_id in ids]
         if incomplete:
             del tokens[len(tokens) - block_size + last :]
-            contents[-1] += 1  # fewer tokens name it, so it is another block
+            contents[-1] += 1  # with fewer tokens it is a different block
         if tokens:
             made.append(Prompt(f"request-{number}", tokens, contents, incomplete))
     return made

@@ -30,7 +30,7 @@ PASSING_FILE_SYSTEMS = ("tmpfs", "ramfs", "overlay")
 
 
 class Level(enum.StrEnum):
-    """How bad it is."""
+    """How serious a finding is."""
 
     OK = "ok"
     WARN = "warn"
@@ -49,7 +49,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Patient:
-    """What is examined: a machine, and the configuration that it should run."""
+    """The object of the examination: a machine, and the configuration that it should run."""
 
     machine: Machine
     config: Config
@@ -89,7 +89,7 @@ def memlock(patient: Patient) -> Finding:
 
 
 def engines(patient: Patient) -> Finding:
-    """What engines that register may take, beside what the daemon takes itself."""
+    """The memory that engines may register, besides what the daemon takes itself."""
     most, each = host_memory(patient.config, patient.plan.sizes)
     there = max(0, available_memory() - patient.plan.sizes.memory)
     what = f"{size(most)} of host memory for all that register, {size(each)} for each"
@@ -155,7 +155,7 @@ def store(patient: Patient) -> Finding:
 
 
 def direct_io(patient: Patient) -> Finding:
-    """Told either way, because the file store can do without it."""
+    """Whether direct I/O works. Reported either way, because the file store works without it."""
     if patient.config.storage.backend != "file":
         return ok("direct I/O", f"no directory: the backend is {patient.config.storage.backend}")
     wanted = patient.config.storage.file.direct_io
@@ -168,7 +168,7 @@ def direct_io(patient: Patient) -> Finding:
 
 
 def recorder(patient: Patient) -> Finding:
-    """A dump is written when something has gone wrong: too late to learn that it cannot be."""
+    """Whether dumps can be written: after a crash it would be too late to find out."""
     directory = patient.config.recorder.directory
     if not directory:
         return ok("recorder", "no dumps: recorder.directory is empty")
@@ -180,7 +180,7 @@ def recorder(patient: Patient) -> Finding:
 
 
 def cuda_ipc(patient: Patient) -> Finding:
-    """Whether daemon and engines can map each other's device memory, as far as it can be said without an engine."""
+    """Whether daemon and engines can map each other's device memory, as far as we can tell without an engine."""
     cache = patient.config.cache
     if cache is None:
         return ok("cuda ipc", "not known yet: engines register (there is no [cache])")
@@ -281,7 +281,7 @@ def socket(patient: Patient) -> Finding:
     """The permissions of an existing socket. Whether a daemon answers there is another check (report.py)."""
     for endpoint in patient.config.server.endpoints:
         path = endpoint.removeprefix("ipc://")
-        # A connection that says nothing would be counted and logged as a failed handshake: none where it could be made.
+        # Do not connect if that would work: the daemon would count and log a silent connection as a failed handshake.
         closed = endpoint.startswith("ipc:///") and not os.access(path, os.W_OK)
         problem = obstacle_at(path) if closed else ""
         if problem.startswith("permission denied"):

@@ -1,4 +1,4 @@
-"""What the doctor inspects. Each question is one method, so that a test can answer for a sick machine."""
+"""What the doctor inspects. Each question is one method, so that a test can replace the answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Machine:
     """This machine. Nothing here leaves a trace, and nothing waits for longer than a second."""
 
     def text(self, path: str) -> str | None:
-        """A small file of /proc or /sys; None if it is not there."""
+        """The text of a small file in /proc or /sys; None if it does not exist."""
         try:
             return Path(path).read_text(errors="replace").strip()
         except OSError:
@@ -46,16 +46,16 @@ class Machine:
         return has_capability(CAP_IPC_LOCK)
 
     def has_no_thread_limit(self) -> bool:
-        """RLIMIT_NPROC does not bind who may exceed it."""
+        """Whether RLIMIT_NPROC does not apply to this process."""
         return os.geteuid() == 0 or has_capability(CAP_SYS_RESOURCE)
 
     def space(self, path: str) -> tuple[int, int]:
-        """(all, free for this user) bytes of the file system that a path is in, or would be."""
+        """(total, free for this user) bytes of the file system that a path is in, or would be."""
         found = os.statvfs(self.existing(path))
         return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
 
     def existing(self, path: str) -> str:
-        """The path, or what there is of it."""
+        """The longest part of the path that exists."""
         there = Path(path).absolute()
         while not there.exists() and there != there.parent:
             there = there.parent
@@ -68,11 +68,11 @@ class Machine:
         return os.geteuid()
 
     def direct_io(self, directory: str) -> str:
-        """As `direct_io_problem`."""
+        """See `direct_io_problem`."""
         return direct_io_problem(directory)
 
     def file_system(self, path: str) -> str:
-        """The type of the file system that a path is in: the mount whose point is the longest part of it."""
+        """The type of the file system that a path is in, from the mount point that is the longest prefix of it."""
         best, kind = "", ""
         for line in (self.text("/proc/self/mountinfo") or "").splitlines():
             before, _, after = line.partition(" - ")
@@ -83,7 +83,7 @@ class Machine:
         return kind
 
     def tasks_of_user(self) -> int:
-        """Threads that this user has, of all its processes that can be seen."""
+        """The number of this user's threads, in all processes that we can see."""
         count = 0
         for entry in self.entries("/proc"):
             if entry.isdigit():
@@ -94,14 +94,14 @@ class Machine:
         return count
 
     def package(self, name: str) -> str | None:
-        """The version of a distribution that is installed; None if it is not."""
+        """The version of an installed distribution; None if it is not installed."""
         try:
             return importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             return None
 
     def module(self, name: str) -> bool:
-        """Whether a module can be found, without importing what it is in more than needed."""
+        """Whether a module can be found. Imports at most its parent packages."""
         try:
             return importlib.util.find_spec(name) is not None
         except (ImportError, ValueError):
@@ -116,10 +116,10 @@ class Machine:
             return error.strerror or str(error)
 
     def clock_synchronized(self) -> bool | None:
-        """Whether the kernel's clock follows a time server; None where it does not say."""
+        """Whether the kernel's clock follows a time server; None if the kernel does not say."""
         try:
             return bool(
                 ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(256)) != _TIME_ERROR
-            )  # modes 0: only asks
+            )  # modes 0: only read
         except (OSError, AttributeError):
             return None

@@ -42,7 +42,7 @@ def examine(machine: Machine, config: Path | None, overrides: list[str]) -> list
 def running(
     endpoint: str, timeout: float, key_file: Path | None, server_key_file: Path | None, device: str
 ) -> list[Finding]:
-    """Examine the daemon and, if it answers, how each engine that is connected to it shares memory with it.
+    """Examine the daemon and, if it answers, how each connected engine shares memory with it.
 
     device: cache.device.
     """
@@ -56,14 +56,14 @@ def running(
         remedy = "start it: systemctl start transferd, or `transferd serve`"
         return [warn("daemon", str(error) or "no answer in time", remedy)]
     local = [row for row in clients if not row["observer"] and row["uid"] is not None and row["pid"] != os.getpid()]
-    pids = list(dict.fromkeys(row["pid"] or 0 for row in local))  # each once; 0: it is in another PID namespace
-    known = "pid" in report  # not of an older daemon
+    pids = list(dict.fromkeys(row["pid"] or 0 for row in local))  # without duplicates; 0: in another PID namespace
+    known = "pid" in report  # an older daemon does not report it
     engines = [sharing(device, look_at(report["pid"]), look_at(pid)) for pid in pids[:MOST_ENGINES] if known]
     return [daemon(report), *engines]
 
 
 def daemon(report: dict[str, Any]) -> Finding:
-    """Whether the daemon is ready, and has this version. report: its stats()."""
+    """Whether the daemon is ready and has our version. report: its stats()."""
     troubles = concerns(report)
     if not report["ready"]:
         return fail("daemon", f"not ready: {'; '.join(troubles)}", "see /readyz, and the log")

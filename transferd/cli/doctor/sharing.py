@@ -1,4 +1,4 @@
-"""Whether a daemon and an engine can map each other's memory, as far as it shows without a GPU.
+"""Whether a daemon and an engine can map each other's memory, as far as we can tell without a GPU.
 
 Both processes are examined in /proc: their user, their namespaces (containers), and which /dev/shm they see.
 """
@@ -17,9 +17,9 @@ PROC = Path("/proc")
 
 @dataclass(frozen=True, slots=True)
 class ProcessFacts:
-    """What /proc says of a process. problem: why that is nothing; "" if it is all there.
+    """What /proc says about a process. problem: why it could not be examined; "" if it could.
 
-    namespaces: their identities, by name. shm: (device, inode) of its /dev/shm; None if it has none.
+    namespaces: their identities, by name. shm: (device, inode) of the process's /dev/shm; None if it has none.
     """
 
     pid: int
@@ -30,7 +30,7 @@ class ProcessFacts:
 
 
 def look_at(pid: int) -> ProcessFacts:
-    """Examine a process. Other users' processes show their namespaces only to root."""
+    """Examine a process. Only root can see the namespaces of other users' processes."""
     place = PROC / str(pid)
     if pid <= 0:
         return ProcessFacts(pid, problem="it is in a PID namespace (container) that cannot be seen from here")
@@ -54,7 +54,7 @@ def _identity(directory: Path) -> tuple[int, int] | None:
 
 
 def sharing(device: str, daemon: ProcessFacts, engine: ProcessFacts) -> Finding:
-    """Compare both. device: cache.device. The finding has the worst difference's remedy, and names all."""
+    """Compare both. device: cache.device. The finding names all differences, and the remedy for the worst one."""
     name = f"engine {engine.pid or 'elsewhere'}"
     unseen = next((f"process {one.pid}: {one.problem}" for one in (daemon, engine) if one.problem), "")
     if unseen:
@@ -67,7 +67,7 @@ def sharing(device: str, daemon: ProcessFacts, engine: ProcessFacts) -> Finding:
 
 
 def _differences(device: str, daemon: ProcessFacts, engine: ProcessFacts) -> list[tuple[Level, str, str]]:
-    """(level, what, remedy) of each."""
+    """(level, what, remedy) of each difference."""
     cuda = device == "cuda"
     found: list[tuple[Level, str, str]] = []
     other = {name for name, a, b in zip(NAMESPACES, daemon.namespaces, engine.namespaces, strict=True) if a != b}

@@ -59,7 +59,7 @@ class _Process:
             raise RuntimeError(f"{self._program} did not start: {log_end}")
 
     def stop(self) -> None:
-        """SIGKILL, and wait until it has ended. Idempotent."""
+        """Kill the process (SIGKILL) and wait until it has ended. Idempotent."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()

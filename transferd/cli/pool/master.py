@@ -23,12 +23,12 @@ _port_numbers = itertools.count(random.randrange(_HIGHEST_PORT))
 
 
 def master_executable() -> str | None:
-    """The wheel's master, beside this interpreter or on the path."""
+    """The path of the wheel's master, beside this interpreter or on PATH; None if it is not installed."""
     return wheel_program("mooncake_master")
 
 
 def wheel_program(name: str) -> str | None:
-    """A program that came with Mooncake's Python package, beside this interpreter or on the path."""
+    """The path of a program from Mooncake's Python package, beside this interpreter or on PATH; None without it."""
     beside = Path(sys.executable).parent / name
     return str(beside) if beside.exists() else shutil.which(name)
 

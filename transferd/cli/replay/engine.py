@@ -3,7 +3,7 @@
 A request is a chain of contents, root to leaf. It is admitted when all its blocks fit on the device beside those of
 the requests in flight (pool.Admission). Then the request walks its chain from the root:
 
-    1. it uses contents that are on the device, or that another request is already loading, where they are;
+    1. it uses contents where they are if they are on the device, or another request is already loading them;
     2. it loads missing contents itself: it swaps in what the host pool has, reads what storage has, and
        "computes" the rest by writing its KV into the attached memory of every rank.
 
@@ -47,7 +47,7 @@ from transferd.tasks import (
 T = TypeVar("T")
 
 TASK_TIMEOUT_S = 60.0
-BUSY_RETRY_S = 0.01  # if the daemon names no time of its own
+BUSY_RETRY_S = 0.01  # the pause after `busy`, unless the daemon names one
 DAEMON_GONE = frozenset({"daemon_lost", "no_answer", "closed"})
 LEFT_BEHIND = frozenset({"expired", "rank_died"})  # codes of ranks that had not finished when their task was answered
 
@@ -68,7 +68,7 @@ class Tiers:
 
 
 class TaskServer(Protocol):
-    """What answers an engine's tasks: a Client, or a prediction of one (predict.py)."""
+    """Answers an engine's tasks: a Client, or a prediction of a daemon (predict.py)."""
 
     async def submit(self, task: Task) -> TaskResult: ...
 
@@ -76,7 +76,7 @@ class TaskServer(Protocol):
 
 
 class BlockData(Protocol):
-    """What device blocks hold: KvData, or nothing at all in a prediction."""
+    """The contents of device blocks: KvData, or nothing at all in a prediction."""
 
     def fill(self, block: int, content: int) -> None: ...
 

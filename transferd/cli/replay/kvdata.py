@@ -17,7 +17,7 @@ import numpy.typing as npt
 from transferd.errors import InvariantError
 
 POISON = 0xA5  # fills target blocks before a load, so that stale bytes cannot pass for good ones
-VERSION = 1  # of the bytes below; it is part of the keys, so versions never mix
+VERSION = 1  # the version of the bytes; it is part of the keys, so versions never mix
 _OFFSETS = 4096
 
 Caches = Sequence[dict[str, list[npt.NDArray[Any]]]]  # per rank: plane -> one array per layer

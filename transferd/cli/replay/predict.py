@@ -1,9 +1,9 @@
-"""Predicts a replay without a daemon: the same engine, the storage tier's own decisions, and not one byte.
+"""Predicts a replay without a daemon: the same engine, the storage tier's own decisions, and no bytes at all.
 
-The engine of engine.py makes every choice that it makes in a real replay. `PredictedDaemon` answers its tasks as a
-healthy daemon would: swaps succeed, and storage holds what the daemon's own LruIndex says. So with one request in
-flight the hits are those of a real replay with the same sizes, block by block. With more requests in flight a real
-replay interleaves them by chance, and the prediction stands for one of the possible orders.
+The engine of engine.py makes every choice that it makes in a real replay. `PredictedDaemon` answers its tasks like a
+healthy daemon: swaps succeed, and storage holds what the daemon's own LruIndex says. So with one request in flight the
+hits are those of a real replay with the same sizes, block by block. With more requests in flight, a real replay
+interleaves them by chance, and the prediction is one of the possible orders.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class PredictedDaemon:
-    """Answers tasks as a healthy daemon would whose storage holds `capacity` objects of a rank; None: no storage."""
+    """Answers tasks like a healthy daemon whose storage holds `capacity` objects per rank; None: no storage."""
 
     def __init__(self, capacity: int | None) -> None:
         self._index = LruIndex(capacity or 0)  # in objects, not bytes: all have one size
@@ -48,7 +48,7 @@ class PredictedDaemon:
         return TaskResult(task_id=task.task_id, status=status, block_ids=moved)
 
     def _write(self, task: WriteStorageTask) -> list[int]:
-        """In the order of the daemon's writer: one look-up, then each object that is missing."""
+        """Store like the daemon's writer: one lookup, then each missing object in order."""
         use, moved = Use(), []
         self._index.find(task.keys, use)
         for depth, (key, block) in enumerate(zip(task.keys, task.gpu_block_ids, strict=True)):
@@ -82,7 +82,7 @@ class _NoBytes:
 
 
 class _AtOnce:
-    """Threads that run each function on the spot."""
+    """Threads that run each function at once, in the caller."""
 
     def open(self) -> None:
         pass

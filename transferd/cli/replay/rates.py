@@ -20,7 +20,7 @@ ROUNDS = 5
 def measure_rates(config: Path | None, ranks: int | None) -> Rates:
     """Load random blocks from host memory and from storage, a few times each; the median counts.
 
-    Storage is read while the page cache still holds it, so a disk that is slower than that shows only later.
+    Objects in storage are read while the page cache still has them, so this does not measure a slow disk.
     Raises ConfigError; TransferError if a daemon with device memory that this process can fill does not start
     here, if a task fails, or if bytes come back wrong.
     """

@@ -23,7 +23,7 @@ from transferd.errors import RequestError, TransferError
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What the command line asks for, as text. None: the default."""
+    """The options of the command line, as text. None: the default."""
 
     host_sizes: str | None = None
     storage_sizes: str | None = None

@@ -1,4 +1,4 @@
-"""How much memory is worth having: a trace against several sizes of host and storage, each predicted (predict.py).
+"""How much memory is worth having: predicts a trace for several sizes of host memory and storage (predict.py).
 
 An id of a trace stands for TRACE_BLOCK_TOKENS tokens. So the blocks counted here have that many tokens, whatever
 `cache.block_size` is, and sizes in bytes are those of the whole daemon: all ranks together.
@@ -28,7 +28,7 @@ SHARES = (64, 32, 16, 8, 4, 2, 1)  # default storage sizes: what the trace would
 
 @dataclass(frozen=True, slots=True)
 class BlockSizes:
-    """Bytes of one trace block, all ranks together, and what the daemon has room for."""
+    """Bytes of one trace block, all ranks together, and the daemon's capacities."""
 
     host: int
     stored: int  # with its footer
@@ -39,7 +39,7 @@ class BlockSizes:
     def of(cls, config: Config) -> BlockSizes:
         """From a daemon's configuration. Raises ConfigError."""
         plan, cache = build_engine(config), config.geometry
-        parts = TRACE_BLOCK_TOKENS / cache.block_size  # cache blocks to a trace block
+        parts = TRACE_BLOCK_TOKENS / cache.block_size  # cache blocks per trace block
 
         def nbytes(of_block: int) -> int:
             return max(1, round(of_block * cache.ranks * parts))
@@ -54,7 +54,7 @@ class BlockSizes:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What it costs to bring a block: bytes per second of a tier, tokens per second of the engine's prefill."""
+    """The speed of each way to get a block: bytes per second of a tier, tokens per second of the engine's prefill."""
 
     host: float
     storage: float
@@ -70,10 +70,10 @@ class SizePoint:
     hit_rate: dict[str, float]  # by tier; "none": computed
     host_loaded: int
     storage_loaded: int
-    storage_used: int  # at most, over the trace
+    storage_used: int  # the most at any time
     truncated: int  # requests longer than the device
-    load_s: float  # spent on loads
-    saved_s: float | None  # prefill that the loads spare, less load_s
+    load_s: float  # the time for loads
+    saved_s: float | None  # the prefill time that the loads save, minus load_s
 
     @property
     def hits(self) -> float:
@@ -187,7 +187,7 @@ def tree(points: Sequence[SizePoint], rates: Rates) -> dict[str, Any]:
 
 
 def print_points(points: Sequence[SizePoint], rates: Rates, console: Console) -> None:
-    """The result for people."""
+    """Print the result as text."""
     table = Table(title="where blocks come from, by size (GB)")
     columns = ["host", "storage", "on device", "from host", "from storage", "computed", "used", "loaded"]
     for column in columns + ["saved"] * (rates.prefill is not None):
@@ -214,7 +214,7 @@ def print_points(points: Sequence[SizePoint], rates: Rates, console: Console) ->
 
 
 def gigabytes(nbytes: int) -> str:
-    """For people, three digits or so."""
+    """A size for people, with about three digits."""
     return f"{_number(nbytes)} GB"
 
 

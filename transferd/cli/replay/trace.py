@@ -42,7 +42,7 @@ def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
     without requests.
     """
     try:
-        # A shell's <(zcat trace.gz) is a pipe whose writer is there already.
+        # The pipe of a shell's <(zcat trace.gz) already has a writer, so this does not block.
         with open(path, "rb") if str(path).startswith(SHELLS_PIPES) else open_regular(path) as lines:
             requests = list(islice(parse_trace(lines, str(path)), limit))
     except OSError as error:

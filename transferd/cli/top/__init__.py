@@ -1,1 +1,1 @@
-"""`transferd top`: what a daemon does now, drawn again every second."""
+"""`transferd top`: what a daemon is doing, redrawn every second."""

@@ -49,7 +49,7 @@ def top(
         async with connected(endpoint, timeout, key_file, server_key_file) as client:
             await (_print_once(client, interval, format_) if once else _Live(client, interval).run())
 
-    with contextlib.suppress(KeyboardInterrupt):  # ends it as `q` does
+    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends it, like `q`
         asyncio.run(watch())
 
 
@@ -78,7 +78,7 @@ class _Live:
         self._keys: asyncio.Queue[str] = asyncio.Queue()
 
     async def run(self) -> None:
-        """Draw until `q`. Waits for a daemon that goes away."""
+        """Draw until `q`. If the daemon goes away, wait for its return."""
         loop = asyncio.get_running_loop()
         with _raw_keys(self._keys), self._console.screen(hide_cursor=True):
             await self._look()
@@ -160,7 +160,7 @@ def _raw_keys(keys: asyncio.Queue[str]) -> Iterator[None]:
 
     def read() -> None:
         pressed = os.read(descriptor, 64).decode("ascii", "replace")
-        if not pressed:  # the terminal has gone
+        if not pressed:  # the terminal is gone
             keys.put_nowait("quit")
         for key in [pressed] if pressed.startswith("\x1b") else pressed:
             if key in _KEYS:

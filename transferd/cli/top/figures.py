@@ -1,4 +1,4 @@
-"""Turn reports that were polled into rates and percentiles: pure, no clock, no terminal."""
+"""Turns polled reports into rates and percentiles. Pure: no clock, no terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transferd.cli.stats_view import MAIN_LANES, lane_totals
 from transferd.observability.concerns import concerns
 
 WINDOW = 60  # samples in a sparkline
-RECENT_S = 60.0  # percentiles cover the tasks that ended in the last so many seconds
+RECENT_S = 60.0  # percentiles cover the tasks that ended within this time
 
 
 @dataclass(slots=True)
@@ -32,15 +32,15 @@ class Figures:
 
     report: dict[str, Any]
     kinds: dict[str, KindFigures]
-    tasks_per_s: list[float]  # the newest last, as all histories
+    tasks_per_s: list[float]  # the newest last, as in all histories
     bytes_per_s: list[float]
-    hit_share: float | None  # of look-ups within the window
-    waits: list[str]  # per rank: how many tasks wait for it, and what it is doing
+    hit_share: float | None  # the share of lookups within the window that hit
+    waits: list[str]  # for each rank, how many tasks wait for it and what it is doing
     concerns: list[str]
     rows: list[dict[str, Any]]
 
     def tree(self) -> dict[str, Any]:
-        """As plain data, without the whole report."""
+        """The figures as plain data, without the report."""
         tree = asdict(self)
         del tree["report"]
         return tree
@@ -62,7 +62,7 @@ class Samples:
         self._samples: deque[_Sample] = deque(maxlen=WINDOW + 1)
 
     def add(self, at: float, report: dict[str, Any], rows: list[dict[str, Any]]) -> Figures:
-        """Add what was polled at monotonic time `at`. Returns what to show now."""
+        """Add a report polled at monotonic time `at`. Returns the figures to show now."""
         if report["boot_id"] != self._boot_id:
             self._boot_id = report["boot_id"]
             self._samples.clear()
@@ -99,7 +99,7 @@ class Samples:
         )
 
     def _rates(self, lanes: list[str], keys: tuple[str, ...]) -> list[float]:
-        """Per second, between each two samples."""
+        """Rates per second between consecutive samples."""
         sums = [(one.at, sum(one.lanes[name][key] for name in lanes for key in keys)) for one in self._samples]
         pairs = zip(sums, list(sums)[1:], strict=False)
         return [(after - before) / max(later - earlier, 1e-6) for (earlier, before), (later, after) in pairs]

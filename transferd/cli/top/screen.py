@@ -20,13 +20,13 @@ SPARK = 20  # characters of a sparkline
 
 @dataclass(slots=True)
 class View:
-    """What the user chose. chosen: the id of the marked task. story: the lines of the open story, or None."""
+    """The user's choices. chosen: the id of the marked task. story: the lines of the open story, or None."""
 
     sort: str = SORTS[0]
     paused: bool = False
     chosen: str | None = None
     story: list[str] | None = None
-    scrolled: int = 0  # lines of the story that are above the screen
+    scrolled: int = 0  # how many lines of the story are above the screen
     problem: str = ""  # why the figures are old
 
 
