@@ -1,17 +1,22 @@
 """What pyproject.toml cannot say stably: the optional C extensions (see tiers/hostcopy.py and workers/in_place.py)."""
 
+import sysconfig
+
 from setuptools import Extension, setup
 
-setup(
-    ext_modules=[
-        Extension(
-            f"transferd.{name.replace('/', '.')}",
-            [f"transferd/{name}.c"],
-            py_limited_api=True,
-            extra_compile_args=["-O3"],
-            optional=True,  # without a compiler or Python.h the install still works, on the slower twins
-        )
-        for name in ("tiers/_copyruns", "workers/_inplace")
-    ],
-    options={"bdist_wheel": {"py_limited_api": "cp311"}},  # one wheel for every Python from 3.11 on
-)
+if sysconfig.get_config_var("Py_GIL_DISABLED"):  # free-threaded: there is no stable ABI before Python 3.15
+    setup()  # on the slower twins
+else:
+    setup(
+        ext_modules=[
+            Extension(
+                f"transferd.{name.replace('/', '.')}",
+                [f"transferd/{name}.c"],
+                py_limited_api=True,
+                extra_compile_args=["-O3"],
+                optional=True,  # without a compiler or Python.h the install still works, on the slower twins
+            )
+            for name in ("tiers/_copyruns", "workers/_inplace")
+        ],
+        options={"bdist_wheel": {"py_limited_api": "cp311"}},  # one wheel for every Python from 3.11 on
+    )

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -57,3 +61,20 @@ def test_a_wheel_is_made_and_works_where_there_is_no_compiler(tmp_path: Path) ->
     report = json.loads(done.stdout)
     assert report["blocks_verified"] > 0
     assert (report["verify_failures"], report["errors"]) == (0, [])
+
+
+@pytest.mark.parametrize("free_threaded", [0, 1])
+def test_a_free_threaded_python_installs_it_without_the_extensions(
+    free_threaded: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their limited API has no such build, and setuptools refuses to make a wheel of it instead of leaving it out."""
+    given: list[dict[str, Any]] = []
+    stub = SimpleNamespace(Extension=lambda name, *_, **__: name, setup=lambda **more: given.append(more))
+    monkeypatch.setitem(sys.modules, "setuptools", stub)
+    known = sysconfig.get_config_var
+    monkeypatch.setattr(
+        sysconfig, "get_config_var", lambda name: {"Py_GIL_DISABLED": free_threaded}.get(name, known(name))
+    )
+    runpy.run_path(str(ROOT / "setup.py"))
+    (one,) = given
+    assert ("ext_modules" in one, "options" in one) == (not free_threaded, not free_threaded)
