@@ -49,10 +49,16 @@ class BusyRetry:
     def cancel(self, task_id: str) -> bool:
         """Cancel a task that waits here. Returns False if it does not."""
         told = self._waiting.pop(task_id, None)
-        if told is not None:
-            told.set_result(_TAKEN_BACK)
-        return told is not None
+        return told is not None and _tell(told, _TAKEN_BACK)
 
     def close(self) -> None:
         while self._waiting:
-            self._waiting.popitem()[1].set_result(_CLOSED)
+            _tell(self._waiting.popitem()[1], _CLOSED)
+
+
+def _tell(waiting: asyncio.Future[ErrorInfo], why: ErrorInfo) -> bool:
+    """False: its loop is closed, so nobody waits any more."""
+    if waiting.get_loop().is_closed():
+        return False
+    waiting.set_result(why)
+    return True

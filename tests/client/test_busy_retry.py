@@ -1,0 +1,33 @@
+"""A task that waits between two pushes, on a loop that was closed without ending it: nothing can wake it any more."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from transferd.client.busy_retry import BusyRetry
+from transferd.tasks import Status, Task, TaskResult, WriteStorageTask
+
+TASK = WriteStorageTask(task_id="t", keys=["k"], gpu_block_ids=[0])
+
+
+async def busy(task: Task) -> TaskResult:
+    return TaskResult(task_id=task.task_id, status=Status.BUSY, retry_after=600.0)
+
+
+@pytest.mark.parametrize("end", ["close", "cancel"])
+def test_a_client_whose_loop_was_closed_under_a_waiting_task_can_be_closed(end: str) -> None:
+    loop = asyncio.new_event_loop()
+    retry = BusyRetry(SimpleNamespace(now=0.0, new_future=loop.create_future))  # type: ignore[arg-type]
+    waiting = loop.create_task(retry.submit(busy, TASK, math.inf))
+    while not retry._waiting:
+        loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    waiting._log_destroy_pending = False  # type: ignore[attr-defined]
+    if end == "cancel":
+        assert not retry.cancel("t"), "there is nobody to tell"
+    retry.close()
+    assert not retry._waiting
