@@ -255,8 +255,10 @@ class RankWorker:
         return self._reader.missed
 
     def statistics(self) -> dict[str, Any]:
-        """rank, device, the tier's own statistics, and per lane: running, done, failed, bytes. (The dispatcher counts
-        queued tasks.)"""
+        """rank, device, the tier's own statistics, and per lane: running, done, failed, bytes.
+
+        (The dispatcher counts queued tasks.)
+        """
         return {
             "rank": self.rank,
             "device": self.context.device.device,

@@ -247,8 +247,10 @@ class CopyPipeline:
                 return
 
     def _may_sleep_s(self) -> float | None:
-        """How long to wait for a copy to arrive: not at all while there is work, until the next turn if the pace
-        delays it, and otherwise until it is time to probe the device. None: for ever."""
+        """How many seconds to wait for a copy to arrive; None: for ever.
+
+        Not at all while there is work, until the next turn if the pace delays it, else until the next probe.
+        """
         if self._turns:
             return 0.0
         if self._active:

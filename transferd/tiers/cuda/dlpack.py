@@ -72,8 +72,10 @@ _deleter, _destructor = _Deleter(_delete), _Deleter(_destroy)
 
 @atexit.register
 def _outlive() -> None:
-    """Frameworks may drop tensors after Python has ended, and a call into Python would then crash. So tensors that are
-    alive at the end lose their deleter, which DLPack allows, and stay until the process exits."""
+    """Remove the deleter of tensors that are alive at the end, which DLPack allows; they stay until the process exits.
+
+    Frameworks may drop tensors after Python has ended, when a call into Python would crash.
+    """
     for kept in _alive.values():
         kept[0].deleter = None
         _keep_for_ever(kept)

@@ -20,8 +20,10 @@ class SlotDmas:
     """
 
     def __init__(self, cutter: Cutter, places: Runs, stride: int, cuts: Sequence[int], most: int) -> None:
-        """places: int64, where each block of the copy begins in host memory. stride: bytes from host block to host
-        block. cuts: addresses that no DMA may cross. most: the most bytes of one DMA."""
+        """places: int64, where each block of the copy begins in host memory. most: the most bytes of one DMA.
+
+        stride: bytes from host block to host block. cuts: addresses that no DMA may cross.
+        """
         rows = _rows(cutter, places)
         if stride == cutter.stride == int(rows[0, 2]):  # dense on both sides: blocks with consecutive ids are one run
             rows = _joined(rows, cuts)
@@ -35,8 +37,10 @@ class SlotDmas:
 
 
 def _rows(cutter: Cutter, places: Runs) -> Runs:
-    """[host address, offset in the slot, bytes, chunk] of each part of each block. A block of several parts has its
-    chunks to itself."""
+    """[host address, offset in the slot, bytes, chunk] of each part of each block.
+
+    A block of several parts has its chunks to itself.
+    """
     parts = cutter.parts
     count = len(places) * len(parts)
     rows = np.zeros((count, 4), dtype=np.int64)

@@ -23,12 +23,12 @@ _MPS_DIRECTORY = "/tmp/nvidia-mps"
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """grid: the most thread blocks of the kernel. long_run: the mean run length, in bytes, from which copies go
-    straight. long_run_in: the same for copies into the device, if it is not 0.
+    """The figures for one kind of GPU.
 
-    dma_most: the most bytes of one DMA. A copy engine has no priorities and never interrupts a DMA, so the engine's own
-    small copies wait for its end. PCIe 5 moves 4 MiB in 80 us; starting a DMA costs half a microsecond (LMCache's
-    figure).
+    grid: the most thread blocks of the kernel. long_run: the mean run length, in bytes, from which copies go straight.
+    long_run_in: the same for copies into the device, if it is not 0. dma_most: the most bytes of one DMA. A copy engine
+    has no priorities and never interrupts a DMA, so the engine's own small copies wait for its end. PCIe 5 moves 4 MiB
+    in 80 us; starting a DMA costs half a microsecond (LMCache's figure).
     """
 
     grid: int
