@@ -90,7 +90,7 @@ class TransferdTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not i
         if not self._link.wait_ready(chosen.start_timeout):
             log.warning("transferd: no daemon after %g s; vLLM starts without it", chosen.start_timeout)
 
-    # --- look-ups -----------------------------------------------------------------------------------
+    # --- lookups ------------------------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:  # noqa: ARG002
         return RequestOffloadingContext()
@@ -223,7 +223,7 @@ class _Jobs:
 
 
 class _Lookups(AsyncLookupManager):  # type: ignore[misc]
-    """vLLM's own look-up thread, with one question to the daemon per request and step."""
+    """vLLM's own lookup thread, with one question to the daemon per request and step."""
 
     def __init__(self, link: Link, tier_type: str) -> None:
         self._link = link

@@ -8,7 +8,7 @@ never become hits. So every daemon writes a small record of its layout into the 
 
 A layout has one record, however many daemons use it. A daemon takes the first free slot. A put never replaces
 an object, so the daemon reads the slot back to learn who was first. The pool evicts and loses records like any
-object, so the daemon reads them again from time to time, but only after a look-up with absent keys: only then
+object, so the daemon reads them again from time to time, but only after a lookup with absent keys: only then
 does another layout matter. An idle pool costs nothing.
 
 * `layouts` counts the other layouts seen. The daemon logs each one once, with both identities.
@@ -72,7 +72,7 @@ class LayoutRecords:
         self._looking: asyncio.Task[None] | None = None
 
     def absent(self, name: str) -> None:
-        """Report a look-up's first absent name. Returns at once; the check runs in the background."""
+        """Report a lookup's first absent name. Returns at once; the check runs in the background."""
         if not name.endswith("/0"):
             return
         self._absent.append(name)

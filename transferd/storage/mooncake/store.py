@@ -8,13 +8,13 @@ makes sure that a task is answered in time: it stops waiting and leaves the buff
 *next* call from waiting: it opens if a call reports that the master does not answer, or if a call is overdue, and
 then every call fails at once. We do not use `health_check`: it answers "healthy" with the master dead.
 
-**One data call at a time**, made of everything that has arrived meanwhile (merger.py), with its look-up in the
+**One data call at a time**, made of everything that has arrived meanwhile (merger.py), with its lookup in the
 same thread.
 
-**A put counts only after a look-up.** The library also answers 0 for a key that another client is writing at
+**A put counts only after a lookup.** The library also answers 0 for a key that another client is writing at
 this moment, or never finished writing; it then transfers nothing, and a get finds nothing. So the backend looks up
 the keys of every put. It keeps looking for a missing one for a second, in case another writer needs that time,
-and then overwrites whatever is there. The look-up has a welcome side effect: it leases the new object. So a pool
+and then overwrites whatever is there. The lookup has a welcome side effect: it leases the new object. So a pool
 under pressure evicts older objects first, and a decode node that reads right after a prefill node has stored
 finds the object.
 
