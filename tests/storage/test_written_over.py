@@ -63,6 +63,7 @@ async def test_the_file_is_the_same_and_its_bytes_are_the_new_objects(store: Fil
     assert await read(store, "aa") == (MISSING, b"\xaa" * NBYTES)
     assert await read(store, "bb") == (FOUND, content("bb"))
     assert await read(store, "cc") == (FOUND, content("cc"))
+    await store.close()
     directories = [path for path in (tmp_path / "objects").rglob("*") if path.is_dir() and path.name == "aa"]
     assert directories == [], "the fan directory of the displaced object has gone"
 

@@ -7,7 +7,7 @@
 An object is written under a temporary name and renamed when it is complete, so half an object never
 appears under its name, even if the process is killed. Temporary files found at start belong to dead
 writers (this process holds the lock) and are removed. Files that are not ours are never touched.
-A directory is removed with its last object, so old generations leave nothing behind.
+Directories without objects are removed, many at a time (pruning.py), so old generations leave nothing behind.
 
 Without `fsync` nothing waits for the medium. A killed process loses nothing, because the page cache
 belongs to the kernel; after a power failure the footer's checksum shows which objects are complete.
@@ -36,6 +36,7 @@ from transferd.storage.batch import Damaged
 from transferd.storage.examine import READ_FLAGS, Examination
 from transferd.storage.file_io import NO_DIRECT_IO, CachedIO, DirectIO, read_now
 from transferd.storage.paths import is_directory_of_ours, is_set_aside, is_temporary, name_of, path_of, temporary_of
+from transferd.storage.pruning import Pruning
 
 T = TypeVar("T")
 
@@ -76,6 +77,7 @@ class ObjectDirectory:
         self._lock_path = root / "lock"
         self._objects = f"{root}/objects/"
         self._quarantine = f"{root}/quarantine/"
+        self._pruning = Pruning(self._objects)
         self._fsync = fsync
         self._io = DirectIO() if direct_io else CachedIO()
         self._clock = clock
@@ -220,7 +222,7 @@ class ObjectDirectory:
             if self._fsync:
                 _sync_directory(os.path.dirname(path))
             if spare is not None:
-                self._prune(spare)
+                self._pruning.left(spare)
         except OSError as error:
             for left in (temporary, path):
                 with contextlib.suppress(OSError):
@@ -254,14 +256,6 @@ class ObjectDirectory:
         while self._fsync and len(directory) >= len(self._objects):
             directory = os.path.dirname(directory)
             _sync_directory(directory)
-
-    def _prune(self, path: str) -> None:
-        """After an object has left this path: remove empty directories above it, up to the objects directory."""
-        directory = os.path.dirname(path)
-        with contextlib.suppress(OSError):  # not empty, nearly always
-            while len(directory) > len(self._objects):
-                os.rmdir(directory)
-                directory = os.path.dirname(directory)
 
     def read(self, name: str, data: memoryview) -> bool:
         """Fill `data`. Returns False if there is no such object. Raises Damaged for another length, StorageError."""
@@ -328,7 +322,7 @@ class ObjectDirectory:
             pass
         except OSError as error:
             raise self._translated("remove", error, 0) from error
-        self._prune(path)
+        self._pruning.left(path)
 
     def set_aside(self, name: str) -> str:
         """Move an object into the quarantine and remove the oldest ones there. If the move fails, unlink the object.
@@ -341,7 +335,7 @@ class ObjectDirectory:
         try:
             os.rename(path, kept)
             os.utime(kept)
-            self._prune(path)
+            self._pruning.left(path)
             self._trim_quarantine()
         except FileNotFoundError:
             pass
@@ -359,8 +353,12 @@ class ObjectDirectory:
             if count > QUARANTINE_FILES or total > QUARANTINE_BYTES:
                 os.unlink(path)
 
-    def record_order(self, hottest_first: list[str]) -> None:
-        """Write the order of use into the files' modification times, for the next scan. Best effort."""
+    def finish(self, hottest_first: list[str]) -> None:
+        """The last effect: remove empty directories, and write the order of use into the files' modification times.
+
+        Both are best effort. The next start reads those times.
+        """
+        self._pruning.finish()
         now = int(self._clock.wall() * 1e9)
         for age, name in enumerate(hottest_first[:TOUCH_AT_CLOSE]):
             with contextlib.suppress(OSError):

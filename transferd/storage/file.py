@@ -124,9 +124,7 @@ class FileStorage(IndexedStorage):
         used = itertools.takewhile(lambda item: item[1].touched, self._index.hottest_first())
         order = [name for name, _ in used]
         try:
-            await self._threads.run(
-                Direction.OUT, lambda: self._directory.record_order(order), "record of the order of use"
-            )
+            await self._threads.run(Direction.OUT, lambda: self._directory.finish(order), "end of the store")
         finally:
             self._directory.close()
 
