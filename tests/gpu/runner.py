@@ -32,6 +32,7 @@ from transferd.tiers.segment import remove_stale_segments
 TOTAL_S = 540.0
 START_S = 180.0  # a worker's, where the machine's fabric manager is still starting
 GRACE_S = 10.0  # from the end of a row's time to the end of its process
+END_S = 10.0  # for a process that is done, or was killed, to end
 WHERE = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
@@ -182,11 +183,11 @@ def _listen(reading: int, heard: Callable[[dict[str, Any]], bool], allowed: Call
 def _end(process: subprocess.Popen[bytes], *, killed: bool) -> int | None:
     """The exit code of a worker, whose whole family ends with it; None if it cannot even be killed."""
     with suppress(subprocess.TimeoutExpired):
-        process.wait(min(2.0, GRACE_S) if killed else GRACE_S)
+        process.wait(min(2.0, GRACE_S) if killed else END_S)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     try:
-        return process.wait(GRACE_S)
+        return process.wait(END_S)
     except subprocess.TimeoutExpired:
         return None
 

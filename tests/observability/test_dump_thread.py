@@ -13,10 +13,17 @@ import pytest
 
 from transferd.config import RecorderSection
 from transferd.errors import ConfigError, InvariantError
+from transferd.observability import dump_thread
 from transferd.observability.dump_file import read_dump, write_dump
 from transferd.observability.dump_thread import MOST_FAILURES, DumpThread
 from transferd.observability.recorder import Recorder
 from transferd.runtime.signals import hold_dump_signals
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end waits for the dumps that a test reads, however busy the machine is."""
+    monkeypatch.setattr(dump_thread, "END_S", 60.0)
 
 
 @pytest.fixture(autouse=True)

@@ -41,10 +41,11 @@ tell({"over": True})
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Workers that play, and whose processes are not waited for where they hang."""
+    """Workers that play. Where one hangs, its end is not waited for; one that is done may take its time to end."""
     worker = tmp_path / "worker.py"
     worker.write_text(textwrap.dedent(WORKER))
     monkeypatch.setattr(runner, "GRACE_S", 0.05)
+    monkeypatch.setattr(runner, "END_S", 60.0)
     monkeypatch.setattr(Results, "_facts_of_machine", lambda _: {"cpu": "x"})
     monkeypatch.setattr(Run, "_command", lambda _, to, rows: [sys.executable, str(worker), str(to), *rows])
     return tmp_path / "results"
