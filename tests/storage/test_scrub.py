@@ -221,6 +221,19 @@ def test_an_object_that_was_replaced_while_it_was_read_is_left_alone(tmp_path: P
     assert examination.damage is None
 
 
+def test_an_object_whose_file_held_another_one_while_it_was_read_is_left_alone(tmp_path: Path) -> None:
+    """A full store writes over its files: this one held another object for a while, and came back."""
+    path, good = tmp_path / "object", sealed(1, 3 * PIECE_BYTES)
+    path.write_bytes(good)
+    os.utime(path, ns=(0, 0))  # so that a coarse clock sees what follows, too
+    examination = Examination(name(1), str(path))
+    for step, _ in enumerate(examination.pieces(memoryview(bytearray(PIECE_BYTES)))):
+        with path.open("r+b") as file:  # the same inode
+            file.write(sealed(2, 3 * PIECE_BYTES) if step == 1 else good)
+    assert step == 3
+    assert (examination.damage, examination.gone) == (None, True)
+
+
 @pytest.mark.parametrize("payload_bytes", [0, 1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1])
 def test_every_piece_of_an_object_is_read(tmp_path: Path, payload_bytes: int) -> None:
     path = tmp_path / "object"

@@ -22,8 +22,8 @@ PIECE_BYTES = 1024**2  # large enough for a disk, small enough that a stop can w
 class Examination:
     """The examination of one file. After `pieces` is exhausted, at most one of these is set:
 
-    damage: what is wrong with the object. gone: it was replaced or removed meanwhile. unsealed: it contains nothing
-    to check against. If none is set, the object is intact.
+    damage: what is wrong with the object. gone: it was replaced, removed or written over meanwhile. unsealed: it
+    contains nothing to check against. If none is set, the object is intact.
 
     keep_out: the page cache drops the file afterwards.
     """
@@ -44,13 +44,14 @@ class Examination:
             self.gone = True
             return
         try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
+            opened = os.fstat(fd)
+            if not stat.S_ISREG(opened.st_mode):
                 self.damage = Damage.UNREADABLE
                 return
             # A hint (from Linux 6.3): pages that only a check has read need not stay in the page cache.
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_NOREUSE)
             yield from self._inspect(fd, buffer)
-            if self.damage is not None and not self._still_there(fd):
+            if self.damage is not None and not self._unchanged_since(opened):
                 self.damage, self.gone = None, True
         finally:
             if self.keep_out:
@@ -83,9 +84,16 @@ class Examination:
         except OSError:  # the medium cannot read it
             self.damage = Damage.UNREADABLE
 
-    def _still_there(self, fd: int) -> bool:
-        """Whether the path still names the file that we have open."""
+    def _unchanged_since(self, opened: os.stat_result) -> bool:
+        """Whether the path still names the file that we opened, and nobody has touched that file.
+
+        A full store writes new objects over its files, so the same file may have held another object meanwhile.
+        """
         try:
-            return os.path.samestat(os.stat(self.path, follow_symlinks=False), os.fstat(fd))
+            return _version(os.stat(self.path, follow_symlinks=False)) == _version(opened)
         except OSError:
             return False
+
+
+def _version(file: os.stat_result) -> tuple[int, int, int, int]:
+    return file.st_dev, file.st_ino, file.st_mtime_ns, file.st_ctime_ns
