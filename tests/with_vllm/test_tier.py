@@ -13,7 +13,8 @@ import pytest
 from vllm.v1.kv_offload.base import LookupResult
 
 from tests.with_vllm.pool import Pool, keys
-from transferd.errors import ConfigError
+from transferd.adapters.vllm import tier
+from transferd.errors import ConfigError, StillRunning
 
 
 def objects(place: Path) -> list[Path]:
@@ -124,6 +125,28 @@ def test_a_suspended_daemon_keeps_the_chunks_that_it_may_still_write(place: Path
         pool.manager.on_request_finished(context)
         until(lambda: pool.tier._link.ready)
         pool.forget()
+        assert pool.load(wanted) == [True] * 4
+
+
+def test_a_reset_does_not_wait_forever_for_a_suspended_daemon(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = keys("a", 4)
+    with Pool(timeout=1.0) as pool:
+        pool.store(wanted)
+        pool.forget()
+        context = pool.request()
+        until(lambda: (pool.step(), all(pool.tier.lookup(key, context) is LookupResult.HIT for key in wanted))[1])
+        os.kill(daemon(pool), signal.SIGSTOP)
+        try:
+            assert pool.manager.lookup(wanted[0], context) is LookupResult.HIT_PENDING
+            pool.step()
+            monkeypatch.setattr(tier, "NO_ANSWER_S", 0.0)
+            with pytest.raises(StillRunning, match=r"1 transfers have not ended after 1 s \(load-"):
+                pool.manager.reset_cache()
+            assert pool.manager.lookup(wanted[0], context) is LookupResult.HIT_PENDING, "its row is not given away"
+        finally:
+            os.kill(daemon(pool), signal.SIGCONT)
+        monkeypatch.setattr(tier, "NO_ANSWER_S", 60.0)
+        pool.manager.reset_cache()
         assert pool.load(wanted) == [True] * 4
 
 

@@ -65,6 +65,11 @@ class Link:
         client = self._client
         return client is not None and client.connected and client.boot_id == self._entered
 
+    @property
+    def endpoint(self) -> str:
+        """Where the daemon is, or was when it last answered; "" if none ever did."""
+        return "" if self._client is None else self._client.endpoint
+
     def wait_ready(self, timeout: float) -> bool:
         """Wait until `ready` for the first time."""
         return self._ready.wait(timeout)

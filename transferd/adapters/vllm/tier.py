@@ -5,14 +5,12 @@ which holds the bytes of all workers. The daemon maps that file; a chunk is one 
 the block id. So this class moves no bytes: it turns jobs into tasks and task results into job results.
 
 Everything here runs in vLLM's scheduler process and on its thread, except `_Lookups.batch_lookup` (on a thread of
-vLLM's) and `_Jobs.done` (on the link's).
+vLLM's) and the end of a job (on the link's).
 """
 
 from __future__ import annotations
 
 import logging
-import queue
-import threading
 from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -35,9 +33,11 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from transferd.adapters.vllm import identity
 from transferd.adapters.vllm.companion import DaemonFinder
 from transferd.adapters.vllm.entry import EngineFacts, OfferedMemory
+from transferd.adapters.vllm.jobs import Jobs
 from transferd.adapters.vllm.link import Link, StorageTask
 from transferd.adapters.vllm.memory import shared_memory_at
 from transferd.adapters.vllm.settings import settings
+from transferd.client.client import NO_ANSWER_S
 from transferd.tasks import ReadStorageTask, Status, TaskResult, WriteStorageTask
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class TransferdTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not i
             engine=engine,
         )
         self._link = Link(companion, engine.name, engine.enter)
-        self._jobs = _Jobs()
+        self._jobs = Jobs()
         self._lookups = _Lookups(self._link, tier_type)
         events = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
         self._events: list[OffloadingEvent] | None = [] if events else None
@@ -135,8 +135,7 @@ class TransferdTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not i
         )
 
     def _submit(self, job: TransferJob, task: StorageTask) -> None:
-        self._jobs.began()
-        self._link.submit(task, lambda result: self._jobs.done(job, result))
+        self._link.submit(task, self._jobs.began(job, task.task_id))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         return [self._finished(job, result) for job, result in self._jobs.take()]
@@ -166,8 +165,12 @@ class TransferdTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not i
             self._events.clear()
 
     def drain_jobs(self) -> None:
-        """Wait until no job touches the pool, even if the daemon is silent: while it is alive, it may still write."""
-        self._jobs.wait_idle()
+        """Wait until no job touches the pool. vLLM then uses its rows for others.
+
+        Raises StillRunning if the daemon does not answer in time, because it may still write. vLLM's call then fails,
+        and its pool is not reset.
+        """
+        self._jobs.wait_idle(self._settings.timeout + NO_ANSWER_S, self._link.endpoint)
 
     def shutdown(self) -> None:
         self._lookups.stop()
@@ -193,33 +196,6 @@ class TransferdTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not i
             stats.increase_counter(LOST_CHUNKS, count, (reason,))
         self._not_moved.clear()
         return stats
-
-
-class _Jobs:
-    """Jobs that were submitted and not yet reported. Any thread may call `done`."""
-
-    def __init__(self) -> None:
-        self._finished: queue.SimpleQueue[tuple[TransferJob, TaskResult]] = queue.SimpleQueue()
-        self._running = 0
-        self._idle = threading.Condition()
-
-    def began(self) -> None:
-        with self._idle:
-            self._running += 1
-
-    def done(self, job: TransferJob, result: TaskResult) -> None:
-        self._finished.put((job, result))
-        with self._idle:
-            self._running -= 1
-            self._idle.notify_all()
-
-    def take(self) -> Iterable[tuple[TransferJob, TaskResult]]:
-        while not self._finished.empty():
-            yield self._finished.get_nowait()
-
-    def wait_idle(self) -> None:
-        with self._idle:
-            self._idle.wait_for(lambda: not self._running)
 
 
 class _Lookups(AsyncLookupManager):  # type: ignore[misc]
