@@ -8,22 +8,25 @@ import os
 import queue
 import shutil
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
+from transferd.adapters import packaged
 from transferd.adapters.vllm.companion import DaemonFinder
 from transferd.adapters.vllm.entry import EngineFacts, OfferedMemory
 from transferd.adapters.vllm.link import Link
 from transferd.adapters.vllm.memory import shared_memory_at
 from transferd.client.client import Client
-from transferd.errors import Closed
+from transferd.errors import Closed, RequestError
 from transferd.tasks import ReadStorageTask, Status, TaskResult, WriteStorageTask
 
 pytestmark = pytest.mark.one_loop
@@ -151,6 +154,53 @@ def test_a_killed_daemon_answers_its_tasks_and_is_started_again(engine: OneEngin
         8
     ]
     assert np.array_equal(engine.block(8), engine.block(1))
+
+
+def test_a_rank_that_comes_before_rank_0_has_registered_says_what_it_waits_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Not that vLLM runs without the daemon: this is how every start with several ranks goes."""
+    answers = [RequestError("no engine 'e' is registered", code="unknown_engine")] * 2
+
+    async def offer(rank: int, *_: object, **__: object) -> None:
+        if answers:
+            raise answers.pop()
+        assert rank == 1
+
+    async def nothing(*_: object) -> None: ...
+
+    memory: Any = SimpleNamespace(rank=1, handle=lambda: None, caches=lambda _: None, entered=nothing)
+    facts = EngineFacts("e", "model", "", "identity", 2, BLOCKS, (PAGE, PAGE), memory)
+    finder: Any = SimpleNamespace(find=lambda: "", starting=True, close=lambda _: None)
+    client: Any = SimpleNamespace(
+        connected=True, boot_id="b", outdated=[], endpoint="ipc:///d", offer=offer, wait_ready=nothing, close=nothing
+    )
+    with caplog.at_level(logging.INFO, logger="vllm.transferd"):
+        link = Link(finder, facts.name, facts.enter)
+        link._client = client
+        assert link.wait_ready(WAIT_S)
+        link.close(10.0)
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("INFO", "transferd: waiting until rank 0 has registered the engine with the daemon at ipc:///d"),
+        ("INFO", "transferd: using the daemon at ipc:///d"),
+    ]
+
+
+def test_a_rank_that_starts_no_daemon_waits_for_the_one_that_rank_0_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would call a daemon missing that is about to listen."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.delenv("TRANSFERD_ENDPOINT", raising=False)
+    monkeypatch.setattr(packaged, "DEFAULT_ENDPOINT", f"ipc://{tmp_path}/packaged")
+    finder = DaemonFinder()
+    path = finder.find().removeprefix("ipc://")
+    assert finder.starting
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(path)
+        listening.listen()
+        assert not finder.starting
+    assert not DaemonFinder(endpoint=f"ipc://{path}").starting, "nobody says that one is started there"
 
 
 def test_an_engine_that_the_daemon_gave_up_enters_again_under_the_same_boot() -> None:

@@ -43,7 +43,8 @@ STAGED_BLOCKS = 4  # the least that staging holds, so that storage I/O and copie
 class DaemonFinder:
     """Where the daemon is, and its process if it was started here.
 
-    endpoint, path, capacity: the operator's settings, "" or 0 if not set. block_bytes: the size of the engine's blocks.
+    endpoint, path, capacity: the operator's settings, "" or 0 if not set. engine: None if another process starts
+    the daemon, that of rank 0.
     """
 
     def __init__(
@@ -55,14 +56,16 @@ class DaemonFinder:
             raise ConfigError("path, capacity", what, named)
         self._path, self._capacity, self._engine = path, capacity, engine
         self._endpoint = named
-        self._ours = False  # whether the endpoint is where engines of this user start a daemon
+        self._ours = False  # whether the endpoint is the one where engines of this user start a daemon
         self._process: subprocess.Popen[bytes] | None = None
         self._started = -math.inf
         self._log_file: Path | None = None
 
     @property
     def starting(self) -> bool:
-        """Whether we have started a daemon that does not listen yet."""
+        """Whether a daemon does not listen yet that we have started, or that another process of this engine starts."""
+        if self._engine is None:  # rank 0 starts it, and says so if it cannot
+            return self._ours and nobody_listens(self._endpoint)
         return self._process is not None and self._process.poll() is None and nobody_listens(self._endpoint)
 
     def find(self) -> str:

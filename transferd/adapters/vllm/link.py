@@ -32,6 +32,7 @@ LOOKUP_TIMEOUT_S = 2.0  # after that the blocks count as missing: the engine com
 ANSWER_S = 2 * LOOKUP_TIMEOUT_S  # how long another thread waits for a lookup, even if the link's thread hangs
 WATCH_S = 1.0  # how often the link looks for a lost daemon
 PATIENCE_S = 10.0  # how often a held-back task is logged
+UNREGISTERED = "unknown_engine"
 UNKNOWN = ("daemon_lost", "no_answer")  # codes of results that do not say whether the task still runs
 
 StorageTask = ReadStorageTask | WriteStorageTask
@@ -147,7 +148,11 @@ class Link:
             try:
                 await self._look()
             except (TransferError, OSError) as error:
-                self._tell(f"not in use yet, vLLM runs without it: {error}")
+                if isinstance(error, TransferError) and error.reason == UNREGISTERED:
+                    what = "waiting until rank 0 has registered the engine with the daemon at"
+                    self._tell(f"{what} {self.endpoint}", logging.INFO)  # no fault: this rank was quicker
+                else:
+                    self._tell(f"not in use yet, vLLM runs without it: {error}")
             except Exception as error:  # noqa: BLE001 - out of threads, say; without this watch nobody ever connects again
                 self._tell(f"not in use yet, vLLM runs without it: {error!r}")
             await asyncio.sleep(WATCH_S if self.ready or self._client else WATCH_S / 4)
@@ -217,11 +222,11 @@ class Link:
         if client is not None:
             await client.close()
 
-    def _tell(self, what: str) -> None:
+    def _tell(self, what: str, level: int = logging.WARNING) -> None:
         """Log a problem once, until it changes or is solved."""
         if what != self._told:
             self._told = what
-            log.warning("transferd: %s", what)
+            log.log(level, "transferd: %s", what)
 
 
 def failed(task: StorageTask, code: str, message: str) -> TaskResult:
