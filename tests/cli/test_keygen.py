@@ -54,7 +54,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="already exists"):
         make_keys(tmp_path, "one")
     os.unlink(keys.server_public)
-    with pytest.raises(ConfigError, match="without its other half"):
+    with pytest.raises(ConfigError, match="only one key of this pair exists"):
         make_keys(tmp_path, "two")
 
 

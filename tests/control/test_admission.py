@@ -120,7 +120,7 @@ def test_a_task_at_the_edge_of_what_may_be_asked_is_admitted(task: Task) -> None
         (write(ids=[1]), "length_mismatch: keys has 2 entries, gpu_block_ids 1"),
         (write(ids=[]), "length_mismatch: keys has 2 entries, gpu_block_ids 0"),
         (write(ids=[1, 2, 3]), "length_mismatch: keys has 2 entries, gpu_block_ids 3"),
-        (write("abcdefghi", [1] * 9), "too_many_blocks: 9 blocks, the device has 8"),
+        (write("abcdefghi", [1] * 9), "too_many_blocks: 9 blocks, but the device has only 8"),
         (write(ids=[0, 8]), "id_out_of_range: gpu_block_ids: block 8 is out of range (0 … 7)"),
         (write("abcb"), "duplicate_key: keys names one block twice: 'b'"),
         (write("ab", start_write_block_idx=-1), "bad_value: start_write_block_idx must not be negative, is -1"),
@@ -208,7 +208,7 @@ def test_bounds_are_given_by_name_and_never_change() -> None:
 def test_a_tier_that_this_daemon_does_not_have_is_named() -> None:
     bare = replace(LIMITS, storage=False, direct=False, host_blocks=0)
     storage = 'no_storage_tier: this daemon has no storage tier (storage.backend = "none")'
-    direct = 'no_direct_mode: this daemon hands nothing over directly (pd.mode = "storage")'
+    direct = 'no_direct_mode: this daemon makes no direct transfers (pd.mode = "storage")'
     host = "no_host_tier: this daemon has no host tier (cache.host_blocks = 0)"
     assert [refused(task, bare) for task in (write(), read())] == [storage, storage]
     assert [refused(task, bare) for task in (send(), receive())] == [direct, direct]
@@ -277,7 +277,7 @@ def test_a_prepared_task_says_what_the_others_ask_of_it() -> None:
     assert prepare(task, LIMITS) == Prepared(
         task, task.lane, 3, 600, argument_bytes(task), footprint_of(task, LIMITS), content_hash(task), flush=False
     )
-    with pytest.raises(RequestError, match="the device has 8"):
+    with pytest.raises(RequestError, match="the device has only 8"):
         prepare(write("abcdefghi"), LIMITS)
 
 

@@ -240,7 +240,7 @@ def test_a_task_id_whose_blocks_a_rank_still_holds_is_taken() -> None:
     desk.finish("r", missing=(1,))
     result = desk.answers[desk.submit(read("r", 1, timeout=2.0))]
     assert (result.status, result.retry_after) == (Status.BUSY, 5.0)
-    assert result.error == ErrorInfo("task_id_busy", "this task_id is taken")
+    assert result.error == ErrorInfo("task_id_busy", "this task_id is in use")
 
 
 def test_at_most_256_pushes_wait_for_one_task() -> None:
@@ -248,7 +248,7 @@ def test_at_most_256_pushes_wait_for_one_task() -> None:
     desk = Desk()
     pushes = [desk.submit(write("w", 1)) for _ in range(257)]
     refused = desk.answers[pushes[-1]]
-    assert refused.error == ErrorInfo("task_id_busy", "this task_id is taken")
+    assert refused.error == ErrorInfo("task_id_busy", "this task_id is in use")
     desk.finish("w")
     assert [desk.answers[seq].status for seq in pushes[:-1]] == [Status.OK] * 256
 
@@ -265,11 +265,11 @@ def test_a_conflict_names_80_characters_of_the_id() -> None:
 
 def test_a_round_of_a_task_that_is_not_at_work_is_a_bug_that_tells_its_story() -> None:
     speaker = Speaker()
-    with pytest.raises(InvariantError, match=r"a round of 'w' was merged, which is not running\n\(no notes kept\)"):
+    with pytest.raises(InvariantError, match=r"a round was merged for 'w', which is not running\n\(no notes kept\)"):
         speaker.merge("w", OK, 1.0)
     speaker.submit(read("r", 1))
     speaker.submit(write("w", 1))
-    with pytest.raises(InvariantError, match=r"(?s)a round of 'w' was merged, which is not running.*waits"):
+    with pytest.raises(InvariantError, match=r"(?s)a round was merged for 'w', which is not running.*waits"):
         speaker.merge("w", OK, 1.0)
 
 

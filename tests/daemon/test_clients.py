@@ -12,7 +12,7 @@ from transferd.wire import protocol as wire
 from transferd.wire.transport import ServerTransport
 
 PEER = b"peer"
-STALE = wire.Refused(ErrorInfo(wire.STALE_SESSION, "of an earlier session; say Hello"))
+STALE = wire.Refused(ErrorInfo(wire.STALE_SESSION, "from an earlier session; send Hello"))
 ANSWERS: dict[str, wire.ReplyBody] = {
     "result": wire.Result(TaskResult(task_id="t", status=Status.OK)),
     "value": wire.Value(None),

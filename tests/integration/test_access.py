@@ -422,7 +422,7 @@ async def test_a_group_that_the_daemon_may_not_give_is_refused_and_the_socket_st
 async def test_the_one_who_asks_is_told_of_a_refusal_as_any_other(daemon: Daemon) -> None:
     async with Client(window(daemon)) as client:
         assert (await client.submit(TASK)).status is Status.REJECTED
-        with pytest.raises(TransferError, match="may only look") as refused:
+        with pytest.raises(TransferError, match="observers may only use") as refused:
             await client.pause()
         assert refused.value.reason == "forbidden"
         assert (await client.stats())["boot_id"] == daemon.core.boot_id

@@ -63,7 +63,7 @@ def make_keys(directory: Path, client: str) -> Keys:
         if path.exists():
             raise ConfigError(str(path), "already exists; choose another --client, or remove the file")
     if secret.exists() != public.exists():
-        raise ConfigError(str(secret), "is there without its other half, or the other half alone; remove it")
+        raise ConfigError(str(secret), "only one key of this pair exists; remove it")
     made = not secret.exists()
     try:
         clients.mkdir(mode=0o755, parents=True, exist_ok=True)

@@ -121,7 +121,7 @@ def _tiers(report: dict[str, Any]) -> RenderableType:
     if report["layout"]:
         ranks, block = len(_own_ranks(report)), report["layout"]["block_bytes"]
         blocks, creator = report["layout"]["device_blocks"], report["cache"]["creator"]
-        in_all = f"\n{blocks} blocks a rank, {size(blocks * ranks * block)}, made by the {creator}"
+        in_all = f"\n{blocks} blocks a rank, {size(blocks * ranks * block)}, created by the {creator}"
         table.add_row("\ndevice", "", in_all)
     pinned = "pinned" if host["pinned"] else "not pinned"
     in_host = f"{host['blocks']} blocks a rank, {size(host['bytes'])} in all, {pinned}" if host["blocks"] else "none"

@@ -84,7 +84,7 @@ UNSAYABLE = (ValueError, TypeError, OverflowError)  # raised by encoding: lone s
 NO_SESSION = wire.Welcome(boot_id="", ready=False, version="", generation="", max_message=sys.maxsize)
 
 
-TOO_OLD = "this daemon is older than engines that register; update it, or name no engine"
+TOO_OLD = "this daemon is too old to register engines; update it, or name no engine"
 
 
 class Conversation:

@@ -183,7 +183,7 @@ def _check_write(task: WriteStorageTask, limits: Limits) -> None:
     if ids != keys and not (flush and not ids):  # evicted blocks have no ids
         raise RequestError(f"keys has {keys} entries, gpu_block_ids {ids}", code="length_mismatch")
     if keys > limits.device_blocks and not flush:  # so many would name some block twice
-        raise RequestError(f"{keys} blocks, the device has {limits.device_blocks}", code="too_many_blocks")
+        raise RequestError(f"{keys} blocks, but the device has only {limits.device_blocks}", code="too_many_blocks")
     check_ids(task.gpu_block_ids, limits.device_blocks, "gpu_block_ids", target=False)
     if len(set(task.keys)) != keys:
         twice = next(key for key, times in Counter(task.keys).items() if times > 1)
@@ -205,7 +205,7 @@ def _check_storage(task: ReadStorageTask | WriteStorageTask, start: int, limits:
 
 def _check_direct(task: SendTask | ReceiveTask, limits: Limits) -> None:
     if not limits.direct:
-        raise RequestError('this daemon hands nothing over directly (pd.mode = "storage")', code="no_direct_mode")
+        raise RequestError('this daemon makes no direct transfers (pd.mode = "storage")', code="no_direct_mode")
     if not 0 < len(task.transfer_id) <= MAX_TASK_ID:
         raise RequestError(f"transfer_id must have 1 to {MAX_TASK_ID} characters", code="bad_value")
     if isinstance(task, ReceiveTask) and host_and_port(task.peer) is None:

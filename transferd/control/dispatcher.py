@@ -262,7 +262,7 @@ class Dispatcher:
             what = f"another task was pushed under the id {task_id[:80]!r} before"
             self._refuse(event, Status.REJECTED, ErrorInfo("task_id_conflict", what))
         elif kept is not None and kept.memory_epoch != self._memory_epoch:
-            what = "this task has ended, and the memory that its result speaks of was taken away since"
+            what = "this task has ended, and the memory of its result is gone; push it under a new id"
             self._refuse(event, Status.REJECTED, ErrorInfo("cache_gone", what))
         elif kept is not None:
             self._recorder.aside(task_id, "repeated", event.client)
@@ -271,7 +271,7 @@ class Dispatcher:
             self._recorder.aside(task_id, "joined", event.client)
             record.waiters.append((event.client, event.seq))
         else:  # a straggling rank still holds its blocks, or it has too many waiters
-            self._refuse(event, Status.BUSY, ErrorInfo("task_id_busy", "this task_id is taken"), RETRY_AFTER_S[1])
+            self._refuse(event, Status.BUSY, ErrorInfo("task_id_busy", "this task_id is in use"), RETRY_AFTER_S[1])
         return True
 
     def _admit(self, event: ev.TaskSubmitted, prepared: Prepared) -> None:
@@ -341,7 +341,7 @@ class Dispatcher:
         record = self._records.get(event.task_id)
         if record is None or record.state not in AT_WORK:
             raise InvariantError(
-                f"a round of {event.task_id!r} was merged, which is not running\n{self._recorder.story(event.task_id)}"
+                f"a round was merged for {event.task_id!r}, which is not running\n{self._recorder.story(event.task_id)}"
             )
         self._lanes.spent(record, event.now)
         record.straggling.update(event.missing)

@@ -38,9 +38,9 @@ class HostBudget:
         """
         what = f"the engine {name!r} needs {nbytes} bytes of host memory (host_blocks, staging)"
         if nbytes > self.each:
-            raise RequestError(f"{what}, one may have {self.each} (engines.host_memory_each)", code="no_room")
+            raise RequestError(f"{what}, but one may have {self.each} (engines.host_memory_each)", code="no_room")
         if nbytes > self.left:
-            told = f"{what}, {self.left} are left of {self.most} for all engines (engines.host_memory)"
+            told = f"{what}, but only {self.left} are left of {self.most} for all engines (engines.host_memory)"
             raise TransferError(told, code="no_room")
         self._booked[holder] = nbytes
 

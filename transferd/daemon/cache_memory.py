@@ -135,7 +135,7 @@ class CacheMemory:
             return "the daemon is starting"
         if not self.missing:
             return ""
-        who = "no engine has offered" if self.creator is Creator.ENGINE else "the daemon has not made"
+        who = "no engine has offered" if self.creator is Creator.ENGINE else "the daemon has not created"
         return f"{who} the memory of {_ranks(self.missing)}"
 
     def statistics(self) -> dict[str, Any]:
@@ -187,7 +187,7 @@ class CacheMemory:
         held = self._rank(rank)
         if epoch not in (0, self.epoch):
             self._mappings.outdate(client, rank)
-            what = f"the memory of rank {rank} that is mapped is of epoch {epoch}, now it is {self.epoch}: attach again"
+            what = f"the memory mapped for rank {rank} is from epoch {epoch}, it is now {self.epoch}; attach again"
             raise RequestError(what, code="stale_epoch")
         if not held.present:
             raise TransferError(f"rank {rank} has no memory now: {self.why}", code="not_ready")

@@ -221,7 +221,7 @@ class Engines:
                 self.hold(client)
                 return {"epoch": there.cache.epoch, "registered": there.first_epoch}
         if there is not None or name in self._building:
-            what = f"an engine {name!r} is already registered, and a client of it is alive"
+            what = f"an engine {name!r} is already registered, and one of its clients is alive"
             raise RequestError(what, code="engine_exists")
         self._check_room(name)
         if len(asked.token) < LEAST_TOKEN:

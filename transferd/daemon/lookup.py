@@ -90,5 +90,5 @@ class Lookup:
             raise RequestError("this daemon keeps no open token index", code="no_token_index")
         block_size = self._block_size
         if len(path) // block_size > MAX_MATCH_KEYS:
-            raise RequestError(f"a path of more than {MAX_MATCH_KEYS} blocks", code="bad_value")
+            raise RequestError(f"the path has more than {MAX_MATCH_KEYS} blocks, the limit", code="bad_value")
         return index.locate([block_hash(key) for key in block_keys(path, block_size, partial=False)])

@@ -162,7 +162,7 @@ class Server:
         # A Bye is valid in any session of its connection: an undeliverable answer may have begun a newer one.
         oldest = client.first_session if isinstance(body, wire.Bye) else client.session
         if not oldest <= request.session <= client.session and request.session != wire.ANY_SESSION:
-            self._refuse(peer, wire.Malformed("of an earlier session; say Hello", code=wire.STALE_SESSION, seq=seq))
+            self._refuse(peer, wire.Malformed("from an earlier session; send Hello", code=wire.STALE_SESSION, seq=seq))
             return
         if not client.holds and isinstance(body, HOLD):
             self._engines.hold(client)
@@ -179,7 +179,7 @@ class Server:
     def _observer_may(self, peer: bytes, seq: int, body: wire.Body) -> bool:
         """Whether an observer may make this request now. If not, it gets a refusal."""
         if not isinstance(body, OBSERVERS_MAY):
-            what = "who connects here may only look: ping, stats, explain, tasks, clients"
+            what = "observers may only use ping, stats, explain, tasks and clients"
             task_id = body.task_id if isinstance(body, Task) else None
             self._refuse(peer, wire.Malformed(what, code="forbidden", seq=seq, task_id=task_id))
             return False
@@ -354,8 +354,8 @@ class Server:
         try:
             self._send(peer, seq, wire.Value(value))
         except (TypeError, ValueError, OverflowError) as error:
-            log.error("an answer cannot be put on the wire", problem=str(error))
-            self._refused(peer, seq, InvariantError(f"the answer cannot be put on the wire: {error}"))
+            log.error("cannot encode an answer (bug)", problem=str(error))
+            self._refused(peer, seq, InvariantError(f"cannot encode the answer: {error}"))
 
     def _refused(self, peer: bytes, seq: int, error: TransferError, kind: type | None = None) -> None:
         """Send a refusal. kind: the type of the request, if its refusal may be logged."""
@@ -390,7 +390,7 @@ class Server:
     def _check_waiting(self, peer: bytes, nbytes: int = 0) -> None:
         """Raise `too_many_requests` unless one more request may wait."""
         if self._waiting_bytes and self._waiting_bytes + nbytes > MAX_WAITING_BYTES:
-            told = f"requests that wait hold {self._waiting_bytes} bytes already; ask again later"
+            told = f"waiting requests already hold {self._waiting_bytes} bytes; try again later"
             raise TransferError(told, code="too_many_requests")
         waiting = self._clients[peer].waiting
         for count, limit in ((len(waiting), MAX_WAITING_PER_CLIENT), (len(self._waiting), MAX_WAITING_REQUESTS)):
@@ -426,7 +426,7 @@ class Server:
         """Refuse a request that raised an unexpected error: the machine is out of memory, or we have a bug."""
         if isinstance(error, MemoryError):
             log.error("out of memory for a request", client=peer.hex())
-            self._refused(peer, seq, OutOfMemory("no memory to carry it out; try again later"))
+            self._refused(peer, seq, OutOfMemory("not enough memory for this request; try again later"))
             return
         log.error("unhandled exception while handling a request (bug)", exc_info=error)
         self._refused(peer, seq, InvariantError(f"{type(error).__name__}: {error}"))

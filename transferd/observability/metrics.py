@@ -43,11 +43,11 @@ BREAKER_STATES = ("closed", "open", "half_open")
 # Counters that only some backends have, with their help texts.
 _STORAGE_EVENTS = {
     "wrong_length": "Objects of another length than expected, made unreachable",
-    "waited_for_room": "Objects that a full pool was asked to take again",
+    "waited_for_room": "Objects that were retried because the pool was full",
     "contested": "Stored objects that could not be found yet: another client was writing them",
-    "taken_over": "Objects written over a write that had not come to its end",
-    "held": "Objects whose buffers were held back after a transfer that did not end",
-    "other_layout": "Look-ups whose first absent key is stored in another layout of the model",
+    "taken_over": "Objects that replaced another client's unfinished write",
+    "held": "Objects whose buffers were held because a transfer did not end",
+    "other_layout": "Lookups whose first absent key is stored in another layout of the model",
     "breaker_opened": "Times that storage did not answer",
 }
 
@@ -77,7 +77,7 @@ class _StatsCollector:
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
-        yield InfoMetricFamily("transferd_build", "Which version this is", {"version": stats["version"]})
+        yield InfoMetricFamily("transferd_build", "The daemon's version", {"version": stats["version"]})
         yield from self._daemon(stats)
         yield from self._ranks(stats)
         yield from self._engines(stats.get("engines", {}))
@@ -86,14 +86,14 @@ class _StatsCollector:
         if "batches" in stats["events"]:
             yield from self._events(stats["events"])
         if stats["traces"]:
-            yield _counter("transferd_traces", "Traces of tasks, by what became of them", ["outcome"], stats["traces"])
+            yield _counter("transferd_traces", "Traces of tasks, by outcome", ["outcome"], stats["traces"])
 
     def _daemon(self, stats: dict[str, Any]) -> Iterator[Metric]:
         yield _gauge("transferd_uptime_seconds", "Seconds since the start", stats["uptime_s"])
         yield _gauge("transferd_ready", "1 when every rank is ready and tasks are admitted", not self._not_ready())
         yield _gauge("transferd_tasks_queued", "Tasks admitted and not running", stats["queued"])
         yield _gauge("transferd_tasks_running", "Tasks running", stats["running"])
-        yield _gauge("transferd_tasks_straggling", "Answered tasks that a rank still holds on to", stats["straggling"])
+        yield _gauge("transferd_tasks_straggling", "Answered tasks that a rank still works on", stats["straggling"])
         yield _counter(
             "transferd_tasks",
             "Tasks answered, by final status",
@@ -116,16 +116,16 @@ class _StatsCollector:
         yield _counter("transferd_clients_lost", "Clients that fell silent", [], {"": stats["server"]["clients_lost"]})
         yield _counter("transferd_messages", "Messages received", [], {"": stats["server"]["messages"]})
         yield _counter(
-            "transferd_undeliverable", "Answers whose client had gone", [], {"": stats["server"]["undeliverable"]}
+            "transferd_undeliverable", "Answers whose client was gone", [], {"": stats["server"]["undeliverable"]}
         )
         yield _counter(
             "transferd_effects_failed",
-            "Decisions whose carrying out raised: a bug",
+            "Instructions whose effect raised an exception (a bug)",
             ["effect"],
             dict.fromkeys(EFFECTS, 0) | stats["effects_failed"],
         )
         yield _counter("transferd_log_dropped", "Log lines that were lost", [], {"": stats["log_dropped"]})
-        yield _counter("transferd_log_left_out", "Log lines that came too often", [], {"": stats["log_left_out"]})
+        yield _counter("transferd_log_left_out", "Log lines beyond the rate limit", [], {"": stats["log_left_out"]})
 
     def _engines(self, engines: dict[str, Any]) -> Iterator[Metric]:
         """Metrics of each present engine, which end with it. `transferd_tasks` keeps counting over all engines."""
@@ -148,8 +148,8 @@ class _StatsCollector:
     def _ranks(self, stats: dict[str, Any]) -> Iterator[Metric]:
         names = ["rank", "lane"]
         running = GaugeMetricFamily("transferd_lane_running", "Tasks running on a rank", labels=names)
-        done = CounterMetricFamily("transferd_lane_done", "Tasks a rank has done", labels=names)
-        failed = CounterMetricFamily("transferd_lane_failed", "Tasks a rank has failed", labels=names)
+        done = CounterMetricFamily("transferd_lane_done", "Tasks that a rank has completed", labels=names)
+        failed = CounterMetricFamily("transferd_lane_failed", "Tasks that failed on a rank", labels=names)
         moved = CounterMetricFamily("transferd_lane_bytes", "Bytes a rank has moved", labels=names)
         for rank in stats["ranks"]:
             if rank.get("engine", DEFAULT_ENGINE) != DEFAULT_ENGINE:
@@ -168,7 +168,7 @@ class _StatsCollector:
         yield _gauge("transferd_host_pool_pinned", "1 when the host tier is locked in memory", host["pinned"])
         for key, text in (("capacity", "there is"), ("used", "in use"), ("peak", "used at most")):
             yield _gauge(f"transferd_staging_{key}_bytes", f"Staging memory {text}, all ranks", staging[key])
-        owned = GaugeMetricFamily("transferd_memory_bytes", "Memory of the daemon, by what for", labels=["owner"])
+        owned = GaugeMetricFamily("transferd_memory_bytes", "Memory of the daemon, by purpose", labels=["owner"])
         for owner, nbytes in stats["memory"].items():
             owned.add_metric([owner], nbytes)
         yield owned

@@ -66,7 +66,7 @@ class TaskMetrics:
         for name, lane in self._lanes.items():
             for stage, seconds in lane.stages.items():
                 stages.add_metric([str(name), stage], seconds)
-        text = "Tasks that were not done at their deadline, by what took most of their time"
+        text = "Tasks that missed their deadline, by the stage that took most of their time"
         missed = CounterMetricFamily("transferd_deadlines_missed", text, labels=["kind", "cause"])
         for name, lane in self._lanes.items():
             for cause, count in lane.missed.items():

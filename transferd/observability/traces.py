@@ -143,7 +143,7 @@ class Traces:
         try:
             made = spans.of(answered)
             good = not made or self._exporter.export(made) is SpanExportResult.SUCCESS
-            problem = "it refuses, or does not answer"
+            problem = "the collector refused them, or did not answer"
         except Exception as error:  # noqa: BLE001 - a collector, or its library, must not end the thread
             good, problem = False, f"{type(error).__name__}: {error}"
         if good:

@@ -294,7 +294,7 @@ class IndexedStorage(Storage):
             leaving = self._index.commit(write.blob.name)
             self._counts["evicted_shrink"] += 0 if ended else len(leaving)
             if leaving and write.blob.name in {victim.name for victim in leaving}:
-                write.error = StorageFull(f"it made room for others as soon as it was stored: they fill {self._bound}")
+                write.error = StorageFull(f"it was evicted as soon as it was stored: other objects fill {self._bound}")
         else:
             self._index.release(write.blob.name)
         for victim in write.victims:

@@ -215,5 +215,5 @@ class Account:
 def require(part: T | None) -> T:
     """`part`, which admission has checked to exist. Raises InvariantError if it is None."""
     if part is None:
-        raise InvariantError("admission let a task through that needs a tier this daemon does not have")
+        raise InvariantError("admission accepted a task that needs a tier this daemon does not have")
     return part

@@ -164,7 +164,7 @@ class RankWorker:
         moved = [position for position in outcome.moved if storage.holds(names[position])]
         if len(moved) == len(outcome.moved):
             return outcome
-        what = f"{len(outcome.moved) - len(moved)} blocks had to make room for others"
+        what = f"{len(outcome.moved) - len(moved)} blocks were evicted to make room for others"
         return msgspec.structs.replace(outcome, moved=moved, error=outcome.error or ErrorInfo(StorageFull.code, what))
 
     def start(self, job: Job, arrive: Arrive, died: Died) -> None:

@@ -80,5 +80,5 @@ def _run(
     else:
         harness.show(tree, Console())
     if interrupted:
-        progress.print("interrupted: this is what was measured by then")
+        progress.print("interrupted: these rows were measured before")
         raise typer.Exit(INTERRUPTED)
