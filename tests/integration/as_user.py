@@ -50,7 +50,7 @@ async def ask(endpoint: str, timeout: float, engine: str, actions: list[str]) ->
     try:
         for name in actions:
             try:
-                result = await asyncio.wait_for(ACTIONS[name](client), 10)
+                result = await asyncio.wait_for(ACTIONS[name](client), 60)
             except TransferError as error:
                 told[name] = error.reason
             else:

@@ -265,7 +265,7 @@ class Peer:
 
     async def ask(self, body: wire.Body, seq: int = 1) -> wire.ReplyBody:
         await self.socket.send(wire.encode_request(seq, body))
-        reply = wire.decode_reply(await asyncio.wait_for(self.socket.recv(), 10))
+        reply = wire.decode_reply(await asyncio.wait_for(self.socket.recv(), 60))
         assert reply.seq == seq
         return reply.body
 

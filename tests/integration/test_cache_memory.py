@@ -341,7 +341,7 @@ def test_the_blocking_client_has_it_too(tmp_path: Path, endpoint: str) -> None:
     async def main() -> None:
         started, done = asyncio.Event(), asyncio.Event()
         serving = asyncio.ensure_future(serve(started, done))
-        await asyncio.wait_for(started.wait(), 10)
+        await asyncio.wait_for(started.wait(), 60)
         try:
             await asyncio.wait_for(asyncio.to_thread(use), 30)
         finally:

@@ -321,7 +321,7 @@ async def test_pending_futures_of_a_killed_daemon_end_as_daemon_lost(tmp_path: P
         await client.pause()
         pending = await client.push(write("w", [0]))
         process.kill()
-        result = await asyncio.wait_for(pending, 10)
+        result = await asyncio.wait_for(pending, 60)
         assert (result.status, result.error and result.error.code) == (Status.FAILED, "daemon_lost")
 
 

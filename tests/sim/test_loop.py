@@ -355,7 +355,7 @@ def test_another_thread_cannot_call_in() -> None:
 
         thread = threading.Thread(target=intrude)
         thread.start()
-        thread.join(10)
+        thread.join(60)
         return errors
 
     assert len(simulate(main, 0)) == 1

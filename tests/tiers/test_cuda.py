@@ -166,7 +166,7 @@ async def test_copies_wait_for_what_the_engine_has_recorded(threads: ThreadPools
             await asyncio.wait({copying}, timeout=0.05)
             assert not copying.done()
             engine.synchronize_stream(stream)  # now it is done
-            await asyncio.wait_for(copying, 10)
+            await asyncio.wait_for(copying, 60)
             assert made.block(0) == b"\x5a" * LAYOUT.block_bytes
             engine.fill(cache, 0x11, LAYOUT.device.extent, stream)  # reads and writes of the next step
             engine.record(event, stream)
@@ -174,7 +174,7 @@ async def test_copies_wait_for_what_the_engine_has_recorded(threads: ThreadPools
             await asyncio.wait({loading}, timeout=0.05)
             assert not loading.done(), "a load overwrites nothing that is still in use"
             engine.synchronize_stream(stream)
-            await asyncio.wait_for(loading, 10)
+            await asyncio.wait_for(loading, 60)
             await made.tier.copy_out(made.outward([5, 6], [7, 8]), made.pool.memory)
             assert made.block(7) == made.block(1)
             assert made.block(8) == b"\x11" * LAYOUT.block_bytes
@@ -441,8 +441,8 @@ async def test_a_copy_that_is_stopped_moves_nothing_more_and_says_so_when_nothin
         await asyncio.sleep(0)
         assert not copying.done(), "some of it moves"
         gpu.go.set()
-        assert not await asyncio.wait_for(copying, 10)
-        assert not await asyncio.wait_for(queued, 10)
+        assert not await asyncio.wait_for(copying, 60)
+        assert not await asyncio.wait_for(queued, 60)
         assert not any(gpu._streams.values()), "nothing moves any more"
         assert gpu.count("launch") <= launched + 1 < 2 * len(BLOCKS), "and the rest was never submitted"
         assert await made.there_and_back(), "and the next copy works"
@@ -457,7 +457,7 @@ async def test_a_rank_whose_device_hangs_holds_up_no_other(threads: ThreadPools)
             asyncio.ensure_future(first.tier.copy_in(first.inward([n], [n]), first.pool.memory)) for n in range(8)
         ]
         await asyncio.to_thread(hung.asked.wait, 30)
-        assert await asyncio.wait_for(second.there_and_back(), 10)
+        assert await asyncio.wait_for(second.there_and_back(), 60)
         assert not any(copying.done() for copying in copies)
         assert first.tier.resources.inward.waiting_s > 0
         hung.go.set()
@@ -603,12 +603,12 @@ async def test_an_engine_that_dies_before_its_event_keeps_the_memory_and_a_close
     await asyncio.sleep(0)
     withdrawn.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(withdrawn, 10)
+        await asyncio.wait_for(withdrawn, 60)
     with pytest.raises(TierError, match="never reached the engine's event") as caught:
         await tier.close()
     assert caught.value.reason == "device_stuck"
     with pytest.raises(Closed):
-        await asyncio.wait_for(copying, 10)
+        await asyncio.wait_for(copying, 60)
     assert cache in gpu.memory.owned, "nothing is freed while something is on the device"
     assert gpu.wrong() == [], "and nothing was called that waits for it"
     with engine.current(engine.retain(0)):

@@ -193,7 +193,7 @@ class Rig:
     async def ended(self, job: Job) -> RankOutcome:
         """Its outcome, once its task on the loop has ended altogether."""
         if self.worker._jobs:
-            await asyncio.wait_for(asyncio.wait(self.worker._jobs), 10)
+            await asyncio.wait_for(asyncio.wait(self.worker._jobs), 60)
         outcome = self.outcome(job)
         assert outcome is not None
         return outcome

@@ -181,7 +181,7 @@ os._exit(0)  # a close would wait for the master once more
             process.stdin.flush()
             assert process.stdout.readline() == "[-900]\n"
             process.stdin.close()
-            assert process.wait(10) == 0
+            assert process.wait(60) == 0
             assert process.stderr.read() == ""
         finally:
             process.kill()
