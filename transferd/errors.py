@@ -194,6 +194,6 @@ class Closed(TransferError):
 
 
 class InvariantError(TransferError):
-    """A bug in transferd. The message tells the story of the task that hit it."""
+    """A bug in transferd. The message includes the story of the task that hit it."""
 
     code = "internal"

@@ -1,4 +1,4 @@
-"""The packaged daemon: whether an engine uses it when its operator names no other one."""
+"""Decides whether an engine uses the packaged daemon, if its operator names no endpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def packaged_endpoint(engine: str, log: logging.Logger) -> str:
     """The packaged daemon's endpoint if it listens and runs as this user or as root; "" if it does not.
 
     Another user's daemon cannot open this user's memory: segments in /dev/shm have mode 0600, and CUDA shares memory
-    only among processes of one user. A warning says so. engine: its name for that line.
+    only among processes of one user. If so, this logs a warning. engine: the engine's name for the warning.
     """
     if nobody_listens(DEFAULT_ENDPOINT):
         return ""
@@ -21,7 +21,7 @@ def packaged_endpoint(engine: str, log: logging.Logger) -> str:
     try:
         owner = os.stat(path).st_uid
     except FileNotFoundError:
-        return ""  # it has just ended
+        return ""  # the daemon has just ended
     except OSError as error:
         why = f"this user may not connect to it ({error.strerror})"
     else:
@@ -39,9 +39,9 @@ def packaged_endpoint(engine: str, log: logging.Logger) -> str:
 def nobody_listens(endpoint: str) -> bool:
     """Whether no process has the unix socket open. False if this cannot be known: another transport, no permission.
 
-    The daemon sees no connection: it would report one that says nothing as a failed handshake. A datagram socket
-    cannot connect to the daemon's, and the kernel's error tells whether there is one. (gVisor's kernel always answers
-    "refused"; only a connection tells there.)
+    We make no connection, because the daemon would report a silent one as a failed handshake. Instead we try to connect
+    a datagram socket, which must fail, and the kernel's error shows whether a process listens. (gVisor's kernel always
+    answers "refused", so there we make a connection.)
     """
     scheme, _, path = endpoint.partition("://")
     if scheme != "ipc":
@@ -56,5 +56,5 @@ def _refused(path: str, kind: socket.SocketKind) -> bool:
     except (FileNotFoundError, ConnectionRefusedError):
         return True
     except OSError:
-        return False  # it is of another kind, its queue is full, or we may not connect
+        return False  # a process listens (the socket is of another kind), its queue is full, or we may not connect
     return False

@@ -11,7 +11,7 @@ ObjectFormat they use. `storage/divided.py` splits and joins blocks that are sev
 FastDeploy's names are `prefix{version}_{hash}_{rank}_{plane}`, where plane is key, value, key_scale or value_scale.
 Its objects hold raw bytes: all layers of one plane, one after the other, as its cache_transfer_manager.py and
 swap_cache_layout.cu lay them out. `indexer` (DSA) is our addition: FastDeploy does not store it. Such a name
-contains neither model nor tensor-parallel size nor dtype, and the object has nothing that tells damage from data.
+contains neither model nor tensor-parallel size nor dtype, and nothing in the object shows damage.
 docs/fastdeploy.md describes the cost.
 """
 

@@ -163,7 +163,7 @@ class LruIndex:
         self._restored = Use()
         self._number = _ADOPTED
 
-    # --- what there is ------------------------------------------------------------------------------
+    # --- lookups ------------------------------------------------------------------------------------
 
     def __contains__(self, name: object) -> bool:
         return name in self._present

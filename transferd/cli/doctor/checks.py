@@ -89,7 +89,7 @@ def memlock(patient: Patient) -> Finding:
 
 
 def engines(patient: Patient) -> Finding:
-    """The memory that engines may register, besides what the daemon takes itself."""
+    """The memory that registering engines may take, besides the daemon's own."""
     most, each = host_memory(patient.config, patient.plan.sizes)
     there = max(0, available_memory() - patient.plan.sizes.memory)
     what = f"{size(most)} of host memory for all that register, {size(each)} for each"
