@@ -18,8 +18,9 @@ from transferd.daemon import process
 from transferd.daemon.daemon import Daemon
 from transferd.errors import TierError, TransferError
 from transferd.tasks import SwapInTask, SwapOutTask
-from transferd.tiers import populate
+from transferd.tiers import populate, segment
 from transferd.tiers.pinned import HostRegion
+from transferd.tiers.segment import SharedSegment
 from transferd.tiers.shm import ShmDeviceTier
 
 # 1 MiB a block: smaller ones are copied on the loop, and need no thread.
@@ -28,24 +29,24 @@ HOST = {"staging": "8MiB"}
 
 
 class Held:
-    """Calls of one method that do not return until `go`, whoever makes them from now on.
+    """Calls of one function that do not return until `go`, whoever makes them from now on.
 
-    inside: whose call it is, in the order of the calls. errors: what calls raise then, by their place in that order.
+    inside: their first arguments, in the order of the calls. errors: what calls raise then, by their place there.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: type[Any], name: str) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> None:
         self.inside: list[Any] = []
         self.errors: dict[int, Exception] = {}
         self._go = threading.Event()
         self._real = getattr(owner, name)
 
-        def held(memory: Any) -> Any:
+        def held(*arguments: Any) -> Any:
             position = len(self.inside)
-            self.inside.append(memory)
+            self.inside.append(arguments[0])
             assert self._go.wait(60)
             if position in self.errors:
                 raise self.errors[position]
-            return self._real(memory)
+            return self._real(*arguments)
 
         monkeypatch.setattr(owner, name, held)
 
@@ -54,7 +55,7 @@ class Held:
 
 
 @contextlib.asynccontextmanager
-async def held(monkeypatch: pytest.MonkeyPatch, owner: type[Any], name: str) -> AsyncIterator[Held]:
+async def held(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> AsyncIterator[Held]:
     with monkeypatch.context() as patch:
         calls = Held(patch, owner, name)
         try:
@@ -158,6 +159,36 @@ async def test_the_device_memory_of_all_ranks_is_made_at_once(endpoint: str, mon
         await own.clear_cache()
         await own.restore_cache("G2")
         assert (await own.stats())["ready"]
+
+
+async def test_shared_memory_is_made_and_freed_beside_engines(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of [cache], which the daemon makes, and the daemon's mapping of an engine's, which may be the last."""
+    async with (
+        running(endpoint, cache=CACHE, host=HOST),
+        Client(endpoint) as own,
+        serving(endpoint, "a", layout=LARGE) as (a, memory),
+    ):
+        async with held(monkeypatch, SharedSegment, "close") as closes:
+            clearing = asyncio.ensure_future(own.clear_cache())
+            await until(lambda: len(closes.inside) == RANKS, "all ranks' memory is freed at once")
+            await swapped(a, memory, 0x10)
+            assert not clearing.done()
+            closes.go()
+            await clearing
+        async with held(monkeypatch, segment, "_allocate") as allocations:
+            restoring = asyncio.ensure_future(own.restore_cache("G2"))
+            await until(lambda: len(allocations.inside) == RANKS, "all ranks' memory is made at once")
+            await swapped(a, memory, 0x20)
+            assert not restoring.done()
+            allocations.go()
+            await restoring
+        async with serving(endpoint, "b") as (b, _), held(monkeypatch, SharedSegment, "close") as closes:
+            leaving = asyncio.ensure_future(b.unregister())
+            await until(lambda: len(closes.inside) == 1, "the mapping of its memory ends")
+            await swapped(a, memory, 0x30)
+            assert not leaving.done()
+            closes.go()
+            await leaving
 
 
 async def test_memory_that_cannot_be_freed_is_named_and_the_stop_ends(

@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
+from tests.integration.own_memory import OwnMemory
 from transferd import Client, Status, SwapInTask, SwapOutTask, WriteStorageTask
 from transferd.blocks.layout import build_layout
 from transferd.config import Config, from_tree
 from transferd.daemon.daemon import Daemon
 from transferd.runtime.threads import CLOSE_S, Direction, ThreadPools
 from transferd.tiers.segment import attach_arrays
-from transferd.tiers.shm import ShmDeviceTier
 
 T = TypeVar("T")
 RANKS = 2
@@ -29,7 +29,7 @@ CACHE = {"ranks": RANKS, "layers": 2, "kv_heads": 8, "head_dim": 64, "block_size
 
 
 class HeldThreads:
-    """Threads that begin a piece of work when the test lets them, in the order in which it was given."""
+    """Threads that begin a copy when the test lets them, in the order in which it was given."""
 
     def __init__(self) -> None:
         self._threads = ThreadPools(2)
@@ -40,7 +40,7 @@ class HeldThreads:
         self._threads.open()
 
     def run(self, direction: Direction, function: Callable[[], T], what: object = None) -> asyncio.Future[T]:
-        if not self.holding:
+        if not self.holding or direction is Direction.SETUP:
             return self._threads.run(direction, function, what)
         gate = asyncio.Event()
         self.held.append(gate)
@@ -79,21 +79,19 @@ class World:
         self.threads = HeldThreads()
         self.daemon = Daemon(self.config, threads=self.threads)
         self.client = Client(f"ipc://{tmp_path}/t.sock", await_ready=False)
-        self._engine: list[ShmDeviceTier] = []
+        self._engine: OwnMemory | None = None
         self.caches: list[dict[str, list[np.ndarray[Any, Any]]]] = []
 
     async def open(self) -> None:
         await self.daemon.open()
         await self.client.connect()
         if self.config.cache.ownership == "attach":
-            layout = build_layout(self.config.cache)
+            self._engine = await OwnMemory(build_layout(self.config.cache), RANKS).__aenter__()
             for rank in range(RANKS):
-                self._engine.append(ShmDeviceTier(layout, rank, 0, self.threads))
-                await self._engine[rank].open()
                 early = await self.client.submit(swap_out("early", 0, 0))
                 assert early.error is not None
                 assert early.error.code == "starting", "nothing is swapped before every rank is attached"
-                await self.client.offer(rank, self._engine[rank].handle())
+                await self.client.offer(rank, self._engine.handle(rank))
         await self.client.wait_ready()
         for rank in range(RANKS):
             self.caches.append(attach_arrays(self.daemon.default.cache.handle(b"test", rank).data))
@@ -102,8 +100,8 @@ class World:
         self.threads.release()
         await self.client.close()
         await self.daemon.stop(lambda: 5.0)
-        for tier in self._engine:
-            await tier.close()
+        if self._engine is not None:
+            await self._engine.__aexit__()
 
     def paint(self, block: int, colour: int) -> None:
         for cache in self.caches:

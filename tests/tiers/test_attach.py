@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +19,7 @@ from transferd.blocks.layout.base import Segment as BlockSegment
 from transferd.config import CacheSection
 from transferd.errors import RequestError, TierError
 from transferd.runtime.threads import ThreadPools
+from transferd.tiers import segment
 from transferd.tiers.arrays import describe
 from transferd.tiers.base import DeviceHandle, DeviceTier
 from transferd.tiers.owner import as_data, this_process
@@ -62,6 +67,35 @@ def moved_apart() -> tuple[list[dict[str, Any]], int]:
         place["shape"][0] += 2
         end += place["shape"][0] * part.nbytes + 4 - part.nbytes * place["shape"][0] % 4 + 12
     return places, end
+
+
+async def test_memory_whose_making_is_called_off_can_be_freed(
+    tier: DeviceTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread makes it, and ends what it has begun: nobody else knows of the memory, or of its name."""
+    began, go, allocate = asyncio.Event(), threading.Event(), segment._allocate
+    loop = asyncio.get_running_loop()
+
+    def held(fd: int, nbytes: int) -> None:
+        loop.call_soon_threadsafe(began.set)
+        assert go.wait(60)
+        allocate(fd, nbytes)
+
+    def names() -> list[Path]:
+        return list(DIRECTORY.glob(f"{PREFIX}{os.getpid()}.{id(tier):x}.*"))
+
+    monkeypatch.setattr(segment, "_allocate", held)
+    opening = asyncio.ensure_future(tier.open())
+    try:
+        await began.wait()
+        opening.cancel()
+    finally:
+        go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    assert len(names()) == 1
+    await tier.close()
+    assert names() == []
 
 
 async def test_blocks_go_between_host_memory_and_what_the_engine_made(tier: DeviceTier, engine: ShmDeviceTier) -> None:

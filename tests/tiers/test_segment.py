@@ -9,7 +9,9 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,8 +19,9 @@ import numpy as np
 import pytest
 
 from transferd.errors import RequestError, TierError
+from transferd.tiers import populate
 from transferd.tiers import segment as module
-from transferd.tiers.segment import DIRECTORY, PREFIX, SharedSegment, attach_arrays, remove_stale_segments
+from transferd.tiers.segment import DIRECTORY, PREFIX, SharedSegment, attach_arrays, remove_stale_segments, unlink_all
 
 OWNER = """
 import sys
@@ -89,10 +92,54 @@ def test_a_name_in_use_is_refused_and_left_alone() -> None:
     segment.close()
 
 
-def test_more_memory_than_there_is_is_an_error_and_not_a_signal_later() -> None:
-    with pytest.raises(TierError, match="cannot allocate"):
-        SharedSegment(name("huge"), 2**46, create=True)
+def test_more_memory_than_there_is_is_an_error_and_not_a_signal_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.delattr(os, "posix_fallocate")  # so nothing is filled in vain
+        with pytest.raises(TierError, match=r"cannot allocate .* No space left"):
+            SharedSegment(name("huge"), 2**46, create=True)
     assert not (DIRECTORY / name("huge")).exists()
+
+
+def test_what_a_process_makes_when_it_ends_is_not_made_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(populate, "PIECE", 4096)
+    fallocate, pieces = os.posix_fallocate, list[tuple[int, int]]()
+
+    def allocate(fd: int, at: int, length: int) -> None:
+        fallocate(fd, at, length)
+        pieces.append((at, length))
+        populate.PROGRESS.cancelled = len(pieces) == 2
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    monkeypatch.setattr(populate.PROGRESS, "cancelled", False)
+    with pytest.raises(TierError, match=r"cannot allocate 20000 bytes .*: the process is ending"):
+        SharedSegment(name("ending"), 20000, create=True)
+    assert pieces == [(0, 4096), (4096, 4096)]
+    assert not (DIRECTORY / name("ending")).exists()
+
+
+def test_a_process_that_ends_removes_the_names_of_what_it_has_and_of_what_it_makes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    began, go = threading.Event(), threading.Event()
+
+    def held(*_: object) -> None:
+        began.set()
+        assert go.wait(60)
+
+    monkeypatch.setattr(module, "_made_here", set())  # only what this test makes
+    has = SharedSegment(name("has"), 4096, create=True)
+    with ThreadPoolExecutor(1) as pool, monkeypatch.context() as patch:
+        patch.setattr(module, "_allocate", held)
+        making = pool.submit(SharedSegment, name("makes"), 4096, create=True)
+        try:
+            assert began.wait(60)
+            unlink_all()
+            assert not (DIRECTORY / name("has")).exists()
+            assert not (DIRECTORY / name("makes")).exists()
+        finally:
+            go.set()
+    has.close()
+    making.exception()
 
 
 @pytest.mark.parametrize(

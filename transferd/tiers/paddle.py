@@ -112,9 +112,10 @@ class PaddleDeviceTier:
 
     async def close(self) -> None:
         memory = self._memory
-        self._memory = self._copier = None
         if memory is not None:
-            memory.close()
+            closing = self._threads.run(Direction.SETUP, memory.close, f"freeing memory of rank {self.rank}")
+            self._memory = self._copier = None
+            await closing
 
     def statistics(self) -> dict[str, Any]:
         return {"bytes": self._layout.device.extent, "open": self._memory is not None, "place": self.place}
@@ -142,14 +143,18 @@ class PaddleDeviceTier:
     async def _make(self, make: Callable[[], TensorMemory]) -> None:
         if self._memory is not None:
             raise TierError(f"the device memory of rank {self.rank} is already open")
+
+        def made() -> TensorMemory:  # it keeps the memory: if we are cancelled meanwhile, only `close` can free it
+            self._memory = memory = make()
+            return memory
+
         try:
-            # Create shared memory on the loop: a cancelled start must not leave a thread that still creates it.
-            self._memory = make() if self._shared else await self._threads.run(Direction.SETUP, make)
+            memory = await self._threads.run(Direction.SETUP, made, f"making or mapping memory of rank {self.rank}")
         except ERRORS as error:
             what = f"rank {self.rank}: cannot allocate or map memory on {self.place}"
             raise TierError(f"{what}: {_line(error)}") from error
         device = "" if self._shared else self.place
-        self._copier = _Copier(self._paddle, self._memory.tensors, self._layout, device)
+        self._copier = _Copier(self._paddle, memory.tensors, self._layout, device)
 
     async def _copy(self, direction: Direction, plan: CopyPlan, work: Callable[[_Copier, Moves], None]) -> None:
         copier = self._copier

@@ -21,7 +21,6 @@ import math
 import mmap
 import os
 import stat
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ import numpy.typing as npt
 
 from transferd.errors import RequestError, TierError
 from transferd.tiers.descriptor import NOT_PERMITTED
+from transferd.tiers.populate import PROGRESS, give_back, pieces_of
 
 DIRECTORY = Path("/dev/shm")
 PREFIX = "transferd."
@@ -37,7 +37,7 @@ MODE = 0o660  # whatever the umask is, so that the daemon's group can attach
 LONGEST_NAME = 255  # bytes: NAME_MAX
 CREATIONS = 100  # attempts; one fails only if `remove_stale_segments` runs in the same few microseconds
 
-_made_here: weakref.WeakSet[SharedSegment] = weakref.WeakSet()
+_made_here: set[str] = set()  # names of this process's own segments, from before their memory is allocated
 
 Caches = dict[str, list[npt.NDArray[Any]]]
 
@@ -52,12 +52,11 @@ class SharedSegment:
         self.name = name
         self.nbytes = nbytes
         self._owner = create
-        if create:
-            _made_here.add(self)
         self._fd = fd if fd is not None else _create(name, nbytes) if create else _open(name, nbytes)
         try:
             self._map = mmap.mmap(self._fd, nbytes)
         except (OSError, ValueError) as error:
+            self.unlink()
             os.close(self._fd)
             raise TierError(f"cannot map shared memory {name}: {error}") from error
         self._anchor = (ctypes.c_char * nbytes).from_buffer(self._map)
@@ -74,29 +73,42 @@ class SharedSegment:
         return self._map
 
     def close(self) -> None:
-        """Unlink it if we own it, unmap, unlock. Idempotent. Raises TierError if arrays still use it."""
+        """Unlink it if we own it, unmap, unlock. Idempotent. Raises TierError if arrays still use it.
+
+        Whoever closes the last mapping frees the memory. That takes seconds for much of it, but does not hold the GIL.
+        """
         if self._fd < 0:
             return
         self.unlink()
+        give_back(self.address, self.nbytes)  # our page tables only: unmapping, which holds the GIL, is quick then
         fd, self._fd, self.address = self._fd, -1, 0
-        os.close(fd)
         del self._anchor
         try:
             self._map.close()
         except BufferError as error:
             raise TierError(f"shared memory {self.name} is still in use at close: {error}") from error
+        finally:
+            os.close(fd)  # last, because this is what frees the memory
 
     def unlink(self) -> None:
         """Remove the name if we own the segment. Mappings stay valid."""
         if self._owner and self._fd >= 0:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(DIRECTORY / self.name)
+            _unlink(self.name)
 
 
 def unlink_all() -> None:
-    """Remove the name of every segment of this process. Call it if the process ends while the memory may be in use."""
-    for segment in list(_made_here):
-        segment.unlink()
+    """Remove the name of every segment of this process, which is about to end while the memory may be in use.
+
+    Thread-safe. It includes segments that other threads are making.
+    """
+    for name in list(_made_here):
+        _unlink(name)
+
+
+def _unlink(name: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(DIRECTORY / name)
+    _made_here.discard(name)
 
 
 def check_name(name: object) -> str:
@@ -126,18 +138,31 @@ def _create_once(name: str, nbytes: int) -> int | None:
         raise TierError(f"shared memory {name!r} already exists") from error
     except OSError as error:
         raise TierError(f"cannot create shared memory {name!r}: {error.strerror}") from error
+    _made_here.add(name)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
         if os.fstat(fd).st_nlink == 0:
+            _made_here.discard(name)
             os.close(fd)
             return None
         os.fchmod(fd, MODE)
-        os.posix_fallocate(fd, 0, nbytes)
-    except OSError as error:
-        os.unlink(path)
+        _allocate(fd, nbytes)
+    except (OSError, TierError) as error:
+        _unlink(name)
         os.close(fd)
-        raise TierError(f"cannot allocate {nbytes} bytes of shared memory in {DIRECTORY}: {error.strerror}") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise TierError(f"cannot allocate {nbytes} bytes of shared memory in {DIRECTORY}: {why}") from error
     return fd
+
+
+def _allocate(fd: int, nbytes: int) -> None:
+    """Allocate all pages now, in pieces: a process that ends makes no more of them. Raises OSError, TierError."""
+    found = os.fstatvfs(fd)
+    if found.f_blocks and nbytes > found.f_bavail * found.f_frsize:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # instead of filling it first, to everybody's cost
+    for at, length in pieces_of(0, nbytes):
+        PROGRESS.check()
+        os.posix_fallocate(fd, at, length)
 
 
 def _open(name: str, nbytes: int) -> int:

@@ -57,9 +57,13 @@ class ShmDeviceTier:
 
     async def open(self) -> None:
         self._check_closed()
+        await self._threads.run(Direction.SETUP, self._create, f"making shared memory of rank {self.rank}")
+
+    def _create(self) -> None:
+        """In a thread. It keeps what it has made: if the caller is cancelled meanwhile, only `close` can free it."""
         name = f"{PREFIX}{os.getpid()}.{id(self):x}.rank{self.rank}"
-        self._segment = SharedSegment(name, self._layout.device.extent, create=True)
-        self._arena = Arena(self._layout.device, self._segment.address)
+        self._segment = segment = SharedSegment(name, self._layout.device.extent, create=True)
+        self._arena = Arena(self._layout.device, segment.address)
 
     async def attach(self, handle: DeviceHandle) -> None:
         self._check_closed()
@@ -91,9 +95,11 @@ class ShmDeviceTier:
         return extents_of(self._layout, self.arena, segment.identity, segment.address)
 
     async def close(self) -> None:
-        segment, self._segment, self._arena = self._segment, None, None
+        segment = self._segment
         if segment is not None:
-            segment.close()
+            closing = self._threads.run(Direction.SETUP, segment.close, f"freeing shared memory of rank {self.rank}")
+            self._segment = self._arena = None
+            await closing
 
     def statistics(self) -> dict[str, Any]:
         return {"bytes": self._layout.device.extent, "open": self._segment is not None}
