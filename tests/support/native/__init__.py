@@ -1,13 +1,13 @@
 """Faults in the real process: a small C library, preloaded, that makes calls of the C library fail (faults.c).
 
-`preload()` compiles it (gcc, once a run) and says how to start a process under it. In that process `Faults` arms it.
+`environment()` compiles it if need be, and says how to start a process under it. In that process `Faults` arms it.
 """
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import functools
+import hashlib
 import os
 import shutil
 import subprocess
@@ -21,6 +21,7 @@ import pytest
 
 SOURCE = Path(__file__).with_name("faults.c")
 ROOT = Path(__file__).parent.parent.parent.parent
+BUILT = ROOT / "build" / "tests"
 SHORT = 0  # in place of an errno: half of the bytes
 NEVER = -1  # in place of an errno: the call does not return
 
@@ -38,12 +39,16 @@ def library() -> Path:
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler: the faults library cannot be made")
-    directory = tempfile.TemporaryDirectory(prefix="transferd-faults-")
-    atexit.register(directory.cleanup)
-    made = Path(directory.name) / "faults.so"
-    command = [compiler, "-shared", "-fPIC", "-O2", "-Wall", "-Werror", "-o", str(made), str(SOURCE), "-ldl"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    made_of = SOURCE.read_bytes() + f"{compiler} {os.uname().machine}".encode()
+    made = BUILT / f"faults-{hashlib.sha256(made_of).hexdigest()[:16]}.so"
+    if not made.exists():
+        BUILT.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=BUILT) as directory:  # other test processes may make it at the same time
+            part = Path(directory) / made.name
+            command = [compiler, "-shared", "-fPIC", "-O2", "-Wall", "-Werror", "-o", str(part), str(SOURCE), "-ldl"]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr
+            part.replace(made)
     return made
 
 
