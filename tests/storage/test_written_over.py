@@ -87,6 +87,32 @@ async def test_a_file_with_another_link_is_not_written_over(store: FileStorage, 
     assert await read(store, "cc") == (FOUND, content("cc"))
 
 
+@pytest.mark.parametrize("stranger", ["fifo", "directory", "link", "longer", "shorter"])
+async def test_what_is_not_the_displaced_objects_file_any_more_is_not_written_over(
+    store: FileStorage, tmp_path: Path, stranger: str
+) -> None:
+    """A FIFO would hang the thread that opens it; a file of another length would make the new object a wrong one."""
+    await store.put([blob("aa")])
+    await store.put([blob("bb")])
+    [path] = (tmp_path / "objects").rglob("aa@0")
+    kept = tmp_path / "kept"
+    kept.write_bytes(content("aa"))
+    path.unlink()
+    if stranger == "fifo":
+        os.mkfifo(path)
+    elif stranger == "directory":
+        path.mkdir()
+    elif stranger == "link":
+        path.symlink_to(kept)
+    else:
+        path.write_bytes(content("aa", NBYTES + (1000 if stranger == "longer" else -1000)))
+    async with asyncio.timeout(30):
+        assert await store.put([blob("cc")]) == [STORED]
+    assert await read(store, "cc") == (FOUND, content("cc"))
+    assert await store.put([blob("dd")]) == [STORED], "and the store goes on"
+    assert kept.read_bytes() == content("aa")
+
+
 async def test_what_is_being_read_is_not_written_over(
     store: FileStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,7 +203,7 @@ async def test_a_file_that_was_being_written_over_is_removed_at_the_next_start(t
     storage = FileStorage(file_config(tmp_path, 2 * NBYTES))
     await storage.open()
     await storage.put([blob("aa")])
-    spare = storage._directory.retire(name("aa"))
+    spare = storage._directory.retire(name("aa"), NBYTES)
     assert spare is not None
     await storage.close()
     again = FileStorage(file_config(tmp_path, 2 * NBYTES))

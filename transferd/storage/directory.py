@@ -293,9 +293,10 @@ class ObjectDirectory:
                 raise Damaged(translated) from error
             raise translated from error
 
-    def retire(self, name: str) -> str | None:
-        """Like `remove`, but returns the path of the file if another object may overwrite it: it has only one link.
+    def retire(self, name: str, nbytes: int) -> str | None:
+        """Like `remove`, but returns the path of the file if another object of this length may overwrite it.
 
+        The file must have that length and only one link.
         The file already has pages and blocks, so overwriting it takes half of the time of a new file, or a tenth in a
         virtual machine whose host reclaims free pages. No one may be reading the file. If the process dies, the next
         start removes the file like any temporary one.
@@ -303,7 +304,9 @@ class ObjectDirectory:
         path = self._objects + path_of(name)
         spare = temporary_of(path, next(self._numbers))
         try:
-            if os.lstat(path).st_nlink == 1:
+            found = os.lstat(path)
+            # Somebody may have put something else there. To open a FIFO would hang.
+            if stat.S_ISREG(found.st_mode) and (found.st_nlink, found.st_size) == (1, nbytes):
                 os.rename(path, spare)
                 return spare
         except FileNotFoundError:
@@ -318,7 +321,7 @@ class ObjectDirectory:
         path = self._objects + path_of(name)
         try:
             os.unlink(path)
-        except FileNotFoundError:
+        except (FileNotFoundError, IsADirectoryError):  # a directory in its place is no object
             pass
         except OSError as error:
             raise self._translated("remove", error, 0) from error

@@ -74,8 +74,8 @@ class IndexedStorage(Storage):
         spare: what `_retire` returned. It is used up, even if the write fails.
         """
 
-    def _retire(self, name: str) -> str | None:
-        """Like `_remove`, but returns a spare that an object of the same length can overwrite, or None."""
+    def _retire(self, name: str, nbytes: int) -> str | None:  # noqa: ARG002 - a default
+        """Like `_remove`, but returns a spare that another object of this length can overwrite, or None."""
         self._remove(name)
         return None
 
@@ -270,7 +270,7 @@ class IndexedStorage(Storage):
             while write.victims:
                 name, nbytes = write.victims[-1]
                 if len(write.victims) == 1 and nbytes == write.blob.data.nbytes and not self._traffic.reads(name):
-                    spare = self._retire(name)
+                    spare = self._retire(name, nbytes)
                 else:
                     self._remove(name)
                 write.victims.pop()
