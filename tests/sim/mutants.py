@@ -326,8 +326,8 @@ MUTANTS = (
     Mutant(
         "an alarm that could not be set is forgotten",
         "daemon/coordinator.py",
-        "            self._hear(ev.DeadlineReached(self._clock.monotonic()))  # early",
-        "            pass  # early",
+        "            self._hear(ev.DeadlineReached(self._clock.monotonic()))  # harmless if early",
+        "            pass  # harmless if early",
     ),
     Mutant(
         "an answer that could not be sent is not requested again",

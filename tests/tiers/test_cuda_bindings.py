@@ -36,13 +36,14 @@ pytestmark = [
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
+        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=880, check=False
     )
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)  # 90 s on a quiet machine
 def test_gpu_check_passes_over_the_real_bindings(tmp_path: Path) -> None:
-    done = python("-m", "tests.support.cuda.abi", "tests.gpu.check", "--seed", "1", "--results", str(tmp_path))
+    options = ["--seed", "1", "--results", str(tmp_path), "--limit", "850"]
+    done = python("-m", "tests.support.cuda.abi", "tests.gpu.check", *options)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     lines = done.stdout.splitlines()
     assert lines[-1] == "all good"
