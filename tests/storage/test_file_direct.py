@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -18,7 +19,7 @@ from transferd.daemon.preflight import _examine_files
 from transferd.errors import ConfigError
 from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found
 from transferd.storage.file import FileStorage
-from transferd.storage.file_io import UNIT
+from transferd.storage.file_io import UNIT, direct_io_problem
 
 CAPACITY = 64 * 1024**2
 LENGTHS = [1, UNIT - 1, UNIT, UNIT + 1, 2 * UNIT, 5 * UNIT + 128, 2 * 1024**2 + 128]
@@ -185,3 +186,32 @@ async def test_a_file_system_without_it_is_refused_by_name(
     _examine_files(file_config(tmp_path, CAPACITY))
     await storage.close()
     assert not list((tmp_path / "objects").iterdir()), "nor is a file left"
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+async def test_a_full_disk_says_nothing_about_what_its_file_system_can_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """A store may well have filled it itself; it starts, and what is there makes room."""
+    skip_without_direct_io(tmp_path)
+
+    def full(*_: Any) -> int:
+        raise OSError(code, os.strerror(code))
+
+    class Full:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def fallocate(self, *_: Any) -> int:
+            ctypes.set_errno(code)
+            return -1
+
+    storage = FileStorage(file_config(tmp_path, CAPACITY, direct_io=True))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        patch.setattr(ctypes, "CDLL", Full)
+        assert direct_io_problem(str(tmp_path)) == ""
+        await storage.open()
+    assert storage._directory._io.preallocates
+    assert await storage.put([blob(1, 5 * UNIT + 128)]) == [STORED]
+    assert await read(storage, 1, 5 * UNIT + 128) == (FOUND, content(1, 5 * UNIT + 128))
+    await storage.close()

@@ -34,7 +34,7 @@ from transferd.runtime.clock import Clock
 from transferd.storage.base import COLD, InPlace, Outcome
 from transferd.storage.batch import Damaged
 from transferd.storage.examine import READ_FLAGS, Examination
-from transferd.storage.file_io import NO_DIRECT_IO, CachedIO, DirectIO, read_now
+from transferd.storage.file_io import FULL, NO_DIRECT_IO, CachedIO, DirectIO, read_now
 from transferd.storage.paths import is_directory_of_ours, is_set_aside, is_temporary, name_of, path_of, temporary_of
 from transferd.storage.pruning import Pruning
 
@@ -58,7 +58,6 @@ _CODES = {
     errno.EPERM: "storage_denied",
     errno.EIO: "storage_io",
 }
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class StoredFile(NamedTuple):
@@ -370,7 +369,7 @@ class ObjectDirectory:
     def _translated(self, verb: str, error: OSError, nbytes: int) -> StorageError:
         """Our error for an OSError: the only place that translates an errno."""
         what = f"cannot {verb} an object in {self._root}: {error.strerror}"
-        if error.errno in _FULL:
+        if error.errno in FULL:
             return StorageFull(f"no room for an object of {nbytes} bytes in {self._root}: {error.strerror}")
         return StorageError(what, code=_CODES.get(error.errno or 0))
 

@@ -24,6 +24,8 @@ from transferd.storage.batch import Damaged
 
 UNIT = 4096  # bytes; direct I/O begins and ends at multiples of it, in the file and in memory. No disk needs more
 
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})  # which say nothing about what a file system can do
+
 NO_DIRECT_IO = "the file system at {} has no direct I/O: set it to false, or use another path"
 
 
@@ -71,7 +73,11 @@ class DirectIO(CachedIO):
 
     def probe(self, fd: int) -> None:
         super().probe(fd)
-        os.pwrite(fd, self._tail(), 0)
+        try:
+            os.pwrite(fd, self._tail(), 0)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
 
     def write(self, fd: int, data: memoryview, *, is_new: bool) -> None:
         self._allocate(fd, data.nbytes, is_new)
@@ -159,4 +165,4 @@ def _has_fallocate(fd: int) -> bool:
     if sys.platform != "linux":
         return False
     libc = ctypes.CDLL(None, use_errno=True)
-    return bool(libc.fallocate(fd, 0, ctypes.c_long(0), ctypes.c_long(UNIT)) == 0)
+    return bool(libc.fallocate(fd, 0, ctypes.c_long(0), ctypes.c_long(UNIT)) == 0) or ctypes.get_errno() in FULL
