@@ -102,19 +102,21 @@ async def test_more_than_a_smaller_capacity_holds_leaves_at_start_the_oldest_fir
     assert len(files_below(tmp_path / "objects")) == 3, "and their files have gone"
 
 
-async def test_a_read_refreshes_an_old_modification_time_and_leaves_a_young_one(
+async def test_a_read_refreshes_a_modification_time_that_is_old_or_of_the_future_and_leaves_a_young_one(
     open_storage: Open, tmp_path: Path
 ) -> None:
     now = 1e9
     clock = Clock(wall=lambda: now)
     store = await open_storage(FileStorage(file_config(tmp_path, GIB), clock=clock))
-    await fill(store, 1, 2)
+    await fill(store, 1, 2, 3)
     old, young = now - TOUCH_INTERVAL_S - 1, now - TOUCH_INTERVAL_S + 1
-    os.utime(file_of(tmp_path, 1), (old, old))
-    os.utime(file_of(tmp_path, 2), (young, young))
-    assert await present(store, 3) == [1, 2]
+    future = now + TOUCH_INTERVAL_S + 1  # the clock was set back: else this object would be the last to go for so long
+    for number, time in ((1, old), (2, young), (3, future)):
+        os.utime(file_of(tmp_path, number), (time, time))
+    assert await present(store, 4) == [1, 2, 3]
     assert file_of(tmp_path, 1).stat().st_mtime != old
     assert file_of(tmp_path, 2).stat().st_mtime == young
+    assert file_of(tmp_path, 3).stat().st_mtime != future
 
 
 async def test_a_start_removes_temporary_files_and_empty_directories_and_nothing_foreign(

@@ -278,7 +278,7 @@ class ObjectDirectory:
                 if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
                     raise Damaged
                 result = work(fd)
-                if self._clock.wall() - status.st_mtime > TOUCH_INTERVAL_S:
+                if abs(self._clock.wall() - status.st_mtime) > TOUCH_INTERVAL_S:  # a clock may be set back
                     with contextlib.suppress(OSError):  # recency is a hint; a read-only medium still serves
                         os.utime(fd)
                 return result
