@@ -87,8 +87,7 @@ class DryRank:
     def step(self, output: Any, compute: Callable[[DryRank], None]) -> KVConnectorOutput:
         """One step, in the order of KVConnectorModelRunnerMixin."""
         it, told = self.connector, KVConnectorOutput()
-        if output.preempted_req_ids:
-            it.handle_preemptions(output.kv_connector_metadata)
+        it.handle_preemptions(output.kv_connector_metadata)  # blocks are also taken from requests that have ended
         it.bind_connector_metadata(output.kv_connector_metadata)
         compute(self)
         it.start_load_kv(None)
