@@ -145,14 +145,14 @@ def test_ping_prints_an_answer_of_a_daemon_that_is_not_ready_and_says_why(tmp_pa
         while done.returncode:  # the process has not begun to listen
             done = transferd("ping", "--timeout", "2", "--format", "json", "--endpoint", daemon.endpoint)
         looked = transferd("ping", "--endpoint", daemon.endpoint)
-        insisting = transferd("ping", "--ready", "--timeout", "0.5", "--endpoint", daemon.endpoint)
+        insisting = transferd("ping", "--ready", "--timeout", "2", "--endpoint", daemon.endpoint)
     finally:
         daemon.stop()
     assert (done.returncode, insisting.returncode) == (0, 1)
     assert set(json.loads(done.stdout)) == {"boot_id", "round_trip_ms"}
     assert "did not become ready within 2 s" in done.stderr.splitlines()[-1]
     assert "rank 0, 1" in done.stderr.splitlines()[-1]
-    assert insisting.stderr.splitlines()[0].endswith(" (waiting up to 0.5 s)")
+    assert insisting.stderr.splitlines()[0].endswith(" (waiting up to 2 s)")
     (only,) = looked.stderr.splitlines()
     assert (looked.returncode, "is not ready: " in only, "rank 0, 1" in only) == (0, True, True)
 
