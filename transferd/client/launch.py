@@ -25,6 +25,7 @@ from transferd.config.toml import to_toml
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
+LOOK_S = 0.01  # how often to look for the socket of a daemon that starts
 
 
 @dataclass(slots=True)
@@ -125,7 +126,11 @@ def _await_ready(daemon: DaemonProcess, *, engine: bool) -> None:
 
     give_up = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < give_up and daemon.process.poll() is None:
-        with contextlib.suppress(ConnectTimeout), SyncClient(daemon.endpoint, connect_timeout=1.0, await_ready=engine):
+        if daemon.endpoint.startswith("ipc:///") and not os.path.exists(daemon.endpoint.removeprefix("ipc://")):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                daemon.process.wait(LOOK_S)
+            continue
+        with contextlib.suppress(ConnectTimeout), SyncClient(daemon.endpoint, connect_timeout=5.0, await_ready=engine):
             return
     code = daemon.process.poll()
     if code is None:
