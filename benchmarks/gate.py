@@ -26,7 +26,7 @@ COMMANDS = {
     "copy": ["-m", "transferd", "bench", "copy", "--format", "json"],
     "storage-file": ["-m", "transferd", "bench", "storage", "--backend", "file", "--format", "json"],
     "storage-memory": ["-m", "transferd", "bench", "storage", "--backend", "memory", "--format", "json"],
-    "growth": ["benchmarks/growth.py", "--format", "json"],
+    "growth": ["-m", "benchmarks.growth", "--format", "json"],
 }
 TRIES = 3
 LEAST = 0.1  # a tenth is never a regression: the median of five runs moves by that much

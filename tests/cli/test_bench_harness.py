@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import fastdeploy_pattern, growth, table
+from benchmarks import fastdeploy_pattern, table
+from benchmarks.growth import axis, dispatch
+from benchmarks.growth.picture import picture
 from transferd.cli.bench import control, copy
 from transferd.cli.bench.echo import Echo
 from transferd.cli.bench.harness import RUNS, machine, report, row
@@ -41,15 +44,32 @@ def test_growth_measures_all_sizes_in_turn_and_against_the_smallest() -> None:
         order.append(size)
         return float(size) if len(order) > 2 else 1000.0  # cold
 
-    rows = growth.grow((1, 10), measure, "{:,} things", "us")
-    assert order == [1, 10] * (growth.RUNS + 1)
+    things = axis.Axis("things", "{} things", "us", (1, 10))
+    rows = axis.grow(things, measure)
+    assert order == [1, 10] * (RUNS + 1)
     assert [(r.name, r.value, r.ratio) for r in rows] == [("1 things", 1.0, 1.0), ("10 things", 10.0, 10.0)]
     assert [r.spread for r in rows] == [0.0, 0.0], "the cold run does not count"
 
 
 def test_growth_runs_every_task_it_queued(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(growth, "LEAST_TASKS", 300)
-    assert growth.per_task_us(100) > 0
+    monkeypatch.setattr(dispatch, "LEAST_TASKS", 300)
+    assert dispatch.per_task_us(100) > 0
+
+
+def test_the_picture_of_growth_has_a_panel_for_each_axis_and_tells_every_figure() -> None:
+    one = axis.Axis("things < 100", "{} things", "us", (1, 10, 1000))
+    two = axis.Axis("blocks", "{} blocks", "us/block", (4,))
+    rows = [row("", [2.0], "us", 2.0, ""), row("", [4.0, 8.0, 6.0], "us", 2.0, ""), row("", [0.5], "us", 2.0, "")]
+    drawn = ET.fromstring(picture([one.tree(rows), two.tree(rows[:1])]))
+    panels = drawn.findall("{*}g")
+    told = [[title.text for title in panel.iter("{http://www.w3.org/2000/svg}title")] for panel in panels]
+    assert told == [
+        ["1: 1.00 (spread 0%)", "10: 3.00 (spread 67%)", "1,000: 0.25 (spread 0%)"],
+        ["4: 1.00 (spread 0%)"],
+    ]
+    heights = [float(dot.attrib["cy"]) for dot in panels[0].iter("{http://www.w3.org/2000/svg}circle")]
+    assert heights[1] < heights[0] < heights[2], "dearer is higher"
+    assert "us by things < 100" in [text.text for text in panels[0].iter("{http://www.w3.org/2000/svg}text")]
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -156,3 +176,5 @@ def test_the_docs_quote_exactly_what_is_in_the_results() -> None:
         assert table.table(json.loads(result.read_text(encoding="utf-8"))) in text, (
             f"run benchmarks/table.py: {result.name}"
         )
+    growth = json.loads((table.ROOT / "benchmarks" / "results" / "growth.json").read_text(encoding="utf-8"))
+    assert (table.ROOT / "docs" / "growth.svg").read_text(encoding="utf-8") == picture(growth["axes"])

@@ -236,7 +236,7 @@ def test_a_result_larger_than_the_bound_is_answered_and_not_kept() -> None:
 
 
 def test_memory_after_many_large_tasks_is_that_after_few() -> None:
-    """The whole of it in a daemon: benchmarks/growth.py --tasks."""
+    """The whole of it in a daemon: python -m benchmarks.growth --tasks."""
     few, many, blocks = 50, 200, 500
     dispatcher = Dispatcher(limits(device_blocks=blocks, max_result_bytes=64 * 1024), recorder=Recorder(capacity=16))
     marks: list[int] = []

@@ -40,7 +40,7 @@ def resident(pid: int) -> int:
 
 @pytest.mark.one_loop
 def test_resident_memory_after_many_large_tasks_is_that_after_few(tmp_path: Path) -> None:
-    """100,000 of them: benchmarks/growth.py --tasks."""
+    """100,000 of them: python -m benchmarks.growth --tasks."""
     keys, ids = [f"block-{i}" for i in range(KEYS)], list(range(KEYS))
     tokens = TokenIds(range(50_000))
     marks: list[int] = []
