@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 import re
 import signal
 import subprocess
@@ -115,6 +116,19 @@ def test_any_other_command_says_so_in_a_line(
         command_line.main()
     assert ended.value.code == INTERRUPTED
     assert said == ["interrupted"]
+
+
+def test_a_command_that_is_terminated_takes_its_daemon_along(tmp_path: Path) -> None:
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-m", "transferd", "bench", "control"]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        while not (sockets := list(tmp_path.glob("*/tp1.sock"))):
+            assert process.poll() is None, process.communicate()
+        process.terminate()
+        process.communicate(timeout=100)
+    assert process.returncode == INTERRUPTED
+    assert not sockets[0].exists()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_daemon_whose_start_is_interrupted_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

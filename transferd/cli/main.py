@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import shlex
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -379,6 +380,8 @@ _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors of 
 def main() -> NoReturn:
     """The entry point: turn errors into one line and an exit code."""
     fill_standard()
+    if sys.argv[1:2] != ["serve"]:  # which has a way to end of its own
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a daemon started for a command ends with it
     # stdout is for reports alone; `serve` sets up its own logging from the configuration.
     logs.configure(configuration.LogSection(level="warning", format="console"))
     client_log = logging.getLogger("transferd.client")
