@@ -16,7 +16,7 @@ import zmq
 from transferd.config import CurveSection, ServerSection
 from transferd.wire import obstacle
 from transferd.wire.curve import ClientCurve
-from transferd.wire.obstacle import NOBODY_LISTENS, find_obstacle, obstacle_at
+from transferd.wire.obstacle import NO_SOCKET, NOBODY_LISTENS, SILENT, find_obstacle, obstacle_at
 from transferd.wire.transport import ZmqClientTransport, ZmqServerTransport
 
 SERVER_PUBLIC, SERVER_SECRET = zmq.curve_keypair()
@@ -70,6 +70,14 @@ async def test_no_socket_and_a_stale_one_and_what_is_none(tmp_path: Path, listen
     assert await why(f"ipc://{stale}") == NOBODY_LISTENS
     assert await why("ipc://@transferd-nobody") == NOBODY_LISTENS
     assert obstacle_at(str(listener)) == ""
+
+
+async def test_a_path_says_why_when_libzmq_has_not_yet(tmp_path: Path, listener: Path) -> None:
+    """On a busy machine its thread may be late. A command would then wait for a daemon that is not there."""
+    with socket.socket(socket.AF_UNIX) as left, patch.object(obstacle, "TRY_S", 0.0):
+        left.bind(str(tmp_path / "stale"))
+        for path, why_not in ((tmp_path / "none", NO_SOCKET), (tmp_path / "stale", NOBODY_LISTENS), (listener, SILENT)):
+            assert await ZmqClientTransport(f"ipc://{path}").obstacle() == why_not
 
 
 def test_a_daemon_that_accepts_nobody_any_more(tmp_path: Path) -> None:

@@ -48,9 +48,11 @@ async def find_obstacle(endpoint: str, prepare: Callable[[zmq.Socket[bytes]], No
         event, value = await _try(endpoint, prepare)
     except (zmq.ZMQError, OSError):  # out of descriptors, most likely
         return ""
+    is_file = scheme == "ipc" and not address.startswith("@")
     if event == zmq.EVENT_CLOSED:
-        is_file = scheme == "ipc" and not address.startswith("@")
         return (obstacle_at(address) if is_file else "") or NOBODY_LISTENS
+    if not event and is_file and (found := obstacle_at(address)):
+        return found  # on a busy machine, libzmq's thread may take longer than TRY_S to notice
     return _meaning(event, value, scheme, keys)
 
 
