@@ -28,10 +28,9 @@ from typing import Any
 
 import structlog
 import uvloop
-from rich.console import Console
 
 from tests.support.page_cache import pages_in_memory
-from transferd.cli.bench.harness import RUNS, Row, machine, report, row, show
+from transferd.cli.bench.harness import RUNS, Row, machine, report, row, tell
 from transferd.cli.bench.storage import InProcess, run_task
 from transferd.cli.replay.kvdata import KvData
 from transferd.config import from_tree
@@ -184,10 +183,7 @@ def main() -> None:
             for turn in turns[run % 3 :] + turns[: run % 3]:
                 turn()
     tree = report("cold-files", before, rows(ways, objects))
-    if arguments.format == "json":
-        print(json.dumps(tree, indent=1))
-    else:
-        show(tree, Console())
+    tell(tree, arguments.format)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import multiprocessing as mp
 import statistics
 import tempfile
@@ -32,7 +31,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from transferd.cli.bench import control
-from transferd.cli.bench.harness import RUNS, Row, machine, report, row
+from transferd.cli.bench.harness import RUNS, Row, machine, report, row, tell
 from transferd.client.client import Client
 from transferd.client.launch import running
 
@@ -224,14 +223,7 @@ def main() -> None:
     form = parser.parse_args().format
     before = machine()
     tree = report("fastdeploy_pattern", before, [item for ranks in (1, 2, 4, 8) for item in measure(ranks)])
-    if form == "json":
-        print(json.dumps(tree))
-    else:
-        from rich.console import Console
-
-        from transferd.cli.bench.harness import show
-
-        show(tree, Console())
+    tell(tree, form)
 
 
 if __name__ == "__main__":

@@ -219,17 +219,12 @@ def main() -> None:
     if options.side:
         print(json.dumps(measure(int(options.side[1]), ours=options.side[0] == "ours")))
         return
-    from transferd.cli.bench.harness import machine, report, show
+    from transferd.cli.bench.harness import machine, report, tell
 
     where = machine()
     rows = [row for tp in GROUPS for row in _rows(options.tree, tp, options.rounds)]
     tree = report("fastdeploy_real", where, rows)
-    if options.format == "json":
-        print(json.dumps(tree))
-    else:
-        from rich.console import Console
-
-        show(tree, Console())
+    tell(tree, options.format)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transferd.cli.bench.harness import Row, machine, report
+from transferd.cli.bench.harness import Row, machine, report, tell
 from transferd.cli.bench.mooncake import subjects
 from transferd.cli.bench.storage import measure
 
@@ -62,14 +62,7 @@ def main() -> None:
         raise SystemExit(f"needs root, and {', '.join(missing) or 'nothing else'}")
     before = machine()
     tree = report("mooncake_wire", before, []) | {"rows": [row for gbit in GBITS for row in rows_at(gbit)]}
-    if arguments.format == "json":
-        print(json.dumps(tree))
-    else:
-        from rich.console import Console
-
-        from transferd.cli.bench.harness import show
-
-        show(tree, Console())
+    tell(tree, arguments.format)
 
 
 if __name__ == "__main__":

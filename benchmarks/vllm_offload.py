@@ -31,10 +31,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from tests.with_vllm import play
-from transferd.cli.bench.harness import Row, machine, report, row, show
+from transferd.cli.bench.harness import Row, machine, report, row, tell
 
 MODEL = {
     "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8,
@@ -130,10 +128,7 @@ def main() -> None:
             hits = [answer["cached"] for answers in played[2:] for answer in answers]
             print(f"{kind}: {min(hits)} to {max(hits)} of {asked.tokens} tokens loaded when warm", file=sys.stderr)
     tree = report("vllm_offload", before, rows(runs))
-    if asked.format == "json":
-        print(json.dumps(tree))
-    else:
-        show(tree, Console())
+    tell(tree, asked.format)
 
 
 if __name__ == "__main__":

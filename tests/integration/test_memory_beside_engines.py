@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Coroutine
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -81,6 +81,18 @@ async def swapped(one: Client, memory: Memory, value: int) -> None:
     assert memory.holds(2, value)
 
 
+async def while_held(
+    calls: Held, work: Coroutine[Any, Any, object], count: int, what: str, meanwhile: Awaitable[None]
+) -> None:
+    """Begin `work`, which leads to so many of these calls, and let it end only after `meanwhile`."""
+    working = asyncio.ensure_future(work)
+    await until(lambda: len(calls.inside) == count, what)
+    await meanwhile
+    assert not working.done()
+    calls.go()
+    await working
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 async def test_an_engine_loads_while_the_memory_of_another_is_made_and_freed(
     endpoint: str, monkeypatch: pytest.MonkeyPatch, ranks: int
@@ -92,19 +104,17 @@ async def test_an_engine_loads_while_the_memory_of_another_is_made_and_freed(
     ):
         await swapped(a, memory, 0x10)
         async with held(monkeypatch, HostRegion, "allocate") as allocations:
-            registering = asyncio.ensure_future(b.register(described(ranks, layout=LARGE)))
-            await until(lambda: len(allocations.inside) == ranks, "all ranks' memory is made at once")
-            await swapped(a, memory, 0x20)
-            assert not registering.done()
-            allocations.go()
-            await registering
+            await while_held(
+                allocations,
+                b.register(described(ranks, layout=LARGE)),
+                ranks,
+                "all ranks' memory is made at once",
+                swapped(a, memory, 0x20),
+            )
         async with held(monkeypatch, HostRegion, "close") as closes:
-            leaving = asyncio.ensure_future(b.unregister())
-            await until(lambda: len(closes.inside) == ranks, "all ranks' memory is freed at once")
-            await swapped(a, memory, 0x30)
-            assert not leaving.done()
-            closes.go()
-            await leaving
+            await while_held(
+                closes, b.unregister(), ranks, "all ranks' memory is freed at once", swapped(a, memory, 0x30)
+            )
 
 
 # --- the engine of [cache] ------------------------------------------------------------------------
@@ -169,26 +179,19 @@ async def test_shared_memory_is_made_and_freed_beside_engines(endpoint: str, mon
         serving(endpoint, "a", layout=LARGE) as (a, memory),
     ):
         async with held(monkeypatch, SharedSegment, "close") as closes:
-            clearing = asyncio.ensure_future(own.clear_cache())
-            await until(lambda: len(closes.inside) == RANKS, "all ranks' memory is freed at once")
-            await swapped(a, memory, 0x10)
-            assert not clearing.done()
-            closes.go()
-            await clearing
+            await while_held(
+                closes, own.clear_cache(), RANKS, "all ranks' memory is freed at once", swapped(a, memory, 0x10)
+            )
         async with held(monkeypatch, segment, "_allocate") as allocations:
-            restoring = asyncio.ensure_future(own.restore_cache("G2"))
-            await until(lambda: len(allocations.inside) == RANKS, "all ranks' memory is made at once")
-            await swapped(a, memory, 0x20)
-            assert not restoring.done()
-            allocations.go()
-            await restoring
+            await while_held(
+                allocations,
+                own.restore_cache("G2"),
+                RANKS,
+                "all ranks' memory is made at once",
+                swapped(a, memory, 0x20),
+            )
         async with serving(endpoint, "b") as (b, _), held(monkeypatch, SharedSegment, "close") as closes:
-            leaving = asyncio.ensure_future(b.unregister())
-            await until(lambda: len(closes.inside) == 1, "the mapping of its memory ends")
-            await swapped(a, memory, 0x30)
-            assert not leaving.done()
-            closes.go()
-            await leaving
+            await while_held(closes, b.unregister(), 1, "the mapping of its memory ends", swapped(a, memory, 0x30))
 
 
 async def test_memory_that_cannot_be_freed_is_named_and_the_stop_ends(

@@ -6,6 +6,7 @@ import atexit
 import ctypes
 import functools
 import mmap
+import os
 import tempfile
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -31,6 +32,11 @@ from transferd.storage.mooncake.client import NativeClient
 from transferd.storage.mooncake.membership import Membership, membership
 
 MEMORY_BYTES = 32 * 1024**2
+
+
+def put_stranger(path: Path, kind: str, kept: Path) -> None:
+    """Put something that is no file of ours at an object's path: a "fifo", a "directory" or a "link" to `kept`."""
+    {"fifo": lambda: os.mkfifo(path), "directory": path.mkdir, "link": lambda: path.symlink_to(kept)}[kind]()
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.storage.harness import Open, file_config, skip_without_direct_io
+from tests.storage.harness import Open, file_config, put_stranger, skip_without_direct_io
 from tests.storage.test_file import GIB, file_of, fill, name, present
 from tests.support import native
 from transferd.storage.base import Found
@@ -45,20 +45,16 @@ async def test_what_is_no_file_in_an_objects_place_neither_hangs_a_read_nor_is_f
     path = file_of(tmp_path / "s", 1)
     kept = tmp_path / "kept"
     path.rename(kept)
-    if stranger == "fifo":
-        os.mkfifo(path)
-    elif stranger == "directory":
-        path.mkdir()
-    elif stranger == "link":
-        path.symlink_to(kept)
-    elif stranger == "socket":
+    if stranger == "socket":
         with socket.socket(socket.AF_UNIX) as bound, contextlib.chdir(path.parent):
             bound.bind(path.name)
-    else:
+    elif stranger == "device":
         try:
             os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # /dev/zero: a read of any length is good
         except PermissionError:
             pytest.skip("only root makes devices")
+    else:
+        put_stranger(path, stranger, kept)
     before = kept.read_bytes()
     async with asyncio.timeout(30):
         [(outcome, _)] = await store.get((name(1), 1000))

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.storage.harness import file_config, skip_without_direct_io
+from tests.storage.harness import file_config, put_stranger, skip_without_direct_io
 from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found
 from transferd.storage.file import FileStorage
 
@@ -98,14 +98,10 @@ async def test_what_is_not_the_displaced_objects_file_any_more_is_not_written_ov
     kept = tmp_path / "kept"
     kept.write_bytes(content("aa"))
     path.unlink()
-    if stranger == "fifo":
-        os.mkfifo(path)
-    elif stranger == "directory":
-        path.mkdir()
-    elif stranger == "link":
-        path.symlink_to(kept)
-    else:
+    if stranger in ("longer", "shorter"):
         path.write_bytes(content("aa", NBYTES + (1000 if stranger == "longer" else -1000)))
+    else:
+        put_stranger(path, stranger, kept)
     async with asyncio.timeout(30):
         assert await store.put([blob("cc")]) == [STORED]
     assert await read(store, "cc") == (FOUND, content("cc"))

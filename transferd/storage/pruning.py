@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterable
 
 AT_ONCE = 256  # directories; as many as one generation's objects fan out into
 
@@ -28,20 +27,15 @@ class Pruning:
         directory = os.path.dirname(path)
         with self._lock:
             self._left[directory] = None
-            if len(self._left) < AT_ONCE:
-                return
-            left, self._left = self._left, {}
-        self._remove(left)
+            many = len(self._left) >= AT_ONCE
+        if many:
+            self.finish()
 
     def finish(self) -> None:
-        """Look at all of them now."""
+        """Look at all of them now: remove those that are empty, and each parent that becomes empty."""
         with self._lock:
             left, self._left = self._left, {}
-        self._remove(left)
-
-    def _remove(self, directories: Iterable[str]) -> None:
-        """Remove those that are empty, and each parent that becomes empty."""
-        for directory in directories:
+        for directory in left:
             with contextlib.suppress(OSError):  # not empty, usually; or in use again, or gone
                 while len(directory) > len(self._root):
                     os.rmdir(directory)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Annotated
 
@@ -75,10 +74,7 @@ def _run(
     except KeyboardInterrupt:
         interrupted = True
     tree = harness.report(name, before, rows) | ({"interrupted": True} if interrupted else {})
-    if format_ is Format.JSON:
-        print(json.dumps(tree))
-    else:
-        harness.show(tree, Console())
+    harness.tell(tree, format_)
     if interrupted:
         progress.print("interrupted: these rows were measured before")
         raise typer.Exit(INTERRUPTED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import statistics
@@ -84,8 +85,11 @@ def report(bench: str, before: dict[str, Any], rows: Sequence[Row]) -> dict[str,
     return {"bench": bench, "machine": before, "rows": [item.tree() for item in rows]}
 
 
-def show(tree: dict[str, Any], console: Console) -> None:
-    """Print a benchmark as text."""
+def tell(tree: dict[str, Any], form: str) -> None:
+    """Print a benchmark on stdout. form: "json", or "text" for a table."""
+    if form == "json":
+        print(json.dumps(tree))
+        return
     table = Table(title=f"{tree['bench']} on {tree['machine']['cpu']}, {tree['machine']['cores']} cores")
     for column in ("what", "value", "limit", "ratio", "spread"):
         table.add_column(column, justify="left" if column == "what" else "right")
@@ -97,4 +101,4 @@ def show(tree: dict[str, Any], console: Console) -> None:
             f"{item['ratio']:.2f}",
             f"{item['spread']:.0%}",
         )
-    console.print(table)
+    Console().print(table)
