@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import NoReturn
 
 import pytest
 
@@ -100,6 +101,20 @@ async def test_every_block_arrives_without_staging_and_no_other_byte_changes(rig
     assert blocks(rig, TARGET) == blocks(rig, SOURCE)
     assert blocks(rig, ASIDE) == before
     assert rig.sim_device.counts["copy_in"] == 0
+
+
+async def test_one_block_is_loaded_or_missed_without_a_lookup(
+    rig: Rig, storage: Warm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def looked_up(*_: object) -> NoReturn:
+        raise AssertionError("the load finds out as much")
+
+    monkeypatch.setattr(storage, "look_up", looked_up)
+    before = blocks(rig, TARGET)
+    there = await rig.run(read(KEYS[:1], TARGET[:1]))
+    gone = await rig.run(read(["never stored"], TARGET[1:2]))
+    assert (list(there.moved), list(gone.moved), there.error, gone.error) == ([0], [], None, None)
+    assert blocks(rig, TARGET) == [rig.block(SOURCE[0]), *before[1:]]
 
 
 async def test_a_device_that_the_cpu_cannot_address_is_read_through_staging(rig: Rig, storage: Warm) -> None:
