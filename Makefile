@@ -101,7 +101,7 @@ clean: ## remove what these targets made
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -f transferd/*/*.so
 
-$(STAMP): pyproject.toml setup.py $(wildcard transferd/*/*.c) scripts/system-packages
+$(STAMP): pyproject.toml setup.py $(wildcard transferd/*/*.[ch]) scripts/system-packages
 	@bash scripts/system-packages
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .

@@ -1,6 +1,7 @@
 """What pyproject.toml cannot say stably: the optional C extensions (see tiers/hostcopy.py and workers/in_place.py)."""
 
 import sysconfig
+from pathlib import Path
 
 from setuptools import Extension, setup
 
@@ -12,6 +13,7 @@ else:
             Extension(
                 f"transferd.{name.replace('/', '.')}",
                 [f"transferd/{name}.c"],
+                depends=sorted(map(str, Path(f"transferd/{name}.c").parent.glob("*.h"))),
                 py_limited_api=True,
                 extra_compile_args=["-O3"],
                 optional=True,  # without a compiler or Python.h the install still works, on the slower twins

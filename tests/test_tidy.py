@@ -174,7 +174,7 @@ def test_no_machine_path_is_in_the_tree() -> None:
     for name in tracked.stdout.split():
         path = ROOT / name
         if (
-            path.suffix in {".py", ".md", ".toml", ".service", ".json", ".c"}
+            path.suffix in {".py", ".md", ".toml", ".service", ".json", ".c", ".h"}
             and path.exists()
             and path != Path(__file__)
         ):

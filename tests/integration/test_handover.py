@@ -211,6 +211,8 @@ async def test_a_cancelled_side_ends_the_other_one_at_once(tmp_path: Path) -> No
             await asyncio.sleep(0.01)
         await decode.client.cancel("receive")
         assert (await waiting).status is Status.CANCELLED
+        while (await prefill.client.stats())["pd"]["waiting"]:  # noqa: ASYNC110 - until it has heard
+            await asyncio.sleep(0.01)
         sending = await prefill.client.push(task)
         await prefill.client.cancel("send")
         assert (await sending).status is Status.CANCELLED

@@ -5,10 +5,15 @@ from __future__ import annotations
 import importlib.util
 import os
 import random
+import signal
 import subprocess
+import sys
 import sysconfig
 import tempfile
+import textwrap
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
@@ -29,13 +34,16 @@ from transferd.workers import in_place
 from transferd.workers.in_place import BlockInPlace, BlockMemory, Loan
 
 SOURCE = Path(in_place.__file__).with_name("_inplace.c")
+LARGE = 2 * 1024**2  # bytes of the shortest file that is mapped
 NAME = f"m/f/g/{'ab' * 20}/0"
 
 
 @pytest.fixture(scope="module", params=["as installed", "without AVX2"])
 def native(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     if request.param == "as installed":
-        return pytest.importorskip("transferd.workers._inplace", reason="the installation found no compiler")
+        module = pytest.importorskip("transferd.workers._inplace", reason="the installation found no compiler")
+        module.catch_bus_errors()
+        return module
     gcc = compiler()
     if gcc is None:
         pytest.skip("this machine has no C compiler")
@@ -44,7 +52,9 @@ def native(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     flags = ["-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-DWITHOUT_AVX2", f"-I{include}"]
     done = subprocess.run([gcc, *flags, str(SOURCE), "-o", str(built)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return loaded(built)
+    module = loaded(built)
+    module.catch_bus_errors()
+    return module
 
 
 def loaded(path: Path) -> ModuleType:
@@ -71,9 +81,14 @@ def test_any_payload_in_any_parts_arrives_whole_with_the_checksum_of_xxhash(
     payload = draw.randbytes(64 * stripes)
     memory, wanted = np.zeros(2 * len(payload) + 64, np.uint8), np.zeros(2 * len(payload) + 64, np.uint8)
     block, stride = draw.randrange(2), 64 * stripes
-    with file_of(payload) as file:
-        fd = file.fileno()
-        for source, call in ((fd, native.read_file), (memoryview(payload), native.copy_memory)):
+    with file_of(payload) as file, large_file_of(payload) as large:
+        mapping = map_or_skip(native, large)
+        ways = (
+            (file.fileno(), native.read_file),
+            (memoryview(payload), native.copy_memory),
+            (mapping, native.copy_mapped),
+        )
+        for source, call in ways:
             memory[:], wanted[:] = 0, 0
             state, offset = native.new_state(len(payload)), 0
             for piece in cut(draw, stripes, pieces):
@@ -91,6 +106,7 @@ def test_any_payload_in_any_parts_arrives_whole_with_the_checksum_of_xxhash(
                 offset += 64 * piece
             assert native.checksum(state) == xxhash.xxh3_64_intdigest(payload)
             assert np.array_equal(memory, wanted)
+        native.unmap(mapping)
 
 
 @pytest.mark.parametrize("nbytes", [256, 320, 1024, 1088, 2048, 64 * 1023, 64 * 1024, 64 * 1025])
@@ -125,6 +141,18 @@ def file_of(content: bytes) -> IO[bytes]:
     return file
 
 
+def large_file_of(content: bytes = b"", nbytes: int = LARGE) -> IO[bytes]:
+    """A file that may be mapped, and begins with this content."""
+    return file_of(content + bytes(nbytes - len(content)))
+
+
+def map_or_skip(native: Any, file: IO[bytes]) -> int:
+    mapping: int = native.map_file(file.fileno(), os.fstat(file.fileno()).st_size)
+    if not mapping:
+        pytest.skip("the kernel cannot say which pages of a file are in memory (cachestat, Linux 6.5)")
+    return mapping
+
+
 @pytest.mark.parametrize(
     "rows", [[[0, 0, 100]], [[0, 0, 0]], [[0, 0, -64]], [[0, 0, 576]], [[0, 0, 64]] * 1025, [[0, 0]]]
 )
@@ -145,6 +173,122 @@ def test_payloads_of_another_kind_are_refused(native: Any) -> None:
             native.new_state(nbytes)
     with pytest.raises(ValueError, match="the state"):
         native.copy_memory(memoryview(bytes(64)), 0, 0, np.array([[0, 0, 64]], np.int64), 0, bytearray(8))
+
+
+# --- mappings -----------------------------------------------------------------------------------------
+
+
+def mapped(native: Any, mapping: int, offset: int = 0, nbytes: int = LARGE) -> tuple[int, bytes]:
+    """What `copy_mapped` returns, and the memory that it copied to."""
+    memory, state = np.full(nbytes, 7, np.uint8), native.new_state(nbytes)
+    table = np.array([[0, 0, nbytes]], np.int64)
+    return native.copy_mapped(mapping, offset, memory.ctypes.data, table, 0, state), memory.tobytes()
+
+
+def test_a_file_that_is_cut_off_while_it_is_mapped_is_lost_and_nothing_else_happens(native: Any) -> None:
+    content = random.Random(1).randbytes(2 * LARGE)
+    with large_file_of(content, 2 * LARGE) as cut, large_file_of(content, 2 * LARGE) as whole:
+        mappings = map_or_skip(native, cut), map_or_skip(native, whole)
+        os.truncate(cut.fileno(), LARGE + 5000)
+        assert mapped(native, mappings[0], 0, LARGE) == (LARGE, content[:LARGE])  # what is still there
+        copied, bytes_ = mapped(native, mappings[0], LARGE, LARGE)
+        assert copied == 0
+        assert bytes_[:5000] == content[LARGE : LARGE + 5000]
+        assert not any(bytes_[5000:])
+        assert mapped(native, mappings[0], 0, LARGE)[0] == 0, "a mapping that has lost bytes stays lost"
+        assert mapped(native, mappings[1], LARGE, LARGE) == (LARGE, content[LARGE:])
+        for mapping in mappings:
+            native.unmap(mapping)
+
+
+def test_threads_whose_files_are_cut_off_all_the_time_get_the_bytes_or_hear_of_it(native: Any) -> None:
+    content, over, lost = random.Random(2).randbytes(LARGE), threading.Event(), []
+    with large_file_of(content) as file:
+        native.unmap(map_or_skip(native, file))
+
+        def vandal() -> None:
+            while not over.is_set():
+                os.truncate(file.fileno(), 4096)
+                os.pwrite(file.fileno(), content, 0)
+
+        def load() -> None:
+            for _ in range(200):
+                if mapping := native.map_file(file.fileno(), LARGE):
+                    copied, bytes_ = mapped(native, mapping)
+                    native.unmap(mapping)
+                    state, again = native.new_state(LARGE), np.zeros(LARGE, np.uint8)
+                    table = np.array([[0, 0, LARGE]], np.int64)
+                    native.copy_memory(memoryview(bytes_), 0, again.ctypes.data, table, 0, state)
+                    assert copied in (0, LARGE)
+                    lost.append(copied == 0)
+
+        with ThreadPoolExecutor(3) as pool:
+            breaking, loads = pool.submit(vandal), [pool.submit(load) for _ in range(2)]
+            try:
+                for one in loads:
+                    one.result()
+            finally:
+                over.set()
+            breaking.result()
+    print(f"{sum(lost)} of {len(lost)} mappings lost bytes")
+
+
+def test_a_file_that_is_not_in_memory_or_too_short_is_not_mapped(native: Any) -> None:
+    with large_file_of() as file:
+        native.unmap(map_or_skip(native, file))
+        assert native.map_file(file.fileno(), LARGE - 1) == 0
+        assert native.map_file(10**6, LARGE) == 0
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), LARGE // 2, 4096, os.POSIX_FADV_DONTNEED)
+        if read_now(file.fileno(), [memoryview(bytearray(1))], LARGE // 2):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # large pages leave as a whole
+        assert native.map_file(file.fileno(), LARGE) == 0
+
+
+def test_there_are_as_many_mappings_as_numbers(native: Any) -> None:
+    with large_file_of() as file:
+        mappings = [map_or_skip(native, file) for _ in range(64)]
+        assert sorted(mappings) == list(range(1, 65))
+        assert native.map_file(file.fileno(), LARGE) == 0
+        native.unmap(mappings[9])
+        assert native.map_file(file.fileno(), LARGE) == mappings[9]
+        assert mapped(native, mappings[0], 0, 4096)[0] == 4096
+        assert mapped(native, mappings[0], LARGE - 4096, 4160)[0] == 0, "behind its end"
+        for mapping in mappings:
+            native.unmap(mapping)
+    for wrong in (-1, 0, 1, 65):
+        with pytest.raises(ValueError, match=f"there is no mapping {wrong}"):
+            native.unmap(wrong)
+        with pytest.raises(ValueError, match=f"there is no mapping {wrong}"):
+            mapped(native, wrong)
+
+
+@pytest.mark.parametrize("handlers", ["", "before", "after", "before after"])
+def test_any_other_bus_error_ends_the_process_as_it_would_have(native: Any, handlers: str) -> None:
+    """handlers: when Python's own handler, which prints where it happened, is set."""
+    program = textwrap.dedent(f"""
+        import ctypes, faulthandler, importlib.util, mmap, os, tempfile
+        spec = importlib.util.spec_from_file_location("_inplace", {native.__file__!r})
+        native = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(native)
+        if "before" in {handlers!r}:
+            faulthandler.enable()
+        native.catch_bus_errors()
+        if "after" in {handlers!r}:
+            faulthandler.disable()
+            faulthandler.enable()
+        file = tempfile.TemporaryFile()
+        file.write(bytes({LARGE}))
+        file.flush()
+        native.map_file(file.fileno(), {LARGE})
+        mine = mmap.mmap(file.fileno(), {LARGE})
+        os.truncate(file.fileno(), 0)
+        print("alive", flush=True)
+        print(mine[0])
+    """)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout) == (-signal.SIGBUS, "alive\n")
+    assert ("Fatal Python error: Bus error" in done.stderr) == bool(handlers)
 
 
 # --- and its twin -----------------------------------------------------------------------------------
@@ -187,8 +331,24 @@ class Blocks:
 CACHES: dict[str, dict[str, Any]] = {
     "GQA": {"layers": 3, "kv_heads": 2, "head_dim": 32, "block_size": 16},
     "MLA": {"layers": 2, "attention": "mla", "kv_lora_rank": 64, "qk_rope_head_dim": 32, "block_size": 16},
+    "large": {"layers": 16, "kv_heads": 4, "head_dim": 128, "block_size": 65},
     "odd": {"layers": 3, "attention": "mla", "kv_lora_rank": 50, "qk_rope_head_dim": 7, "block_size": 3},
 }
+
+
+def mappings_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What each call of map_file returns from now on."""
+    mappings: list[int] = []
+    if in_place.NATIVE:
+        in_place.map_files()
+        map_file = in_place._inplace.map_file
+
+        def told(fd: int, nbytes: int) -> int:
+            mappings.append(map_file(fd, nbytes))
+            return mappings[-1]
+
+        monkeypatch.setattr(in_place._inplace, "map_file", told)
+    return mappings
 
 
 @pytest.mark.parametrize("file", [True, False], ids=["file", "memory"])
@@ -199,10 +359,12 @@ async def test_both_ways_load_the_block_and_no_other_byte_and_see_each_damage(
 ) -> None:
     monkeypatch.setattr(in_place, "NATIVE", way == "native" and in_place.NATIVE)
     monkeypatch.setattr(in_place, "PIECE_BYTES", 1024)
+    mappings = mappings_of(monkeypatch)
     blocks = Blocks(CacheSection(device_blocks=5, **CACHES[shape]), tmp_path / "object")
     assert (blocks.memory.tables is not None) == (in_place.NATIVE and shape != "odd")
     before = blocks.bytes.copy()
     assert blocks.load(3, file=file)
+    assert not any(mappings) or (way, file, shape) == ("native", True, "large")
     parts = [(first + 3 * stride, n) for piece in blocks.memory.pieces for first, stride, n in piece.parts]
     assert b"".join(blocks.bytes[at : at + n].tobytes() for at, n in parts) == bytes(blocks.object[:-FOOTER_BYTES])
     mine = np.zeros(len(before), bool)
@@ -229,6 +391,28 @@ async def test_a_thread_without_a_loan_touches_no_block(
     monkeypatch.setattr(Loan, "take", lambda loan: take(loan) and bool(loan.give_back()))
     assert not blocks.load(1, file=True)
     assert np.array_equal(blocks.bytes, before)
+    os.close(blocks.fd)
+
+
+async def test_a_file_that_is_cut_off_under_a_load_costs_this_load_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mappings = mappings_of(monkeypatch)
+    blocks = Blocks(CacheSection(device_blocks=3, **CACHES["large"]), tmp_path / "object")
+    assert blocks.load(1, file=True)
+    if not any(mappings):
+        pytest.skip("no file can be mapped here")
+    take = Loan.take
+
+    def cut_off(loan: Loan) -> bool:
+        os.truncate(tmp_path / "object", 100_000)
+        return take(loan)
+
+    monkeypatch.setattr(Loan, "take", cut_off)  # it is mapped by then
+    assert not blocks.load(2, file=True)
+    monkeypatch.setattr(Loan, "take", take)
+    (tmp_path / "object").write_bytes(blocks.object)
+    assert blocks.load(2, file=True)
     os.close(blocks.fd)
 
 

@@ -32,6 +32,7 @@ from transferd.runtime.signals import ProcessSignals
 from transferd.runtime.threads import require_threads
 from transferd.tiers.populate import PROGRESS
 from transferd.tiers.segment import remove_stale_segments, unlink_all
+from transferd.workers.in_place import map_files
 
 log = structlog.get_logger(__name__)
 
@@ -62,6 +63,7 @@ def serve(config: Config, *, reload: Callable[[], Config] | None = None) -> int:
         raise ConfigError("RLIMIT_NPROC", problem) from error
     raise_limit()
     require_threads()
+    map_files()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         code = runner.run(_serve(config, reload))
         if code == STILL_RUNNING:

@@ -1,8 +1,9 @@
 """Loads in place: from storage's memory directly into a block, for blocks that the CPU can address.
 
-A thread reads each object in pieces that fit its cache, directly into the segments of its block, and checks each piece
-while it is in the cache. Compared with staging this saves a copy, a handover to another thread, and the leases. With
-the C extension, a piece takes one call, without the GIL; the Python version does the same.
+A thread copies each object in pieces directly into the segments of its block, and checks them on the way. Compared
+with staging this saves a copy, a handover to another thread, and the leases. With the C extension, a piece takes one
+call, without the GIL, which reads and writes memory once; large files are mapped for it. The Python version does the
+same in more steps.
 
 Only objects that are in memory are loaded this way (`Storage.get_in_place`), because no thread may wait for a disk
 while it may touch a block: when a task ends, its blocks belong to the engine again. All others go through staging.
@@ -44,13 +45,22 @@ else:
 CHUNK_BYTES, CHUNK_BLOCKS = 128 * 1024**2, 64
 CHUNKS_UNDER_WAY = 2  # so that no thread waits for the event loop
 PIECE_BYTES = 2 * 1024**2  # for which a thread takes the loan: the end of a task waits for this much
-PART_BYTES = 512 * 1024  # read, then checked: at most what a core's own cache holds
+PART_BYTES = 512 * 1024  # for the Python version, which reads and then checks: at most what a core's own cache holds
 MOST_BUFFERS = 1024  # of one preadv: IOV_MAX
 STRIPE_BYTES = 64  # the extension accepts parts that are multiples of this, as in nearly all layouts
 FEWEST_BYTES = 240  # and payloads longer than this
 
 T = TypeVar("T")
 Bad = Callable[[str, str, Damage], None]
+
+
+def map_files() -> None:
+    """Let loads map files, by handling SIGBUS in this process: the memory of a file that is truncated disappears.
+
+    Call it in a process that is transferd's own.
+    """
+    if NATIVE:
+        _inplace.catch_bus_errors()
 
 
 class Loan:
@@ -164,13 +174,22 @@ class BlockInPlace:
     def _load_natively(self, backing: Backing, tables: Sequence[npt.NDArray[np.int64]]) -> bool:
         origin, block = self._memory.arena.origin, self._block
         state = _inplace.new_state(self._inspection.payload_bytes)
+        # Before a thread takes the loan, because this may wait.
+        mapping = _inplace.map_file(backing, self.nbytes) if isinstance(backing, int) else 0
 
         def load(number: int, piece: Piece) -> int:
+            if mapping:
+                return _inplace.copy_mapped(mapping, piece.offset, origin, tables[number], block, state)
             if isinstance(backing, int):
                 return _inplace.read_file(backing, piece.offset, origin, tables[number], block, state)
             return _inplace.copy_memory(backing, piece.offset, origin, tables[number], block, state)
 
-        return self._load_pieces(load) and self._inspection.damage(_inplace.checksum(state)) is None
+        try:
+            loaded = self._load_pieces(load)
+        finally:
+            if mapping:
+                _inplace.unmap(mapping)
+        return loaded and self._inspection.damage(_inplace.checksum(state)) is None
 
     def _load_in_python(self, read: ReadNow) -> bool:
         view, block, inspection = self._memory.view, self._block, self._inspection

@@ -1,0 +1,128 @@
+/* Files whose bytes are all in the page cache, mapped to be copied from.
+ *
+ * A read copies through the kernel, and a checksum reads the copy again. A mapping is read once, and not copied by the kernel
+ * at all. It costs calls of its own, and is worth them where a file's pages are as large as the CPU's large pages.
+ *
+ * Nothing may stop the process or make it wait:
+ *
+ * - cachestat(2) says whether all pages are there, so no page fault waits for a disk. (Linux 6.5 or newer; otherwise, or for
+ *   files of other users, nothing is mapped.) Then the page table is filled, and the kernel does not take a page that it has
+ *   just put there before it has looked at it twice.
+ * - To read behind the end of a file that somebody has truncated, or what a disk cannot read any more, is a SIGBUS. The
+ *   handler puts zeros in the place of the rest of that mapping and notes that it is lost. Any other SIGBUS goes to the
+ *   handler that was there before.
+ */
+#include <errno.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#ifndef MADV_POPULATE_READ
+#define MADV_POPULATE_READ 22
+#endif
+#ifndef SYS_cachestat
+#define SYS_cachestat 451 /* on every architecture */
+#endif
+
+#define LARGE_PAGE 2097152 /* bytes; a shorter file has none, and reading it is as fast */
+#define MOST_MAPPINGS 64   /* at a time: more than there are I/O threads */
+
+/* begin: 0 if the entry is free, 1 while it is filled in. lost: some of its bytes are zeros instead of the file's. */
+typedef struct {
+    _Atomic uintptr_t begin;
+    uintptr_t end;
+    volatile sig_atomic_t lost;
+} Mapping;
+
+static Mapping mappings[MOST_MAPPINGS];
+static struct sigaction before_ours;
+static volatile sig_atomic_t passed_on;
+static int may_map; /* guarded by the GIL, as set_handler is */
+
+static void on_bus_error(int number, siginfo_t *info, void *context)
+{
+    uintptr_t at = (uintptr_t)info->si_addr;
+    int error = errno;
+
+    (void)context;
+    for (int i = 0; info->si_code > 0 && i < MOST_MAPPINGS; i++) { /* from the kernel */
+        uintptr_t begin = atomic_load(&mappings[i].begin);
+        if (begin <= 1 || at < begin || at >= mappings[i].end)
+            continue;
+        void *page = (void *)(at & ~((uintptr_t)sysconf(_SC_PAGESIZE) - 1));
+        mappings[i].lost = 1;
+        if (mmap(page, mappings[i].end - (uintptr_t)page, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == page) {
+            errno = error;
+            return;
+        }
+    }
+    /* The handler before ours may pass it on to us, if it was set when ours was already there. */
+    struct sigaction next = {.sa_handler = SIG_DFL};
+    if (!passed_on)
+        next = before_ours;
+    passed_on = 1;
+    sigaction(number, &next, NULL);
+    raise(number); /* delivered when this function returns */
+}
+
+/* Sets ours, also if another library has set its own since the last call. */
+static int set_handler(void)
+{
+    struct sigaction found, ours = {.sa_flags = SA_SIGINFO | SA_RESTART};
+
+    if (sigaction(SIGBUS, NULL, &found) < 0)
+        return -1;
+    if ((found.sa_flags & SA_SIGINFO) && found.sa_sigaction == on_bus_error)
+        return 0;
+    before_ours = found;
+    ours.sa_sigaction = on_bus_error;
+    sigemptyset(&ours.sa_mask);
+    return sigaction(SIGBUS, &ours, NULL);
+}
+
+static int all_in_memory(int fd, uint64_t nbytes)
+{
+    struct {
+        uint64_t offset, nbytes;
+    } range = {0, nbytes};
+    struct {
+        uint64_t cached, dirty, written_back, evicted, recently_evicted;
+    } pages;
+    uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
+
+    return syscall(SYS_cachestat, fd, &range, &pages, 0) == 0 && pages.cached >= (nbytes + page - 1) / page;
+}
+
+/* A mapping of the first nbytes of a file, or NULL if they are better read. */
+static Mapping *map_file(int fd, uint64_t nbytes)
+{
+    if (!all_in_memory(fd, nbytes))
+        return NULL;
+    for (int i = 0; i < MOST_MAPPINGS; i++) {
+        uintptr_t is_free = 0;
+        if (!atomic_compare_exchange_strong(&mappings[i].begin, &is_free, 1))
+            continue;
+        void *at = mmap(NULL, nbytes, PROT_READ, MAP_SHARED, fd, 0);
+        if (at != MAP_FAILED && madvise(at, nbytes, MADV_POPULATE_READ) == 0) {
+            mappings[i].end = (uintptr_t)at + nbytes;
+            mappings[i].lost = 0;
+            atomic_store(&mappings[i].begin, (uintptr_t)at);
+            return &mappings[i];
+        }
+        if (at != MAP_FAILED)
+            munmap(at, nbytes);
+        atomic_store(&mappings[i].begin, 0);
+        break;
+    }
+    return NULL;
+}
+
+static void unmap_file(Mapping *mapping)
+{
+    uintptr_t begin = atomic_load(&mapping->begin), end = mapping->end;
+
+    atomic_store(&mapping->begin, 0); /* first: then the addresses may be anyone's */
+    munmap((void *)begin, end - begin);
+}
