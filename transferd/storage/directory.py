@@ -7,7 +7,7 @@
 An object is written under a temporary name and renamed when it is complete, so half an object never
 appears under its name, even if the process is killed. Temporary files found at start belong to dead
 writers (this process holds the lock) and are removed. Files that are not ours are never touched.
-Directories without objects are removed, many at a time (pruning.py), so old generations leave nothing behind.
+Directories without objects are removed (pruning.py), so old generations leave nothing behind.
 
 Without `fsync` nothing waits for the medium. A killed process loses nothing, because the page cache
 belongs to the kernel; after a power failure the footer's checksum shows which objects are complete.
@@ -218,6 +218,7 @@ class ObjectDirectory:
         try:
             self._write_file(temporary, data, is_new=spare is None)
             self._within(path, lambda: os.rename(temporary, path))  # a spare file comes from another directory
+            self._pruning.arrived(path)
             if self._fsync:
                 _sync_directory(os.path.dirname(path))
             if spare is not None:

@@ -5,37 +5,58 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from collections.abc import Iterable
 
-AT_ONCE = 256  # directories; as many as one generation's objects fan out into
+AT_ONCE = 256  # departures of objects; as many as the directories that one generation's objects fan out into
 
 
 class Pruning:
-    """The directories that objects have left since the last look, any of which may be empty.
+    """The directories that objects have left, any of which may be empty.
 
-    They wait until there are AT_ONCE of them. A store with few objects would otherwise remove a directory and create
-    another for nearly every object that it writes over, which took as long as the object's bytes.
+    We look at them after every AT_ONCE departures, and keep those beside which an object has arrived since the last
+    look: a store with few objects would otherwise remove a directory and create another for nearly every object that it
+    writes over, which takes as long as the object's bytes. So the directories of a generation go when no one stores
+    objects of it any more.
     """
 
     def __init__(self, root: str) -> None:
         """root: ends with a slash, and stays."""
         self._root = root
         self._left: dict[str, None] = {}
+        self._departures = 0
+        self._in_use: set[str] = set()  # the parents of directories that objects have arrived in since the last look
         self._lock = threading.Lock()
+
+    def arrived(self, path: str) -> None:
+        """An object has been stored at this path."""
+        parent = os.path.dirname(os.path.dirname(path))
+        with self._lock:
+            self._in_use.add(parent)
 
     def left(self, path: str) -> None:
         """An object has left this path."""
         directory = os.path.dirname(path)
         with self._lock:
             self._left[directory] = None
-            many = len(self._left) >= AT_ONCE
-        if many:
-            self.finish()
+            self._departures += 1
+            if self._departures < AT_ONCE:
+                return
+            self._departures = 0
+            in_use, self._in_use = self._in_use, set()
+            unused = [left for left in self._left if os.path.dirname(left) not in in_use]
+            for left in unused:
+                del self._left[left]
+        self._remove_empty(unused)
 
     def finish(self) -> None:
-        """Look at all of them now: remove those that are empty, and each parent that becomes empty."""
+        """Look at all of them now."""
         with self._lock:
             left, self._left = self._left, {}
-        for directory in left:
+        self._remove_empty(left)
+
+    def _remove_empty(self, directories: Iterable[str]) -> None:
+        """Remove those that are empty, and each parent that becomes empty."""
+        for directory in directories:
             with contextlib.suppress(OSError):  # not empty, usually; or in use again, or gone
                 while len(directory) > len(self._root):
                     os.rmdir(directory)
