@@ -523,7 +523,7 @@ def test_a_message_at_the_second_look_keeps_the_daemon() -> None:
 def test_a_daemon_that_wants_the_cpu_is_only_slow_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     wants = [True]
     monkeypatch.setattr(session, "listener_of", {"sim://daemon": 17}.get)
-    monkeypatch.setattr(session, "wants_cpu", lambda pid: pid == 17 and wants[0])
+    monkeypatch.setattr(session, "wants_machine", lambda pid: pid == 17 and wants[0])
 
     async def program(world: World) -> None:
         world.daemon.welcome()

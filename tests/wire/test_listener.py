@@ -1,4 +1,4 @@
-"""Who listens on an endpoint, and whether it wants the CPU: with real processes."""
+"""Who listens on an endpoint, and whether it wants the CPU or waits in the kernel: with real processes."""
 
 from __future__ import annotations
 
@@ -12,17 +12,21 @@ from pathlib import Path
 
 import pytest
 
-from transferd.wire.listener import listener_of, wants_cpu
+from transferd.wire.listener import listener_of, wants_machine
 
 pytestmark = pytest.mark.one_loop
 
 LISTEN = """
-import socket, sys
+import os, socket, sys
 listener = socket.socket(socket.AF_UNIX)
 listener.bind(sys.argv[1].replace("@", "\\0"))
 listener.listen()
 print("listening", flush=True)
 while sys.argv[2] == "works": pass
+if sys.argv[2] != "waits":
+    # As if it waited for a disk, a parent waits in the kernel until its child has called exec. This child opens a FIFO
+    # before, and so waits, too.
+    os.posix_spawn("/bin/true", ["true"], {}, file_actions=[(os.POSIX_SPAWN_OPEN, 0, sys.argv[2], os.O_RDONLY, 0)])
 sys.stdin.read()
 """
 
@@ -48,7 +52,7 @@ def listen(started: list[subprocess.Popen[bytes]], address: str, what: str) -> i
 
 def comes_to(pid: int, wants: bool) -> bool:
     """Whether it soon wants the CPU, or does not: it may be on its way to its loop or its read, or wait for a page."""
-    return any(wants_cpu(pid) is wants for _ in range(100_000))
+    return any(wants_machine(pid) is wants for _ in range(100_000))
 
 
 def test_a_process_that_works_wants_the_cpu_until_it_is_stopped_or_dies(
@@ -61,11 +65,11 @@ def test_a_process_that_works_wants_the_cpu_until_it_is_stopped_or_dies(
     os.kill(pid, signal.SIGSTOP)
     os.waitpid(pid, os.WUNTRACED)
     assert listener_of(f"ipc://{address}") == pid, "the kernel still accepts for it"
-    assert not wants_cpu(pid)
+    assert not wants_machine(pid)
     os.kill(pid, signal.SIGKILL)
     listening[0].wait(20)
     assert listener_of(f"ipc://{address}") == 0
-    assert not wants_cpu(pid)
+    assert not wants_machine(pid)
 
 
 def test_a_process_that_waits_for_something_else_does_not(
@@ -77,10 +81,19 @@ def test_a_process_that_waits_for_something_else_does_not(
     assert comes_to(pid, False)
 
 
+def test_a_process_that_waits_in_the_kernel_does(listening: list[subprocess.Popen[bytes]], tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    pid = listen(listening, str(tmp_path / "s"), str(fifo))
+    assert all(comes_to(pid, True) for _ in range(3))
+    with fifo.open("wb"):
+        assert comes_to(pid, False)
+
+
 @pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:1", "sim://daemon", "ipc://", "ipc:///nowhere", "ipc://\0", "x"])
 def test_what_cannot_be_known_is_nobody(endpoint: str) -> None:
     assert listener_of(endpoint) == 0
-    assert not wants_cpu(0)
+    assert not wants_machine(0)
 
 
 def test_a_full_backlog_is_nobody_and_not_waited_for(tmp_path: Path) -> None:

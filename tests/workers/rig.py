@@ -34,7 +34,7 @@ MODEL = "m"
 GENERATION = "g"
 SLOT = 4096  # staging bytes that one of these blocks takes
 LAYOUT = build_layout(
-    CacheSection(layers=2, kv_heads=1, head_dim=4, block_size=4, device_blocks=16, host_blocks=16, ranks=2)
+    CacheSection(layers=2, kv_heads=1, head_dim=8, block_size=4, device_blocks=16, host_blocks=16, ranks=2)
 )
 
 

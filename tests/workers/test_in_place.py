@@ -18,8 +18,9 @@ from transferd.config import CacheSection
 from transferd.errors import StorageError
 from transferd.storage.base import Backing, Outcome, Place, ReadNow
 from transferd.tasks import ReadStorageTask, Stop
-from transferd.workers import in_place
-from transferd.workers.in_place import Loan, pieces_of
+from transferd.workers import block_memory, in_place
+from transferd.workers.block_memory import pieces_of
+from transferd.workers.in_place import Loan
 
 KEYS = [f"k{i}" for i in range(6)]
 SOURCE = [0, 1, 2, 3, 4, 5]
@@ -299,9 +300,9 @@ async def test_a_loan_that_nobody_holds_ends_at_once() -> None:
 def test_pieces_are_the_blocks_bytes_in_the_order_of_its_object(
     piece: int, buffers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(in_place, "PIECE_BYTES", piece)
-    monkeypatch.setattr(in_place, "PART_BYTES", piece)
-    monkeypatch.setattr(in_place, "MOST_BUFFERS", buffers)
+    monkeypatch.setattr(block_memory, "PIECE_BYTES", piece)
+    monkeypatch.setattr(block_memory, "PART_BYTES", piece)
+    monkeypatch.setattr(block_memory, "MOST_BUFFERS", buffers)
     odd = {"kv_lora_rank": 50, "qk_rope_head_dim": 7, "block_size": 3}
     layout = build_layout(CacheSection(layers=3, attention="mla", device_blocks=5, **odd))
     packed, memory = layout.packed(1, layout.block_bytes), layout.device

@@ -30,10 +30,11 @@ from transferd.blocks.layout import build_layout
 from transferd.blocks.layout.base import Arena
 from transferd.config import CacheSection
 from transferd.storage.file_io import read_now
-from transferd.workers import in_place
-from transferd.workers.in_place import BlockInPlace, BlockMemory, Loan
+from transferd.workers import block_memory
+from transferd.workers.block_memory import BlockMemory
+from transferd.workers.in_place import BlockInPlace, Loan
 
-SOURCE = Path(in_place.__file__).with_name("_inplace.c")
+SOURCE = Path(block_memory.__file__).with_name("_inplace.c")
 LARGE = 2 * 1024**2  # bytes of the shortest file that is mapped
 NAME = f"m/f/g/{'ab' * 20}/0"
 
@@ -107,6 +108,35 @@ def test_any_payload_in_any_parts_arrives_whole_with_the_checksum_of_xxhash(
             assert native.checksum(state) == xxhash.xxh3_64_intdigest(payload)
             assert np.array_equal(memory, wanted)
         native.unmap(mapping)
+
+
+@settings(max_examples=60, deadline=None)
+@given(stripes=st.integers(4, 300), pieces=st.integers(1, 4), parts=st.integers(1, 9), seed=st.integers(0, 2**32))
+def test_any_parts_are_collected_in_order_with_the_checksum_of_xxhash(
+    native: Any, stripes: int, pieces: int, parts: int, seed: int
+) -> None:
+    draw = random.Random(seed)
+    nbytes, block, skew = 64 * stripes, draw.randrange(3), draw.choice([0, 1, 32])
+    memory = np.frombuffer(draw.randbytes(3 * nbytes), np.uint8)
+    target = bytearray(b"\x07" * (nbytes + 64 + skew))
+    state, offset, wanted = native.new_state(nbytes), 0, b""
+    for piece in cut(draw, stripes, pieces):
+        sizes = [64 * count for count in cut(draw, piece, parts)]
+        table = np.array([(draw.randrange(nbytes - size + 1), nbytes, size) for size in sizes], np.int64)
+        native.collect(memoryview(target)[skew:], offset, memory.ctypes.data, table, block, state)
+        wanted += b"".join(memory[at + nbytes * block :][:size].tobytes() for at, _, size in table.tolist())
+        offset += 64 * piece
+    assert native.checksum(state) == xxhash.xxh3_64_intdigest(wanted)
+    assert bytes(target) == b"\x07" * skew + wanted + b"\x07" * 64
+
+
+def test_a_piece_is_not_collected_into_less_room(native: Any) -> None:
+    memory, table, target = np.ones(512, np.uint8), np.array([[0, 0, 512]], np.int64), bytearray(600)
+    with pytest.raises(ValueError, match="does not fit"):
+        native.collect(target, 128, memory.ctypes.data, table, 0, native.new_state(512))
+    with pytest.raises((TypeError, BufferError)):
+        native.collect(bytes(600), 0, memory.ctypes.data, table, 0, native.new_state(512))
+    assert not any(target)
 
 
 @pytest.mark.parametrize("nbytes", [256, 320, 1024, 1088, 2048, 64 * 1023, 64 * 1024, 64 * 1025])
@@ -339,15 +369,15 @@ CACHES: dict[str, dict[str, Any]] = {
 def mappings_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """What each call of map_file returns from now on."""
     mappings: list[int] = []
-    if in_place.NATIVE:
-        in_place.map_files()
-        map_file = in_place._inplace.map_file
+    if block_memory.NATIVE:
+        block_memory.map_files()
+        map_file = block_memory._inplace.map_file
 
         def told(fd: int, nbytes: int) -> int:
             mappings.append(map_file(fd, nbytes))
             return mappings[-1]
 
-        monkeypatch.setattr(in_place._inplace, "map_file", told)
+        monkeypatch.setattr(block_memory._inplace, "map_file", told)
     return mappings
 
 
@@ -357,11 +387,11 @@ def mappings_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 async def test_both_ways_load_the_block_and_no_other_byte_and_see_each_damage(
     tmp_path: Path, shape: str, way: str, file: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(in_place, "NATIVE", way == "native" and in_place.NATIVE)
-    monkeypatch.setattr(in_place, "PIECE_BYTES", 1024)
+    monkeypatch.setattr(block_memory, "NATIVE", way == "native" and block_memory.NATIVE)
+    monkeypatch.setattr(block_memory, "PIECE_BYTES", 1024)
     mappings = mappings_of(monkeypatch)
     blocks = Blocks(CacheSection(device_blocks=5, **CACHES[shape]), tmp_path / "object")
-    assert (blocks.memory.tables is not None) == (in_place.NATIVE and shape != "odd")
+    assert (blocks.memory.tables is not None) == (block_memory.NATIVE and shape != "odd")
     before = blocks.bytes.copy()
     assert blocks.load(3, file=file)
     assert not any(mappings) or (way, file, shape) == ("native", True, "large")
@@ -385,7 +415,7 @@ async def test_both_ways_load_the_block_and_no_other_byte_and_see_each_damage(
 async def test_a_thread_without_a_loan_touches_no_block(
     tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(in_place, "NATIVE", way == "native" and in_place.NATIVE)
+    monkeypatch.setattr(block_memory, "NATIVE", way == "native" and block_memory.NATIVE)
     blocks = Blocks(CacheSection(device_blocks=5, **CACHES["GQA"]), tmp_path / "object")
     before, take = blocks.bytes.copy(), Loan.take
     monkeypatch.setattr(Loan, "take", lambda loan: take(loan) and bool(loan.give_back()))
@@ -417,4 +447,4 @@ async def test_a_file_that_is_cut_off_under_a_load_costs_this_load_and_no_more(
 
 
 def test_a_piece_has_no_more_parts_than_the_extension_takes() -> None:
-    assert f"#define MOST_PARTS {in_place.MOST_BUFFERS} " in SOURCE.read_text()
+    assert f"#define MOST_PARTS {block_memory.MOST_BUFFERS} " in SOURCE.read_text()

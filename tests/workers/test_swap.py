@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.simulation.faults import DeviceFaults
 from tests.support.simulation.threads import SimThreads
-from tests.workers.rig import Rig, swap_in, swap_out, turns, until
+from tests.workers.rig import LAYOUT, Rig, swap_in, swap_out, turns, until
 from transferd.runtime.threads import Direction
 from transferd.tasks import Lane, Stop
 
@@ -22,7 +22,7 @@ async def rig() -> AsyncIterator[Rig]:
     made = await Rig().open()
     swapper = made.worker._handlers[Lane.SWAP_OUT].__self__  # type: ignore[attr-defined]
     assert swapper is made.worker._handlers[Lane.SWAP_IN].__self__  # type: ignore[attr-defined]
-    assert swapper._piece_blocks == 8 * 4096 // 2 // 128, "two pieces are at most as much as staging"
+    assert swapper._piece_blocks == 8 * 4096 // 2 // LAYOUT.block_bytes, "two pieces are at most as much as staging"
     swapper._piece_blocks = 2
     yield made
     await made.close()
@@ -34,7 +34,7 @@ async def test_blocks_go_out_and_come_in_elsewhere(rig: Rig) -> None:
     assert [rig.host_block(block) for block in CPU] == before
     elsewhere = [block for block in range(16) if block not in GPU][:7]
     outcome = await rig.run(swap_in(CPU, elsewhere))
-    assert outcome.bytes == 7 * 128
+    assert outcome.bytes == 7 * LAYOUT.block_bytes
     assert [rig.block(block) for block in elsewhere] == before
 
 

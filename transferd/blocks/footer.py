@@ -90,14 +90,15 @@ def stamps(digests: Iterable[str], *, model: str, fingerprint: str, generation: 
     return [Stamp(bytes.fromhex(digest), *common) for digest in digests]
 
 
-def seal(slot: memoryview, payload_bytes: int, stamp: Stamp) -> None:
+def seal(slot: memoryview, payload_bytes: int, stamp: Stamp, checksum: int | None = None) -> None:
     """Write the footer right after the payload.
 
     slot: writable bytes that begin with the payload and have room for the footer. The caller owns them, and keeps
-    the payload unchanged until it is stored.
+    the payload unchanged until it is stored. checksum: the payload's xxh3-64, if the caller has it.
     """
     _check_room(slot, payload_bytes)
-    checksum = xxhash.xxh3_64_intdigest(slot[:payload_bytes])
+    if checksum is None:
+        checksum = xxhash.xxh3_64_intdigest(slot[:payload_bytes])
     body = _BODY.pack(
         _MAGIC,
         FORMAT_VERSION,

@@ -74,8 +74,18 @@ class ObjectFormat(abc.ABC):
         return nbytes > 0
 
     @abc.abstractmethod
-    def seal(self, slots: Sequence[memoryview], generation: str, ids: Sequence[str], rank: int) -> None:
-        """Complete slots that hold packed blocks, so that `check` can later prove them intact."""
+    def seal(
+        self,
+        slots: Sequence[memoryview],
+        generation: str,
+        ids: Sequence[str],
+        rank: int,
+        checksums: Sequence[int | None] | None = None,
+    ) -> None:
+        """Complete slots that hold packed blocks, so that `check` can later prove them intact.
+
+        checksums: of the blocks (xxh3-64), if the caller has them.
+        """
 
     @abc.abstractmethod
     def check(self, slots: Sequence[memoryview], generation: str, ids: Sequence[str], rank: int) -> list[Damage | None]:
@@ -108,11 +118,18 @@ class SealedBlocks(ObjectFormat):
     def possible(self, name: str, nbytes: int) -> bool:
         return nbytes == self.slot_bytes if self._namer.owns(name) else nbytes > FOOTER_BYTES
 
-    def seal(self, slots: Sequence[memoryview], generation: str, ids: Sequence[str], rank: int) -> None:
+    def seal(
+        self,
+        slots: Sequence[memoryview],
+        generation: str,
+        ids: Sequence[str],
+        rank: int,
+        checksums: Sequence[int | None] | None = None,
+    ) -> None:
         namer = self._namer
         marks = stamps(ids, model=namer.model, fingerprint=namer.fingerprint, generation=generation, rank=rank)
-        for slot, mark in zip(slots, marks, strict=True):
-            seal(slot, self._payload, mark)
+        for slot, mark, checksum in zip(slots, marks, checksums or [None] * len(slots), strict=True):
+            seal(slot, self._payload, mark, checksum)
 
     def check(self, slots: Sequence[memoryview], generation: str, ids: Sequence[str], rank: int) -> list[Damage | None]:
         namer = self._namer
@@ -154,7 +171,14 @@ class RawPlanes(ObjectFormat):
         key, _, rank = name[len(head) :].rpartition("_")
         return key if name.startswith(head) and rank.isdigit() else None
 
-    def seal(self, slots: Sequence[memoryview], generation: str, ids: Sequence[str], rank: int) -> None:
+    def seal(
+        self,
+        slots: Sequence[memoryview],
+        generation: str,
+        ids: Sequence[str],
+        rank: int,
+        checksums: Sequence[int | None] | None = None,
+    ) -> None:
         """Does nothing: the format has only the raw bytes."""
 
     def check(

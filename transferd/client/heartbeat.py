@@ -4,9 +4,9 @@ Pure: it sends nothing, sets no timer and reads no clock. `Conversation` does th
 
 We send Hello every HEARTBEAT_S, so a live daemon answers at least that often. When a Hello is SILENCE_S old and
 nothing has arrived since, the daemon is doubted; if it is still silent DOUBT_S later, it is lost. The second look
-covers our own stalls: if this process was suspended, the answer is already in the socket. A daemon whose process runs,
-or waits for a CPU, is only slow: it stays doubted until it has been silent for SLOW_S. A lost daemon comes back with a
-Welcome; older answers do not count.
+covers our own stalls: if this process was suspended, the answer is already in the socket. A daemon whose process
+runs, or waits for a CPU or a disk, is only slow: it stays doubted until it has been silent for SLOW_S. A lost daemon
+comes back with a Welcome; older answers do not count.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transferd.errors import InvariantError
 HEARTBEAT_S = 1.0
 SILENCE_S = 3.5  # of silence after a Hello: then the daemon is doubted
 DOUBT_S = 0.1
-SLOW_S = 15.0  # of silence after a Hello: then a daemon is lost even if its process wants the CPU at every look
+SLOW_S = 15.0  # of silence after a Hello: then a daemon is lost even if its process wants the machine at every look
 FIRST_HELLO_S = 0.002  # the first delay between Hellos until a daemon is ready; it doubles
 SLOWEST_HELLO_S = 0.1  # the longest of these delays
 LOST_HELLO_S = 5.0  # between Hellos to a lost daemon; those sent before wait in the socket for its successor
@@ -124,14 +124,14 @@ class Heartbeat:
         self._move(Sign.WELCOMED)
         return True
 
-    def look(self, now: float, wants_cpu: Callable[[], bool] = lambda: False) -> Presence | None:
+    def look(self, now: float, wants_machine: Callable[[], bool] = lambda: False) -> Presence | None:
         """Judge the silence. Returns the new presence, DOUBTED or LOST, or None for no change.
 
-        wants_cpu: whether the daemon's process is known to be alive and to want the CPU; called only in doubt.
+        wants_machine: whether the daemon's process is known to be alive and to want a CPU or a disk; called in doubt.
         """
         before = self.presence
         silent_s = 0.0 if self.asked_at is None else now - self.asked_at
-        slow = before is Presence.DOUBTED and silent_s < SLOW_S and wants_cpu()
+        slow = before is Presence.DOUBTED and silent_s < SLOW_S and wants_machine()
         if silent_s >= SILENCE_S - TIMER_RESOLUTION_S and not slow:
             self._move(Sign.SILENT)
         return self.presence if self.presence is not before else None

@@ -55,7 +55,7 @@ from transferd.errors import (
 from transferd.runtime.clock import Clock
 from transferd.tasks import Task
 from transferd.wire import protocol as wire
-from transferd.wire.listener import listener_of, wants_cpu
+from transferd.wire.listener import listener_of, wants_machine
 from transferd.wire.transport import ClientTransport
 
 log = logging.getLogger("transferd.client")  # the engine's logging configuration decides where this goes
@@ -419,7 +419,7 @@ class Conversation:
 
     def _beat(self) -> None:
         now = self._now()
-        became = self._heart.look(now, lambda: wants_cpu(self._listener))
+        became = self._heart.look(now, lambda: wants_machine(self._listener))
         if now >= self._overdue_at:
             self._overdue_at = now + OVERDUE_EVERY_S
             self._end_overdue(now)

@@ -32,7 +32,7 @@ from transferd.runtime.signals import ProcessSignals
 from transferd.runtime.threads import require_threads
 from transferd.tiers.populate import PROGRESS
 from transferd.tiers.segment import remove_stale_segments, unlink_all
-from transferd.workers.in_place import map_files
+from transferd.workers.block_memory import map_files
 
 log = structlog.get_logger(__name__)
 

@@ -1,6 +1,7 @@
-"""Finds the process that listens on a unix socket, and tells whether it is waiting for a CPU.
+"""Finds the process that listens on a unix socket, and tells whether it is waiting for a CPU or a disk.
 
-A client uses this when a daemon is silent: a dead or stopped daemon is lost, one that gets no CPU is only slow. It
+A client uses this when a daemon is silent: a dead or stopped daemon is lost, one that gets no CPU is only slow. So is
+one that waits in the kernel for a disk or for memory, for example to import a module while others write. It
 works for ipc endpoints on this machine, within one PID namespace, if /proc shows the process. Nothing here raises.
 """
 
@@ -12,6 +13,7 @@ from pathlib import Path
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 PROC = Path("/proc")
+BUSY = ("R", "D")  # running or ready to run; in an uninterruptible wait
 
 
 def listener_of(endpoint: str) -> int:
@@ -30,12 +32,12 @@ def listener_of(endpoint: str) -> int:
     return int(pid)
 
 
-def wants_cpu(pid: int) -> bool:
-    """Whether a thread of this process is running or waiting for a CPU. False for pid 0."""
+def wants_machine(pid: int) -> bool:
+    """Whether a thread of this process runs, or waits for a CPU, a disk or memory. False for pid 0."""
     if not pid:
         return False
     try:
-        return any(_state(thread) == "R" for thread in (PROC / str(pid) / "task").iterdir())
+        return any(_state(thread) in BUSY for thread in (PROC / str(pid) / "task").iterdir())
     except OSError:
         return False
 

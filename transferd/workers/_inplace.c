@@ -1,7 +1,7 @@
-/* Copies a piece of an object into the parts of a block and checks it in the same pass, without the GIL.
+/* Copies a piece of an object into the parts of a block, or back, and takes its checksum in the same pass, without the GIL.
  *
- * The slow twin is BlockInPlace._load_in_python; tests/workers/test_in_place_native.py runs both over the same objects.
- * Built against the limited API of CPython 3.11, so one build serves every later version.
+ * The slow twin of loads is BlockInPlace._load_in_python, and stores go through a copy plan without this extension.
+ * tests/workers/test_in_place_native.py runs both ways over the same objects. Built against the limited API of CPython 3.11, so one build serves every later version.
  *
  * An object in memory is copied from there. A large file in the page cache is mapped and copied from there, too; other files
  * are read into a buffer that stays in a core's own cache. The block is written past the caches, which it would only flush.
@@ -108,7 +108,7 @@ static void scatter(Piece *piece, Cursor *cursor, const unsigned char *from, uin
 {
     while (count) {
         uint64_t left = piece->nbytes[cursor->part] - cursor->done, some = left < count ? left : count;
-        copy_checked(piece->state.buf, piece->at[cursor->part] + cursor->done, from, some);
+        copy_checked(piece->state.buf, piece->at[cursor->part] + cursor->done, from, some, 1);
         from += some;
         count -= some;
         cursor->done += some;
@@ -194,6 +194,37 @@ static PyObject *copy_memory(PyObject *module, PyObject *args)
     return PyLong_FromUnsignedLongLong(whole ? total : 0);
 }
 
+static PyObject *collect(PyObject *module, PyObject *args)
+{
+    unsigned long long offset, address, block;
+    PyObject *given, *parts, *state;
+    Py_buffer target;
+    Piece piece;
+
+    (void)module;
+    if (!PyArg_ParseTuple(args, "OKKOKO", &given, &offset, &address, &parts, &block, &state) ||
+        PyObject_GetBuffer(given, &target, PyBUF_WRITABLE) < 0)
+        return NULL;
+    if (open_piece(&piece, address, parts, block, state) < 0) {
+        PyBuffer_Release(&target);
+        return NULL;
+    }
+    int fits = offset <= (uint64_t)target.len && piece.total <= (uint64_t)target.len - offset;
+
+    Py_BEGIN_ALLOW_THREADS
+    unsigned char *to = (unsigned char *)target.buf + offset;
+    for (int i = 0; fits && i < piece.count; to += piece.nbytes[i++])
+        copy_checked(piece.state.buf, to, piece.at[i], piece.nbytes[i], 0); /* it is stored next */
+    Py_END_ALLOW_THREADS
+
+    release(&piece);
+    PyBuffer_Release(&target);
+    if (fits)
+        Py_RETURN_NONE;
+    PyErr_SetString(PyExc_ValueError, "the piece does not fit the target");
+    return NULL;
+}
+
 static PyObject *catch_bus_errors(PyObject *module, PyObject *args)
 {
     (void)module;
@@ -276,6 +307,8 @@ static PyMethodDef methods[] = {
      "copy_memory(source, offset, address, parts, block, state): bytes copied and checked; 0 if the source is too short"},
     {"read_file", read_file, METH_VARARGS,
      "read_file(fd, offset, address, parts, block, state): bytes copied and checked, as far as the page cache has them"},
+    {"collect", collect, METH_VARARGS,
+     "collect(target, offset, address, parts, block, state): the other way, from the parts to the target"},
     {"catch_bus_errors", catch_bus_errors, METH_NOARGS, "catch_bus_errors(): from now on map_file may map files"},
     {"map_file", map, METH_VARARGS, "map_file(fd, nbytes): the number of a mapping; 0 if read_file is to be used"},
     {"copy_mapped", copy_mapped, METH_VARARGS,

@@ -88,7 +88,6 @@ static void add_all(uint64_t *sums, const unsigned char *data, uint64_t index, u
 
 #if defined(WITH_AVX2)
 #define LOAD(at) _mm256_loadu_si256((const __m256i *)(at))
-#define STORE(at, value) _mm256_stream_si256((__m256i *)(at), value)
 #define AVX2 __attribute__((target("avx2")))
 
 AVX2 static __m256i added(__m256i sums, __m256i value, const unsigned char *key)
@@ -107,16 +106,22 @@ AVX2 static __m256i scrambled(__m256i sums, const unsigned char *key)
     return _mm256_add_epi64(low, _mm256_slli_epi64(high, 32));
 }
 
-/* Like add_all, and copies the stripes to `to` past the caches. to: at a multiple of 32 */
-AVX2 static void copy_all_avx2(uint64_t *sums, unsigned char *to, const unsigned char *data, uint64_t index, uint64_t count)
+/* Like add_all, and copies the stripes to `to`. past: past the caches; then `to` must be a multiple of 32 */
+AVX2 static inline __attribute__((always_inline)) void copy_all_avx2(
+    uint64_t *sums, unsigned char *to, const unsigned char *data, uint64_t index, uint64_t count, int past)
 {
     __m256i low = LOAD(sums), high = LOAD(sums + 4);
     for (; count; count--, index++, data += STRIPE, to += STRIPE) {
         const unsigned char *key = secret + 8 * (index % STRIPES_PER_BLOCK);
         __m256i first = LOAD(data), second = LOAD(data + 32);
         _mm_prefetch((const char *)data + AHEAD, _MM_HINT_T0);
-        STORE(to, first);
-        STORE(to + 32, second);
+        if (past) {
+            _mm256_stream_si256((__m256i *)to, first);
+            _mm256_stream_si256((__m256i *)(to + 32), second);
+        } else {
+            _mm256_storeu_si256((__m256i *)to, first);
+            _mm256_storeu_si256((__m256i *)(to + 32), second);
+        }
         low = added(low, first, key);
         high = added(high, second, key + 32);
         if (index % STRIPES_PER_BLOCK == STRIPES_PER_BLOCK - 1) {
@@ -126,21 +131,39 @@ AVX2 static void copy_all_avx2(uint64_t *sums, unsigned char *to, const unsigned
     }
     _mm256_storeu_si256((__m256i *)sums, low);
     _mm256_storeu_si256((__m256i *)(sums + 4), high);
-    _mm_sfence();
+    if (past)
+        _mm_sfence();
+}
+
+AVX2 static void copy_all_past_caches(
+    uint64_t *sums, unsigned char *to, const unsigned char *data, uint64_t index, uint64_t count)
+{
+    copy_all_avx2(sums, to, data, index, count, 1);
+}
+
+AVX2 static void copy_all_cached(
+    uint64_t *sums, unsigned char *to, const unsigned char *data, uint64_t index, uint64_t count)
+{
+    copy_all_avx2(sums, to, data, index, count, 0);
 }
 #endif
 
 /* Copies the payload's next bytes, and takes their checksum in the same pass, so memory is read and written once. The
- * payload's last stripe has a key of its own, and is not followed by a scramble.
+ * payload's last stripe has a key of its own, and is not followed by a scramble. past: past the caches, if possible.
  */
-static void copy_checked(State *state, unsigned char *to, const unsigned char *data, uint64_t nbytes)
+static void copy_checked(State *state, unsigned char *to, const unsigned char *data, uint64_t nbytes, int past)
 {
     uint64_t last = state->nbytes / STRIPE - 1, count = nbytes / STRIPE;
     uint64_t usual = state->stripes + count > last ? last - state->stripes : count;
+
+    (void)past;
 #if defined(WITH_AVX2)
-    if (__builtin_cpu_supports("avx2") && (uintptr_t)to % 32 == 0)
-        copy_all_avx2(state->sums, to, data, state->stripes, usual);
-    else
+    if (__builtin_cpu_supports("avx2")) {
+        if (past && (uintptr_t)to % 32 == 0)
+            copy_all_past_caches(state->sums, to, data, state->stripes, usual);
+        else
+            copy_all_cached(state->sums, to, data, state->stripes, usual);
+    } else
 #endif
         for (uint64_t done = 0, some; done < usual; done += some) {
             some = usual - done < AT_ONCE ? usual - done : AT_ONCE;

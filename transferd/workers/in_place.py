@@ -16,51 +16,33 @@ block holds undefined bytes, like any block that its task does not report (docs/
 from __future__ import annotations
 
 import asyncio
-import ctypes
+import contextlib
 import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from transferd.blocks.footer import FOOTER_BYTES, Damage, Inspection
-from transferd.blocks.layout.base import Arena, Geometry
 from transferd.storage.base import Backing, Found, Outcome, Place, ReadNow, Storage
 from transferd.tasks import ReadStorageTask
+from transferd.workers.block_memory import AddressableBlocks, BlockMemory, Piece
 from transferd.workers.context import Account, RankContext
 
-try:
+with contextlib.suppress(ImportError):  # the installation had no compiler
     from transferd.workers import _inplace
-except ImportError:  # the installation had no compiler
-    NATIVE = False
-else:
-    NATIVE = True
 
 # The size of one call: enough bytes to hide its fixed cost (waking two threads, and hearing from them), and few enough
 # objects that the event loop prepares them within a millisecond or two. A stop waits only for a piece of one object.
 CHUNK_BYTES, CHUNK_BLOCKS = 128 * 1024**2, 64
 CHUNKS_UNDER_WAY = 2  # so that no thread waits for the event loop
-PIECE_BYTES = 2 * 1024**2  # for which a thread takes the loan: the end of a task waits for this much
-PART_BYTES = 512 * 1024  # for the Python version, which reads and then checks: at most what a core's own cache holds
-MOST_BUFFERS = 1024  # of one preadv: IOV_MAX
-STRIPE_BYTES = 64  # the extension accepts parts that are multiples of this, as in nearly all layouts
-FEWEST_BYTES = 240  # and payloads longer than this
 
 T = TypeVar("T")
 Bad = Callable[[str, str, Damage], None]
-
-
-def map_files() -> None:
-    """Let loads map files, by handling SIGBUS in this process: the memory of a file that is truncated disappears.
-
-    Call it in a process that is transferd's own.
-    """
-    if NATIVE:
-        _inplace.catch_bus_errors()
 
 
 class Loan:
@@ -93,55 +75,6 @@ class Loan:
                 return
             self._returned = asyncio.get_running_loop().create_future()
         await self._returned
-
-
-class Piece(NamedTuple):
-    """A range of an object that is read and then checked in one step; the same for every block.
-
-    offset: in the object. parts: where the bytes go: (offset in block 0, bytes from block to block, bytes) of each.
-    """
-
-    offset: int
-    nbytes: int
-    parts: list[tuple[int, int, int]]
-
-
-def pieces_of(packed: Geometry, memory: Geometry) -> list[Piece]:
-    """Cut a block of this memory into pieces, in the order of a packed block."""
-    pieces: list[Piece] = []
-    parts: list[tuple[int, int, int]] = []
-    begin = end = 0
-    rows = zip(
-        *(array.tolist() for array in (packed.offsets, memory.offsets, memory.strides, packed.nbytes)), strict=True
-    )
-    for source, target, stride, nbytes in sorted(rows):
-        for start in range(0, nbytes, PART_BYTES):
-            length = min(PART_BYTES, nbytes - start)
-            if parts and (end - begin + length > PIECE_BYTES or len(parts) == MOST_BUFFERS):
-                pieces.append(Piece(begin, end - begin, parts))
-                parts, begin = [], end
-            assert end == source + start
-            parts.append((target + start, stride, length))
-            end += length
-    return [*pieces, Piece(begin, end - begin, parts)]
-
-
-class BlockMemory:
-    """The memory that contains a rank's blocks.
-
-    view: the memory from the arena's origin on; borrowed. pieces: those of every block. tables: the parts of each piece
-    for the extension, int64 [n, 3]; None without the extension, or if it does not accept the layout's parts.
-    """
-
-    def __init__(self, arena: Arena, packed: Geometry) -> None:
-        """packed: the geometry of a block of the same layout without gaps."""
-        self.arena = arena
-        self.view = memoryview((ctypes.c_char * arena.geometry.extent).from_address(arena.origin)).cast("B")
-        self.pieces = pieces_of(packed, arena.geometry)
-        self.tables: list[npt.NDArray[np.int64]] | None = None
-        even = all(nbytes % STRIPE_BYTES == 0 for piece in self.pieces for _, _, nbytes in piece.parts)
-        if NATIVE and even and sum(piece.nbytes for piece in self.pieces) > FEWEST_BYTES:
-            self.tables = [np.array(piece.parts, dtype=np.int64) for piece in self.pieces]
 
 
 class BlockInPlace:
@@ -244,7 +177,7 @@ class InPlaceReader:
         self._context = context
         self._storage = storage
         self._bad = bad
-        self._memory: BlockMemory | None = None
+        self._blocks = AddressableBlocks(context)
         self._chunk_blocks = max(1, min(CHUNK_BYTES // context.layout.block_bytes, CHUNK_BLOCKS))
 
     async def load(self, account: Account, names: Sequence[str], positions: Sequence[int]) -> Sequence[int]:
@@ -295,19 +228,14 @@ class InPlaceReader:
         task = job.task
         assert isinstance(task, ReadStorageTask)
         context.recorder.step(task.task_id, "load in place", context.rank, len(chunk))
-        memory = self._memory_of(context.device.arena)
+        memory = self._blocks.memory()
+        assert memory is not None, "the caller looks"
         inspections = context.format.inspections(job.generation, [job.ids[i] for i in chunk], context.object_rank)
         blocks, use = task.gpu_block_ids, job.use
         return [
             Place(names[i], BlockInPlace(memory, blocks[i], inspection, loan), use, i)
             for i, inspection in zip(chunk, inspections, strict=True)
         ]
-
-    def _memory_of(self, arena: Arena) -> BlockMemory:
-        if self._memory is None or self._memory.arena is not arena:
-            context = self._context
-            self._memory = BlockMemory(arena, context.layout.packed(1, context.format.slot_bytes))
-        return self._memory
 
     def _note_damage(self, task_id: str, places: Sequence[Place], asked: asyncio.Future[list[Outcome]]) -> None:
         if asked.cancelled() or asked.exception() is not None:

@@ -2,6 +2,8 @@
 
     until the sink wants no more:  lease slots → copy device → slots → seal (formats.py) → put
 
+Blocks that the CPU can address are copied and checksummed in one pass, if the extension is there (block_memory.py).
+
 While chunk k is being put, chunk k+1 is gathered: staging has room for two chunks, and k+1 gets its lease as soon as
 slots are free. A put that has begun is never aborted. A stopped task no longer waits for it, and the slots are
 released when the put has ended.
@@ -17,9 +19,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from transferd.errors import TransferError
+from transferd.runtime.threads import Direction
 from transferd.storage.base import Blob, Found, Outcome, Storage
 from transferd.tasks import RankOutcome, WriteStorageTask
 from transferd.tiers.staging import Lease
+from transferd.workers.block_memory import AddressableBlocks, BlockMemory
 from transferd.workers.context import Account, RankContext, require
 from transferd.workers.job import Job
 
@@ -91,6 +95,7 @@ class Writer:
 
     def __init__(self, context: RankContext) -> None:
         self._context = context
+        self._blocks = AddressableBlocks(context)
         self._chunk_blocks = context.staging.chunk_slots(self.consumer)
 
     async def store(self, job: Job) -> RankOutcome:
@@ -167,17 +172,37 @@ class Writer:
         if task.after and not await context.computed(job):
             return False
         staging, device = context.staging, context.device
-        blocks = [task.gpu_block_ids[i] for i in positions]
-        plan = job.copy_plan(device.arena.geometry, blocks, staging.packed, lease.slots)
         context.recorder.step(task.task_id, "copy", context.rank, len(positions))
         before = context.clock.monotonic()
+        memory = self._blocks.memory() if context.format.checked_bytes else None
         try:
+            if memory is not None and memory.tables is not None:
+                return await job.stop.copied(self._collect_blocks(memory, job, positions, slots))
+            blocks = [task.gpu_block_ids[i] for i in positions]
+            plan = job.copy_plan(device.arena.geometry, blocks, staging.packed, lease.slots)
             if not await job.stop.copied(device.copy_out(plan, staging.memory)):
                 return False
             await context.seal(slots, job, positions)
         finally:
             account.copy_s += context.clock.monotonic() - before
         return True
+
+    async def _collect_blocks(
+        self, memory: BlockMemory, job: Job, positions: Sequence[int], slots: Sequence[memoryview]
+    ) -> None:
+        """Copy and seal in one pass over memory, for blocks that the CPU can address."""
+        context, task = self._context, job.task
+        assert isinstance(task, WriteStorageTask)
+        blocks, ids = task.gpu_block_ids, [job.ids[i] for i in positions]
+
+        def collect() -> None:
+            checksums = [memory.collect(blocks[i], slot) for i, slot in zip(positions, slots, strict=True)]
+            context.format.seal(slots, job.generation, ids, context.object_rank, checksums)
+
+        if context.is_cheap(len(slots)):
+            collect()
+        else:
+            await context.threads.run(Direction.OUT, collect, "copy and checksums")
 
     def _collect(self, account: Account, in_flight: list[_Chunk]) -> None:
         """Account for the puts that have ended so far."""
