@@ -4,7 +4,8 @@
  * tests/workers/test_in_place_native.py runs both ways over the same objects. Built against the limited API of CPython 3.11, so one build serves every later version.
  *
  * An object in memory is copied from there. A large file in the page cache is mapped and copied from there, too; other files
- * are read into a buffer that stays in a core's own cache. The block is written past the caches, which it would only flush.
+ * are read into a buffer that stays in a core's own cache. What is written goes past the caches: the next to read it is another core
+ * or process, and to write a line of memory through them costs reading it first.
  */
 #define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
@@ -108,7 +109,7 @@ static void scatter(Piece *piece, Cursor *cursor, const unsigned char *from, uin
 {
     while (count) {
         uint64_t left = piece->nbytes[cursor->part] - cursor->done, some = left < count ? left : count;
-        copy_checked(piece->state.buf, piece->at[cursor->part] + cursor->done, from, some, 1);
+        copy_checked(piece->state.buf, piece->at[cursor->part] + cursor->done, from, some);
         from += some;
         count -= some;
         cursor->done += some;
@@ -214,7 +215,7 @@ static PyObject *collect(PyObject *module, PyObject *args)
     Py_BEGIN_ALLOW_THREADS
     unsigned char *to = (unsigned char *)target.buf + offset;
     for (int i = 0; fits && i < piece.count; to += piece.nbytes[i++])
-        copy_checked(piece.state.buf, to, piece.at[i], piece.nbytes[i], 0); /* it is stored next */
+        copy_checked(piece.state.buf, to, piece.at[i], piece.nbytes[i]);
     Py_END_ALLOW_THREADS
 
     release(&piece);

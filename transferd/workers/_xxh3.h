@@ -106,16 +106,16 @@ AVX2 static __m256i scrambled(__m256i sums, const unsigned char *key)
     return _mm256_add_epi64(low, _mm256_slli_epi64(high, 32));
 }
 
-/* Like add_all, and copies the stripes to `to`. past: past the caches; then `to` must be a multiple of 32 */
+/* Like add_all, and copies the stripes to `to`; past the caches if that is a multiple of 32. */
 AVX2 static inline __attribute__((always_inline)) void copy_all_avx2(
-    uint64_t *sums, unsigned char *to, const unsigned char *data, uint64_t index, uint64_t count, int past)
+    uint64_t *sums, unsigned char *to, const unsigned char *data, uint64_t index, uint64_t count, int aligned)
 {
     __m256i low = LOAD(sums), high = LOAD(sums + 4);
     for (; count; count--, index++, data += STRIPE, to += STRIPE) {
         const unsigned char *key = secret + 8 * (index % STRIPES_PER_BLOCK);
         __m256i first = LOAD(data), second = LOAD(data + 32);
         _mm_prefetch((const char *)data + AHEAD, _MM_HINT_T0);
-        if (past) {
+        if (aligned) {
             _mm256_stream_si256((__m256i *)to, first);
             _mm256_stream_si256((__m256i *)(to + 32), second);
         } else {
@@ -131,38 +131,35 @@ AVX2 static inline __attribute__((always_inline)) void copy_all_avx2(
     }
     _mm256_storeu_si256((__m256i *)sums, low);
     _mm256_storeu_si256((__m256i *)(sums + 4), high);
-    if (past)
+    if (aligned)
         _mm_sfence();
 }
 
-AVX2 static void copy_all_past_caches(
-    uint64_t *sums, unsigned char *to, const unsigned char *data, uint64_t index, uint64_t count)
+AVX2 static void copy_all_aligned(uint64_t *sums, unsigned char *to, const unsigned char *data, uint64_t index, uint64_t count)
 {
     copy_all_avx2(sums, to, data, index, count, 1);
 }
 
-AVX2 static void copy_all_cached(
-    uint64_t *sums, unsigned char *to, const unsigned char *data, uint64_t index, uint64_t count)
+AVX2 static void copy_all_unaligned(uint64_t *sums, unsigned char *to, const unsigned char *data, uint64_t index, uint64_t count)
 {
     copy_all_avx2(sums, to, data, index, count, 0);
 }
 #endif
 
 /* Copies the payload's next bytes, and takes their checksum in the same pass, so memory is read and written once. The
- * payload's last stripe has a key of its own, and is not followed by a scramble. past: past the caches, if possible.
+ * payload's last stripe has a key of its own, and is not followed by a scramble.
  */
-static void copy_checked(State *state, unsigned char *to, const unsigned char *data, uint64_t nbytes, int past)
+static void copy_checked(State *state, unsigned char *to, const unsigned char *data, uint64_t nbytes)
 {
     uint64_t last = state->nbytes / STRIPE - 1, count = nbytes / STRIPE;
     uint64_t usual = state->stripes + count > last ? last - state->stripes : count;
 
-    (void)past;
 #if defined(WITH_AVX2)
     if (__builtin_cpu_supports("avx2")) {
-        if (past && (uintptr_t)to % 32 == 0)
-            copy_all_past_caches(state->sums, to, data, state->stripes, usual);
+        if ((uintptr_t)to % 32 == 0)
+            copy_all_aligned(state->sums, to, data, state->stripes, usual);
         else
-            copy_all_cached(state->sums, to, data, state->stripes, usual);
+            copy_all_unaligned(state->sums, to, data, state->stripes, usual);
     } else
 #endif
         for (uint64_t done = 0, some; done < usual; done += some) {
