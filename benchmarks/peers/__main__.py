@@ -41,10 +41,13 @@ FILES = (
     Peer("vLLM, fs tier", program("vllm_fs"), vllm),
     Peer("NIXL, POSIX", program("nixl_posix"), NIXL.python),
 )
-OURS = Peer("transferd", program("transferd_daemon", "files"), own, checksum=True)
+OURS = (
+    Peer("transferd", program("transferd_daemon", "files"), own, checksum=True),
+    Peer("transferd, full store", program("transferd_daemon", "full"), own, checksum=True, keeps=True),
+)
 GROUPS = (
-    Group("files, page cache", (Peer("plain, one thread", program("plain"), own), OURS, *FILES)),
-    Group("files, direct I/O", (Peer("plain, one thread", program("plain"), own), OURS, *FILES), direct=True),
+    Group("files, page cache", (Peer("plain, one thread", program("plain"), own), *OURS, *FILES)),
+    Group("files, direct I/O", (Peer("plain, one thread", program("plain"), own), *OURS, *FILES), direct=True),
     Group(
         "memory of another process",
         (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import shutil
 
 import torch
 from lmcache.cli.commands.bench.l2_adapter_bench.data import create_l1_memory_desc, wait_eventfd
@@ -57,10 +56,6 @@ class LmcacheFs(Peer):
                 found = self._adapter.query_load_result(task)
                 if found is not None and found.popcount() != len(waiting.pop(task)):
                     raise OSError("a load failed")
-
-    def forget(self, number: int) -> None:  # noqa: ARG002 -- its files are those of one round
-        shutil.rmtree(self._order.directory)
-        self._order.directory.mkdir()
 
     def close(self) -> None:
         self._adapter.close()

@@ -30,10 +30,6 @@ class Nixl(Peer):
     def load(self, number: int) -> None:
         self._move("READ", number, os.O_RDONLY)
 
-    def forget(self, number: int) -> None:
-        for block in range(self._order.blocks):
-            self._path(number, block).unlink()
-
     def _move(self, operation: str, number: int, flags: int) -> None:
         fds = [os.open(self._path(number, block), flags | self._flags, 0o600) for block in range(self._order.blocks)]
         files = [(0, self._order.block_bytes, fd) for fd in fds]

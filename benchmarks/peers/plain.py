@@ -31,10 +31,6 @@ class Plain(Peer):
             if got != len(row):
                 raise OSError(f"a short read: {got} bytes")
 
-    def forget(self, number: int) -> None:
-        for block in range(self._order.blocks):
-            self._path(number, block).unlink()
-
     def _path(self, number: int, block: int) -> Path:
         return self._order.directory / f"{number}-{block}"
 

@@ -1,8 +1,9 @@
 """transferd as a user runs it: a daemon in its own process, one client attached to shared memory, checksums on.
 
-    python -m benchmarks.peers.transferd_daemon files | memory
+    python -m benchmarks.peers.transferd_daemon files | full | memory
 
 files   a write task and a read task of all blocks, on the file backend
+full    the same with room for one round and a few blocks more: stores write over the files of the round before
 memory  a swap-out and a swap-in of all blocks, to the daemon's host memory and back
 """
 
@@ -19,6 +20,7 @@ import numpy as np
 
 from benchmarks.peers.program import Order, Peer, serve
 from transferd import ReadStorageTask, Status, SwapInTask, SwapOutTask, SyncClient, WriteStorageTask
+from transferd.blocks.footer import FOOTER_BYTES
 from transferd.client.launch import running
 from transferd.tasks import Task
 
@@ -27,8 +29,9 @@ BLOCK_BYTES = 2 * 1024**2
 
 
 class Transferd(Peer):
-    def __init__(self, *, files: bool) -> None:
+    def __init__(self, *, files: bool, full: bool = False) -> None:
         self._files = files
+        self._full = full
         self._open = contextlib.ExitStack()
 
     def prepare(self, order: Order) -> str:
@@ -39,10 +42,10 @@ class Transferd(Peer):
         }
         tree: dict[str, Any] = {"cache": cache}
         if self._files:
-            tree["storage"] = {
-                "backend": "file",
-                "file": {"path": str(order.directory / "store"), "direct_io": order.direct},
-            }
+            file = {"path": str(order.directory / "store"), "direct_io": order.direct}
+            if self._full:
+                file["capacity"] = (order.blocks + order.blocks // 16) * (order.block_bytes + FOOTER_BYTES)
+            tree["storage"] = {"backend": "file", "file": file}
         place = self._open.enter_context(tempfile.TemporaryDirectory(prefix="transferd-peers-"))
         daemon = self._open.enter_context(running(tree, Path(place)))
         self._client = self._open.enter_context(SyncClient(daemon.endpoint))
@@ -66,11 +69,6 @@ class Transferd(Peer):
             else SwapInTask(task_id=f"r{number}", gpu_block_ids=self._blocks, cpu_block_ids=self._blocks)
         )
 
-    def forget(self, number: int) -> None:  # noqa: ARG002 -- its files are those of one round
-        for path in (self._order.directory / "store" / "objects").rglob("*"):
-            if path.is_file():
-                path.unlink()
-
     def close(self) -> None:
         self.areas = []
         self._open.close()
@@ -89,4 +87,4 @@ class Transferd(Peer):
 
 
 if __name__ == "__main__":
-    serve(Transferd(files=sys.argv[1] == "files"))
+    serve(Transferd(files=sys.argv[1] != "memory", full=sys.argv[1] == "full"))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import shutil
 import uuid
 
 import numpy as np
@@ -43,10 +42,6 @@ class VllmFs(Peer):
 
     def load(self, number: int) -> None:
         self._move(number, promotion=True)
-
-    def forget(self, number: int) -> None:  # noqa: ARG002 -- its files are those of one round
-        shutil.rmtree(self._order.directory)
-        self._order.directory.mkdir()
 
     def close(self) -> None:
         self.areas = []
