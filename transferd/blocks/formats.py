@@ -44,18 +44,15 @@ class ObjectPart:
 class ObjectFormat(abc.ABC):
     """See the module. Immutable; shared by all ranks and threads.
 
-    parts: a block's objects, which together fill the first `slot_bytes` bytes of a slot.
+    parts: a block's objects. slot_bytes: they fill so many bytes at the begin of a slot.
     offsets: int64 [segments], the start of each segment in a slot.
     checked_bytes: how many bytes of a block `seal` and `check` read; that is their cost.
     """
 
     parts: tuple[ObjectPart, ...]
+    slot_bytes: int
     offsets: npt.NDArray[np.int64]
     checked_bytes: int
-
-    @property
-    def slot_bytes(self) -> int:
-        return self.parts[-1].stop
 
     @abc.abstractmethod
     def ids(self, keys: Iterable[str]) -> list[str]:
@@ -102,7 +99,8 @@ class SealedBlocks(ObjectFormat):
     def __init__(self, model: str, layout: BlockLayout) -> None:
         self._namer = ObjectNamer(model, layout.fingerprint)
         self._payload = layout.block_bytes
-        self.parts = (ObjectPart("", 0, layout.block_bytes + FOOTER_BYTES),)
+        self.slot_bytes = layout.block_bytes + FOOTER_BYTES
+        self.parts = (ObjectPart("", 0, self.slot_bytes),)
         self.offsets = np.array([segment.offset for segment in layout.segments], dtype=np.int64)
         self.checked_bytes = layout.block_bytes
 
@@ -156,6 +154,7 @@ class RawPlanes(ObjectFormat):
             parts.append(ObjectPart(f"_{plane.name}", end, end + layers * plane.nbytes))
             end = parts[-1].stop
         self.parts = tuple(parts)
+        self.slot_bytes = end
         self.offsets = np.array(
             [first[segment.plane.name] + segment.layer * segment.nbytes for segment in layout.segments], dtype=np.int64
         )

@@ -52,9 +52,9 @@ class Found(enum.Enum):
     FAILED = "failed"  # see error
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
-    """The answer for one object. `error` is set if and only if `found` is FAILED."""
+    """The answer for one object. `error` is set if and only if `found` is FAILED; all others are constants below."""
 
     found: Found
     error: TransferError | None = None

@@ -82,14 +82,15 @@ class BlockMemory:
         self.view = memoryview((ctypes.c_char * arena.geometry.extent).from_address(arena.origin)).cast("B")
         self.pieces = pieces_of(packed, arena.geometry)
         self.tables: list[npt.NDArray[np.int64]] | None = None
+        self._nbytes = sum(piece.nbytes for piece in self.pieces)
         even = all(nbytes % STRIPE_BYTES == 0 for piece in self.pieces for _, _, nbytes in piece.parts)
-        if NATIVE and even and sum(piece.nbytes for piece in self.pieces) > FEWEST_BYTES:
+        if NATIVE and even and self._nbytes > FEWEST_BYTES:
             self.tables = [np.array(piece.parts, dtype=np.int64) for piece in self.pieces]
 
     def collect(self, block: int, slot: memoryview) -> int:
         """Copy a block into a slot, packed; its checksum. In a thread, unless it is small. Only if there are tables."""
         assert self.tables is not None
-        state = _inplace.new_state(sum(piece.nbytes for piece in self.pieces))
+        state = _inplace.new_state(self._nbytes)
         for piece, table in zip(self.pieces, self.tables, strict=True):
             _inplace.collect(slot, piece.offset, self.arena.origin, table, block, state)
         return _inplace.checksum(state)

@@ -49,6 +49,8 @@ class Background:
 
     def begin(self, work: Awaitable[T]) -> asyncio.Future[T]:
         """Like `spawn`, but return a future that is already done as it is."""
+        if isinstance(work, asyncio.Future) and work.done():
+            return work
         begun = asyncio.ensure_future(work)
         if not begun.done():
             self._running.add(begun)
@@ -197,7 +199,7 @@ class Account:
         return self.job.stop.reason
 
     def outcome(self) -> RankOutcome:
-        wanted = self.job.task.blocks
+        wanted = self.job.blocks
         complete = len(self.moved) == wanted
         moved: Sequence[int] = range(wanted) if complete else sorted(self.moved)
         return RankOutcome(

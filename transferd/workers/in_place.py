@@ -198,12 +198,12 @@ class InPlaceReader:
     async def _load(
         self, account: Account, names: Sequence[str], positions: Sequence[int], loan: Loan
     ) -> Sequence[int]:
-        job, background = account.job, self._context.background
+        job, stop, background = account.job, account.job.stop, self._context.background
         prefix = getattr(job.task, "prefix", True)
         tries, begun = Tries(), 0
         under_way: deque[tuple[list[Place], asyncio.Future[list[Outcome]]]] = deque()
         while True:
-            useful = account.stopped is None and not tries.hopeless and (tries.ended is None or not prefix)
+            useful = stop.reason is None and not tries.hopeless and (tries.ended is None or not prefix)
             while useful and begun < len(positions) and len(under_way) < CHUNKS_UNDER_WAY:
                 places = self._places(account, names, positions[begun : begun + self._chunk_blocks], loan)
                 begun += len(places)
@@ -214,10 +214,10 @@ class InPlaceReader:
             if not under_way:
                 break
             places, asked = under_way.popleft()
-            if not await self._answered(account, asked):
+            if not asked.done() and not await self._answered(account, asked):
                 return ()
             self._take(account, tries, places, asked.result())
-        if tries.troubled or account.stopped is not None:
+        if tries.troubled or stop.reason is not None:
             return ()
         if prefix and tries.ended is not None:
             return [position for position in tries.cold if position < tries.ended]
@@ -249,7 +249,7 @@ class InPlaceReader:
         """Wait for the answer. False: the task was stopped first."""
         clock = self._context.clock
         before = clock.monotonic()
-        answered = asked.done() or await account.job.stop.race(asked)
+        answered = await account.job.stop.race(asked)
         account.storage_s += clock.monotonic() - before
         return answered
 

@@ -98,6 +98,7 @@ class Job:
 
     started_at, admitted_at: monotonic seconds. arrivals: (rank, when it was done), in order.
     use: groups every rank's storage accesses as one use (storage/lru.py).
+    queue_s: how long it waited for its start. blocks: the task's.
     ids: the part of each key that goes into its object name, in order; empty before `key_ids`, and for swaps.
     """
 
@@ -109,7 +110,13 @@ class Job:
     stop: StopSignal = field(default_factory=StopSignal)
     use: Use = field(default_factory=Use)
     ids: Sequence[str] = ()
+    queue_s: float = field(init=False)
+    blocks: int = field(init=False)
     _plans: dict[Hashable, CopyPlan] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.queue_s = self.started_at - self.admitted_at
+        self.blocks = self.task.blocks
 
     def key_ids(self, objects: ObjectFormat) -> Sequence[str]:
         """`ids`, computed by the first rank that asks: all ranks use the same format for object names."""
@@ -120,10 +127,6 @@ class Job:
     def under(self, objects: ObjectFormat, keys: Sequence[str]) -> Job:
         """The same job with its blocks named by these keys instead of the task's."""
         return dataclasses.replace(self, ids=objects.ids(keys))
-
-    @property
-    def queue_s(self) -> float:
-        return self.started_at - self.admitted_at
 
     def plan(self, key: Hashable, make: Callable[[], CopyPlan]) -> CopyPlan:
         """The plan cached under `key`, made on first use. Ranks with the same geometry share it."""
