@@ -41,6 +41,7 @@ from transferd.storage.lru import Use
 from transferd.storage.mooncake import MooncakeStorage
 from transferd.tiers.base import HostMemory
 from transferd.tiers.shm import ShmDeviceTier
+from transferd.workers import block_memory
 
 VARIABLE = "TRANSFERD_FAULT_GATES"
 GATE_TIMEOUT_S = 180.0
@@ -109,6 +110,10 @@ def halves(plan: CopyPlan) -> tuple[CopyPlan, CopyPlan]:
 
 class GatedShm(ShmDeviceTier):
     """Shared memory as a device; every copy pauses halfway, and a copy in also at its end."""
+
+    def __init__(self, *rest: Any) -> None:
+        super().__init__(*rest)
+        block_memory.NATIVE = False  # in this process, stores go through the tier, and so can pause
 
     async def copy_out(self, plan: CopyPlan, host: HostMemory) -> None:
         first, second = halves(plan)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from transferd.daemon import cache_memory
 from transferd.daemon.daemon import Daemon
 from transferd.errors import RequestError, TransferError
 from transferd.tiers.base import DeviceHandle
+from transferd.workers.rank import RankWorker
 
 CACHE: dict[str, Any] = {
     "ranks": 2, "layers": 2, "kv_heads": 2, "head_dim": 4, "block_size": 4, "device_blocks": 8, "host_blocks": 0,
@@ -27,18 +30,22 @@ CACHE: dict[str, Any] = {
 Handle = dict[str, Any]
 
 
-@pytest.fixture(params=["shm", "paddle"])
-async def daemon(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Daemon]:
-    if request.param == "paddle":
-        pytest.importorskip("paddle", reason="the paddle extra is not installed")
+def made_daemon(place: Path, device: str = "shm") -> Daemon:
     tree = {
-        "server": {"endpoint": f"ipc://{tmp_path}/t.sock"},
-        "cache": CACHE | {"device": request.param, "ownership": "attach"},
+        "server": {"endpoint": f"ipc://{place}/t.sock"},
+        "cache": CACHE | {"device": device, "ownership": "attach"},
         "host": {"staging": "64KiB"},
         "storage": {"backend": "memory"},
         "metrics": {"listen": ""},
     }
-    made = Daemon(from_tree(tree))
+    return Daemon(from_tree(tree))
+
+
+@pytest.fixture(params=["shm", "paddle"])
+async def daemon(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Daemon]:
+    if request.param == "paddle":
+        pytest.importorskip("paddle", reason="the paddle extra is not installed")
+    made = made_daemon(tmp_path, request.param)
     await made.open()
     yield made
     await made.stop(lambda: 5.0)
@@ -187,6 +194,46 @@ def test_bytes_come_back_also_when_the_offer_fails_and_bad_blocks_are_refused() 
                 pass
         with pytest.raises(RequestError, match=r"not list$"), laid({"key": [[1, 2]]}):
             pass
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["it gets it", "it is stopped first"])
+async def test_an_offer_to_a_daemon_that_has_no_host_memory_yet_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: bool
+) -> None:
+    """The block of a canary is read into staging. A daemon that wrote it to address 0 would not live to tell."""
+    go, allocate = threading.Event(), RankWorker._allocate
+
+    def late(worker: RankWorker) -> None:
+        assert go.wait(60)
+        allocate(worker)
+
+    monkeypatch.setattr(RankWorker, "_allocate", late)
+    daemon = made_daemon(tmp_path)
+    opening = asyncio.ensure_future(daemon.open())
+    with filled(0) as zero, filled(1) as one:
+        before = content(zero), content(one)
+        async with Client(f"ipc://{tmp_path}/t.sock", await_ready=False, connect_timeout=60) as client:
+            engines = enumerate((zero, one))
+            offers = [asyncio.ensure_future(client.offer(rank, e.handle, caches=e.caches)) for rank, e in engines]
+            await asyncio.sleep(0)
+            assert (await client.stats())["ready"] is False  # the offers have come before this request
+            assert not any(offer.done() for offer in offers)
+            if stopped:
+                stopping = asyncio.ensure_future(daemon.stop(lambda: 20.0))
+                await asyncio.sleep(0)
+            go.set()
+            if stopped:
+                await stopping
+                failed = await asyncio.gather(*offers, return_exceptions=True)
+                assert all(isinstance(error, TransferError) for error in failed), failed
+                opening.cancel()
+                await asyncio.gather(opening, return_exceptions=True)
+            else:
+                await asyncio.gather(opening, *offers)
+                await client.wait_ready(60)
+        assert (content(zero), content(one)) == before
+    if not stopped:
+        await daemon.stop(lambda: 5.0)
 
 
 def test_the_example_runs(tmp_path: Path) -> None:

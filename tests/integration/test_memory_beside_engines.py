@@ -132,7 +132,7 @@ async def test_a_clear_and_a_restore_handle_all_ranks_at_once_and_a_failed_resto
         def present() -> list[tuple[bool, bool]]:
             """Of each rank: whether it has host blocks, and device blocks."""
             return [
-                (context.host is not None and context.host.memory.address != 0, context.device.statistics()["open"])
+                (context.host is not None and context.host.memory.allocated, context.device.statistics()["open"])
                 for context in contexts
             ]
 

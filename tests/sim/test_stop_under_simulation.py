@@ -42,7 +42,7 @@ async def hung(loop: SimLoop, world: SimWorld, engine: SimEngine, task: SwapOutT
     assert loop.time() <= end + 2.0, "a step took longer than the least that each may take"
     assert "rank 0: bytes in flight" in hanging
     for worker in world.daemon.default.coordinator.workers[:1]:
-        assert worker.context.staging.memory.address != 0
+        assert worker.context.staging.memory.allocated
         assert worker.context.device.statistics()["open"]
     return await pushed
 

@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 from transferd.blocks.layout import build_layout
 from transferd.config import CacheSection, from_tree
 from transferd.daemon.daemon import Daemon
-from transferd.errors import TierError
+from transferd.errors import InvariantError, TierError
 from transferd.tiers import numa, pinned, pinning, populate
 from transferd.tiers.cuda.pinning import is_registered
 from transferd.tiers.numa import node_of_pci, prefer_node
@@ -56,6 +56,17 @@ def test_memory_is_pinned_once_as_a_whole_and_unpinned_once() -> None:
     region.close()
     region.close()
     assert pins.calls == [("pin", address, 8192), ("unpin", address, 8192)]
+
+
+def test_memory_that_is_not_there_has_no_address() -> None:
+    region = HostRegion(8192, later=True)
+    with pytest.raises(InvariantError, match="8192 bytes of host memory"):
+        print(region.address)
+    region.allocate()
+    assert region.address
+    region.close()
+    with pytest.raises(InvariantError, match="8192 bytes of host memory"):
+        print(region.address)
 
 
 def test_a_forked_child_has_no_copy_of_host_memory() -> None:
@@ -198,7 +209,7 @@ def test_a_process_that_ends_pins_no_more_pieces_and_leaves_none_pinned(monkeypa
     with pytest.raises(TierError, match="the process is ending"):
         region.allocate()
     assert [call for call, *_ in pins.calls] == ["pin", "pin", "unpin", "unpin"]
-    assert (region.address, region.pinned) == (0, False)
+    assert (region.allocated, region.pinned) == (False, False)
     progress.cancelled, pins.unpin_error = False, ""
     region.allocate()
     assert region.pinned
@@ -208,7 +219,7 @@ def test_a_process_that_ends_pins_no_more_pieces_and_leaves_none_pinned(monkeypa
 def test_memory_may_come_later_and_come_again() -> None:
     pins = Pins()
     region = HostRegion(4096, pins, later=True)
-    assert (region.address, region.pinned, pins.calls) == (0, False, [])
+    assert (region.allocated, region.pinned, pins.calls) == (False, False, [])
     region.close()
     for _ in range(2):
         region.allocate()
@@ -341,7 +352,7 @@ def test_all_host_memory_of_a_rank_is_pinned_as_its_device_says_that_for_direct_
         assert context.host is not None
         regions = [context.staging.memory, context.peer.staging.memory, context.host.memory]
         assert [region.urgent for region in regions] == [False, True, False], "no rate bounds direct transfers"
-        assert [region.address for region in regions] == [0, 0, 0], "nothing is allocated before the daemon listens"
+        assert not any(region.allocated for region in regions), "nothing is allocated before the daemon listens"
         for region in regions:
             region.allocate()
             assert is_registered(region.address)

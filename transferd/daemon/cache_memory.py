@@ -115,6 +115,7 @@ class CacheMemory:
         self._change = asyncio.Lock()
         self._changes: set[asyncio.Task[Any]] = set()
         self._mappings = Mappings(len(workers), core.mappings)
+        self._host_memory = asyncio.Event()  # set when the ranks have their host memory, or never will have it
         self._started = False
         self._closed = False
         self._closed_generations: set[str] = set()  # one per clear, so a few bytes per weight update
@@ -152,8 +153,9 @@ class CacheMemory:
     async def open(self) -> None:
         """Create the memory, if the daemon creates it, and announce readiness if no rank misses its memory.
 
-        Raises TierError, StorageError.
+        The ranks have their host memory. Raises TierError, StorageError.
         """
+        self._host_memory.set()
         async with self._change:
             if self.creator is Creator.DAEMON:
                 await every(rank.worker.open_device() for rank in self._ranks)
@@ -165,6 +167,7 @@ class CacheMemory:
     async def close(self) -> None:
         """Allow no further change, and wait for the current one. The workers close the ranks' memory."""
         self._closed = True
+        self._host_memory.set()
         if self._changes:
             await asyncio.wait(self._changes)
 
@@ -224,6 +227,8 @@ class CacheMemory:
         attempt = _Attempt(client)
         rank.attempts.append(attempt)
         try:
+            if canary is not None:  # its block is read into staging, and offers may come before there is any
+                await self._host_memory.wait()
             async with self._change:
                 self._check_change()
                 if epoch != self.epoch or self.cleared:

@@ -18,7 +18,7 @@ from typing import Any
 import structlog
 
 from transferd.blocks.layout.base import Arena, BlockLayout, align
-from transferd.errors import TierError
+from transferd.errors import InvariantError, TierError
 from transferd.tiers.numa import cpus_of_node, placement, prefer_node
 from transferd.tiers.pinning import MEMORY_LOCK, Pinning
 from transferd.tiers.populate import PROGRESS, give_back, populate
@@ -38,16 +38,16 @@ class HostRegion:
     """An anonymous range of host memory. Owns it, and its pinning, from `allocate` until `close`.
 
     grain: no copy crosses a multiple of this many bytes; registrations are cut at such multiples. later: the caller
-    calls `allocate` later. urgent: see HostMemory; the region's user sets it. address: 0 while there is no memory.
-    degraded: why the memory is not pinned; "" if it is. misplaced: how it misses its NUMA node; "" if it does not.
-    Raises TierError if there is not enough memory.
+    calls `allocate` later. urgent: see HostMemory; the region's user sets it. degraded: why the memory is not pinned;
+    "" if it is. misplaced: how it misses its NUMA node; "" if it does not. Raises TierError if there is not enough
+    memory.
     """
 
     def __init__(
         self, nbytes: int, pinning: Pinning = MEMORY_LOCK, *, grain: int = mmap.PAGESIZE, later: bool = False
     ) -> None:
         self.nbytes = align(max(nbytes, 1), mmap.PAGESIZE)
-        self.address = 0
+        self._address = 0
         self.pinned = False
         self.urgent = False
         self.degraded = self.misplaced = ""
@@ -58,9 +58,20 @@ class HostRegion:
         if not later:
             self.allocate()
 
+    @property
+    def allocated(self) -> bool:
+        return self._address != 0
+
+    @property
+    def address(self) -> int:
+        """Raises InvariantError while there is no memory, so that no one copies to address 0."""
+        if not self._address:
+            raise InvariantError(f"{self.nbytes} bytes of host memory are in use before or after they exist")
+        return self._address
+
     def allocate(self) -> None:
         """Map, populate and pin, unless that was done. Blocks, mostly without the GIL. Raises TierError."""
-        if self.address:
+        if self.allocated:
             return
         try:
             self._map = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -77,7 +88,7 @@ class HostRegion:
             self._map.close()
             raise
         self.view = memoryview(self._map)
-        self.address = address
+        self._address = address
         try:
             self._pin()
         except BaseException:
@@ -124,9 +135,9 @@ class HostRegion:
 
     def close(self) -> None:
         """Unpin and free the memory. Idempotent. No view of it may be in use."""
-        if self.address == 0:
+        address, self._address = self._address, 0
+        if not address:
             return
-        address, self.address = self.address, 0
         self.pinned = False
         try:
             self._unpin()
@@ -171,7 +182,7 @@ class HostPool:
         self._layout = layout
         grain = int(layout.host.strides[0])
         self.memory = HostRegion(layout.host.extent, pinning, grain=grain, later=later)
-        self.arena = Arena(layout.host, self.memory.address)
+        self.arena = Arena(layout.host, self.memory.address if self.memory.allocated else 0)
 
     def allocate(self) -> None:
         """Allocate the memory, zeroed, if there is none: at first, or again after `close`. Raises TierError."""
@@ -183,5 +194,5 @@ class HostPool:
 
     def statistics(self) -> dict[str, Any]:
         """blocks and bytes of this rank's pool, and whether it is pinned."""
-        nbytes = self.memory.nbytes if self.memory.address else 0
+        nbytes = self.memory.nbytes if self.memory.allocated else 0
         return {"blocks": self.arena.geometry.blocks, "bytes": nbytes, "pinned": self.memory.pinned}

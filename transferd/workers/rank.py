@@ -223,15 +223,15 @@ class RankWorker:
         await self.settled()
         errors: list[TransferError] = []
         storage, peer = self.context.storage, self.context.peer
-        if storage is not None:
+        if storage is not None and self.context.staging.memory.allocated:
             with _kept(errors):
                 storage.unregister(self.context.staging.memory)
-        if peer is not None:
+        if peer is not None and peer.staging.memory.allocated:
             with _kept(errors):
                 peer.transport.carrier.unregister(peer.staging.memory)
         with _kept(errors):
             await self.close_device()
-        if any(region.address for region in self.context.regions.values()):
+        if any(region.allocated for region in self.context.regions.values()):
             with _kept(errors):
                 await self._set_up(functools.partial(self._free_host, errors), "freeing host memory")
         if errors:

@@ -92,7 +92,7 @@ class Oracle:
         tier, geometry = "device", daemon.default.layout.device
         if operation == "copy_out":
             pool = daemon.default.coordinator.workers[rank].context.host
-            if pool is None or host.address != pool.memory.address:
+            if pool is None or host is not pool.memory:
                 return  # to staging, which is nobody's block
             tier, geometry = "host", daemon.default.layout.host
         self._check_writes(f"{operation} of rank {rank}", tier, geometry, plan.runs[:, 1:])
