@@ -66,8 +66,9 @@ def play(request: pytest.FixtureRequest, endpoint: str) -> Callable[..., str]:
 
 def _run(endpoint: str, program: str, *options: str) -> str:
     command = [sys.executable, *options, "-c", program, endpoint]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    assert (done.stderr, done.returncode) == ("", 0), done.stdout
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    said = [line for line in done.stderr.splitlines() if not line.endswith("(still waiting)")]  # a busy machine
+    assert (said, done.returncode) == ([], 0), done.stdout
     return done.stdout
 
 

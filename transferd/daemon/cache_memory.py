@@ -13,9 +13,8 @@ every rank has memory; until then `missing` and `why` give the reason.
 Memory is always removed in one order: admit nothing (the dispatcher then refuses), wait until no rank touches any
 block, then free or unmap. So no copy ever uses memory that is being removed.
 
-A second offer for a rank is refused, and so is memory that shares a byte with another rank. A repeated offer of the
-same handle is not a second one: the same client repeats it after its connection broke, and the offer now belongs to
-the new connection.
+A second offer for a rank is refused, and so is memory that shares a byte with another rank. A client may repeat its
+offer after its connection broke; the offer then belongs to the new connection.
 
 *Clear and restore.* `clear` frees device and host memory. Staging stays: its size is constant, and it holds no block.
 The current generation is closed: `restore` requires one that this daemon has never closed, and `set_generation` refuses
@@ -227,8 +226,8 @@ class CacheMemory:
         attempt = _Attempt(client)
         rank.attempts.append(attempt)
         try:
-            if canary is not None:  # its block is read into staging, and offers may come before there is any
-                await self._host_memory.wait()
+            if canary is not None:
+                await self._host_memory.wait()  # its block is read into staging
             async with self._change:
                 self._check_change()
                 if epoch != self.epoch or self.cleared:
