@@ -36,6 +36,7 @@ from transferd.workers.in_place import BlockInPlace, Loan
 
 SOURCE = Path(block_memory.__file__).with_name("_inplace.c")
 LARGE = 2 * 1024**2  # bytes of the shortest file that is mapped
+NONE = (0, b"")
 NAME = f"m/f/g/{'ab' * 20}/0"
 
 
@@ -103,7 +104,8 @@ def test_any_payload_in_any_parts_arrives_whole_with_the_checksum_of_xxhash(
                 for (first, _, size), start in zip(table.tolist(), starts, strict=True):
                     begin = first + stride * block
                     wanted[begin : begin + size] = np.frombuffer(payload[start : start + size], np.uint8)
-                assert call(source, offset, memory.ctypes.data, table, block, state) == 64 * piece
+                more = (False,) if call == native.copy_mapped else ()
+                assert call(source, offset, memory.ctypes.data, table, block, state, *more) == 64 * piece
                 offset += 64 * piece
             assert native.checksum(state) == xxhash.xxh3_64_intdigest(payload)
             assert np.array_equal(memory, wanted)
@@ -177,7 +179,7 @@ def large_file_of(content: bytes = b"", nbytes: int = LARGE) -> IO[bytes]:
 
 
 def map_or_skip(native: Any, file: IO[bytes]) -> int:
-    mapping: int = native.map_file(file.fileno(), os.fstat(file.fileno()).st_size)
+    mapping: int = native.map_file(file.fileno(), os.fstat(file.fileno()).st_size, 0)[0]
     if not mapping:
         pytest.skip("the kernel cannot say which pages of a file are in memory (cachestat, Linux 6.5)")
     return mapping
@@ -208,11 +210,11 @@ def test_payloads_of_another_kind_are_refused(native: Any) -> None:
 # --- mappings -----------------------------------------------------------------------------------------
 
 
-def mapped(native: Any, mapping: int, offset: int = 0, nbytes: int = LARGE) -> tuple[int, bytes]:
+def mapped(native: Any, mapping: int, offset: int = 0, nbytes: int = LARGE, *, last: bool = False) -> tuple[int, bytes]:
     """What `copy_mapped` returns, and the memory that it copied to."""
     memory, state = np.full(nbytes, 7, np.uint8), native.new_state(nbytes)
     table = np.array([[0, 0, nbytes]], np.int64)
-    return native.copy_mapped(mapping, offset, memory.ctypes.data, table, 0, state), memory.tobytes()
+    return native.copy_mapped(mapping, offset, memory.ctypes.data, table, 0, state, last), memory.tobytes()
 
 
 def test_a_file_that_is_cut_off_while_it_is_mapped_is_lost_and_nothing_else_happens(native: Any) -> None:
@@ -243,9 +245,10 @@ def test_threads_whose_files_are_cut_off_all_the_time_get_the_bytes_or_hear_of_i
 
         def load() -> None:
             for _ in range(200):
-                if mapping := native.map_file(file.fileno(), LARGE):
-                    copied, bytes_ = mapped(native, mapping)
-                    native.unmap(mapping)
+                mapping, end = native.map_file(file.fileno(), LARGE, 128)
+                if mapping:
+                    assert end == content[-128:]
+                    copied, bytes_ = mapped(native, mapping, last=True)
                     state, again = native.new_state(LARGE), np.zeros(LARGE, np.uint8)
                     table = np.array([[0, 0, LARGE]], np.int64)
                     native.copy_memory(memoryview(bytes_), 0, again.ctypes.data, table, 0, state)
@@ -266,22 +269,26 @@ def test_threads_whose_files_are_cut_off_all_the_time_get_the_bytes_or_hear_of_i
 def test_a_file_that_is_not_in_memory_or_too_short_is_not_mapped(native: Any) -> None:
     with large_file_of() as file:
         native.unmap(map_or_skip(native, file))
-        assert native.map_file(file.fileno(), LARGE - 1) == 0
-        assert native.map_file(10**6, LARGE) == 0
+        assert native.map_file(file.fileno(), LARGE - 1, 128) == NONE
+        assert native.map_file(10**6, LARGE, 128) == NONE
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), LARGE // 2, 4096, os.POSIX_FADV_DONTNEED)
         if read_now(file.fileno(), [memoryview(bytearray(1))], LARGE // 2):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # large pages leave as a whole
-        assert native.map_file(file.fileno(), LARGE) == 0
+        assert native.map_file(file.fileno(), LARGE, 128) == NONE
 
 
 def test_there_are_as_many_mappings_as_numbers(native: Any) -> None:
     with large_file_of() as file:
         mappings = [map_or_skip(native, file) for _ in range(64)]
         assert sorted(mappings) == list(range(1, 65))
-        assert native.map_file(file.fileno(), LARGE) == 0
+        assert native.map_file(file.fileno(), LARGE, 128) == NONE
         native.unmap(mappings[9])
-        assert native.map_file(file.fileno(), LARGE) == mappings[9]
+        assert native.map_file(file.fileno(), LARGE, 3) == (mappings[9], bytes(3))
+        assert mapped(native, mappings[9], last=True) == (LARGE, bytes(LARGE))
+        assert native.map_file(file.fileno(), LARGE, 0) == (mappings[9], b"")
+        with pytest.raises(ValueError, match="too long"):
+            native.map_file(file.fileno(), LARGE, 257)
         assert mapped(native, mappings[0], 0, 4096)[0] == 4096
         assert mapped(native, mappings[0], LARGE - 4096, 4160)[0] == 0, "behind its end"
         for mapping in mappings:
@@ -310,7 +317,7 @@ def test_any_other_bus_error_ends_the_process_as_it_would_have(native: Any, hand
         file = tempfile.TemporaryFile()
         file.write(bytes({LARGE}))
         file.flush()
-        native.map_file(file.fileno(), {LARGE})
+        native.map_file(file.fileno(), {LARGE}, 0)
         mine = mmap.mmap(file.fileno(), {LARGE})
         os.truncate(file.fileno(), 0)
         print("alive", flush=True)
@@ -373,9 +380,10 @@ def mappings_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         block_memory.map_files()
         map_file = block_memory._inplace.map_file
 
-        def told(fd: int, nbytes: int) -> int:
-            mappings.append(map_file(fd, nbytes))
-            return mappings[-1]
+        def told(fd: int, nbytes: int, end: int) -> tuple[int, bytes]:
+            mapping, footer = map_file(fd, nbytes, end)
+            mappings.append(mapping)
+            return mapping, footer
 
         monkeypatch.setattr(block_memory._inplace, "map_file", told)
     return mappings

@@ -18,6 +18,7 @@
 
 #define MOST_PARTS 1024     /* of one piece: IOV_MAX */
 #define READ_AT_ONCE 131072 /* bytes of a file: they fit a core's second cache */
+#define LONGEST_END 256     /* bytes of a file that map_file returns: a footer */
 
 /* A piece of a block: parts[i] = (offset in block 0, bytes from block to block, bytes). */
 typedef struct {
@@ -239,18 +240,32 @@ static PyObject *catch_bus_errors(PyObject *module, PyObject *args)
 static PyObject *map(PyObject *module, PyObject *args)
 {
     int fd;
-    unsigned long long nbytes;
+    unsigned long long nbytes, end;
+    unsigned char last[LONGEST_END];
     Mapping *mapping = NULL;
 
     (void)module;
-    if (!PyArg_ParseTuple(args, "iK", &fd, &nbytes))
+    if (!PyArg_ParseTuple(args, "iKK", &fd, &nbytes, &end))
         return NULL;
+    if (end > LONGEST_END) {
+        PyErr_SetString(PyExc_ValueError, "the end of the file is too long");
+        return NULL;
+    }
     if (may_map && nbytes >= LARGE_PAGE && set_handler() == 0) {
         Py_BEGIN_ALLOW_THREADS
         mapping = map_file(fd, nbytes);
+        if (mapping) {
+            memcpy(last, (const unsigned char *)mapping->end - end, end);
+            if (mapping->lost) {
+                unmap_file(mapping);
+                mapping = NULL;
+            }
+        }
         Py_END_ALLOW_THREADS
     }
-    return PyLong_FromLong(mapping ? mapping - mappings + 1 : 0);
+    if (!mapping)
+        return Py_BuildValue("iy#", 0, "", (Py_ssize_t)0);
+    return Py_BuildValue("iy#", (int)(mapping - mappings) + 1, last, (Py_ssize_t)end);
 }
 
 /* The mapping of this number, or NULL with an exception. */
@@ -264,7 +279,7 @@ static Mapping *mapping_of(int number)
 
 static PyObject *copy_mapped(PyObject *module, PyObject *args)
 {
-    int number;
+    int number, last;
     unsigned long long offset, address, block;
     PyObject *parts, *state;
     Mapping *mapping;
@@ -272,7 +287,7 @@ static PyObject *copy_mapped(PyObject *module, PyObject *args)
     Cursor cursor = {0, 0};
 
     (void)module;
-    if (!PyArg_ParseTuple(args, "iKKOKO", &number, &offset, &address, &parts, &block, &state) ||
+    if (!PyArg_ParseTuple(args, "iKKOKOp", &number, &offset, &address, &parts, &block, &state, &last) ||
         !(mapping = mapping_of(number)) || open_piece(&piece, address, parts, block, state) < 0)
         return NULL;
     uint64_t begin = atomic_load(&mapping->begin), length = mapping->end - begin, total = piece.total;
@@ -281,10 +296,13 @@ static PyObject *copy_mapped(PyObject *module, PyObject *args)
     Py_BEGIN_ALLOW_THREADS
     if (whole)
         scatter(&piece, &cursor, (const unsigned char *)begin + offset, total);
+    whole = whole && !mapping->lost;
+    if (last) /* here, because each return to Python waits for the GIL */
+        unmap_file(mapping);
     Py_END_ALLOW_THREADS
 
     release(&piece);
-    return PyLong_FromUnsignedLongLong(whole && !mapping->lost ? total : 0);
+    return PyLong_FromUnsignedLongLong(whole ? total : 0);
 }
 
 static PyObject *unmap(PyObject *module, PyObject *args)
@@ -311,9 +329,11 @@ static PyMethodDef methods[] = {
     {"collect", collect, METH_VARARGS,
      "collect(target, offset, address, parts, block, state): the other way, from the parts to the target"},
     {"catch_bus_errors", catch_bus_errors, METH_NOARGS, "catch_bus_errors(): from now on map_file may map files"},
-    {"map_file", map, METH_VARARGS, "map_file(fd, nbytes): the number of a mapping; 0 if read_file is to be used"},
+    {"map_file", map, METH_VARARGS,
+     "map_file(fd, nbytes, end): the number of a mapping, and the last `end` bytes; 0 if read_file is to be used"},
     {"copy_mapped", copy_mapped, METH_VARARGS,
-     "copy_mapped(mapping, offset, address, parts, block, state): bytes copied and checked; 0 if the file lost some"},
+     "copy_mapped(mapping, offset, address, parts, block, state, last): bytes copied and checked; 0 if the file lost some. "
+     "last: unmaps it, too"},
     {"unmap", unmap, METH_VARARGS, "unmap(mapping)"},
     {NULL, NULL, 0, NULL},
 };

@@ -92,37 +92,47 @@ class BlockInPlace:
         self._loan = loan
 
     def load(self, read: ReadNow, backing: Backing | None = None) -> bool:
+        if backing is not None and self._memory.tables is not None:
+            return self._load_natively(read, backing, self._memory.tables)
+        return self._has_footer(read) and (self.damage is not None or self._load_in_python(read))
+
+    def _has_footer(self, read: ReadNow) -> bool:
         footer = bytearray(FOOTER_BYTES)
         if read([memoryview(footer)], self._inspection.payload_bytes) < FOOTER_BYTES:
             return False
         self.damage = self._inspection.footer(bytes(footer))
-        if self.damage is not None:
-            return True
-        # A wrong payload does not prove that the object is damaged: an engine that was killed and restarted may write
-        # to blocks that a task of its predecessor still loads. Only staging can tell, because no one else touches it.
-        if backing is None or self._memory.tables is None:
-            return self._load_in_python(read)
-        return self._load_natively(backing, self._memory.tables)
+        return True
 
-    def _load_natively(self, backing: Backing, tables: Sequence[npt.NDArray[np.int64]]) -> bool:
-        origin, block = self._memory.arena.origin, self._block
+    # A wrong payload does not prove that the object is damaged: an engine that was killed and restarted may write to
+    # blocks that a task of its predecessor still loads. Only staging can tell, because no one else touches it.
+
+    def _load_natively(self, read: ReadNow, backing: Backing, tables: Sequence[npt.NDArray[np.int64]]) -> bool:
+        origin, block, last = self._memory.arena.origin, self._block, len(tables) - 1
+        mapping = 0
+        if isinstance(backing, int):  # before a thread takes the loan, because this may wait
+            mapping, footer = _inplace.map_file(backing, self.nbytes, FOOTER_BYTES)
+        if mapping:
+            self.damage = self._inspection.footer(footer)
+        elif not self._has_footer(read):
+            return False
         state = _inplace.new_state(self._inspection.payload_bytes)
-        # Before a thread takes the loan, because this may wait.
-        mapping = _inplace.map_file(backing, self.nbytes) if isinstance(backing, int) else 0
 
         def load(number: int, piece: Piece) -> int:
+            nonlocal mapping
             if mapping:
-                return _inplace.copy_mapped(mapping, piece.offset, origin, tables[number], block, state)
+                mapped, mapping = mapping, 0 if number == last else mapping
+                return _inplace.copy_mapped(mapped, piece.offset, origin, tables[number], block, state, number == last)
             if isinstance(backing, int):
                 return _inplace.read_file(backing, piece.offset, origin, tables[number], block, state)
             return _inplace.copy_memory(backing, piece.offset, origin, tables[number], block, state)
 
         try:
-            loaded = self._load_pieces(load)
+            if self.damage is not None:
+                return True
+            return self._load_pieces(load) and self._inspection.damage(_inplace.checksum(state)) is None
         finally:
             if mapping:
                 _inplace.unmap(mapping)
-        return loaded and self._inspection.damage(_inplace.checksum(state)) is None
 
     def _load_in_python(self, read: ReadNow) -> bool:
         view, block, inspection = self._memory.view, self._block, self._inspection
