@@ -31,6 +31,7 @@ from transferd.storage.base import Storage
 from transferd.tasks import ReadStorageTask, Status, Task, TaskResult, WriteStorageTask
 from transferd.tiers.segment import attach_arrays
 from transferd.wire.transport import ServerMessage, ServerTransport
+from transferd.workers.block_memory import map_files
 
 OBJECTS = 64
 CACHE = {"ranks": 1, "layers": 16, "kv_heads": 4, "head_dim": 128, "block_size": 64, "device_blocks": 2 * OBJECTS}
@@ -99,6 +100,7 @@ class Subject:
 
 def run(backend: str, told: Told = nobody) -> list[Row]:
     """Rows of one backend. Raises ConfigError if it cannot run here."""
+    map_files()  # as `transferd serve` does
     with (
         tempfile.TemporaryDirectory(prefix="transferd-bench-") as directory,
         _subjects(backend, Path(directory)) as subjects,
