@@ -80,7 +80,9 @@ class Loan:
 class BlockInPlace:
     """Loads one block in place and checks the object. See `storage.base.InPlace`.
 
-    damage: after a load, what is wrong with the object's footer; None for a good one.
+    damage: after a load, what is wrong with the object's footer; None for a good one. A wrong payload does not prove
+    that the object is damaged: an engine that was killed and restarted may write to blocks that a task of its
+    predecessor still loads. Only staging can tell, because no one else touches it.
     """
 
     def __init__(self, memory: BlockMemory, block: int, inspection: Inspection, loan: Loan) -> None:
@@ -102,9 +104,6 @@ class BlockInPlace:
             return False
         self.damage = self._inspection.footer(bytes(footer))
         return True
-
-    # A wrong payload does not prove that the object is damaged: an engine that was killed and restarted may write to
-    # blocks that a task of its predecessor still loads. Only staging can tell, because no one else touches it.
 
     def _load_natively(self, read: ReadNow, backing: Backing, tables: Sequence[npt.NDArray[np.int64]]) -> bool:
         origin, block, last = self._memory.arena.origin, self._block, len(tables) - 1
