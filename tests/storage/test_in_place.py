@@ -124,19 +124,24 @@ def _blob(text: str, data: bytes) -> Any:
 async def test_a_file_that_the_page_cache_does_not_hold_is_cold_and_a_get_loads_it(store: FileStorage) -> None:
     nbytes = 4 * 1024**2
     file = await stored(store, nbytes)
-    with file.open("rb") as opened:
-        os.fsync(opened.fileno())
-        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    if pages_in_memory(file):
-        pytest.skip("this file system keeps its files in memory")
-    block = Block(nbytes)
-    assert await store.get_in_place([Place(name("aa"), block, Use(), 0)]) == [COLD]
+    block, found = Block(nbytes), 0
+    # A read that does not wait makes the kernel read ahead, on a busy machine perhaps before the read looks again.
+    while True:
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if pages_in_memory(file):
+            pytest.skip("this file system keeps its files in memory")
+        if await store.get_in_place([Place(name("aa"), block, Use(), 0)]) == [COLD]:
+            break
+        found += 1
+        assert found < 20, "it is found whenever the page cache does not hold it"
     buffer = _blob(name("aa"), bytes(nbytes))
     assert await store.get([buffer]) == [FOUND]
     assert bytes(buffer.data) == content(1, nbytes)
     assert await store.get_in_place([Place(name("aa"), block, Use(), 0)]) == [FOUND]
     assert bytes(block.memory) == content(1, nbytes)
-    assert store.statistics()["hits"] == 2
+    assert store.statistics()["hits"] == 2 + found
 
 
 @pytest.mark.parametrize("code", [errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS])
