@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say stably: the optional C extensions (see tiers/hostcopy.py and workers/in_place.py)."""
+"""What pyproject.toml cannot say stably: the optional C extensions of tiers/hostcopy.py and workers/block_memory.py."""
 
 import sysconfig
 from pathlib import Path
@@ -13,7 +13,7 @@ else:
             Extension(
                 f"transferd.{name.replace('/', '.')}",
                 [f"transferd/{name}.c"],
-                depends=sorted(map(str, Path(f"transferd/{name}.c").parent.glob("*.h"))),
+                depends=sorted(map(str, Path("transferd", name).parent.glob("*.h"))),
                 py_limited_api=True,
                 extra_compile_args=["-O3"],
                 optional=True,  # without a compiler or Python.h the install still works, on the slower twins

@@ -107,9 +107,9 @@ AVX2 static __m256i scrambled(__m256i sums, const unsigned char *key)
 }
 
 /* Like add_all, and copies the stripes to `to`; past the caches if that is a multiple of 32. */
-AVX2 static inline __attribute__((always_inline)) void copy_all_avx2(
-    uint64_t *sums, unsigned char *to, const unsigned char *data, uint64_t index, uint64_t count, int aligned)
+AVX2 static void copy_all_avx2(uint64_t *sums, unsigned char *to, const unsigned char *data, uint64_t index, uint64_t count)
 {
+    const int aligned = (uintptr_t)to % 32 == 0;
     __m256i low = LOAD(sums), high = LOAD(sums + 4);
     for (; count; count--, index++, data += STRIPE, to += STRIPE) {
         const unsigned char *key = secret + 8 * (index % STRIPES_PER_BLOCK);
@@ -134,16 +134,6 @@ AVX2 static inline __attribute__((always_inline)) void copy_all_avx2(
     if (aligned)
         _mm_sfence();
 }
-
-AVX2 static void copy_all_aligned(uint64_t *sums, unsigned char *to, const unsigned char *data, uint64_t index, uint64_t count)
-{
-    copy_all_avx2(sums, to, data, index, count, 1);
-}
-
-AVX2 static void copy_all_unaligned(uint64_t *sums, unsigned char *to, const unsigned char *data, uint64_t index, uint64_t count)
-{
-    copy_all_avx2(sums, to, data, index, count, 0);
-}
 #endif
 
 /* Copies the payload's next bytes, and takes their checksum in the same pass, so memory is read and written once. The
@@ -155,12 +145,9 @@ static void copy_checked(State *state, unsigned char *to, const unsigned char *d
     uint64_t usual = state->stripes + count > last ? last - state->stripes : count;
 
 #if defined(WITH_AVX2)
-    if (__builtin_cpu_supports("avx2")) {
-        if ((uintptr_t)to % 32 == 0)
-            copy_all_aligned(state->sums, to, data, state->stripes, usual);
-        else
-            copy_all_unaligned(state->sums, to, data, state->stripes, usual);
-    } else
+    if (__builtin_cpu_supports("avx2"))
+        copy_all_avx2(state->sums, to, data, state->stripes, usual);
+    else
 #endif
         for (uint64_t done = 0, some; done < usual; done += some) {
             some = usual - done < AT_ONCE ? usual - done : AT_ONCE;
