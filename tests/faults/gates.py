@@ -88,7 +88,10 @@ class HalfwayBlock:
         self._rank = rank
         self._paused = False
 
-    def load(self, read: ReadNow, _: Backing | None = None) -> bool:  # only `read` can pause
+    def load_file(self, path: str, flags: int) -> None:
+        """Nothing: only `read` can pause."""
+
+    def load(self, read: ReadNow, _: Backing | None = None) -> bool:
         def halfway(buffers: Sequence[memoryview], offset: int) -> int:
             middle = len(buffers) // 2
             if self._paused or not middle:

@@ -28,6 +28,9 @@ class Block:
         self.memory = bytearray(b"\xaa" * nbytes)
         self._part = part
 
+    def load_file(self, path: str, flags: int) -> None:
+        """Nothing: it reads."""
+
     def load(self, read: ReadNow, _: Backing | None = None) -> bool:
         end = max(0, self.nbytes - FOOTER)
         view = memoryview(self.memory)

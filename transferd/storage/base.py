@@ -98,6 +98,15 @@ class InPlace(Protocol):
     @property
     def nbytes(self) -> int: ...
 
+    def load_file(self, path: str, flags: int) -> float | None:
+        """In a thread: load the object from the file at this path, without `load`, which takes more steps.
+
+        Returns the time at which the file was modified. None: open the file, and use `load`, which finds out why.
+
+        flags: for `open`.
+        """
+        ...
+
     def load(self, read: ReadNow, backing: Backing | None = None) -> bool:
         """In a thread: read the whole object. False: use `get` instead, or the task no longer needs the block.
 

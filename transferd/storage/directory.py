@@ -268,7 +268,16 @@ class ObjectDirectory:
 
     def load(self, name: str, block: InPlace) -> bool | Outcome:
         """Have `block` load the object from the page cache. COLD: some bytes are not there. Otherwise like `read`."""
-        return self._opened(name, block.nbytes, 0, lambda fd: block.load(functools.partial(read_now, fd), fd) or COLD)
+
+        def work(fd: int) -> bool | Outcome:
+            return block.load(functools.partial(read_now, fd), fd) or COLD
+
+        path = self._objects + path_of(name)
+        modified = block.load_file(path, READ_FLAGS)
+        if modified is None:
+            return self._opened(name, block.nbytes, 0, work)
+        self._keep_recent(path, modified)
+        return True
 
     def _opened(self, name: str, nbytes: int, flags: int, work: Callable[[int], T]) -> T | bool:
         """The result of `work` on the open file; False if there is no file."""
@@ -279,9 +288,7 @@ class ObjectDirectory:
                 if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
                     raise Damaged
                 result = work(fd)
-                if abs(self._clock.wall() - status.st_mtime) > TOUCH_INTERVAL_S:  # a clock may be set back
-                    with contextlib.suppress(OSError):  # recency is a hint; a read-only medium still serves
-                        os.utime(fd)
+                self._keep_recent(fd, status.st_mtime)
                 return result
             finally:
                 os.close(fd)
@@ -292,6 +299,12 @@ class ObjectDirectory:
             if error.errno in (errno.EIO, errno.ELOOP, errno.EISDIR, errno.ENXIO):  # a retry cannot help
                 raise Damaged(translated) from error
             raise translated from error
+
+    def _keep_recent(self, file: int | str, modified: float) -> None:
+        """Refresh the modification time of a file that is being read, if it has become old."""
+        if abs(self._clock.wall() - modified) > TOUCH_INTERVAL_S:  # a clock may be set back
+            with contextlib.suppress(OSError):  # recency is a hint; a read-only medium still serves
+                os.utime(file, follow_symlinks=isinstance(file, int))
 
     def retire(self, name: str, nbytes: int) -> str | None:
         """Like `remove`, but returns the path of the file if another object of this length may overwrite it.

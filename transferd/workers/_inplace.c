@@ -237,23 +237,27 @@ static PyObject *catch_bus_errors(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
-static PyObject *map(PyObject *module, PyObject *args)
+static PyObject *map_file(PyObject *module, PyObject *args)
 {
-    int fd;
+    int flags;
     unsigned long long nbytes, end;
     unsigned char last[LONGEST_END];
+    PyObject *path = NULL;
     Mapping *mapping = NULL;
+    struct stat status;
 
     (void)module;
-    if (!PyArg_ParseTuple(args, "iKK", &fd, &nbytes, &end))
+    if (!PyArg_ParseTuple(args, "O&iKK", PyUnicode_FSConverter, &path, &flags, &nbytes, &end))
         return NULL;
     if (end > LONGEST_END) {
+        Py_DECREF(path);
         PyErr_SetString(PyExc_ValueError, "the end of the file is too long");
         return NULL;
     }
     if (may_map && nbytes >= LARGE_PAGE && set_handler() == 0) {
+        const char *name = PyBytes_AsString(path);
         Py_BEGIN_ALLOW_THREADS
-        mapping = map_file(fd, nbytes);
+        mapping = map_path(name, flags, nbytes, &status);
         if (mapping) {
             memcpy(last, (const unsigned char *)mapping->end - end, end);
             if (mapping->lost) {
@@ -263,9 +267,11 @@ static PyObject *map(PyObject *module, PyObject *args)
         }
         Py_END_ALLOW_THREADS
     }
+    Py_DECREF(path);
     if (!mapping)
-        return Py_BuildValue("iy#", 0, "", (Py_ssize_t)0);
-    return Py_BuildValue("iy#", (int)(mapping - mappings) + 1, last, (Py_ssize_t)end);
+        return Py_BuildValue("iy#d", 0, "", (Py_ssize_t)0, 0.0);
+    double modified = (double)status.st_mtim.tv_sec + (double)status.st_mtim.tv_nsec * 1e-9;
+    return Py_BuildValue("iy#d", (int)(mapping - mappings) + 1, last, (Py_ssize_t)end, modified);
 }
 
 /* The mapping of this number, or NULL with an exception. */
@@ -287,7 +293,7 @@ static PyObject *copy_mapped(PyObject *module, PyObject *args)
     Cursor cursor = {0, 0};
 
     (void)module;
-    if (!PyArg_ParseTuple(args, "iKKOKOp", &number, &offset, &address, &parts, &block, &state, &last) ||
+    if (!PyArg_ParseTuple(args, "ipKKOKO", &number, &last, &offset, &address, &parts, &block, &state) ||
         !(mapping = mapping_of(number)) || open_piece(&piece, address, parts, block, state) < 0)
         return NULL;
     uint64_t begin = atomic_load(&mapping->begin), length = mapping->end - begin, total = piece.total;
@@ -329,10 +335,11 @@ static PyMethodDef methods[] = {
     {"collect", collect, METH_VARARGS,
      "collect(target, offset, address, parts, block, state): the other way, from the parts to the target"},
     {"catch_bus_errors", catch_bus_errors, METH_NOARGS, "catch_bus_errors(): from now on map_file may map files"},
-    {"map_file", map, METH_VARARGS,
-     "map_file(fd, nbytes, end): the number of a mapping, and the last `end` bytes; 0 if read_file is to be used"},
+    {"map_file", map_file, METH_VARARGS,
+     "map_file(path, flags, nbytes, end): the number of a mapping, the last `end` bytes, and when the file was modified; "
+     "0 if the file is to be opened and read"},
     {"copy_mapped", copy_mapped, METH_VARARGS,
-     "copy_mapped(mapping, offset, address, parts, block, state, last): bytes copied and checked; 0 if the file lost some. "
+     "copy_mapped(mapping, last, offset, address, parts, block, state): bytes copied and checked; 0 if the file lost some. "
      "last: unmaps it, too"},
     {"unmap", unmap, METH_VARARGS, "unmap(mapping)"},
     {NULL, NULL, 0, NULL},

@@ -13,10 +13,12 @@
  *   handler that was there before.
  */
 #include <errno.h>
+#include <fcntl.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #ifndef MADV_POPULATE_READ
@@ -95,10 +97,10 @@ static int all_in_memory(int fd, uint64_t nbytes)
     return syscall(SYS_cachestat, fd, &range, &pages, 0) == 0 && pages.cached >= (nbytes + page - 1) / page;
 }
 
-/* A mapping of the first nbytes of a file, or NULL if they are better read. */
-static Mapping *map_file(int fd, uint64_t nbytes)
+/* A mapping of an open file, or NULL if it is better read: not a regular file of nbytes, or not all in memory. */
+static Mapping *map_open(int fd, uint64_t nbytes, struct stat *status)
 {
-    if (!all_in_memory(fd, nbytes))
+    if (fstat(fd, status) < 0 || !S_ISREG(status->st_mode) || (uint64_t)status->st_size != nbytes || !all_in_memory(fd, nbytes))
         return NULL;
     for (int i = 0; i < MOST_MAPPINGS; i++) {
         uintptr_t is_free = 0;
@@ -117,6 +119,17 @@ static Mapping *map_file(int fd, uint64_t nbytes)
         break;
     }
     return NULL;
+}
+
+/* The same of the file at a path. A mapping needs no descriptor. */
+static Mapping *map_path(const char *path, int flags, uint64_t nbytes, struct stat *status)
+{
+    int fd = open(path, flags);
+    if (fd < 0)
+        return NULL;
+    Mapping *mapping = map_open(fd, nbytes, status);
+    close(fd);
+    return mapping;
 }
 
 static void unmap_file(Mapping *mapping)

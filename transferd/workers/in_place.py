@@ -22,7 +22,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -94,44 +94,47 @@ class BlockInPlace:
         self._loan = loan
 
     def load(self, read: ReadNow, backing: Backing | None = None) -> bool:
-        if backing is not None and self._memory.tables is not None:
-            return self._load_natively(read, backing, self._memory.tables)
-        return self._has_footer(read) and (self.damage is not None or self._load_in_python(read))
-
-    def _has_footer(self, read: ReadNow) -> bool:
         footer = bytearray(FOOTER_BYTES)
         if read([memoryview(footer)], self._inspection.payload_bytes) < FOOTER_BYTES:
             return False
         self.damage = self._inspection.footer(bytes(footer))
-        return True
+        if self.damage is not None:
+            return True
+        if backing is None or self._memory.tables is None:
+            return self._load_in_python(read)
+        copy: Callable[..., int] = _inplace.read_file if isinstance(backing, int) else _inplace.copy_memory
+        return self._load_natively(self._memory.tables, lambda _, *piece: copy(backing, *piece))
 
-    def _load_natively(self, read: ReadNow, backing: Backing, tables: Sequence[npt.NDArray[np.int64]]) -> bool:
-        origin, block, last = self._memory.arena.origin, self._block, len(tables) - 1
-        mapping = 0
-        if isinstance(backing, int):  # before a thread takes the loan, because this may wait
-            mapping, footer = _inplace.map_file(backing, self.nbytes, FOOTER_BYTES)
-        if mapping:
-            self.damage = self._inspection.footer(footer)
-        elif not self._has_footer(read):
-            return False
-        state = _inplace.new_state(self._inspection.payload_bytes)
+    def load_file(self, path: str, flags: int) -> float | None:
+        tables = self._memory.tables
+        if tables is None:
+            return None
+        mapping, footer, modified = _inplace.map_file(path, flags, self.nbytes, FOOTER_BYTES)
+        if not mapping:
+            return None
+        last = len(tables) - 1
 
-        def load(number: int, piece: Piece) -> int:
+        def copy(number: int, *piece: Any) -> int:
             nonlocal mapping
-            if mapping:
-                mapped, mapping = mapping, 0 if number == last else mapping
-                return _inplace.copy_mapped(mapped, piece.offset, origin, tables[number], block, state, number == last)
-            if isinstance(backing, int):
-                return _inplace.read_file(backing, piece.offset, origin, tables[number], block, state)
-            return _inplace.copy_memory(backing, piece.offset, origin, tables[number], block, state)
+            mapped, mapping = mapping, 0 if number == last else mapping
+            return _inplace.copy_mapped(mapped, number == last, *piece)  # the last call unmaps it
 
         try:
-            if self.damage is not None:
-                return True
-            return self._load_pieces(load) and self._inspection.damage(_inplace.checksum(state)) is None
+            self.damage = self._inspection.footer(footer)
+            return modified if self.damage is not None or self._load_natively(tables, copy) else None
         finally:
             if mapping:
                 _inplace.unmap(mapping)
+
+    def _load_natively(self, tables: Sequence[npt.NDArray[np.int64]], copy: Callable[..., int]) -> bool:
+        """copy: a call of the extension. The first argument, the number of a piece, is not for it."""
+        origin, block = self._memory.arena.origin, self._block
+        state = _inplace.new_state(self._inspection.payload_bytes)
+
+        def load(number: int, piece: Piece) -> int:
+            return copy(number, piece.offset, origin, tables[number], block, state)
+
+        return self._load_pieces(load) and self._inspection.damage(_inplace.checksum(state)) is None
 
     def _load_in_python(self, read: ReadNow) -> bool:
         view, block, inspection = self._memory.view, self._block, self._inspection
