@@ -30,7 +30,6 @@ import json
 import os
 import socket
 from collections.abc import Awaitable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from transferd.blocks.copyplan import CopyPlan
@@ -157,7 +156,7 @@ class _Gated(Storage):
         rank = _rank(places[0].name)
         outcomes: list[Outcome] = []
         for place in places:
-            outcomes += await super().get_in_place([replace(place, data=HalfwayBlock(place.data, rank))])
+            outcomes += await super().get_in_place([place._replace(data=HalfwayBlock(place.data, rank))])
             await gate("load", rank=rank)
             await gate("result", rank=rank, nbytes=place.data.nbytes - FOOTER_BYTES)
         return outcomes

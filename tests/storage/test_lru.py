@@ -183,7 +183,8 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(name=names, use=uses, depth=depths)
     def touch_at_a_depth(self, name: str, use: Use, depth: int) -> None:
-        self.index.touch([name], use, [depth])
+        if (entry := self.index.get(name)) is not None:
+            self.index.touch_one(entry, use, depth)
         self.touched([name], use, [depth])
 
     def touched(self, chain: list[str], use: Use | None, depths: Iterable[int]) -> None:
@@ -325,12 +326,11 @@ def test_an_object_that_one_use_names_twice_counts_where_it_is_nearest_the_root(
     index, use = LruIndex(100), Use()
     stored(index, Use(), 7, 8)
     names = [name for name, _ in index.hottest_first()]
-    index.touch([names[0]], use, [2])
-    index.touch([names[1]], use, [3])
-    index.touch([names[1]], use, [1])
-    index.touch([names[0]], use, [5])
+    first, second = (entry for _, entry in index.hottest_first())
+    for entry, depth in ((first, 2), (second, 3), (second, 1), (first, 5)):
+        index.touch_one(entry, use, depth)
     assert [name for name, _ in index.hottest_first()] == [names[1], names[0]]
-    index.touch([names[1]], use, [4])
+    index.touch_one(second, use, 4)
     assert [name for name, _ in index.hottest_first()] == [names[1], names[0]], "deeper does not count"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NoReturn
 
 import pytest
@@ -260,14 +260,6 @@ async def test_a_storage_that_fails_as_a_whole_fails_the_task(rig: Rig, storage:
 # --- the loan -------------------------------------------------------------------------------------
 
 
-async def ended(loan: Loan) -> asyncio.Future[None]:
-    """The end of the loan, as far as it gets without a thread's help."""
-    ending: Awaitable[None] = asyncio.ensure_future(loan.end())
-    await turns()
-    assert isinstance(ending, asyncio.Future)
-    return ending
-
-
 async def test_the_end_of_a_loan_waits_for_the_thread_that_holds_a_block_and_no_other_gets_one() -> None:
     loan, taken, go_on = Loan(), threading.Event(), threading.Event()
 
@@ -280,7 +272,9 @@ async def test_the_end_of_a_loan_waits_for_the_thread_that_holds_a_block_and_no_
 
     holder = asyncio.ensure_future(asyncio.to_thread(hold))
     assert await asyncio.to_thread(taken.wait, 30)
-    ending = await ended(loan)
+    ending = loan.end()
+    await turns()
+    assert ending is not None
     assert not ending.done()
     go_on.set()
     await asyncio.wait_for(ending, 30)
@@ -291,7 +285,7 @@ async def test_a_loan_that_nobody_holds_ends_at_once() -> None:
     loan = Loan()
     assert loan.take()
     loan.give_back()
-    assert (await ended(loan)).done()
+    assert loan.end() is None
     assert not loan.take()
 
 

@@ -132,11 +132,13 @@ class Inspection:
     `check` would.
     """
 
+    __slots__ = ("_footer", "_hasher", "_stamp", "payload_bytes")
+
     def __init__(self, stamp: Stamp, nbytes: int) -> None:
         self._stamp = stamp
         self.payload_bytes = nbytes - FOOTER_BYTES
         self._footer = b""
-        self._hasher = xxhash.xxh3_64()
+        self._hasher: xxhash.xxh3_64 | None = None  # of the payload, if it is fed
 
     def footer(self, footer: bytes) -> Damage | None:
         """Check the footer: the object's last FOOTER_BYTES, or all of a shorter object."""
@@ -146,12 +148,14 @@ class Inspection:
         return _check_footer(footer, self.payload_bytes, self._stamp)
 
     def payload(self, piece: memoryview) -> None:
+        if self._hasher is None:
+            self._hasher = xxhash.xxh3_64()
         self._hasher.update(piece)
 
     def damage(self, checksum: int | None = None) -> Damage | None:
         """The result for the fed payload, or for its `checksum` if the caller has it. Check the footer first."""
         if checksum is None:
-            checksum = self._hasher.intdigest()
+            checksum = (self._hasher or xxhash.xxh3_64()).intdigest()
         return None if _checksum_of(self._footer) == checksum else Damage.CHECKSUM
 
 

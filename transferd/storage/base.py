@@ -32,7 +32,7 @@ import abc
 import enum
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from transferd.config import Config, StorageSection
 from transferd.errors import TransferError
@@ -67,8 +67,7 @@ MISSING = Outcome(Found.MISSING)
 COLD = Outcome(Found.COLD)
 
 
-@dataclass(frozen=True, slots=True)
-class Blob:
+class Blob(NamedTuple):
     """An object's name, and the registered host memory to store it from or load it into. Borrows `data`.
 
     use, depth: the task's use, and the block's depth in its chain; backends that evict order by them. None: the
@@ -115,8 +114,7 @@ class InPlace(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """An object's name, and the block to load it into. use, depth: as in Blob."""
 
     name: str

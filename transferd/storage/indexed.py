@@ -216,7 +216,7 @@ class IndexedStorage(Storage):
         present = self._index.get(name)
         if present is not None and present.nbytes == nbytes:
             # Touch it now, or another object of this batch could evict it.
-            self._index.touch([name], use, [depth])
+            self._index.touch_one(present, use, depth)
             return EXISTS
         if present is not None:  # of another length, so no load could ever use it
             self._counts["wrong_length"] += 1
@@ -313,12 +313,17 @@ class IndexedStorage(Storage):
     def _present(self, blobs: Sequence[Wanted]) -> list[Read]:
         """A Read for each of these objects that is present. They count as used."""
         reads: list[Read] = []
-        alone = Use()
+        alone: Use | None = None
         for position, blob in enumerate(blobs):
             entry = self._index.get(blob.name)
-            if entry is not None:
-                reads.append(Read(position, blob, entry))
-                self._index.touch([blob.name], blob.use or alone, [position if blob.use is None else blob.depth])
+            if entry is None:
+                continue
+            reads.append(Read(position, blob, entry))
+            if blob.use is not None:
+                self._index.touch_one(entry, blob.use, blob.depth)
+            else:
+                alone = alone or Use()
+                self._index.touch_one(entry, alone, position)
         return reads
 
     async def _get(self, blobs: Sequence[Wanted]) -> list[Outcome]:

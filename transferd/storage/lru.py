@@ -245,23 +245,21 @@ class LruIndex:
         self.touch(names, use)
         return found
 
-    def touch(self, names: Sequence[str], use: Use | None = None, depths: Sequence[int] | None = None) -> None:
-        """Note that `use` has just used these (None: a new use). Absent names are skipped.
+    def touch(self, names: Sequence[str], use: Use | None = None) -> None:
+        """Note that `use` has just used these (None: a new use), as one chain from root to leaf.
 
-        depths: the depth of each name in its chain; None: the names are one chain from root to leaf.
+        Absent names are skipped.
         """
         group: _UseGroup | None = None
-        for depth, name in enumerate(names) if depths is None else zip(depths, names, strict=True):
+        for depth, name in enumerate(names):
             entry = self._present.get(name)
-            if entry is None:
-                continue
-            if group is None:
-                group = self._group(use)
-            if entry.group is group:
-                group.raise_to(entry, depth)
-            else:
-                self._leave_group(entry)
-                group.add(entry, depth)
+            if entry is not None:
+                group = group or self._group(Use() if use is None else use)
+                self._join_group(entry, group, depth)
+
+    def touch_one(self, entry: Entry, use: Use, depth: int) -> None:
+        """Note that `use` has just used a present object. depth: in its chain."""
+        self._join_group(entry, self._group(use), depth)
 
     def forget(self, name: str, entry: Entry | None = None) -> bool:
         """Drop a present object; with `entry`, only if that is still the present one. False: nothing was dropped."""
@@ -328,9 +326,8 @@ class LruIndex:
             del self._coming[use]
         return nbytes, use, depth
 
-    def _group(self, use: Use | None) -> _UseGroup:
+    def _group(self, use: Use) -> _UseGroup:
         """The group of a use. A use without objects gets a new group, the last in the order."""
-        use = Use() if use is None else use
         group = self._groups.get(use)
         if group is None:
             self._number += 1
@@ -341,6 +338,13 @@ class LruIndex:
         self._present[entry.name] = entry
         self.bytes += entry.nbytes
         group.add(entry, depth)
+
+    def _join_group(self, entry: Entry, group: _UseGroup, depth: int) -> None:
+        if entry.group is group:
+            group.raise_to(entry, depth)
+        else:
+            self._leave_group(entry)
+            group.add(entry, depth)
 
     def _leave_group(self, entry: Entry) -> None:
         group = entry.group

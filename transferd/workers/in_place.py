@@ -22,7 +22,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -41,12 +41,13 @@ with contextlib.suppress(ImportError):  # the installation had no compiler
 CHUNK_BYTES, CHUNK_BLOCKS = 128 * 1024**2, 64
 CHUNKS_UNDER_WAY = 2  # so that no thread waits for the event loop
 
-T = TypeVar("T")
 Bad = Callable[[str, str, Damage], None]
 
 
 class Loan:
     """The right of I/O threads to touch a task's blocks. After `end`, no thread touches them."""
+
+    __slots__ = ("_holders", "_lock", "_returned", "over")
 
     def __init__(self) -> None:
         self.over = False
@@ -67,14 +68,16 @@ class Loan:
         if returned is not None:
             returned.get_loop().call_soon_threadsafe(returned.set_result, None)
 
-    async def end(self) -> None:
-        """Wait until no thread touches a block. A thread does so only while it copies memory, never during I/O."""
+    def end(self) -> asyncio.Future[None] | None:
+        """End it. Returns a future of when no thread touches a block any more; None: that is so now.
+
+        A thread touches a block only while it copies memory, never during I/O.
+        """
         with self._lock:
             self.over = True
-            if not self._holders:
-                return
-            self._returned = asyncio.get_running_loop().create_future()
-        await self._returned
+            if self._holders:
+                self._returned = asyncio.get_running_loop().create_future()
+        return self._returned
 
 
 class BlockInPlace:
@@ -84,6 +87,8 @@ class BlockInPlace:
     that the object is damaged: an engine that was killed and restarted may write to blocks that a task of its
     predecessor still loads. Only staging can tell, because no one else touches it.
     """
+
+    __slots__ = ("_block", "_inspection", "_loan", "_memory", "damage", "nbytes")
 
     def __init__(self, memory: BlockMemory, block: int, inspection: Inspection, loan: Loan) -> None:
         self.nbytes = inspection.payload_bytes + FOOTER_BYTES
@@ -95,7 +100,9 @@ class BlockInPlace:
 
     def load(self, read: ReadNow, backing: Backing | None = None) -> bool:
         footer = bytearray(FOOTER_BYTES)
-        if read([memoryview(footer)], self._inspection.payload_bytes) < FOOTER_BYTES:
+        if isinstance(backing, memoryview):
+            footer[:] = backing[-FOOTER_BYTES:]
+        elif read([memoryview(footer)], self._inspection.payload_bytes) < FOOTER_BYTES:
             return False
         self.damage = self._inspection.footer(bytes(footer))
         if self.damage is not None:
@@ -205,7 +212,8 @@ class InPlaceReader:
         try:
             return await self._load(account, names, positions, loan)
         finally:
-            await loan.end()
+            if (returned := loan.end()) is not None:
+                await returned
 
     async def _load(
         self, account: Account, names: Sequence[str], positions: Sequence[int], loan: Loan
@@ -214,21 +222,23 @@ class InPlaceReader:
         prefix = getattr(job.task, "prefix", True)
         tries, begun = Tries(), 0
         under_way: deque[tuple[list[Place], asyncio.Future[list[Outcome]]]] = deque()
-        while True:
-            useful = stop.reason is None and not tries.hopeless and (tries.ended is None or not prefix)
-            while useful and begun < len(positions) and len(under_way) < CHUNKS_UNDER_WAY:
-                places = self._places(account, names, positions[begun : begun + self._chunk_blocks], loan)
-                begun += len(places)
-                asked = background.begin(self._storage.get_in_place(places))
-                # Do this even if the task no longer waits: no one should load a damaged object again.
-                _when_done(asked, functools.partial(self._note_damage, job.task.task_id, places))
-                under_way.append((places, asked))
-            if not under_way:
-                break
-            places, asked = under_way.popleft()
-            if not asked.done() and not await self._answered(account, asked):
-                return ()
-            self._take(account, tries, places, asked.result())
+        try:
+            while True:
+                useful = stop.reason is None and not tries.hopeless and (tries.ended is None or not prefix)
+                while useful and begun < len(positions) and len(under_way) < CHUNKS_UNDER_WAY:
+                    places = self._places(account, names, positions[begun : begun + self._chunk_blocks], loan)
+                    begun += len(places)
+                    under_way.append((places, background.begin(self._storage.get_in_place(places))))
+                if not under_way:
+                    break
+                places, asked = under_way[0]
+                if not asked.done() and not await self._answered(account, asked):
+                    return ()
+                under_way.popleft()
+                self._take(account, tries, places, asked.result())
+        finally:
+            for places, asked in under_way:  # the task no longer waits, but no one should load a damaged object again
+                asked.add_done_callback(functools.partial(self._note_damage, job.task.task_id, places))
         if tries.troubled or stop.reason is not None:
             return ()
         if prefix and tries.ended is not None:
@@ -250,12 +260,18 @@ class InPlaceReader:
         ]
 
     def _note_damage(self, task_id: str, places: Sequence[Place], asked: asyncio.Future[list[Outcome]]) -> None:
-        if asked.cancelled() or asked.exception() is not None:
-            return
-        for place, outcome in zip(places, asked.result(), strict=True):
-            assert isinstance(place.data, BlockInPlace)
-            if outcome.found is Found.FOUND and place.data.damage is not None:
-                self._bad(task_id, place.name, place.data.damage)
+        if not asked.cancelled() and asked.exception() is None:
+            for place, outcome in zip(places, asked.result(), strict=True):
+                self._damage(task_id, place, outcome)
+
+    def _damage(self, task_id: str, place: Place, outcome: Outcome) -> Damage | None:
+        """What is wrong with an object that was loaded; tells it."""
+        assert isinstance(place.data, BlockInPlace)
+        damage = place.data.damage
+        if damage is None or outcome.found is not Found.FOUND:
+            return None
+        self._bad(task_id, place.name, damage)
+        return damage
 
     async def _answered(self, account: Account, asked: asyncio.Future[list[Outcome]]) -> bool:
         """Wait for the answer. False: the task was stopped first."""
@@ -269,11 +285,9 @@ class InPlaceReader:
         """Add one chunk's outcomes to the account."""
         good, cold, failed = [], [], 0
         for place, outcome in zip(places, outcomes, strict=True):
-            assert isinstance(place.data, BlockInPlace)
-            damage = place.data.damage if outcome.found is Found.FOUND else None
             if outcome.found is Found.COLD:
                 cold.append(place.depth)
-            elif outcome.found is Found.FOUND and damage is None:
+            elif self._damage(account.job.task.task_id, place, outcome) is None and outcome.found is Found.FOUND:
                 good.append(place.depth)
             elif tries.ended is None:
                 tries.ended = place.depth
@@ -284,10 +298,3 @@ class InPlaceReader:
         tries.cold += cold
         tries.troubled = tries.troubled or failed == len(places)
         tries.hopeless = tries.troubled or tries.hopeless or len(cold) == len(places)
-
-
-def _when_done(future: asyncio.Future[T], call: Callable[[asyncio.Future[T]], None]) -> None:
-    if future.done():
-        call(future)
-    else:
-        future.add_done_callback(call)
