@@ -25,6 +25,7 @@ from transferd import (
 )
 from transferd.blocks.layout import build_layout
 from transferd.config import Config, from_tree
+from transferd.daemon.clients import KnownClient
 from transferd.daemon.daemon import Daemon
 from transferd.errors import ConnectTimeout, TransferError
 from transferd.tasks import SwapInTask, SwapOutTask
@@ -314,6 +315,36 @@ async def test_an_engine_that_unregisters_leaves_nothing_and_its_name_is_free(da
         assert (await b.submit(write("w", ["k"], [0]))).status is Status.OK
         await a.register(described())
         assert (await b.stats())["engines"]["a"]["epoch"] > 1
+
+
+async def test_a_hello_sent_before_the_answer_to_a_second_registration_does_not_end_the_engine(
+    daemon: Daemon, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold = daemon.engines.hold
+    async with serving(endpoint, "a") as (a, memory):
+        await a.unregister()
+
+        def registered(client: KnownClient) -> None:
+            hold(client)
+            a._conversation._greet()  # as its heartbeat does at some moment
+
+        monkeypatch.setattr(daemon.engines, "hold", registered)
+        await a.register(described())
+        assert "a" in (await a.stats())["engines"]
+        await a.offer(0, memory.handle(0))
+        await a.wait_ready(5)
+        assert (await a.submit(write("w", ["k"], [0]))).status is Status.OK
+
+
+async def test_a_client_whose_registration_failed_joins_the_engine_that_has_the_name(
+    daemon: Daemon, endpoint: str
+) -> None:
+    async with serving(endpoint, "a"), client(endpoint, "a") as late:
+        with pytest.raises(RequestError) as caught:
+            await late.register(described(generation="another"))
+        assert caught.value.reason == "engine_exists"
+        late._conversation._greet()
+        assert (await late.submit(write("w", ["k"], [0]))).status is Status.OK
 
 
 async def test_an_engine_goes_with_its_last_client_and_comes_again_under_a_new_epoch(

@@ -122,7 +122,9 @@ class Engines:
         engine = self._by_name.get(name)
         client.refused = None
         if engine is not None:
-            client.refused = self._not_for(peer, engine, known)
+            # One that registered or offered memory knows this registration. Its Hello may be older than our answer.
+            holds = client.holds and client.engine is engine
+            client.refused = self._not_for(peer, engine, engine.token if holds else known)
             engine = engine if client.refused is None else None
         if engine is not client.engine:
             self.leave(peer, client)
