@@ -1,14 +1,12 @@
 """A rank's blocks as memory that the CPU can address, in pieces that one call copies and checks.
 
-in_place.py loads objects directly into it; write.py collects blocks from it into staging, and read.py scatters them
-from there. The C extension `_inplace` does each in one pass over memory. Without it, loads in place take more steps,
-and staging is copied by the device tier.
+in_place.py loads objects directly into it; write.py collects blocks from it. The C extension `_inplace` does either in
+one pass over memory. Without it, loads take more steps, and stores go through the device tier.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -91,17 +89,10 @@ class BlockMemory:
 
     def collect(self, block: int, slot: memoryview) -> int:
         """Copy a block into a slot, packed; its checksum. In a thread, unless it is small. Only if there are tables."""
-        return self._copy(_inplace.collect, slot, block)
-
-    def scatter(self, slot: memoryview, block: int) -> int:
-        """The other way: copy a slot's payload into a block; its checksum."""
-        return self._copy(_inplace.copy_memory, slot, block)
-
-    def _copy(self, copy: Callable[..., object], slot: memoryview, block: int) -> int:
         assert self.tables is not None
         state = _inplace.new_state(self._nbytes)
         for piece, table in zip(self.pieces, self.tables, strict=True):
-            copy(slot, piece.offset, self.arena.origin, table, block, state)
+            _inplace.collect(slot, piece.offset, self.arena.origin, table, block, state)
         return _inplace.checksum(state)
 
 
@@ -121,8 +112,3 @@ class AddressableBlocks:
         if self._memory is None or self._memory.arena is not arena:
             self._memory = BlockMemory(arena, context.layout.packed(1, context.format.slot_bytes))
         return self._memory
-
-    def one_pass(self) -> BlockMemory | None:
-        """The same, if the extension copies and checks blocks in one pass, and their format has checksums."""
-        memory = self.memory() if self._context.format.checked_bytes else None
-        return None if memory is None or memory.tables is None else memory

@@ -15,22 +15,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from transferd.blocks.footer import Inspection
-from transferd.storage.base import MISSING, Outcome
+from transferd.storage.base import Outcome
 from transferd.tiers.staging import Lease
 
 
 class SharedFetch:
-    """Objects fetched together. `fetch` returns one outcome per name; FOUND: its slot holds verified bytes.
-
-    inspections: by name, of objects whose footers are verified, but not their payloads: the copy to a block does that.
-    """
+    """Objects fetched together. `fetch` returns one outcome per name; FOUND: its slot holds verified bytes."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
         self.lease: Lease | None = None
         self.fetch: asyncio.Future[list[Outcome]] | None = None
-        self.inspections: dict[str, Inspection] = {}
         self.consumers = 0
         self.index = {name: i for i, name in enumerate(self.names)}
 
@@ -38,13 +33,6 @@ class SharedFetch:
         """The outcome for one object, after `fetch` has ended. Raises what the fetch raised."""
         assert self.fetch is not None
         return self.fetch.result()[self.index[name]]
-
-    def miss(self, name: str) -> bool:
-        """Turn a fetched object into a miss. False: it was one already."""
-        assert self.fetch is not None
-        outcomes, i = self.fetch.result(), self.index[name]
-        before, outcomes[i] = outcomes[i], MISSING
-        return before is not MISSING
 
     def slot(self, name: str) -> int:
         """The staging slot of a fetched object. Valid while the caller is a consumer."""

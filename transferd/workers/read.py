@@ -7,12 +7,8 @@ objects that storage has in memory are loaded in place first (in_place.py). All 
     for each chunk:  fetch (lease slots, get, verify)  →  copy slots → device
 
 A few chunks are in flight at a time: while chunk k is copied to the device, chunk k+1 is being
-fetched. Tasks share fetches (flights.py). A bad object is a miss: it is quarantined and counted, and no task
-reports its block. It ends the prefix; a sparse read continues after it.
-
-The footer of an object is checked when it is fetched. Its payload is checked then, too, before a byte reaches the
-device. But if the CPU can address the blocks, and the extension is there (block_memory.py), each copy to a block
-checks the payload in the same pass over memory.
+fetched. Tasks share fetches (flights.py). A bad object is a miss: it is quarantined and counted, and its
+bytes never reach the device. It ends the prefix; a sparse read continues after it.
 
 A sparse read also continues after an object that storage failed to read. It ends after a whole chunk failed, because
 storage or the device is then in trouble, and each further chunk would wait for the same error.
@@ -28,14 +24,12 @@ from collections import deque
 from collections.abc import Awaitable, Sequence
 from typing import Protocol
 
-from transferd.blocks.footer import FOOTER_BYTES, Damage
+from transferd.blocks.footer import Damage
 from transferd.errors import TransferError
 from transferd.runtime.aio import answered, at_once, every
-from transferd.runtime.threads import Direction
 from transferd.storage.base import MISSING, Blob, Found, Outcome, Storage
 from transferd.storage.lru import Use
 from transferd.tasks import RankOutcome, ReadStorageTask
-from transferd.workers.block_memory import AddressableBlocks
 from transferd.workers.context import Account, RankContext, require
 from transferd.workers.flights import Flights, SharedFetch
 from transferd.workers.in_place import InPlaceReader
@@ -106,10 +100,9 @@ class Reader:
         self.source = source
         self._context = context
         self._chunk_blocks = context.staging.chunk_slots(self.consumer)
-        self._blocks = AddressableBlocks(context)
         self._in_place: InPlaceReader | None = None
         if source.storage is not None:
-            self._in_place = InPlaceReader(context, self._blocks, source.storage, self._bad)
+            self._in_place = InPlaceReader(context, source.storage, self._bad)
         self.missed = 0
 
     async def load(self, job: Job) -> RankOutcome:
@@ -196,14 +189,14 @@ class Reader:
             account.storage_s += clock.monotonic() - before
             if not fetched or account.stopped is not None:
                 return False
-            good = [i for i in mine if batch.outcome(names[i]).found is Found.FOUND]
+            outcomes = [batch.outcome(names[i]) for i in mine]
+            good = [i for i, outcome in zip(mine, outcomes, strict=True) if outcome.found is Found.FOUND]
             if good:
                 await self._scatter(account, batch, names, positions, good)
-            outcomes = [batch.outcome(names[i]) for i in mine]
             for outcome in outcomes:
                 if outcome.error is not None:
                     account.failed(outcome.error)
-            return all(outcome.found is Found.FOUND for outcome in outcomes) or not task.prefix
+            return len(good) == len(mine) or not task.prefix
         except TransferError as error:
             account.failed(error)
             return False
@@ -218,44 +211,17 @@ class Reader:
         assert isinstance(task, ReadStorageTask)
         if task.after and not await context.computed(job):
             return
-        wanted = [names[i] for i in good]
+        slots = [batch.slot(names[i]) for i in good]
         blocks = [task.gpu_block_ids[positions[i]] for i in good]
+        plan = job.copy_plan(context.staging.packed, slots, context.device.arena.geometry, blocks)
         context.recorder.step(task.task_id, "copy", context.rank, len(good))
         before = context.clock.monotonic()
         try:
-            if batch.inspections:
-                copied = await job.stop.copied(self._scatter_checked(batch, wanted, blocks, task.task_id))
-            else:
-                slots = [batch.slot(name) for name in wanted]
-                plan = job.copy_plan(context.staging.packed, slots, context.device.arena.geometry, blocks)
-                copied = await job.stop.copied(context.device.copy_in(plan, context.staging.memory))
+            copied = await job.stop.copied(context.device.copy_in(plan, context.staging.memory))
         finally:
             account.copy_s += context.clock.monotonic() - before
         if copied:
-            good = [i for i in good if batch.outcome(names[i]).found is Found.FOUND]
-            account.done([positions[i] for i in good], len(good) * context.layout.block_bytes)
-
-    async def _scatter_checked(
-        self, batch: SharedFetch, names: Sequence[str], blocks: Sequence[int], holder: str
-    ) -> None:
-        """Copy and check in one pass. Objects that are wrong become misses."""
-        context, memory = self._context, require(self._blocks.one_pass())
-        assert batch.lease is not None
-        views = context.staging.views(batch.lease)
-        slots = [views[batch.index[name]] for name in names]
-        checksums: list[int] = []
-
-        def scatter() -> None:
-            checksums.extend(memory.scatter(slot, block) for slot, block in zip(slots, blocks, strict=True))
-
-        if context.is_cheap(len(names)):
-            scatter()
-        else:
-            await context.threads.run(Direction.IN, scatter, "copy and checksums")
-        for name, checksum in zip(names, checksums, strict=True):
-            damage = batch.inspections[name].damage(checksum)
-            if damage is not None and batch.miss(name):  # not if another task has found it out
-                self._bad(holder, name, damage)
+            account.done([positions[i] for i in good], plan.nbytes)
 
     def _begin_fetch(self, batch: SharedFetch, job: Job, places: Sequence[int]) -> asyncio.Future[list[Outcome]]:
         """Fetch a batch into slots and verify it. The fetch belongs to the batch, not to the task that started it.
@@ -302,14 +268,7 @@ class Reader:
         context, holder = self._context, job.task.task_id
         slots = context.staging.views(batch.lease)
         found = [i for i, outcome in enumerate(outcomes) if outcome.found is Found.FOUND]
-        where = [places[i] for i in found]
-        if self._blocks.one_pass() is None:
-            reasons = await context.check([slots[i] for i in found], job, where)
-        else:
-            ids = [job.ids[i] for i in where]
-            inspections = context.format.inspections(job.generation, ids, context.object_rank)
-            batch.inspections = {batch.names[i]: one for i, one in zip(found, inspections, strict=True)}
-            reasons = [one.footer(bytes(slots[i][-FOOTER_BYTES:])) for i, one in zip(found, inspections, strict=True)]
+        reasons = await context.check([slots[i] for i in found], job, [places[i] for i in found])
         for i, reason in zip(found, reasons, strict=True):
             if reason is not None:
                 outcomes[i] = MISSING

@@ -174,9 +174,9 @@ class Writer:
         staging, device = context.staging, context.device
         context.recorder.step(task.task_id, "copy", context.rank, len(positions))
         before = context.clock.monotonic()
-        memory = self._blocks.one_pass()
+        memory = self._blocks.memory() if context.format.checked_bytes else None
         try:
-            if memory is not None:
+            if memory is not None and memory.tables is not None:
                 return await job.stop.copied(self._collect_blocks(memory, job, positions, slots))
             blocks = [task.gpu_block_ids[i] for i in positions]
             plan = job.copy_plan(device.arena.geometry, blocks, staging.packed, lease.slots)
