@@ -313,17 +313,12 @@ class IndexedStorage(Storage):
     def _present(self, blobs: Sequence[Wanted]) -> list[Read]:
         """A Read for each of these objects that is present. They count as used."""
         reads: list[Read] = []
-        alone: Use | None = None
+        alone = Use()
         for position, blob in enumerate(blobs):
             entry = self._index.get(blob.name)
-            if entry is None:
-                continue
-            reads.append(Read(position, blob, entry))
-            if blob.use is not None:
-                self._index.touch_one(entry, blob.use, blob.depth)
-            else:
-                alone = alone or Use()
-                self._index.touch_one(entry, alone, position)
+            if entry is not None:
+                reads.append(Read(position, blob, entry))
+                self._index.touch_one(entry, blob.use or alone, position if blob.use is None else blob.depth)
         return reads
 
     async def _get(self, blobs: Sequence[Wanted]) -> list[Outcome]:
