@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -21,8 +22,9 @@ import os, socket, sys
 listener = socket.socket(socket.AF_UNIX)
 listener.bind(sys.argv[1].replace("@", "\\0"))
 listener.listen()
+memory = os.urandom(1 << 24) if sys.argv[2] == "has much memory" else b""
 print("listening", flush=True)
-while sys.argv[2] == "works": pass
+while sys.argv[2] == "works" or memory: pass
 if sys.argv[2] != "waits":
     # As if it waited for a disk, a parent waits in the kernel until its child has called exec. This child opens a FIFO
     # before, and so waits, too.
@@ -88,6 +90,26 @@ def test_a_process_that_waits_in_the_kernel_does(listening: list[subprocess.Pope
     assert all(comes_to(pid, True) for _ in range(3))
     with fifo.open("wb"):
         assert comes_to(pid, False)
+
+
+def test_a_process_that_was_killed_does_not_even_while_it_writes_its_core(
+    listening: list[subprocess.Popen[bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = resource.getrlimit(resource.RLIMIT_CORE)[1]
+    if most == 0 or Path("/proc/sys/kernel/core_pattern").read_text().startswith("|"):
+        pytest.skip("this machine writes no core into a process's directory")
+    monkeypatch.chdir(tmp_path)
+    pid = listen(listening, str(tmp_path / "s"), "has much memory")
+    assert comes_to(pid, True)
+    resource.prlimit(pid, resource.RLIMIT_CORE, (most, most))
+    os.kill(pid, signal.SIGABRT)
+    told = []
+    while listening[0].poll() is None:
+        told.append(wants_machine(pid))
+    assert False in told, "before it has ended"
+    assert True not in told[told.index(False) :]
+    for core in tmp_path.glob("core*"):
+        core.unlink()
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:1", "sim://daemon", "ipc://", "ipc:///nowhere", "ipc://\0", "x"])

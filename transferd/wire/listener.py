@@ -14,6 +14,8 @@ from pathlib import Path
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 PROC = Path("/proc")
 BUSY = ("R", "D")  # running or ready to run; in an uninterruptible wait
+# Flags of a thread (linux/sched.h).
+EXITING, KILLED = 0x4, 0x400
 
 
 def listener_of(endpoint: str) -> int:
@@ -33,15 +35,25 @@ def listener_of(endpoint: str) -> int:
 
 
 def wants_machine(pid: int) -> bool:
-    """Whether a thread of this process runs, or waits for a CPU, a disk or memory. False for pid 0."""
+    """Whether a thread of this process runs, or waits for a CPU, a disk or memory. False for pid 0.
+
+    False as well for a process that was killed, although it may take long to write its core and to free its memory.
+    """
     if not pid:
         return False
     try:
-        return any(_state(thread) in BUSY for thread in (PROC / str(pid) / "task").iterdir())
+        threads = [_state(thread) for thread in (PROC / str(pid) / "task").iterdir()]
     except OSError:
         return False
+    killed = any(flags & KILLED for _, flags in threads)
+    return not killed and any(state in BUSY and not flags & EXITING for state, flags in threads)
 
 
-def _state(thread: Path) -> str:
-    """A thread's state, the letter after its name (proc_pid_stat(5)). The name itself may contain parentheses."""
-    return (thread / "stat").read_text(encoding="ascii", errors="replace").rpartition(") ")[2][:1]
+def _state(thread: Path) -> tuple[str, int]:
+    """A thread's state and flags, which follow its name (proc_pid_stat(5)). The name itself may contain parentheses."""
+    try:
+        stat = (thread / "stat").read_text(encoding="ascii", errors="replace")
+    except OSError:  # it has just ended
+        return "", 0
+    fields = stat.rpartition(") ")[2].split(" ", 7)
+    return fields[0], int(fields[6])
