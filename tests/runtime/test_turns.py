@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from typing import TypeVar
 
 import pytest
 
-from transferd.runtime.threads import Crew, Stripe, whose
+from transferd.runtime.threads import Batch, Crew, whose
+
+T = TypeVar("T")
 
 
-def owned(owner: str, give: Callable[[], asyncio.Future[None]]) -> asyncio.Future[None]:
+def owned(owner: str, give: Callable[[], asyncio.Future[T]]) -> asyncio.Future[T]:
     before = whose.set(owner)
     try:
         return give()
@@ -79,15 +82,17 @@ async def test_a_batch_gives_way_after_each_item() -> None:
     effect = Held(ran, "flood 0")
     try:
         items = [f"flood {number}" for number in range(4)]
-        flood = owned("flood", lambda: crew.run(Stripe(effect, items)))  # type: ignore[arg-type, return-value]
-        more = owned("flood", lambda: crew.run(lambda: ran.append("flood later")))  # type: ignore[arg-type, return-value]
+        flooding, others = Batch(effect, items), Batch(effect, ["other 0", "other 1"])
+        flood = owned("flood", lambda: crew.run(*flooding.shares(1)))
+        more = owned("flood", lambda: crew.run(lambda: ran.append("flood later")))
         assert await asyncio.to_thread(effect.begun.wait, 20)
-        other = owned("other", lambda: crew.run(Stripe(effect, ["other 0", "other 1"])))  # type: ignore[arg-type, return-value]
-        quiet = owned("quiet", lambda: crew.run(lambda: ran.append("quiet")))  # type: ignore[arg-type, return-value]
+        other = owned("other", lambda: crew.run(*others.shares(1)))
+        quiet = owned("quiet", lambda: crew.run(lambda: ran.append("quiet")))
         effect.go.set()
         await asyncio.gather(more, other, quiet)
-        assert await flood == [item.upper() for item in items]
-        assert await other == ["OTHER 0", "OTHER 1"]
+        await flood
+        assert flooding.results == [item.upper() for item in items]
+        assert others.results == ["OTHER 0", "OTHER 1"]
     finally:
         effect.go.set()
         assert crew.close() == []
@@ -98,7 +103,8 @@ async def test_a_batch_gives_way_after_each_item() -> None:
 async def test_a_batch_of_the_only_owner_does_not_stop_between_items() -> None:
     crew, ran = Crew("turns", 1), []  # type: ignore[var-annotated]
     try:
-        both = [crew.run(Stripe(Held(ran), [f"{batch} {item}" for item in range(3)])) for batch in range(2)]
+        batches = [Batch(Held(ran), [f"{batch} {item}" for item in range(3)]) for batch in range(2)]
+        both = [crew.run(*batch.shares(1)) for batch in batches]
         await asyncio.gather(*both)
     finally:
         assert crew.close() == []
@@ -109,16 +115,18 @@ async def test_a_batch_that_gave_way_is_finished_at_a_close() -> None:
     """Part of it has had its effect, so it must not be refused; what has not begun must be."""
     crew, ran = Crew("turns", 1), []  # type: ignore[var-annotated]
     flood, other = Held(ran, "flood 0"), Held(ran, "other")
-    first = owned("flood", lambda: crew.run(Stripe(flood, ["flood 0", "flood 1"])))  # type: ignore[arg-type, return-value]
+    batch = Batch(flood, ["flood 0", "flood 1"])
+    first = owned("flood", lambda: crew.run(*batch.shares(1)))
     assert await asyncio.to_thread(flood.begun.wait, 20)
-    second = owned("other", lambda: crew.run(lambda: other("other")))  # type: ignore[arg-type, return-value]
+    second = owned("other", lambda: crew.run(lambda: other("other")))
     third = owned("other", lambda: crew.run(lambda: None))
     flood.go.set()
     assert await asyncio.to_thread(other.begun.wait, 20)  # so the batch has given way
     assert not first.cancel(), "a batch that has begun cannot be withdrawn"
     assert len(crew.close(0.0)) == 1
     other.go.set()
-    assert await first == ["FLOOD 0", "FLOOD 1"]
+    await first
+    assert batch.results == ["FLOOD 0", "FLOOD 1"]
     assert await second == "OTHER"
     assert "closed before its turn" in str(third.exception())
     assert crew.close(20) == []
@@ -131,6 +139,30 @@ async def test_an_item_that_raises_ends_its_batch() -> None:
     crew = Crew("turns", 1)
     try:
         with pytest.raises(ZeroDivisionError):
-            await crew.run(Stripe(divide, [1, 0, 2]))
+            await crew.run(*Batch(divide, [1, 0, 2]).shares(1))
     finally:
         assert crew.close() == []
+
+
+async def test_a_thread_that_is_held_up_delays_only_its_own_item() -> None:
+    crew, ran = Crew("turns", 2), []  # type: ignore[var-annotated]
+    effect = Held(ran, "0")
+    items = [str(number) for number in range(6)]
+    batch = Batch(effect, items)
+    try:
+        held, other = (crew.run(share, share) for share in batch.shares(2))
+        assert await asyncio.to_thread(effect.begun.wait, 20)
+        await asyncio.wait((held, other), return_when=asyncio.FIRST_COMPLETED)
+        assert ran == items[1:]
+        assert [told.split(",")[0].split(": ")[1] for told in crew.under_way()] == ["effect 0"]
+        effect.go.set()
+        await asyncio.gather(held, other)
+        assert batch.results == items
+    finally:
+        effect.go.set()
+        assert crew.close() == []
+
+
+def test_a_batch_has_no_more_shares_than_items() -> None:
+    assert len(Batch(str, ["a", "b"]).shares(8)) == 2
+    assert Batch(str, []).shares(8) == []

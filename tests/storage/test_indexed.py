@@ -33,7 +33,7 @@ class ScriptedStorage(IndexedStorage):
     backend = "scripted"
 
     def __init__(self, capacity: int, *, medium: int = 10**9) -> None:
-        super().__init__(capacity, ThreadPools(4), stripes=2)
+        super().__init__(capacity, ThreadPools(4), shares=2)
         self.objects: dict[str, bytes] = {}
         self.medium = medium  # bytes the medium really holds
         self.effects: list[str] = []

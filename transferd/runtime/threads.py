@@ -84,7 +84,7 @@ class Work(asyncio.Future[T]):
         super().__init__(loop=asyncio.get_running_loop())
         self.what = what or getattr(function, "__qualname__", None) or type(function).__name__
         self.owner = ""
-        self.begun = False  # a thread has taken it; it may wait again, between two items of a Stripe
+        self.begun = False  # a thread has taken it; it may wait again, between two items of a Batch
         self._function = [function]
         self._turn = [True]  # popped once: by the thread that runs the function, or by the caller that withdraws it
         self._returned: list[T] = []
@@ -104,14 +104,14 @@ class Work(asyncio.Future[T]):
     def execute(self, give_way: Callable[[], bool] = bool) -> bool:
         """In a thread: run the function, unless it was withdrawn. If True, call `deliver` next, on the loop.
 
-        give_way: called between the items of a Stripe. If it returns True, this returns False with `begun` set, and
+        give_way: called between the items of a Share. If it returns True, this returns False with `begun` set, and
         the rest of the items needs another call.
         """
         if not self.begun and not self._take_turn():
             return False
         self.begun = True
         try:
-            if isinstance(self._function[0], Stripe):
+            if isinstance(self._function[0], Share):
                 while self._function[0].step():
                     if give_way():
                         return False
@@ -145,7 +145,7 @@ class Turns:
     """A crew's queue. Owners (`whose`) take turns; each owner's functions keep their order.
 
     So each function of an owner waits for at most one turn of every other owner, however much the others submit. A
-    turn is one function, or one item of a Stripe: a Stripe yields after each item and continues in its owner's next
+    turn is one function, or one item of a Batch: a Share yields after each item and continues in its owner's next
     turn.
     """
 
@@ -319,29 +319,49 @@ class ThreadPools:
         return [told for crew in self._crews.values() for told in crew.close(max(0.0, end - time.monotonic()))]
 
 
-class Stripe(Generic[S, T]):
-    """One thread's part of a batch: calls `effect` with each item. str() names the call and the current item."""
+class Batch(Generic[S, T]):
+    """Items for several threads. Each takes the next one that waits, so one that is held up delays only its own item.
+
+    effect: called with each item. results: what it returned, in the order of the items; complete when every share has
+    ended without an error.
+    """
 
     def __init__(self, effect: Callable[[S], T], items: Sequence[S], name_of: Callable[[S], str] = str) -> None:
-        self._effect = effect
-        self._items = items
-        self._name_of = name_of
-        self._done: list[T] = []
+        self.effect = effect
+        self.items = items
+        self.name_of = name_of
+        self.waiting = deque(range(len(items)))  # positions of items that no thread has taken
+        self.results: list[T | None] = [None] * len(items)
 
-    def __call__(self) -> list[T]:
+    def shares(self, most: int) -> list[Share]:
+        """Functions to run, each in a thread: `most` of them, or one for each item."""
+        return [Share(self) for _ in range(min(most, len(self.items)))]
+
+
+class Share:
+    """One thread's part of a batch. str() names the call and the current item."""
+
+    def __init__(self, batch: Batch[Any, Any]) -> None:
+        self._batch = batch
+        self._position = 0
+
+    def __call__(self) -> None:
         while self.step():
             pass
-        return self._done
 
     def step(self) -> bool:
-        """Do the next item, if there is one. False when all are done."""
-        if len(self._done) < len(self._items):
-            self._done.append(self._effect(self._items[len(self._done)]))
-        return len(self._done) < len(self._items)
+        """Do the next item, if one waits. False when none waits any more."""
+        batch = self._batch
+        try:
+            position = self._position = batch.waiting.popleft()
+        except IndexError:
+            return False
+        batch.results[position] = batch.effect(batch.items[position])
+        return bool(batch.waiting)
 
     def __str__(self) -> str:
-        item = self._items[min(len(self._done), len(self._items) - 1)]
-        return f"{getattr(self._effect, '__name__', 'effect').strip('_')} {self._name_of(item)}"
+        effect = getattr(self._batch.effect, "__name__", "effect").strip("_")
+        return f"{effect} {self._batch.name_of(self._batch.items[self._position])}"
 
 
 def start_thread(name: str, target: Callable[[], object]) -> threading.Thread:

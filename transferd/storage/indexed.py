@@ -15,7 +15,7 @@ A put decides for each object, in order:
   root (lru.py). If running writes of this task are deeper than the objects to evict, wait for them, too, but not for
   one that hangs.
 
-All writes that can start do so together, striped over the threads. Each write first removes the objects that make
+All writes that can start do so together, in several threads. Each write first removes the objects that make
 room for it, so the bytes held never exceed the capacity. A write that finds the medium full although the index had room
 (other files on the disk, a quota) evicts its own size and tries once more; then it is StorageFull.
 
@@ -36,7 +36,7 @@ from typing import Any, TypeVar, cast
 
 from transferd.errors import Closed, StillRunning, StorageError, StorageFull
 from transferd.runtime.aio import answered, at_once, every, uncancelled
-from transferd.runtime.threads import Direction, Stripe, Threads
+from transferd.runtime.threads import Batch, Direction, Threads
 from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found, InPlace, Outcome, Place, Storage
 from transferd.storage.batch import Answer, Damaged, PutBatch, Read, Wanted, Write, bare, name_of, statistics_of
 from transferd.storage.lru import LruIndex, NoRoom, Use, Victim
@@ -49,14 +49,14 @@ T = TypeVar("T")
 class IndexedStorage(Storage):
     """See the module's docstring. All state is mutated on the event loop only.
 
-    threads: runs the effects; owned, closed by `close`. stripes: the most parts into which a batch is cut.
+    threads: runs the effects; owned, closed by `close`. shares: how many threads work on a batch.
     inline_bytes: batches up to this many bytes run on the loop itself.
     """
 
-    def __init__(self, capacity: int, threads: Threads, *, stripes: int, inline_bytes: int = 0) -> None:
+    def __init__(self, capacity: int, threads: Threads, *, shares: int, inline_bytes: int = 0) -> None:
         self._index = LruIndex(capacity)
         self._threads = threads
-        self._stripes = stripes
+        self._shares = shares
         self._inline_bytes = inline_bytes
         # Names with a running effect that changes what is stored, and a future of its end.
         self._busy: dict[str, asyncio.Future[None]] = {}
@@ -436,16 +436,12 @@ class IndexedStorage(Storage):
         done.set_result(None)
 
     async def _run(self, direction: Direction, nbytes: int, items: Sequence[S], effect: Callable[[S], T]) -> list[T]:
-        """Run `effect` on every item, striped over the threads. Returns when all have ended; raises the first bug."""
+        """Run `effect` on every item, in several threads. Returns when all have ended; raises the first bug."""
         if not items or (self._inline_bytes and nbytes <= self._inline_bytes):
             return [effect(item) for item in items]
-        count = min(self._stripes, len(items))
-        stripes = [Stripe(effect, items[i::count], name_of) for i in range(count)]
-        parts = await every(self._threads.run(direction, stripe, stripe) for stripe in stripes)
-        results: list[T | None] = [None] * len(items)
-        for i, part in enumerate(parts):
-            results[i::count] = part
-        return cast("list[T]", results)
+        batch = Batch(effect, items, name_of)
+        await every(self._threads.run(direction, share, share) for share in batch.shares(self._shares))
+        return cast("list[T]", batch.results)
 
     def _failed(self, error: StorageError) -> Outcome:
         self._counts["errors"] += 1

@@ -36,7 +36,7 @@ class MemoryStorage(IndexedStorage):
         super().__init__(
             section.capacity,
             ThreadPools(COPY_THREADS, name="transferd-memory"),
-            stripes=COPY_THREADS,
+            shares=COPY_THREADS,
             inline_bytes=INLINE_BYTES,
         )
         self._objects: dict[str, npt.NDArray[np.uint8]] = {}

@@ -99,7 +99,10 @@ class _SimCrew(Crew):
         seconds = self._owner.faults.latency.draw(dice.rng)
         effect = seconds * dice.rng.random()
         await take(effect)
-        ended = work.execute()
+        ended = work.execute(give_way := lambda: dice.rng.random() < 0.5)
+        while work.begun and not ended:  # between two items of a batch, other threads may come
+            await take(effect)
+            ended = work.execute(give_way)
         if ended:
             await take(seconds - effect)
             await self._ends.passed()
