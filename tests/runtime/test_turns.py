@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import pytest
 
-from transferd.runtime.threads import Batch, Crew, whose
+from transferd.runtime.threads import Crew, SharedItems, whose
 
 T = TypeVar("T")
 
@@ -82,7 +82,7 @@ async def test_a_batch_gives_way_after_each_item() -> None:
     effect = Held(ran, "flood 0")
     try:
         items = [f"flood {number}" for number in range(4)]
-        flooding, others = Batch(effect, items), Batch(effect, ["other 0", "other 1"])
+        flooding, others = SharedItems(effect, items), SharedItems(effect, ["other 0", "other 1"])
         flood = owned("flood", lambda: crew.run(*flooding.shares(1)))
         more = owned("flood", lambda: crew.run(lambda: ran.append("flood later")))
         assert await asyncio.to_thread(effect.begun.wait, 20)
@@ -103,7 +103,7 @@ async def test_a_batch_gives_way_after_each_item() -> None:
 async def test_a_batch_of_the_only_owner_does_not_stop_between_items() -> None:
     crew, ran = Crew("turns", 1), []  # type: ignore[var-annotated]
     try:
-        batches = [Batch(Held(ran), [f"{batch} {item}" for item in range(3)]) for batch in range(2)]
+        batches = [SharedItems(Held(ran), [f"{batch} {item}" for item in range(3)]) for batch in range(2)]
         both = [crew.run(*batch.shares(1)) for batch in batches]
         await asyncio.gather(*both)
     finally:
@@ -115,7 +115,7 @@ async def test_a_batch_that_gave_way_is_finished_at_a_close() -> None:
     """Part of it has had its effect, so it must not be refused; what has not begun must be."""
     crew, ran = Crew("turns", 1), []  # type: ignore[var-annotated]
     flood, other = Held(ran, "flood 0"), Held(ran, "other")
-    batch = Batch(flood, ["flood 0", "flood 1"])
+    batch = SharedItems(flood, ["flood 0", "flood 1"])
     first = owned("flood", lambda: crew.run(*batch.shares(1)))
     assert await asyncio.to_thread(flood.begun.wait, 20)
     second = owned("other", lambda: crew.run(lambda: other("other")))
@@ -139,7 +139,7 @@ async def test_an_item_that_raises_ends_its_batch() -> None:
     crew = Crew("turns", 1)
     try:
         with pytest.raises(ZeroDivisionError):
-            await crew.run(*Batch(divide, [1, 0, 2]).shares(1))
+            await crew.run(*SharedItems(divide, [1, 0, 2]).shares(1))
     finally:
         assert crew.close() == []
 
@@ -148,7 +148,7 @@ async def test_a_thread_that_is_held_up_delays_only_its_own_item() -> None:
     crew, ran = Crew("turns", 2), []  # type: ignore[var-annotated]
     effect = Held(ran, "0")
     items = [str(number) for number in range(6)]
-    batch = Batch(effect, items)
+    batch = SharedItems(effect, items)
     try:
         held, other = (crew.run(share, share) for share in batch.shares(2))
         assert await asyncio.to_thread(effect.begun.wait, 20)
@@ -164,5 +164,5 @@ async def test_a_thread_that_is_held_up_delays_only_its_own_item() -> None:
 
 
 def test_a_batch_has_no_more_shares_than_items() -> None:
-    assert len(Batch(str, ["a", "b"]).shares(8)) == 2
-    assert Batch(str, []).shares(8) == []
+    assert len(SharedItems(str, ["a", "b"]).shares(8)) == 2
+    assert SharedItems(str, []).shares(8) == []

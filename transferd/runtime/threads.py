@@ -84,7 +84,7 @@ class Work(asyncio.Future[T]):
         super().__init__(loop=asyncio.get_running_loop())
         self.what = what or getattr(function, "__qualname__", None) or type(function).__name__
         self.owner = ""
-        self.begun = False  # a thread has taken it; it may wait again, between two items of a Batch
+        self.begun = False  # a thread has taken it; it may wait again, between two of its items
         self._function = [function]
         self._turn = [True]  # popped once: by the thread that runs the function, or by the caller that withdraws it
         self._returned: list[T] = []
@@ -104,14 +104,14 @@ class Work(asyncio.Future[T]):
     def execute(self, give_way: Callable[[], bool] = bool) -> bool:
         """In a thread: run the function, unless it was withdrawn. If True, call `deliver` next, on the loop.
 
-        give_way: called between the items of a Share. If it returns True, this returns False with `begun` set, and
+        give_way: called between the items of an ItemShare. If it returns True, this returns False with `begun` set, and
         the rest of the items needs another call.
         """
         if not self.begun and not self._take_turn():
             return False
         self.begun = True
         try:
-            if isinstance(self._function[0], Share):
+            if isinstance(self._function[0], ItemShare):
                 while self._function[0].step():
                     if give_way():
                         return False
@@ -145,7 +145,7 @@ class Turns:
     """A crew's queue. Owners (`whose`) take turns; each owner's functions keep their order.
 
     So each function of an owner waits for at most one turn of every other owner, however much the others submit. A
-    turn is one function, or one item of a Batch: a Share yields after each item and continues in its owner's next
+    turn is one function, or one item of SharedItems: an ItemShare yields after each and continues in its owner's next
     turn.
     """
 
@@ -319,7 +319,7 @@ class ThreadPools:
         return [told for crew in self._crews.values() for told in crew.close(max(0.0, end - time.monotonic()))]
 
 
-class Batch(Generic[S, T]):
+class SharedItems(Generic[S, T]):
     """Items for several threads. Each takes the next one that waits, so one that is held up delays only its own item.
 
     effect: called with each item. results: what it returned, in the order of the items; complete when every share has
@@ -333,16 +333,16 @@ class Batch(Generic[S, T]):
         self.waiting = deque(range(len(items)))  # positions of items that no thread has taken
         self.results: list[T | None] = [None] * len(items)
 
-    def shares(self, most: int) -> list[Share]:
+    def shares(self, most: int) -> list[ItemShare]:
         """Functions to run, each in a thread: `most` of them, or one for each item."""
-        return [Share(self) for _ in range(min(most, len(self.items)))]
+        return [ItemShare(self) for _ in range(min(most, len(self.items)))]
 
 
-class Share:
-    """One thread's part of a batch. str() names the call and the current item."""
+class ItemShare:
+    """What one thread does of them. str() names the call and the current item."""
 
-    def __init__(self, batch: Batch[Any, Any]) -> None:
-        self._batch = batch
+    def __init__(self, shared: SharedItems[Any, Any]) -> None:
+        self._shared = shared
         self._position = 0
 
     def __call__(self) -> None:
@@ -351,17 +351,18 @@ class Share:
 
     def step(self) -> bool:
         """Do the next item, if one waits. False when none waits any more."""
-        batch = self._batch
+        shared = self._shared
         try:
-            position = self._position = batch.waiting.popleft()
+            position = self._position = shared.waiting.popleft()
         except IndexError:
             return False
-        batch.results[position] = batch.effect(batch.items[position])
-        return bool(batch.waiting)
+        shared.results[position] = shared.effect(shared.items[position])
+        return bool(shared.waiting)
 
     def __str__(self) -> str:
-        effect = getattr(self._batch.effect, "__name__", "effect").strip("_")
-        return f"{effect} {self._batch.name_of(self._batch.items[self._position])}"
+        shared = self._shared
+        effect = getattr(shared.effect, "__name__", "effect").strip("_")
+        return f"{effect} {shared.name_of(shared.items[self._position])}"
 
 
 def start_thread(name: str, target: Callable[[], object]) -> threading.Thread:

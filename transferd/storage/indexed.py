@@ -36,7 +36,7 @@ from typing import Any, TypeVar, cast
 
 from transferd.errors import Closed, StillRunning, StorageError, StorageFull
 from transferd.runtime.aio import answered, at_once, every, uncancelled
-from transferd.runtime.threads import Batch, Direction, Threads
+from transferd.runtime.threads import Direction, SharedItems, Threads
 from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found, InPlace, Outcome, Place, Storage
 from transferd.storage.batch import Answer, Damaged, PutBatch, Read, Wanted, Write, bare, name_of, statistics_of
 from transferd.storage.lru import LruIndex, NoRoom, Use, Victim
@@ -439,9 +439,9 @@ class IndexedStorage(Storage):
         """Run `effect` on every item, in several threads. Returns when all have ended; raises the first bug."""
         if not items or (self._inline_bytes and nbytes <= self._inline_bytes):
             return [effect(item) for item in items]
-        batch = Batch(effect, items, name_of)
-        await every(self._threads.run(direction, share, share) for share in batch.shares(self._shares))
-        return cast("list[T]", batch.results)
+        shared = SharedItems(effect, items, name_of)
+        await every(self._threads.run(direction, share, share) for share in shared.shares(self._shares))
+        return cast("list[T]", shared.results)
 
     def _failed(self, error: StorageError) -> Outcome:
         self._counts["errors"] += 1
