@@ -204,8 +204,12 @@ class Storage(abc.ABC):
         raise NotImplementedError
 
     @abc.abstractmethod
-    async def quarantine(self, name: str) -> None:
-        """Make an object that failed its check unreachable, and keep it for inspection if that is cheap."""
+    def quarantine(self, name: str) -> Awaitable[None]:
+        """Make an object that failed its check unreachable, and keep it for inspection if that is cheap.
+
+        A backend that knows its objects makes it unreachable before this returns, and so before the answer to the task
+        that found it. Awaiting the result waits for the rest.
+        """
 
     @abc.abstractmethod
     async def close(self) -> None:

@@ -13,11 +13,12 @@ two objects of a put misses the block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from transferd.blocks.formats import ObjectPart
 from transferd.config import StorageSection
+from transferd.runtime.aio import every
 from transferd.storage.base import Blob, Found, Outcome, Storage
 from transferd.storage.lru import Use
 from transferd.tiers.base import HostMemory
@@ -88,9 +89,11 @@ class DividedStorage(Storage):
     async def get(self, blobs: Sequence[Blob]) -> list[Outcome]:
         return self._joined(await self._storage.get(self._cut(blobs)))
 
-    async def quarantine(self, name: str) -> None:
-        for part in self._parts:
-            await self._storage.quarantine(name + part.suffix)
+    def quarantine(self, name: str) -> Awaitable[None]:
+        return self._all([self._storage.quarantine(name + part.suffix) for part in self._parts])
+
+    async def _all(self, works: Sequence[Awaitable[None]]) -> None:
+        await every(works)
 
     def _objects(self, names: Sequence[str]) -> list[str]:
         """The objects of each block, next to each other, so that a pool can answer for a whole block at one moment."""

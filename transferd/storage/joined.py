@@ -207,8 +207,8 @@ class JoinedStorage(Storage):
     def look_up(self, names: Sequence[str], use: Use) -> Awaitable[list[bool]]:
         return self._storage.look_up(names, use)
 
-    async def quarantine(self, name: str) -> None:
-        await self._storage.quarantine(name)
+    def quarantine(self, name: str) -> Awaitable[None]:
+        return self._storage.quarantine(name)
 
     def statistics(self) -> dict[str, Any]:
         """The backend's statistics, plus the answers to followers and the number of objects that followed."""
