@@ -54,8 +54,13 @@ def content(seed: int, nbytes: int = 300_000) -> bytes:
 
 
 async def load(store: Harness, *wanted: tuple[str, int]) -> list[tuple[Outcome, bytes]]:
-    places = [Place(name(text), Block(nbytes), Use(), depth) for depth, (text, nbytes) in enumerate(wanted)]
-    outcomes = await store.storage.get_in_place(places)
+    """The answers, and what the blocks hold. Another try if the page cache has just lost something."""
+    for _ in range(20):
+        places = [Place(name(text), Block(nbytes), Use(), depth) for depth, (text, nbytes) in enumerate(wanted)]
+        outcomes = await store.storage.get_in_place(places)
+        if COLD not in outcomes:
+            break
+        await store.get(*((name(text), nbytes) for text, nbytes in wanted))
     return [(outcome, bytes(place.data.memory)) for outcome, place in zip(outcomes, places, strict=True)]  # type: ignore[attr-defined]
 
 
@@ -139,12 +144,16 @@ async def test_a_file_that_the_page_cache_does_not_hold_is_cold_and_a_get_loads_
             break
         found += 1
         assert found < 20, "it is found whenever the page cache does not hold it"
-    buffer = _blob(name("aa"), bytes(nbytes))
-    assert await store.get([buffer]) == [FOUND]
-    assert bytes(buffer.data) == content(1, nbytes)
-    assert await store.get_in_place([Place(name("aa"), block, Use(), 0)]) == [FOUND]
+    buffer, gets, outcomes = _blob(name("aa"), bytes(nbytes)), 0, [COLD]
+    while outcomes == [COLD]:  # a kernel may take back pages that nobody uses, and some do so all the time
+        gets += 1
+        assert gets < 20, "a get brings it back"
+        assert await store.get([buffer]) == [FOUND]
+        assert bytes(buffer.data) == content(1, nbytes)
+        outcomes = await store.get_in_place([Place(name("aa"), block, Use(), 0)])
+    assert outcomes == [FOUND]
     assert bytes(block.memory) == content(1, nbytes)
-    assert store.statistics()["hits"] == 2 + found
+    assert store.statistics()["hits"] == found + gets + 1
 
 
 @pytest.mark.parametrize("code", [errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS])
