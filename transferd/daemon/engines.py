@@ -122,7 +122,7 @@ class Engines:
         engine = self._by_name.get(name)
         client.refused = None
         if engine is not None:
-            # One that registered or offered memory knows this registration. Its Hello may be older than our answer.
+            # A client that holds the engine knows this registration. Its Hello may be older than our answer.
             holds = client.holds and client.engine is engine
             client.refused = self._not_for(peer, engine, engine.token if holds else known)
             engine = engine if client.refused is None else None

@@ -264,7 +264,7 @@ class ObjectDirectory:
             self._io.read(fd, data)
             return True
 
-        return self._opened(name, data.nbytes, self._io.flags, work)
+        return self._opened(self.path(name), data.nbytes, self._io.flags, work)
 
     def load(self, name: str, block: InPlace) -> bool | Outcome:
         """Have `block` load the object from the page cache. COLD: some bytes are not there. Otherwise like `read`."""
@@ -272,17 +272,17 @@ class ObjectDirectory:
         def work(fd: int) -> bool | Outcome:
             return block.load(functools.partial(read_now, fd), fd) or COLD
 
-        path = self._objects + path_of(name)
+        path = self.path(name)
         modified = block.load_file(path, READ_FLAGS)
         if modified is None:
-            return self._opened(name, block.nbytes, 0, work)
+            return self._opened(path, block.nbytes, 0, work)
         self._keep_recent(path, modified)
         return True
 
-    def _opened(self, name: str, nbytes: int, flags: int, work: Callable[[int], T]) -> T | bool:
+    def _opened(self, path: str, nbytes: int, flags: int, work: Callable[[int], T]) -> T | bool:
         """The result of `work` on the open file; False if there is no file."""
         try:
-            fd = os.open(self._objects + path_of(name), READ_FLAGS | flags)
+            fd = os.open(path, READ_FLAGS | flags)
             try:
                 status = os.fstat(fd)
                 if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
