@@ -14,11 +14,9 @@ A client imports this module to attach, so it uses only numpy and the standard l
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import math
-import mmap
 import os
 import stat
 from pathlib import Path
@@ -29,6 +27,7 @@ import numpy.typing as npt
 
 from transferd.errors import RequestError, TierError
 from transferd.tiers.descriptor import NOT_PERMITTED
+from transferd.tiers.large_pages import LargePages, SharedMapping
 from transferd.tiers.populate import PROGRESS, give_back, pieces_of
 
 DIRECTORY = Path("/dev/shm")
@@ -54,13 +53,12 @@ class SharedSegment:
         self._owner = create
         self._fd = fd if fd is not None else _create(name, nbytes) if create else _open(name, nbytes)
         try:
-            self._map = mmap.mmap(self._fd, nbytes)
+            self._mapping = SharedMapping(self._fd, nbytes)
         except (OSError, ValueError) as error:
             self.unlink()
             os.close(self._fd)
             raise TierError(f"cannot map shared memory {name}: {error}") from error
-        self._anchor = (ctypes.c_char * nbytes).from_buffer(self._map)
-        self.address = ctypes.addressof(self._anchor)
+        self.address = self._mapping.address
 
     @property
     def identity(self) -> tuple[int, int]:
@@ -69,8 +67,8 @@ class SharedSegment:
         return found.st_dev, found.st_ino
 
     @property
-    def buffer(self) -> mmap.mmap:
-        return self._map
+    def buffer(self) -> memoryview:
+        return self._mapping.view
 
     def close(self) -> None:
         """Unlink it if we own it, unmap, unlock. Idempotent. Raises TierError if arrays still use it.
@@ -82,9 +80,8 @@ class SharedSegment:
         self.unlink()
         give_back(self.address, self.nbytes)  # our page tables only: unmapping, which holds the GIL, is quick then
         fd, self._fd, self.address = self._fd, -1, 0
-        del self._anchor
         try:
-            self._map.close()
+            self._mapping.close()
         except BufferError as error:
             raise TierError(f"shared memory {self.name} is still in use at close: {error}") from error
         finally:
@@ -160,9 +157,11 @@ def _allocate(fd: int, nbytes: int) -> None:
     found = os.fstatvfs(fd)
     if found.f_blocks and nbytes > found.f_bavail * found.f_frsize:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # instead of filling it first, to everybody's cost
-    for at, length in pieces_of(0, nbytes):
-        PROGRESS.check()
-        os.posix_fallocate(fd, at, length)
+    with LargePages(fd, nbytes) as large:
+        for at, length in pieces_of(0, nbytes):
+            PROGRESS.check()
+            large.make(at, length)
+            os.posix_fallocate(fd, at, length)  # what is missing
 
 
 def _open(name: str, nbytes: int) -> int:
@@ -217,7 +216,7 @@ def attach_arrays(data: dict[str, Any]) -> Caches:
     name, nbytes = check_name(data["name"]), int(data["nbytes"])
     fd = _open(name, nbytes)
     try:
-        buffer = mmap.mmap(fd, nbytes)
+        buffer = SharedMapping(fd, nbytes).view
     except (OSError, ValueError) as error:
         raise TierError(f"cannot map shared memory {name}: {error}") from error
     finally:
