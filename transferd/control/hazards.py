@@ -25,6 +25,8 @@ from collections.abc import Hashable, Iterator, Sequence
 
 from transferd.tasks import Footprint
 
+MANY = 8  # blocks from which on it is quicker to look first whether none is in use
+
 
 class Claim:
     """One task's place in the order. `owner` is any value of the caller's; `ready` once nothing blocks the claim."""
@@ -45,13 +47,21 @@ class Claim:
 
 
 class _BlockUse:
-    """The claims on one block that a new claim may have to wait for: the last writer and the readers since."""
+    """The claims on one block that a new claim may have to wait for: the last writer and the readers since.
 
-    __slots__ = ("readers", "writer")
+    sole: the only claim so far; None once a second one came. All blocks that only this claim uses share the object.
+    """
 
-    def __init__(self) -> None:
-        self.writer: Claim | None = None
-        self.readers: dict[Claim, None] = {}  # a dict for its order: same blockers order in every run
+    __slots__ = ("readers", "sole", "writer")
+
+    def __init__(self, sole: Claim | None, writer: Claim | None, readers: dict[Claim, None]) -> None:
+        self.sole = sole
+        self.writer = writer
+        self.readers = readers  # a dict for its order: same blockers order in every run
+
+    @classmethod
+    def of(cls, claim: Claim, writes: bool) -> _BlockUse:
+        return cls(claim, claim, {}) if writes else cls(claim, None, {claim: None})
 
 
 class HazardTable:
@@ -70,10 +80,16 @@ class HazardTable:
         claim = Claim(owner, footprint, nbytes)
         blockers: dict[Claim, None] = {}
         for uses, ids, writes in self._touched(footprint):
+            if len(ids) >= MANY and uses.keys().isdisjoint(ids):
+                uses.update(dict.fromkeys(ids, _BlockUse.of(claim, writes)))
+                continue
             for block in ids:
                 use = uses.get(block)
                 if use is None:
-                    use = uses[block] = _BlockUse()
+                    uses[block] = _BlockUse.of(claim, writes)
+                    continue
+                if use.sole is not None:
+                    use = uses[block] = _BlockUse(None, use.writer, dict(use.readers))
                 if use.writer is not None:
                     blockers[use.writer] = None
                 if writes:
@@ -145,6 +161,9 @@ class HazardTable:
             for block in ids:
                 use = uses.get(block)
                 if use is None:
+                    continue
+                if use.sole is claim:
+                    del uses[block]
                     continue
                 if use.writer is claim:
                     use.writer = None
