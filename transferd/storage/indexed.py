@@ -109,7 +109,7 @@ class IndexedStorage(Storage):
     def put(self, blobs: Sequence[Blob]) -> Awaitable[list[Outcome]]:
         """Copies a small batch at once, and returns a done future, unless it must wait for another effect."""
         batch = PutBatch(blobs, range(len(blobs)))
-        if not self._closed and self._inline_bytes and sum(blob.data.nbytes for blob in blobs) <= self._inline_bytes:
+        if not self._closed and self._is_small(blobs):
             while batch.todo and (wave := self._decide_all(batch)):
                 at_once(self._write_wave(wave, batch))
             if not batch.todo:
@@ -118,7 +118,7 @@ class IndexedStorage(Storage):
 
     def get(self, blobs: Sequence[Wanted]) -> Awaitable[list[Outcome]]:
         """Copies a small batch at once, and returns a done future, unless an object is bad."""
-        if not self._closed and self._inline_bytes and sum(blob.data.nbytes for blob in blobs) <= self._inline_bytes:
+        if not self._closed and self._is_small(blobs):
             reads = self._present(blobs)
             outcomes, bad = self._judge(blobs, reads, [self._read_one(read) for read in reads])
             return self._without(bad, outcomes) if bad else answered(outcomes)
@@ -259,8 +259,8 @@ class IndexedStorage(Storage):
         batch.outcomes.update((write.position, self._stored(write)) for write in wave)
 
     async def _write_all(self, writes: list[Write]) -> None:
-        nbytes = sum(write.blob.data.nbytes for write in writes)
-        await self._run(Direction.OUT, nbytes, writes, self._write_one)
+        small = self._is_small([write.blob for write in writes])
+        await self._run(Direction.OUT, writes, self._write_one, small=small)
 
     def _write_one(self, write: Write) -> None:
         """In a thread: remove the victims, then write the object."""
@@ -318,7 +318,9 @@ class IndexedStorage(Storage):
             entry = self._index.get(blob.name)
             if entry is not None:
                 reads.append(Read(position, blob, entry))
-                self._index.touch_one(entry, blob.use or alone, position if blob.use is None else blob.depth)
+                depth = position if blob.use is None else blob.depth
+                if not entry.used_by(blob.use, depth):
+                    self._index.touch_one(entry, blob.use or alone, depth)
         return reads
 
     async def _get(self, blobs: Sequence[Wanted]) -> list[Outcome]:
@@ -328,9 +330,9 @@ class IndexedStorage(Storage):
 
     async def _read_all(self, blobs: Sequence[Wanted]) -> list[Outcome]:
         reads = self._present(blobs)
-        nbytes = sum(read.blob.data.nbytes for read in reads)
+        small = self._is_small([read.blob for read in reads])
         with self._traffic.reading([read.blob.name for read in reads]):
-            answers = await self._run(Direction.IN, nbytes, reads, self._read_one)
+            answers = await self._run(Direction.IN, reads, self._read_one, small=small)
         outcomes, bad = self._judge(blobs, reads, answers)
         if bad:
             await self._put_aside(bad)
@@ -409,7 +411,7 @@ class IndexedStorage(Storage):
 
         async def leave() -> None:
             try:
-                worked = await self._run(Direction.OUT, 0, names, attempt)
+                worked = await self._run(Direction.OUT, names, attempt, small=True)
                 for victim, gone in zip(victims, worked, strict=True):
                     self._counts["errors"] += not gone
                     if restore and not gone:
@@ -435,9 +437,16 @@ class IndexedStorage(Storage):
             del self._busy[name]
         done.set_result(None)
 
-    async def _run(self, direction: Direction, nbytes: int, items: Sequence[S], effect: Callable[[S], T]) -> list[T]:
-        """Run `effect` on every item, in several threads. Returns when all have ended; raises the first bug."""
-        if not items or (self._inline_bytes and nbytes <= self._inline_bytes):
+    def _is_small(self, blobs: Sequence[Wanted]) -> bool:
+        """Whether copying these on the loop itself is quicker than having a thread do it."""
+        return bool(self._inline_bytes) and sum(blob.data.nbytes for blob in blobs) <= self._inline_bytes
+
+    async def _run(self, direction: Direction, items: Sequence[S], effect: Callable[[S], T], *, small: bool) -> list[T]:
+        """Run `effect` on every item, in several threads. Returns when all have ended; raises the first bug.
+
+        small: if it is memory that the effects work on, they run on the loop.
+        """
+        if not items or (small and self._inline_bytes):
             return [effect(item) for item in items]
         shared = SharedItems(effect, items, name_of)
         await every(self._threads.run(direction, share, share) for share in shared.shares(self._shares))

@@ -85,6 +85,10 @@ class Entry:
         """Whether the object was used since the index was created."""
         return self.group is not None and self.group.number > _ADOPTED
 
+    def used_by(self, use: Use | None, depth: int) -> bool:
+        """Whether this use was the last one, and used it at this depth or nearer to the root."""
+        return self.group is not None and self.group.use is use and self.depth <= depth
+
     def __repr__(self) -> str:
         return f"Entry({self.nbytes} bytes)"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 
@@ -14,7 +13,7 @@ class Traffic:
 
     def __init__(self) -> None:
         self._under_way = 0
-        self._read: Counter[str] = Counter()  # names of objects, and how many calls are reading each
+        self._read: list[frozenset[str]] = []  # the names of objects that running calls read
         self._waiting: list[asyncio.Future[None]] = []
 
     def __enter__(self) -> None:
@@ -32,15 +31,16 @@ class Traffic:
     @contextlib.contextmanager
     def reading(self, names: Sequence[str]) -> Iterator[None]:
         """Mark these objects as being read, within the `with` block."""
-        self._read.update(names)
+        group = frozenset(names)
+        self._read.append(group)
         try:
             yield
         finally:
-            self._read -= Counter(names)
+            self._read.remove(group)
 
     def reads(self, name: str) -> bool:
         """Whether this object is being read. Any thread may ask, once no new read of it can begin."""
-        return self._read[name] > 0
+        return any(name in group for group in tuple(self._read))
 
     async def quiet(self, patience: float) -> bool:
         """Wait for a moment without traffic, at most `patience` seconds. False: no such moment came."""
