@@ -208,19 +208,8 @@ class InPlaceReader:
         assert isinstance(task, ReadStorageTask)
         if task.after and not await self._context.computed(account.job):
             return ()
-        loan = Loan()
-        try:
-            return await self._load(account, names, positions, loan)
-        finally:
-            if (returned := loan.end()) is not None:
-                await returned
-
-    async def _load(
-        self, account: Account, names: Sequence[str], positions: Sequence[int], loan: Loan
-    ) -> Sequence[int]:
-        job, stop, background = account.job, account.job.stop, self._context.background
-        prefix = getattr(job.task, "prefix", True)
-        tries, begun = Tries(), 0
+        stop, background, prefix = account.job.stop, self._context.background, task.prefix
+        loan, tries, begun = Loan(), Tries(), 0
         under_way: deque[tuple[list[Place], asyncio.Future[list[Outcome]]]] = deque()
         try:
             while True:
@@ -238,7 +227,9 @@ class InPlaceReader:
                 self._take(account, tries, places, asked.result())
         finally:
             for places, asked in under_way:  # the task no longer waits, but no one should load a damaged object again
-                asked.add_done_callback(functools.partial(self._note_damage, job.task.task_id, places))
+                asked.add_done_callback(functools.partial(self._note_damage, task.task_id, places))
+            if (returned := loan.end()) is not None:
+                await returned
         if tries.troubled or stop.reason is not None:
             return ()
         if prefix and tries.ended is not None:
@@ -262,15 +253,15 @@ class InPlaceReader:
     def _note_damage(self, task_id: str, places: Sequence[Place], asked: asyncio.Future[list[Outcome]]) -> None:
         if not asked.cancelled() and asked.exception() is None:
             for place, outcome in zip(places, asked.result(), strict=True):
-                self._damage(task_id, place, outcome)
+                if outcome.found is Found.FOUND:
+                    self._damage(task_id, place)
 
-    def _damage(self, task_id: str, place: Place, outcome: Outcome) -> Damage | None:
-        """What is wrong with an object that was loaded; tells it."""
+    def _damage(self, task_id: str, place: Place) -> Damage | None:
+        """What is wrong with an object that was found; tells it."""
         assert isinstance(place.data, BlockInPlace)
         damage = place.data.damage
-        if damage is None or outcome.found is not Found.FOUND:
-            return None
-        self._bad(task_id, place.name, damage)
+        if damage is not None:
+            self._bad(task_id, place.name, damage)
         return damage
 
     async def _answered(self, account: Account, asked: asyncio.Future[list[Outcome]]) -> bool:
@@ -285,10 +276,11 @@ class InPlaceReader:
         """Add one chunk's outcomes to the account."""
         good, cold, failed = [], [], 0
         for place, outcome in zip(places, outcomes, strict=True):
+            if outcome.found is Found.FOUND and self._damage(account.job.task.task_id, place) is None:
+                good.append(place.depth)
+                continue
             if outcome.found is Found.COLD:
                 cold.append(place.depth)
-            elif self._damage(account.job.task.task_id, place, outcome) is None and outcome.found is Found.FOUND:
-                good.append(place.depth)
             elif tries.ended is None:
                 tries.ended = place.depth
             if outcome.error is not None:
