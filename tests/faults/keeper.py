@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,22 +47,35 @@ class Keeper:
         self._reached = asyncio.Event()
         self._idle: asyncio.Queue[Passage] = asyncio.Queue()
         self.rounds: asyncio.Queue[Passage] = asyncio.Queue()  # of the bystander (watch.py)
-        self._handlers: set[asyncio.Task[None]] = set()
+        self._let_go = False
+        self._writers: weakref.WeakSet[asyncio.StreamWriter] = weakref.WeakSet()  # an open one is in the loop's hands
 
     async def open(self) -> None:
+        """Listen; also again after `close`."""
+        self._let_go = False
         self._server = await asyncio.start_unix_server(self._passage, self.path)
 
-    async def close(self) -> None:
-        """Open every gate and stop listening."""
+    def let_go(self) -> None:
+        """Open every gate for good: whoever waits, or still comes, is to end."""
+        self._let_go = True
         self.release()
         for waiting in (self._idle, self.rounds):
             while not waiting.empty():
                 waiting.get_nowait().go("end")
+
+    async def close(self) -> None:
+        """Stop listening, and close what is still open; best when the processes have ended."""
+        self.let_go()
         if self._server is not None:
             self._server.close()
             await self._server.wait_closed()
+        for writer in list(self._writers):
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
 
     async def _passage(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
         line = await reader.readline()
         if not line:
             writer.close()
@@ -70,6 +84,9 @@ class Keeper:
         phase = message["phase"]
         self.passed[phase] += 1
         passage = Passage(message, writer)
+        if self._let_go:
+            passage.go("end")
+            return
         if phase in ("idle", "round"):
             (self._idle if phase == "idle" else self.rounds).put_nowait(passage)
             return

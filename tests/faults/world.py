@@ -84,7 +84,7 @@ class World:
 
     async def close(self) -> None:
         """Stop everything; the daemon in good order. Raises RuntimeError when it does not end with exit code 0."""
-        await self.keeper.close()
+        self.keeper.let_go()
         self._end(self.engine)
         if self.bystander is not None:
             await asyncio.to_thread(self._dismiss, self.bystander)
@@ -92,6 +92,7 @@ class World:
         for process in (self.owner, self.master):
             if process is not None:
                 process.stop()
+        await self.keeper.close()
         if code != 0:
             raise RuntimeError(f"the daemon stopped with exit code {code}; its log ends:\n{self.log_end()}")
 

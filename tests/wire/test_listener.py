@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from transferd.wire import listener
 from transferd.wire.listener import listener_of, wants_machine
 
 pytestmark = pytest.mark.one_loop
@@ -110,6 +111,22 @@ def test_a_process_that_was_killed_does_not_even_while_it_writes_its_core(
     assert True not in told[told.index(False) :]
     for core in tmp_path.glob("core*"):
         core.unlink()
+
+
+@pytest.mark.parametrize(("flag", "wants"), [(0, True), (listener.EXITING, False), (listener.KILLED, False)])
+def test_a_process_that_frees_its_memory_at_its_end_does_not(
+    flag: int, wants: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Freeing takes a moment only, so what /proc says of this thread gets the flag that it has then."""
+    state, rest = Path("/proc/thread-self/stat").read_text().rsplit(") ", 1)
+    fields = rest.split(" ")
+    assert fields[0] == "R"
+    fields[6] = str(int(fields[6]) | flag)
+    thread = tmp_path / "17" / "task" / "17"
+    thread.mkdir(parents=True)
+    (thread / "stat").write_text(f"{state}) {' '.join(fields)}")
+    monkeypatch.setattr(listener, "PROC", tmp_path)
+    assert wants_machine(17) is wants
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:1", "sim://daemon", "ipc://", "ipc:///nowhere", "ipc://\0", "x"])
