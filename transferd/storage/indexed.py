@@ -318,9 +318,7 @@ class IndexedStorage(Storage):
             entry = self._index.get(blob.name)
             if entry is not None:
                 reads.append(Read(position, blob, entry))
-                depth = position if blob.use is None else blob.depth
-                if not entry.used_by(blob.use, depth):
-                    self._index.touch_one(entry, blob.use or alone, depth)
+                self._index.touch_one(entry, blob.use or alone, position if blob.use is None else blob.depth)
         return reads
 
     async def _get(self, blobs: Sequence[Wanted]) -> list[Outcome]:
@@ -442,11 +440,8 @@ class IndexedStorage(Storage):
         return bool(self._inline_bytes) and sum(blob.data.nbytes for blob in blobs) <= self._inline_bytes
 
     async def _run(self, direction: Direction, items: Sequence[S], effect: Callable[[S], T], *, small: bool) -> list[T]:
-        """Run `effect` on every item, in several threads. Returns when all have ended; raises the first bug.
-
-        small: if it is memory that the effects work on, they run on the loop.
-        """
-        if not items or (small and self._inline_bytes):
+        """Run `effect` on every item, in several threads. Returns when all have ended; raises the first bug."""
+        if not items or (small and self._inline_bytes):  # copies in memory
             return [effect(item) for item in items]
         shared = SharedItems(effect, items, name_of)
         await every(self._threads.run(direction, share, share) for share in shared.shares(self._shares))

@@ -85,7 +85,7 @@ class Entry:
         """Whether the object was used since the index was created."""
         return self.group is not None and self.group.number > _ADOPTED
 
-    def used_by(self, use: Use | None, depth: int) -> bool:
+    def used_by(self, use: Use, depth: int) -> bool:
         """Whether this use was the last one, and used it at this depth or nearer to the root."""
         return self.group is not None and self.group.use is use and self.depth <= depth
 
@@ -263,7 +263,8 @@ class LruIndex:
 
     def touch_one(self, entry: Entry, use: Use, depth: int) -> None:
         """Note that `use` has just used a present object. depth: in its chain."""
-        self._join_group(entry, self._group(use), depth)
+        if not entry.used_by(use, depth):
+            self._join_group(entry, self._group(use), depth)
 
     def forget(self, name: str, entry: Entry | None = None) -> bool:
         """Drop a present object; with `entry`, only if that is still the present one. False: nothing was dropped."""
