@@ -107,6 +107,25 @@ async def test_a_full_pool_makes_room_and_a_pinned_one_and_a_small_one_are_full(
     assert pinning.storage.statistics()["breaker"] == "closed", "a full pool answers"
 
 
+async def test_a_large_object_finds_room_where_the_oldest_objects_are_small(
+    master: Master, open_storage: Open, tmp_path: Path
+) -> None:
+    """Each refused put has the master evict a twentieth of its objects, and here that is not enough bytes for one.
+
+    The length is one of which the allocator loses a ninth, so the pool never looks full enough to evict by itself.
+    """
+    nbytes = 256 * 1024 + 128
+    with Lender(master, 16 * MIB, tmp_path / "lender.log"):
+        harness = await open_storage(pool_storage(config(master, global_segment_size=0)))
+        for first in range(0, 1000, 100):
+            await harness.put(*((f"small {i}", bytes(2176)) for i in range(first, first + 100)))
+        for i in range(60):
+            harness.reuse_memory()
+            assert await harness.put((f"large {i}", bytes([i]) * nbytes)) == [STORED]
+        assert await get_within_lease(harness, ("large 59", nbytes)) == [(FOUND, bytes([59]) * nbytes)]
+        assert harness.storage.statistics()["waited_for_room"] > 20, "or this test shows nothing"
+
+
 async def test_a_put_that_its_client_died_in_is_never_seen_and_the_next_one_takes_over(
     master: Master, open_storage: Open, tmp_path: Path
 ) -> None:

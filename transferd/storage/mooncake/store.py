@@ -23,7 +23,9 @@ finds the object.
 60 s may leave transfers queued. The backend holds their buffers until every running transfer has had time to
 fail; the task was answered long before.
 
-**A full pool** evicts in the background and answers "no room" meanwhile, so a put retries a few times.
+**A full pool** evicts in the background and answers "no room" meanwhile, so a put is tried again for half a second.
+With each refusal the master evicts a twentieth of its objects, the oldest first and whatever their size. So where
+the oldest ones are small, one large object may need twenty rounds.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ CLOSE_TIMEOUT_S = 5.0  # how long `close` waits for running calls
 LIBRARY_GIVES_UP_S = 60.0  # hard-coded in the library: a call this long may leave transfers behind
 HEARTBEAT_S = 10.0  # how long a pool that has died may go unnoticed while no task needs it
 PROBE_KEY = "transferd/probe"
-ROOM_PAUSES_S = (0.01, 0.02, 0.04)  # an eviction takes a few milliseconds
+ROOM_PAUSES_S = (0.012,) * 40  # a little longer than the master waits between two evictions
 CONTEST_PAUSES_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.4)  # gives another writer a second
 
 _COUNTED_AS = {Found.FOUND: "hits", Found.MISSING: "misses", Found.FAILED: "errors"}
