@@ -90,6 +90,9 @@ class HalfwayBlock:
     def load_file(self, path: str, flags: int) -> None:
         """Nothing: only `read` can pause."""
 
+    def leave(self) -> None:
+        self._block.leave()
+
     def load(self, read: ReadNow, _: Backing | None = None) -> bool:
         def halfway(buffers: Sequence[memoryview], offset: int) -> int:
             middle = len(buffers) // 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 
 from tests.storage.harness import BACKENDS, Backend, Harness, Open, file_config
 from tests.support.page_cache import pages_in_memory
-from transferd.storage.base import COLD, FOUND, MISSING, Backing, Blob, Found, Outcome, Place, ReadNow
+from transferd.storage.base import COLD, FOUND, MISSING, STORED, Backing, Blob, Found, Outcome, Place, ReadNow
 from transferd.storage.file import FileStorage
 from transferd.storage.lru import Use
 
@@ -27,11 +28,16 @@ class Block:
         self.nbytes = nbytes
         self.memory = bytearray(b"\xaa" * nbytes)
         self._part = part
+        self.threads: list[str] = []  # in which it loaded, and after which it was left
 
     def load_file(self, path: str, flags: int) -> None:
         """Nothing: it reads."""
 
+    def leave(self) -> None:
+        self.threads.append(f"left {threading.current_thread().name}")
+
     def load(self, read: ReadNow, _: Backing | None = None) -> bool:
+        self.threads.append(threading.current_thread().name)
         end = max(0, self.nbytes - FOOTER)
         view = memoryview(self.memory)
         if read([view[end:]], end) < self.nbytes - end:
@@ -104,6 +110,24 @@ async def test_a_load_in_place_counts_as_a_use(open_backend: Open) -> None:
     await store.put((name("dd"), content(4)))
     assert await store.storage.exists([name(text) for text in ("aa", "bb", "cc", "dd")]) == [True, False, True, True]
     assert store.storage.statistics()["hits"] == 1
+
+
+async def test_a_thread_leaves_a_batch_after_its_last_load_and_before_the_answer(tmp_path: Path) -> None:
+    storage, places = FileStorage(file_config(tmp_path, 64 * 1024**2)), []
+    await storage.open()
+    try:
+        for depth in range(40):
+            assert await storage.put([_blob(name(f"{depth:02x}"), content(depth))]) == [STORED]
+            places.append(Place(name(f"{depth:02x}"), Block(300_000), Use(), depth))
+            places[-1].data.threads = places[0].data.threads  # type: ignore[attr-defined]
+        await storage.get_in_place(places)
+        told: list[str] = list(places[0].data.threads)  # type: ignore[attr-defined]
+    finally:
+        await storage.close()
+    loaders = {line for line in told if not line.startswith("left ")}
+    assert loaders
+    for thread in loaders:
+        assert [line for line in told if line.endswith(thread)][-1] == f"left {thread}"
 
 
 # --- files: what the page cache has ---------------------------------------------------------------

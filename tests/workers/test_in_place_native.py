@@ -272,6 +272,7 @@ def test_threads_whose_files_are_cut_off_all_the_time_get_the_bytes_or_hear_of_i
 def test_a_file_that_is_not_in_memory_or_too_short_is_not_mapped(native: Any) -> None:
     with large_file_of() as file:
         native.unmap(map_or_skip(native, file))
+        native.forget_files()  # or the page cache keeps what is to leave it
         assert map_(native, file, LARGE - 1, 128) == NONE
         assert native.map_file("/proc/self/fd/1000000", os.O_RDONLY, LARGE, 128) == NONE
         os.fsync(file.fileno())
@@ -279,6 +280,42 @@ def test_a_file_that_is_not_in_memory_or_too_short_is_not_mapped(native: Any) ->
         if read_now(file.fileno(), [memoryview(bytearray(1))], LARGE // 2):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # large pages leave as a whole
         assert map_(native, file, LARGE, 128) == NONE
+
+
+def ranges_of(file: IO[bytes]) -> int:
+    """How many ranges of this process's addresses are of the file."""
+    inode = str(os.fstat(file.fileno()).st_ino)
+    return sum(line.split()[4] == inode for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_a_thread_lets_several_files_go_at_once(native: Any) -> None:
+    native.forget_files()
+    lengths = [LARGE, LARGE + 128, 3 * LARGE, 20 * LARGE, *[LARGE + 128] * 10, 16 * LARGE, LARGE]
+    kept = []
+    for number, nbytes in enumerate(lengths):
+        content = random.Random(number).randbytes(nbytes)
+        with large_file_of(content, nbytes) as file:
+            mapping, whole = map_or_skip(native, file), nbytes // 64 * 64
+            assert mapped(native, mapping, 0, whole, last=True) == (whole, content[:whole])
+            kept.append(ranges_of(file))
+            native.forget_files() if number % 7 == 6 else None
+            assert not ranges_of(file) or number % 7 != 6
+    assert kept == [int(nbytes <= 16 * LARGE) for nbytes in lengths]
+    native.forget_files()
+
+
+def test_a_file_in_use_is_not_let_go(native: Any) -> None:
+    native.forget_files()
+    content = random.Random(3).randbytes(LARGE)
+    with large_file_of(content) as file, large_file_of(nbytes=3 * LARGE) as other:
+        held = map_or_skip(native, file)
+        for _ in range(30):  # more than fit beside it
+            assert mapped(native, map_or_skip(native, other), 0, LARGE, last=True) == (LARGE, bytes(LARGE))
+        assert 1 <= ranges_of(other) <= 16, "those that do not fit are let go at once"
+        native.forget_files()
+        assert mapped(native, held, last=True) == (LARGE, content)
+        native.forget_files()
+        assert (ranges_of(file), ranges_of(other)) == (0, 0)
 
 
 def test_there_are_as_many_mappings_as_numbers(native: Any) -> None:
@@ -368,6 +405,7 @@ class Blocks:
             good = True
         else:
             good = one.load(from_file if file else from_memory, self.fd if file else self.object)
+        one.leave()
         assert not loan._holders
         return good
 

@@ -111,10 +111,8 @@ class Work(asyncio.Future[T]):
             return False
         self.begun = True
         try:
-            if isinstance(self._function[0], ItemShare):
-                while self._function[0].step():
-                    if give_way():
-                        return False
+            if isinstance(self._function[0], ItemShare) and not self._function[0].go_on(give_way):
+                return False
             self._returned.append(self._function.pop()())  # no name for it: an error's traceback would keep it alive
         except BaseException as error:  # noqa: BLE001 - the caller gets it
             self._raised = error
@@ -322,12 +320,19 @@ class ThreadPools:
 class SharedItems(Generic[S, T]):
     """Items for several threads. Each takes the next one that waits, so one that is held up delays only its own item.
 
-    effect: called with each item. results: what it returned, in the order of the items; complete when every share has
-    ended without an error.
+    effect: called with each item. after: called in a thread when it turns to something else, for a while or for good.
+    results: what `effect` returned, in the order of the items; complete when every share has ended without an error.
     """
 
-    def __init__(self, effect: Callable[[S], T], items: Sequence[S], name_of: Callable[[S], str] = str) -> None:
+    def __init__(
+        self,
+        effect: Callable[[S], T],
+        items: Sequence[S],
+        name_of: Callable[[S], str] = str,
+        after: Callable[[], object] = bool,
+    ) -> None:
         self.effect = effect
+        self.after = after
         self.items = items
         self.name_of = name_of
         self.waiting = deque(range(len(items)))  # positions of items that no thread has taken
@@ -346,8 +351,17 @@ class ItemShare:
         self._position = 0
 
     def __call__(self) -> None:
-        while self.step():
-            pass
+        self.go_on(bool)
+
+    def go_on(self, give_way: Callable[[], bool]) -> bool:
+        """Do items until none waits any more, or until `give_way` returns True after one. False: it gave way."""
+        try:
+            while self.step():
+                if give_way():
+                    return False
+            return True
+        finally:
+            self._shared.after()
 
     def step(self) -> bool:
         """Do the next item, if one waits. False when none waits any more."""

@@ -106,6 +106,10 @@ class InPlace(Protocol):
         """
         ...
 
+    def leave(self) -> None:
+        """In a thread, after its loads of a batch: give back what `load_file` kept for the next block of the batch."""
+        ...
+
     def load(self, read: ReadNow, backing: Backing | None = None) -> bool:
         """In a thread: read the whole object. False: use `get` instead, or the task no longer needs the block.
 

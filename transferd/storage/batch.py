@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -73,6 +73,13 @@ class PutBatch:
         limit = PATIENCE_S if self.patient else None
         ended, _ = await asyncio.wait(self.waits, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
         self.patient = bool(ended)
+
+
+def after(items: Sequence[object]) -> Callable[[], object]:
+    """What a thread calls after an effect on several items."""
+    if isinstance(items[0], Read) and not isinstance(block := items[0].blob.data, memoryview):
+        return block.leave
+    return bool
 
 
 def name_of(item: object) -> str:

@@ -38,7 +38,7 @@ from transferd.errors import Closed, StillRunning, StorageError, StorageFull
 from transferd.runtime.aio import answered, at_once, every, uncancelled
 from transferd.runtime.threads import Direction, SharedItems, Threads
 from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found, InPlace, Outcome, Place, Storage
-from transferd.storage.batch import Answer, Damaged, PutBatch, Read, Wanted, Write, bare, name_of, statistics_of
+from transferd.storage.batch import Answer, Damaged, PutBatch, Read, Wanted, Write, after, bare, name_of, statistics_of
 from transferd.storage.lru import LruIndex, NoRoom, Use, Victim
 from transferd.storage.traffic import Traffic
 
@@ -443,7 +443,7 @@ class IndexedStorage(Storage):
         """Run `effect` on every item, in several threads. Returns when all have ended; raises the first bug."""
         if not items or (small and self._inline_bytes):  # copies in memory
             return [effect(item) for item in items]
-        shared = SharedItems(effect, items, name_of)
+        shared = SharedItems(effect, items, name_of, after(items))
         await every(self._threads.run(direction, share, share) for share in shared.shares(self._shares))
         return cast("list[T]", shared.results)
 

@@ -325,6 +325,18 @@ static PyObject *unmap(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
+static PyObject *forget_files(PyObject *module, PyObject *args)
+{
+    (void)module;
+    (void)args;
+    if (window.reserved) {
+        Py_BEGIN_ALLOW_THREADS
+        close_window();
+        Py_END_ALLOW_THREADS
+    }
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
     {"new_state", new_state, METH_VARARGS, "new_state(payload_bytes): of a checksum that has seen nothing"},
     {"checksum", checksum, METH_VARARGS, "checksum(state): of the payload, all of which has been copied"},
@@ -342,6 +354,8 @@ static PyMethodDef methods[] = {
      "copy_mapped(mapping, last, offset, address, parts, block, state): bytes copied and checked; 0 if the file lost some. "
      "last: unmaps it, too"},
     {"unmap", unmap, METH_VARARGS, "unmap(mapping)"},
+    {"forget_files", forget_files, METH_NOARGS,
+     "forget_files(): give back the addresses at which this thread had files mapped; until then the kernel keeps them"},
     {NULL, NULL, 0, NULL},
 };
 

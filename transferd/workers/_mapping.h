@@ -30,13 +30,27 @@
 
 #define LARGE_PAGE 2097152 /* bytes; a shorter file has none, and reading it is as fast */
 #define MOST_MAPPINGS 64   /* at a time: more than there are I/O threads */
+#define WINDOW_BYTES (16 * (uint64_t)LARGE_PAGE)
 
-/* begin: 0 if the entry is free, 1 while it is filled in. lost: some of its bytes are zeros instead of the file's. */
+/* Addresses at which one thread maps files, one behind the other and each at a multiple of a large page. They are given back
+ * together, because to give some back interrupts every core that runs a thread of this process.
+ *
+ * reserved: where the addresses begin, NULL if there are none. users: mappings in it that are in use. */
+typedef struct {
+    unsigned char *reserved, *next, *end;
+    atomic_int users;
+} Window;
+
+/* begin: 0 if the entry is free, 1 while it is filled in. lost: some of its bytes are zeros instead of the file's.
+ * window: NULL for a file that is mapped outside. */
 typedef struct {
     _Atomic uintptr_t begin;
     uintptr_t end;
     volatile sig_atomic_t lost;
+    Window *window;
 } Mapping;
+
+static __thread Window window;
 
 static Mapping mappings[MOST_MAPPINGS];
 static struct sigaction before_ours;
@@ -97,6 +111,61 @@ static int all_in_memory(int fd, uint64_t nbytes)
     return syscall(SYS_cachestat, fd, &range, &pages, 0) == 0 && pages.cached >= (nbytes + page - 1) / page;
 }
 
+/* Gives back the addresses of this thread, unless a mapping is still in use. */
+static void close_window(void)
+{
+    if (!window.reserved || atomic_load(&window.users))
+        return;
+    munmap(window.reserved, (size_t)(window.end - window.reserved));
+    window.reserved = NULL;
+}
+
+/* Where this thread maps its next file in its window; NULL if it does not fit. */
+static void *next_in_window(uint64_t nbytes)
+{
+    uint64_t page = LARGE_PAGE, rounded = (nbytes + page - 1) / page * page;
+
+    if (window.reserved && rounded > (uint64_t)(window.end - window.next))
+        close_window();
+    if (!window.reserved && rounded <= WINDOW_BYTES) {
+        void *at = mmap(NULL, WINDOW_BYTES + page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (at == MAP_FAILED)
+            return NULL;
+        window.reserved = at;
+        window.end = window.reserved + WINDOW_BYTES + page;
+        window.next = (unsigned char *)(((uintptr_t)at + page - 1) / page * page);
+    }
+    if (!window.reserved || rounded > (uint64_t)(window.end - window.next))
+        return NULL;
+    window.next += rounded;
+    return window.next - rounded;
+}
+
+/* Maps an open file and fills the page table. */
+static int map_pages(Mapping *mapping, int fd, uint64_t nbytes)
+{
+    void *wanted = next_in_window(nbytes);
+    void *at = mmap(wanted, nbytes, PROT_READ, MAP_SHARED | (wanted ? MAP_FIXED : 0), fd, 0);
+
+    if (at == MAP_FAILED) {
+        if (wanted)
+            window.reserved = NULL; /* given up, not given back: it may have a hole now, whose addresses are anyone's */
+        return -1;
+    }
+    if (madvise(at, nbytes, MADV_POPULATE_READ) < 0) {
+        if (!wanted)
+            munmap(at, nbytes);
+        return -1;
+    }
+    mapping->window = wanted ? &window : NULL;
+    if (wanted)
+        atomic_fetch_add(&window.users, 1);
+    mapping->end = (uintptr_t)at + nbytes;
+    mapping->lost = 0;
+    atomic_store(&mapping->begin, (uintptr_t)at);
+    return 0;
+}
+
 /* A mapping of an open file, or NULL if it is better read: not a regular file of nbytes, or not all in memory. */
 static Mapping *map_open(int fd, uint64_t nbytes, struct stat *status)
 {
@@ -106,15 +175,8 @@ static Mapping *map_open(int fd, uint64_t nbytes, struct stat *status)
         uintptr_t is_free = 0;
         if (!atomic_compare_exchange_strong(&mappings[i].begin, &is_free, 1))
             continue;
-        void *at = mmap(NULL, nbytes, PROT_READ, MAP_SHARED, fd, 0);
-        if (at != MAP_FAILED && madvise(at, nbytes, MADV_POPULATE_READ) == 0) {
-            mappings[i].end = (uintptr_t)at + nbytes;
-            mappings[i].lost = 0;
-            atomic_store(&mappings[i].begin, (uintptr_t)at);
+        if (map_pages(&mappings[i], fd, nbytes) == 0)
             return &mappings[i];
-        }
-        if (at != MAP_FAILED)
-            munmap(at, nbytes);
         atomic_store(&mappings[i].begin, 0);
         break;
     }
@@ -135,7 +197,11 @@ static Mapping *map_path(const char *path, int flags, uint64_t nbytes, struct st
 static void unmap_file(Mapping *mapping)
 {
     uintptr_t begin = atomic_load(&mapping->begin), end = mapping->end;
+    Window *window_of_it = mapping->window;
 
     atomic_store(&mapping->begin, 0); /* first: then the addresses may be anyone's */
-    munmap((void *)begin, end - begin);
+    if (window_of_it)
+        atomic_fetch_sub(&window_of_it->users, 1);
+    else
+        munmap((void *)begin, end - begin);
 }

@@ -133,6 +133,10 @@ class BlockInPlace:
             if mapping:
                 _inplace.unmap(mapping)
 
+    def leave(self) -> None:
+        if self._memory.tables is not None:
+            _inplace.forget_files()
+
     def _load_natively(self, tables: Sequence[npt.NDArray[np.int64]], copy: Callable[..., int]) -> bool:
         """copy: a call of the extension. The first argument, the number of a piece, is not for it."""
         origin, block = self._memory.arena.origin, self._block
