@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from transferd.config.toml import to_toml
+from transferd.runtime.address import socket_path
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
@@ -36,6 +37,7 @@ class DaemonProcess:
     endpoint: str
     config_file: Path
     log_file: Path
+    places: contextlib.ExitStack  # closed once the process has ended
 
     @property
     def pid(self) -> int:
@@ -52,16 +54,19 @@ class DaemonProcess:
         """Send SIGKILL and wait until the process is gone."""
         self.process.kill()
         self.process.wait(STOP_TIMEOUT_S)
+        self.places.close()
 
     def stop(self) -> int:
         """Send SIGTERM and return the exit code. Kills a process that does not stop in time; raises TimeoutExpired."""
         if self.process.poll() is None:
             self.process.terminate()
         try:
-            return self.process.wait(STOP_TIMEOUT_S)
+            code = self.process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self.kill()
             raise
+        self.places.close()
+        return code
 
 
 def start(
@@ -75,14 +80,17 @@ def start(
     """Start `python -m transferd serve` with this configuration; wait until the daemon is ready.
 
     tree: configuration sections as plain data. server.endpoint, storage.file.path and recorder.directory
-        default to places inside `directory`; metrics.listen defaults to off.
+        default to places inside `directory` (a socket whose path would be too long: in /tmp); metrics.listen defaults
+        to off.
     prefix: a command to put in front, such as `nsenter …`; it must exec the rest in its own process.
 
     Raises RuntimeError with the end of the log if the daemon does not start.
     """
     sections: dict[str, dict[str, Any]] = copy.deepcopy(dict(tree))  # a copy, because defaults are filled in below
-    endpoint = f"ipc://{directory / name}.sock"
-    endpoint = str(sections.setdefault("server", {}).setdefault("endpoint", endpoint))
+    places = contextlib.ExitStack()
+    if "endpoint" not in sections.setdefault("server", {}):
+        sections["server"]["endpoint"] = f"ipc://{places.enter_context(socket_path(directory, f'{name}.sock'))}"
+    endpoint = str(sections["server"]["endpoint"])
     sections.setdefault("metrics", {}).setdefault("listen", "")
     sections.setdefault("storage", {}).setdefault("file", {}).setdefault("path", str(directory / "blocks"))
     sections.setdefault("recorder", {}).setdefault("directory", str(directory / "flight"))
@@ -97,7 +105,7 @@ def start(
             stderr=log,
             env=os.environ | {"PYTHONUNBUFFERED": "1"},
         )
-    daemon = DaemonProcess(process, endpoint, config_file, log_file)
+    daemon = DaemonProcess(process, endpoint, config_file, log_file, places)
     if wait:
         try:
             _await_ready(daemon, engine="cache" in sections)

@@ -8,6 +8,7 @@ import re
 
 from transferd.config.sections import CacheSection, Config, CudaSection, EventsSection, PeerSection, ServerSection
 from transferd.errors import ConfigError
+from transferd.runtime.address import LONGEST_SOCKET_PATH
 
 # Clients send Hello once a second (client/heartbeat.py): one late or lost Hello must not end a client.
 LEAST_CLIENT_TIMEOUT_S = 2.5
@@ -123,9 +124,10 @@ def _check_server(server: ServerSection) -> None:
 def _check_endpoint(key: str, endpoint: str, curve: bool) -> None:
     scheme, _, address = endpoint.partition("://")
     if scheme == "ipc" and address:
-        # sockaddr_un holds 108 bytes with its terminator; libzmq's own message does not name the path.
-        if len(os.fsencode(address)) > 107:
-            raise ConfigError(key, "the path is too long for a unix socket (limit 107 bytes)", endpoint)
+        # libzmq's own message does not name the path.
+        if len(os.fsencode(address)) > LONGEST_SOCKET_PATH:
+            what = f"the path is too long for a unix socket (limit {LONGEST_SOCKET_PATH} bytes)"
+            raise ConfigError(key, what, endpoint)
         return
     if scheme == "tcp" and (_has_port(address) or re.fullmatch(r".+:\*", address)):
         host = address.rpartition(":")[0].strip("[]")

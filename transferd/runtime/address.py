@@ -1,8 +1,15 @@
-"""Addresses as people write them."""
+"""Addresses: as people write them, and short enough for the kernel."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+LONGEST_SOCKET_PATH = 107  # bytes; sockaddr_un holds one more, the terminator
 
 _PORT = re.compile("[0-9]{1,5}")  # str.isdigit() also takes digits that int() does not, and thousands of them
 
@@ -13,3 +20,17 @@ def host_and_port(address: str) -> tuple[str, int] | None:
     if not host or not _PORT.fullmatch(port) or not 0 < int(port) < 65536:
         return None
     return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+@contextlib.contextmanager
+def socket_path(directory: Path, name: str) -> Iterator[Path]:
+    """Where a unix socket that belongs into this directory can be: there, or in a directory of its own in /tmp.
+
+    Such a directory exists while the context lasts. Job schedulers set TMPDIR to paths that are too long for a socket.
+    """
+    path = directory / name
+    if len(os.fsencode(path)) <= LONGEST_SOCKET_PATH:
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="transferd-", dir="/tmp") as short:
+        yield Path(short, name)

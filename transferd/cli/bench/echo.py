@@ -12,6 +12,8 @@ from pathlib import Path
 
 import zmq
 
+from transferd.runtime.address import socket_path
+
 PAYLOAD = b"x" * 200  # about as long as a one-block task
 PATIENCE_MS = 30_000  # the time limit of one echo
 
@@ -57,7 +59,11 @@ class Echo:
 @contextlib.contextmanager
 def echo(directory: Path) -> Iterator[Echo]:
     """Start the process on a unix socket in `directory`; stop it at the end."""
-    endpoint = f"ipc://{directory}/echo.sock"
+    with socket_path(directory, "echo.sock") as path:
+        yield from _echo(f"ipc://{path}")
+
+
+def _echo(endpoint: str) -> Iterator[Echo]:
     process = subprocess.Popen([sys.executable, "-c", _PROGRAM, endpoint])
     context = zmq.Context()
     try:
