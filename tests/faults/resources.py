@@ -122,6 +122,8 @@ async def serving(
         finding.expect(row.checked, "nothing was read back")
     finally:
         await operator.close()
+        if daemon.process.poll() is not None:
+            finding.problems.append(f"the daemon has ended; its log ends:\n{daemon.log[-2000:]}")
         code = await asyncio.to_thread(daemon.stop)
     finding.expect(code == 0, f"the daemon stopped with exit code {code}")
 

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import random
 import signal
+import struct
 import subprocess
 import sys
 import sysconfig
@@ -501,3 +502,19 @@ async def test_a_file_that_is_cut_off_under_a_load_costs_this_load_and_no_more(
 
 def test_a_piece_has_no_more_parts_than_the_extension_takes() -> None:
     assert f"#define MOST_PARTS {block_memory.MOST_BUFFERS} " in SOURCE.read_text()
+
+
+@pytest.mark.parametrize("name", ["workers/_inplace", "tiers/_copyruns"])
+def test_an_extension_has_no_thread_local_data(name: str) -> None:
+    """The C library allocates it when a thread first uses it, and aborts the process if there is no memory."""
+    found = list(Path(block_memory.__file__).parents[1].glob(f"{name}.*.so"))
+    if not found:
+        pytest.skip("the installation found no compiler")
+    for path in found:
+        elf = path.read_bytes()
+        assert elf[:5] == b"\x7fELF\x02", "64 bits"
+        (table,) = struct.unpack_from("<Q", elf, 32)
+        size, count = struct.unpack_from("<HH", elf, 54)
+        kinds = [struct.unpack_from("<I", elf, table + i * size)[0] for i in range(count)]
+        assert 1 in kinds, "PT_LOAD"
+        assert 7 not in kinds, "PT_TLS"

@@ -60,9 +60,8 @@ T = TypeVar("T")
 
 
 def check_token_ids(content: memoryview) -> None:
-    """Raise msgspec.ValidationError if a large message has token_ids that are not bytes."""
-    if len(content) > CAREFUL_BYTES:
-        _token_ids_decoder.decode(content)
+    """Raise msgspec.ValidationError if the message has token_ids that are not bytes."""
+    _token_ids_decoder.decode(content)
 
 
 def as_malformed(

@@ -57,7 +57,7 @@ from transferd.tasks import (
     TokenIds,
     WriteStorageTask,
 )
-from transferd.wire.malformed import UNREADABLE, Malformed, as_malformed, check_token_ids
+from transferd.wire.malformed import CAREFUL_BYTES, UNREADABLE, Malformed, as_malformed, check_token_ids
 
 __all__ = ["UNREADABLE", "Malformed"]  # imported names that callers may use; all names defined here are public
 
@@ -353,6 +353,10 @@ def _decode_hook(kind: type, value: Any) -> Any:
     raise NotImplementedError(kind)
 
 
+# What a large message must leave. If it took the last bytes before it is refused, libzmq could get
+# none, and would abort.
+SPARE_BYTES = 2 * 1024**2
+
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_hook)
 _request_decoder = msgspec.msgpack.Decoder(Request, dec_hook=_decode_hook)
 _reply_decoder = msgspec.msgpack.Decoder(ReplyEnvelope)
@@ -378,7 +382,9 @@ def decode_request(data: bytes | memoryview, max_message: int | None = None) -> 
         problem = f"the message has {len(data)} bytes, the limit is {max_message} (server.max_message)"
         raise _named(content, problem, "too_large")
     try:
-        check_token_ids(content)
+        if len(content) > CAREFUL_BYTES:
+            np.empty(len(content) + SPARE_BYTES, np.uint8)  # raises MemoryError; takes and touches nothing
+            check_token_ids(content)
         return _request_decoder.decode(content)
     except msgspec.ValidationError as error:
         raise _named(content, str(error), "bad_value") from None

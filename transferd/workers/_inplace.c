@@ -135,7 +135,7 @@ static ssize_t read_now(int fd, unsigned char *into, uint64_t count, uint64_t of
 
 static PyObject *read_file(PyObject *module, PyObject *args)
 {
-    static __thread unsigned char buffer[READ_AT_ONCE] __attribute__((aligned(4096)));
+    unsigned char buffer[READ_AT_ONCE] __attribute__((aligned(4096))); /* the same part of the stack each time */
     int fd, error = 0;
     unsigned long long offset, address, block;
     PyObject *parts, *state;
@@ -329,7 +329,7 @@ static PyObject *forget_files(PyObject *module, PyObject *args)
 {
     (void)module;
     (void)args;
-    if (window.reserved) {
+    if (pthread_getspecific(window_of_thread)) {
         Py_BEGIN_ALLOW_THREADS
         close_window();
         Py_END_ALLOW_THREADS
@@ -365,5 +365,9 @@ static struct PyModuleDef module = {
 
 PyMODINIT_FUNC PyInit__inplace(void)
 {
+    if (pthread_key_create(&window_of_thread, NULL) != 0) {
+        PyErr_SetString(PyExc_ImportError, "this process has no key for data of threads left");
+        return NULL;
+    }
     return PyModule_Create(&module);
 }

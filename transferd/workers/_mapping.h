@@ -14,6 +14,7 @@
  */
 #include <errno.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdint.h>
@@ -35,10 +36,10 @@
 /* Addresses at which one thread maps files, one behind the other and each at a multiple of a large page. They are given back
  * together, because to give some back interrupts every core that runs a thread of this process.
  *
- * reserved: where the addresses begin, NULL if there are none. users: mappings in it that are in use. */
+ * taken: by a thread. reserved: where the addresses begin, NULL if there are none. users: mappings in it that are in use. */
 typedef struct {
+    atomic_int taken, users;
     unsigned char *reserved, *next, *end;
-    atomic_int users;
 } Window;
 
 /* begin: 0 if the entry is free, 1 while it is filled in. lost: some of its bytes are zeros instead of the file's.
@@ -50,7 +51,9 @@ typedef struct {
     Window *window;
 } Mapping;
 
-static __thread Window window;
+/* No __thread variables: the C library allocates them when a thread first uses one, and aborts if there is no memory. */
+static Window windows[MOST_MAPPINGS];
+static pthread_key_t window_of_thread;
 
 static Mapping mappings[MOST_MAPPINGS];
 static struct sigaction before_ours;
@@ -114,52 +117,82 @@ static int all_in_memory(int fd, uint64_t nbytes)
 /* Gives back the addresses of this thread, unless a mapping is still in use. */
 static void close_window(void)
 {
-    if (!window.reserved || atomic_load(&window.users))
+    Window *window = pthread_getspecific(window_of_thread);
+
+    if (!window || atomic_load(&window->users))
         return;
-    munmap(window.reserved, (size_t)(window.end - window.reserved));
-    window.reserved = NULL;
+    if (window->reserved)
+        munmap(window->reserved, (size_t)(window->end - window->reserved));
+    pthread_setspecific(window_of_thread, NULL);
+    atomic_store(&window->taken, 0);
 }
 
-/* Where this thread maps its next file in its window; NULL if it does not fit. */
-static void *next_in_window(uint64_t nbytes)
+/* The window of this thread, or NULL if there is none left or no memory. */
+static Window *open_window(void)
+{
+    uint64_t page = LARGE_PAGE;
+    Window *window = pthread_getspecific(window_of_thread);
+
+    for (int i = 0; !window && i < MOST_MAPPINGS; i++) {
+        int is_free = 0;
+        if (!atomic_compare_exchange_strong(&windows[i].taken, &is_free, 1))
+            continue;
+        void *at = mmap(NULL, WINDOW_BYTES + page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (at != MAP_FAILED && pthread_setspecific(window_of_thread, &windows[i]) == 0) {
+            window = &windows[i];
+            window->reserved = at;
+            window->end = window->reserved + WINDOW_BYTES + page;
+            window->next = (unsigned char *)(((uintptr_t)at + page - 1) / page * page);
+            break;
+        }
+        if (at != MAP_FAILED)
+            munmap(at, WINDOW_BYTES + page);
+        atomic_store(&windows[i].taken, 0);
+        break;
+    }
+    return window;
+}
+
+/* Where this thread maps its next file, and in which window; NULL, and no window, if it does not fit. */
+static void *next_in_window(uint64_t nbytes, Window **window)
 {
     uint64_t page = LARGE_PAGE, rounded = (nbytes + page - 1) / page * page;
 
-    if (window.reserved && rounded > (uint64_t)(window.end - window.next))
-        close_window();
-    if (!window.reserved && rounded <= WINDOW_BYTES) {
-        void *at = mmap(NULL, WINDOW_BYTES + page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        if (at == MAP_FAILED)
-            return NULL;
-        window.reserved = at;
-        window.end = window.reserved + WINDOW_BYTES + page;
-        window.next = (unsigned char *)(((uintptr_t)at + page - 1) / page * page);
-    }
-    if (!window.reserved || rounded > (uint64_t)(window.end - window.next))
+    *window = NULL;
+    if (rounded > WINDOW_BYTES)
         return NULL;
-    window.next += rounded;
-    return window.next - rounded;
+    for (int tries = 0; tries < 2; tries++) {
+        Window *mine = open_window();
+        if (mine && mine->reserved && rounded <= (uint64_t)(mine->end - mine->next)) {
+            *window = mine;
+            mine->next += rounded;
+            return mine->next - rounded;
+        }
+        close_window(); /* it is full */
+    }
+    return NULL;
 }
 
 /* Maps an open file and fills the page table. */
 static int map_pages(Mapping *mapping, int fd, uint64_t nbytes)
 {
-    void *wanted = next_in_window(nbytes);
+    Window *window;
+    void *wanted = next_in_window(nbytes, &window);
     void *at = mmap(wanted, nbytes, PROT_READ, MAP_SHARED | (wanted ? MAP_FIXED : 0), fd, 0);
 
     if (at == MAP_FAILED) {
-        if (wanted)
-            window.reserved = NULL; /* given up, not given back: it may have a hole now, whose addresses are anyone's */
+        if (window)
+            window->reserved = NULL; /* given up, not given back: it may have a hole now, whose addresses are anyone's */
         return -1;
     }
     if (madvise(at, nbytes, MADV_POPULATE_READ) < 0) {
-        if (!wanted)
+        if (!window)
             munmap(at, nbytes);
         return -1;
     }
-    mapping->window = wanted ? &window : NULL;
-    if (wanted)
-        atomic_fetch_add(&window.users, 1);
+    mapping->window = window;
+    if (window)
+        atomic_fetch_add(&window->users, 1);
     mapping->end = (uintptr_t)at + nbytes;
     mapping->lost = 0;
     atomic_store(&mapping->begin, (uintptr_t)at);
@@ -197,11 +230,11 @@ static Mapping *map_path(const char *path, int flags, uint64_t nbytes, struct st
 static void unmap_file(Mapping *mapping)
 {
     uintptr_t begin = atomic_load(&mapping->begin), end = mapping->end;
-    Window *window_of_it = mapping->window;
+    Window *window = mapping->window;
 
     atomic_store(&mapping->begin, 0); /* first: then the addresses may be anyone's */
-    if (window_of_it)
-        atomic_fetch_sub(&window_of_it->users, 1);
+    if (window)
+        atomic_fetch_sub(&window->users, 1);
     else
         munmap((void *)begin, end - begin);
 }
