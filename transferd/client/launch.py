@@ -37,7 +37,7 @@ class DaemonProcess:
     endpoint: str
     config_file: Path
     log_file: Path
-    places: contextlib.ExitStack  # closed once the process has ended
+    cleanup: contextlib.ExitStack  # closed once the process has ended
 
     @property
     def pid(self) -> int:
@@ -54,7 +54,7 @@ class DaemonProcess:
         """Send SIGKILL and wait until the process is gone."""
         self.process.kill()
         self.process.wait(STOP_TIMEOUT_S)
-        self.places.close()
+        self.cleanup.close()
 
     def stop(self) -> int:
         """Send SIGTERM and return the exit code. Kills a process that does not stop in time; raises TimeoutExpired."""
@@ -65,7 +65,7 @@ class DaemonProcess:
         except subprocess.TimeoutExpired:
             self.kill()
             raise
-        self.places.close()
+        self.cleanup.close()
         return code
 
 
@@ -87,9 +87,9 @@ def start(
     Raises RuntimeError with the end of the log if the daemon does not start.
     """
     sections: dict[str, dict[str, Any]] = copy.deepcopy(dict(tree))  # a copy, because defaults are filled in below
-    places = contextlib.ExitStack()
+    cleanup = contextlib.ExitStack()
     if "endpoint" not in sections.setdefault("server", {}):
-        sections["server"]["endpoint"] = f"ipc://{places.enter_context(socket_path(directory, f'{name}.sock'))}"
+        sections["server"]["endpoint"] = f"ipc://{cleanup.enter_context(socket_path(directory, f'{name}.sock'))}"
     endpoint = str(sections["server"]["endpoint"])
     sections.setdefault("metrics", {}).setdefault("listen", "")
     sections.setdefault("storage", {}).setdefault("file", {}).setdefault("path", str(directory / "blocks"))
@@ -105,7 +105,7 @@ def start(
             stderr=log,
             env=os.environ | {"PYTHONUNBUFFERED": "1"},
         )
-    daemon = DaemonProcess(process, endpoint, config_file, log_file, places)
+    daemon = DaemonProcess(process, endpoint, config_file, log_file, cleanup)
     if wait:
         try:
             _await_ready(daemon, engine="cache" in sections)

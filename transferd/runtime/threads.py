@@ -329,7 +329,7 @@ class SharedItems(Generic[S, T]):
         effect: Callable[[S], T],
         items: Sequence[S],
         name_of: Callable[[S], str] = str,
-        after: Callable[[], object] = bool,
+        after: Callable[[], object] | None = None,
     ) -> None:
         self.effect = effect
         self.after = after
@@ -356,14 +356,15 @@ class ItemShare:
     def go_on(self, give_way: Callable[[], bool]) -> bool:
         """Do items until none waits any more, or until `give_way` returns True after one. False: it gave way."""
         try:
-            while self.step():
+            while self._step():
                 if give_way():
                     return False
             return True
         finally:
-            self._shared.after()
+            if self._shared.after:
+                self._shared.after()
 
-    def step(self) -> bool:
+    def _step(self) -> bool:
         """Do the next item, if one waits. False when none waits any more."""
         shared = self._shared
         try:

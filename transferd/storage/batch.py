@@ -75,11 +75,11 @@ class PutBatch:
         self.patient = bool(ended)
 
 
-def after(items: Sequence[object]) -> Callable[[], object]:
-    """What a thread calls after an effect on several items."""
+def after(items: Sequence[object]) -> Callable[[], object] | None:
+    """What a thread calls after an effect on several items, if anything."""
     if isinstance(items[0], Read) and not isinstance(block := items[0].blob.data, memoryview):
         return block.leave
-    return bool
+    return None
 
 
 def name_of(item: object) -> str:

@@ -366,7 +366,7 @@ static struct PyModuleDef module = {
 PyMODINIT_FUNC PyInit__inplace(void)
 {
     if (pthread_key_create(&window_of_thread, NULL) != 0) {
-        PyErr_SetString(PyExc_ImportError, "this process has no key for data of threads left");
+        PyErr_SetString(PyExc_ImportError, "this process already has PTHREAD_KEYS_MAX keys of thread-specific data");
         return NULL;
     }
     return PyModule_Create(&module);
