@@ -26,7 +26,7 @@ from transferd.tasks import RankOutcome, ReadStorageTask, SwapInTask, SwapOutTas
 from transferd.tiers.base import DeviceTier
 from transferd.tiers.pinned import HostPool
 from transferd.tiers.staging import Staging
-from transferd.workers.context import Background, RankContext
+from transferd.workers.context import INLINE_CHECK_BYTES, Background, RankContext
 from transferd.workers.job import Job
 from transferd.workers.rank import RankWorker
 
@@ -75,6 +75,7 @@ class Rig:
         device: DeviceTier | None = None,
         storage: Storage | None = None,
         threads: Threads | None = None,
+        inline_check_bytes: int = INLINE_CHECK_BYTES,
     ) -> None:
         watch = MemoryWatch()
         self.threads = threads or SimThreads()
@@ -97,6 +98,7 @@ class Rig:
             clock=SYSTEM_CLOCK,
             recorder=self.recorder,
             background=self.background,
+            inline_check_bytes=inline_check_bytes,
         )
         self.arrived: list[tuple[Job, RankOutcome]] = []
         self.died: list[tuple[int, str]] = []

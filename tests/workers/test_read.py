@@ -6,21 +6,43 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from tests.support.simulation.faults import Gate
+from tests.support.simulation.memory import MemoryWatch
+from tests.support.simulation.storage import SimStorage
+from tests.support.simulation.threads import SimThreads
 from tests.workers.rig import Rig, read, turns, until, write
+from transferd.runtime.threads import Direction
 from transferd.tasks import Stop
+from transferd.workers.block_memory import NATIVE, BlockMemory
+from transferd.workers.context import INLINE_CHECK_BYTES
 
 KEYS = [f"k{i}" for i in range(6)]
 SOURCE = [0, 1, 2, 3, 4, 5]
 TARGET = [8, 15, 10, 9, 14, 12]
 
 
-@pytest.fixture
-async def rig() -> AsyncIterator[Rig]:
-    """Six stored blocks; four slots for reads: a chunk is two blocks, and two chunks fit."""
-    made = await Rig(slots=8).open()
+@pytest.fixture(params=["by the device", "by the CPU"])
+async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
+    """Six stored blocks; four slots for reads: a chunk is two blocks, and two chunks fit.
+
+    The parameter says how blocks are copied from staging. The CPU copies and checks them in one pass, in a thread.
+    """
+    storage = SimStorage(watch=MemoryWatch())
+    storage.loads_in_place = False
+    by_cpu = request.param == "by the CPU"
+    made = await Rig(slots=8, storage=storage, inline_check_bytes=0 if by_cpu else INLINE_CHECK_BYTES).open()
+    made.sim_device.addressable = by_cpu
     await made.run(write(KEYS, SOURCE))
     yield made
     await made.close()
+
+
+def copies_of(rig: Rig) -> Gate:
+    """Holds copies from staging to blocks."""
+    if rig.sim_device.addressable and NATIVE:
+        assert isinstance(rig.threads, SimThreads)
+        return rig.threads.gates[Direction.IN]
+    return rig.sim_device.gate
 
 
 async def test_every_block_arrives_where_it_is_wanted_and_nowhere_else(rig: Rig) -> None:
@@ -47,7 +69,7 @@ async def test_a_damaged_object_is_set_aside_counted_and_never_delivered(rig: Ri
     outcome = await rig.run(read(KEYS, TARGET))
     assert list(outcome.moved)[:1] == [0]
     assert 1 not in outcome.moved
-    assert rig.block(TARGET[1]) == before
+    assert rig.block(TARGET[1]) == before or rig.sim_device.addressable
     assert rig.worker.corrupt == 1
     await until(lambda: rig.name("k1") in rig.sim_storage.quarantined)
 
@@ -71,7 +93,7 @@ async def test_a_sparse_read_goes_on_behind_a_damaged_object_and_never_delivers_
     outcome = await rig.run(read(KEYS, TARGET, prefix=False))
     assert (list(outcome.moved), outcome.error) == ([0, 2, 3, 4, 5], None)
     assert [rig.block(TARGET[i]) for i in (0, 2, 3, 4, 5)] == [rig.block(SOURCE[i]) for i in (0, 2, 3, 4, 5)]
-    assert rig.block(TARGET[1]) == before
+    assert rig.block(TARGET[1]) == before or rig.sim_device.addressable
     assert rig.worker.corrupt == 1
 
 
@@ -95,12 +117,12 @@ async def test_a_sparse_read_ends_where_a_whole_chunk_failed(rig: Rig) -> None:
 
 async def test_a_sparse_read_shares_fetches_with_reads_of_a_prefix(rig: Rig) -> None:
     del rig.sim_storage.objects[rig.name("k1")]
-    rig.sim_device.gate.hold()
+    copies_of(rig).hold()
     first = rig.start(read(["k0", "k2"], [8, 9], "first"))
     await until(lambda: rig.sim_storage.counts["hits"] == 2)
     second = rig.start(read(["k0", "k1", "k2"], [10, 11, 12], "second", prefix=False))
     await turns()
-    rig.sim_device.gate.release()
+    copies_of(rig).release()
     assert [list((await rig.ended(job)).moved) for job in (first, second)] == [[0, 1], [0, 2]]
     assert rig.sim_storage.counts["hits"] == 2
     assert [rig.block(n) for n in (10, 12)] == [rig.block(n) for n in (0, 2)]
@@ -108,16 +130,68 @@ async def test_a_sparse_read_shares_fetches_with_reads_of_a_prefix(rig: Rig) -> 
 
 
 async def test_two_tasks_that_want_the_same_object_share_one_fetch(rig: Rig) -> None:
-    rig.sim_device.gate.hold()  # the first stays a consumer until the second has boarded
+    copies_of(rig).hold()  # the first stays a consumer until the second has boarded
     first = rig.start(read(KEYS[:2], [8, 9], "first"))
     await until(lambda: rig.sim_storage.counts["hits"] == 2)
     second = rig.start(read(KEYS[:2], [10, 11], "second"))
     await turns()
-    rig.sim_device.gate.release()
+    copies_of(rig).release()
     assert [list((await rig.ended(job)).moved) for job in (first, second)] == [[0, 1], [0, 1]]
     assert rig.sim_storage.counts["hits"] == 2
     assert [rig.block(n) for n in (8, 9, 10, 11)] == [rig.block(n) for n in (0, 1, 0, 1)]
     assert rig.slots_used == 0
+
+
+async def test_an_object_of_another_key_never_touches_a_block(rig: Rig) -> None:
+    rig.sim_storage.objects[rig.name("k1")] = rig.sim_storage.objects[rig.name("k3")]
+    before = rig.block(TARGET[1])
+    outcome = await rig.run(read(KEYS, TARGET, prefix=False))
+    assert (list(outcome.moved), outcome.error) == ([0, 2, 3, 4, 5], None)
+    assert rig.block(TARGET[1]) == before
+    assert rig.sim_storage.quarantined.keys() == {rig.name("k1")}
+
+
+async def test_a_damaged_object_that_two_tasks_share_counts_once(rig: Rig) -> None:
+    rig.sim_storage.damage(rig.name("k0"), bit=3)
+    gate = copies_of(rig)
+    gate.hold()
+    first = rig.start(read(KEYS[:2], [8, 9], "first", prefix=False))
+    await until(lambda: rig.sim_storage.counts["hits"] == 2)
+    second = rig.start(read(KEYS[:2], [10, 11], "second", prefix=False))
+    await until(lambda: gate.held == 2 or not NATIVE)
+    gate.release()
+    assert [list((await rig.ended(job)).moved) for job in (first, second)] == [[1], [1]]
+    assert [rig.block(n) for n in (9, 11)] == [rig.block(1)] * 2
+    assert rig.worker.corrupt == 1
+    assert rig.slots_used == 0
+
+
+async def test_a_copy_that_waits_for_a_thread_never_runs_after_a_stop(rig: Rig) -> None:
+    gate = copies_of(rig)
+    gate.hold()
+    before = [rig.block(n) for n in (8, 9)]
+    job = rig.start(read(KEYS[:2], [8, 9]))
+    await until(lambda: gate.held == 1)
+    job.stop.set(Stop.CANCELLED)
+    gate.release()
+    outcome = await rig.ended(job)
+    if rig.sim_device.addressable and NATIVE:  # a device's copy may have begun
+        assert (list(outcome.moved), outcome.stop) == ([], Stop.CANCELLED)
+        assert [rig.block(n) for n in (8, 9)] == before
+    assert rig.slots_used == 0
+
+
+async def test_a_block_that_someone_else_writes_to_during_the_copy_costs_no_object(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an engine does that was killed and restarted. Where what arrived is checked, that looks like damage."""
+    scatter = BlockMemory.scatter
+    monkeypatch.setattr(BlockMemory, "scatter", lambda memory, slot, block: scatter(memory, slot, block) ^ (block == 9))
+    outcome = await rig.run(read(KEYS[:2], [8, 9]))
+    assert list(outcome.moved) == ([0] if rig.sim_device.addressable and NATIVE else [0, 1])
+    assert outcome.error is None
+    assert rig.worker.corrupt == 0
+    assert rig.sim_storage.quarantined == {}
 
 
 async def test_a_task_that_is_stopped_does_not_disturb_one_that_shares_its_fetch(rig: Rig) -> None:

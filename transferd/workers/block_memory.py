@@ -1,7 +1,8 @@
 """A rank's blocks as memory that the CPU can address, in pieces that one call copies and checks.
 
-in_place.py loads objects directly into it; write.py collects blocks from it. The C extension `_inplace` does either in
-one pass over memory. Without it, loads take more steps, and stores go through the device tier.
+in_place.py loads objects directly into it; write.py collects blocks from it, and read.py scatters them to it. The C
+extension `_inplace` does each in one pass over memory. Without it, loads in place take more steps, and copies between
+blocks and staging are those of the device tier.
 """
 
 from __future__ import annotations
@@ -93,6 +94,14 @@ class BlockMemory:
         state = _inplace.new_state(self._nbytes)
         for piece, table in zip(self.pieces, self.tables, strict=True):
             _inplace.collect(slot, piece.offset, self.arena.origin, table, block, state)
+        return _inplace.checksum(state)
+
+    def scatter(self, slot: memoryview, block: int) -> int:
+        """Copy a packed block from a slot into a block; its checksum. Under the conditions of `collect`."""
+        assert self.tables is not None
+        state = _inplace.new_state(self._nbytes)
+        for piece, table in zip(self.pieces, self.tables, strict=True):
+            _inplace.copy_memory(slot, piece.offset, self.arena.origin, table, block, state)
         return _inplace.checksum(state)
 
 

@@ -15,24 +15,35 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from transferd.storage.base import Outcome
+from transferd.storage.base import MISSING, Outcome
 from transferd.tiers.staging import Lease
 
 
 class SharedFetch:
-    """Objects fetched together. `fetch` returns one outcome per name; FOUND: its slot holds verified bytes."""
+    """Objects fetched together. `fetch` returns one outcome per name; FOUND: its slot holds the object.
+
+    verified: whether `fetch` has checked the objects. If not, each consumer does while it copies.
+    """
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
         self.lease: Lease | None = None
         self.fetch: asyncio.Future[list[Outcome]] | None = None
         self.consumers = 0
+        self.verified = True
         self.index = {name: i for i, name in enumerate(self.names)}
 
     def outcome(self, name: str) -> Outcome:
         """The outcome for one object, after `fetch` has ended. Raises what the fetch raised."""
         assert self.fetch is not None
         return self.fetch.result()[self.index[name]]
+
+    def spoil(self, name: str) -> bool:
+        """Turn an object that failed its check into a miss. False: another consumer has done so."""
+        assert self.fetch is not None
+        outcomes, i = self.fetch.result(), self.index[name]
+        before, outcomes[i] = outcomes[i], MISSING
+        return before is not MISSING
 
     def slot(self, name: str) -> int:
         """The staging slot of a fetched object. Valid while the caller is a consumer."""

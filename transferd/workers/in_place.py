@@ -196,11 +196,11 @@ class InPlaceReader:
     bad: called for each object that failed its check, with task id, name and damage.
     """
 
-    def __init__(self, context: RankContext, storage: Storage, bad: Bad) -> None:
+    def __init__(self, context: RankContext, storage: Storage, blocks: AddressableBlocks, bad: Bad) -> None:
         self._context = context
         self._storage = storage
         self._bad = bad
-        self._blocks = AddressableBlocks(context)
+        self._blocks = blocks
         self._chunk_blocks = max(1, min(CHUNK_BYTES // context.layout.block_bytes, CHUNK_BLOCKS))
 
     async def load(self, account: Account, names: Sequence[str], positions: Sequence[int]) -> Sequence[int]:

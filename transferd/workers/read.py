@@ -6,9 +6,11 @@ objects that storage has in memory are loaded in place first (in_place.py). All 
     stored ─ which blocks does the source have?
     for each chunk:  fetch (lease slots, get, verify)  →  copy slots → device
 
+For such blocks, one pass over memory copies a fetched chunk and verifies it, if the extension is there.
+
 A few chunks are in flight at a time: while chunk k is copied to the device, chunk k+1 is being
-fetched. Tasks share fetches (flights.py). A bad object is a miss: it is quarantined and counted, and its
-bytes never reach the device. It ends the prefix; a sparse read continues after it.
+fetched. Tasks share fetches (flights.py). A bad object is a miss: it is quarantined and counted, and no task reports
+its block as loaded. It ends the prefix; a sparse read continues after it.
 
 A sparse read also continues after an object that storage failed to read. It ends after a whole chunk failed, because
 storage or the device is then in trouble, and each further chunk would wait for the same error.
@@ -24,12 +26,14 @@ from collections import deque
 from collections.abc import Awaitable, Sequence
 from typing import Protocol
 
-from transferd.blocks.footer import Damage
+from transferd.blocks.footer import FOOTER_BYTES, Damage
 from transferd.errors import TransferError
 from transferd.runtime.aio import answered, at_once, every
+from transferd.runtime.threads import Direction
 from transferd.storage.base import MISSING, Blob, Found, Outcome, Storage
 from transferd.storage.lru import Use
 from transferd.tasks import RankOutcome, ReadStorageTask
+from transferd.workers.block_memory import AddressableBlocks
 from transferd.workers.context import Account, RankContext, require
 from transferd.workers.flights import Flights, SharedFetch
 from transferd.workers.in_place import InPlaceReader
@@ -100,9 +104,10 @@ class Reader:
         self.source = source
         self._context = context
         self._chunk_blocks = context.staging.chunk_slots(self.consumer)
+        self._blocks = AddressableBlocks(context)
         self._in_place: InPlaceReader | None = None
         if source.storage is not None:
-            self._in_place = InPlaceReader(context, source.storage, self._bad)
+            self._in_place = InPlaceReader(context, source.storage, self._blocks, self._bad)
         self.missed = 0
 
     async def load(self, job: Job) -> RankOutcome:
@@ -192,7 +197,7 @@ class Reader:
             outcomes = [batch.outcome(names[i]) for i in mine]
             good = [i for i, outcome in zip(mine, outcomes, strict=True) if outcome.found is Found.FOUND]
             if good:
-                await self._scatter(account, batch, names, positions, good)
+                good = await self._scatter(account, batch, names, positions, good)
             for outcome in outcomes:
                 if outcome.error is not None:
                     account.failed(outcome.error)
@@ -205,23 +210,61 @@ class Reader:
 
     async def _scatter(
         self, account: Account, batch: SharedFetch, names: Sequence[str], positions: Sequence[int], good: list[int]
-    ) -> None:
+    ) -> list[int]:
+        """Copy the objects at `good` to the device. Returns those that arrived; none if the task was stopped first."""
         context, job = self._context, account.job
         task = job.task
         assert isinstance(task, ReadStorageTask)
         if task.after and not await context.computed(job):
-            return
+            return []
         slots = [batch.slot(names[i]) for i in good]
         blocks = [task.gpu_block_ids[positions[i]] for i in good]
-        plan = job.copy_plan(context.staging.packed, slots, context.device.arena.geometry, blocks)
         context.recorder.step(task.task_id, "copy", context.rank, len(good))
         before = context.clock.monotonic()
+        intact = [True] * len(good)
         try:
-            copied = await job.stop.copied(context.device.copy_in(plan, context.staging.memory))
+            if batch.verified:
+                plan = job.copy_plan(context.staging.packed, slots, context.device.arena.geometry, blocks)
+                copying = context.device.copy_in(plan, context.staging.memory)
+            else:
+                copying = self._copy_and_verify(job, slots, [positions[i] for i in good], blocks, intact)
+            if not await job.stop.copied(copying):
+                return []
         finally:
             account.copy_s += context.clock.monotonic() - before
-        if copied:
-            account.done([positions[i] for i in good], plan.nbytes)
+        arrived = [i for i, whole in zip(good, intact, strict=True) if whole]
+        account.done([positions[i] for i in arrived], len(arrived) * context.layout.block_bytes)
+        if len(arrived) < len(good):
+            doubtful = [i for i, whole in zip(good, intact, strict=True) if not whole]
+            await self._judge(job, batch, [names[i] for i in doubtful], [positions[i] for i in doubtful])
+        return arrived
+
+    async def _copy_and_verify(
+        self, job: Job, slots: Sequence[int], places: Sequence[int], blocks: Sequence[int], intact: list[bool]
+    ) -> None:
+        """Copy and verify in one pass over memory, for blocks that the CPU can address.
+
+        places: for each slot, its position in the task. intact: set for each.
+        """
+        context, memory = self._context, self._blocks.memory()
+        assert memory is not None
+        views = [context.staging.slot_view(slot, context.staging.object_bytes) for slot in slots]
+        inspections = context.format.inspections(job.generation, [job.ids[i] for i in places], context.object_rank)
+
+        def copy() -> None:
+            for i, (view, block, inspection) in enumerate(zip(views, blocks, inspections, strict=True)):
+                ours = inspection.footer(bytes(view[-FOOTER_BYTES:])) is None  # or it does not touch the block
+                intact[i] = ours and inspection.damage(memory.scatter(view, block)) is None
+
+        await context.threads.run(Direction.IN, copy, "copy and checksums")
+
+    async def _judge(self, job: Job, batch: SharedFetch, names: Sequence[str], places: Sequence[int]) -> None:
+        """Find out whether objects are damaged, or their blocks were written by someone else during the copy."""
+        context = self._context
+        views = [context.staging.slot_view(batch.slot(name), context.staging.object_bytes) for name in names]
+        for name, reason in zip(names, await context.check(views, job, places), strict=True):
+            if reason is not None and batch.spoil(name):
+                self._bad(job.task.task_id, name, reason)
 
     def _begin_fetch(self, batch: SharedFetch, job: Job, places: Sequence[int]) -> asyncio.Future[list[Outcome]]:
         """Fetch a batch into slots and verify it. The fetch belongs to the batch, not to the task that started it.
@@ -263,9 +306,13 @@ class Reader:
     async def _verify(
         self, batch: SharedFetch, job: Job, places: Sequence[int], outcomes: list[Outcome]
     ) -> list[Outcome]:
-        """Turn objects that fail their check into misses, and quarantine them."""
+        """Turn objects that fail their check into misses, and quarantine them. Leave it to the copy if that can."""
         assert batch.lease is not None
         context, holder = self._context, job.task.task_id
+        memory = self._blocks.memory()
+        batch.verified = memory is None or memory.tables is None or context.is_cheap(len(outcomes))
+        if not batch.verified:
+            return outcomes
         slots = context.staging.views(batch.lease)
         found = [i for i, outcome in enumerate(outcomes) if outcome.found is Found.FOUND]
         reasons = await context.check([slots[i] for i in found], job, [places[i] for i in found])
