@@ -287,10 +287,10 @@ MUTANTS = (
         "        if False:",
     ),
     Mutant(
-        "a request of an earlier session is carried out",
+        "a request of another connection's session is carried out",
         "daemon/server.py",
-        "        if not oldest <= request.session <= client.session and request.session != wire.ANY_SESSION:",
-        "        if False:",
+        "            if not client.first_session <= request.session < client.session:",
+        "            if False:",
     ),
     Mutant(  # what CPython's ThreadPoolExecutor does, which this package once used
         "a function is queued before its thread is refused",

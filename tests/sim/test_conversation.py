@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import warnings
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -464,10 +465,65 @@ class Raw:
         self.transport = world.network.client(name)
         self.transport.start(lambda payload: self.replies.append(wire.decode_reply(payload)))
 
+    @property
+    def peer(self) -> bytes:
+        """The daemon's name for it."""
+        assert self.transport.connection is not None
+        return self.transport.connection.peer
+
     async def say(self, seq: int, body: wire.Body, **options: Any) -> wire.ReplyEnvelope:
         self.transport.send(wire.encode_request(seq, body, **options))
         await asyncio.sleep(0.1)
         return self.replies[-1]
+
+
+def test_a_client_behind_a_pipe_that_is_often_full_gets_every_result_in_time() -> None:
+    """Each lost answer begins a session. If only requests of the newest one were run, the first few would take all."""
+
+    async def program(world: World) -> None:
+        to_client, turns = world.network.to_client, itertools.cycle([True, False])
+        before = [await world.client.push(task(f"before-{i}")) for i in range(8)]  # in front at each repetition
+        world.network.to_client = lambda *message: next(turns) and to_client(*message)  # type: ignore[method-assign]
+        pushed = [asyncio.ensure_future(world.client.submit(task(f"t{i}"))) for i in range(8)]
+        await asyncio.sleep(0.1)
+        for i in range(8):
+            world.core.finish(f"t{i}")
+        results = await asyncio.wait_for(asyncio.gather(*pushed), 10)
+        assert {result.status for result in results} == {Status.OK}
+        for i in range(8):
+            world.core.finish(f"before-{i}")
+        results = await asyncio.wait_for(asyncio.gather(*before), 10)
+        assert {result.status for result in results} == {Status.OK}
+        assert set(world.core.ran.values()) == {1}
+
+    run(program, hold=True)
+
+
+def test_a_request_of_an_earlier_session_of_its_connection_is_run_and_the_client_hears_of_the_new_one() -> None:
+    async def program(world: World) -> None:
+        raw = Raw(world)
+        before = (await raw.say(1, wire.Hello())).body
+        assert isinstance(before, wire.Welcome)
+        world.network.faults = NetworkFaults(Latency(0.0001, 0.001), refuse=1.0)
+        world.network.to_server(raw.peer, wire.encode_request(2, wire.Hello()))
+        world.network.faults = NetworkFaults(Latency(0.0001, 0.001))
+        del raw.replies[:]
+        await raw.say(3, task(), session=before.session)
+        nudge, result = raw.replies
+        assert isinstance(nudge.body, wire.Refused)
+        assert (nudge.seq, nudge.body.error.code) == (0, "stale_session")
+        assert isinstance(result.body, wire.Result)
+        assert result.body.result.status is Status.OK
+        now = (await raw.say(4, wire.Hello())).body
+        assert isinstance(now, wire.Welcome)
+        assert now.session > before.session
+        reply = await raw.say(5, task("future"), session=now.session + 1)
+        assert isinstance(reply.body, wire.Refused)
+        assert world.core.ran == {"t": 1}
+        assert world.server.statistics()["rejects"] == {"stale_session": 1}
+        raw.transport.close()
+
+    run(program)
 
 
 def test_a_session_is_begun_by_the_first_message_and_others_are_refused() -> None:

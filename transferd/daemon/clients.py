@@ -32,6 +32,7 @@ class KnownClient:
     came_at: float
     seen_at: float
     observer: bool = False  # may only ask for reports
+    told: bool = False  # to say Hello, because a newer session has begun
     engine_name: str = ""  # from its Hello; "" before the first one
     engine: HostedEngine | None = None  # the one that it is bound to (engines.py)
     holds: bool = False  # it has registered, offered, attached or pushed, so its engine stays while it lives
@@ -83,14 +84,19 @@ class Clients:
             self._answer_lost(peer, seq)
 
     def refuse_stale(self, peer: bytes, seq: int, refused: wire.Refused) -> None:
-        """Refuse a request of an earlier session. If this is lost, no new session begins.
+        """Refuse a request of another connection's session. If this is lost, no new session begins.
 
-        The client repeats the request anyway, once its next heartbeat names the current session. A client that repeats
-        many requests gets a refusal for each. If every lost one began a new session, sessions would change faster than
-        Welcomes can report them, and the client would never catch up.
+        The client repeats the request anyway, once its next heartbeat names the current session.
         """
         if not self.transport.send(peer, wire.encode_reply(seq, refused)):
             self.undeliverable += 1
+
+    def tell_of_session(self, peer: bytes) -> None:
+        """Make this client say Hello, once, because an answer to it was lost. Its next heartbeat would do so later."""
+        client = self._peers[peer]
+        if not client.told:
+            lost = wire.Refused(ErrorInfo(wire.STALE_SESSION, "an answer was lost; say Hello"))
+            client.told = self.transport.send(peer, wire.encode_reply(0, lost))
 
     def deliver(self, client: bytes, seq: int, result: TaskResult) -> None:
         """Send one terminal result to the client that waits for it.

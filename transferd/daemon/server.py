@@ -159,11 +159,12 @@ class Server:
             return
         if client.engine is None and not isinstance(body, NEED_NO_ENGINE) and not self._bound(peer, client, seq, body):
             return
-        # A Bye is valid in any session of its connection: an undeliverable answer may have begun a newer one.
-        oldest = client.first_session if isinstance(body, wire.Bye) else client.session
-        if not oldest <= request.session <= client.session and request.session != wire.ANY_SESSION:
-            self._refuse(peer, wire.Malformed("from an earlier session; send Hello", code=wire.STALE_SESSION, seq=seq))
-            return
+        if request.session not in (client.session, wire.ANY_SESSION):
+            if not client.first_session <= request.session < client.session:
+                what = "from a session of another connection; send Hello"
+                self._refuse(peer, wire.Malformed(what, code=wire.STALE_SESSION, seq=seq))
+                return
+            self._clients.tell_of_session(peer)
         if not client.holds and isinstance(body, HOLD):
             self._engines.hold(client)
         try:
@@ -234,6 +235,7 @@ class Server:
 
     def _hello(self, peer: bytes, seq: int, hello: wire.Hello) -> None:
         client, greeting = self._clients[peer], self._greeting
+        client.told = False
         self._engines.join(peer, client, hello.engine, hello.registration)
         epoch, registration, registered = self._engines.known_to(client)
         engine = client.engine

@@ -129,7 +129,9 @@ CODES: dict[str, Code] = {
         "rejected, refused, failed", "the message is longer than `max_message`", "send several smaller tasks"
     ),
     "stale_session": Code(
-        "refused", "the message is from an earlier session; nothing was done", "say `hello`, then repeat it"
+        "refused",
+        "the message is from a session of another connection, and nothing was done; with seq 0: something has changed",
+        "say `hello`; if the session is another, repeat what is pending",
     ),
     "forbidden": Code("rejected, refused", "an observer may not ask this", "use an endpoint for engines"),
     "too_often": Code("refused", "`server.observer_rate` is reached", _LATER),

@@ -20,11 +20,12 @@ Abort path
 Sessions
     A session is a stretch of a conversation in which no message was lost. It ends when the connection breaks,
     when the daemon considers the client gone, or when an answer cannot be delivered. A request names its
-    session; a request of another session is answered Refused(stale_session), and nothing is touched. So a
-    request that was in flight to a dead daemon is never run by the daemon's successor, after the client has
+    session; a request of another connection's session is answered Refused(stale_session), and nothing is touched. So
+    a request that was in flight to a dead daemon is never run by the daemon's successor, after the client has
     reported it as lost. A client that sees another session of the same boot repeats all its pending requests:
-    the daemon joins a task that it knows, or repeats its result. Session 0 means any session, for peers that
-    do not need this. A Bye is valid in every session that its connection has had.
+    the daemon joins a task that it knows, or repeats its result. A request of an earlier session of its own
+    connection is run, and Refused(stale_session) with seq 0 tells the client to say Hello. So however many answers
+    get lost, each repetition ends some requests. Session 0 means any session, for peers that do not need this.
 
 Format
     byte 0: PROTOCOL_VERSION. Then one msgpack array: [seq, ack, body, session = 0] from clients,
