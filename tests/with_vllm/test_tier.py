@@ -6,11 +6,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from vllm.v1.kv_offload.base import LookupResult
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 
 from tests.with_vllm.pool import Pool, keys
 from transferd.adapters.vllm import tier
@@ -52,6 +52,15 @@ def test_each_missing_chunk_is_a_miss_and_no_other(place: Path) -> None:
         assert pool.load(wanted) == [True, True, False, True, True, False, False, True]
 
 
+def found_in_tier(pool: Pool, wanted: Sequence[OffloadKey]) -> ReqContext:
+    """Store these chunks, empty the host pool, and let a request find them in the tier. It has loaded none yet."""
+    pool.store(wanted)
+    pool.forget()
+    context = pool.request()
+    until(lambda: (pool.step(), all(pool.tier.lookup(key, context) is LookupResult.HIT for key in wanted))[1])
+    return context
+
+
 def test_a_damaged_object_is_computed_anew_and_the_others_are_loaded(place: Path) -> None:
     wanted = keys("a", 6)
     with Pool() as pool:
@@ -71,10 +80,7 @@ def test_a_damaged_object_is_computed_anew_and_the_others_are_loaded(place: Path
 def test_objects_that_vanish_after_the_lookup_do_not_make_a_request_spin(place: Path) -> None:
     wanted = keys("a", 5)
     with Pool() as pool:
-        pool.store(wanted)
-        pool.forget()
-        context = pool.request()
-        until(lambda: (pool.step(), all(pool.tier.lookup(key, context) is LookupResult.HIT for key in wanted))[1])
+        found_in_tier(pool, wanted)
         for path in objects(place):
             path.unlink()
         rounds = pool.rounds
@@ -106,10 +112,7 @@ def test_a_daemon_killed_at_any_moment_costs_hits_and_no_byte(place: Path) -> No
 def test_a_suspended_daemon_keeps_the_chunks_that_it_may_still_write(place: Path) -> None:
     wanted = keys("a", 4)
     with Pool() as pool:
-        pool.store(wanted)
-        pool.forget()
-        context = pool.request()
-        until(lambda: (pool.step(), all(pool.tier.lookup(key, context) is LookupResult.HIT for key in wanted))[1])
+        context = found_in_tier(pool, wanted)
         os.kill(daemon(pool), signal.SIGSTOP)
         try:
             assert pool.manager.lookup(wanted[0], context) is LookupResult.HIT_PENDING
@@ -131,10 +134,7 @@ def test_a_suspended_daemon_keeps_the_chunks_that_it_may_still_write(place: Path
 def test_a_reset_does_not_wait_forever_for_a_suspended_daemon(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = keys("a", 4)
     with Pool(timeout=1.0) as pool:
-        pool.store(wanted)
-        pool.forget()
-        context = pool.request()
-        until(lambda: (pool.step(), all(pool.tier.lookup(key, context) is LookupResult.HIT for key in wanted))[1])
+        context = found_in_tier(pool, wanted)
         os.kill(daemon(pool), signal.SIGSTOP)
         try:
             assert pool.manager.lookup(wanted[0], context) is LookupResult.HIT_PENDING
