@@ -20,7 +20,7 @@ from transferd.storage.base import Backing, Outcome, Place, ReadNow
 from transferd.tasks import ReadStorageTask, Stop
 from transferd.workers import block_memory, in_place
 from transferd.workers.block_memory import pieces_of
-from transferd.workers.in_place import Loan
+from transferd.workers.loan import Loan
 
 KEYS = [f"k{i}" for i in range(6)]
 SOURCE = [0, 1, 2, 3, 4, 5]

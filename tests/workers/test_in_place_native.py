@@ -125,7 +125,7 @@ def test_any_parts_are_collected_in_order_with_the_checksum_of_xxhash(
     for piece in cut(draw, stripes, pieces):
         sizes = [64 * count for count in cut(draw, piece, parts)]
         table = np.array([(draw.randrange(nbytes - size + 1), nbytes, size) for size in sizes], np.int64)
-        native.collect(memoryview(target)[skew:], offset, memory.ctypes.data, table, block, state)
+        native.collect(memoryview(target)[skew:], offset, memory.ctypes.data, table, block, state, draw.random() < 0.5)
         wanted += b"".join(memory[at + nbytes * block :][:size].tobytes() for at, _, size in table.tolist())
         offset += 64 * piece
     assert native.checksum(state) == xxhash.xxh3_64_intdigest(wanted)
@@ -135,9 +135,9 @@ def test_any_parts_are_collected_in_order_with_the_checksum_of_xxhash(
 def test_a_piece_is_not_collected_into_less_room(native: Any) -> None:
     memory, table, target = np.ones(512, np.uint8), np.array([[0, 0, 512]], np.int64), bytearray(600)
     with pytest.raises(ValueError, match="does not fit"):
-        native.collect(target, 128, memory.ctypes.data, table, 0, native.new_state(512))
+        native.collect(target, 128, memory.ctypes.data, table, 0, native.new_state(512), False)
     with pytest.raises((TypeError, BufferError)):
-        native.collect(bytes(600), 0, memory.ctypes.data, table, 0, native.new_state(512))
+        native.collect(bytes(600), 0, memory.ctypes.data, table, 0, native.new_state(512), True)
     assert not any(target)
 
 

@@ -47,7 +47,7 @@ class Found(enum.Enum):
     STORED = "stored"  # put: written now
     EXISTS = "exists"  # put: it was already stored
     FOUND = "found"  # get: the buffer holds the object
-    MISSING = "missing"  # get: not stored, or of another length
+    MISSING = "missing"  # get: not stored, or of another length; put_lent: the task took the block back first
     COLD = "cold"  # get_in_place: stored, but not in memory now; use `get`, which waits for the medium
     FAILED = "failed"  # see error
 
@@ -127,6 +127,33 @@ class Place(NamedTuple):
     depth: int
 
 
+class LentBlock(Protocol):
+    """A block of which storage makes the object itself, in the thread that writes it, right before.
+
+    nbytes: the object's length, footer included.
+    """
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def collect(self) -> memoryview | None:
+        """In a thread: the object, in registered memory, until `give_back`. None: the task has ended; store nothing."""
+        ...
+
+    def give_back(self) -> None:
+        """In a thread: what `collect` returned is not needed any more."""
+        ...
+
+
+class Lent(NamedTuple):
+    """An object's name, and the block to make it from. use, depth: as in Blob."""
+
+    name: str
+    data: LentBlock
+    use: Use
+    depth: int
+
+
 class Storage(abc.ABC):
     """A storage backend. See the module's contract."""
 
@@ -135,6 +162,7 @@ class Storage(abc.ABC):
     # costs more than a copy in memory. A backend that joins puts itself leaves joins_puts False.
     joins_gets = joins_puts = False
     loads_in_place = False  # whether get_in_place works
+    collects = 0  # how many blocks put_lent makes objects of at a time; 0: it does not work
 
     @classmethod
     def from_config(cls, config: Config, *, clock: Clock) -> Self:
@@ -198,6 +226,13 @@ class Storage(abc.ABC):
 
         If an outcome is not FOUND, the content of its buffer is undefined.
         """
+
+    def put_lent(self, blocks: Sequence[Lent], at_once: int) -> Awaitable[list[Outcome]]:
+        """Like `put`, but make each object when it is written. Only if `collects`.
+
+        MISSING: the task took the block back first. at_once: at most so many blocks are collected and not given back.
+        """
+        raise NotImplementedError
 
     def get_in_place(self, places: Sequence[Place]) -> Awaitable[list[Outcome]]:
         """Have each block load its object without staging, if the object's bytes are in memory now.

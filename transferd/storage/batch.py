@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from transferd.errors import StorageError
-from transferd.storage.base import Blob, Outcome, Place
+from transferd.storage.base import Blob, Lent, Outcome, Place
 from transferd.storage.lru import Entry, LruIndex, Use, Victim
 
 PATIENCE_S = 5.0  # how long a write waits for running writes of its own task, so that these can make room
@@ -33,14 +33,18 @@ Answer = bool | Outcome | Damaged | StorageError
 
 @dataclass(slots=True)
 class Write:
-    """One object that is being written. `position` is its index in the caller's batch."""
+    """One object that is being written. `position` is its index in the caller's batch.
+
+    withdrawn: its task took the block back before it was collected.
+    """
 
     position: int
-    blob: Blob
+    blob: Blob | Lent
     use: Use
     depth: int
     victims: list[Victim]  # objects to remove first, to make room; those whose removal failed stay in the list
     error: StorageError | None = None
+    withdrawn: bool = False
 
 
 class Read(NamedTuple):
@@ -57,11 +61,13 @@ class PutBatch:
 
     todo: positions that are not decided yet. outcomes: by position, for decided ones. waits: the effects that the rest
     waits for. written: completes when the latest wave has been written. alone: the use of blobs that name none.
-    patient: whether to wait for running writes that should make room; False once they took too long.
+    patient: whether to wait for running writes that should make room; False once they took too long. at_once: how many
+    objects may be written at a time; None: no bound but the threads.
     """
 
-    blobs: Sequence[Blob]
+    blobs: Sequence[Blob | Lent]
     todo: Sequence[int]
+    at_once: int | None = None
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     waits: set[asyncio.Future[None]] = field(default_factory=set)
     written: asyncio.Future[None] | None = None

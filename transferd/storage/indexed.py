@@ -37,7 +37,7 @@ from typing import Any, TypeVar, cast
 from transferd.errors import Closed, StillRunning, StorageError, StorageFull
 from transferd.runtime.aio import answered, at_once, every, uncancelled
 from transferd.runtime.threads import Direction, SharedItems, Threads
-from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found, InPlace, Outcome, Place, Storage
+from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found, InPlace, Lent, Outcome, Place, Storage
 from transferd.storage.batch import Answer, Damaged, PutBatch, Read, Wanted, Write, after, bare, name_of, statistics_of
 from transferd.storage.lru import LruIndex, NoRoom, Use, Victim
 from transferd.storage.traffic import Traffic
@@ -56,7 +56,7 @@ class IndexedStorage(Storage):
     def __init__(self, capacity: int, threads: Threads, *, shares: int, inline_bytes: int = 0) -> None:
         self._index = LruIndex(capacity)
         self._threads = threads
-        self._shares = shares
+        self._shares = self.collects = shares
         self._inline_bytes = inline_bytes
         # Names with a running effect that changes what is stored, and a future of its end.
         self._busy: dict[str, asyncio.Future[None]] = {}
@@ -115,6 +115,9 @@ class IndexedStorage(Storage):
             if not batch.todo:
                 return answered([batch.outcomes[position] for position in range(len(batch.blobs))])
         return self._put(batch)
+
+    def put_lent(self, blocks: Sequence[Lent], at_once: int) -> Awaitable[list[Outcome]]:
+        return self._put(PutBatch(blocks, range(len(blocks)), at_once))
 
     def get(self, blobs: Sequence[Wanted]) -> Awaitable[list[Outcome]]:
         """Copies a small batch at once, and returns a done future, unless an object is bad."""
@@ -241,13 +244,13 @@ class IndexedStorage(Storage):
         unsettled = {write.blob.name for write in wave}
         leaving = []
         try:
-            await self._write_all(wave)
+            await self._write_all(wave, batch.at_once)
             full = [write for write in wave if isinstance(write.error, StorageFull) and self._make_room(write)]
             if full:
                 again = [victim.name for write in full for victim in write.victims]
                 self._occupy(again, done)
                 occupied.update(again)
-                await self._write_all(full)
+                await self._write_all(full, batch.at_once)
             for write in wave:
                 unsettled.remove(write.blob.name)
                 leaving += self._settle(write)
@@ -258,23 +261,37 @@ class IndexedStorage(Storage):
             self._evict_in_background(leaving)
         batch.outcomes.update((write.position, self._stored(write)) for write in wave)
 
-    async def _write_all(self, writes: list[Write]) -> None:
+    async def _write_all(self, writes: list[Write], at_once: int | None) -> None:
         small = self._is_small([write.blob for write in writes])
-        await self._run(Direction.OUT, writes, self._write_one, small=small)
+        await self._run(Direction.OUT, writes, self._write_one, small=small, at_once=at_once)
 
     def _write_one(self, write: Write) -> None:
+        """In a thread: make the object if it is not there yet, then store it."""
+        block = write.blob.data
+        if isinstance(block, memoryview):
+            self._store(write, block)
+            return
+        data = block.collect()
+        write.withdrawn = data is None
+        if data is not None:
+            try:
+                self._store(write, data)
+            finally:
+                block.give_back()
+
+    def _store(self, write: Write, data: memoryview) -> None:
         """In a thread: remove the victims, then write the object."""
         write.error = None
         try:
             spare = None
             while write.victims:
                 name, nbytes = write.victims[-1]
-                if len(write.victims) == 1 and nbytes == write.blob.data.nbytes and not self._traffic.reads(name):
+                if len(write.victims) == 1 and nbytes == data.nbytes and not self._traffic.reads(name):
                     spare = self._retire(name, nbytes)
                 else:
                     self._remove(name)
                 write.victims.pop()
-            self._write(write.blob.name, write.blob.data, spare)
+            self._write(write.blob.name, data, spare)
         except StorageError as error:
             write.error = bare(error)
 
@@ -289,7 +306,7 @@ class IndexedStorage(Storage):
     def _settle(self, write: Write) -> list[Victim]:
         """On the loop: record in the index how the write ended. Returns what left it, perhaps this very object."""
         leaving = []
-        if write.error is None:
+        if write.error is None and not write.withdrawn:
             ended = write.depth >= write.use.ends_at
             leaving = self._index.commit(write.blob.name)
             self._counts["evicted_shrink"] += 0 if ended else len(leaving)
@@ -305,6 +322,8 @@ class IndexedStorage(Storage):
     def _stored(self, write: Write) -> Outcome:
         if write.error is not None:
             return self._failed(write.error)
+        if write.withdrawn:
+            return MISSING
         self._counts["stored"] += 1
         return STORED
 
@@ -435,16 +454,25 @@ class IndexedStorage(Storage):
             del self._busy[name]
         done.set_result(None)
 
-    def _is_small(self, blobs: Sequence[Wanted]) -> bool:
+    def _is_small(self, blobs: Sequence[Wanted | Lent]) -> bool:
         """Whether copying these on the loop itself is quicker than having a thread do it."""
         return bool(self._inline_bytes) and sum(blob.data.nbytes for blob in blobs) <= self._inline_bytes
 
-    async def _run(self, direction: Direction, items: Sequence[S], effect: Callable[[S], T], *, small: bool) -> list[T]:
+    async def _run(
+        self,
+        direction: Direction,
+        items: Sequence[S],
+        effect: Callable[[S], T],
+        *,
+        small: bool,
+        at_once: int | None = None,
+    ) -> list[T]:
         """Run `effect` on every item, in several threads. Returns when all have ended; raises the first bug."""
         if not items or (small and self._inline_bytes):  # copies in memory
             return [effect(item) for item in items]
         shared = SharedItems(effect, items, name_of, after(items))
-        await every(self._threads.run(direction, share, share) for share in shared.shares(self._shares))
+        most = self._shares if at_once is None else min(self._shares, at_once)
+        await every(self._threads.run(direction, share, share) for share in shared.shares(most))
         return cast("list[T]", shared.results)
 
     def _failed(self, error: StorageError) -> Outcome:

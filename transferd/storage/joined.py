@@ -31,7 +31,7 @@ from transferd.config import StorageSection
 from transferd.errors import StorageError, TransferError
 from transferd.runtime.aio import every, uncancelled
 from transferd.runtime.threads import Direction, Threads
-from transferd.storage.base import EXISTS, Blob, Found, Outcome, Place, Storage
+from transferd.storage.base import EXISTS, Blob, Found, Lent, Outcome, Place, Storage
 from transferd.storage.lru import Use
 from transferd.tiers.base import INLINE_BYTES, HostMemory
 
@@ -92,6 +92,7 @@ class JoinedStorage(Storage):
     ) -> None:
         self.backend, self.joins_gets, self.joins_puts = storage.backend, storage.joins_gets, storage.joins_puts
         self.loads_in_place = storage.loads_in_place
+        self.collects = 0 if storage.joins_puts else storage.collects
         self._storage = storage
         self._threads = threads
         self._several = several
@@ -103,6 +104,9 @@ class JoinedStorage(Storage):
         if not self.joins_puts or not self._several():
             return self._storage.put(blobs)
         return self._to_the_end(self._puts, self._storage.put, blobs)
+
+    def put_lent(self, blocks: Sequence[Lent], at_once: int) -> Awaitable[list[Outcome]]:
+        return self._storage.put_lent(blocks, at_once)
 
     def get(self, blobs: Sequence[Blob]) -> Awaitable[list[Outcome]]:
         if not self.joins_gets or not self._several():

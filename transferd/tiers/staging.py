@@ -130,7 +130,11 @@ class Staging:
 
     def chunk_slots(self, consumer: str) -> int:
         """How many blocks a chunk of this consumer should have: at most CHUNK_BYTES, and two chunks must fit."""
-        return max(1, min(self._shares[consumer].total // 2, CHUNK_BYTES // self._slot_bytes))
+        return self.slots_at_once(consumer, CHUNK_BYTES // self._slot_bytes)
+
+    def slots_at_once(self, consumer: str, wanted: int) -> int:
+        """As many of the slots that a chunk wants as leave another chunk its own; at least one."""
+        return max(1, min(self._shares[consumer].total // 2, wanted))
 
     def try_acquire(self, consumer: str, count: int, holder: str) -> Lease | None:
         """A lease, if one is available without waiting and without overtaking; otherwise None."""

@@ -4,8 +4,8 @@
  * tests/workers/test_in_place_native.py runs both ways over the same objects. Built against the limited API of CPython 3.11, so one build serves every later version.
  *
  * An object in memory is copied from there. A large file in the page cache is mapped and copied from there, too; other files
- * are read into a buffer that stays in a core's own cache. What is written goes past the caches: the next to read it is another core
- * or process, and to write a line of memory through them costs reading it first.
+ * are read into a buffer that stays in a core's own cache. What is written goes past the caches, unless the caller wants it kept
+ * there: the next to read it is another core or process, and to write a line of memory through them costs reading it first.
  */
 #define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
@@ -110,7 +110,7 @@ static void scatter(Piece *piece, Cursor *cursor, const unsigned char *from, uin
 {
     while (count) {
         uint64_t left = piece->nbytes[cursor->part] - cursor->done, some = left < count ? left : count;
-        copy_checked(piece->state.buf, piece->at[cursor->part] + cursor->done, from, some);
+        copy_checked(piece->state.buf, piece->at[cursor->part] + cursor->done, from, some, 0);
         from += some;
         count -= some;
         cursor->done += some;
@@ -198,13 +198,14 @@ static PyObject *copy_memory(PyObject *module, PyObject *args)
 
 static PyObject *collect(PyObject *module, PyObject *args)
 {
+    int kept;
     unsigned long long offset, address, block;
     PyObject *given, *parts, *state;
     Py_buffer target;
     Piece piece;
 
     (void)module;
-    if (!PyArg_ParseTuple(args, "OKKOKO", &given, &offset, &address, &parts, &block, &state) ||
+    if (!PyArg_ParseTuple(args, "OKKOKOp", &given, &offset, &address, &parts, &block, &state, &kept) ||
         PyObject_GetBuffer(given, &target, PyBUF_WRITABLE) < 0)
         return NULL;
     if (open_piece(&piece, address, parts, block, state) < 0) {
@@ -216,7 +217,7 @@ static PyObject *collect(PyObject *module, PyObject *args)
     Py_BEGIN_ALLOW_THREADS
     unsigned char *to = (unsigned char *)target.buf + offset;
     for (int i = 0; fits && i < piece.count; to += piece.nbytes[i++])
-        copy_checked(piece.state.buf, to, piece.at[i], piece.nbytes[i]);
+        copy_checked(piece.state.buf, to, piece.at[i], piece.nbytes[i], kept);
     Py_END_ALLOW_THREADS
 
     release(&piece);
@@ -345,7 +346,8 @@ static PyMethodDef methods[] = {
     {"read_file", read_file, METH_VARARGS,
      "read_file(fd, offset, address, parts, block, state): bytes copied and checked, as far as the page cache has them"},
     {"collect", collect, METH_VARARGS,
-     "collect(target, offset, address, parts, block, state): the other way, from the parts to the target"},
+     "collect(target, offset, address, parts, block, state, kept): the other way, from the parts to the target. kept: what is "
+     "written stays in the caches, because this core is the next to read it"},
     {"catch_bus_errors", catch_bus_errors, METH_NOARGS, "catch_bus_errors(): from now on map_file may map files"},
     {"map_file", map_file, METH_VARARGS,
      "map_file(path, flags, nbytes, end): the number of a mapping, the last `end` bytes, and when the file was modified; "

@@ -7,7 +7,14 @@ def read_file(
     fd: int, offset: int, address: int, parts: npt.NDArray[np.int64], block: int, state: bytearray, /
 ) -> int: ...
 def collect(
-    target: memoryview, offset: int, address: int, parts: npt.NDArray[np.int64], block: int, state: bytearray, /
+    target: memoryview,
+    offset: int,
+    address: int,
+    parts: npt.NDArray[np.int64],
+    block: int,
+    state: bytearray,
+    kept: bool,
+    /,
 ) -> None: ...
 def catch_bus_errors() -> None: ...
 def map_file(path: str, flags: int, nbytes: int, end: int, /) -> tuple[int, bytes, float]: ...

@@ -106,16 +106,17 @@ AVX2 static __m256i scrambled(__m256i sums, const unsigned char *key)
     return _mm256_add_epi64(low, _mm256_slli_epi64(high, 32));
 }
 
-/* Like add_all, and copies the stripes to `to`; past the caches if that is a multiple of 32. */
-AVX2 static void copy_all_avx2(uint64_t *sums, unsigned char *to, const unsigned char *data, uint64_t index, uint64_t count)
+/* Like add_all, and copies the stripes to `to`; past the caches if that is a multiple of 32, unless it is to be `kept` there. */
+AVX2 static void copy_all_avx2(
+    uint64_t *sums, unsigned char *to, const unsigned char *data, uint64_t index, uint64_t count, int kept)
 {
-    const int aligned = (uintptr_t)to % 32 == 0;
+    const int past = (uintptr_t)to % 32 == 0 && !kept;
     __m256i low = LOAD(sums), high = LOAD(sums + 4);
     for (; count; count--, index++, data += STRIPE, to += STRIPE) {
         const unsigned char *key = secret + 8 * (index % STRIPES_PER_BLOCK);
         __m256i first = LOAD(data), second = LOAD(data + 32);
         _mm_prefetch((const char *)data + AHEAD, _MM_HINT_T0);
-        if (aligned) {
+        if (past) {
             _mm256_stream_si256((__m256i *)to, first);
             _mm256_stream_si256((__m256i *)(to + 32), second);
         } else {
@@ -131,22 +132,24 @@ AVX2 static void copy_all_avx2(uint64_t *sums, unsigned char *to, const unsigned
     }
     _mm256_storeu_si256((__m256i *)sums, low);
     _mm256_storeu_si256((__m256i *)(sums + 4), high);
-    if (aligned)
+    if (past)
         _mm_sfence();
 }
 #endif
 
 /* Copies the payload's next bytes, and takes their checksum in the same pass, so memory is read and written once. The
- * payload's last stripe has a key of its own, and is not followed by a scramble.
+ * payload's last stripe has a key of its own, and is not followed by a scramble. kept: whether what is written stays in the
+ * caches, because this core is the next to read it.
  */
-static void copy_checked(State *state, unsigned char *to, const unsigned char *data, uint64_t nbytes)
+static void copy_checked(State *state, unsigned char *to, const unsigned char *data, uint64_t nbytes, int kept)
 {
     uint64_t last = state->nbytes / STRIPE - 1, count = nbytes / STRIPE;
     uint64_t usual = state->stripes + count > last ? last - state->stripes : count;
 
+    (void)kept; /* without AVX2, all copies go through the caches */
 #if defined(WITH_AVX2)
     if (__builtin_cpu_supports("avx2"))
-        copy_all_avx2(state->sums, to, data, state->stripes, usual);
+        copy_all_avx2(state->sums, to, data, state->stripes, usual, kept);
     else
 #endif
         for (uint64_t done = 0, some; done < usual; done += some) {

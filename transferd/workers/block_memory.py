@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from transferd.blocks.layout.base import Arena, Geometry
 from transferd.workers.context import RankContext
+from transferd.workers.loan import Loan
 
 try:
     from transferd.workers import _inplace
@@ -88,12 +89,20 @@ class BlockMemory:
         if NATIVE and even and self._nbytes > FEWEST_BYTES:
             self.tables = [np.array(piece.parts, dtype=np.int64) for piece in self.pieces]
 
-    def collect(self, block: int, slot: memoryview) -> int:
-        """Copy a block into a slot, packed; its checksum. In a thread, unless it is small. Only if there are tables."""
+    def collect(self, block: int, slot: memoryview, loan: Loan, *, kept: bool = False) -> int | None:
+        """Copy a block into a slot, packed; its checksum. In a thread, unless it is small. Only if there are tables.
+
+        None: the loan ended first. kept: the slot's bytes stay in the caches, because this thread reads them next.
+        """
         assert self.tables is not None
         state = _inplace.new_state(self._nbytes)
         for piece, table in zip(self.pieces, self.tables, strict=True):
-            _inplace.collect(slot, piece.offset, self.arena.origin, table, block, state)
+            if not loan.take():
+                return None
+            try:
+                _inplace.collect(slot, piece.offset, self.arena.origin, table, block, state, kept)
+            finally:
+                loan.give_back()
         return _inplace.checksum(state)
 
     def scatter(self, slot: memoryview, block: int) -> int:

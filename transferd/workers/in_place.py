@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +31,7 @@ from transferd.storage.base import Backing, Found, Outcome, Place, ReadNow, Stor
 from transferd.tasks import ReadStorageTask
 from transferd.workers.block_memory import AddressableBlocks, BlockMemory, Piece
 from transferd.workers.context import Account, RankContext
+from transferd.workers.loan import Loan
 
 with contextlib.suppress(ImportError):  # the installation had no compiler
     from transferd.workers import _inplace
@@ -42,42 +42,6 @@ CHUNK_BYTES, CHUNK_BLOCKS = 128 * 1024**2, 64
 CHUNKS_UNDER_WAY = 2  # so that no thread waits for the event loop
 
 Bad = Callable[[str, str, Damage], None]
-
-
-class Loan:
-    """The right of I/O threads to touch a task's blocks. After `end`, no thread touches them."""
-
-    __slots__ = ("_holders", "_lock", "_returned", "over")
-
-    def __init__(self) -> None:
-        self.over = False
-        self._holders = 0
-        self._lock = threading.Lock()
-        self._returned: asyncio.Future[None] | None = None  # set if `end` waits
-
-    def take(self) -> bool:
-        """Call in a thread before it touches a block, then call `give_back`. False: it must not touch the block."""
-        with self._lock:
-            self._holders += not self.over
-            return not self.over
-
-    def give_back(self) -> None:
-        with self._lock:
-            self._holders -= 1
-            returned = None if self._holders else self._returned
-        if returned is not None:
-            returned.get_loop().call_soon_threadsafe(returned.set_result, None)
-
-    def end(self) -> asyncio.Future[None] | None:
-        """End it. Returns a future of when no thread touches a block any more; None: that is so now.
-
-        A thread touches a block only while it copies memory, never during I/O.
-        """
-        with self._lock:
-            self.over = True
-            if self._holders:
-                self._returned = asyncio.get_running_loop().create_future()
-        return self._returned
 
 
 class BlockInPlace:

@@ -36,6 +36,7 @@ class PeerSink:
     def __init__(self, outbound: Outbound, names: Sequence[str]) -> None:
         self.names = names
         self.put = outbound.put
+        self.storage: Storage | None = None  # a peer takes slots
         self._outbound = outbound
         self._position = {name: i for i, name in enumerate(names)}
 

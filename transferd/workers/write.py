@@ -2,7 +2,8 @@
 
     until the sink wants no more:  lease slots → copy device → slots → seal (formats.py) → put
 
-Blocks that the CPU can address are copied and checksummed in one pass, if the extension is there (block_memory.py).
+Blocks that the CPU can address are copied and checksummed in one pass, if the extension is there (block_memory.py). A
+storage that writes objects itself, in threads of its own, collects such blocks there (lent.py).
 
 While chunk k is being put, chunk k+1 is gathered: staging has room for two chunks, and k+1 gets its lease as soon as
 slots are free. A put that has begun is never aborted. A stopped task no longer waits for it, and the slots are
@@ -26,15 +27,22 @@ from transferd.tiers.staging import Lease
 from transferd.workers.block_memory import AddressableBlocks, BlockMemory
 from transferd.workers.context import Account, RankContext, require
 from transferd.workers.job import Job
+from transferd.workers.lent import Lender
+from transferd.workers.loan import Loan
+
+LENT_CHUNKS = 2  # chunks lent at a time, so that no thread waits for the event loop
+
+_STORED = frozenset({Found.STORED, Found.EXISTS})
 
 
 class Sink(Protocol):
     """Where the objects of one job on one rank go.
 
-    names: object names, one for each block of the task.
+    names: object names, one for each block of the task. storage: what collects blocks itself, if that is the sink.
     """
 
     names: Sequence[str]
+    storage: Storage | None
 
     async def wanted(self, account: Account, limit: int) -> Sequence[int]:
         """Positions in the task of the blocks to send next, at most `limit`; [] at the end, or if the task is stopped.
@@ -54,6 +62,7 @@ class StorageSink:
     def __init__(self, storage: Storage, names: Sequence[str]) -> None:
         self.names = names
         self.put = storage.put
+        self.storage = storage if storage.collects else None
         self._storage = storage
         self._missing: Sequence[int] | None = None
         self._next = 0
@@ -107,37 +116,58 @@ class Writer:
     async def send(self, account: Account, sink: Sink) -> None:
         """Send what the sink wants. Returns when the task no longer touches the device nor waits for a put."""
         in_flight: list[_Chunk] = []
+        lender = self._lender(account.job, sink)
+        limit = self._chunk_blocks if lender is None else lender.chunk_blocks
         try:
-            while positions := await sink.wanted(account, self._chunk_blocks):
-                chunk = await self._begin(account, sink, positions)
+            ready = lender is None or not account.job.task.after or await self._context.computed(account.job)
+            while ready and (positions := await sink.wanted(account, limit)):
+                chunk = await self._begin(account, sink, positions, lender)
                 if chunk is None:
                     break
                 in_flight.append(chunk)
+                if lender is not None and len(in_flight) == LENT_CHUNKS:
+                    await account.job.stop.race(in_flight[0].put)
                 self._collect(account, in_flight)
                 if account.error is not None:
                     break
         except TransferError as error:
             account.failed(error)
         finally:
-            await self._wait(account, in_flight)
+            try:
+                await self._wait(account, in_flight)
+            finally:
+                if lender is not None:
+                    await lender.end()
 
-    async def _begin(self, account: Account, sink: Sink, positions: Sequence[int]) -> _Chunk | None:
-        """Copy and seal one chunk and start its put. None: the task was stopped first."""
-        lease = await self._lease(account, len(positions))
+    def _lender(self, job: Job, sink: Sink) -> Lender | None:
+        """None: blocks go to the sink in chunks."""
+        context, storage = self._context, sink.storage
+        if storage is None or not context.format.checked_bytes or context.is_cheap(len(sink.names)):
+            return None
+        memory = self._blocks.memory()
+        if memory is None or memory.tables is None:
+            return None
+        return Lender(context, memory, job, storage, sink.names)
+
+    async def _begin(
+        self, account: Account, sink: Sink, positions: Sequence[int], lender: Lender | None
+    ) -> _Chunk | None:
+        """Start the put of one chunk. None: the task was stopped first."""
+        context, job = self._context, account.job
+        needed = len(positions)
+        lease = await self._lease(account, needed if lender is None else min(needed, lender.at_once))
         if lease is None:
             return None
-        context, job = self._context, account.job
         try:
             slots = context.staging.views(lease)
-            if not await self._gather(account, positions, lease, slots):
+            if lender is None and not await self._gather(account, positions, lease, slots):
                 lease.release()
                 return None
-            blobs = [
-                Blob(sink.names[position], slot, job.use, position)
-                for slot, position in zip(slots, positions, strict=True)
-            ]
-            context.recorder.step(job.task.task_id, "put", context.rank, len(blobs))
-            put = context.background.begin(sink.put(blobs))
+            context.recorder.step(job.task.task_id, "put", context.rank, needed)
+            putting = (
+                sink.put(self._blobs(sink, job, positions, slots)) if lender is None else lender.put(positions, slots)
+            )
+            put = context.background.begin(putting)
         except BaseException:
             lease.release()
             raise
@@ -147,6 +177,11 @@ class Writer:
         else:
             put.add_done_callback(lambda _: lease.release())
         return _Chunk(positions, put)
+
+    def _blobs(self, sink: Sink, job: Job, positions: Sequence[int], slots: Sequence[memoryview]) -> list[Blob]:
+        return [
+            Blob(sink.names[position], slot, job.use, position) for slot, position in zip(slots, positions, strict=True)
+        ]
 
     async def _lease(self, account: Account, slots: int) -> Lease | None:
         """Slots for one chunk, or None if the task is stopped first; a lease granted later is released at once."""
@@ -194,9 +229,10 @@ class Writer:
         context, task = self._context, job.task
         assert isinstance(task, WriteStorageTask)
         blocks, ids = task.gpu_block_ids, [job.ids[i] for i in positions]
+        loan = Loan()  # the task waits for the copy
 
         def collect() -> None:
-            checksums = [memory.collect(blocks[i], slot) for i, slot in zip(positions, slots, strict=True)]
+            checksums = [memory.collect(blocks[i], slot, loan) for i, slot in zip(positions, slots, strict=True)]
             context.format.seal(slots, job.generation, ids, context.object_rank, checksums)
 
         if context.is_cheap(len(slots)):
@@ -216,7 +252,7 @@ class Writer:
         except TransferError as error:
             account.failed(error)
             return
-        stored = [i for i, outcome in zip(chunk.positions, outcomes, strict=True) if outcome.found is not Found.FAILED]
+        stored = [i for i, outcome in zip(chunk.positions, outcomes, strict=True) if outcome.found in _STORED]
         account.done(stored, len(stored) * self._context.layout.block_bytes)
         context = self._context
         context.recorder.step(account.job.task.task_id, "stored", context.rank, len(stored))

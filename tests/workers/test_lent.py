@@ -1,0 +1,94 @@
+"""Blocks that a write lends to storage: what is stored, and what is taken back when the task ends."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.storage.harness import file_config
+from tests.workers.rig import Rig, read, turns, write
+from transferd.storage.base import MISSING, STORED, Lent
+from transferd.storage.file import FileStorage
+from transferd.storage.lru import Use
+from transferd.workers.block_memory import NATIVE
+from transferd.workers.lent import Lender
+from transferd.workers.loan import Loan
+
+KEYS = [f"k{i}" for i in range(6)]
+SOURCE = [3, 9, 1, 12, 7, 5]
+TARGET = [8, 15, 10, 2, 14, 0]
+
+
+@pytest.fixture
+async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
+    """On files, with every copy in a thread."""
+    if not NATIVE:
+        pytest.skip("the extension is not there, so blocks go to storage in chunks")
+    made = await Rig(slots=8, storage=FileStorage(file_config(tmp_path, 64 * 1024**2)), inline_check_bytes=0).open()
+    made.sim_device.addressable = True
+    yield made
+    await made.close()
+
+
+async def test_every_lent_block_is_stored_with_its_bytes_and_few_slots(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collected: list[int] = []
+    collect = Lender.collect
+    monkeypatch.setattr(Lender, "collect", lambda lender, at, slot: collected.append(at) or collect(lender, at, slot))
+    outcome = await rig.run(write(KEYS, SOURCE))
+    assert (list(outcome.moved), outcome.error, rig.sim_device.counts["copy_out"]) == (list(range(6)), None, 0)
+    assert sorted(collected) == list(range(6))
+    loaded = await rig.run(read(KEYS, TARGET))
+    assert list(loaded.moved) == list(range(6))
+    assert [rig.block(block) for block in TARGET] == [rig.block(block) for block in SOURCE]
+    again = await rig.run(write(KEYS, SOURCE, "again"))
+    assert (list(again.moved), len(collected)) == (list(range(6)), 6), "what is stored is not collected"
+    assert rig.slots_used == 0
+
+
+async def test_blocks_that_no_thread_has_collected_when_the_loan_ends_are_not_stored(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Loan, "take", lambda _loan: False)
+    outcome = await rig.run(write(KEYS, SOURCE))
+    assert (list(outcome.moved), outcome.error) == ([], None)
+    assert await rig.storage.exists([rig.name(key) for key in KEYS]) == [False] * 6
+    assert rig.slots_used == 0
+    monkeypatch.undo()
+    outcome = await rig.run(write(KEYS, SOURCE, "again"))
+    assert list(outcome.moved) == list(range(6)), "their names and their room are free again"
+    await turns()
+
+
+class _Block:
+    """A lent block that gives one object, or nothing."""
+
+    def __init__(self, data: bytes | None, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.given_back = 0
+        self._data = data
+
+    def collect(self) -> memoryview | None:
+        return None if self._data is None else memoryview(self._data)
+
+    def give_back(self) -> None:
+        self.given_back += 1
+
+
+async def test_storage_gives_back_each_block_it_collected_and_evicts_nothing_for_others(tmp_path: Path) -> None:
+    storage = FileStorage(file_config(tmp_path, 8192))
+    await storage.open()
+    try:
+        names = [f"demo/0123456789abcdef/RL-1/{i:02x}/0" for i in range(3)]
+        blocks = [_Block(b"a" * 4096, 4096), _Block(b"b" * 4096, 4096), _Block(None, 4096)]
+        lent = [Lent(name, block, Use(), 0) for name, block in zip(names, blocks, strict=True)]
+        assert await storage.put_lent(lent[:2], 1) == [STORED, STORED]
+        assert await storage.put_lent(lent[2:], 1) == [MISSING]
+        assert [block.given_back for block in blocks] == [1, 1, 0]
+        assert await storage.exists(names) == [True, True, False]
+        assert storage.statistics()["errors"] == 0
+    finally:
+        await storage.close()
