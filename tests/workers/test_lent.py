@@ -13,7 +13,7 @@ from transferd.storage.base import MISSING, STORED, Lent
 from transferd.storage.file import FileStorage
 from transferd.storage.lru import Use
 from transferd.workers.block_memory import NATIVE
-from transferd.workers.lent import Lender
+from transferd.workers.lent import BlockLender
 from transferd.workers.loan import Loan
 
 KEYS = [f"k{i}" for i in range(6)]
@@ -36,8 +36,10 @@ async def test_every_lent_block_is_stored_with_its_bytes_and_few_slots(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     collected: list[int] = []
-    collect = Lender.collect
-    monkeypatch.setattr(Lender, "collect", lambda lender, at, slot: collected.append(at) or collect(lender, at, slot))
+    collect = BlockLender.collect
+    monkeypatch.setattr(
+        BlockLender, "collect", lambda lender, at, slot: collected.append(at) or collect(lender, at, slot)
+    )
     outcome = await rig.run(write(KEYS, SOURCE))
     assert (list(outcome.moved), outcome.error, rig.sim_device.counts["copy_out"]) == (list(range(6)), None, 0)
     assert sorted(collected) == list(range(6))

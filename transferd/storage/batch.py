@@ -81,6 +81,21 @@ class PutBatch:
         self.patient = bool(ended)
 
 
+def with_object(store: Callable[[Write, memoryview], None], write: Write) -> None:
+    """In a thread: store the write's object, which a lent block makes first."""
+    block = write.blob.data
+    if isinstance(block, memoryview):
+        store(write, block)
+        return
+    data = block.collect()
+    write.withdrawn = data is None
+    if data is not None:
+        try:
+            store(write, data)
+        finally:
+            block.give_back()
+
+
 def after(items: Sequence[object]) -> Callable[[], object] | None:
     """What a thread calls after an effect on several items, if anything."""
     if isinstance(items[0], Read) and not isinstance(block := items[0].blob.data, memoryview):

@@ -38,7 +38,19 @@ from transferd.errors import Closed, StillRunning, StorageError, StorageFull
 from transferd.runtime.aio import answered, at_once, every, uncancelled
 from transferd.runtime.threads import Direction, SharedItems, Threads
 from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found, InPlace, Lent, Outcome, Place, Storage
-from transferd.storage.batch import Answer, Damaged, PutBatch, Read, Wanted, Write, after, bare, name_of, statistics_of
+from transferd.storage.batch import (
+    Answer,
+    Damaged,
+    PutBatch,
+    Read,
+    Wanted,
+    Write,
+    after,
+    bare,
+    name_of,
+    statistics_of,
+    with_object,
+)
 from transferd.storage.lru import LruIndex, NoRoom, Use, Victim
 from transferd.storage.traffic import Traffic
 
@@ -266,18 +278,7 @@ class IndexedStorage(Storage):
         await self._run(Direction.OUT, writes, self._write_one, small=small, at_once=at_once)
 
     def _write_one(self, write: Write) -> None:
-        """In a thread: make the object if it is not there yet, then store it."""
-        block = write.blob.data
-        if isinstance(block, memoryview):
-            self._store(write, block)
-            return
-        data = block.collect()
-        write.withdrawn = data is None
-        if data is not None:
-            try:
-                self._store(write, data)
-            finally:
-                block.give_back()
+        with_object(self._store, write)
 
     def _store(self, write: Write, data: memoryview) -> None:
         """In a thread: remove the victims, then write the object."""

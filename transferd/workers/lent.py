@@ -22,15 +22,15 @@ from transferd.workers.loan import Loan
 CHUNK_BYTES, CHUNK_BLOCKS = 32 * 1024**2, 64
 
 
-class LentBlock:
-    """One block of a Lender, in a chunk. See `storage.base.LentBlock`.
+class BlockToStore:
+    """One block of a BlockLender, in a chunk. See `storage.base.LentBlock`.
 
     slots: those of the chunk that no thread uses now. There is one for each thread, and the last one used comes first.
     """
 
     __slots__ = ("_lender", "_position", "_slot", "_slots", "nbytes")
 
-    def __init__(self, lender: Lender, position: int, slots: list[memoryview]) -> None:
+    def __init__(self, lender: BlockLender, position: int, slots: list[memoryview]) -> None:
         self.nbytes = slots[0].nbytes
         self._lender = lender
         self._position = position
@@ -49,7 +49,7 @@ class LentBlock:
         self._slots.append(self._slot)
 
 
-class Lender:
+class BlockLender:
     """Lends the blocks of one job on one rank to storage.
 
     names: of the objects. chunk_blocks: how many blocks to put in one call. at_once: how many slots such a call needs.
@@ -70,7 +70,9 @@ class Lender:
     def put(self, positions: Sequence[int], slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
         """Store the blocks at these positions of the task. slots: of as many threads; borrowed until it is done."""
         free, names, use = list(slots), self._names, self._job.use
-        return self._storage.put_lent([Lent(names[i], LentBlock(self, i, free), use, i) for i in positions], len(slots))
+        return self._storage.put_lent(
+            [Lent(names[i], BlockToStore(self, i, free), use, i) for i in positions], len(slots)
+        )
 
     def collect(self, position: int, slot: memoryview) -> bool:
         """In a thread: copy a block to a slot and seal it. False: the loan has ended."""

@@ -27,7 +27,7 @@ from transferd.tiers.staging import Lease
 from transferd.workers.block_memory import AddressableBlocks, BlockMemory
 from transferd.workers.context import Account, RankContext, require
 from transferd.workers.job import Job
-from transferd.workers.lent import Lender
+from transferd.workers.lent import BlockLender
 from transferd.workers.loan import Loan
 
 LENT_CHUNKS = 2  # chunks lent at a time, so that no thread waits for the event loop
@@ -139,7 +139,7 @@ class Writer:
                 if lender is not None:
                     await lender.end()
 
-    def _lender(self, job: Job, sink: Sink) -> Lender | None:
+    def _lender(self, job: Job, sink: Sink) -> BlockLender | None:
         """None: blocks go to the sink in chunks."""
         context, storage = self._context, sink.storage
         if storage is None or not context.format.checked_bytes or context.is_cheap(len(sink.names)):
@@ -147,10 +147,10 @@ class Writer:
         memory = self._blocks.memory()
         if memory is None or memory.tables is None:
             return None
-        return Lender(context, memory, job, storage, sink.names)
+        return BlockLender(context, memory, job, storage, sink.names)
 
     async def _begin(
-        self, account: Account, sink: Sink, positions: Sequence[int], lender: Lender | None
+        self, account: Account, sink: Sink, positions: Sequence[int], lender: BlockLender | None
     ) -> _Chunk | None:
         """Start the put of one chunk. None: the task was stopped first."""
         context, job = self._context, account.job
