@@ -137,12 +137,12 @@ async def unlinks(world: World) -> None:
         await world.harness.put(*objects.items())
         with world.faults.armed("unlink", error, count=-1, path="/objects/"):
             world.storage.set_capacity(1)
-            while world.storage._background:
-                await asyncio.wait(world.storage._background)
+            while world.storage._effects._background:
+                await asyncio.wait(world.storage._effects._background)
         world.hits["unlink"] += world.faults.hits
         world.storage.set_capacity(1024**3)
-        while world.storage._background:
-            await asyncio.wait(world.storage._background)
+        while world.storage._effects._background:
+            await asyncio.wait(world.storage._effects._background)
         await world.check(objects, None, f"eviction, unlink {errno.errorcode[error]}")
 
 

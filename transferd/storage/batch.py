@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from transferd.errors import StorageError
-from transferd.storage.base import Blob, Lent, Outcome, Place
+from transferd.storage.base import Blob, Lent, LentBlock, Outcome, Place
 from transferd.storage.lru import Entry, LruIndex, Use, Victim
 
 PATIENCE_S = 5.0  # how long a write waits for running writes of its own task, so that these can make room
@@ -61,12 +61,13 @@ class PutBatch:
 
     todo: positions that are not decided yet. outcomes: by position, for decided ones. waits: the effects that the rest
     waits for. written: completes when the latest wave has been written. alone: the use of blobs that name none.
-    patient: whether to wait for running writes that should make room; False once they took too long. at_once: how many
-    objects may be written at a time; None: no bound but the threads.
+    patient: whether to wait for running writes that should make room; False once they took too long. small: whether to
+    write on the loop itself. at_once: how many objects may be written at a time; None: no bound but the threads.
     """
 
     blobs: Sequence[Blob | Lent]
     todo: Sequence[int]
+    small: bool = False
     at_once: int | None = None
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     waits: set[asyncio.Future[None]] = field(default_factory=set)
@@ -81,12 +82,8 @@ class PutBatch:
         self.patient = bool(ended)
 
 
-def with_object(store: Callable[[Write, memoryview], None], write: Write) -> None:
-    """In a thread: store the write's object, which a lent block makes first."""
-    block = write.blob.data
-    if isinstance(block, memoryview):
-        store(write, block)
-        return
+def with_object(block: LentBlock, write: Write, store: Callable[[Write, memoryview], None]) -> None:
+    """In a thread: have a lent block make the object, and store it."""
     data = block.collect()
     write.withdrawn = data is None
     if data is not None:
@@ -96,16 +93,10 @@ def with_object(store: Callable[[Write, memoryview], None], write: Write) -> Non
             block.give_back()
 
 
-def after(items: Sequence[object]) -> Callable[[], object] | None:
-    """What a thread calls after an effect on several items, if anything."""
-    if isinstance(items[0], Read) and not isinstance(block := items[0].blob.data, memoryview):
-        return block.leave
-    return None
-
-
-def name_of(item: object) -> str:
-    """The name of the object that an effect works on, whatever the name is wrapped in."""
-    return item.blob.name if isinstance(item, Write | Read) else str(item)
+def leave_of(reads: Sequence[Read]) -> Callable[[], object] | None:
+    """What a thread calls after several of these reads, if anything."""
+    block = reads[0].blob.data if reads else None
+    return None if block is None or isinstance(block, memoryview) else block.leave
 
 
 def bare(error: StorageError) -> StorageError:

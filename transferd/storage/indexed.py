@@ -31,12 +31,12 @@ from __future__ import annotations
 import abc
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 from transferd.errors import Closed, StillRunning, StorageError, StorageFull
-from transferd.runtime.aio import answered, at_once, every, uncancelled
-from transferd.runtime.threads import Direction, SharedItems, Threads
+from transferd.runtime.aio import answered, at_once, uncancelled
+from transferd.runtime.threads import Direction, Threads
 from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found, InPlace, Lent, Outcome, Place, Storage
 from transferd.storage.batch import (
     Answer,
@@ -45,17 +45,14 @@ from transferd.storage.batch import (
     Read,
     Wanted,
     Write,
-    after,
     bare,
-    name_of,
+    leave_of,
     statistics_of,
     with_object,
 )
+from transferd.storage.effects import Effects
 from transferd.storage.lru import LruIndex, NoRoom, Use, Victim
 from transferd.storage.traffic import Traffic
-
-S = TypeVar("S")
-T = TypeVar("T")
 
 
 class IndexedStorage(Storage):
@@ -68,11 +65,11 @@ class IndexedStorage(Storage):
     def __init__(self, capacity: int, threads: Threads, *, shares: int, inline_bytes: int = 0) -> None:
         self._index = LruIndex(capacity)
         self._threads = threads
-        self._shares = self.collects = shares
+        self._effects = Effects(threads, shares, quick=bool(inline_bytes))
         self._inline_bytes = inline_bytes
-        # Names with a running effect that changes what is stored, and a future of its end.
-        self._busy: dict[str, asyncio.Future[None]] = {}
-        self._background: set[asyncio.Task[None]] = set()
+        # A subclass with a put, or a get, of its own gets every object there.
+        self.collects = shares if type(self).put is IndexedStorage.put else 0
+        self.loads_in_place = type(self).get is IndexedStorage.get
         self._counts: Counter[str] = Counter()
         self._traffic = Traffic()
         self._closed = False
@@ -120,8 +117,8 @@ class IndexedStorage(Storage):
 
     def put(self, blobs: Sequence[Blob]) -> Awaitable[list[Outcome]]:
         """Copies a small batch at once, and returns a done future, unless it must wait for another effect."""
-        batch = PutBatch(blobs, range(len(blobs)))
-        if not self._closed and self._is_small(blobs):
+        batch = PutBatch(blobs, range(len(blobs)), small=self._is_small(blobs))
+        if batch.small and not self._closed:
             while batch.todo and (wave := self._decide_all(batch)):
                 at_once(self._write_wave(wave, batch))
             if not batch.todo:
@@ -129,7 +126,7 @@ class IndexedStorage(Storage):
         return self._put(batch)
 
     def put_lent(self, blocks: Sequence[Lent], at_once: int) -> Awaitable[list[Outcome]]:
-        return self._put(PutBatch(blocks, range(len(blocks)), at_once))
+        return self._put(PutBatch(blocks, range(len(blocks)), at_once=at_once))
 
     def get(self, blobs: Sequence[Wanted]) -> Awaitable[list[Outcome]]:
         """Copies a small batch at once, and returns a done future, unless an object is bad."""
@@ -165,8 +162,7 @@ class IndexedStorage(Storage):
         if self._closed:
             return
         self._closed = True
-        while self._background:
-            await asyncio.wait(self._background)
+        await self._effects.end()
         try:
             await self._release()
         finally:
@@ -214,7 +210,7 @@ class IndexedStorage(Storage):
                 batch.outcomes[position] = decision
             elif isinstance(decision, Write):
                 wave.append(decision)
-                self._occupy([decision.blob.name, *(victim.name for victim in decision.victims)], batch.written)
+                self._effects.occupy([decision.blob.name, *(victim.name for victim in decision.victims)], batch.written)
             else:
                 later.append(position)
                 waits.update(decision)
@@ -226,8 +222,9 @@ class IndexedStorage(Storage):
         blob = batch.blobs[position]
         use, name, nbytes = blob.use or batch.alone, blob.name, blob.data.nbytes
         depth = position if blob.use is None else blob.depth  # blobs that name no use are one chain
-        if name in self._busy:
-            return [self._busy[name]]
+        busy = self._effects.busy
+        if name in busy:
+            return [busy[name]]
         present = self._index.get(name)
         if present is not None and present.nbytes == nbytes:
             # Touch it now, or another object of this batch could evict it.
@@ -237,12 +234,12 @@ class IndexedStorage(Storage):
             self._counts["wrong_length"] += 1
             self._index.forget(name)
             self._put_aside([name])
-            return [self._busy[name]]
+            return [busy[name]]
         if nbytes > self._index.capacity:
             return self._failed(StorageFull(f"an object of {nbytes} bytes is larger than {self._bound}"))
         victims = self._index.reserve(name, nbytes, use, depth, patient=batch.patient)
         if victims is NoRoom.LATER:
-            return list(self._busy.values())
+            return list(busy.values())
         if victims is NoRoom.FULL:
             return self._failed(StorageFull(f"no room for {nbytes} bytes: this task and later ones fill {self._bound}"))
         self._counts["evictions"] += len(victims)
@@ -252,33 +249,40 @@ class IndexedStorage(Storage):
         """Write all, record each outcome, then release their names."""
         done = batch.written
         assert done is not None
-        occupied = {name for name, future in self._busy.items() if future is done}
+        occupied = {name for name, future in self._effects.busy.items() if future is done}
         unsettled = {write.blob.name for write in wave}
         leaving = []
         try:
-            await self._write_all(wave, batch.at_once)
+            await self._write_all(wave, batch)
             full = [write for write in wave if isinstance(write.error, StorageFull) and self._make_room(write)]
             if full:
                 again = [victim.name for write in full for victim in write.victims]
-                self._occupy(again, done)
+                self._effects.occupy(again, done)
                 occupied.update(again)
-                await self._write_all(full, batch.at_once)
+                await self._write_all(full, batch)
             for write in wave:
                 unsettled.remove(write.blob.name)
                 leaving += self._settle(write)
         finally:
             for name in unsettled:  # only after a bug in an effect
                 self._index.release(name)
-            self._vacate(occupied, done)
+            self._effects.vacate(occupied, done)
             self._evict_in_background(leaving)
         batch.outcomes.update((write.position, self._stored(write)) for write in wave)
 
-    async def _write_all(self, writes: list[Write], at_once: int | None) -> None:
-        small = self._is_small([write.blob for write in writes])
-        await self._run(Direction.OUT, writes, self._write_one, small=small, at_once=at_once)
+    async def _write_all(self, writes: list[Write], batch: PutBatch) -> None:
+        if batch.small:
+            for write in writes:
+                self._write_one(write)
+        else:
+            await self._effects.run(Direction.OUT, writes, self._write_one, at_once=batch.at_once)
 
     def _write_one(self, write: Write) -> None:
-        with_object(self._store, write)
+        data = write.blob.data
+        if isinstance(data, memoryview):
+            self._store(write, data)
+        else:
+            with_object(data, write, self._store)
 
     def _store(self, write: Write, data: memoryview) -> None:
         """In a thread: remove the victims, then write the object."""
@@ -348,9 +352,8 @@ class IndexedStorage(Storage):
 
     async def _read_all(self, blobs: Sequence[Wanted]) -> list[Outcome]:
         reads = self._present(blobs)
-        small = self._is_small([read.blob for read in reads])
         with self._traffic.reading([read.blob.name for read in reads]):
-            answers = await self._run(Direction.IN, reads, self._read_one, small=small)
+            answers = await self._effects.run(Direction.IN, reads, self._read_one, then=leave_of(reads))
         outcomes, bad = self._judge(blobs, reads, answers)
         if bad:
             await self._put_aside(bad)
@@ -401,80 +404,31 @@ class IndexedStorage(Storage):
     # --- leaving ------------------------------------------------------------------------------------
 
     def _put_aside(self, names: Sequence[str]) -> asyncio.Task[None]:
-        """Make bad objects, whose names have just left the index, unreachable."""
+        """Make bad objects, whose names have just left the index, unreachable.
+
+        One that cannot be put aside stays out of the index. The next start finds it, and it fails its check again.
+        """
         self._counts["corrupt"] += len(names)
-        return self._leave([Victim(name, 0) for name in names], self._set_aside, restore=False)
+        return self._effects.begin(names, self._set_aside, lambda failed: self._counts.update(errors=len(failed)))
 
     def _evict_in_background(self, victims: Sequence[Victim]) -> None:
-        if victims:
-            self._counts["evictions"] += len(victims)
-            self._leave(victims, self._remove, restore=True)
+        """Remove objects that have just left the index. One that cannot be removed is still stored, and returns."""
+        if not victims:
+            return
+        self._counts["evictions"] += len(victims)
 
-    def _leave(self, victims: Sequence[Victim], effect: Callable[[str], None], *, restore: bool) -> asyncio.Task[None]:
-        """Run an effect on names that have just left the index; no write uses them until it has ended.
+        def still_stored(failed: Sequence[int]) -> None:
+            self._counts["errors"] += len(failed)
+            for position in failed:
+                self._index.restore(*victims[position])
 
-        restore: return an object whose effect failed to the index, because it is still stored. (A bad object
-        stays out of the index. The next start finds it again, and it fails its check again.)
-        """
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        names = [victim.name for victim in victims]
-        self._occupy(names, done)
-
-        def attempt(name: str) -> bool:
-            try:
-                effect(name)
-            except StorageError:
-                return False
-            return True
-
-        async def leave() -> None:
-            try:
-                worked = await self._run(Direction.OUT, names, attempt, small=True)
-                for victim, gone in zip(victims, worked, strict=True):
-                    self._counts["errors"] += not gone
-                    if restore and not gone:
-                        self._index.restore(*victim)
-            finally:
-                self._vacate(names, done)
-
-        task = asyncio.ensure_future(leave())
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-        return task
+        self._effects.begin([victim.name for victim in victims], self._remove, still_stored)
 
     # --- helpers ------------------------------------------------------------------------------------
 
-    def _occupy(self, names: Iterable[str], done: asyncio.Future[None]) -> None:
-        """Mark an effect on these names as running until `done`."""
-        for name in names:
-            assert name not in self._busy or self._busy[name] is done, name
-            self._busy[name] = done
-
-    def _vacate(self, names: Iterable[str], done: asyncio.Future[None]) -> None:
-        for name in names:
-            del self._busy[name]
-        done.set_result(None)
-
-    def _is_small(self, blobs: Sequence[Wanted | Lent]) -> bool:
+    def _is_small(self, blobs: Sequence[Wanted]) -> bool:
         """Whether copying these on the loop itself is quicker than having a thread do it."""
         return bool(self._inline_bytes) and sum(blob.data.nbytes for blob in blobs) <= self._inline_bytes
-
-    async def _run(
-        self,
-        direction: Direction,
-        items: Sequence[S],
-        effect: Callable[[S], T],
-        *,
-        small: bool,
-        at_once: int | None = None,
-    ) -> list[T]:
-        """Run `effect` on every item, in several threads. Returns when all have ended; raises the first bug."""
-        if not items or (small and self._inline_bytes):  # copies in memory
-            return [effect(item) for item in items]
-        shared = SharedItems(effect, items, name_of, after(items))
-        most = self._shares if at_once is None else min(self._shares, at_once)
-        await every(self._threads.run(direction, share, share) for share in shared.shares(most))
-        return cast("list[T]", shared.results)
 
     def _failed(self, error: StorageError) -> Outcome:
         self._counts["errors"] += 1

@@ -30,7 +30,6 @@ class MemoryStorage(IndexedStorage):
     """A dict of arrays with an LRU bound. Owns its copies, which do not outlive it."""
 
     backend = "memory"
-    loads_in_place = True
 
     def __init__(self, section: MemoryStorageSection) -> None:
         super().__init__(
