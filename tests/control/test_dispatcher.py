@@ -446,6 +446,19 @@ def test_a_paused_task_still_expires(desk: Desk) -> None:
     assert desk.answers[seq].status is Status.EXPIRED
 
 
+def test_a_task_that_comes_again_is_admitted_or_not_but_its_client_hears_of_no_refusal_before(desk: Desk) -> None:
+    task = write("t", 1)
+    desk.tasks["t"] = task
+    desk.hear(ev.DrainRequested(desk.now, CLIENT, ""))
+    desk.hear(ev.TaskSubmitted(CLIENT, 7, task, desk.now, again=True))
+    assert desk.answers == {}
+    desk.hear(ev.ResumeRequested(desk.now, ""))
+    desk.hear(ev.TaskSubmitted(CLIENT, 7, task, desk.now))
+    assert desk.started == ["t"]
+    desk.finish("t")
+    assert desk.answers[7].status is Status.OK
+
+
 def test_drain_rejects_new_tasks_finishes_the_admitted_and_resume_admits_again(desk: Desk) -> None:
     for i in range(3):
         desk.submit(write(f"w{i}", i))

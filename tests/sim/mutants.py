@@ -124,6 +124,12 @@ MUTANTS = (
         "            await job.stop.copied(device.copy_out(plan, staging.memory))",
     ),
     Mutant(
+        "a client hears of a refusal although its task comes again",
+        "control/dispatcher.py",
+        "        if event.again:",
+        "        if event.again and event.now < 0:",
+    ),
+    Mutant(
         "a write arrives before its puts have ended",
         "workers/write.py",
         "            await self._wait(account, in_flight)",
@@ -143,9 +149,27 @@ MUTANTS = (
     ),
     Mutant(
         "a block is on loan for ever",
-        "workers/in_place.py",
+        "workers/loan.py",
         "            self.over = True",
         "            self.over = False",
+    ),
+    Mutant(
+        "a write leaves its blocks lent to storage",
+        "workers/lent.py",
+        "        if (returned := self._loan.end()) is not None:",
+        "        if (returned := None) is not None:",
+    ),
+    Mutant(
+        "a lent block that was taken back counts as written",
+        "workers/lent.py",
+        "        return checksum is not None",
+        "        return True",
+    ),
+    Mutant(
+        "a lent block is written to the slot of another",
+        "workers/lent.py",
+        "        self._slots.append(self._slot)",
+        "        self._slots += [self._slot, self._slot]",
     ),
     Mutant(
         "what is not in memory counts as loaded in place",

@@ -526,6 +526,34 @@ def test_a_request_of_an_earlier_session_of_its_connection_is_run_and_the_client
     run(program)
 
 
+def test_nobody_hears_of_a_refusal_in_an_earlier_session_because_the_request_comes_again() -> None:
+    """Heard by a client whose repetition was on its way, it would be a promise that the task never runs."""
+
+    async def program(world: World) -> None:
+        raw = Raw(world)
+        before = (await raw.say(1, wire.Hello())).body
+        assert isinstance(before, wire.Welcome)
+        world.network.faults = NetworkFaults(Latency(0.0001, 0.001), refuse=1.0)
+        world.network.to_server(raw.peer, wire.encode_request(2, wire.Hello()))
+        world.network.faults = NetworkFaults(Latency(0.0001, 0.001))
+        del raw.replies[:]
+        world.core.busy = True
+        raw.transport.send(wire.encode_request(3, task(), session=before.session))
+        raw.transport.send(wire.encode_request(4, wire.SetGeneration("\n"), session=before.session))
+        await asyncio.sleep(0.1)
+        assert [(reply.seq, type(reply.body)) for reply in raw.replies] == [(0, wire.Refused)]
+        now = (await raw.say(5, wire.Hello())).body
+        assert isinstance(now, wire.Welcome)
+        refused = (await raw.say(4, wire.SetGeneration("\n"), session=now.session)).body
+        assert isinstance(refused, wire.Refused)
+        busy = (await raw.say(3, task(), session=now.session)).body
+        assert isinstance(busy, wire.Result)
+        assert (busy.result.status, dict(world.core.ran)) == (Status.BUSY, {})
+        raw.transport.close()
+
+    run(program)
+
+
 def test_a_session_is_begun_by_the_first_message_and_others_are_refused() -> None:
     async def program(world: World) -> None:
         raw = Raw(world)

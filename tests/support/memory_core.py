@@ -43,8 +43,8 @@ class MemoryCore:
         self._results: dict[str, TaskResult] = {}
         self._resumed = asyncio.Event()
 
-    def submit(self, client: bytes, seq: int, task: Task) -> bool:
-        """True: the result follows; False: it was delivered during this call."""
+    def submit(self, client: bytes, seq: int, task: Task, *, again: bool = False) -> bool:
+        """True: the result follows; False: it was delivered during this call. again: be silent about a refusal."""
         task_id = task.task_id
         if task_id in self._results:
             self.deliver(client, seq, self._results[task_id])
@@ -52,6 +52,8 @@ class MemoryCore:
         if task_id in self._waiters:
             self._waiters[task_id].append((client, seq))
             return True
+        if self.busy and again:
+            return False
         if self.busy:
             result = TaskResult(task_id=task_id, status=Status.BUSY, retry_after=0.5, boot_id=self.boot_id)
             self.deliver(client, seq, result)

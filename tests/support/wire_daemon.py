@@ -22,10 +22,10 @@ from transferd.wire.transport import ZmqServerTransport
 class HoldsSome(MemoryCore):
     """Holds the tasks that ask for it."""
 
-    def submit(self, client: bytes, seq: int, task: Task) -> bool:
+    def submit(self, client: bytes, seq: int, task: Task, *, again: bool = False) -> bool:
         self.busy = task.task_id.startswith("busy")
         self.hold = task.task_id.startswith("held")
-        return super().submit(client, seq, task)
+        return super().submit(client, seq, task, again=again)
 
 
 @contextlib.contextmanager

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.storage.harness import file_config
-from tests.workers.rig import Rig, read, turns, write
-from transferd.storage.base import MISSING, STORED, Lent
+from tests.workers.rig import LAYOUT, Rig, read, turns, write
+from transferd.storage.base import MISSING, STORED, Blob, Lent, Outcome
+from transferd.storage.batch import Wanted
 from transferd.storage.file import FileStorage
 from transferd.storage.lru import Use
-from transferd.workers.block_memory import NATIVE
+from transferd.tasks import Stop
+from transferd.workers.block_memory import NATIVE, BlockMemory
 from transferd.workers.lent import BlockLender
 from transferd.workers.loan import Loan
 
@@ -94,3 +98,68 @@ async def test_storage_gives_back_each_block_it_collected_and_evicts_nothing_for
         assert storage.statistics()["errors"] == 0
     finally:
         await storage.close()
+
+
+async def test_a_subclass_with_a_put_and_a_get_of_its_own_gets_every_object_there(tmp_path: Path) -> None:
+    """As a backend of another package does that counts, encrypts or logs."""
+    passed: list[str] = []
+
+    class Told(FileStorage):
+        def put(self, blobs: Sequence[Blob]) -> Awaitable[list[Outcome]]:
+            passed.extend(f"put {blob.name}" for blob in blobs)
+            return super().put(blobs)
+
+        def get(self, blobs: Sequence[Wanted]) -> Awaitable[list[Outcome]]:
+            passed.extend(f"get {blob.name}" for blob in blobs)
+            return super().get(blobs)
+
+    rig = await Rig(slots=8, storage=Told(file_config(tmp_path, 64 * 1024**2)), inline_check_bytes=0).open()
+    rig.sim_device.addressable = True
+    await rig.run(write(KEYS, SOURCE))
+    await rig.run(read(KEYS, TARGET))
+    names = [rig.name(key) for key in KEYS]
+    assert sorted(passed) == sorted([f"put {name}" for name in names] + [f"get {name}" for name in names])
+    await rig.close()
+
+
+@pytest.mark.parametrize("ends", ["cancelled", "expired"])
+async def test_a_task_that_ends_meanwhile_waits_for_the_copy_that_runs_and_begins_no_other(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    """A thread stands still in the middle of a copy. Until it goes on, the blocks are not the engine's again."""
+    loop, entered, go_on = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+    copied: list[int] = []
+    collect = BlockMemory.collect
+
+    def slowly(memory: BlockMemory, block: int, slot: memoryview, loan: Loan, *, kept: bool) -> int | None:
+        if not loan.take():
+            return None
+        try:
+            copied.append(block)
+            loop.call_soon_threadsafe(entered.set)
+            assert go_on.wait(30)
+            return collect(memory, block, slot, kept=kept)
+        finally:
+            loan.give_back()
+
+    monkeypatch.setattr(BlockMemory, "collect", slowly)
+    job = rig.start(write(KEYS, SOURCE))
+    async with asyncio.timeout(30):
+        await entered.wait()
+    job.stop.set(Stop.CANCELLED if ends == "cancelled" else Stop.EXPIRED)
+    await turns()
+    assert rig.outcome(job) is None, "a thread still copies one of its blocks"
+    before = list(copied)
+    go_on.set()
+    outcome = await rig.ended(job)
+    assert outcome.stop is not None
+    for block in SOURCE:
+        rig.memory[LAYOUT.device.offsets + block * LAYOUT.device.strides] ^= 0xFF  # the engine goes on
+    await rig.background.settled()
+    assert copied == before
+    assert rig.slots_used == 0
+    monkeypatch.undo()
+    stored = await rig.storage.exists([rig.name(key) for key in KEYS])
+    assert sum(stored) <= len(before)
+    loaded = await rig.run(read(KEYS, TARGET, "r", prefix=False))
+    assert len(loaded.moved) == sum(stored), "what is stored is intact"

@@ -221,7 +221,10 @@ class Dispatcher:
     # --- admission ----------------------------------------------------------------------------------
 
     def _submitted(self, event: ev.TaskSubmitted) -> None:
-        """Join a known task, refuse the task, or admit it: exactly one of these."""
+        """Join a known task, refuse the task, or admit it: exactly one of these.
+
+        A refused push that comes again may be admitted then. So its client must not have heard of the refusal.
+        """
         task = event.task
         if self._join(event):
             return
@@ -305,6 +308,8 @@ class Dispatcher:
         self._statuses[status] += 1
         self._rejects[error.code] += 1
         self._recorder.aside(event.task.task_id, status, error.code, event.client)
+        if event.again:
+            return
         result = TaskResult(
             task_id=event.task.task_id,
             status=status,

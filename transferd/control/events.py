@@ -18,12 +18,16 @@ from transferd.tasks import ErrorInfo, Merged, Stop, Task, TaskResult
 
 
 class TaskSubmitted(msgspec.Struct, frozen=True):
-    """A client pushed a task and waits for its result under its own number `seq`."""
+    """A client pushed a task and waits for its result under its own number `seq`.
+
+    again: the client will push it again, under the same seq, so a refusal is not answered.
+    """
 
     client: bytes
     seq: int
     task: Task
     now: float
+    again: bool = False
 
 
 class RoundMerged(msgspec.Struct, frozen=True):

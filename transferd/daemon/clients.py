@@ -33,6 +33,7 @@ class KnownClient:
     seen_at: float
     observer: bool = False  # may only ask for reports
     told: bool = False  # to say Hello, because a newer session has begun
+    behind: bool = False  # its newest message named an earlier session, so it will send it again
     engine_name: str = ""  # from its Hello; "" before the first one
     engine: HostedEngine | None = None  # the one that it is bound to (engines.py)
     holds: bool = False  # it has registered, offered, attached or pushed, so its engine stays while it lives

@@ -123,10 +123,15 @@ class Coordinator:
         """Seconds since a deadline that did not fire; 0 while the dispatcher progresses or is idle."""
         return max(0.0, self._clock.monotonic() - self._dispatcher.next_alarm)
 
-    def submit(self, client: bytes, seq: int, task: Task) -> bool:
-        """Admit or answer a task. True: its result follows later. False: the result was delivered during this call."""
-        instructions = self._dispatcher.handle(ev.TaskSubmitted(client, seq, task, self._clock.monotonic()))
+    def submit(self, client: bytes, seq: int, task: Task, *, again: bool = False) -> bool:
+        """Admit or answer a task. True: its result follows later. False: the result was delivered during this call.
+
+        again: the client will send it again (protocol.py, Sessions), so do not tell it of a refusal. Returns False.
+        """
+        instructions = self._dispatcher.handle(ev.TaskSubmitted(client, seq, task, self._clock.monotonic(), again))
         self._carry_out(instructions)
+        if again:
+            return False
         for instruction in instructions:
             if type(instruction) is ev.Reply and instruction.seq == seq and instruction.client == client:
                 return False

@@ -42,7 +42,9 @@ OBSERVERS_MAY = (wire.Hello, wire.Bye, wire.Stats, wire.Explain, wire.ListTasks,
 HOLD = (Task, wire.Attach)  # requests that keep an engine while its client lives; so does an accepted offer
 KEEP_OUT = {wire.Offer: "offer refused", wire.Register: "registration refused"}  # logged: the engine has no cache
 TRIED_AGAIN = ("unsealed", "starting", "engine_exists", "shutdown")  # not logged: clients retry by themselves
+OTHER_CONNECTION = "from a session of another connection; send Hello"
 NEED_NO_ENGINE = (*OBSERVERS_MAY, wire.Register)
+Work = Coroutine[Any, Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,23 +159,24 @@ class Server:
         seq, body = request.seq, request.body
         if client.observer and not self._observer_may(peer, seq, body):
             return
-        if client.engine is None and not isinstance(body, NEED_NO_ENGINE) and not self._bound(peer, client, seq, body):
-            return
-        if request.session not in (client.session, wire.ANY_SESSION):
+        client.behind = request.session not in (client.session, wire.ANY_SESSION)
+        if client.behind:
             if not client.first_session <= request.session < client.session:
-                what = "from a session of another connection; send Hello"
-                self._refuse(peer, wire.Malformed(what, code=wire.STALE_SESSION, seq=seq))
+                self._refuse(peer, wire.Malformed(OTHER_CONNECTION, code=wire.STALE_SESSION, seq=seq))
                 return
             self._clients.tell_of_session(peer)
+        if client.engine is None and not isinstance(body, NEED_NO_ENGINE) and not self._bound(peer, client, seq, body):
+            return
         if not client.holds and isinstance(body, HOLD):
             self._engines.hold(client)
         try:
             if not isinstance(body, Task):
                 self._handlers[type(body)](peer, seq, body)
-            elif client.engine.coordinator.submit(peer, seq, body) and request.ack:  # type: ignore[union-attr]
+            elif client.engine.coordinator.submit(peer, seq, body, again=client.behind) and request.ack:  # type: ignore[union-attr]
                 self._send(peer, seq, wire.Accepted())
         except TransferError as error:
-            self._refused(peer, seq, error, type(body))
+            if not client.behind:
+                self._refused(peer, seq, error, type(body))
         except Exception as error:  # noqa: BLE001 - the request is answered, whatever it ran into
             self._failed(peer, seq, error)
 
@@ -197,7 +200,8 @@ class Server:
             self._engines.bound(peer, client)
         except RequestError as error:
             task_id = body.task_id if isinstance(body, Task) else None
-            self._refuse(peer, wire.Malformed(str(error), code=error.reason, seq=seq, task_id=task_id))
+            if not client.behind:
+                self._refuse(peer, wire.Malformed(str(error), code=error.reason, seq=seq, task_id=task_id))
             return False
         return True
 
@@ -370,9 +374,7 @@ class Server:
             self._recorder.failure("", str(error))
         self._send(peer, seq, wire.Refused(ErrorInfo(error.reason, str(error)), permanent=permanent))
 
-    def _later(
-        self, peer: bytes, seq: int, work: Coroutine[Any, Any, Any], nbytes: int = 0, kind: type | None = None
-    ) -> None:
+    def _later(self, peer: bytes, seq: int, work: Work, nbytes: int = 0, kind: type | None = None) -> None:
         """Answer when `work` is done. The number and bytes of waiting requests are bounded.
 
         nbytes: memory that `work` holds until then. kind: see `_refused`.
@@ -383,7 +385,7 @@ class Server:
             work.close()
             raise
         client = self._clients[peer]
-        task = asyncio.get_running_loop().create_task(self._answer(peer, seq, work, kind))
+        task = asyncio.get_running_loop().create_task(self._answer(peer, seq, work, kind, again=client.behind))
         self._waiting.add(task)
         client.waiting.add(task)
         self._waiting_bytes += nbytes
@@ -399,18 +401,19 @@ class Server:
             if count >= limit:
                 raise TransferError(f"{limit} requests are waiting already", code="too_many_requests")
 
-    async def _answer(self, peer: bytes, seq: int, work: Coroutine[Any, Any, Any], kind: type | None) -> None:
+    async def _answer(self, peer: bytes, seq: int, work: Work, kind: type | None, *, again: bool) -> None:
         try:
             self._value(peer, seq, await work)
         except TransferError as error:
-            self._refused(peer, seq, error, kind)
+            if not again:
+                self._refused(peer, seq, error, kind)
 
     def _answered(
         self,
         peer: bytes,
         seq: int,
         client: KnownClient,
-        work: Coroutine[Any, Any, Any],
+        work: Work,
         nbytes: int,
         task: asyncio.Task[None],
     ) -> None:

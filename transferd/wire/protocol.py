@@ -25,7 +25,9 @@ Sessions
     reported it as lost. A client that sees another session of the same boot repeats all its pending requests:
     the daemon joins a task that it knows, or repeats its result. A request of an earlier session of its own
     connection is run, and Refused(stale_session) with seq 0 tells the client to say Hello. So however many answers
-    get lost, each repetition ends some requests. Session 0 means any session, for peers that do not need this.
+    get lost, each repetition ends some requests. If it is refused, it gets no answer: its repetition may be accepted,
+    after the client has heard that the request would never run. Session 0 means any session, for peers that do not
+    need this.
 
 Format
     byte 0: PROTOCOL_VERSION. Then one msgpack array: [seq, ack, body, session = 0] from clients,

@@ -89,20 +89,22 @@ class BlockMemory:
         if NATIVE and even and self._nbytes > FEWEST_BYTES:
             self.tables = [np.array(piece.parts, dtype=np.int64) for piece in self.pieces]
 
-    def collect(self, block: int, slot: memoryview, loan: Loan, *, kept: bool = False) -> int | None:
+    def collect(self, block: int, slot: memoryview, loan: Loan | None = None, *, kept: bool = False) -> int | None:
         """Copy a block into a slot, packed; its checksum. In a thread, unless it is small. Only if there are tables.
 
-        None: the loan ended first. kept: the slot's bytes stay in the caches, because this thread reads them next.
+        loan: None if the task waits for this call. Returns None if the loan ended first. kept: the slot's bytes stay in
+        the caches, because this thread reads them next.
         """
         assert self.tables is not None
         state = _inplace.new_state(self._nbytes)
         for piece, table in zip(self.pieces, self.tables, strict=True):
-            if not loan.take():
+            if loan is not None and not loan.take():
                 return None
             try:
                 _inplace.collect(slot, piece.offset, self.arena.origin, table, block, state, kept)
             finally:
-                loan.give_back()
+                if loan is not None:
+                    loan.give_back()
         return _inplace.checksum(state)
 
     def scatter(self, slot: memoryview, block: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import sys
 from collections.abc import Awaitable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -110,10 +111,14 @@ class RankContext:
     only_flush: bool = False
     engine: str = ""
     object_rank: int = -1  # the rank in object names, counted over all nodes of the group; -1: the same as `rank`
+    # Reading every byte of up to this many slots costs less on the loop than a round trip to a thread.
+    cheap_slots: int = field(init=False)
 
     def __post_init__(self) -> None:
         if self.object_rank < 0:
             object.__setattr__(self, "object_rank", self.rank)
+        nbytes = self.format.checked_bytes
+        object.__setattr__(self, "cheap_slots", self.inline_check_bytes // nbytes if nbytes else sys.maxsize)
 
     @property
     def regions(self) -> dict[str, HostRegion]:
@@ -150,7 +155,7 @@ class RankContext:
     async def seal(self, slots: Sequence[memoryview], job: Job, positions: Sequence[int]) -> None:
         """Turn slots that hold the packed blocks at `positions` into complete objects, ready to be stored."""
         ids = [job.ids[i] for i in positions]
-        if self.is_cheap(len(slots)):
+        if len(slots) <= self.cheap_slots:
             self.format.seal(slots, job.generation, ids, self.object_rank)
         else:
             work = functools.partial(self.format.seal, slots, job.generation, ids, self.object_rank)
@@ -159,14 +164,10 @@ class RankContext:
     async def check(self, slots: Sequence[memoryview], job: Job, positions: Sequence[int]) -> list[Damage | None]:
         """Verify the objects in these slots, which hold the blocks at `positions`. For each, None or the damage."""
         ids = [job.ids[i] for i in positions]
-        if self.is_cheap(len(slots)):
+        if len(slots) <= self.cheap_slots:
             return self.format.check(slots, job.generation, ids, self.object_rank)
         work = functools.partial(self.format.check, slots, job.generation, ids, self.object_rank)
         return await self.threads.run(Direction.IN, work, "checksums")
-
-    def is_cheap(self, slots: int) -> bool:
-        """Whether reading every byte of this many slots costs less on the loop than a round trip to a thread."""
-        return self.format.checked_bytes * slots <= self.inline_check_bytes
 
 
 @dataclass(slots=True)

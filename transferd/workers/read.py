@@ -279,7 +279,7 @@ class Reader:
         if batch.lease is None:
             return context.background.spawn(self._fetch(batch, job, places))
         asked = context.background.begin(self._ask(batch, job, places))
-        if asked.done() and asked.exception() is None and context.is_cheap(len(batch.names)):
+        if asked.done() and asked.exception() is None and len(batch.names) <= context.cheap_slots:
             return answered(at_once(self._verify(batch, job, places, asked.result())))
         return context.background.spawn(self._fetch(batch, job, places, asked))
 
@@ -310,7 +310,7 @@ class Reader:
         assert batch.lease is not None
         context, holder = self._context, job.task.task_id
         memory = self._blocks.memory()
-        batch.verified = memory is None or memory.tables is None or context.is_cheap(len(outcomes))
+        batch.verified = memory is None or memory.tables is None or len(outcomes) <= context.cheap_slots
         if not batch.verified:
             return outcomes
         slots = context.staging.views(batch.lease)

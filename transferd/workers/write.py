@@ -28,7 +28,6 @@ from transferd.workers.block_memory import AddressableBlocks, BlockMemory
 from transferd.workers.context import Account, RankContext, require
 from transferd.workers.job import Job
 from transferd.workers.lent import BlockLender
-from transferd.workers.loan import Loan
 
 LENT_CHUNKS = 2  # chunks lent at a time, so that no thread waits for the event loop
 
@@ -142,7 +141,7 @@ class Writer:
     def _lender(self, job: Job, sink: Sink) -> BlockLender | None:
         """None: blocks go to the sink in chunks."""
         context, storage = self._context, sink.storage
-        if storage is None or not context.format.checked_bytes or context.is_cheap(len(sink.names)):
+        if storage is None or len(sink.names) <= context.cheap_slots:
             return None
         memory = self._blocks.memory()
         if memory is None or memory.tables is None:
@@ -229,13 +228,12 @@ class Writer:
         context, task = self._context, job.task
         assert isinstance(task, WriteStorageTask)
         blocks, ids = task.gpu_block_ids, [job.ids[i] for i in positions]
-        loan = Loan()  # the task waits for the copy
 
         def collect() -> None:
-            checksums = [memory.collect(blocks[i], slot, loan) for i, slot in zip(positions, slots, strict=True)]
+            checksums = [memory.collect(blocks[i], slot) for i, slot in zip(positions, slots, strict=True)]
             context.format.seal(slots, job.generation, ids, context.object_rank, checksums)
 
-        if context.is_cheap(len(slots)):
+        if len(slots) <= context.cheap_slots:
             collect()
         else:
             await context.threads.run(Direction.OUT, collect, "copy and checksums")

@@ -21,6 +21,7 @@ MAX_ENGINES = 3
 FASTDEPLOY_SHARE = 0.2  # of the stories, whose blocks are several objects each
 APART_SHARE = 0.4  # of the stories
 BEHIND_SHARE = 0.4  # of the stories
+WIDE_SHARE = 0.4
 
 # What engines do, each as often as it stands here.
 WORK = ("write", "write", "read", "read", "read", "swap_out", "swap_in", "chain")
@@ -50,7 +51,7 @@ class Plan:
     """One story.
 
     capacity: bytes of the storage, None for no bound. apart: engines map memory with another client than pushes.
-    behind: tasks are pushed before each rank has computed their blocks.
+    behind: tasks are pushed before each rank has computed their blocks. wide: the extension takes their segments.
     after: how the memory goes at the end, while engines go on with what they have mapped (succession.py); "": not.
     """
 
@@ -65,6 +66,7 @@ class Plan:
     key_schema: str
     apart: bool
     behind: bool
+    wide: bool
     after: str
     deeds: tuple[Deed, ...]
 
@@ -73,6 +75,7 @@ class Plan:
         bounds = f"queue {self.max_queued_tasks}, staging {self.staging}, storage {self.capacity or 'without bound'}"
         bounds += f", objects of {self.key_schema}"
         world += ", which map memory apart" * self.apart + ", whose ranks are behind" * self.behind
+        world += ", wide segments" * self.wide
         world += f", at the end a {self.after}" * bool(self.after)
         deeds = "\n".join(f"  {deed}" for deed in sorted(self.deeds, key=lambda deed: deed.at))
         return f"seed {self.seed}: {world}, {bounds}\nweather: {self.weather}\ndeeds:\n{deeds}"
@@ -96,6 +99,8 @@ class Plan:
             yield replace(self, apart=False)
         if self.behind:
             yield replace(self, behind=False)
+        if self.wide:
+            yield replace(self, wide=False)
         if self.key_schema != "transferd":
             yield replace(self, key_schema="transferd")
 
@@ -138,6 +143,7 @@ def draw_plan(seed: int) -> Plan:
         key_schema="fastdeploy" if chance.random() < FASTDEPLOY_SHARE else "transferd",
         apart=memory.random() < APART_SHARE,
         behind=random.Random(f"{seed}/behind").random() < BEHIND_SHARE,
+        wide=random.Random(f"{seed}/wide").random() < WIDE_SHARE,
         after=memory.choice(("", "restart", "clear")),
         deeds=tuple(Deed(number, *deed) for number, deed in enumerate(deeds)),
     )

@@ -14,7 +14,7 @@ from tests.support.simulation.faults import Dice, Gate, StorageFaults, note, tak
 from tests.support.simulation.memory import Claim, MemoryWatch
 from transferd.errors import Closed, InvariantError, StillRunning, StorageError, StorageFull, StorageUnavailable
 from transferd.runtime.aio import uncancelled
-from transferd.storage.base import COLD, EXISTS, FOUND, MISSING, STORED, Blob, Found, Outcome, Place, Storage
+from transferd.storage.base import COLD, EXISTS, FOUND, MISSING, STORED, Blob, Found, Lent, Outcome, Place, Storage
 from transferd.tiers.base import HostMemory
 
 T = TypeVar("T")
@@ -39,6 +39,7 @@ class SimStorage(Storage):
 
     backend = "simulated"
     loads_in_place = True
+    collects = 2
 
     def __init__(
         self,
@@ -87,6 +88,9 @@ class SimStorage(Storage):
 
     async def put(self, blobs: Sequence[Blob]) -> list[Outcome]:
         return await self._call(self._put(blobs))
+
+    async def put_lent(self, blocks: Sequence[Lent], at_once: int) -> list[Outcome]:
+        return await self._call(self._put_lent(blocks, at_once))
 
     async def get(self, blobs: Sequence[Blob]) -> list[Outcome]:
         return await self._call(self._get(blobs))
@@ -163,6 +167,34 @@ class SimStorage(Storage):
             return [self._keep(blob, half) for blob, half in zip(blobs, halves, strict=True)]
         finally:
             self.watch.leave(claim)
+
+    async def _put_lent(self, blocks: Sequence[Lent], at_once: int) -> list[Outcome]:
+        """`at_once` blocks at a time: they are collected at some moment, and stored at a later one."""
+        middle, rest = await self._begin("put")
+        outcomes: list[Outcome] = []
+        for start in range(0, len(blocks), at_once):
+            group = blocks[start : start + at_once]
+            await take(middle * len(group) / len(blocks))
+            outcomes += await self._put_group(group, rest * len(group) / len(blocks))
+        return outcomes
+
+    async def _put_group(self, group: Sequence[Lent], seconds: float) -> list[Outcome]:
+        made = {lent.name: (lent, data) for lent in group if (data := lent.data.collect()) is not None}
+        self.counts["lent"] += len(made)
+        self.counts["withdrawn"] += len(group) - len(made)
+        blobs = {name: Blob(name, data) for name, (_, data) in made.items()}
+        try:
+            claim = self._claim(list(blobs.values()), writes=False, operation="put of lent blocks")
+            try:
+                halves = {name: bytes(blob.data[: blob.data.nbytes // 2]) for name, blob in blobs.items()}
+                await take(seconds)
+                kept = {name: self._keep(blob, halves[name]) for name, blob in blobs.items()}
+            finally:
+                self.watch.leave(claim)
+        finally:
+            for lent, _ in made.values():
+                lent.data.give_back()
+        return [kept.get(lent.name, MISSING) for lent in group]
 
     def _keep(self, blob: Blob, first_half: bytes) -> Outcome:
         fault = self.dice.draw("object put", self.faults.of_put())

@@ -43,7 +43,9 @@ class Story:
         self.plan = plan
         server = {"max_queued_tasks": plan.max_queued_tasks, "lane_depth": plan.lane_depth}
         self.world = SimWorld(
-            loop, small_config(plan.ranks, plan.staging, key_schema=plan.key_schema, **server), capacity=plan.capacity
+            loop,
+            small_config(plan.ranks, plan.staging, key_schema=plan.key_schema, wide=plan.wide, **server),
+            capacity=plan.capacity,
         )
         self.judge = Judge(self.world)
         self.oracle = Oracle(self.world)

@@ -28,8 +28,13 @@ from transferd.storage.base import Storage
 from transferd.tiers.base import DeviceTier
 
 
-def small_config(ranks: int = 2, staging: str = "32KiB", *, key_schema: str = "transferd", **server: Any) -> Config:
-    """A daemon of tiny blocks: 4 segments of 32 bytes, staging for 4 blocks each way (one for every 8 KiB)."""
+def small_config(
+    ranks: int = 2, staging: str = "32KiB", *, key_schema: str = "transferd", wide: bool = False, **server: Any
+) -> Config:
+    """A daemon of tiny blocks: 4 segments of 32 bytes, staging for 4 blocks each way (one for every 8 KiB).
+
+    wide: of 64 bytes. The extension copies and checks such blocks where the CPU can address them (block_memory.py).
+    """
     return from_tree(
         {
             "server": {"endpoint": "ipc:///nowhere", **server},
@@ -38,7 +43,7 @@ def small_config(ranks: int = 2, staging: str = "32KiB", *, key_schema: str = "t
                 "device": "tests.support.simulation.device:SimDevice",
                 "layers": 2,
                 "kv_heads": 1,
-                "head_dim": 4,
+                "head_dim": 8 if wide else 4,
                 "block_size": 4,
                 "device_blocks": 48,
                 "host_blocks": 48,
