@@ -499,15 +499,21 @@ def test_a_client_behind_a_pipe_that_is_often_full_gets_every_result_in_time() -
     run(program, hold=True)
 
 
+async def behind(world: World) -> tuple[Raw, wire.Welcome]:
+    """A client and the session that it knows: a newer one has begun, because an answer to it was lost."""
+    raw = Raw(world)
+    before = (await raw.say(1, wire.Hello())).body
+    assert isinstance(before, wire.Welcome)
+    world.network.faults = NetworkFaults(Latency(0.0001, 0.001), refuse=1.0)
+    world.network.to_server(raw.peer, wire.encode_request(2, wire.Hello()))
+    world.network.faults = NetworkFaults(Latency(0.0001, 0.001))
+    del raw.replies[:]
+    return raw, before
+
+
 def test_a_request_of_an_earlier_session_of_its_connection_is_run_and_the_client_hears_of_the_new_one() -> None:
     async def program(world: World) -> None:
-        raw = Raw(world)
-        before = (await raw.say(1, wire.Hello())).body
-        assert isinstance(before, wire.Welcome)
-        world.network.faults = NetworkFaults(Latency(0.0001, 0.001), refuse=1.0)
-        world.network.to_server(raw.peer, wire.encode_request(2, wire.Hello()))
-        world.network.faults = NetworkFaults(Latency(0.0001, 0.001))
-        del raw.replies[:]
+        raw, before = await behind(world)
         await raw.say(3, task(), session=before.session)
         nudge, result = raw.replies
         assert isinstance(nudge.body, wire.Refused)
@@ -530,13 +536,7 @@ def test_nobody_hears_of_a_refusal_in_an_earlier_session_because_the_request_com
     """Heard by a client whose repetition was on its way, it would be a promise that the task never runs."""
 
     async def program(world: World) -> None:
-        raw = Raw(world)
-        before = (await raw.say(1, wire.Hello())).body
-        assert isinstance(before, wire.Welcome)
-        world.network.faults = NetworkFaults(Latency(0.0001, 0.001), refuse=1.0)
-        world.network.to_server(raw.peer, wire.encode_request(2, wire.Hello()))
-        world.network.faults = NetworkFaults(Latency(0.0001, 0.001))
-        del raw.replies[:]
+        raw, before = await behind(world)
         world.core.busy = True
         raw.transport.send(wire.encode_request(3, task(), session=before.session))
         raw.transport.send(wire.encode_request(4, wire.SetGeneration("\n"), session=before.session))
