@@ -540,7 +540,15 @@ def test_nobody_hears_of_a_refusal_in_an_earlier_session_because_the_request_com
         world.core.busy = True
         raw.transport.send(wire.encode_request(3, task(), session=before.session))
         raw.transport.send(wire.encode_request(4, wire.SetGeneration("\n"), session=before.session))
+        world.core.cache.refuse = TierError("refused later, not at once")
+        raw.transport.send(wire.encode_request(6, wire.ClearCache(), session=before.session))
+        raw.transport.send(wire.encode_request(7, wire.Drain(), session=before.session))  # has a bug
         await asyncio.sleep(0.1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(world.core, "submit", None)  # a bug
+            raw.transport.send(wire.encode_request(8, task("u"), session=before.session))
+            await asyncio.sleep(0.1)
+        assert world.core.cache.asked == [("clear", b"", None)]
         assert [(reply.seq, type(reply.body)) for reply in raw.replies] == [(0, wire.Refused)]
         now = (await raw.say(5, wire.Hello())).body
         assert isinstance(now, wire.Welcome)

@@ -175,10 +175,9 @@ class Server:
             elif client.engine.coordinator.submit(peer, seq, body, again=client.behind) and request.ack:  # type: ignore[union-attr]
                 self._send(peer, seq, wire.Accepted())
         except TransferError as error:
-            if not client.behind:
-                self._refused(peer, seq, error, type(body))
+            self._refused(peer, seq, error, type(body), again=client.behind)
         except Exception as error:  # noqa: BLE001 - the request is answered, whatever it ran into
-            self._failed(peer, seq, error)
+            self._failed(peer, seq, error, again=client.behind)
 
     def _observer_may(self, peer: bytes, seq: int, body: wire.Body) -> bool:
         """Whether an observer may make this request now. If not, it gets a refusal."""
@@ -363,8 +362,13 @@ class Server:
             log.error("cannot encode an answer (bug)", problem=str(error))
             self._refused(peer, seq, InvariantError(f"cannot encode the answer: {error}"))
 
-    def _refused(self, peer: bytes, seq: int, error: TransferError, kind: type | None = None) -> None:
-        """Send a refusal. kind: the type of the request, if its refusal may be logged."""
+    def _refused(
+        self, peer: bytes, seq: int, error: TransferError, kind: type | None = None, *, again: bool = False
+    ) -> None:
+        """Send a refusal, unless the request comes `again` and may be accepted then (protocol.py, Sessions).
+
+        kind: the type of the request, if its refusal may be logged.
+        """
         if kind in KEEP_OUT and error.reason not in TRIED_AGAIN:
             who = {"engine": self._clients.engine_of(peer), "client": peer.hex()}
             where = self._transport.describe(peer)
@@ -372,7 +376,8 @@ class Server:
         permanent = isinstance(error, RequestError)
         if isinstance(error, InvariantError):
             self._recorder.failure("", str(error))
-        self._send(peer, seq, wire.Refused(ErrorInfo(error.reason, str(error)), permanent=permanent))
+        if not again:
+            self._send(peer, seq, wire.Refused(ErrorInfo(error.reason, str(error)), permanent=permanent))
 
     def _later(self, peer: bytes, seq: int, work: Work, nbytes: int = 0, kind: type | None = None) -> None:
         """Answer when `work` is done. The number and bytes of waiting requests are bounded.
@@ -405,36 +410,28 @@ class Server:
         try:
             self._value(peer, seq, await work)
         except TransferError as error:
-            if not again:
-                self._refused(peer, seq, error, kind)
+            self._refused(peer, seq, error, kind, again=again)
+        except Exception as error:  # noqa: BLE001 - as in _received
+            self._failed(peer, seq, error, again=again)
 
     def _answered(
-        self,
-        peer: bytes,
-        seq: int,
-        client: KnownClient,
-        work: Work,
-        nbytes: int,
-        task: asyncio.Task[None],
+        self, peer: bytes, seq: int, client: KnownClient, work: Work, nbytes: int, task: asyncio.Task[None]
     ) -> None:
         self._waiting_bytes -= nbytes
         self._waiting.discard(task)
         client.waiting.discard(task)
         work.close()  # if the task was cancelled before its first step, `work` never began
-        if task.cancelled():
-            if self._clients.get(peer) is not None:  # else the client is gone
-                self._refused(peer, seq, TransferError("the daemon is shutting down", code="shutdown"))
-        elif (error := task.exception()) is not None:
-            self._failed(peer, seq, error)
+        if task.cancelled() and self._clients.get(peer) is not None:  # else the client is gone
+            self._refused(peer, seq, TransferError("the daemon is shutting down", code="shutdown"))
 
-    def _failed(self, peer: bytes, seq: int, error: BaseException) -> None:
+    def _failed(self, peer: bytes, seq: int, error: Exception, *, again: bool) -> None:
         """Refuse a request that raised an unexpected error: the machine is out of memory, or we have a bug."""
         if isinstance(error, MemoryError):
             log.error("out of memory for a request", client=peer.hex())
-            self._refused(peer, seq, OutOfMemory("not enough memory for this request; try again later"))
+            self._refused(peer, seq, OutOfMemory("not enough memory for this request; try again later"), again=again)
             return
         log.error("unhandled exception while handling a request (bug)", exc_info=error)
-        self._refused(peer, seq, InvariantError(f"{type(error).__name__}: {error}"))
+        self._refused(peer, seq, InvariantError(f"{type(error).__name__}: {error}"), again=again)
 
     # --- clients ------------------------------------------------------------------------------------
 

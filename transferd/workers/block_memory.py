@@ -123,12 +123,12 @@ class AddressableBlocks:
         self._context = context
         self._memory: BlockMemory | None = None
 
-    def memory(self) -> BlockMemory | None:
-        """None if the CPU cannot address the blocks."""
+    def memory(self, *, one_pass: bool = False) -> BlockMemory | None:
+        """None if the CPU cannot address the blocks. one_pass: also if the extension cannot copy and check them."""
         context = self._context
         if not getattr(context.device, "addressable", False):
             return None
         arena = context.device.arena
         if self._memory is None or self._memory.arena is not arena:
             self._memory = BlockMemory(arena, context.layout.packed(1, context.format.slot_bytes))
-        return self._memory
+        return None if one_pass and self._memory.tables is None else self._memory

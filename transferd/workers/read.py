@@ -309,8 +309,7 @@ class Reader:
         """Turn objects that fail their check into misses, and quarantine them. Leave it to the copy if that can."""
         assert batch.lease is not None
         context, holder = self._context, job.task.task_id
-        memory = self._blocks.memory()
-        batch.verified = memory is None or memory.tables is None or len(outcomes) <= context.cheap_slots
+        batch.verified = self._blocks.memory(one_pass=True) is None or len(outcomes) <= context.cheap_slots
         if not batch.verified:
             return outcomes
         slots = context.staging.views(batch.lease)

@@ -143,10 +143,8 @@ class Writer:
         context, storage = self._context, sink.storage
         if storage is None or len(sink.names) <= context.cheap_slots:
             return None
-        memory = self._blocks.memory()
-        if memory is None or memory.tables is None:
-            return None
-        return BlockLender(context, memory, job, storage, sink.names)
+        memory = self._blocks.memory(one_pass=True)
+        return None if memory is None else BlockLender(context, memory, job, storage, sink.names)
 
     async def _begin(
         self, account: Account, sink: Sink, positions: Sequence[int], lender: BlockLender | None
@@ -208,9 +206,9 @@ class Writer:
         staging, device = context.staging, context.device
         context.recorder.step(task.task_id, "copy", context.rank, len(positions))
         before = context.clock.monotonic()
-        memory = self._blocks.memory() if context.format.checked_bytes else None
+        memory = self._blocks.memory(one_pass=True) if context.format.checked_bytes else None
         try:
-            if memory is not None and memory.tables is not None:
+            if memory is not None:
                 return await job.stop.copied(self._collect_blocks(memory, job, positions, slots))
             blocks = [task.gpu_block_ids[i] for i in positions]
             plan = job.copy_plan(device.arena.geometry, blocks, staging.packed, lease.slots)
