@@ -88,6 +88,13 @@ class Worker:
             wanted = self._bytes(array[block], content, plane, layer)
             assert np.array_equal(array[block], wanted), f"rank {self.rank} block {block}: {plane} of layer {layer}"
 
+    def holds(self, block: int, content: str) -> bool:
+        """Whether a block has this content already, which somebody else is about to copy into it."""
+        return all(
+            np.array_equal(array[block], self._bytes(array[block], content, plane, layer))
+            for plane, layer, array in self._arrays()
+        )
+
     def _arrays(self) -> Iterator[tuple[str, int, npt.NDArray[Any]]]:
         for plane, layers in self.caches.items():
             for layer, array in enumerate(layers):

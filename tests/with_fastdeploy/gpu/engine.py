@@ -163,6 +163,10 @@ class GpuEngine(base.Engine):
             for rank in range(self.shape.tp):
                 operators.tell(rank, layer, [(request.idx, tokens.start, len(tokens))])
 
+    def await_content(self, blocks: list[tuple[int, str]]) -> None:
+        """Wait until every worker has these blocks, each with its content, from another engine."""
+        base.wait_for(lambda: all(worker.holds(*block) for worker in self.workers for block in blocks))
+
     def await_sent(self) -> list[Any]:
         return _awaited(self.worker_queue.get_finished_req)
 

@@ -6,6 +6,7 @@ pointers are addresses in this process.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 from pathlib import Path
@@ -26,7 +27,7 @@ __all__ = [
     "unset_data_ipc",
 ]
 
-_signals: dict[int, int] = {}  # rank → the pipe by which its worker tells how far a prefill is
+_pipes: dict[Path, int] = {}  # those by which workers tell how far a prefill is
 
 
 def set_data_ipc(tensor: Any, name: str) -> None:
@@ -67,26 +68,23 @@ def ipc_sent_key_value_cache_by_remote_ptr_block_sync(*_: Any) -> None:
 
 def get_output_kv_signal(data: Any, rank: int, _wait: int) -> None:
     """What the attention kernels tell of a prefill: how many requests, the layer, and three numbers for each."""
-    if rank not in _signals:
-        _signals[rank] = os.open(pipe_of(rank), os.O_RDWR)  # O_RDWR: no end when a writer goes
-    into = memory.array_of(data)
-    count, layer = np.frombuffer(os.read(_signals[rank], 8), dtype=np.int32)
+    into, pipe = memory.array_of(data), _pipe(rank)
+    count, layer = np.frombuffer(os.read(pipe, 8), dtype=np.int32)
     into[0], into[1] = count, layer
-    into[2 : 2 + 3 * count] = np.frombuffer(os.read(_signals[rank], 12 * count), dtype=np.int32)
+    into[2 : 2 + 3 * count] = np.frombuffer(os.read(pipe, 12 * count), dtype=np.int32)
 
 
 def tell(rank: int, layer: int, requests: list[tuple[int, int, int]]) -> None:
     """A worker's side of `get_output_kv_signal`. requests: slot, tokens before this chunk, tokens in it."""
     message = np.array([len(requests), layer, *(number for one in requests for number in one)], dtype=np.int32)
-    pipe = os.open(pipe_of(rank), os.O_RDWR)
-    os.write(pipe, message.tobytes())
-    if rank not in _signals:
-        _signals[rank] = pipe  # kept open: what nobody has read yet goes with the last one who has it open
+    os.write(_pipe(rank), message.tobytes())
 
 
-def pipe_of(rank: int) -> Path:
-    """Made by whoever comes first."""
+def _pipe(rank: int) -> int:
+    """Made by whoever comes first. It stays open: unread messages go with the last descriptor."""
     path = Path(os.environ["FD_LOG_DIR"]) / f"kv_signal.{rank}"
-    if not path.exists():
-        os.mkfifo(path)
-    return path
+    if path not in _pipes:
+        with contextlib.suppress(FileExistsError):
+            os.mkfifo(path)
+        _pipes[path] = os.open(path, os.O_RDWR)  # O_RDWR: no end when a writer goes
+    return _pipes[path]
