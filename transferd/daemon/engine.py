@@ -42,7 +42,7 @@ from transferd.tasks import ErrorInfo, Task, TaskResult
 from transferd.tiers.pinned import HostPool
 from transferd.tiers.pinning import Pinning
 from transferd.tiers.registry import create_device_tier, create_pinning
-from transferd.tiers.staging import Staging
+from transferd.tiers.staging import CHUNK_BYTES, Staging
 from transferd.wire import protocol as wire
 from transferd.workers.context import INLINE_CHECK_BYTES, Background, PeerPath, RankContext
 from transferd.workers.rank import RankWorker
@@ -190,7 +190,13 @@ class HostedEngine:
             device=device,
             host=HostPool(layout, rank, pinning, later=True) if layout.host_blocks else None,
             staging=Staging(
-                layout, config.host.staging, self.objects.slot_bytes, self.objects.offsets, pinning=pinning, later=True
+                layout,
+                config.host.staging,
+                self.objects.slot_bytes,
+                self.objects.offsets,
+                pinning=pinning,
+                chunk_bytes=CHUNK_BYTES if self.blocks is None else self.blocks.chunk_bytes,
+                later=True,
             ),
             storage=self.blocks,
             format=self.objects,

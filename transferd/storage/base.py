@@ -39,6 +39,7 @@ from transferd.errors import TransferError
 from transferd.runtime.clock import Clock
 from transferd.storage.lru import Use
 from transferd.tiers.base import HostMemory
+from transferd.tiers.staging import CHUNK_BYTES
 
 
 class Found(enum.Enum):
@@ -163,6 +164,8 @@ class Storage(abc.ABC):
     joins_gets = joins_puts = False
     loads_in_place = False  # whether get_in_place works
     collects = 0  # how many blocks put_lent makes objects of at a time; 0: it does not work
+    # The most bytes of a chunk. More than the default if a call has a high fixed cost.
+    chunk_bytes = CHUNK_BYTES
 
     @classmethod
     def from_config(cls, config: Config, *, clock: Clock) -> Self:

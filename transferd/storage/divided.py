@@ -49,6 +49,7 @@ class DividedStorage(Storage):
 
     def __init__(self, storage: Storage, parts: Sequence[ObjectPart]) -> None:
         self.backend = storage.backend
+        self.chunk_bytes = storage.chunk_bytes
         self._storage = storage
         self._parts = tuple(parts)
 

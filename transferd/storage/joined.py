@@ -93,6 +93,7 @@ class JoinedStorage(Storage):
         self.backend, self.joins_gets, self.joins_puts = storage.backend, storage.joins_gets, storage.joins_puts
         self.loads_in_place = storage.loads_in_place
         self.collects = 0 if storage.joins_puts else storage.collects
+        self.chunk_bytes = storage.chunk_bytes
         self._storage = storage
         self._threads = threads
         self._several = several

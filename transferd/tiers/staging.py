@@ -95,8 +95,8 @@ class Staging:
     """One rank's staging memory. Owns the region.
 
     object_bytes: the bytes of a slot's content, block and footer. offsets: the start of each segment in it; None:
-    packed order. packed: the slots' geometry for copy plans, relative to memory.address. later: the caller calls
-    `memory.allocate` later.
+    packed order. packed: the slots' geometry for copy plans, relative to memory.address. chunk_bytes: the most that a
+    chunk should have. later: the caller calls `memory.allocate` later.
 
     Raises ConfigError that names `key` if there is not a slot for every consumer.
     """
@@ -111,8 +111,10 @@ class Staging:
         key: str = "host.staging",
         pinning: Pinning = MEMORY_LOCK,
         *,
+        chunk_bytes: int = CHUNK_BYTES,
         later: bool = False,
     ) -> None:
+        self._chunk_bytes = chunk_bytes
         self.object_bytes = object_bytes
         slot_bytes = align(self.object_bytes, SLOT_ALIGNMENT)
         slots = slots_in(nbytes, object_bytes, consumers, key)
@@ -129,8 +131,8 @@ class Staging:
         assert first == slots
 
     def chunk_slots(self, consumer: str) -> int:
-        """How many blocks a chunk of this consumer should have: at most CHUNK_BYTES, and two chunks must fit."""
-        return self.slots_at_once(consumer, CHUNK_BYTES // self._slot_bytes)
+        """How many blocks a chunk of this consumer should have: at most `chunk_bytes`, and two chunks must fit."""
+        return self.slots_at_once(consumer, self._chunk_bytes // self._slot_bytes)
 
     def slots_at_once(self, consumer: str, wanted: int) -> int:
         """As many of the slots that a chunk wants as leave another chunk its own; at least one."""

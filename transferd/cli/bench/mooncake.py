@@ -23,6 +23,7 @@ from transferd.storage.mooncake.client import KeyBatch, NativeClient
 from transferd.storage.mooncake.membership import Membership
 
 SEGMENT = 1024**3
+STAGING = "128MiB"  # room for two of its chunks, as docs/operations.md advises
 
 
 @contextlib.contextmanager
@@ -50,7 +51,9 @@ def _subject(name: str, master: Master, lent: int) -> Subject:
 
     section = {"master_server_addr": master.address, "global_segment_size": lent, "local_buffer_size": 0}
     tree = {"backend": "mooncake", "mooncake": section | {"timeout": 30.0}}
-    return Subject(f"mooncake, {name}", tree, lambda object_bytes: _RawPool(clients[-1], object_bytes), storage)
+    return Subject(
+        f"mooncake, {name}", tree, lambda object_bytes: _RawPool(clients[-1], object_bytes), storage, STAGING
+    )
 
 
 class _RawPool(Raw):

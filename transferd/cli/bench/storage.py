@@ -86,7 +86,7 @@ class Raw(abc.ABC):
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A backend to measure: the name in its rows, its [storage] section, and its raw calls.
+    """A backend to measure: the name in its rows, its [storage] section, host.staging, and its raw calls.
 
     raw: given an object's size in bytes, returns its Raw; called once the daemon is open. storage: builds the storage,
     if the usual constructor does not.
@@ -96,6 +96,7 @@ class Subject:
     section: dict[str, Any]
     raw: Callable[[int], Raw]
     storage: Callable[[Config], Storage] | None = None
+    staging: str = "64MiB"
 
 
 def run(backend: str, told: Told = nobody) -> list[Row]:
@@ -142,7 +143,12 @@ def _subjects(backend: str, directory: Path) -> Iterator[list[Subject]]:
 
 
 async def _run(subject: Subject) -> list[Row]:
-    tree = {"cache": CACHE | {"host_blocks": 0}, "storage": subject.section, "metrics": {"listen": ""}}
+    tree = {
+        "cache": CACHE | {"host_blocks": 0},
+        "host": {"staging": subject.staging},
+        "storage": subject.section,
+        "metrics": {"listen": ""},
+    }
     config, transport = from_tree(tree), InProcess()
     daemon = Daemon(config, transport=transport, storage=subject.storage(config) if subject.storage else None)
     daemon.default.coordinator.listeners.deliver = transport.deliver

@@ -51,7 +51,7 @@ from transferd.storage.mooncake.client import KeyBatch, NativeClient, PoolClient
 from transferd.storage.mooncake.error_codes import describe
 from transferd.storage.mooncake.join import SetUp, join
 from transferd.storage.mooncake.layout_records import LayoutRecords
-from transferd.storage.mooncake.merger import Merger
+from transferd.storage.mooncake.merger import MOST_BYTES, Merger
 from transferd.storage.mooncake.native_calls import CallKind, NativeCalls
 from transferd.storage.prober import Prober
 from transferd.tiers.base import HostMemory
@@ -80,6 +80,7 @@ class MooncakeStorage(Storage):
 
     backend = "mooncake"
     joins_gets = joins_puts = True
+    chunk_bytes = MOST_BYTES
 
     def __init__(
         self,
