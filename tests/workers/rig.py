@@ -194,8 +194,9 @@ class Rig:
 
     async def ended(self, job: Job) -> RankOutcome:
         """Its outcome, once its task on the loop has ended altogether."""
+        await asyncio.sleep(0)  # then it has begun, with or without a task of the loop
         if self.worker._jobs:
-            await asyncio.wait_for(asyncio.wait(self.worker._jobs), 60)
+            await asyncio.wait_for(asyncio.wait([*self.worker._jobs]), 60)
         outcome = self.outcome(job)
         assert outcome is not None
         return outcome

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Coroutine, Iterable
+import types
+from collections.abc import Awaitable, Coroutine, Generator, Iterable
 from typing import Any, TypeVar
 
 from transferd.errors import InvariantError
@@ -27,6 +28,28 @@ def at_once(work: Coroutine[Any, Any, T]) -> T:
         return value
     work.close()
     raise InvariantError(f"{work!r} waited, but must not")
+
+
+@types.coroutine
+def resumed(work: Coroutine[Any, Any, T], waits_for: object) -> Generator[Any, Any, T]:
+    """The rest of a coroutine that was begun with `send(None)` and then waited. An asyncio task can run it.
+
+    waits_for: what that call returned.
+    """
+    try:
+        while True:
+            try:
+                sent = yield waits_for
+            except GeneratorExit:
+                work.close()
+                raise
+            except BaseException as error:  # noqa: BLE001 - it belongs to the work
+                waits_for = work.throw(error)
+            else:
+                waits_for = work.send(sent)
+    except StopIteration as end:
+        value: T = end.value
+        return value
 
 
 async def uncancelled(work: Coroutine[Any, Any, T]) -> T:

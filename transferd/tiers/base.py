@@ -28,7 +28,9 @@ Duties of an implementation:
    calls it on the loop, with the cause, when it finds that the device is lost, even while idle. `waiting_s`: for how
    many seconds the current call to the device has not returned.
 9. `addressable = True`, on a class or an instance: while the tier is open, `arena.origin` is an address in this
-   process, and the CPU may read and write the blocks there (workers/in_place.py).
+   process, and the CPU may read and write the blocks there (workers/in_place.py). The first step of `copy_out` and
+   `copy_in` may run outside an asyncio task (workers/rank.py), where `asyncio.current_task()` is None and
+   `asyncio.timeout` raises.
 10. A class with `attaches` also has `extents() -> list[Extent]`: which bytes of which memory `attach` has mapped
    (extents.py), so that no two ranks get the same byte.
 """

@@ -114,16 +114,21 @@ class Reader:
         """Run a ReadStorageTask."""
         account = Account(job, self._context)
         under_way: deque[asyncio.Task[bool]] = deque()
-        useful = True
+        useful, first = True, None
         try:
             names = self._context.names(job)
+            # A device that is attached later decides whether the CPU can address its blocks.
             in_place = self._in_place if getattr(self._context.device, "addressable", False) else None
+            if in_place is not None and job.blocks == 1 and account.stopped is None and not job.task.after:
+                first = in_place.load_at_once(account, names)
+                if first is None:
+                    return account.outcome()
             if in_place is None or len(names) > 1:
                 found = await self._found(account, names)
             else:  # a single load costs no more than a lookup
                 found = range(1)
             if found and in_place is not None:
-                found = await in_place.load(account, names, found)
+                found = await in_place.load(account, names, found, first)
             if 0 < len(found) <= self._chunk_blocks:  # with a single chunk there is nothing to overlap
                 await self._load(account, [names[i] for i in found], found)
                 return account.outcome()
