@@ -87,6 +87,10 @@ class HalfwayBlock:
         self._rank = rank
         self._paused = False
 
+    @property
+    def wanted(self) -> bool:
+        return self._block.wanted
+
     def load_file(self, path: str, flags: int) -> None:
         """Nothing: only `read` can pause."""
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import random
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.storage.harness import BACKENDS, Backend, Harness, Open, file_config
 from tests.support.page_cache import pages_in_memory
+from transferd.storage import file_io
 from transferd.storage.base import COLD, FOUND, MISSING, STORED, Backing, Blob, Found, Outcome, Place, ReadNow
 from transferd.storage.file import FileStorage
+from transferd.storage.file_io import FETCHED_BYTES
 from transferd.storage.lru import Use
 
 FOOTER = 128
@@ -27,6 +31,7 @@ class Block:
     def __init__(self, nbytes: int, part: int = 1000) -> None:
         self.nbytes = nbytes
         self.memory = bytearray(b"\xaa" * nbytes)
+        self.wanted = True
         self._part = part
         self.threads: list[str] = []  # in which it loaded, and after which it was left
 
@@ -153,17 +158,24 @@ def _blob(text: str, data: bytes) -> Any:
     return Blob(text, memoryview(bytearray(data)))
 
 
-async def test_a_file_that_the_page_cache_does_not_hold_is_cold_and_a_get_loads_it(store: FileStorage) -> None:
-    nbytes = 4 * 1024**2
+def forget(file: Path) -> None:
+    """Have the page cache drop a file."""
+    with file.open("rb") as opened:
+        os.fsync(opened.fileno())
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if pages_in_memory(file):
+        pytest.skip("this file system keeps its files in memory")
+
+
+@pytest.mark.parametrize("nbytes", [FETCHED_BYTES - 1, 4 * 1024**2])
+async def test_what_is_not_loaded_from_memory_is_cold_and_a_get_loads_it(store: FileStorage, nbytes: int) -> None:
+    """A small object that the page cache does not hold, or a large one of a task that has ended."""
     file = await stored(store, nbytes)
     block, found = Block(nbytes), 0
+    block.wanted = nbytes < FETCHED_BYTES
     # A read that does not wait makes the kernel read ahead, on a busy machine perhaps before the read looks again.
     while True:
-        with file.open("rb") as opened:
-            os.fsync(opened.fileno())
-            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        if pages_in_memory(file):
-            pytest.skip("this file system keeps its files in memory")
+        forget(file)
         if await store.get_in_place([Place(name("aa"), block, Use(), 0)]) == [COLD]:
             break
         found += 1
@@ -178,6 +190,83 @@ async def test_a_file_that_the_page_cache_does_not_hold_is_cold_and_a_get_loads_
     assert outcomes == [FOUND]
     assert bytes(block.memory) == content(1, nbytes)
     assert store.statistics()["hits"] == found + gets + 1
+
+
+@pytest.mark.parametrize("nbytes", [FETCHED_BYTES + 8192, 1_000_000, 2 * 1024**2 + 128, 5 * 1024**2 + 4097])
+@pytest.mark.parametrize("there", [0, 4096], ids=["nothing there", "its end there"])
+async def test_a_large_file_that_the_page_cache_does_not_hold_is_fetched(
+    store: FileStorage, nbytes: int, there: int
+) -> None:
+    file = await stored(store, nbytes)
+    for _ in range(20):  # a kernel may take pages back at once, or still read the last ones
+        forget(file)
+        with file.open("rb") as opened:
+            assert len(os.pread(opened.fileno(), there, nbytes - there)) == there
+        block = Block(nbytes)
+        outcomes = await store.get_in_place([Place(name("aa"), block, Use(), 0)])
+        if outcomes == [FOUND]:
+            break
+    assert outcomes == [FOUND]
+    assert bytes(block.memory) == content(1, nbytes)
+
+
+async def test_a_file_is_fetched_once_and_one_that_is_there_is_not(
+    store: FileStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nbytes, fetches, fetch = 3 * 1024**2, [], file_io._fetch
+    file = await stored(store, nbytes)
+    monkeypatch.setattr(file_io, "_fetch", lambda *arguments: fetches.append(arguments[1]) or fetch(*arguments))
+    buffer = _blob(name("aa"), bytes(nbytes))
+    assert await store.get([buffer]) == [FOUND]
+    assert fetches == []
+    for get in (
+        lambda: store.get([buffer]),
+        lambda: store.get_in_place([Place(name("aa"), Block(nbytes), Use(), 0)]),
+    ):
+        fetches.clear()
+        forget(file)
+        await get()
+        assert fetches == [nbytes]
+
+
+@pytest.mark.parametrize("without", ["cachestat", "mmap", "large pages", "populating"])
+async def test_what_the_kernel_cannot_do_costs_time_and_no_byte(
+    store: FileStorage, monkeypatch: pytest.MonkeyPatch, without: str
+) -> None:
+    nbytes, libc = 3 * 1024**2, file_io._libc
+    file = await stored(store, nbytes)
+    refused: list[str] = []
+
+    def refuse(*_: Any) -> int:
+        refused.append(without)
+        return -1
+
+    call = {"cachestat": "syscall", "mmap": "mmap", "large pages": "madvise", "populating": "madvise"}[without]
+
+    def madvise(address: int, length: int, advice: int) -> int:
+        hugepage = advice == mmap.MADV_HUGEPAGE
+        return refuse() if hugepage == (without == "large pages") else libc.madvise(address, length, advice)
+
+    calls = {made: getattr(libc, made) for made in ("syscall", "mmap", "madvise", "munmap")}
+    monkeypatch.setattr(file_io, "_libc", SimpleNamespace(**calls | {call: madvise if call == "madvise" else refuse}))
+    if without == "mmap":
+        monkeypatch.setattr(file_io, "_FAILED", -1)
+    forget(file)
+    buffer = _blob(name("aa"), bytes(nbytes))
+    assert await store.get([buffer]) == [FOUND]
+    assert bytes(buffer.data) == content(1, nbytes)
+    assert refused
+
+
+async def test_a_file_that_was_cut_off_is_not_fetched_into_anything(store: FileStorage) -> None:
+    nbytes = 3 * 1024**2
+    file = await stored(store, nbytes)
+    with file.open("r+b") as opened:
+        os.fsync(opened.fileno())
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file_io._fetch(opened.fileno(), nbytes + 4 * 1024**2)  # as if it had been longer when somebody looked
+        opened.truncate(5000)
+    assert await store.get_in_place([Place(name("aa"), Block(nbytes), Use(), 0)]) == [MISSING]
 
 
 @pytest.mark.parametrize("code", [errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS])

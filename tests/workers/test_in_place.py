@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import NoReturn
 
 import pytest
@@ -41,9 +41,9 @@ class Warm(SimStorage):
         self.reading: Callable[[str, int], None] = lambda _name, _offset: None
         self.has_read: Callable[[Sequence[memoryview]], None] = lambda _buffers: None
 
-    async def get_in_place(self, places: Sequence[Place]) -> list[Outcome]:
+    def get_in_place(self, places: Sequence[Place]) -> Awaitable[list[Outcome]]:
         self.tried.append([place.name for place in places])
-        return await super().get_in_place(places)
+        return super().get_in_place(places)
 
     def _load_one(self, place: Place) -> Outcome:
         return super()._load_one(Place(place.name, _Told(self, place), place.use, place.depth))
@@ -255,6 +255,109 @@ async def test_a_storage_that_fails_as_a_whole_fails_the_task(rig: Rig, storage:
     outcome = await rig.run(read(KEYS, TARGET))
     assert outcome.error is not None
     assert "on fire" in outcome.error.message
+
+
+# --- a single block -------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[0.0, 1.0], ids=["later", "at once"])
+def answers(request: pytest.FixtureRequest, storage: Warm) -> None:
+    """When storage answers a load of one block."""
+    storage.at_once = request.param
+
+
+async def test_a_block_that_storage_has_at_once_takes_a_turn_of_the_loop_and_no_task(rig: Rig, storage: Warm) -> None:
+    storage.at_once = 1.0
+    tasks = asyncio.all_tasks()
+    job = rig.start(read(KEYS[:1], TARGET[:1]))
+    assert rig.outcome(job) is None, "whoever starts it is not called back meanwhile"
+    await asyncio.sleep(0)
+    outcome = rig.outcome(job)
+    assert outcome is not None
+    assert (list(outcome.moved), outcome.bytes, outcome.queue_s) == ([0], LAYOUT.block_bytes, 2.0)
+    assert asyncio.all_tasks() == tasks
+    assert rig.block(TARGET[0]) == rig.block(SOURCE[0])
+    lane = rig.worker.statistics()["lanes"]["read"]
+    assert (lane["running"], lane["done"], lane["bytes"]) == (0, 1, LAYOUT.block_bytes)
+
+
+@pytest.mark.usefixtures("answers")
+async def test_whoever_frees_memory_waits_for_a_block_that_has_not_begun(rig: Rig) -> None:
+    job = rig.start(read(KEYS[:1], TARGET[:1]))
+    await rig.worker.settled()
+    outcome = rig.outcome(job)
+    assert outcome is not None
+    assert list(outcome.moved) == [0]
+
+
+@pytest.mark.usefixtures("answers")
+async def test_a_block_whose_task_is_stopped_before_its_turn_is_not_touched(rig: Rig, storage: Warm) -> None:
+    before = blocks(rig, TARGET)
+    job = rig.start(read(KEYS[:1], TARGET[:1]))
+    job.stop.set(Stop.EXPIRED)
+    outcome = await rig.ended(job)
+    assert (list(outcome.moved), outcome.stop) == ([], Stop.EXPIRED)
+    assert (blocks(rig, TARGET), storage.tried) == (before, [])
+
+
+@pytest.mark.usefixtures("answers")
+async def test_a_single_cold_block_is_tried_once_and_comes_through_staging(rig: Rig, storage: Warm) -> None:
+    storage.cold = {rig.name("k1")}
+    outcome = await rig.run(read(KEYS[1:2], TARGET[1:2]))
+    assert (list(outcome.moved), outcome.error) == ([0], None)
+    assert rig.block(TARGET[1]) == rig.block(SOURCE[1])
+    assert storage.tried == [[rig.name("k1")]]
+    assert rig.sim_device.counts["copy_in"] == 1
+
+
+@pytest.mark.usefixtures("answers")
+@pytest.mark.parametrize("wrong", ["footer", "payload"])
+async def test_a_single_damaged_object_is_a_miss_and_is_put_aside(rig: Rig, storage: Warm, wrong: str) -> None:
+    before = blocks(rig, ASIDE)
+    if wrong == "footer":
+        storage.objects[rig.name("k1")] = storage.objects[rig.name("k3")]
+    else:
+        storage.damage(rig.name("k1"), bit=77)
+    outcome = await rig.run(read(KEYS[1:2], TARGET[1:2]))
+    assert (list(outcome.moved), outcome.error) == ([], None)
+    assert blocks(rig, ASIDE) == before
+    assert rig.worker.corrupt == 1
+    await until(lambda: rig.name("k1") in storage.quarantined)
+
+
+@pytest.mark.usefixtures("answers")
+async def test_a_single_object_that_cannot_be_read_is_told(rig: Rig, storage: Warm) -> None:
+    storage.dice.script("object get", "error")
+    outcome = await rig.run(read(KEYS[:1], TARGET[:1]))
+    assert outcome.error is not None
+    assert (list(outcome.moved), outcome.error.code) == ([], "storage_error")
+
+
+@pytest.mark.usefixtures("answers")
+@pytest.mark.parametrize(
+    ("raised", "code"), [(StorageError("on fire"), "storage_error"), (ZeroDivisionError("on fire"), "internal")]
+)
+async def test_whatever_a_storage_raises_for_a_single_block_becomes_the_outcome(
+    rig: Rig, storage: Warm, raised: Exception, code: str
+) -> None:
+    def refuse(_name: str, _offset: int) -> None:
+        raise raised
+
+    storage.reading = refuse
+    outcome = await rig.run(read(KEYS[:1], TARGET[:1]))
+    assert outcome.error is not None
+    assert (outcome.error.code, list(outcome.moved)) == (code, [])
+    assert "on fire" in outcome.error.message
+    assert rig.worker.statistics()["lanes"]["read"]["failed"] == 1
+
+
+@pytest.mark.usefixtures("answers")
+async def test_a_single_block_is_not_touched_before_its_engine_has_got_there(rig: Rig, storage: Warm) -> None:
+    job = rig.start(ReadStorageTask(task_id="r", keys=KEYS[:1], gpu_block_ids=TARGET[:1], after=(3, 7)))
+    await until(lambda: rig.sim_device.counts["waits"])
+    assert storage.tried == []
+    rig.sim_device.advance((3, 7))
+    assert list((await rig.ended(job)).moved) == [0]
 
 
 # --- the loan -------------------------------------------------------------------------------------

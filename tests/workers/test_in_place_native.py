@@ -26,11 +26,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.cuda.shim import compiler
+from tests.support.page_cache import pages_in_memory
 from transferd.blocks.footer import FOOTER_BYTES, Inspection, seal, stamp_of_name
 from transferd.blocks.layout import build_layout
 from transferd.blocks.layout.base import Arena
 from transferd.config import CacheSection
-from transferd.storage.file_io import read_now
+from transferd.storage.file_io import CachedIO, read_now
 from transferd.workers import block_memory
 from transferd.workers.block_memory import BlockMemory
 from transferd.workers.in_place import BlockInPlace, Loan
@@ -185,7 +186,7 @@ def map_(native: Any, file: IO[bytes], nbytes: int, end: int) -> Any:
 def map_or_skip(native: Any, file: IO[bytes]) -> int:
     mapping: int = map_(native, file, os.fstat(file.fileno()).st_size, 0)[0]
     if not mapping:
-        pytest.skip("the kernel cannot say which pages of a file are in memory (cachestat, Linux 6.5)")
+        pytest.skip("files have no large pages here, or the kernel cannot say so (PAGEMAP_SCAN, Linux 6.7)")
     return mapping
 
 
@@ -244,7 +245,7 @@ def test_threads_whose_files_are_cut_off_all_the_time_get_the_bytes_or_hear_of_i
 
         def vandal() -> None:
             while not over.is_set():
-                os.truncate(file.fileno(), 4096)
+                os.truncate(file.fileno(), 0)  # all of it, so that it gets a large page again
                 os.pwrite(file.fileno(), content, 0)
 
         def load() -> None:
@@ -281,6 +282,43 @@ def test_a_file_that_is_not_in_memory_or_too_short_is_not_mapped(native: Any) ->
         if read_now(file.fileno(), [memoryview(bytearray(1))], LARGE // 2):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # large pages leave as a whole
         assert map_(native, file, LARGE, 128) == NONE
+
+
+def test_a_file_in_small_pages_is_not_mapped(native: Any) -> None:
+    """To map them takes longer than to copy them."""
+    content = random.Random(5).randbytes(LARGE)
+    with large_file_of(content) as file, tempfile.TemporaryFile(buffering=0) as small:
+        native.unmap(map_or_skip(native, file))
+        for at in range(0, LARGE, 4096):
+            small.write(content[at : at + 4096])
+        assert map_(native, small, LARGE, 128) == NONE
+        assert read_now(small.fileno(), [memoryview(bytearray(LARGE))], 0) == LARGE, "it is all there"
+    native.forget_files()
+
+
+def test_a_file_that_comes_back_from_the_disk_has_large_pages_again(native: Any, tmp_path: Path) -> None:
+    content, path, cached = random.Random(6).randbytes(LARGE), tmp_path / "object", CachedIO()
+    path.write_bytes(content)
+    buffer = memoryview(bytearray(LARGE))
+    for _ in range(20):  # the kernel may be short of large pages, or take some back
+        with path.open("rb", buffering=0) as file:
+            native.unmap(map_or_skip(native, file))
+            native.forget_files()
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            if pages_in_memory(path):
+                pytest.skip("this file system keeps its files in memory")
+            cached.read(file.fileno(), buffer)
+            assert bytes(buffer) == content
+            mapping, end, _ = map_(native, file, LARGE, 128)
+            if mapping:
+                assert end == content[-128:]
+                assert mapped(native, mapping, last=True) == (LARGE, content)
+                break
+            path.write_bytes(content)
+    else:
+        pytest.fail("it came back in small pages 20 times")
+    native.forget_files()
 
 
 def ranges_of(file: IO[bytes]) -> int:

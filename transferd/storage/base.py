@@ -49,7 +49,7 @@ class Found(enum.Enum):
     EXISTS = "exists"  # put: it was already stored
     FOUND = "found"  # get: the buffer holds the object
     MISSING = "missing"  # get: not stored, or of another length; put_lent: the task took the block back first
-    COLD = "cold"  # get_in_place: stored, but not in memory now; use `get`, which waits for the medium
+    COLD = "cold"  # get_in_place: stored, but not loaded from memory; use `get`, which waits for the medium
     FAILED = "failed"  # see error
 
 
@@ -92,11 +92,14 @@ Backing = int | memoryview
 class InPlace(Protocol):
     """A block that copies an object from storage's memory, piece by piece, and checks it while it copies.
 
-    nbytes: the object's length, footer included.
+    nbytes: the object's length, footer included. wanted: whether the task still needs the block; any thread may ask.
     """
 
     @property
     def nbytes(self) -> int: ...
+
+    @property
+    def wanted(self) -> bool: ...
 
     def load_file(self, path: str, flags: int) -> float | None:
         """In a thread: load the object from the file at this path, without `load`, which takes more steps.
@@ -238,10 +241,11 @@ class Storage(abc.ABC):
         raise NotImplementedError
 
     def get_in_place(self, places: Sequence[Place]) -> Awaitable[list[Outcome]]:
-        """Have each block load its object without staging, if the object's bytes are in memory now.
+        """Have each block load its object without staging, from memory only.
 
-        FOUND: the block has read the object, and knows whether it is the right one. COLD: not all bytes were in memory,
-        or the block could not load them. The outcomes have the order of `places`. Only if `loads_in_place`.
+        A backend may first bring an object into memory, for a block that is `wanted`. FOUND: the block has read the
+        object, and knows whether it is the right one. COLD: the object is not in memory, or the block could not load
+        it. The outcomes have the order of `places`. Only if `loads_in_place`.
         """
         raise NotImplementedError
 

@@ -267,9 +267,16 @@ class ObjectDirectory:
         return self._opened(self.path(name), data.nbytes, self._io.flags, work)
 
     def load(self, name: str, block: InPlace) -> bool | Outcome:
-        """Have `block` load the object from the page cache. COLD: some bytes are not there. Otherwise like `read`."""
+        """Have `block` load the object from the page cache, and bring a large one there before. Otherwise like `read`.
+
+        COLD: the page cache does not have all of it, or the block could not load it.
+        """
 
         def work(fd: int) -> bool | Outcome:
+            # Fetch first: an attempt to read what is not there has the kernel bring it in small pages.
+            fetched = block.wanted and self._io.fetch(fd, block.nbytes)
+            if fetched and block.load_file(path, READ_FLAGS) is not None:
+                return True
             return block.load(functools.partial(read_now, fd), fd) or COLD
 
         path = self.path(name)

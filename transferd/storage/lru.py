@@ -359,6 +359,8 @@ class LruIndex:
             del self._groups[group.use]
 
     def _evict_all(self, entries: Sequence[Entry]) -> list[Victim]:
+        if not entries:
+            return []
         for entry in entries:
             assert entry.group is not None
             entry.group.use.end_at(entry.depth)

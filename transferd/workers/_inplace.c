@@ -110,7 +110,7 @@ static void scatter(Piece *piece, Cursor *cursor, const unsigned char *from, uin
 {
     while (count) {
         uint64_t left = piece->nbytes[cursor->part] - cursor->done, some = left < count ? left : count;
-        copy_checked(piece->state.buf, piece->at[cursor->part] + cursor->done, from, some, 0);
+        copy_checked(piece->state.buf, piece->at[cursor->part] + cursor->done, from, some, AHEAD, 0);
         from += some;
         count -= some;
         cursor->done += some;
@@ -217,7 +217,7 @@ static PyObject *collect(PyObject *module, PyObject *args)
     Py_BEGIN_ALLOW_THREADS
     unsigned char *to = (unsigned char *)target.buf + offset;
     for (int i = 0; fits && i < piece.count; to += piece.nbytes[i++])
-        copy_checked(piece.state.buf, to, piece.at[i], piece.nbytes[i], kept);
+        copy_checked(piece.state.buf, to, piece.at[i], piece.nbytes[i], A_BIT_AHEAD, kept);
     Py_END_ALLOW_THREADS
 
     release(&piece);
@@ -234,7 +234,9 @@ static PyObject *catch_bus_errors(PyObject *module, PyObject *args)
     (void)args;
     if (set_handler() < 0)
         return PyErr_SetFromErrno(PyExc_OSError);
-    may_map = 1;
+    if (pagemap < 0)
+        pagemap = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+    may_map = pagemap >= 0;
     Py_RETURN_NONE;
 }
 

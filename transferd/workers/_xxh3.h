@@ -19,7 +19,8 @@
 #define STRIPE 64             /* bytes that go into the accumulators at once */
 #define STRIPES_PER_BLOCK 16  /* then the accumulators are scrambled */
 #define SECRET 192            /* bytes */
-#define AHEAD 768             /* bytes: how far before its use data is fetched */
+#define AHEAD 4096            /* bytes: how far before its use data is fetched, where it lies in one piece */
+#define A_BIT_AHEAD 768       /* the same of parts with other data in between */
 #define AT_ONCE 64            /* stripes that are copied, then checked: less than a core's first cache */
 
 static const uint32_t P32_1 = 0x9E3779B1u, P32_2 = 0x85EBCA77u, P32_3 = 0xC2B2AE3Du;
@@ -108,14 +109,14 @@ AVX2 static __m256i scrambled(__m256i sums, const unsigned char *key)
 
 /* Like add_all, and copies the stripes to `to`; past the caches if that is a multiple of 32, unless it is to be `kept` there. */
 AVX2 static void copy_all_avx2(
-    uint64_t *sums, unsigned char *to, const unsigned char *data, uint64_t index, uint64_t count, int kept)
+    uint64_t *sums, unsigned char *to, const unsigned char *data, uint64_t index, uint64_t count, int ahead, int kept)
 {
     const int past = (uintptr_t)to % 32 == 0 && !kept;
     __m256i low = LOAD(sums), high = LOAD(sums + 4);
     for (; count; count--, index++, data += STRIPE, to += STRIPE) {
         const unsigned char *key = secret + 8 * (index % STRIPES_PER_BLOCK);
         __m256i first = LOAD(data), second = LOAD(data + 32);
-        _mm_prefetch((const char *)data + AHEAD, _MM_HINT_T0);
+        _mm_prefetch((const char *)data + ahead, _MM_HINT_T0);
         if (past) {
             _mm256_stream_si256((__m256i *)to, first);
             _mm256_stream_si256((__m256i *)(to + 32), second);
@@ -138,18 +139,18 @@ AVX2 static void copy_all_avx2(
 #endif
 
 /* Copies the payload's next bytes, and takes their checksum in the same pass, so memory is read and written once. The
- * payload's last stripe has a key of its own, and is not followed by a scramble. kept: whether what is written stays in the
- * caches, because this core is the next to read it.
+ * payload's last stripe has a key of its own, and is not followed by a scramble. ahead: AHEAD or A_BIT_AHEAD. kept: whether
+ * what is written stays in the caches, because this core is the next to read it.
  */
-static void copy_checked(State *state, unsigned char *to, const unsigned char *data, uint64_t nbytes, int kept)
+static void copy_checked(State *state, unsigned char *to, const unsigned char *data, uint64_t nbytes, int ahead, int kept)
 {
     uint64_t last = state->nbytes / STRIPE - 1, count = nbytes / STRIPE;
     uint64_t usual = state->stripes + count > last ? last - state->stripes : count;
 
-    (void)kept; /* without AVX2, all copies go through the caches */
+    (void)ahead, (void)kept; /* without AVX2, all copies go through the caches */
 #if defined(WITH_AVX2)
     if (__builtin_cpu_supports("avx2"))
-        copy_all_avx2(state->sums, to, data, state->stripes, usual, kept);
+        copy_all_avx2(state->sums, to, data, state->stripes, usual, ahead, kept);
     else
 #endif
         for (uint64_t done = 0, some; done < usual; done += some) {

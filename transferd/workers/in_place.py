@@ -5,8 +5,9 @@ with staging this saves a copy, a handover to another thread, and the leases. Wi
 call, without the GIL, which reads and writes memory once; large files are mapped for it. The Python version does the
 same in more steps.
 
-Only objects that are in memory are loaded this way (`Storage.get_in_place`), because no thread may wait for a disk
-while it may touch a block: when a task ends, its blocks belong to the engine again. All others go through staging.
+Objects are only loaded from memory this way (`Storage.get_in_place`), because no thread may wait for a disk while it
+may touch a block: when a task ends, its blocks belong to the engine again. The file backend brings a large object into
+the page cache first (docs/adr/0061). All others go through staging.
 
 The footer is read first, so a wrong object never touches a block. A payload that fails its check counts as cold:
 staging loads it again, and decides whether the object is damaged or another process wrote to the block. Until then the
@@ -21,7 +22,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -61,6 +62,10 @@ class BlockInPlace:
         self._block = block
         self._inspection = inspection
         self._loan = loan
+
+    @property
+    def wanted(self) -> bool:
+        return not self._loan.over
 
     def load(self, read: ReadNow, backing: Backing | None = None) -> bool:
         footer = bytearray(FOOTER_BYTES)
@@ -154,6 +159,14 @@ class Tries:
     troubled: bool = False
 
 
+class ChunkInPlace(NamedTuple):
+    """One call to storage for some blocks of a task. asked: its answer. loan: that of the task's blocks."""
+
+    places: list[Place]
+    asked: asyncio.Future[list[Outcome]]
+    loan: Loan
+
+
 class InPlaceReader:
     """Loads blocks of one rank in place, as far as storage has their objects in memory.
 
@@ -167,34 +180,54 @@ class InPlaceReader:
         self._blocks = blocks
         self._chunk_blocks = max(1, min(CHUNK_BYTES // context.layout.block_bytes, CHUNK_BLOCKS))
 
-    async def load(self, account: Account, names: Sequence[str], positions: Sequence[int]) -> Sequence[int]:
+    def load_at_once(self, account: Account, names: Sequence[str]) -> ChunkInPlace | None:
+        """Load the first block of a task that names no timeline. None: done. Otherwise pass the chunk on to `load`.
+
+        Raises TransferError.
+        """
+        chunk = self._ask(account, names, (0,), Loan())
+        if not chunk.asked.done():
+            return chunk
+        outcomes = chunk.asked.result()
+        if outcomes[0].found is Found.COLD:
+            return chunk
+        self._take(account, Tries(), chunk.places, outcomes)
+        return None
+
+    async def load(
+        self, account: Account, names: Sequence[str], positions: Sequence[int], first: ChunkInPlace | None = None
+    ) -> Sequence[int]:
         """Load blocks of a ReadStorageTask. Returns the positions that remain for staging, ascending.
 
-        No positions remain if the task was stopped or its prefix ended. Raises TransferError.
+        first: a chunk that `load_at_once` has begun. No positions remain if the task was stopped or its prefix ended.
+        Raises TransferError.
         """
         task = account.job.task
         assert isinstance(task, ReadStorageTask)
         if task.after and not await self._context.computed(account.job):
             return ()
-        stop, background, prefix = account.job.stop, self._context.background, task.prefix
-        loan, tries, begun = Loan(), Tries(), 0
-        under_way: deque[tuple[list[Place], asyncio.Future[list[Outcome]]]] = deque()
+        stop, prefix = account.job.stop, task.prefix
+        loan, tries, begun = Loan() if first is None else first.loan, Tries(), 0
+        under_way: deque[ChunkInPlace] = deque()
+        if first is not None:
+            under_way.append(first)
+            begun = len(first.places)
         try:
             while True:
                 useful = stop.reason is None and not tries.hopeless and (tries.ended is None or not prefix)
                 while useful and begun < len(positions) and len(under_way) < CHUNKS_UNDER_WAY:
-                    places = self._places(account, names, positions[begun : begun + self._chunk_blocks], loan)
-                    begun += len(places)
-                    under_way.append((places, background.begin(self._storage.get_in_place(places))))
+                    chunk = self._ask(account, names, positions[begun : begun + self._chunk_blocks], loan)
+                    begun += len(chunk.places)
+                    under_way.append(chunk)
                 if not under_way:
                     break
-                places, asked = under_way[0]
+                places, asked, _ = under_way[0]
                 if not asked.done() and not await self._answered(account, asked):
                     return ()
                 under_way.popleft()
                 self._take(account, tries, places, asked.result())
         finally:
-            for places, asked in under_way:  # the task no longer waits, but no one should load a damaged object again
+            for places, asked, _ in under_way:  # the task has stopped, but no one should load a damaged object again
                 asked.add_done_callback(functools.partial(self._note_damage, task.task_id, places))
             if (returned := loan.end()) is not None:
                 await returned
@@ -204,7 +237,8 @@ class InPlaceReader:
             return [position for position in tries.cold if position < tries.ended]
         return [*tries.cold, *positions[begun:]]
 
-    def _places(self, account: Account, names: Sequence[str], chunk: Sequence[int], loan: Loan) -> list[Place]:
+    def _ask(self, account: Account, names: Sequence[str], chunk: Sequence[int], loan: Loan) -> ChunkInPlace:
+        """Have storage load the blocks at these positions."""
         context, job = self._context, account.job
         task = job.task
         assert isinstance(task, ReadStorageTask)
@@ -213,10 +247,11 @@ class InPlaceReader:
         assert memory is not None, "the caller looks"
         inspections = context.format.inspections(job.generation, [job.ids[i] for i in chunk], context.object_rank)
         blocks, use = task.gpu_block_ids, job.use
-        return [
+        places = [
             Place(names[i], BlockInPlace(memory, blocks[i], inspection, loan), use, i)
             for i, inspection in zip(chunk, inspections, strict=True)
         ]
+        return ChunkInPlace(places, context.background.begin(self._storage.get_in_place(places)), loan)
 
     def _note_damage(self, task_id: str, places: Sequence[Place], asked: asyncio.Future[list[Outcome]]) -> None:
         if not asked.cancelled() and asked.exception() is None:

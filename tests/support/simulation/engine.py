@@ -34,7 +34,7 @@ from tests.support.simulation.world import SimWorld
 from transferd.client.client import Client
 from transferd.client.timeline import Timeline
 from transferd.errors import Closed
-from transferd.tasks import ReadStorageTask, SwapInTask, SwapOutTask, Task, TaskResult, WriteStorageTask
+from transferd.tasks import ReadStorageTask, Status, SwapInTask, SwapOutTask, Task, TaskResult, WriteStorageTask
 
 HELLO_S = 1.0
 MEMORY_GONE = ("cache_gone", "not_attached")
@@ -411,11 +411,19 @@ class SimEngine:
         return (ran or unknown or results)[0]
 
     async def _ask_once_more(self, task: Task, result: TaskResult, client: Client) -> None:
-        """A task that has run is not run again: its result is repeated, unless its memory has gone meanwhile."""
+        """A task that has run is not run again: its result is repeated, unless its memory has gone meanwhile.
+
+        A daemon that was restarted has not heard of it. It has no memory for it either, unless the task has no blocks.
+        """
         repeated = await client.submit(task)
         gone = repeated.error is not None and repeated.error.code in MEMORY_GONE
-        if from_the_daemon(repeated) and not gone:
+        if not from_the_daemon(repeated) or gone:
+            return
+        if repeated.boot_id == result.boot_id:
             self.judge.same(task, result, repeated)
+        else:
+            idle = repeated.status is Status.BUSY or not task.blocks
+            self.judge.check(idle, task, f"ran in two daemons: {result} and {repeated}")
 
     def _cancel_later(self, client: Client, task_id: str) -> None:
         async def cancel() -> None:

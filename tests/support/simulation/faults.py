@@ -180,6 +180,10 @@ class Gate:
                 future.set_result(None)
 
     @property
+    def is_open(self) -> bool:
+        return self._waiting is None
+
+    @property
     def held(self) -> int:
         """How many wait."""
         return len(self._waiting or ())

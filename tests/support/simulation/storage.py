@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy.typing as npt
 from tests.support.simulation.faults import Dice, Gate, StorageFaults, note, take
 from tests.support.simulation.memory import Claim, MemoryWatch
 from transferd.errors import Closed, InvariantError, StillRunning, StorageError, StorageFull, StorageUnavailable
-from transferd.runtime.aio import uncancelled
+from transferd.runtime.aio import answered, uncancelled
 from transferd.storage.base import COLD, EXISTS, FOUND, MISSING, STORED, Blob, Found, Lent, Outcome, Place, Storage
 from transferd.tiers.base import HostMemory
 
@@ -33,8 +33,8 @@ class SimStorage(Storage):
     capacity: bytes; the least recently used objects go beyond it. faults: the plan, may be replaced
     at any time. dice: for scripts; operations "exists", "put", "get" and "quarantine" with fault "unavailable" of
     the next call, "object put" and "object get" with the fault of the next object. gate: holds
-    calls that would start now. begins: told of the address and length of each piece that a load in place is about to
-    write, int64 [n, 2].
+    calls that would start now. at_once: the share of loads in place of one object that are answered at once. begins:
+    told of the address and length of each piece that a load in place is about to write, int64 [n, 2].
     """
 
     backend = "simulated"
@@ -53,6 +53,7 @@ class SimStorage(Storage):
         self.dice = Dice(rng, "storage")
         self.watch = watch or MemoryWatch()
         self.gate = Gate()
+        self.at_once = 0.0
         self.begins: Callable[[npt.NDArray[np.int64]], None] = _nobody_asks
         self.objects: OrderedDict[str, bytes] = OrderedDict()  # least recently used first
         self.quarantined: dict[str, bytes] = {}
@@ -95,8 +96,10 @@ class SimStorage(Storage):
     async def get(self, blobs: Sequence[Blob]) -> list[Outcome]:
         return await self._call(self._get(blobs))
 
-    async def get_in_place(self, places: Sequence[Place]) -> list[Outcome]:
-        return await self._call(self._load(places))
+    def get_in_place(self, places: Sequence[Place]) -> Awaitable[list[Outcome]]:
+        if len(places) == 1 and self._open and self.gate.is_open and self.dice.rng.random() < self.at_once:
+            return answered([self._load_one(places[0])])
+        return self._call(self._load(places))
 
     async def quarantine(self, name: str) -> None:
         await self._call(self._quarantine(name))

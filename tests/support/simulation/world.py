@@ -72,6 +72,7 @@ class SimWorld:
         self.watch = MemoryWatch()
         self.network = SimNetwork(rng=self._stream("network"))
         self.storage = SimStorage(capacity=capacity, rng=self._stream("storage"), watch=self.watch)
+        self.storage.at_once = 0.5
         self.build(self.storage)
         self.log = SimLog(self.clock, self._stream("log"))
         self.weather = weather
