@@ -78,16 +78,17 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help="write results/peers.json, for benchmarks/table.py")
     asked = parser.parse_args()
     before, rows = machine(), []
-    for group in GROUPS:
-        peers = [
-            peer
-            for index, peer in enumerate(group.peers)
-            if not index or not asked.only or any(part.lower() in peer.name.lower() for part in asked.only)
-        ]
-        with tempfile.TemporaryDirectory(prefix="bench-peers-", dir=asked.directory) as place:
-            chosen = dataclasses.replace(group, peers=peers)
-            found = driver.run(chosen, Path(place), asked.rounds, asked.blocks, BLOCK_BYTES, told)
-        rows += driver.rows(chosen, found, asked.blocks * BLOCK_BYTES)
+    with tempfile.TemporaryDirectory(prefix="bench-peers-", dir=asked.directory) as place:
+        for number, group in enumerate(GROUPS):
+            peers = [
+                peer
+                for index, peer in enumerate(group.peers)
+                if not index or not asked.only or any(part.lower() in peer.name.lower() for part in asked.only)
+            ]
+            chosen, where = dataclasses.replace(group, peers=peers), Path(place, str(number))
+            where.mkdir()
+            found = driver.run(chosen, where, asked.rounds, asked.blocks, BLOCK_BYTES, told)
+            rows += driver.rows(chosen, found, asked.blocks * BLOCK_BYTES)
     tree: dict[str, Any] = {
         "bench": "peers",
         "machine": before | {"load_1min_after": os.getloadavg()[0]},

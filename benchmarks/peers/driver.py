@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import selectors
-import shutil
 import signal
 import statistics
 import subprocess
@@ -151,7 +150,11 @@ class Process:
 def run(
     group: Group, place: Path, rounds: int, blocks: int, block_bytes: int, told: Callable[[str], None]
 ) -> list[Found]:
-    """All peers of a group. place: a directory on the disk in question. One round before the first does not count."""
+    """All peers of a group. One round before the first does not count.
+
+    place: a directory on the disk in question. Peers leave their files in it, empty; the caller removes them after the
+    last group, because freed inodes slow the files down that the next one makes.
+    """
     found = [Found(peer) for peer in group.peers]
     with contextlib.ExitStack() as open_:
         alive: dict[int, Process] = {}
@@ -196,7 +199,7 @@ def _started(peer: Peer, directory: Path) -> Iterator[Process]:
         yield process
     finally:
         process.stop()
-        shutil.rmtree(directory, ignore_errors=True)
+        empty_files(directory)
 
 
 def _round(process: Process, group: Group, number: int, place: Path, nbytes: int) -> dict[str, tuple[float, float]]:
@@ -234,11 +237,10 @@ def warm(path: Path, nbytes: int) -> None:
         for _ in range(nbytes // len(piece)):
             file.write(piece)
         file.truncate(0)
-    path.unlink()
 
 
 def empty_files(directory: Path) -> None:
-    """Make room, but remove no file: for minutes, ext4 passes over each inode that was freed when it makes a file."""
+    """Make room, but remove no file: for up to six minutes, ext4 passes over each freed inode when it makes a file."""
     for path in directory.rglob("*"):
         if path.is_file():
             os.truncate(path, 0)
