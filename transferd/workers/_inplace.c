@@ -217,7 +217,7 @@ static PyObject *collect(PyObject *module, PyObject *args)
     Py_BEGIN_ALLOW_THREADS
     unsigned char *to = (unsigned char *)target.buf + offset;
     for (int i = 0; fits && i < piece.count; to += piece.nbytes[i++])
-        copy_checked(piece.state.buf, to, piece.at[i], piece.nbytes[i], A_BIT_AHEAD, kept);
+        copy_checked(piece.state.buf, to, piece.at[i], piece.nbytes[i], piece.nbytes[i] < AHEAD ? A_BIT_AHEAD : AHEAD, kept);
     Py_END_ALLOW_THREADS
 
     release(&piece);

@@ -19,8 +19,8 @@
 #define STRIPE 64             /* bytes that go into the accumulators at once */
 #define STRIPES_PER_BLOCK 16  /* then the accumulators are scrambled */
 #define SECRET 192            /* bytes */
-#define AHEAD 4096            /* bytes: how far before its use data is fetched, where it lies in one piece */
-#define A_BIT_AHEAD 768       /* the same of parts with other data in between */
+#define AHEAD 4096            /* bytes: how far before its use data is fetched */
+#define A_BIT_AHEAD 768       /* the same of shorter parts, behind which other data lies */
 #define AT_ONCE 64            /* stripes that are copied, then checked: less than a core's first cache */
 
 static const uint32_t P32_1 = 0x9E3779B1u, P32_2 = 0x85EBCA77u, P32_3 = 0xC2B2AE3Du;
