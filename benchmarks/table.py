@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,28 +40,25 @@ def measured(tree: dict[str, Any]) -> str:
 
 
 def peers(tree: dict[str, Any]) -> str:
-    """What `make bench-peers` found, with the ratios first. A peer without figures says why."""
+    """What `make bench-peers` found, with the ratios first. A peer without figures says why.
+
+    Each group's table is followed by one of the rounds: medians of peers whose speed varies say less than how often one
+    was ahead of the other.
+    """
     where = tree["machine"]
     lines = [
         f"{where['cpu']}, {where['cores']} cores, Linux {where['kernel']}, Python {where['python']}, "
         f"load {where['load_1min_before']:.1f} before the run and {where['load_1min_after']:.1f} after it; "
         f"{tree['rounds']} rounds of {tree['blocks']} blocks of {tree['block_bytes'] / 2**20:.3g} MiB.",
     ]
-    group = ""
-    for row in tree["rows"]:
-        if row["group"] != group:
-            group = row["group"]
-            columns = TASK_COLUMNS if "task" in row else BLOCK_COLUMNS
-            lines += [
-                "",
-                f"**{group[0].upper()}{group[1:]}**",
-                "",
-                f"| {' | '.join(columns)} |",
-                "|---" * len(columns) + "|",
-            ]
-        name = f"**{row['name']}**" if row["name"].startswith("transferd") else row["name"]
-        cells = [f"— {row['why_not']}"] if "why_not" in row else _cells(row)
-        lines.append(f"| {' | '.join([name, *cells])} |" + " |" * (len(columns) - 1 - len(cells)))
+    for group, found in itertools.groupby(tree["rows"], key=lambda row: row["group"]):
+        rows = list(found)
+        columns = TASK_COLUMNS if any("task" in row for row in rows) else BLOCK_COLUMNS
+        lines += ["", f"**{group[0].upper()}{group[1:]}**", "", *_head(columns)]
+        for row in rows:
+            cells = [f"— {row['why_not']}"] if "why_not" in row else _cells(row)
+            lines.append(f"| {' | '.join([_name(row), *cells])} |" + " |" * (len(columns) - 1 - len(cells)))
+        lines += _round_by_round(rows)
     return "\n".join(lines)
 
 
@@ -83,6 +83,32 @@ def _cells(row: dict[str, Any]) -> list[str]:
         return [*cells, f"{row['task']['us']:,.0f}", f"{row['task']['CPU us']:,.0f}", row["version"]]
     cells += [f"{one['CPU s/GB']:.2f}" for one in both] + [f"{one['GB/s']:.2f}" for one in both]
     return [*cells, "yes" if row["checksum"] else "no", row["version"]]
+
+
+def _name(row: dict[str, Any]) -> str:
+    return f"**{row['name']}**" if row["name"].startswith("transferd") else row["name"]
+
+
+def _head(columns: Sequence[str]) -> list[str]:
+    return [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+
+
+def _round_by_round(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """How fast transferd was beside each peer in the same rounds. Nothing for tasks, or without peers of both kinds."""
+    rows = [row for row in rows[1:] if "store" in row]
+    ours = [row for row in rows if row["name"].startswith("transferd")]
+    others = [row for row in rows if row not in ours]
+    if not ours or not others:
+        return []
+    lines = ["", *_head(["round by round", *(f"× {other['name']}" for other in others)])]
+    for row, what in itertools.product(ours, ("store", "load")):
+        cells = []
+        for other in others:
+            beside = [mine / its for mine, its in zip(row[what]["ratios"], other[what]["ratios"], strict=True)]
+            ahead = sum(ratio > 1 for ratio in beside)
+            cells.append(f"{statistics.median(beside):.2f} (ahead in {ahead} of {len(beside)})")
+        lines.append(f"| {_name(row)}, {what} | {' | '.join(cells)} |")
+    return lines
 
 
 def verdicts(tree: dict[str, Any]) -> str:

@@ -148,6 +148,33 @@ def test_the_table_has_the_ratio_first_and_every_row_as_many_cells() -> None:
         assert len({line.count("|") for line in part.splitlines() if line}) == 1
 
 
+def test_the_table_says_how_often_transferd_was_ahead_of_each_peer_in_the_same_round() -> None:
+    limit, ours, theirs, gone = (
+        Found(fake("plain")),
+        Found(fake("transferd")),
+        Found(fake("theirs")),
+        Found(fake("gone")),
+    )
+    gone.why_not = "dead"
+    for found, store, load in (
+        (limit, [1, 1, 1], [1, 1, 1]),
+        (ours, [1, 2, 4], [2, 2, 2]),
+        (theirs, [2, 3, 2], [1, 2, 1]),
+    ):
+        found.seconds["store"], found.seconds["load"] = store, load
+        found.cpu["store"], found.cpu["load"] = [1.0] * 3, [1.0] * 3
+    where = {"cpu": "C", "cores": 2, "kernel": "6", "python": "3.11", "load_1min_before": 1.0, "load_1min_after": 2.0}
+    tree = {"bench": "peers", "machine": where, "rounds": 3, "blocks": 2, "block_bytes": 2**20}
+    tree["rows"] = driver.rows(Group("files", []), [limit, ours, theirs, gone], 10**9)
+    rounds = table.table(tree).partition("| round by round | × theirs |")[2].splitlines()
+    assert rounds[2:] == [
+        "| **transferd**, store | 1.50 (ahead in 2 of 3) |",
+        "| **transferd**, load | 0.50 (ahead in 0 of 3) |",
+    ]
+    tree["rows"] = driver.rows(Group("files", []), [limit, ours, gone], 10**9)
+    assert "round by round" not in table.table(tree)
+
+
 def test_wrong_bytes_are_seen_wherever_they_are() -> None:
     areas = [np.zeros((3, 4096), np.uint8), np.zeros((3, 8192), np.uint8)]
     contents = Contents(areas)
