@@ -123,8 +123,8 @@ def measure(subject: Subject) -> list[Row]:
 
 @contextlib.contextmanager
 def _subjects(backend: str, directory: Path) -> Iterator[list[Subject]]:
+    full = OBJECTS * (build_layout(from_tree({"cache": CACHE}).geometry).block_bytes + FOOTER_BYTES)
     if backend == "file":
-        full = OBJECTS * (build_layout(from_tree({"cache": CACHE}).geometry).block_bytes + FOOTER_BYTES)
         section = {"backend": "file", "file": {"path": str(directory / "blocks")}}
         section_full = {"backend": "file", "file": {"path": str(directory / "full"), "capacity": full}}
         yield [
@@ -132,7 +132,10 @@ def _subjects(backend: str, directory: Path) -> Iterator[list[Subject]]:
             Subject("file (full)", section_full, lambda nbytes: _RawFile(directory / "raw, full", nbytes)),
         ]
     elif backend == "memory":
-        yield [Subject("memory", {"backend": "memory", "memory": {"capacity": "2GiB"}}, _RawMemory)]
+        yield [
+            Subject("memory", {"backend": "memory", "memory": {"capacity": "2GiB"}}, _RawMemory),
+            Subject("memory (full)", {"backend": "memory", "memory": {"capacity": full}}, _RawMemory),
+        ]
     elif backend == "mooncake":
         from transferd.cli.bench.mooncake import subjects
 

@@ -1,0 +1,115 @@
+"""Storage in memory: what it does beyond the contract. A full store puts new objects into the memory of old ones."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from tests.storage.harness import memory_config
+from transferd.storage.base import FOUND, MISSING, STORED, Backing, Blob, Place, ReadNow
+from transferd.storage.lru import Use
+from transferd.storage.memory import MemoryStorage
+from transferd.tiers.base import INLINE_BYTES
+
+LARGE = INLINE_BYTES + 128
+
+
+@pytest.fixture(params=[1000, LARGE])
+async def store(request: pytest.FixtureRequest) -> AsyncIterator[MemoryStorage]:
+    """Room for two objects, copied on the event loop or in threads."""
+    storage = MemoryStorage(memory_config(2 * request.param))
+    await storage.open()
+    yield storage
+    await storage.close()
+    assert not storage._objects
+    assert not storage._spares
+
+
+def content(text: str, nbytes: int) -> bytes:
+    return random.Random(text).randbytes(nbytes)
+
+
+async def put(store: MemoryStorage, text: str, nbytes: int) -> Any:
+    [outcome] = await store.put([Blob(text, memoryview(bytearray(content(text, nbytes))))])
+    return outcome
+
+
+async def read(store: MemoryStorage, text: str, nbytes: int) -> tuple[Any, bytes]:
+    data = memoryview(bytearray(b"\xaa" * nbytes))
+    [outcome] = await store.get([Blob(text, data)])
+    return outcome, bytes(data)
+
+
+def addresses(store: MemoryStorage) -> dict[str, int]:
+    return {name: memory.ctypes.data for name, memory in store._objects.items()}
+
+
+async def test_a_new_object_takes_the_memory_of_the_one_that_it_displaces(store: MemoryStorage) -> None:
+    nbytes = store._index.capacity // 2
+    for text in ("aa", "bb"):
+        assert await put(store, text, nbytes) == STORED
+    before = addresses(store)
+    assert await put(store, "cc", nbytes) == STORED
+    assert addresses(store) == {"bb": before["bb"], "cc": before["aa"]}
+    assert await read(store, "aa", nbytes) == (MISSING, b"\xaa" * nbytes)
+    assert await read(store, "bb", nbytes) == (FOUND, content("bb", nbytes))
+    assert await read(store, "cc", nbytes) == (FOUND, content("cc", nbytes))
+    assert not store._spares
+
+
+async def test_an_object_of_another_length_gets_memory_of_its_own(store: MemoryStorage) -> None:
+    nbytes = store._index.capacity // 2
+    for text in ("aa", "bb"):
+        await put(store, text, nbytes)
+    assert await put(store, "cc", nbytes - 1) == STORED
+    assert store._objects["cc"].nbytes == nbytes - 1
+    assert await read(store, "cc", nbytes - 1) == (FOUND, content("cc", nbytes - 1))
+    assert await put(store, "dd", nbytes) == STORED
+    assert await read(store, "dd", nbytes) == (FOUND, content("dd", nbytes))
+    assert await read(store, "cc", nbytes - 1) == (FOUND, content("cc", nbytes - 1))
+
+
+class Held:
+    """A block whose load waits in its thread, between two halves of the object."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.wanted = True
+        self.memory = bytearray(nbytes)
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def load_file(self, path: str, flags: int) -> None:
+        """Nothing: it reads."""
+
+    def leave(self) -> None:
+        """Nothing is kept between two loads."""
+
+    def load(self, read: ReadNow, _: Backing | None = None) -> bool:
+        half, view = self.nbytes // 2, memoryview(self.memory)
+        read([view[:half]], 0)
+        self.begun.set()
+        self.go_on.wait(30)
+        read([view[half:]], half)
+        return True
+
+
+@pytest.mark.parametrize("store", [LARGE], indirect=True)
+async def test_the_memory_of_an_object_that_is_being_read_is_left_alone(store: MemoryStorage) -> None:
+    for text in ("aa", "bb"):
+        await put(store, text, LARGE)
+    before, held = addresses(store), Held(LARGE)
+    reading = asyncio.ensure_future(store.get_in_place([Place("aa", held, Use(), 0)]))
+    assert await asyncio.to_thread(held.begun.wait, 30)
+    await put(store, "bb", LARGE)  # used again: aa, which the read has used, is older
+    assert await put(store, "cc", LARGE) == STORED
+    assert addresses(store).keys() == {"bb", "cc"}
+    assert addresses(store)["cc"] != before["aa"]
+    held.go_on.set()
+    assert await reading == [FOUND]
+    assert bytes(held.memory) == content("aa", LARGE)
+    assert await read(store, "cc", LARGE) == (FOUND, content("cc", LARGE))
