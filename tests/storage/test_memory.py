@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.storage.harness import memory_config
@@ -45,17 +46,14 @@ async def read(store: MemoryStorage, text: str, nbytes: int) -> tuple[Any, bytes
     return outcome, bytes(data)
 
 
-def addresses(store: MemoryStorage) -> dict[str, int]:
-    return {name: memory.ctypes.data for name, memory in store._objects.items()}
-
-
 async def test_a_new_object_takes_the_memory_of_the_one_that_it_displaces(store: MemoryStorage) -> None:
     nbytes = store._index.capacity // 2
     for text in ("aa", "bb"):
         assert await put(store, text, nbytes) == STORED
-    before = addresses(store)
+    before = dict(store._objects)
     assert await put(store, "cc", nbytes) == STORED
-    assert addresses(store) == {"bb": before["bb"], "cc": before["aa"]}
+    assert store._objects.keys() == {"bb", "cc"}
+    assert store._objects["cc"] is before["aa"]
     assert await read(store, "aa", nbytes) == (MISSING, b"\xaa" * nbytes)
     assert await read(store, "bb", nbytes) == (FOUND, content("bb", nbytes))
     assert await read(store, "cc", nbytes) == (FOUND, content("cc", nbytes))
@@ -72,6 +70,20 @@ async def test_an_object_of_another_length_gets_memory_of_its_own(store: MemoryS
     assert await put(store, "dd", nbytes) == STORED
     assert await read(store, "dd", nbytes) == (FOUND, content("dd", nbytes))
     assert await read(store, "cc", nbytes - 1) == (FOUND, content("cc", nbytes - 1))
+
+
+@pytest.mark.parametrize("other", [None, 10])
+async def test_memory_other_than_what_the_index_says_is_not_used_again(store: MemoryStorage, other: int | None) -> None:
+    nbytes = store._index.capacity // 2
+    for text in ("aa", "bb"):
+        await put(store, text, nbytes)
+    if other is None:
+        del store._objects["aa"]
+    else:
+        store._objects["aa"] = np.zeros(other, dtype=np.uint8)
+    assert await put(store, "cc", nbytes) == STORED
+    assert await read(store, "cc", nbytes) == (FOUND, content("cc", nbytes))
+    assert await read(store, "bb", nbytes) == (FOUND, content("bb", nbytes))
 
 
 class Held:
@@ -102,13 +114,13 @@ class Held:
 async def test_the_memory_of_an_object_that_is_being_read_is_left_alone(store: MemoryStorage) -> None:
     for text in ("aa", "bb"):
         await put(store, text, LARGE)
-    before, held = addresses(store), Held(LARGE)
+    displaced, held = store._objects["aa"], Held(LARGE)
     reading = asyncio.ensure_future(store.get_in_place([Place("aa", held, Use(), 0)]))
     assert await asyncio.to_thread(held.begun.wait, 30)
     await put(store, "bb", LARGE)  # used again: aa, which the read has used, is older
     assert await put(store, "cc", LARGE) == STORED
-    assert addresses(store).keys() == {"bb", "cc"}
-    assert addresses(store)["cc"] != before["aa"]
+    assert store._objects.keys() == {"bb", "cc"}
+    assert store._objects["cc"] is not displaced
     held.go_on.set()
     assert await reading == [FOUND]
     assert bytes(held.memory) == content("aa", LARGE)
