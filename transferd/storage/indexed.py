@@ -77,13 +77,13 @@ class IndexedStorage(Storage):
     # --- effects, run in threads; raise StorageError ------------------------------------------------
 
     @abc.abstractmethod
-    def _write(self, name: str, data: memoryview, spare: str | None) -> None:
+    def _write(self, name: str, data: memoryview, spare: Any) -> None:
         """Store the object, completely or not at all. StorageFull: the medium has no room now.
 
-        spare: what `_retire` returned. It is used up, even if the write fails.
+        spare: what `_retire` returned, in the subclass's own terms. It is used up, even if the write fails.
         """
 
-    def _retire(self, name: str, nbytes: int) -> str | None:  # noqa: ARG002 - a default
+    def _retire(self, name: str, nbytes: int) -> Any:  # noqa: ARG002 - a default
         """Like `_remove`, but returns a spare that another object of this length can overwrite, or None."""
         self._remove(name)
         return None

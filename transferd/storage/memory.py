@@ -4,8 +4,7 @@ It copies objects in and out, within `storage.memory.capacity`; indexed.py makes
 INLINE_BYTES are copied on the event loop, larger ones in threads. It copies with numpy, which, unlike `bytes()` and
 slice assignment, lets other threads run meanwhile; for a few bytes an assignment is faster.
 
-In a full store a new object takes the memory of the one that it displaces, because new pages cost a fault each, which
-takes several times as long as the copy.
+In a full store a new object takes the memory of the one that it displaces (docs/adr/0052).
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ class MemoryStorage(IndexedStorage):
             inline_bytes=INLINE_BYTES,
         )
         self._objects: dict[str, npt.NDArray[np.uint8]] = {}
-        self._spares: dict[str, npt.NDArray[np.uint8]] = {}  # of objects that a write displaces, by their names
 
     @classmethod
     def from_config(cls, config: Config, *, clock: Clock) -> Self:  # noqa: ARG003 - it needs no clock
@@ -56,20 +54,14 @@ class MemoryStorage(IndexedStorage):
         """Apply `storage.memory.capacity`."""
         self.set_capacity(storage.memory.capacity)
 
-    def _write(self, name: str, data: memoryview, spare: str | None) -> None:
-        if spare is None:
-            self._objects[name] = np.asarray(data).copy()
-            return
-        memory = self._spares.pop(spare)
+    def _write(self, name: str, data: memoryview, spare: npt.NDArray[np.uint8] | None) -> None:
+        memory = np.empty(data.nbytes, dtype=np.uint8) if spare is None else spare
         np.copyto(memory, np.asarray(data))
         self._objects[name] = memory
 
-    def _retire(self, name: str, nbytes: int) -> str | None:
+    def _retire(self, name: str, nbytes: int) -> npt.NDArray[np.uint8] | None:
         memory = self._objects.pop(name, None)
-        if memory is None or memory.nbytes != nbytes:
-            return None
-        self._spares[name] = memory
-        return name
+        return memory if memory is not None and memory.nbytes == nbytes else None
 
     def _read(self, name: str, data: memoryview) -> bool:
         stored = self._objects.get(name)  # our reference keeps it alive if it is evicted meanwhile
@@ -93,7 +85,6 @@ class MemoryStorage(IndexedStorage):
 
     async def _release(self) -> None:
         self._objects.clear()
-        self._spares.clear()
 
 
 def _read_now(stored: npt.NDArray[np.uint8], buffers: Sequence[memoryview], offset: int) -> int:
