@@ -14,6 +14,7 @@ vocabulary. Each task class states as data what the rest of the package would ot
 from __future__ import annotations
 
 import enum
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, get_args
 
@@ -301,7 +302,7 @@ def _merge(
             storage_s=o.storage_s,
             error=o.error,
         )
-        for o in sorted(outcomes, key=lambda o: o.rank)
+        for o in sorted(outcomes, key=operator.attrgetter("rank"))
     ]
     # If all ranks moved every block, the task succeeded, even if it was stopped afterwards.
     error = None if complete else _first_cause(outcomes, stop)
@@ -312,7 +313,7 @@ def _merge(
     status = _status(wanted, len(positions), error, stop, none_found)
     # A flush of evicted blocks has keys but no device blocks.
     block_ids = [task.gpu_block_ids[i] for i in positions] if task.gpu_block_ids else []
-    return Merged(status, block_ids, ranks, error, sum(o.bytes for o in outcomes))
+    return Merged(status, block_ids, ranks, error, sum([o.bytes for o in outcomes]))
 
 
 def _prefix(moved: Sequence[int]) -> int:
@@ -336,7 +337,7 @@ def merge_read(task: ReadStorageTask, outcomes: Sequence[RankOutcome]) -> Merged
     """The longest prefix that every rank loaded; of a sparse read, every block that every rank loaded."""
     if not task.prefix:
         return _merge(task, outcomes, _common(outcomes), Status.MISS)
-    prefix = min((_prefix(o.moved) for o in outcomes), default=0)
+    prefix = min([_prefix(o.moved) for o in outcomes], default=0)
     return _merge(task, outcomes, range(prefix), Status.MISS)
 
 

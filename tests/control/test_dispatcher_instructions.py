@@ -344,6 +344,7 @@ def test_the_state_of_a_task_is_known_from_its_admission_until_its_result_is_for
     assert desk.dispatcher.state_of("w") is State.DONE
     desk.pass_time(60.0)
     desk.submit(read("later", 2))
+    desk.finish("later")
     assert desk.dispatcher.state_of("w") is None
 
 

@@ -37,7 +37,7 @@ def move(lanes: Lanes, record: TaskState, state: State) -> None:
 def start(lanes: Lanes) -> list[str]:
     """Move to running whatever may run, and say what that was."""
     started = []
-    for record in lanes.startable():
+    while (record := lanes.next_startable()) is not None:
         started.append(record.task_id)
         move(lanes, record, State.RUNNING)
     return started

@@ -163,7 +163,8 @@ class _Gated(Storage):
         rank = _rank(places[0].name)
         outcomes: list[Outcome] = []
         for place in places:
-            outcomes += await super().get_in_place([place._replace(data=HalfwayBlock(place.data, rank))])
+            halfway = Place(place.name, HalfwayBlock(place.data, rank), place.use, place.depth)
+            outcomes += await super().get_in_place([halfway])
             await gate("load", rank=rank)
             await gate("result", rank=rank, nbytes=place.data.nbytes - FOOTER_BYTES)
         return outcomes

@@ -327,7 +327,7 @@ class Dispatcher:
             return
         self._starting = True  # a task that ends here releases others: this loop starts them, not a nested one
         try:
-            while (record := next(self._lanes.startable(), None)) is not None:
+            while (record := self._lanes.next_startable()) is not None:
                 self._start(record)
         finally:
             self._starting = False

@@ -21,7 +21,7 @@ for an earlier write (which will store the block that the read asks for).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 
 from transferd.tasks import Footprint
 
@@ -54,14 +54,16 @@ class _BlockUse:
 
     __slots__ = ("readers", "sole", "writer")
 
-    def __init__(self, sole: Claim | None, writer: Claim | None, readers: dict[Claim, None]) -> None:
-        self.sole = sole
-        self.writer = writer
-        self.readers = readers  # a dict for its order: same blockers order in every run
+    def __init__(self, claim: Claim, writes: bool) -> None:
+        self.sole: Claim | None = claim
+        self.writer = claim if writes else None
+        self.readers = {} if writes else {claim: None}  # a dict for its order: same blockers order in every run
 
-    @classmethod
-    def of(cls, claim: Claim, writes: bool) -> _BlockUse:
-        return cls(claim, claim, {}) if writes else cls(claim, None, {claim: None})
+    def shared(self) -> _BlockUse:
+        """One of its own for a block that a second claim uses."""
+        use = _BlockUse.__new__(_BlockUse)
+        use.sole, use.writer, use.readers = None, self.writer, dict(self.readers)
+        return use
 
 
 class HazardTable:
@@ -81,15 +83,15 @@ class HazardTable:
         blockers: dict[Claim, None] = {}
         for uses, ids, writes in self._touched(footprint):
             if len(ids) >= MANY and uses.keys().isdisjoint(ids):
-                uses.update(dict.fromkeys(ids, _BlockUse.of(claim, writes)))
+                uses.update(dict.fromkeys(ids, _BlockUse(claim, writes)))
                 continue
             for block in ids:
                 use = uses.get(block)
                 if use is None:
-                    uses[block] = _BlockUse.of(claim, writes)
+                    uses[block] = _BlockUse(claim, writes)
                     continue
                 if use.sole is not None:
-                    use = uses[block] = _BlockUse(None, use.writer, dict(use.readers))
+                    use = uses[block] = use.shared()
                 if use.writer is not None:
                     blockers[use.writer] = None
                 if writes:
@@ -137,24 +139,27 @@ class HazardTable:
         """No claim is left, not even an abandoned one."""
         return not (self._claims or self.nbytes or self._device or self._host or self._storage or self._paths)
 
-    def _touched(self, footprint: Footprint) -> Iterator[tuple[dict[Hashable, _BlockUse], Sequence[Hashable], bool]]:
+    def _touched(self, footprint: Footprint) -> list[tuple[dict[Hashable, _BlockUse], Sequence[Hashable], bool]]:
+        """For each kind of blocks that it names: their uses, their ids, and whether it writes them."""
+        touched: list[tuple[dict[Hashable, _BlockUse], Sequence[Hashable], bool]] = []
         # Reads before writes: a task that reads and writes one block does not wait for itself.
         if footprint.device_reads:
-            yield self._device, footprint.device_reads, False
+            touched.append((self._device, footprint.device_reads, False))
         if footprint.host_reads:
-            yield self._host, footprint.host_reads, False
+            touched.append((self._host, footprint.host_reads, False))
         if footprint.storage_reads:
-            yield self._storage, footprint.storage_reads, False
+            touched.append((self._storage, footprint.storage_reads, False))
         if footprint.paths_read:
-            yield self._paths, footprint.paths_read, False
+            touched.append((self._paths, footprint.paths_read, False))
         if footprint.device_writes:
-            yield self._device, footprint.device_writes, True
+            touched.append((self._device, footprint.device_writes, True))
         if footprint.host_writes:
-            yield self._host, footprint.host_writes, True
+            touched.append((self._host, footprint.host_writes, True))
         if footprint.storage_writes:
-            yield self._storage, footprint.storage_writes, True
+            touched.append((self._storage, footprint.storage_writes, True))
         if footprint.paths_written:
-            yield self._paths, footprint.paths_written, True
+            touched.append((self._paths, footprint.paths_written, True))
+        return touched
 
     def _forget(self, claim: Claim) -> None:
         for uses, ids, _ in self._touched(claim.footprint):

@@ -7,7 +7,6 @@ which they became ready, that is, in which the earlier tasks on their blocks end
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from transferd.control.admission import Limits, Prepared
@@ -84,16 +83,17 @@ class Lanes:
         self.loads[record.lane].ready.append(record)
         self._ready += 1
 
-    def startable(self) -> Iterator[TaskState]:
-        """The tasks to start now. The caller must start or end each one before it asks for the next."""
+    def next_startable(self) -> TaskState | None:
+        """The next task to start now. The caller must start or end it before it asks for another."""
         if not self._ready:
-            return
+            return None
         for load in self.loads.values():
             while load.ready and load.running < self._limits.lane_depth:
                 record = load.ready.popleft()
                 self._ready -= 1
                 if record.state is State.QUEUED:  # else it was cancelled while it waited for a place
-                    yield record
+                    return record
+        return None
 
     def moved(self, record: TaskState, old: State) -> None:
         """A task's state has changed from `old`."""

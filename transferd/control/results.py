@@ -61,8 +61,8 @@ class ResultCache:
 
     def recall(self, task_id: str, now: float) -> _KeptResult | None:
         """The task's kept result; None if there is none."""
-        self.forget(now)
-        return self._kept.get(task_id)
+        kept = self._kept.get(task_id)
+        return None if kept is None or kept.expires <= now else kept
 
     def forget(self, now: float) -> None:
         """Drop expired results, then the oldest ones until the bounds hold."""

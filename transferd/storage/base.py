@@ -34,6 +34,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, Self
 
+import msgspec
+
 from transferd.config import Config, StorageSection
 from transferd.errors import TransferError
 from transferd.runtime.clock import Clock
@@ -122,7 +124,7 @@ class InPlace(Protocol):
         ...
 
 
-class Place(NamedTuple):
+class Place(msgspec.Struct, frozen=True):
     """An object's name, and the block to load it into. use, depth: as in Blob."""
 
     name: str

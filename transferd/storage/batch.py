@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 from transferd.errors import StorageError
 from transferd.storage.base import Blob, Lent, LentBlock, Outcome, Place
@@ -47,7 +49,7 @@ class Write:
     withdrawn: bool = False
 
 
-class Read(NamedTuple):
+class Read(msgspec.Struct, frozen=True):
     """One requested object that the index has. `position` is its index in the caller's batch."""
 
     position: int

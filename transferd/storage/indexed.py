@@ -370,21 +370,21 @@ class IndexedStorage(Storage):
         """The outcome for each blob, and the names of bad objects, which have just left the index."""
         outcomes = [MISSING] * len(blobs)
         bad = []
-        for (position, blob, entry), answer in zip(reads, answers, strict=True):
+        for read, answer in zip(reads, answers, strict=True):
             if answer is True:
-                outcomes[position] = FOUND
+                outcomes[read.position] = FOUND
             elif isinstance(answer, Outcome):
-                outcomes[position] = answer
+                outcomes[read.position] = answer
             elif isinstance(answer, StorageError):
-                outcomes[position] = self._failed(answer)
+                outcomes[read.position] = self._failed(answer)
             else:
-                left = self._index.forget(blob.name, entry)
+                left = self._index.forget(read.blob.name, read.entry)
                 if isinstance(answer, Damaged):
                     self._counts["wrong_length"] += answer.error is None
                     if answer.error is not None:
-                        outcomes[position] = self._failed(answer.error)
+                        outcomes[read.position] = self._failed(answer.error)
                     if left:
-                        bad.append(blob.name)
+                        bad.append(read.blob.name)
         self._counts["hits"] += outcomes.count(FOUND)
         self._counts["misses"] += outcomes.count(MISSING)
         return outcomes, bad
@@ -428,7 +428,12 @@ class IndexedStorage(Storage):
 
     def _is_small(self, blobs: Sequence[Wanted]) -> bool:
         """Whether copying these on the loop itself is quicker than having a thread do it."""
-        return bool(self._inline_bytes) and sum(blob.data.nbytes for blob in blobs) <= self._inline_bytes
+        left = self._inline_bytes
+        for blob in blobs:
+            left -= blob.data.nbytes
+            if left < 0:
+                return False
+        return bool(self._inline_bytes)
 
     def _failed(self, error: StorageError) -> Outcome:
         self._counts["errors"] += 1

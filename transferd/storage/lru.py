@@ -85,10 +85,6 @@ class Entry:
         """Whether the object was used since the index was created."""
         return self.group is not None and self.group.number > _ADOPTED
 
-    def used_by(self, use: Use, depth: int) -> bool:
-        """Whether this use was the last one, and used it at this depth or nearer to the root."""
-        return self.group is not None and self.group.use is use and self.depth <= depth
-
     def __repr__(self) -> str:
         return f"Entry({self.nbytes} bytes)"
 
@@ -118,12 +114,6 @@ class _UseGroup:
         self.live += 1
         self.sorted = False
 
-    def drop(self, entry: Entry) -> None:
-        entry.group = None
-        self.live -= 1
-        if len(self.entries) > SLACK + 2 * self.live:
-            self._tidy()
-
     def raise_to(self, entry: Entry, depth: int) -> None:
         """Note that the same use used an entry again: the smaller depth counts."""
         if depth < entry.depth:
@@ -133,14 +123,15 @@ class _UseGroup:
     def root_first(self) -> list[Entry]:
         """The entries, root first. Some may have moved to another group, but not the last one. Do not change it."""
         if not self.sorted:
-            self._tidy()
+            self.tidy()
             self.entries.sort(key=_depth)
             self.sorted = True
         while self.entries and self.entries[-1].group is not self:
             self.entries.pop()
         return self.entries
 
-    def _tidy(self) -> None:
+    def tidy(self) -> None:
+        """Drop the entries that have moved to another group."""
         # An entry that left the group and came back is in the list twice.
         self.entries = list(dict.fromkeys(entry for entry in self.entries if entry.group is self))
 
@@ -152,7 +143,8 @@ def _depth(entry: Entry) -> int:
 class LruIndex:
     """Names with sizes, in the order of eviction, within `capacity` bytes.
 
-    left: called with the name of every object that stops being present, in the same step.
+    left: called with the name of every object that stops being present, in the same step. get: the present object of a
+    name, or None; that does not count as a use.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -161,6 +153,7 @@ class LruIndex:
         self.used = 0  # bytes, reserved and present
         self.bytes = 0  # bytes, present
         self._present: dict[str, Entry] = {}
+        self.get = self._present.get
         self._reserved: dict[str, tuple[int, Use]] = {}  # nbytes, and the use that writes it
         self._coming: dict[Use, dict[str, int]] = {}  # the names that each use is writing, with their depths
         self._groups: OrderedDict[Use, _UseGroup] = OrderedDict()  # in the order of eviction; none is empty
@@ -174,10 +167,6 @@ class LruIndex:
 
     def __len__(self) -> int:
         return len(self._present)
-
-    def get(self, name: str) -> Entry | None:
-        """The present object of this name. Does not count as a use."""
-        return self._present.get(name)
 
     def hottest_first(self) -> Iterator[tuple[str, Entry]]:
         """Every present object, in the reverse order of eviction."""
@@ -263,8 +252,11 @@ class LruIndex:
 
     def touch_one(self, entry: Entry, use: Use, depth: int) -> None:
         """Note that `use` has just used a present object. depth: in its chain."""
-        if not entry.used_by(use, depth):
+        group = entry.group
+        if group is None or group.use is not use:
             self._join_group(entry, self._group(use), depth)
+        else:
+            group.raise_to(entry, depth)
 
     def forget(self, name: str, entry: Entry | None = None) -> bool:
         """Drop a present object; with `entry`, only if that is still the present one. False: nothing was dropped."""
@@ -354,9 +346,12 @@ class LruIndex:
     def _leave_group(self, entry: Entry) -> None:
         group = entry.group
         assert group is not None
-        group.drop(entry)
+        entry.group = None
+        group.live -= 1
         if not group.live:
             del self._groups[group.use]
+        elif len(group.entries) > SLACK + 2 * group.live:
+            group.tidy()
 
     def _evict_all(self, entries: Sequence[Entry]) -> list[Victim]:
         if not entries:

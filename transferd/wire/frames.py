@@ -9,8 +9,15 @@ LARGE = 64 * 1024  # bytes; below this a copy costs less than keeping the frame
 
 def one_frame(socket: zmq.Socket[bytes]) -> bytes | memoryview:
     """Receive a message of one frame; return b"" if it has several."""
-    frame = socket.recv(zmq.DONTWAIT, copy=False)
-    return b"" if drop_rest(socket) else content_of(frame)
+    return whole(socket, socket.recv(zmq.DONTWAIT, copy=False))
+
+
+def whole(socket: zmq.Socket[bytes], frame: zmq.Frame) -> bytes | memoryview:
+    """The content of a message, of which this is the first frame; b"" if it has several, whose rest is dropped."""
+    if frame.more:
+        drop_rest(socket)
+        return b""
+    return content_of(frame)
 
 
 def content_of(frame: zmq.Frame) -> bytes | memoryview:
@@ -26,13 +33,10 @@ def content_of(frame: zmq.Frame) -> bytes | memoryview:
     return frame.buffer
 
 
-def drop_rest(socket: zmq.Socket[bytes]) -> int:
-    """Drop the remaining frames of a message; return how many there were."""
-    frames = 0
+def drop_rest(socket: zmq.Socket[bytes]) -> None:
+    """Drop the remaining frames of a message."""
     while number_of(socket, zmq.RCVMORE):
         socket.recv(zmq.DONTWAIT)
-        frames += 1
-    return frames
 
 
 def number_of(socket: zmq.Socket[bytes], option: int) -> int:

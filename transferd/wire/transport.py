@@ -8,11 +8,11 @@ Contract, for both sides:
 3. Messages of one connection keep their order. A connection that breaks loses the messages in flight.
 4. `close` is idempotent; no callback runs after it.
 
-How the ZeroMQ implementations keep it: the loop watches the file descriptor of one plain socket. Each wake-up
-drains a bounded number of messages, so that timers and other sockets get their turn; the rest follows by
-call_soon. libzmq's descriptor is edge-triggered: it signals a change once, and both reading *and sending* may
-consume that signal. Hence the one rule here: after any work on the socket, check EVENTS again before relying on
-the loop to wake us. A drain does so itself; after sends from elsewhere, one check is scheduled for all of them.
+How the ZeroMQ implementations keep it: the loop watches the file descriptor of one plain socket. libzmq's descriptor
+is edge-triggered: it signals a change once, and both reading *and sending* may consume that signal. Hence the one rule
+here: after any work on the socket, check EVENTS again before relying on the loop to wake us. One check is scheduled
+for all work of a turn of the loop. It reads a bounded number of messages, so that timers and other sockets get their
+turn, and schedules another if there may be more.
 """
 
 from __future__ import annotations
@@ -128,7 +128,6 @@ class Channel:
         self.socket = socket
         self._receive = receive
         self._loop = asyncio.get_running_loop()
-        self._reading = False
         self._check_scheduled = False
         self._fd = number_of(socket, zmq.FD)
         self._events = cast("Callable[[], int]", functools.partial(socket.getsockopt, zmq.EVENTS))
@@ -138,8 +137,7 @@ class Channel:
 
     def sent(self) -> None:
         """Call after every send: it may have consumed the edge that announced a message."""
-        if not self._reading:
-            self._check_soon()
+        self._check_soon()
 
     def close(self) -> None:
         """Flush sent messages (bounded by LINGER), then free socket and context. The loop may be closed."""
@@ -157,41 +155,38 @@ class Channel:
             self._check_scheduled = True
             self._loop.call_soon(self._check)
 
-    def _check(self) -> None:
-        self._check_scheduled = False
-        self._wake()
-
     def _wake(self) -> None:
+        """The descriptor has signalled: read one message at once. `_check` reads the others.
+
+        So the usual single message waits for nothing, and one check follows both it and what it makes us send.
+        """
         if self.socket.closed:
             return
-        self._reading = True
-        drained = False
         try:
-            drained = self._drain()
+            self._receive(self.socket)
+        except zmq.Again:
+            pass  # the signal was for something else
         finally:
-            # Do this even if a callback raised: the loop reports the error, and we read the other messages.
-            self._reading = False
-            if not drained and not self.socket.closed:
-                self._check_soon()
+            self._check_soon()  # even if a callback raised: the loop reports the error, and we read the other messages
 
-    def _drain(self) -> bool:
-        """Read a bounded number of messages. True: none is left, and the descriptor will signal new ones."""
-        # A failing receive costs four times as much as checking EVENTS. So a single message, the usual case,
-        # is read between two checks, and only a burst is read until a receive fails.
+    def _check(self) -> None:
+        """Read a bounded number of messages, if there are any. Once none is left, the descriptor signals new ones."""
+        self._check_scheduled = False
         socket = self.socket
-        if not self._events() & _READABLE:
-            return True
-        self._receive(socket)
+        # A failing receive costs four times as much as this, and usually there is no message.
         if socket.closed or not self._events() & _READABLE:
-            return True
+            return
+        drained = False
         try:
             for _ in range(DRAIN_LIMIT):
                 self._receive(socket)
                 if socket.closed:
-                    return True
+                    return
         except zmq.Again:
-            return True
-        return False
+            drained = True
+        finally:
+            if not drained:
+                self._check_soon()
 
 
 def _is_tcp(endpoint: str) -> bool:

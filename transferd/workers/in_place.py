@@ -30,7 +30,7 @@ import numpy.typing as npt
 from transferd.blocks.footer import FOOTER_BYTES, Damage, Inspection
 from transferd.storage.base import Backing, Found, Outcome, Place, ReadNow, Storage
 from transferd.tasks import ReadStorageTask
-from transferd.workers.block_memory import AddressableBlocks, BlockMemory, Piece
+from transferd.workers.block_memory import AddressableBlocks, BlockMemory
 from transferd.workers.context import Account, RankContext
 from transferd.workers.loan import Loan
 
@@ -43,6 +43,10 @@ CHUNK_BYTES, CHUNK_BLOCKS = 128 * 1024**2, 64
 CHUNKS_UNDER_WAY = 2  # so that no thread waits for the event loop
 
 Bad = Callable[[str, str, Damage], None]
+Parts = npt.NDArray[np.int64]
+# Copies one piece of an object: offset in the object, origin of the arena, parts of the piece, block, state of the
+# checksum. Returns how many bytes it copied.
+CopyPiece = Callable[[int, int, Any, int, Any], int]
 
 
 class BlockInPlace:
@@ -68,18 +72,21 @@ class BlockInPlace:
         return not self._loan.over
 
     def load(self, read: ReadNow, backing: Backing | None = None) -> bool:
-        footer = bytearray(FOOTER_BYTES)
+        payload_bytes = self._inspection.payload_bytes
         if isinstance(backing, memoryview):
-            footer[:] = backing[-FOOTER_BYTES:]
-        elif read([memoryview(footer)], self._inspection.payload_bytes) < FOOTER_BYTES:
-            return False
-        self.damage = self._inspection.footer(bytes(footer))
+            footer = bytes(backing[-FOOTER_BYTES:])
+        else:
+            buffer = bytearray(FOOTER_BYTES)
+            if read([memoryview(buffer)], payload_bytes) < FOOTER_BYTES:
+                return False
+            footer = bytes(buffer)
+        self.damage = self._inspection.footer(footer)
         if self.damage is not None:
             return True
         if backing is None or self._memory.tables is None:
             return self._load_in_python(read)
-        copy: Callable[..., int] = _inplace.read_file if isinstance(backing, int) else _inplace.copy_memory
-        return self._load_natively(self._memory.tables, lambda _, *piece: copy(backing, *piece))
+        call: Callable[..., int] = _inplace.read_file if isinstance(backing, int) else _inplace.copy_memory
+        return self._load_natively(self._memory.tables, functools.partial(call, backing))
 
     def load_file(self, path: str, flags: int) -> float | None:
         tables = self._memory.tables
@@ -88,12 +95,12 @@ class BlockInPlace:
         mapping, footer, modified = _inplace.map_file(path, flags, self.nbytes, FOOTER_BYTES)
         if not mapping:
             return None
-        last = len(tables) - 1
 
-        def copy(number: int, *piece: Any) -> int:
+        def copy(offset: int, origin: int, table: Parts, *rest: Any) -> int:
             nonlocal mapping
-            mapped, mapping = mapping, 0 if number == last else mapping
-            return _inplace.copy_mapped(mapped, number == last, *piece)  # the last call unmaps it
+            last = table is tables[-1]
+            mapped, mapping = mapping, 0 if last else mapping
+            return _inplace.copy_mapped(mapped, last, offset, origin, table, *rest)  # the last call unmaps it
 
         try:
             self.damage = self._inspection.footer(footer)
@@ -106,42 +113,37 @@ class BlockInPlace:
         if self._memory.tables is not None:
             _inplace.forget_files()
 
-    def _load_natively(self, tables: Sequence[npt.NDArray[np.int64]], copy: Callable[..., int]) -> bool:
-        """copy: a call of the extension. The first argument, the number of a piece, is not for it."""
-        origin, block = self._memory.arena.origin, self._block
+    def _load_natively(self, tables: Sequence[Parts], copy: CopyPiece) -> bool:
+        """copy: a call of the extension, which has its source."""
         state = _inplace.new_state(self._inspection.payload_bytes)
-
-        def load(number: int, piece: Piece) -> int:
-            return copy(number, piece.offset, origin, tables[number], block, state)
-
-        return self._load_pieces(load) and self._inspection.damage(_inplace.checksum(state)) is None
+        return self._load_pieces(tables, copy, state) and self._inspection.damage(_inplace.checksum(state)) is None
 
     def _load_in_python(self, read: ReadNow) -> bool:
-        view, block, inspection = self._memory.view, self._block, self._inspection
+        view, inspection = self._memory.view, self._inspection
 
-        def load(_: int, piece: Piece) -> int:
-            buffers = [view[(at := first + stride * block) : at + length] for first, stride, length in piece.parts]
-            loaded = read(buffers, piece.offset)
-            if loaded == piece.nbytes:
+        def copy(offset: int, _origin: int, parts: list[tuple[int, int, int]], block: int, _state: None) -> int:
+            buffers = [view[(at := first + stride * block) : at + length] for first, stride, length in parts]
+            loaded = read(buffers, offset)
+            if loaded == sum(buffer.nbytes for buffer in buffers):
                 for buffer in buffers:
                     inspection.payload(buffer)
             return loaded
 
-        return self._load_pieces(load) and inspection.damage() is None
+        parts = [piece.parts for piece in self._memory.pieces]
+        return self._load_pieces(parts, copy, None) and inspection.damage() is None
 
-    def _load_pieces(self, load: Callable[[int, Piece], int]) -> bool:
-        """Load every piece. False: some bytes are not in memory, or the loan has ended.
-
-        load: called with the number of a piece and the piece; returns how many bytes it loaded.
-        """
-        for number, piece in enumerate(self._memory.pieces):
-            if not self._loan.take():
+    def _load_pieces(self, tables: Sequence[Any], copy: CopyPiece, state: bytearray | None) -> bool:
+        """Load every piece. False: some bytes are not in memory, or the loan has ended."""
+        memory, loan, block = self._memory, self._loan, self._block
+        origin = memory.arena.origin
+        for piece, table in zip(memory.pieces, tables, strict=True):
+            if not loan.take():
                 return False
             try:
-                if load(number, piece) < piece.nbytes:
+                if copy(piece.offset, origin, table, block, state) < piece.nbytes:
                     return False
             finally:
-                self._loan.give_back()
+                loan.give_back()
         return True
 
 

@@ -178,15 +178,13 @@ class RankWorker:
         """
         context = contextvars.copy_context()
         loop = asyncio.get_running_loop()
-        if self._begins_without_task(job.task.lane):
+        # A task of these lanes may end in its first step, and does not ask for its asyncio task there.
+        quick = job.task.lane in QUICK_LANES and self._tokens is None
+        if quick and getattr(self.context.device, "addressable", False):
             self._starting += 1
             loop.call_soon(self._begin, context, self._run(job, arrive, died), context=context)
         else:
             self._keep(loop.create_task(self._run(job, arrive, died), context=context))
-
-    def _begins_without_task(self, lane: Lane) -> bool:
-        """Whether a task of this lane may end in its first step, and does not ask for its asyncio task there."""
-        return lane in QUICK_LANES and self._tokens is None and getattr(self.context.device, "addressable", False)
 
     def _begin(self, context: contextvars.Context, run: Coroutine[Any, Any, None]) -> None:
         """Run the first step in the turn of the loop in which an asyncio task would. If it waits, it gets one."""
