@@ -283,7 +283,7 @@ def _status(wanted: int, moved: int, error: ErrorInfo | None, stop: Stop | None,
 
 
 def _merge(
-    task: ReadStorageTask | WriteStorageTask | SwapOutTask | SwapInTask,
+    task: _StorageTask | _SwapTask,
     outcomes: Sequence[RankOutcome],
     positions: Sequence[int],
     none_found: Status,
@@ -333,26 +333,6 @@ def _common(outcomes: Sequence[RankOutcome]) -> list[int]:
     return sorted(set.intersection(*(set(o.moved) for o in outcomes))) if outcomes else []
 
 
-def merge_read(task: ReadStorageTask, outcomes: Sequence[RankOutcome]) -> Merged:
-    """The longest prefix that every rank loaded; of a sparse read, every block that every rank loaded."""
-    if not task.prefix:
-        return _merge(task, outcomes, _common(outcomes), Status.MISS)
-    prefix = min([_prefix(o.moved) for o in outcomes], default=0)
-    return _merge(task, outcomes, range(prefix), Status.MISS)
-
-
-def merge_write(task: WriteStorageTask, outcomes: Sequence[RankOutcome]) -> Merged:
-    """The blocks that every rank stored, in task order."""
-    return _merge(task, outcomes, _common(outcomes), Status.FAILED)
-
-
-def merge_swap(task: SwapOutTask | SwapInTask, outcomes: Sequence[RankOutcome]) -> Merged:
-    """All blocks on all ranks, or none."""
-    wanted = task.blocks
-    complete = bool(outcomes) and all(len(o.moved) == wanted for o in outcomes)
-    return _merge(task, outcomes, range(wanted) if complete else (), Status.FAILED)
-
-
 class WriteStorageTask(_StorageTask, frozen=True, kw_only=True, tag="write"):
     """Store the device blocks `gpu_block_ids` under `keys` on every rank. A key already stored counts as written.
 
@@ -368,7 +348,8 @@ class WriteStorageTask(_StorageTask, frozen=True, kw_only=True, tag="write"):
     lane: ClassVar[Lane] = Lane.WRITE
 
     def merge(self, outcomes: Sequence[RankOutcome]) -> Merged:
-        return merge_write(self, outcomes)
+        """The blocks that every rank stored, in task order."""
+        return _merge(self, outcomes, _common(outcomes), Status.FAILED)
 
     def footprint(self) -> Footprint:
         return Footprint(device_reads=self.gpu_block_ids, storage_writes=self.keys)
@@ -388,7 +369,11 @@ class ReadStorageTask(_StorageTask, frozen=True, kw_only=True, tag="read"):
     lane: ClassVar[Lane] = Lane.READ
 
     def merge(self, outcomes: Sequence[RankOutcome]) -> Merged:
-        return merge_read(self, outcomes)
+        """The longest prefix that every rank loaded; of a sparse read, every block that every rank loaded."""
+        if not self.prefix:
+            return _merge(self, outcomes, _common(outcomes), Status.MISS)
+        prefix = min([_prefix(o.moved) for o in outcomes], default=0)
+        return _merge(self, outcomes, range(prefix), Status.MISS)
 
     def footprint(self) -> Footprint:
         return Footprint(device_writes=self.gpu_block_ids[: len(self.keys)], storage_reads=self.keys)
@@ -431,14 +416,17 @@ class _SwapTask(_Task, frozen=True, kw_only=True):
     def blocks(self) -> int:
         return len(self.gpu_block_ids)
 
+    def merge(self, outcomes: Sequence[RankOutcome]) -> Merged:
+        """All blocks on all ranks, or none."""
+        wanted = self.blocks
+        complete = bool(outcomes) and all(len(o.moved) == wanted for o in outcomes)
+        return _merge(self, outcomes, range(wanted) if complete else (), Status.FAILED)
+
 
 class SwapOutTask(_SwapTask, frozen=True, kw_only=True, tag="swap_out"):
     """Copy device blocks to host blocks, on every rank or not at all."""
 
     lane: ClassVar[Lane] = Lane.SWAP_OUT
-
-    def merge(self, outcomes: Sequence[RankOutcome]) -> Merged:
-        return merge_swap(self, outcomes)
 
     def footprint(self) -> Footprint:
         return Footprint(device_reads=self.gpu_block_ids, host_writes=self.cpu_block_ids)
@@ -448,9 +436,6 @@ class SwapInTask(_SwapTask, frozen=True, kw_only=True, tag="swap_in"):
     """Copy host blocks to device blocks, on every rank or not at all."""
 
     lane: ClassVar[Lane] = Lane.SWAP_IN
-
-    def merge(self, outcomes: Sequence[RankOutcome]) -> Merged:
-        return merge_swap(self, outcomes)
 
     def footprint(self) -> Footprint:
         return Footprint(host_reads=self.cpu_block_ids, device_writes=self.gpu_block_ids)

@@ -337,7 +337,7 @@ async def test_a_rank_that_arrives_after_another_is_skewed_by_the_time_between()
     tree = {"cache": {"device_blocks": 4, "ranks": 3}, "storage": {"backend": "none"}, "metrics": {"listen": ""}}
     config = from_tree(tree)
     daemon = Daemon(config, transport=NoTransport(), clock=clock)
-    job = Job(SwapInTask(task_id="t", gpu_block_ids=[], cpu_block_ids=[]), "", clock.monotonic(), clock.monotonic())
+    job = Job(SwapInTask(task_id="t", gpu_block_ids=[], cpu_block_ids=[]), 0, "", now[0], now[0], 0.0)
     for rank, passes in ((2, 1.0), (0, 0.25), (1, 0.5)):  # in this order, each so much after the one before
         now[0] += passes
         daemon.default.coordinator.rank_arrived(job, RankOutcome(rank))

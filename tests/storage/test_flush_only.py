@@ -13,7 +13,7 @@ import structlog
 from tests.storage.test_attention_store_sdk import Held, until
 from tests.storage.token_harness import BLOCK, KINDS, Kind, TokenWorld, token_world
 from tests.support.attention_store_sdk import AttentionStoreSDKError
-from transferd.tasks import Stop, WriteStorageTask, merge_write
+from transferd.tasks import Stop, WriteStorageTask
 
 PATH = list(range(100, 100 + 10 * BLOCK))
 SDK = next(kind for kind in KINDS if kind.name == "sdk-cuda")
@@ -72,7 +72,7 @@ async def test_an_index_that_cannot_be_told_fails_the_task_and_names_the_rank(tm
         world.double.before = fail
         job, outcomes = flush(world, 0, 2, False)
         assert isinstance(job.task, WriteStorageTask)
-        merged = merge_write(job.task, await outcomes)
+        merged = job.task.merge(await outcomes)
         assert (str(merged.status), merged.block_ids) == ("failed", [])
         assert merged.error is not None
         assert merged.error.message == "rank 0: AttentionStore, flush_token_index: no index today"

@@ -185,7 +185,7 @@ class TokenWorld:
 
     def _job(self, task: ReadStorageTask | WriteStorageTask) -> Job:
         now = SYSTEM_CLOCK.monotonic()
-        return Job(task=task, generation=GENERATION, admitted_at=now, started_at=now)
+        return Job(task, task.blocks, GENERATION, admitted_at=now, started_at=now, queue_s=0.0)
 
 
 OpenWorld = Callable[..., Awaitable[TokenWorld]]

@@ -182,7 +182,7 @@ class Rig:
     # --- work ---------------------------------------------------------------------------------------
 
     def start(self, task: Task) -> Job:
-        job = Job(task, GENERATION, admitted_at=1.0, started_at=3.0)
+        job = Job(task, task.blocks, GENERATION, admitted_at=1.0, started_at=3.0, queue_s=2.0)
         self.worker.start(job, lambda *arrival: self.arrived.append(arrival), lambda *death: self.died.append(death))
         return job
 

@@ -323,11 +323,12 @@ class Dispatcher:
     # --- running ------------------------------------------------------------------------------------
 
     def _start_ready(self) -> None:
-        if self._starting or not self._gate.starts:
+        lanes = self._lanes
+        if self._starting or not lanes.ready_tasks or not self._gate.starts:
             return
         self._starting = True  # a task that ends here releases others: this loop starts them, not a nested one
         try:
-            while (record := self._lanes.next_startable()) is not None:
+            while lanes.ready_tasks and (record := lanes.next_startable()) is not None:
                 self._start(record)
         finally:
             self._starting = False

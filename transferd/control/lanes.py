@@ -34,7 +34,7 @@ class Lanes:
         self._limits = limits
         self.loads = {lane: LaneLoad() for lane in Lane}
         self.queued = 0  # in all lanes
-        self._ready = 0  # in all lanes
+        self.ready_tasks = 0  # in all lanes; some may have been cancelled since
 
     @property
     def running(self) -> int:
@@ -81,16 +81,14 @@ class Lanes:
     def ready(self, record: TaskState) -> None:
         """Its blocks are free: it may run when there is a place."""
         self.loads[record.lane].ready.append(record)
-        self._ready += 1
+        self.ready_tasks += 1
 
     def next_startable(self) -> TaskState | None:
         """The next task to start now. The caller must start or end it before it asks for another."""
-        if not self._ready:
-            return None
         for load in self.loads.values():
             while load.ready and load.running < self._limits.lane_depth:
                 record = load.ready.popleft()
-                self._ready -= 1
+                self.ready_tasks -= 1
                 if record.state is State.QUEUED:  # else it was cancelled while it waited for a place
                     return record
         return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import NamedTuple
 
 import msgspec
 
@@ -15,7 +14,7 @@ RESULT_BYTES = 550
 _decoder = msgspec.msgpack.Decoder(TaskResult)
 
 
-class _KeptResult(NamedTuple):
+class _KeptResult(msgspec.Struct, frozen=True, gc=False):
     """A result, packed: almost none is ever asked for again, and objects would take ten times the memory.
 
     content: hash of the task that it answers. memory_epoch: of the memory that its blocks are in. expires: monotonic

@@ -280,12 +280,14 @@ class Coordinator:
             self._carry_out([instruction])
 
     def _start(self, start: ev.Start) -> None:
-        task = start.task
+        task, now = start.task, self._clock.monotonic()
         job = Job(
             task=task,
+            blocks=task.blocks,
             generation=start.generation,
             admitted_at=start.admitted_at,
-            started_at=self._clock.monotonic(),
+            started_at=now,
+            queue_s=now - start.admitted_at,
         )
         self._jobs[task.task_id] = job
         try:

@@ -103,20 +103,16 @@ class Job:
     """
 
     task: Task
+    blocks: int
     generation: str
     admitted_at: float
     started_at: float
+    queue_s: float
     arrivals: list[tuple[int, float]] = field(default_factory=list)
     stop: StopSignal = field(default_factory=StopSignal)
     use: Use = field(default_factory=Use)
     ids: Sequence[str] = ()
-    queue_s: float = field(init=False)
-    blocks: int = field(init=False)
     _plans: dict[Hashable, CopyPlan] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.queue_s = self.started_at - self.admitted_at
-        self.blocks = self.task.blocks
 
     def key_ids(self, objects: ObjectFormat) -> Sequence[str]:
         """`ids`, computed by the first rank that asks: all ranks use the same format for object names."""
