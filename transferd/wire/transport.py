@@ -129,6 +129,8 @@ class Channel:
         self._receive = receive
         self._loop = asyncio.get_running_loop()
         self._check_scheduled = False
+        # Without pyzmq's layer in Python, which is for options that we do not use.
+        self.send = cast("Callable[[bytes, int], object]", functools.partial(zmq.backend.Socket.send, socket))
         self._fd = number_of(socket, zmq.FD)
         self._events = cast("Callable[[], int]", functools.partial(socket.getsockopt, zmq.EVENTS))
         self._freed = free_with(self, socket, context if owns_context else None)
@@ -338,8 +340,8 @@ class ZmqServerTransport:
         if channel is None:
             return False
         try:
-            channel.socket.send(name, _MORE)
-            channel.socket.send(payload, zmq.DONTWAIT)
+            channel.send(name, _MORE)
+            channel.send(payload, zmq.DONTWAIT)
         except zmq.Again:  # the peer does not read its answers
             return False
         except zmq.ZMQError as error:
@@ -422,7 +424,7 @@ class ZmqClientTransport:
         if channel is None:
             raise Closed("the client is closed")
         try:
-            channel.socket.send(payload, zmq.DONTWAIT)
+            channel.send(payload, zmq.DONTWAIT)
         except zmq.Again:
             return False
         finally:
