@@ -42,6 +42,8 @@ def test_a_message_of_several_frames_is_nothing_and_the_next_one_is_whole(
 class Uncopied:
     """A small frame, and no memory to copy it."""
 
+    more = False
+
     def __init__(self, content: bytes) -> None:
         self.buffer = memoryview(content)
 
@@ -54,5 +56,5 @@ class Uncopied:
 
 
 def test_a_frame_that_cannot_be_copied_is_read_where_it_is() -> None:
-    assert bytes(content_of(Uncopied(b"hello"))) == b"hello"  # type: ignore[arg-type]
+    assert bytes(content_of(None, Uncopied(b"hello"))) == b"hello"  # type: ignore[arg-type]
     assert frames.LARGE > 5

@@ -9,22 +9,18 @@ LARGE = 64 * 1024  # bytes; below this a copy costs less than keeping the frame
 
 def one_frame(socket: zmq.Socket[bytes]) -> bytes | memoryview:
     """Receive a message of one frame; return b"" if it has several."""
-    return whole(socket, socket.recv(zmq.DONTWAIT, copy=False))
+    return content_of(socket, socket.recv(zmq.DONTWAIT, copy=False))
 
 
-def whole(socket: zmq.Socket[bytes], frame: zmq.Frame) -> bytes | memoryview:
-    """The content of a message, of which this is the first frame; b"" if it has several, whose rest is dropped."""
+def content_of(socket: zmq.Socket[bytes], frame: zmq.Frame) -> bytes | memoryview:
+    """The bytes of a message, of which this is the first frame; b"" if it has several, whose rest is dropped.
+
+    Copies them; if they are many, or memory is short, returns a view instead, so that no message is lost. (A copying
+    `recv` removes the message from the socket before it runs out of memory for the copy.)
+    """
     if frame.more:
         drop_rest(socket)
         return b""
-    return content_of(frame)
-
-
-def content_of(frame: zmq.Frame) -> bytes | memoryview:
-    """Copy the frame's bytes; if it is large, or memory is short, return a view instead, so that no message is lost.
-
-    (A copying `recv` removes the message from the socket before it runs out of memory for the copy.)
-    """
     if len(frame) < LARGE:
         try:
             return frame.bytes

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import zmq
 
 from transferd.wire.credentials import peer_address, peer_text, uid_of
-from transferd.wire.frames import one_frame, whole
+from transferd.wire.frames import content_of, one_frame
 
 Receive = Callable[[zmq.Socket[bytes]], None]
 OnMessage = Callable[[bytes, bytes | memoryview], None]
@@ -68,7 +68,7 @@ class Peers:
     def _receive_with_uid(self, socket: zmq.Socket[bytes], on_message: OnMessage) -> None:
         name = socket.recv(zmq.DONTWAIT)
         message = socket.recv(zmq.DONTWAIT, copy=False)
-        payload = whole(socket, message)
+        payload = content_of(socket, message)
         address = peer_address(message)
         uid = uid_of(address)
         peer = _OBSERVER_BY_UID + name if uid is None or uid in self._observers else _self_named(name)
@@ -78,7 +78,7 @@ class Peers:
     def _first(self, socket: zmq.Socket[bytes], peer: bytes) -> bytes | memoryview:
         message = socket.recv(zmq.DONTWAIT, copy=False)
         self._remember(peer, peer_address(message))
-        return whole(socket, message)
+        return content_of(socket, message)
 
     def _remember(self, peer: bytes, address: str) -> None:
         self._addresses[peer] = address

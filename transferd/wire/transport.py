@@ -135,11 +135,13 @@ class Channel:
         self._events = cast("Callable[[], int]", functools.partial(socket.getsockopt, zmq.EVENTS))
         self._freed = free_with(self, socket, context if owns_context else None)
         self._loop.add_reader(self._fd, self._wake)
-        self._check_soon()  # messages that arrived before now cause no new edge
+        self.check_soon()  # messages that arrived before now cause no new edge
 
-    def sent(self) -> None:
+    def check_soon(self) -> None:
         """Call after every send: it may have consumed the edge that announced a message."""
-        self._check_soon()
+        if not self._check_scheduled:
+            self._check_scheduled = True
+            self._loop.call_soon(self._check)
 
     def close(self) -> None:
         """Flush sent messages (bounded by LINGER), then free socket and context. The loop may be closed."""
@@ -151,11 +153,6 @@ class Channel:
             self.socket.close()
         if self._owns_context:
             self.context.term()
-
-    def _check_soon(self) -> None:
-        if not self._check_scheduled:
-            self._check_scheduled = True
-            self._loop.call_soon(self._check)
 
     def _wake(self) -> None:
         """The descriptor has signalled: read one message at once. `_check` reads the others.
@@ -169,7 +166,7 @@ class Channel:
         except zmq.Again:
             pass  # the signal was for something else
         finally:
-            self._check_soon()  # even if a callback raised: the loop reports the error, and we read the other messages
+            self.check_soon()  # even if a callback raised: the loop reports the error, and we read the other messages
 
     def _check(self) -> None:
         """Read a bounded number of messages, if there are any. Once none is left, the descriptor signals new ones."""
@@ -188,7 +185,7 @@ class Channel:
             drained = True
         finally:
             if not drained:
-                self._check_soon()
+                self.check_soon()
 
 
 def _is_tcp(endpoint: str) -> bool:
@@ -349,7 +346,7 @@ class ZmqServerTransport:
                 raise
             return False
         finally:
-            channel.sent()
+            channel.check_soon()
         return True
 
     def close(self) -> None:
@@ -428,7 +425,7 @@ class ZmqClientTransport:
         except zmq.Again:
             return False
         finally:
-            channel.sent()
+            channel.check_soon()
         return True
 
     def close(self) -> None:

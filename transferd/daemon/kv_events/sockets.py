@@ -241,7 +241,7 @@ class EventSockets:
                 raise
             return False
         finally:
-            self._router.sent()
+            self._router.check_soon()
         return True
 
     def statistics(self) -> dict[str, Any]:

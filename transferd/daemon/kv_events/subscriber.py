@@ -125,7 +125,7 @@ class FollowedNode:
         except zmq.Again:
             pass  # too many requests are unanswered; the timer asks again
         finally:
-            self._replay.sent()
+            self._replay.check_soon()
 
     def _ask_again_later(self) -> None:
         if self._again is not None:
