@@ -252,11 +252,7 @@ class LruIndex:
 
     def touch_one(self, entry: Entry, use: Use, depth: int) -> None:
         """Note that `use` has just used a present object. depth: in its chain."""
-        group = entry.group
-        if group is None or group.use is not use:
-            self._join_group(entry, self._group(use), depth)
-        else:
-            group.raise_to(entry, depth)
+        self._join_group(entry, self._group(use), depth)
 
     def forget(self, name: str, entry: Entry | None = None) -> bool:
         """Drop a present object; with `entry`, only if that is still the present one. False: nothing was dropped."""

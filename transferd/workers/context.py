@@ -132,7 +132,7 @@ class RankContext:
 
     def names(self, job: Job) -> list[str]:
         """Object names of the job's keys on this rank."""
-        return self.format.names(job.generation, job.key_ids(self.format), self.object_rank)
+        return self.format.names(job.generation, job.ids or job.key_ids(self.format), self.object_rank)
 
     async def computed(self, job: Job) -> bool:
         """Wait until this rank's engine has reached the point that the task names (`after`). False: stopped first.

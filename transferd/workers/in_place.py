@@ -22,8 +22,9 @@ import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -161,7 +162,7 @@ class Tries:
     troubled: bool = False
 
 
-class ChunkInPlace(NamedTuple):
+class ChunkInPlace(msgspec.Struct, frozen=True):
     """One call to storage for some blocks of a task. asked: its answer. loan: that of the task's blocks."""
 
     places: list[Place]
@@ -191,9 +192,13 @@ class InPlaceReader:
         if not chunk.asked.done():
             return chunk
         outcomes = chunk.asked.result()
-        if outcomes[0].found is Found.COLD:
+        found, block = outcomes[0].found, chunk.places[0].data
+        if found is Found.COLD:
             return chunk
-        self._take(account, Tries(), chunk.places, outcomes)
+        if found is Found.FOUND and isinstance(block, BlockInPlace) and block.damage is None:
+            account.done((0,), self._context.layout.block_bytes)
+        else:
+            self._take(account, Tries(), chunk.places, outcomes)
         return None
 
     async def load(
@@ -223,14 +228,14 @@ class InPlaceReader:
                     under_way.append(chunk)
                 if not under_way:
                     break
-                places, asked, _ = under_way[0]
-                if not asked.done() and not await self._answered(account, asked):
+                chunk = under_way[0]
+                if not chunk.asked.done() and not await self._answered(account, chunk.asked):
                     return ()
                 under_way.popleft()
-                self._take(account, tries, places, asked.result())
+                self._take(account, tries, chunk.places, chunk.asked.result())
         finally:
-            for places, asked, _ in under_way:  # the task has stopped, but no one should load a damaged object again
-                asked.add_done_callback(functools.partial(self._note_damage, task.task_id, places))
+            for chunk in under_way:  # the task has stopped, but no one should load a damaged object again
+                chunk.asked.add_done_callback(functools.partial(self._note_damage, task.task_id, chunk.places))
             if (returned := loan.end()) is not None:
                 await returned
         if tries.troubled or stop.reason is not None:

@@ -115,9 +115,8 @@ class Job:
     _plans: dict[Hashable, CopyPlan] = field(default_factory=dict)
 
     def key_ids(self, objects: ObjectFormat) -> Sequence[str]:
-        """`ids`, computed by the first rank that asks: all ranks use the same format for object names."""
-        if not self.ids:
-            self.ids = objects.ids(getattr(self.task, "keys", ()))
+        """Compute `ids`. Only the first rank needs to: all ranks use the same format for object names."""
+        self.ids = objects.ids(getattr(self.task, "keys", ()))
         return self.ids
 
     def under(self, objects: ObjectFormat, keys: Sequence[str]) -> Job:

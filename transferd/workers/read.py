@@ -119,7 +119,7 @@ class Reader:
             names = self._context.names(job)
             # A device that is attached later decides whether the CPU can address its blocks.
             in_place = self._in_place if getattr(self._context.device, "addressable", False) else None
-            if in_place is not None and job.blocks == 1 and account.stopped is None and not job.task.after:
+            if in_place is not None and job.blocks == 1 and job.stop.reason is None and not job.task.after:
                 first = in_place.load_at_once(account, names)
                 if first is None:
                     return account.outcome()
