@@ -75,20 +75,20 @@ MUTANTS = (
     Mutant(
         "the result of the last rank is lost",
         "tasks.py",
-        "        for o in sorted(outcomes, key=lambda o: o.rank)\n    ]\n    # If all",
-        "        for o in sorted(outcomes, key=lambda o: o.rank)[: max(1, len(outcomes) - 1)]\n    ]\n    # If all",
+        'key=operator.attrgetter("rank"))\n    ]\n    # If all',
+        'key=operator.attrgetter("rank"))[: max(1, len(outcomes) - 1)]\n    ]\n    # If all',
     ),
     Mutant(
         "a read reports the longest prefix of any rank",
         "tasks.py",
-        "    prefix = min((_prefix(o.moved) for o in outcomes), default=0)",
-        "    prefix = max((_prefix(o.moved) for o in outcomes), default=0)",
+        "    prefix = min([_prefix(o.moved) for o in outcomes], default=0)",
+        "    prefix = max([_prefix(o.moved) for o in outcomes], default=0)",
     ),
     Mutant(
         "a read counts all loaded blocks, not the leading ones",
         "tasks.py",
-        "    prefix = min((_prefix(o.moved) for o in outcomes), default=0)",
-        "    prefix = min((len(o.moved) for o in outcomes), default=0)",
+        "    prefix = min([_prefix(o.moved) for o in outcomes], default=0)",
+        "    prefix = min([len(o.moved) for o in outcomes], default=0)",
     ),
     Mutant(
         "a sparse read ends at the first hole",
@@ -144,8 +144,8 @@ MUTANTS = (
     Mutant(
         "an object that is loaded in place is not checked",
         "workers/in_place.py",
-        "        return self._load_pieces(load) and inspection.damage() is None",
-        "        return self._load_pieces(load)",
+        "        return self._load_pieces(parts, copy, None) and inspection.damage() is None",
+        "        return self._load_pieces(parts, copy, None)",
     ),
     Mutant(
         "a block is on loan for ever",
