@@ -257,3 +257,17 @@ def test_every_refusal_says_when_to_ask_again() -> None:
     assert arguments is not None
     assert full is not None
     assert [flush[1], arguments[1], full[1]] == [pytest.approx(seconds) for seconds in (0.2, 0.1, 0.2)]
+
+
+def test_what_waits_for_a_place_is_counted_until_it_is_started_or_passed_over() -> None:
+    lanes = Lanes(LIMITS)
+    running = [admit(lanes, read(task_id)) for task_id in "ab"]
+    waiting, cancelled = admit(lanes, read("c")), admit(lanes, read("d"))
+    assert lanes.ready_tasks == 4
+    assert start(lanes) == ["a", "b"]
+    assert lanes.ready_tasks == 2
+    move(lanes, cancelled, State.DONE)
+    for record in running:
+        answer(lanes, record)
+    assert start(lanes) == [waiting.task_id]
+    assert lanes.ready_tasks == 0

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import zmq
 
 from transferd.wire.transport import DRAIN_LIMIT, Channel
-
-Receive = Callable[[zmq.Socket[bytes]], None]
 
 
 @pytest.fixture

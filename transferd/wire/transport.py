@@ -111,6 +111,7 @@ class ClientTransport(Protocol):
 class Channel:
     """One ZeroMQ socket on the running loop: calls `receive` for every message and never waits.
 
+    send: sends a frame, with libzmq's flags; then call `check_soon`.
     If it is dropped without `close`, socket and context are freed all the same.
     """
 

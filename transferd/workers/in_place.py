@@ -196,7 +196,7 @@ class InPlaceReader:
         if found is Found.COLD:
             return chunk
         if found is Found.FOUND and isinstance(block, BlockInPlace) and block.damage is None:
-            account.done((0,), self._context.layout.block_bytes)
+            account.done((0,), self._context.layout.block_bytes)  # the usual case, without `_take`'s lists
         else:
             self._take(account, Tries(), chunk.places, outcomes)
         return None
