@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say stably: the optional C extensions of tiers/hostcopy.py and workers/block_memory.py."""
+"""What pyproject.toml cannot say stably: the optional C extensions of put_file.py, hostcopy.py and block_memory.py."""
 
 import sysconfig
 from pathlib import Path
@@ -18,7 +18,7 @@ else:
                 extra_compile_args=["-O3"],
                 optional=True,  # without a compiler or Python.h the install still works, on the slower twins
             )
-            for name in ("tiers/_copyruns", "workers/_inplace")
+            for name in ("storage/_files", "tiers/_copyruns", "workers/_inplace")
         ],
         options={"bdist_wheel": {"py_limited_api": "cp311"}},  # one wheel for every Python from 3.11 on
     )

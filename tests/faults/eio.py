@@ -11,8 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transferd.storage import file_io
+from transferd.storage import file_io, put_file
 from transferd.storage.file import FileStorage
+from transferd.workers import block_memory
 
 FLAG = "TRANSFERD_FAULT_EIO"
 
@@ -40,5 +41,8 @@ class EioFile(FileStorage):
     """Only for a daemon that a test has started: it changes what `os` means to the file backend of its process."""
 
     async def open(self) -> None:
-        file_io.os = _FailingOs(Path(os.environ[FLAG]))  # type: ignore[assignment]
+        failing = _FailingOs(Path(os.environ[FLAG]))
+        file_io.os = put_file.os = failing  # type: ignore[assignment]
+        # The extensions make system calls of their own.
+        put_file.NATIVE = file_io.NATIVE = block_memory.NATIVE = False
         await super().open()

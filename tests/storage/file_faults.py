@@ -17,6 +17,7 @@ from pathlib import Path
 from tests.storage.harness import Harness, Memory, file_config
 from tests.support.native import SHORT, Faults
 from transferd.errors import StorageFull
+from transferd.storage import file_io, put_file
 from transferd.storage.base import Found, Outcome
 from transferd.storage.file import FileStorage
 from transferd.storage.paths import path_of
@@ -147,6 +148,8 @@ async def unlinks(world: World) -> None:
 
 
 def main() -> None:
+    if sys.argv[3] == "Python":
+        put_file.NATIVE = file_io.NATIVE = False
     world = World(Path(sys.argv[1]) / "store", json.loads(sys.argv[2]))
     asyncio.run(run(world))
     print(json.dumps({"broken": world.broken[:20], "hits": dict(world.hits), **world.counts}))

@@ -503,6 +503,7 @@ def failing(number: int) -> Any:
     return call
 
 
+@pytest.mark.usefixtures("files_in_python")
 @pytest.mark.parametrize(
     ("number", "kind", "code"),
     [
@@ -541,14 +542,16 @@ async def test_a_bad_sector_fails_the_read_and_the_object_can_be_stored_anew(
     await fill(store, 1)
 
 
+@pytest.mark.usefixtures("files_both_ways")
 async def test_a_file_system_without_fallocate_works_too(open_storage: Open, tmp_path: Path) -> None:
     storage = FileStorage(file_config(tmp_path, GIB))
     store = await open_storage(storage)
-    storage._directory._preallocate = False
+    storage._directory._io.preallocates = False
     await store.put((name(1), content(1, 300_001)))
     assert await store.get((name(1), 300_001)) == [(FOUND, content(1, 300_001))]
 
 
+@pytest.mark.usefixtures("files_in_python")
 async def test_short_reads_and_writes_are_continued(
     open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

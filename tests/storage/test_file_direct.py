@@ -122,6 +122,7 @@ async def test_a_file_of_another_length_is_no_object(store: FileStorage, length:
     assert (await read(store, 1, nbytes))[0] == MISSING
 
 
+@pytest.mark.usefixtures("files_in_python")
 async def test_a_file_that_becomes_shorter_while_it_is_read_is_no_object(
     store: FileStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,6 +138,7 @@ async def test_a_file_that_becomes_shorter_while_it_is_read_is_no_object(
     assert (await read(store, 1, nbytes))[0] == MISSING
 
 
+@pytest.mark.usefixtures("files_in_python")
 async def test_what_the_medium_refuses_is_not_tried_again_through_the_page_cache(
     store: FileStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,15 +21,18 @@ from transferd.storage.file import FileStorage
 CALLS = {"open", "pwrite", "fallocate", "rename", "mkdir", "fsync", "unlink", "pread"}
 
 
+@pytest.mark.parametrize("way", ["native", "Python"])
 @pytest.mark.parametrize("section", [{}, {"fsync": True}, {"direct_io": True}], ids=str)
 def test_whatever_call_fails_no_half_object_is_read_and_every_status_is_honest(
-    tmp_path: Path, section: dict[str, bool]
+    tmp_path: Path, section: dict[str, bool], way: str
 ) -> None:
     """file_faults.py fails each call in its turn, with each error, and checks. Here: that it came to all of them."""
     program = "from tests.storage.file_faults import main; main()"
     if "direct_io" in section:
         skip_without_direct_io(tmp_path)
-    report = json.loads(native.run(program, str(tmp_path), json.dumps(section)).splitlines()[-1])  # before it: the log
+    report = json.loads(
+        native.run(program, str(tmp_path), json.dumps(section), way).splitlines()[-1]
+    )  # before it: the log
     assert report["broken"] == []
     assert {call for call, hits in report["hits"].items() if hits} == CALLS - ({"fsync"} - section.keys())
     assert report["stored"] > 0

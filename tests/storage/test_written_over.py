@@ -20,6 +20,9 @@ from transferd.storage.file import FileStorage
 NBYTES = 300_000
 
 
+pytestmark = pytest.mark.usefixtures("files_both_ways")
+
+
 @pytest.fixture(params=["cached", "direct"])
 async def store(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[FileStorage]:
     """Room for two objects."""
@@ -137,6 +140,7 @@ async def test_what_is_being_read_is_not_written_over(
     assert await read(store, "dd") == (FOUND, content("dd"))
 
 
+@pytest.mark.usefixtures("files_in_python")
 async def test_its_directory_may_go_whenever_the_file_is_about_to_move_there(
     store: FileStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,6 +162,7 @@ async def test_its_directory_may_go_whenever_the_file_is_about_to_move_there(
     assert await read(store, "cc") == (FOUND, content("cc"))
 
 
+@pytest.mark.usefixtures("files_in_python")
 @pytest.mark.parametrize("call", ["pwrite", "open"])
 async def test_a_write_over_that_fails_leaves_neither_object_and_no_file(
     store: FileStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
@@ -199,7 +204,7 @@ async def test_a_file_that_was_being_written_over_is_removed_at_the_next_start(t
     storage = FileStorage(file_config(tmp_path, 2 * NBYTES))
     await storage.open()
     await storage.put([blob("aa")])
-    spare = storage._directory.retire(name("aa"), NBYTES)
+    spare = storage._directory.retire(name("aa"))
     assert spare is not None
     await storage.close()
     again = FileStorage(file_config(tmp_path, 2 * NBYTES))

@@ -39,6 +39,7 @@ from transferd.workers.in_place import BlockInPlace, Loan
 SOURCE = Path(block_memory.__file__).with_name("_inplace.c")
 LARGE = 2 * 1024**2  # bytes of the shortest file that is mapped
 NONE = (0, b"", 0.0)
+NEITHER = (0, -1, b"", 0.0)
 NAME = f"m/f/g/{'ab' * 20}/0"
 
 
@@ -88,7 +89,7 @@ def test_any_payload_in_any_parts_arrives_whole_with_the_checksum_of_xxhash(
     with file_of(payload) as file, large_file_of(payload) as large:
         mapping = map_or_skip(native, large)
         ways = (
-            ((file.fileno(),), native.read_file),
+            ((file.fileno(), False), native.read_file),
             ((memoryview(payload),), native.copy_memory),
             ((mapping, False), native.copy_mapped),
         )
@@ -155,13 +156,13 @@ def test_what_is_not_there_is_not_read_and_not_checked(native: Any) -> None:
     payload, table = bytes(500), np.array([[0, 0, 512]], np.int64)
     memory = np.zeros(512, np.uint8)
     with file_of(payload) as file:
-        for source, call in ((file.fileno(), native.read_file), (memoryview(payload), native.copy_memory)):
+        for source, call in (((file.fileno(), False), native.read_file), ((memoryview(payload),), native.copy_memory)):
             state = native.new_state(512)
-            assert call(source, 0, memory.ctypes.data, table, 0, state) < 512
+            assert call(*source, 0, memory.ctypes.data, table, 0, state) < 512
             with pytest.raises(ValueError, match="not been read to its end"):
                 native.checksum(state)
     with pytest.raises(OSError, match="Bad file descriptor"):
-        native.read_file(10**6, 0, memory.ctypes.data, table, 0, native.new_state(512))
+        native.read_file(10**6, False, 0, memory.ctypes.data, table, 0, native.new_state(512))
 
 
 def file_of(content: bytes) -> IO[bytes]:
@@ -180,7 +181,15 @@ def large_file_of(content: bytes = b"", nbytes: int = LARGE) -> IO[bytes]:
 
 
 def map_(native: Any, file: IO[bytes], nbytes: int, end: int) -> Any:
-    return native.map_file(f"/proc/self/fd/{file.fileno()}", os.O_RDONLY, nbytes, end)
+    """What `open_file` maps of it; NONE if it opens it instead, or neither."""
+    mapping, fd, *rest = open_(native, file, nbytes, end)
+    if fd >= 0:
+        os.close(fd)
+    return (mapping, *rest) if mapping else NONE
+
+
+def open_(native: Any, file: IO[bytes], nbytes: int, end: int) -> Any:
+    return native.open_file(f"/proc/self/fd/{file.fileno()}", os.O_RDONLY, nbytes, end)
 
 
 def map_or_skip(native: Any, file: IO[bytes]) -> int:
@@ -210,6 +219,65 @@ def test_payloads_of_another_kind_are_refused(native: Any) -> None:
             native.new_state(nbytes)
     with pytest.raises(ValueError, match="the state"):
         native.copy_memory(memoryview(bytes(64)), 0, 0, np.array([[0, 0, 64]], np.int64), 0, bytearray(8))
+
+
+# --- open files ---------------------------------------------------------------------------------------
+
+
+def opened_or_skip(native: Any, file: IO[bytes], nbytes: int, end: int) -> tuple[int, bytes, float]:
+    mapping, fd, last, modified = open_(native, file, nbytes, end)
+    assert not mapping, "it is shorter than a large page"
+    if fd < 0:
+        pytest.skip("the kernel cannot say what is in memory (cachestat, Linux 6.5)")
+    return fd, last, modified
+
+
+def test_a_file_shorter_than_a_large_page_is_opened_and_its_last_call_closes_it(native: Any) -> None:
+    content = random.Random(8).randbytes(64 * 2048)
+    table = np.array([[0, 0, 64 * 1024]], np.int64)
+    with file_of(content) as file:
+        fd, last, modified = opened_or_skip(native, file, len(content), 120)
+        assert (last, modified) == (content[-120:], pytest.approx(os.fstat(file.fileno()).st_mtime, abs=1e-3))
+        state, memory = native.new_state(len(content)), np.zeros(len(content), np.uint8)
+        half = len(content) // 2
+        assert native.read_file(fd, False, 0, memory.ctypes.data, table, 0, state) == half
+        assert os.fstat(fd).st_size == len(content), "it is still open"
+        assert native.read_file(fd, True, half, memory.ctypes.data + half, table, 0, state) == half
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
+        assert native.checksum(state) == xxhash.xxh3_64_intdigest(content)
+        assert memory.tobytes() == content
+
+
+def test_what_is_not_that_file_is_not_opened(native: Any, tmp_path: Path) -> None:
+    content = random.Random(9).randbytes(10_000)
+    open_files = len(os.listdir("/proc/self/fd"))
+    with file_of(content) as file:
+        os.close(opened_or_skip(native, file, len(content), 120)[0])
+        for nbytes in (len(content) - 1, len(content) + 1):
+            assert open_(native, file, nbytes, 120) == NEITHER
+        with pytest.raises(ValueError, match="too long"):
+            open_(native, file, 100, 120)
+    link, path = tmp_path / "link", tmp_path / "file"
+    path.write_bytes(content)
+    link.symlink_to(path)
+    assert native.open_file(str(link), os.O_RDONLY | os.O_NOFOLLOW, len(content), 120) == NEITHER
+    assert native.open_file(str(tmp_path), os.O_RDONLY, 4096, 120) == NEITHER
+    assert native.open_file(str(tmp_path / "missing"), os.O_RDONLY, 4096, 120) == NEITHER
+    assert len(os.listdir("/proc/self/fd")) == open_files, "no descriptor is left open"
+
+
+def test_a_file_that_is_not_all_in_memory_is_not_opened(native: Any, tmp_path: Path) -> None:
+    path = tmp_path / "object"
+    path.write_bytes(bytes(600_000))
+    with path.open("rb", buffering=0) as file:
+        os.close(opened_or_skip(native, file, 600_000, 120)[0])
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if pages_in_memory(path):
+            pytest.skip("this file system keeps its files in memory")
+        assert open_(native, file, 600_000, 120) == NEITHER
+        assert not pages_in_memory(path), "the kernel was not asked to read it"
 
 
 # --- mappings -----------------------------------------------------------------------------------------
@@ -276,7 +344,7 @@ def test_a_file_that_is_not_in_memory_or_too_short_is_not_mapped(native: Any) ->
         native.unmap(map_or_skip(native, file))
         native.forget_files()  # or the page cache keeps what is to leave it
         assert map_(native, file, LARGE - 1, 128) == NONE
-        assert native.map_file("/proc/self/fd/1000000", os.O_RDONLY, LARGE, 128) == NONE
+        assert native.open_file("/proc/self/fd/1000000", os.O_RDONLY, LARGE, 128) == NEITHER
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), LARGE // 2, 4096, os.POSIX_FADV_DONTNEED)
         if read_now(file.fileno(), [memoryview(bytearray(1))], LARGE // 2):
@@ -396,7 +464,7 @@ def test_any_other_bus_error_ends_the_process_as_it_would_have(native: Any, hand
         file = tempfile.TemporaryFile()
         file.write(bytes({LARGE}))
         file.flush()
-        native.map_file(f"/proc/self/fd/{{file.fileno()}}", os.O_RDONLY, {LARGE}, 0)
+        native.open_file(f"/proc/self/fd/{{file.fileno()}}", os.O_RDONLY, {LARGE}, 0)
         mine = mmap.mmap(file.fileno(), {LARGE})
         os.truncate(file.fileno(), 0)
         print("alive", flush=True)
@@ -458,18 +526,18 @@ CACHES: dict[str, dict[str, Any]] = {
 
 
 def mappings_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What each call of map_file returns from now on."""
+    """The mapping, or 0, that each call of open_file returns from now on."""
     mappings: list[int] = []
     if block_memory.NATIVE:
         block_memory.map_files()
-        map_file = block_memory._inplace.map_file
+        open_file = block_memory._inplace.open_file
 
         def told(*arguments: Any) -> Any:
-            made = map_file(*arguments)
+            made = open_file(*arguments)
             mappings.append(made[0])
             return made
 
-        monkeypatch.setattr(block_memory._inplace, "map_file", told)
+        monkeypatch.setattr(block_memory._inplace, "open_file", told)
     return mappings
 
 

@@ -13,7 +13,7 @@ Without `fsync` nothing waits for the medium. A killed process loses nothing, be
 belongs to the kernel; after a power failure the footer's checksum shows which objects are complete.
 With `fsync`, the object's bytes and its directory entry are on the medium before `write` returns.
 
-file_io.py reads and writes the bytes of a file.
+file_io.py reads the bytes of a file, and put_file.py writes them.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from transferd.storage.examine import READ_FLAGS, Examination
 from transferd.storage.file_io import FULL, NO_DIRECT_IO, CachedIO, DirectIO, read_now
 from transferd.storage.paths import is_directory_of_ours, is_set_aside, is_temporary, name_of, path_of, temporary_of
 from transferd.storage.pruning import Pruning
+from transferd.storage.put_file import Reached, put_file
 
 T = TypeVar("T")
 
@@ -49,6 +50,8 @@ QUARANTINE_BYTES = 64 * 1024**2
 TOUCH_INTERVAL_S = 60.0
 # How often to re-create a directory that another thread removes, because it is empty, at the same moment.
 DIRECTORY_TRIES = 100
+WRITE_FLAGS = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+NO_FILE = (errno.ELOOP, errno.ENXIO, errno.EISDIR)  # what `open` with these flags says of a link, a FIFO, a directory
 # The most modification times to write at close; each takes about 4 µs.
 TOUCH_AT_CLOSE = 500_000
 
@@ -211,13 +214,14 @@ class ObjectDirectory:
     def write(self, name: str, data: memoryview, spare: str | None = None) -> None:
         """Store an object. Raises StorageFull, StorageError; then no object has this name.
 
-        spare: a file of the same length, from `retire`, to overwrite.
+        spare: a file to overwrite if it has the same length, from `retire`.
         """
         path = self._objects + path_of(name)
-        temporary = spare or temporary_of(path, next(self._numbers))
+        temporary = spare or path
         try:
-            self._write_file(temporary, data, is_new=spare is None)
-            self._within(path, lambda: os.rename(temporary, path))  # a spare file comes from another directory
+            if spare is None or not self._put(spare, path, data, is_new=False):
+                temporary = temporary_of(path, next(self._numbers))
+                self._put(temporary, path, data, is_new=True)
             self._pruning.arrived(path)
             if self._fsync:
                 _sync_directory(os.path.dirname(path))
@@ -229,18 +233,34 @@ class ObjectDirectory:
                     os.unlink(left)
             raise self._translated("write", error, data.nbytes) from error
 
-    def _write_file(self, path: str, data: memoryview, *, is_new: bool) -> None:
-        flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | self._io.flags
-        if is_new:
-            fd = self._within(path, lambda: os.open(path, flags | os.O_CREAT | os.O_EXCL, FILE_MODE))
-        else:
-            fd = os.open(path, flags)
-        try:
-            self._io.write(fd, data, is_new=is_new)
-            if self._fsync:
-                os.fsync(fd)
-        finally:
-            os.close(fd)
+    def _put(self, temporary: str, path: str, data: memoryview, *, is_new: bool) -> bool:
+        """Write the file at `temporary`, and rename it to `path`. Raises OSError.
+
+        is_new: make the file. Otherwise False means that it is no file to overwrite. Then it is removed instead:
+        somebody may have put something else there, or linked to it as a backup.
+        """
+        io = self._io
+        direct, flags = io.direct_bytes(data.nbytes), WRITE_FLAGS | io.flags
+
+        def attempt() -> tuple[int, int]:
+            allocates = is_new and io.preallocates
+            ended = put_file(temporary, path, data, direct, flags, FILE_MODE, is_new, allocates, self._fsync)
+            if is_new and ended == (Reached.NOT_OPENED, errno.ENOENT):
+                raise FileNotFoundError(*_described(errno.ENOENT))
+            return ended
+
+        reached, error = self._within(path, attempt)
+        if reached == Reached.NOT_NAMED and error == errno.ENOENT:  # a spare file comes from another directory
+            self._within(path, lambda: os.rename(temporary, path))
+        elif not is_new and (reached == Reached.UNFIT or error in NO_FILE):
+            try:
+                os.unlink(temporary)
+            except IsADirectoryError:  # not ours to remove
+                os.rename(temporary, temporary.rpartition("~")[0])
+            return False
+        elif reached != Reached.NAMED:
+            raise OSError(*_described(error))
+        return True
 
     def _within(self, path: str, make: Callable[[], T]) -> T:
         """Call `make`, which creates something at this path. Creates the directory, which may vanish at any moment."""
@@ -264,7 +284,12 @@ class ObjectDirectory:
             self._io.read(fd, data)
             return True
 
-        return self._opened(self.path(name), data.nbytes, self._io.flags, work)
+        path = self.path(name)
+        modified = self._io.read_file(path, data, READ_FLAGS)
+        if modified is None:
+            return self._opened(path, data.nbytes, self._io.flags, work)
+        self._keep_recent(path, modified)
+        return True
 
     def load(self, name: str, block: InPlace) -> bool | Outcome:
         """Have `block` load the object from the page cache, and bring a large one there before. Otherwise like `read`.
@@ -313,10 +338,9 @@ class ObjectDirectory:
             with contextlib.suppress(OSError):  # recency is a hint; a read-only medium still serves
                 os.utime(file, follow_symlinks=isinstance(file, int))
 
-    def retire(self, name: str, nbytes: int) -> str | None:
-        """Like `remove`, but returns the path of the file if another object of this length may overwrite it.
+    def retire(self, name: str) -> str | None:
+        """Like `remove`, but returns the path of the file, for `write` to overwrite; None if there is none.
 
-        The file must have that length and only one link.
         The file already has pages and blocks, so overwriting it takes half of the time of a new file, or a tenth in a
         virtual machine whose host reclaims free pages. No one may be reading the file. If the process dies, the next
         start removes the file like any temporary one.
@@ -324,17 +348,12 @@ class ObjectDirectory:
         path = self._objects + path_of(name)
         spare = temporary_of(path, next(self._numbers))
         try:
-            found = os.lstat(path)
-            # Somebody may have put something else there. To open a FIFO would hang.
-            if stat.S_ISREG(found.st_mode) and (found.st_nlink, found.st_size) == (1, nbytes):
-                os.rename(path, spare)
-                return spare
+            os.rename(path, spare)
         except FileNotFoundError:
             return None
         except OSError as error:
             raise self._translated("remove", error, 0) from error
-        self.remove(name)
-        return None
+        return spare
 
     def remove(self, name: str) -> None:
         """Remove the object, if there is one. Raises StorageError."""
@@ -393,6 +412,11 @@ class ObjectDirectory:
         if error.errno in FULL:
             return StorageFull(f"no room for an object of {nbytes} bytes in {self._root}: {error.strerror}")
         return StorageError(what, code=_CODES.get(error.errno or 0))
+
+
+def _described(code: int) -> tuple[int, str]:
+    """The arguments of an OSError."""
+    return code, os.strerror(code)
 
 
 def _make_directory(path: str) -> None:

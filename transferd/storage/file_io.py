@@ -1,12 +1,7 @@
-"""Reads and writes the bytes of object files, through the page cache or past it.
+"""Reads the bytes of object files, through the page cache or past it. put_file.py writes them.
 
-Blocking; called from I/O threads by directory.py, which opens and names the files.
-
-The ways to write were measured (2 MiB objects, ext4). Through the page cache, allocating the file's blocks first
-(fallocate) and then one pwrite is a third faster than pwrite alone, several pwrites, or O_TMPFILE with linkat; reading
-with one preadv beats mmap, but a mapping is the better way to bring a file from the disk (`_fetch`). Past the page
-cache, the disk decides: it makes no difference whether the tail is truncated afterwards or written through the page
-cache. Without support for fallocate we skip it (glibc would write zeros).
+Blocking; called from I/O threads by directory.py, which opens and names the files. Reading with one preadv beats mmap
+(2 MiB objects, ext4), but a mapping is the better way to bring a file from the disk (`_fetch`).
 """
 
 from __future__ import annotations
@@ -22,6 +17,13 @@ import threading
 from collections.abc import Iterator, Sequence
 
 from transferd.storage.batch import Damaged
+
+try:
+    from transferd.storage import _files
+except ImportError:  # the installation had no compiler
+    NATIVE = False
+else:
+    NATIVE = True
 
 UNIT = 4096  # bytes; direct I/O begins and ends at multiples of it, in the file and in memory. No disk needs more
 
@@ -57,10 +59,16 @@ class CachedIO:
         """Find out what the file system can do. fd: an empty file in it, open for writing with `flags`."""
         self.preallocates = _has_fallocate(fd)
 
-    def write(self, fd: int, data: memoryview, *, is_new: bool) -> None:
-        """Fill a file, either empty (is_new) or of exactly this length. Raises OSError."""
-        self._allocate(fd, data.nbytes, is_new)
-        _write_from(fd, data, 0)
+    def direct_bytes(self, nbytes: int) -> int:  # noqa: ARG002 - a default
+        """How many of the first bytes of an object of this length go past the page cache when it is written."""
+        return 0
+
+    def read_file(self, path: str, data: memoryview, flags: int) -> float | None:  # noqa: ARG002 - a default
+        """Fill `data` from a file of the same length in one step. Returns when it was modified; None: use `read`.
+
+        flags: for `open`.
+        """
+        return None
 
     def read(self, fd: int, data: memoryview) -> None:
         """Fill `data` from a file that had the same length. Raises OSError; Damaged if the file has become shorter."""
@@ -73,10 +81,6 @@ class CachedIO:
         if wanted:
             _fetch(fd, nbytes)
         return wanted
-
-    def _allocate(self, fd: int, nbytes: int, is_new: bool) -> None:
-        if is_new and self.preallocates and nbytes:
-            os.posix_fallocate(fd, 0, nbytes)
 
 
 class DirectIO(CachedIO):
@@ -100,25 +104,20 @@ class DirectIO(CachedIO):
             if error.errno not in FULL:
                 raise
 
-    def write(self, fd: int, data: memoryview, *, is_new: bool) -> None:
-        self._allocate(fd, data.nbytes, is_new)
-        whole = data.nbytes // UNIT * UNIT
-        done = 0
-        with _unless_refused():
-            while done < whole and done % UNIT == 0:
-                done += os.pwrite(fd, data[done:whole], done)
-        if done < data.nbytes:
-            _through_the_cache(fd)
-            _write_from(fd, data, done)
+    def direct_bytes(self, nbytes: int) -> int:
+        return nbytes // UNIT * UNIT
+
+    def read_file(self, path: str, data: memoryview, flags: int) -> float | None:
+        return _files.get_file(path, data, flags | self.flags) if NATIVE else None
 
     def read(self, fd: int, data: memoryview) -> None:
         whole, tail = data.nbytes // UNIT * UNIT, self._tail()
-        with _unless_refused():
+        with unless_refused():
             # One call is enough, because a read may extend past the end of the file.
             if os.preadv(fd, [data[:whole], tail] if whole else [tail], 0) == data.nbytes:
                 data[whole:] = tail[: data.nbytes - whole]
                 return
-        _through_the_cache(fd)
+        through_the_cache(fd)
         _read_from(fd, data, 0)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -183,11 +182,6 @@ def direct_io_problem(directory: str) -> str:
     return ""
 
 
-def _write_from(fd: int, data: memoryview, done: int) -> None:
-    while done < data.nbytes:  # once, except on a nearly full disk
-        done += os.pwrite(fd, data[done:], done)
-
-
 def _read_from(fd: int, data: memoryview, done: int) -> None:
     while done < data.nbytes:
         count = os.preadv(fd, [data[done:]], done)
@@ -197,7 +191,7 @@ def _read_from(fd: int, data: memoryview, done: int) -> None:
 
 
 @contextlib.contextmanager
-def _unless_refused() -> Iterator[None]:
+def unless_refused() -> Iterator[None]:
     """Ignore EINVAL: this memory or this file cannot be used past the page cache."""
     try:
         yield
@@ -206,7 +200,8 @@ def _unless_refused() -> Iterator[None]:
             raise
 
 
-def _through_the_cache(fd: int) -> None:
+def through_the_cache(fd: int) -> None:
+    """From now on, this file goes through the page cache."""
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
 
 

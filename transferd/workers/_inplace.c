@@ -136,7 +136,7 @@ static ssize_t read_now(int fd, unsigned char *into, uint64_t count, uint64_t of
 static PyObject *read_file(PyObject *module, PyObject *args)
 {
     unsigned char buffer[READ_AT_ONCE] __attribute__((aligned(4096))); /* the same part of the stack each time */
-    int fd, error = 0;
+    int fd, last, error = 0;
     unsigned long long offset, address, block;
     PyObject *parts, *state;
     Piece piece;
@@ -144,7 +144,7 @@ static PyObject *read_file(PyObject *module, PyObject *args)
     uint64_t done = 0;
 
     (void)module;
-    if (!PyArg_ParseTuple(args, "iKKOKO", &fd, &offset, &address, &parts, &block, &state) ||
+    if (!PyArg_ParseTuple(args, "ipKKOKO", &fd, &last, &offset, &address, &parts, &block, &state) ||
         open_piece(&piece, address, parts, block, state) < 0)
         return NULL;
 
@@ -158,6 +158,8 @@ static PyObject *read_file(PyObject *module, PyObject *args)
         scatter(&piece, &cursor, buffer, count);
         done += count;
     }
+    if (last) /* here, because each return to Python waits for the GIL */
+        close(fd);
     Py_END_ALLOW_THREADS
 
     release(&piece);
@@ -240,9 +242,9 @@ static PyObject *catch_bus_errors(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
-static PyObject *map_file(PyObject *module, PyObject *args)
+static PyObject *open_file(PyObject *module, PyObject *args)
 {
-    int flags;
+    int flags, fd = -1, may;
     unsigned long long nbytes, end;
     unsigned char last[LONGEST_END];
     PyObject *path = NULL;
@@ -252,29 +254,37 @@ static PyObject *map_file(PyObject *module, PyObject *args)
     (void)module;
     if (!PyArg_ParseTuple(args, "O&iKK", PyUnicode_FSConverter, &path, &flags, &nbytes, &end))
         return NULL;
-    if (end > LONGEST_END) {
+    if (end > LONGEST_END || end > nbytes) {
         Py_DECREF(path);
         PyErr_SetString(PyExc_ValueError, "the end of the file is too long");
         return NULL;
     }
-    if (may_map && nbytes >= LARGE_PAGE && set_handler() == 0) {
-        const char *name = PyBytes_AsString(path);
-        Py_BEGIN_ALLOW_THREADS
-        mapping = map_path(name, flags, nbytes, &status);
-        if (mapping) {
+    may = may_map && nbytes >= LARGE_PAGE && set_handler() == 0;
+    const char *name = PyBytes_AsString(path);
+    Py_BEGIN_ALLOW_THREADS
+    fd = open(name, flags);
+    if (fd >= 0 && is_all_there(fd, nbytes, &status)) {
+        mapping = may ? map_open(fd, nbytes) : NULL;
+        if (mapping)
             memcpy(last, (const unsigned char *)mapping->end - end, end);
-            if (mapping->lost) {
-                unmap_file(mapping);
-                mapping = NULL;
-            }
+        if (mapping && mapping->lost) {
+            unmap_file(mapping);
+            mapping = NULL;
         }
-        Py_END_ALLOW_THREADS
+        if (mapping || read_now(fd, last, end, nbytes - end) < (ssize_t)end) {
+            close(fd); /* a mapping needs no descriptor */
+            fd = -1;
+        }
+    } else if (fd >= 0) {
+        close(fd);
+        fd = -1;
     }
+    Py_END_ALLOW_THREADS
     Py_DECREF(path);
-    if (!mapping)
-        return Py_BuildValue("iy#d", 0, "", (Py_ssize_t)0, 0.0);
+    if (!mapping && fd < 0)
+        return Py_BuildValue("iiy#d", 0, -1, "", (Py_ssize_t)0, 0.0);
     double modified = (double)status.st_mtim.tv_sec + (double)status.st_mtim.tv_nsec * 1e-9;
-    return Py_BuildValue("iy#d", (int)(mapping - mappings) + 1, last, (Py_ssize_t)end, modified);
+    return Py_BuildValue("iiy#d", mapping ? (int)(mapping - mappings) + 1 : 0, fd, last, (Py_ssize_t)end, modified);
 }
 
 /* The mapping of this number, or NULL with an exception. */
@@ -306,7 +316,7 @@ static PyObject *copy_mapped(PyObject *module, PyObject *args)
     if (whole)
         scatter(&piece, &cursor, (const unsigned char *)begin + offset, total);
     whole = whole && !mapping->lost;
-    if (last) /* here, because each return to Python waits for the GIL */
+    if (last)
         unmap_file(mapping);
     Py_END_ALLOW_THREADS
 
@@ -346,14 +356,15 @@ static PyMethodDef methods[] = {
     {"copy_memory", copy_memory, METH_VARARGS,
      "copy_memory(source, offset, address, parts, block, state): bytes copied and checked; 0 if the source is too short"},
     {"read_file", read_file, METH_VARARGS,
-     "read_file(fd, offset, address, parts, block, state): bytes copied and checked, as far as the page cache has them"},
+     "read_file(fd, last, offset, address, parts, block, state): bytes copied and checked, as far as the page cache has them. "
+     "last: closes it, too"},
     {"collect", collect, METH_VARARGS,
      "collect(target, offset, address, parts, block, state, kept): the other way, from the parts to the target. kept: what is "
      "written stays in the caches, because this core is the next to read it"},
-    {"catch_bus_errors", catch_bus_errors, METH_NOARGS, "catch_bus_errors(): from now on map_file may map files"},
-    {"map_file", map_file, METH_VARARGS,
-     "map_file(path, flags, nbytes, end): the number of a mapping, the last `end` bytes, and when the file was modified; "
-     "0 if the file is to be opened and read"},
+    {"catch_bus_errors", catch_bus_errors, METH_NOARGS, "catch_bus_errors(): from now on open_file may map files"},
+    {"open_file", open_file, METH_VARARGS,
+     "open_file(path, flags, nbytes, end): a file of this length, if all of it is in memory: the number of a mapping or 0, a "
+     "descriptor or -1, the last `end` bytes, and when it was modified. Neither: find out with system calls what it is"},
     {"copy_mapped", copy_mapped, METH_VARARGS,
      "copy_mapped(mapping, last, offset, address, parts, block, state): bytes copied and checked; 0 if the file lost some. "
      "last: unmaps it, too"},

@@ -226,11 +226,15 @@ static int map_pages(Mapping *mapping, int fd, uint64_t nbytes)
     return 0;
 }
 
-/* A mapping of an open file, or NULL if it is better read: not a regular file of nbytes, not all in memory, or in small pages. */
-static Mapping *map_open(int fd, uint64_t nbytes, struct stat *status)
+/* Whether this is a regular file of nbytes, all of them in the page cache. */
+static int is_all_there(int fd, uint64_t nbytes, struct stat *status)
 {
-    if (fstat(fd, status) < 0 || !S_ISREG(status->st_mode) || (uint64_t)status->st_size != nbytes || !all_in_memory(fd, nbytes))
-        return NULL;
+    return fstat(fd, status) == 0 && S_ISREG(status->st_mode) && (uint64_t)status->st_size == nbytes && all_in_memory(fd, nbytes);
+}
+
+/* A mapping of an open file that is all there, or NULL if it is in small pages, which are better read. */
+static Mapping *map_open(int fd, uint64_t nbytes)
+{
     for (int i = 0; i < MOST_MAPPINGS; i++) {
         uintptr_t is_free = 0;
         if (!atomic_compare_exchange_strong(&mappings[i].begin, &is_free, 1))
@@ -241,17 +245,6 @@ static Mapping *map_open(int fd, uint64_t nbytes, struct stat *status)
         break;
     }
     return NULL;
-}
-
-/* The same of the file at a path. A mapping needs no descriptor. */
-static Mapping *map_path(const char *path, int flags, uint64_t nbytes, struct stat *status)
-{
-    int fd = open(path, flags);
-    if (fd < 0)
-        return NULL;
-    Mapping *mapping = map_open(fd, nbytes, status);
-    close(fd);
-    return mapping;
 }
 
 static void unmap_file(Mapping *mapping)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -86,29 +87,32 @@ class BlockInPlace:
             return True
         if backing is None or self._memory.tables is None:
             return self._load_in_python(read)
-        call: Callable[..., int] = _inplace.read_file if isinstance(backing, int) else _inplace.copy_memory
-        return self._load_natively(self._memory.tables, functools.partial(call, backing))
+        if isinstance(backing, int):
+            return self._load_natively(self._memory.tables, functools.partial(_inplace.read_file, backing, False))
+        return self._load_natively(self._memory.tables, functools.partial(_inplace.copy_memory, backing))
 
     def load_file(self, path: str, flags: int) -> float | None:
         tables = self._memory.tables
         if tables is None:
             return None
-        mapping, footer, modified = _inplace.map_file(path, flags, self.nbytes, FOOTER_BYTES)
-        if not mapping:
+        mapping, fd, footer, modified = _inplace.open_file(path, flags, self.nbytes, FOOTER_BYTES)
+        if not mapping and fd < 0:
             return None
+        call, source = (_inplace.copy_mapped, mapping) if mapping else (_inplace.read_file, fd)
+        is_open = True
 
         def copy(offset: int, origin: int, table: Parts, *rest: Any) -> int:
-            nonlocal mapping
+            nonlocal is_open
             last = table is tables[-1]
-            mapped, mapping = mapping, 0 if last else mapping
-            return _inplace.copy_mapped(mapped, last, offset, origin, table, *rest)  # the last call unmaps it
+            is_open = not last
+            return call(source, last, offset, origin, table, *rest)  # the last call unmaps or closes it
 
         try:
             self.damage = self._inspection.footer(footer)
             return modified if self.damage is not None or self._load_natively(tables, copy) else None
         finally:
-            if mapping:
-                _inplace.unmap(mapping)
+            if is_open:
+                _inplace.unmap(mapping) if mapping else os.close(fd)
 
     def leave(self) -> None:
         if self._memory.tables is not None:

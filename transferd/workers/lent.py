@@ -19,7 +19,7 @@ from transferd.workers.job import Job
 from transferd.workers.loan import Loan
 
 # The size of one call: enough bytes to hide its fixed cost, and few enough that what is stored counts soon.
-CHUNK_BYTES, CHUNK_BLOCKS = 32 * 1024**2, 64
+CHUNK_BYTES, CHUNK_BLOCKS = 128 * 1024**2, 64
 
 
 class BlockToStore:

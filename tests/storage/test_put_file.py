@@ -1,0 +1,179 @@
+"""put_file.py: the extension and its slow version do the same to a file, and say the same of it."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import random
+import resource
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.storage.harness import put_stranger, skip_without_direct_io
+from transferd.storage import put_file as module
+from transferd.storage.file_io import UNIT
+from transferd.storage.put_file import Reached, put_file
+
+FLAGS = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+CONTENT = random.Random(1).randbytes(3 * UNIT + 120)
+
+pytestmark = pytest.mark.usefixtures("files_both_ways")
+
+
+def put(
+    directory: Path, content: bytes = CONTENT, *, to: str = "object", direct: bool = False, **options: bool
+) -> tuple[int, int]:
+    """Put `content` at directory/to, by way of directory/temporary."""
+    chosen = dict.fromkeys(("is_new", "allocates", "syncs"), False) | options
+    data, whole, flags = memoryview(bytearray(content)), 0, FLAGS
+    if direct:
+        data, whole, flags = aligned(content), len(content) // UNIT * UNIT, FLAGS | os.O_DIRECT
+    return put_file(
+        str(directory / "temporary"),
+        str(directory / to),
+        data,
+        whole,
+        flags,
+        0o640,
+        chosen["is_new"],
+        chosen["allocates"],
+        chosen["syncs"],
+    )
+
+
+def aligned(content: bytes) -> memoryview:
+    """A copy whose address is a multiple of UNIT."""
+    memory = memoryview(mmap.mmap(-1, max(1, len(content))))[: len(content)]
+    memory[:] = content
+    return memory
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, UNIT - 1, UNIT, UNIT + 1, len(CONTENT)])
+@pytest.mark.parametrize("direct", [False, True], ids=["cached", "direct"])
+@pytest.mark.parametrize("allocates", [False, True])
+def test_a_new_file_is_complete_when_it_gets_its_name(
+    tmp_path: Path, nbytes: int, direct: bool, allocates: bool
+) -> None:
+    if direct:
+        skip_without_direct_io(tmp_path)
+    assert put(tmp_path, CONTENT[:nbytes], is_new=True, direct=direct, allocates=allocates, syncs=True) == (0, 0)
+    assert names(tmp_path) == ["object"]
+    assert (tmp_path / "object").read_bytes() == CONTENT[:nbytes]
+    assert (tmp_path / "object").stat().st_mode & 0o777 == 0o640 & ~umask()
+
+
+def umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+@pytest.mark.parametrize("direct", [False, True], ids=["cached", "direct"])
+def test_a_file_is_overwritten_and_stays_the_same_file(tmp_path: Path, direct: bool) -> None:
+    if direct:
+        skip_without_direct_io(tmp_path)
+    (tmp_path / "temporary").write_bytes(bytes(len(CONTENT)))
+    before = (tmp_path / "temporary").stat().st_ino
+    assert put(tmp_path, direct=direct) == (Reached.NAMED, 0)
+    assert (tmp_path / "object").read_bytes() == CONTENT
+    assert (names(tmp_path), (tmp_path / "object").stat().st_ino) == (["object"], before)
+
+
+def a_directory(path: Path) -> None:
+    path.mkdir()
+
+
+def a_link(path: Path) -> None:
+    kept = path.with_name("kept")
+    kept.write_bytes(bytes(len(CONTENT)))
+    put_stranger(path, "link", kept)
+
+
+def a_fifo(path: Path) -> None:
+    put_stranger(path, "fifo", path)
+
+
+def a_longer_file(path: Path) -> None:
+    path.write_bytes(bytes(len(CONTENT) + 1))
+
+
+def a_file_with_a_backup(path: Path) -> None:
+    path.write_bytes(bytes(len(CONTENT)))
+    os.link(path, path.with_name("backup"))
+
+
+@pytest.mark.parametrize(
+    ("stranger", "answer"),
+    [
+        (a_directory, (Reached.NOT_OPENED, errno.EISDIR)),
+        (a_link, (Reached.NOT_OPENED, errno.ELOOP)),
+        (a_fifo, (Reached.NOT_OPENED, errno.ENXIO)),
+        (a_longer_file, (Reached.UNFIT, 0)),
+        (a_file_with_a_backup, (Reached.UNFIT, 0)),
+    ],
+)
+def test_what_is_no_file_to_overwrite_is_left_as_it_is(
+    tmp_path: Path, stranger: Callable[[Path], None], answer: tuple[int, int]
+) -> None:
+    stranger(tmp_path / "temporary")
+    before = names(tmp_path)
+    assert put(tmp_path) == answer
+    assert names(tmp_path) == before
+    for path in tmp_path.iterdir():
+        assert not path.is_file() or not any(path.read_bytes())
+
+
+def test_a_new_file_never_takes_the_place_of_one_that_is_being_written(tmp_path: Path) -> None:
+    (tmp_path / "temporary").write_bytes(b"somebody's")
+    assert put(tmp_path, is_new=True) == (Reached.NOT_OPENED, errno.EEXIST)
+    assert (tmp_path / "temporary").read_bytes() == b"somebody's"
+
+
+def test_a_directory_that_is_missing_is_told_apart_by_how_far_it_came(tmp_path: Path) -> None:
+    assert put(tmp_path / "missing", is_new=True) == (Reached.NOT_OPENED, errno.ENOENT)
+    assert put(tmp_path, to="missing/object", is_new=True) == (Reached.NOT_NAMED, errno.ENOENT)
+    assert (tmp_path / "temporary").read_bytes() == CONTENT, "the file is complete"
+
+
+def test_a_full_disk_is_told_by_its_errno(tmp_path: Path) -> None:
+    """No disk is filled for it: no file may become longer than that."""
+    before, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (UNIT, before[1]))
+    try:
+        assert put(tmp_path, is_new=True) == (Reached.NOT_FILLED, errno.EFBIG)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert names(tmp_path) == ["temporary"]
+
+
+def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for options in ({"is_new": True}, {}, {"is_new": True}):
+        put(tmp_path, **options)
+    (tmp_path / "temporary").write_bytes(b"short")
+    put(tmp_path)
+    put(tmp_path, to="missing/object", is_new=True)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
+    if not module.NATIVE:
+        pytest.skip("the slow version trusts its only caller")
+    path, data = str(tmp_path / "a"), memoryview(bytearray(UNIT))
+    wrong: list[tuple[Any, ...]] = [(path, path, data, 2 * UNIT), (path, path, data, -1), (path, path, "text", 0)]
+    for arguments in wrong:
+        with pytest.raises((ValueError, TypeError)):
+            put_file(*arguments, FLAGS, 0o600, True, False, False)
+    with pytest.raises(ValueError, match="null"):
+        put_file("a\0b", path, data, 0, FLAGS, 0o600, True, False, False)
+    assert names(tmp_path) == []
