@@ -26,23 +26,29 @@ pytestmark = pytest.mark.usefixtures("files_both_ways")
 
 
 def put(
-    directory: Path, content: bytes = CONTENT, *, to: str = "object", direct: bool = False, **options: bool
+    directory: Path,
+    content: bytes = CONTENT,
+    *,
+    spare: bool = False,
+    to: str = "object",
+    direct: bool = False,
+    allocates: bool = False,
+    syncs: bool = False,
 ) -> tuple[int, int]:
-    """Put `content` at directory/to, by way of directory/temporary."""
-    chosen = dict.fromkeys(("is_new", "allocates", "syncs"), False) | options
+    """Put `content` at directory/to, by way of directory/temporary. spare: overwrite directory/spare."""
     data, whole, flags = memoryview(bytearray(content)), 0, FLAGS
     if direct:
         data, whole, flags = aligned(content), len(content) // UNIT * UNIT, FLAGS | os.O_DIRECT
     return put_file(
+        str(directory / "spare") if spare else None,
         str(directory / "temporary"),
         str(directory / to),
         data,
         whole,
         flags,
         0o640,
-        chosen["is_new"],
-        chosen["allocates"],
-        chosen["syncs"],
+        allocates,
+        syncs,
     )
 
 
@@ -65,7 +71,7 @@ def test_a_new_file_is_complete_when_it_gets_its_name(
 ) -> None:
     if direct:
         skip_without_direct_io(tmp_path)
-    assert put(tmp_path, CONTENT[:nbytes], is_new=True, direct=direct, allocates=allocates, syncs=True) == (0, 0)
+    assert put(tmp_path, CONTENT[:nbytes], direct=direct, allocates=allocates, syncs=True) == (0, 0)
     assert names(tmp_path) == ["object"]
     assert (tmp_path / "object").read_bytes() == CONTENT[:nbytes]
     assert (tmp_path / "object").stat().st_mode & 0o777 == 0o640 & ~umask()
@@ -81,9 +87,9 @@ def umask() -> int:
 def test_a_file_is_overwritten_and_stays_the_same_file(tmp_path: Path, direct: bool) -> None:
     if direct:
         skip_without_direct_io(tmp_path)
-    (tmp_path / "temporary").write_bytes(bytes(len(CONTENT)))
-    before = (tmp_path / "temporary").stat().st_ino
-    assert put(tmp_path, direct=direct) == (Reached.NAMED, 0)
+    (tmp_path / "spare").write_bytes(bytes(len(CONTENT)))
+    before = (tmp_path / "spare").stat().st_ino
+    assert put(tmp_path, spare=True, direct=direct, allocates=True) == (Reached.NAMED, 0)
     assert (tmp_path / "object").read_bytes() == CONTENT
     assert (names(tmp_path), (tmp_path / "object").stat().st_ino) == (["object"], before)
 
@@ -121,26 +127,34 @@ def a_file_with_a_backup(path: Path) -> None:
         (a_file_with_a_backup, (Reached.UNFIT, 0)),
     ],
 )
-def test_what_is_no_file_to_overwrite_is_left_as_it_is(
+def test_what_is_no_file_to_overwrite_is_not_written_to(
     tmp_path: Path, stranger: Callable[[Path], None], answer: tuple[int, int]
 ) -> None:
-    stranger(tmp_path / "temporary")
+    stranger(tmp_path / "spare")
     before = names(tmp_path)
-    assert put(tmp_path) == answer
-    assert names(tmp_path) == before
+    assert put(tmp_path, spare=True) == answer
+    assert names(tmp_path) == sorted({*before, "temporary"} - {"spare"})
     for path in tmp_path.iterdir():
         assert not path.is_file() or not any(path.read_bytes())
 
 
+def test_a_spare_file_that_has_gone_or_cannot_be_taken_changes_nothing(tmp_path: Path) -> None:
+    assert put(tmp_path, spare=True) == (Reached.NOT_RETIRED, errno.ENOENT)
+    (tmp_path / "spare").write_bytes(CONTENT)
+    (tmp_path / "temporary").mkdir()
+    assert put(tmp_path, spare=True) == (Reached.NOT_RETIRED, errno.EISDIR)
+    assert names(tmp_path) == ["spare", "temporary"]
+
+
 def test_a_new_file_never_takes_the_place_of_one_that_is_being_written(tmp_path: Path) -> None:
     (tmp_path / "temporary").write_bytes(b"somebody's")
-    assert put(tmp_path, is_new=True) == (Reached.NOT_OPENED, errno.EEXIST)
+    assert put(tmp_path) == (Reached.NOT_OPENED, errno.EEXIST)
     assert (tmp_path / "temporary").read_bytes() == b"somebody's"
 
 
 def test_a_directory_that_is_missing_is_told_apart_by_how_far_it_came(tmp_path: Path) -> None:
-    assert put(tmp_path / "missing", is_new=True) == (Reached.NOT_OPENED, errno.ENOENT)
-    assert put(tmp_path, to="missing/object", is_new=True) == (Reached.NOT_NAMED, errno.ENOENT)
+    assert put(tmp_path / "missing") == (Reached.NOT_OPENED, errno.ENOENT)
+    assert put(tmp_path, to="missing/object") == (Reached.NOT_NAMED, errno.ENOENT)
     assert (tmp_path / "temporary").read_bytes() == CONTENT, "the file is complete"
 
 
@@ -149,7 +163,7 @@ def test_a_full_disk_is_told_by_its_errno(tmp_path: Path) -> None:
     before, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (UNIT, before[1]))
     try:
-        assert put(tmp_path, is_new=True) == (Reached.NOT_FILLED, errno.EFBIG)
+        assert put(tmp_path) == (Reached.NOT_FILLED, errno.EFBIG)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, ignored)
@@ -158,11 +172,13 @@ def test_a_full_disk_is_told_by_its_errno(tmp_path: Path) -> None:
 
 def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    for options in ({"is_new": True}, {}, {"is_new": True}):
-        put(tmp_path, **options)
-    (tmp_path / "temporary").write_bytes(b"short")
     put(tmp_path)
-    put(tmp_path, to="missing/object", is_new=True)
+    put(tmp_path, spare=True)
+    (tmp_path / "spare").write_bytes(b"short")
+    put(tmp_path, spare=True)
+    put(tmp_path)
+    (tmp_path / "temporary").unlink()
+    put(tmp_path, to="missing/object")
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -173,7 +189,9 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     wrong: list[tuple[Any, ...]] = [(path, path, data, 2 * UNIT), (path, path, data, -1), (path, path, "text", 0)]
     for arguments in wrong:
         with pytest.raises((ValueError, TypeError)):
-            put_file(*arguments, FLAGS, 0o600, True, False, False)
+            put_file(None, *arguments, FLAGS, 0o600, False, False)
     with pytest.raises(ValueError, match="null"):
-        put_file("a\0b", path, data, 0, FLAGS, 0o600, True, False, False)
+        put_file("a\0b", path, path, data, 0, FLAGS, 0o600, False, False)
+    with pytest.raises(ValueError, match="null"):
+        put_file(None, "a\0b", path, data, 0, FLAGS, 0o600, False, False)
     assert names(tmp_path) == []

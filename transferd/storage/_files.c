@@ -19,14 +19,14 @@
 #define UNIT 4096 /* bytes; of direct I/O, as in file_io.py */
 
 /* How far a call came: Reached in put_file.py. */
-enum { NAMED, NOT_OPENED, UNFIT, NOT_FILLED, NOT_NAMED };
+enum { NAMED, NOT_RETIRED, NOT_OPENED, UNFIT, NOT_FILLED, NOT_NAMED };
 
-/* direct: how many of the first bytes go past the page cache. */
+/* spare: the file to overwrite; NULL: make one. direct: how many of the first bytes go past the page cache. */
 typedef struct {
-    const char *temporary, *path;
+    const char *spare, *temporary, *path;
     const unsigned char *data;
     long long nbytes, direct;
-    int flags, mode, is_new, allocates, syncs;
+    int flags, mode, allocates, syncs;
 } Order;
 
 static int fill(const Order *order, int fd)
@@ -34,7 +34,7 @@ static int fill(const Order *order, int fd)
     long long done = 0;
     int flags;
 
-    if (order->allocates && order->nbytes) {
+    if (order->allocates && !order->spare && order->nbytes) {
         do
             errno = posix_fallocate(fd, 0, order->nbytes);
         while (errno == EINTR);
@@ -69,15 +69,19 @@ static int put(const Order *order, int *error)
     struct stat found;
     int fd, filled;
 
+    if (order->spare && rename(order->spare, order->temporary) < 0) {
+        *error = errno;
+        return NOT_RETIRED;
+    }
     /* To open a FIFO would wait for who reads it. */
     do
-        fd = open(order->temporary, order->flags | (order->is_new ? O_CREAT | O_EXCL : O_NONBLOCK), order->mode);
+        fd = open(order->temporary, order->flags | (order->spare ? O_NONBLOCK : O_CREAT | O_EXCL), order->mode);
     while (fd < 0 && errno == EINTR);
     if (fd < 0) {
         *error = errno;
         return NOT_OPENED;
     }
-    if (!order->is_new &&
+    if (order->spare &&
         (fstat(fd, &found) < 0 || !S_ISREG(found.st_mode) || found.st_nlink != 1 || found.st_size != order->nbytes)) {
         close(fd);
         return UNFIT;
@@ -99,17 +103,24 @@ static int put(const Order *order, int *error)
 
 static PyObject *put_file(PyObject *module, PyObject *args)
 {
-    PyObject *temporary = NULL, *path = NULL, *given, *result = NULL;
+    PyObject *spare, *temporary = NULL, *path = NULL, *given, *result = NULL;
     Py_buffer data;
-    Order order;
+    Order order = {NULL};
     int reached, error = 0;
 
     (void)module;
-    if (!PyArg_ParseTuple(args, "O&O&OLiippp", PyUnicode_FSConverter, &temporary, PyUnicode_FSConverter, &path, &given,
-                          &order.direct, &order.flags, &order.mode, &order.is_new, &order.allocates, &order.syncs))
+    if (!PyArg_ParseTuple(args, "OO&O&OLiipp", &spare, PyUnicode_FSConverter, &temporary, PyUnicode_FSConverter, &path, &given,
+                          &order.direct, &order.flags, &order.mode, &order.allocates, &order.syncs))
         return NULL; /* the converters have released theirs */
+    if (spare == Py_None)
+        spare = NULL;
+    else if (!PyUnicode_FSConverter(spare, &spare)) {
+        spare = NULL;
+        goto released;
+    }
     if (PyObject_GetBuffer(given, &data, PyBUF_SIMPLE) < 0)
         goto released;
+    order.spare = spare ? PyBytes_AsString(spare) : NULL;
     order.temporary = PyBytes_AsString(temporary);
     order.path = PyBytes_AsString(path);
     order.data = data.buf;
@@ -124,6 +135,7 @@ static PyObject *put_file(PyObject *module, PyObject *args)
     }
     PyBuffer_Release(&data);
 released:
+    Py_XDECREF(spare);
     Py_DECREF(temporary);
     Py_DECREF(path);
     return result;
@@ -176,7 +188,7 @@ static PyObject *get_file(PyObject *module, PyObject *args)
 
 static PyMethodDef methods[] = {
     {"put_file", put_file, METH_VARARGS,
-     "put_file(temporary, path, data, direct, flags, mode, is_new, allocates, syncs): how far it came, and an errno; see "
+     "put_file(spare, temporary, path, data, direct, flags, mode, allocates, syncs): how far it came, and an errno; see "
      "put_file.py"},
     {"get_file", get_file, METH_VARARGS,
      "get_file(path, data, flags): read a file of exactly this length with these flags, of which one is O_DIRECT: when it was "

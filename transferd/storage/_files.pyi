@@ -1,11 +1,11 @@
 def put_file(
+    spare: str | None,
     temporary: str,
     path: str,
     data: memoryview,
     direct: int,
     flags: int,
     mode: int,
-    is_new: bool,
     allocates: bool,
     syncs: bool,
     /,

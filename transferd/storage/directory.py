@@ -32,7 +32,7 @@ from typing import NamedTuple, TypeVar
 from transferd.errors import ConfigError, StorageError, StorageFull
 from transferd.runtime.clock import Clock
 from transferd.storage.base import COLD, InPlace, Outcome
-from transferd.storage.batch import Damaged
+from transferd.storage.batch import Damaged, StillStored
 from transferd.storage.examine import READ_FLAGS, Examination
 from transferd.storage.file_io import FULL, NO_DIRECT_IO, CachedIO, DirectIO, read_now
 from transferd.storage.paths import is_directory_of_ours, is_set_aside, is_temporary, name_of, path_of, temporary_of
@@ -211,17 +211,21 @@ class ObjectDirectory:
 
     # --- effects ------------------------------------------------------------------------------------
 
-    def write(self, name: str, data: memoryview, spare: str | None = None) -> None:
+    def write(self, name: str, data: memoryview, displaced: str | None = None) -> None:
         """Store an object. Raises StorageFull, StorageError; then no object has this name.
 
-        spare: a file to overwrite if it has the same length, from `retire`.
+        displaced: an object to remove. If its file has the same length, it is written over. It already has pages and
+        blocks, so that takes half of the time of a new file, or a tenth in a virtual machine whose host reclaims free
+        pages. No one may be reading the file. If the process dies, the next start removes it like any temporary one.
+        Raises StillStored if that object cannot be removed.
         """
         path = self._objects + path_of(name)
-        temporary = spare or path
+        spare = None if displaced is None else self._objects + path_of(displaced)
+        temporary = temporary_of(spare or path, next(self._numbers))
         try:
-            if spare is None or not self._put(spare, path, data, is_new=False):
+            if spare is None or not self._put(spare, temporary, path, data):
                 temporary = temporary_of(path, next(self._numbers))
-                self._put(temporary, path, data, is_new=True)
+                self._put(None, temporary, path, data)
             self._pruning.arrived(path)
             if self._fsync:
                 _sync_directory(os.path.dirname(path))
@@ -233,30 +237,33 @@ class ObjectDirectory:
                     os.unlink(left)
             raise self._translated("write", error, data.nbytes) from error
 
-    def _put(self, temporary: str, path: str, data: memoryview, *, is_new: bool) -> bool:
-        """Write the file at `temporary`, and rename it to `path`. Raises OSError.
+    def _put(self, spare: str | None, temporary: str, path: str, data: memoryview) -> bool:
+        """Write the file at `temporary`, and rename it to `path`. Raises OSError, StillStored.
 
-        is_new: make the file. Otherwise False means that it is no file to overwrite. Then it is removed instead:
-        somebody may have put something else there, or linked to it as a backup.
+        spare: the path of the file to take; None: make one. False means that there is no file to overwrite. If there is
+        something else, it is removed: somebody may have put it there, or linked to the file as a backup.
         """
         io = self._io
         direct, flags = io.direct_bytes(data.nbytes), WRITE_FLAGS | io.flags
 
         def attempt() -> tuple[int, int]:
-            allocates = is_new and io.preallocates
-            ended = put_file(temporary, path, data, direct, flags, FILE_MODE, is_new, allocates, self._fsync)
-            if is_new and ended == (Reached.NOT_OPENED, errno.ENOENT):
+            ended = put_file(spare, temporary, path, data, direct, flags, FILE_MODE, io.preallocates, self._fsync)
+            if spare is None and ended == (Reached.NOT_OPENED, errno.ENOENT):
                 raise FileNotFoundError(*_described(errno.ENOENT))
             return ended
 
         reached, error = self._within(path, attempt)
         if reached == Reached.NOT_NAMED and error == errno.ENOENT:  # a spare file comes from another directory
             self._within(path, lambda: os.rename(temporary, path))
-        elif not is_new and (reached == Reached.UNFIT or error in NO_FILE):
+        elif reached == Reached.NOT_RETIRED:
+            if error != errno.ENOENT:
+                raise StillStored(self._translated("remove", OSError(*_described(error)), 0))
+            return False
+        elif spare is not None and (reached == Reached.UNFIT or error in NO_FILE):
             try:
                 os.unlink(temporary)
             except IsADirectoryError:  # not ours to remove
-                os.rename(temporary, temporary.rpartition("~")[0])
+                os.rename(temporary, spare)
             return False
         elif reached != Reached.NAMED:
             raise OSError(*_described(error))
@@ -337,23 +344,6 @@ class ObjectDirectory:
         if abs(self._clock.wall() - modified) > TOUCH_INTERVAL_S:  # a clock may be set back
             with contextlib.suppress(OSError):  # recency is a hint; a read-only medium still serves
                 os.utime(file, follow_symlinks=isinstance(file, int))
-
-    def retire(self, name: str) -> str | None:
-        """Like `remove`, but returns the path of the file, for `write` to overwrite; None if there is none.
-
-        The file already has pages and blocks, so overwriting it takes half of the time of a new file, or a tenth in a
-        virtual machine whose host reclaims free pages. No one may be reading the file. If the process dies, the next
-        start removes the file like any temporary one.
-        """
-        path = self._objects + path_of(name)
-        spare = temporary_of(path, next(self._numbers))
-        try:
-            os.rename(path, spare)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise self._translated("remove", error, 0) from error
-        return spare
 
     def remove(self, name: str) -> None:
         """Remove the object, if there is one. Raises StorageError."""

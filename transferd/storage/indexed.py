@@ -43,6 +43,7 @@ from transferd.storage.batch import (
     Damaged,
     PutBatch,
     Read,
+    StillStored,
     Wanted,
     Write,
     bare,
@@ -80,11 +81,15 @@ class IndexedStorage(Storage):
     def _write(self, name: str, data: memoryview, spare: Any) -> None:
         """Store the object, completely or not at all. StorageFull: the medium has no room now.
 
-        spare: what `_retire` returned, in the subclass's own terms. It is used up, even if the write fails.
+        spare: what `_retire` returned, in the subclass's own terms. It is used up, even if the write fails, unless this
+        raises StillStored.
         """
 
     def _retire(self, name: str, nbytes: int) -> Any:  # noqa: ARG002 - a default
-        """Like `_remove`, but returns a spare that another object of this length can overwrite, or None."""
+        """Like `_remove`, but returns a spare that another object of this length can overwrite, or None.
+
+        A subclass may leave the removal to the `_write` that gets the spare, and comes next.
+        """
         self._remove(name)
         return None
 
@@ -287,6 +292,7 @@ class IndexedStorage(Storage):
     def _store(self, write: Write, data: memoryview) -> None:
         """In a thread: remove the victims, then write the object."""
         write.error = None
+        last = write.victims[0] if write.victims else None
         try:
             spare = None
             while write.victims:
@@ -297,6 +303,10 @@ class IndexedStorage(Storage):
                     self._remove(name)
                 write.victims.pop()
             self._write(write.blob.name, data, spare)
+        except StillStored as kept:
+            assert last is not None
+            write.victims.append(last)
+            write.error = bare(kept.error)
         except StorageError as error:
             write.error = bare(error)
 

@@ -84,6 +84,8 @@ def _quote_space(space: str) -> str:
 
 
 def _quote(part: str) -> str:
+    if part.isascii() and part.isalnum():  # a digest or a rank: nearly every part, thousands of times a second
+        return part
     quoted = _UNSAFE.sub(lambda match: b"%%%02X" % match[0][0], encode_text(part)).decode("ascii")
     return quoted or "%"
 

@@ -1,4 +1,4 @@
-"""Puts an object's file in its place: opens it, fills it, closes it, and gives it its name. Blocking.
+"""Puts an object's file in its place: makes it or takes another's, fills it, and gives it its name. Blocking.
 
 The fast version is a small C extension that does all of this in one call without the GIL (docs/adr/0062). The slow
 version does the same and needs no compiler. `NATIVE` says whether the fast version is in use.
@@ -29,58 +29,62 @@ class Reached(enum.IntEnum):
     """How far `put_file` came. The order is that of the enum in _files.c."""
 
     NAMED = 0  # to the end
-    NOT_OPENED = 1
-    UNFIT = 2  # what it should have overwritten is no file of this length, or has another link
-    NOT_FILLED = 3
-    NOT_NAMED = 4  # the file is complete
+    NOT_RETIRED = 1  # nothing has changed
+    NOT_OPENED = 2
+    UNFIT = 3  # what it should have overwritten is no file of this length, or has another link
+    NOT_FILLED = 4
+    NOT_NAMED = 5  # the file is complete
 
 
 def put_file(
+    spare: str | None,
     temporary: str,
     path: str,
     data: memoryview,
     direct: int,
     flags: int,
     mode: int,
-    is_new: bool,
     allocates: bool,
     syncs: bool,
     /,
 ) -> tuple[int, int]:
     """Write the object to the file at `temporary`, and then rename that to `path`.
 
-    direct: how many of the first bytes go past the page cache, a multiple of UNIT. flags, mode: for `open`. is_new:
-    make the file; otherwise overwrite it, unless it is UNFIT. allocates: allocate its blocks first. syncs: wait for the
-    medium before the file gets its name.
+    spare: a file to rename to `temporary` and to overwrite there, unless it is UNFIT; None: make a new one. direct: how
+    many of the first bytes go past the page cache, a multiple of UNIT. flags, mode: for `open`. allocates: allocate the
+    blocks of a new file first. syncs: wait for the medium before the file gets its name.
 
     Returns how far it came (Reached), and the errno that says why not further.
     """
     put = _files.put_file if NATIVE else put_file_python
-    return put(temporary, path, data, direct, flags, mode, is_new, allocates, syncs)
+    return put(spare, temporary, path, data, direct, flags, mode, allocates, syncs)
 
 
 def put_file_python(
+    spare: str | None,
     temporary: str,
     path: str,
     data: memoryview,
     direct: int,
     flags: int,
     mode: int,
-    is_new: bool,
     allocates: bool,
     syncs: bool,
     /,
 ) -> tuple[int, int]:
     """The slow version of `put_file`."""
-    reached = Reached.NOT_OPENED
+    reached = Reached.NOT_RETIRED
     try:
+        if spare is not None:
+            os.rename(spare, temporary)
+        reached = Reached.NOT_OPENED
         # To open a FIFO would wait for who reads it.
-        fd = os.open(temporary, flags | (os.O_CREAT | os.O_EXCL if is_new else os.O_NONBLOCK), mode)
+        fd = os.open(temporary, flags | (os.O_CREAT | os.O_EXCL if spare is None else os.O_NONBLOCK), mode)
         try:
-            if not is_new and not _fits(os.fstat(fd), data.nbytes):
+            if spare is not None and not _fits(os.fstat(fd), data.nbytes):
                 return Reached.UNFIT, 0
             reached = Reached.NOT_FILLED
-            if allocates and data.nbytes:
+            if allocates and spare is None and data.nbytes:
                 os.posix_fallocate(fd, 0, data.nbytes)
             _fill(fd, data, direct, flags)
             if syncs:
