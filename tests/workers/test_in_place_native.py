@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import random
@@ -581,6 +582,30 @@ async def test_a_thread_without_a_loan_touches_no_block(
     monkeypatch.setattr(Loan, "take", lambda loan: take(loan) and bool(loan.give_back()))
     assert not blocks.load(1, file=True)
     assert np.array_equal(blocks.bytes, before)
+    os.close(blocks.fd)
+
+
+async def test_a_disk_that_fails_under_a_load_is_left_to_who_opens_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not block_memory.NATIVE:
+        pytest.skip("the installation found no compiler")
+    blocks = Blocks(CacheSection(device_blocks=3, **CACHES["GQA"]), tmp_path / "object")
+    calls, read_file = [], block_memory._inplace.read_file
+
+    def fails(fd: int, last: bool, *rest: Any) -> int:
+        calls.append(last)
+        read_file(fd, last, *rest)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    inspection = Inspection(stamp_of_name(NAME), blocks.object.nbytes)
+    one, open_files = BlockInPlace(blocks.memory, 1, inspection, Loan()), len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(block_memory._inplace, "read_file", fails)
+        assert one.load_file(blocks.path, os.O_RDONLY) is None
+    if not calls:
+        pytest.skip("the kernel cannot say what is in memory (cachestat, Linux 6.5)")
+    assert len(os.listdir("/proc/self/fd")) == open_files
     os.close(blocks.fd)
 
 

@@ -87,7 +87,8 @@ static int put(const Order *order, int *error)
         return UNFIT;
     }
     filled = fill(order, fd);
-    *error = errno;
+    if (filled < 0)
+        *error = errno;
     if (close(fd) < 0 && filled == 0 && errno != EINTR) { /* a file system on another machine may fail here */
         *error = errno;
         return NOT_FILLED;

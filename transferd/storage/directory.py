@@ -253,21 +253,22 @@ class ObjectDirectory:
             return ended
 
         reached, error = self._within(path, attempt)
+        if reached == Reached.NAMED:
+            return True
         if reached == Reached.NOT_NAMED and error == errno.ENOENT:  # a spare file comes from another directory
             self._within(path, lambda: os.rename(temporary, path))
-        elif reached == Reached.NOT_RETIRED:
+            return True
+        if reached == Reached.NOT_RETIRED:
             if error != errno.ENOENT:
                 raise StillStored(self._translated("remove", OSError(*_described(error)), 0))
             return False
-        elif spare is not None and (reached == Reached.UNFIT or error in NO_FILE):
+        if spare is not None and (reached == Reached.UNFIT or (reached == Reached.NOT_OPENED and error in NO_FILE)):
             try:
                 os.unlink(temporary)
             except IsADirectoryError:  # not ours to remove
                 os.rename(temporary, spare)
             return False
-        elif reached != Reached.NAMED:
-            raise OSError(*_described(error))
-        return True
+        raise OSError(*_described(error))
 
     def _within(self, path: str, make: Callable[[], T]) -> T:
         """Call `make`, which creates something at this path. Creates the directory, which may vanish at any moment."""

@@ -110,6 +110,8 @@ class BlockInPlace:
         try:
             self.damage = self._inspection.footer(footer)
             return modified if self.damage is not None or self._load_natively(tables, copy) else None
+        except OSError:  # a disk that cannot read a page; whoever opens the file finds out
+            return None
         finally:
             if is_open:
                 _inplace.unmap(mapping) if mapping else os.close(fd)
