@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import os
 import random
 import threading
@@ -200,6 +201,25 @@ async def test_a_victim_that_cannot_be_renamed_is_still_there(
     assert outcome.found is Found.FAILED
     assert await read(store, "aa") == (FOUND, content("aa"))
     assert await store.put([blob("bb")]) == [EXISTS]
+
+
+async def test_a_victim_whose_file_cannot_be_taken_is_still_there_and_the_next_to_go(
+    store: FileStorage, tmp_path: Path
+) -> None:
+    await store.put([blob("aa")])
+    await store.put([blob("bb")])
+    [path] = (tmp_path / "objects").rglob("aa@0")
+    store._directory._numbers = itertools.count(1000)
+    Path(temporary_of(str(path), 1000)).mkdir()  # in the way of its new name
+    [outcome] = await store.put([blob("cc")])
+    assert outcome.found is Found.FAILED
+    assert outcome.error is not None
+    assert "cannot remove an object" in str(outcome.error)
+    assert await read(store, "aa") == (FOUND, content("aa"))
+    assert await read(store, "bb") == (FOUND, content("bb"))
+    assert store.statistics()["evictions"] == 0
+    assert await store.put([blob("dd")]) == [STORED]
+    assert await store.exists([name(text) for text in ("aa", "bb", "cc", "dd")]) == [False, True, False, True]
 
 
 async def test_a_file_that_was_being_written_over_is_removed_at_the_next_start(tmp_path: Path) -> None:
