@@ -43,6 +43,7 @@ class World:
 
     def __init__(self, root: Path, section: dict[str, bool]) -> None:
         self.root = root
+        self.syncs = bool(section.get("fsync"))
         self.faults = Faults()
         self.storage = FileStorage(file_config(root, 1024**3, **section))
         self.harness = Harness(self.storage, Memory(4 * 1024**2))
@@ -127,6 +128,8 @@ async def run(world: World) -> None:
             for moment in range(OBJECTS):
                 await get_under(world, call, error, moment)
     await unlinks(world)
+    if world.syncs:
+        await unsynced(world)
     await world.storage.close()
 
 
@@ -145,6 +148,18 @@ async def unlinks(world: World) -> None:
         while world.storage._effects._background:
             await asyncio.wait(world.storage._effects._background)
         await world.check(objects, None, f"eviction, unlink {errno.errorcode[error]}")
+
+
+async def unsynced(world: World) -> None:
+    """The medium does not take the bytes: no file gets its object's name, because fsync comes before the rename."""
+    objects = world.fresh()
+    world.harness.reuse_memory()
+    with world.faults.armed("fsync", errno.EIO, count=-1, path="~"):  # files that are not complete, no directories
+        outcomes = await world.harness.put(*objects.items())
+    if not world.faults.hits or any(outcome.found is not Found.FAILED for outcome in outcomes):
+        world.broken.append(f"told {[str(outcome.found) for outcome in outcomes]} of files that were not synced")
+    if any((world.root / "objects" / path_of(name)).exists() for name in objects):
+        world.broken.append("a file that was not synced has its object's name")
 
 
 def main() -> None:
