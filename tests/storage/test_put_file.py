@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.storage.harness import put_stranger, skip_without_direct_io
+from tests.support.descriptors import open_below
 from transferd.storage import put_file as module
 from transferd.storage.file_io import UNIT
 from transferd.storage.put_file import Reached, put_file
@@ -171,7 +172,6 @@ def test_a_full_disk_is_told_by_its_errno(tmp_path: Path) -> None:
 
 
 def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
-    before = len(os.listdir("/proc/self/fd"))
     put(tmp_path)
     put(tmp_path, spare=True)
     (tmp_path / "spare").write_bytes(b"short")
@@ -179,7 +179,7 @@ def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
     put(tmp_path)
     (tmp_path / "temporary").unlink()
     put(tmp_path, to="missing/object")
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_below(tmp_path) == []
 
 
 def test_wrong_arguments_are_refused(tmp_path: Path) -> None:

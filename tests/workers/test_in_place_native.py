@@ -27,6 +27,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.cuda.shim import compiler
+from tests.support.descriptors import open_below
 from tests.support.page_cache import pages_in_memory
 from transferd.blocks.footer import FOOTER_BYTES, Inspection, seal, stamp_of_name
 from transferd.blocks.layout import build_layout
@@ -252,7 +253,6 @@ def test_a_file_shorter_than_a_large_page_is_opened_and_its_last_call_closes_it(
 
 def test_what_is_not_that_file_is_not_opened(native: Any, tmp_path: Path) -> None:
     content = random.Random(9).randbytes(10_000)
-    open_files = len(os.listdir("/proc/self/fd"))
     with file_of(content) as file:
         os.close(opened_or_skip(native, file, len(content), 120)[0])
         for nbytes in (len(content) - 1, len(content) + 1):
@@ -262,10 +262,11 @@ def test_what_is_not_that_file_is_not_opened(native: Any, tmp_path: Path) -> Non
     link, path = tmp_path / "link", tmp_path / "file"
     path.write_bytes(content)
     link.symlink_to(path)
+    assert native.open_file(str(path), os.O_RDONLY, len(content) - 1, 120) == NEITHER
     assert native.open_file(str(link), os.O_RDONLY | os.O_NOFOLLOW, len(content), 120) == NEITHER
     assert native.open_file(str(tmp_path), os.O_RDONLY, 4096, 120) == NEITHER
     assert native.open_file(str(tmp_path / "missing"), os.O_RDONLY, 4096, 120) == NEITHER
-    assert len(os.listdir("/proc/self/fd")) == open_files, "no descriptor is left open"
+    assert open_below(tmp_path) == []
 
 
 def test_a_file_that_is_not_all_in_memory_is_not_opened(native: Any, tmp_path: Path) -> None:
@@ -599,14 +600,14 @@ async def test_a_disk_that_fails_under_a_load_is_left_to_who_opens_the_file(
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     inspection = Inspection(stamp_of_name(NAME), blocks.object.nbytes)
-    one, open_files = BlockInPlace(blocks.memory, 1, inspection, Loan()), len(os.listdir("/proc/self/fd"))
+    one = BlockInPlace(blocks.memory, 1, inspection, Loan())
     with monkeypatch.context() as patch:
         patch.setattr(block_memory._inplace, "read_file", fails)
         assert one.load_file(blocks.path, os.O_RDONLY) is None
     if not calls:
         pytest.skip("the kernel cannot say what is in memory (cachestat, Linux 6.5)")
-    assert len(os.listdir("/proc/self/fd")) == open_files
     os.close(blocks.fd)
+    assert open_below(tmp_path) == []
 
 
 async def test_a_file_that_is_cut_off_under_a_load_costs_this_load_and_no_more(

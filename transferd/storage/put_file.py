@@ -56,23 +56,8 @@ def put_file(
 
     Returns how far it came (Reached), and the errno that says why not further.
     """
-    put = _files.put_file if NATIVE else put_file_python
-    return put(spare, temporary, path, data, direct, flags, mode, allocates, syncs)
-
-
-def put_file_python(
-    spare: str | None,
-    temporary: str,
-    path: str,
-    data: memoryview,
-    direct: int,
-    flags: int,
-    mode: int,
-    allocates: bool,
-    syncs: bool,
-    /,
-) -> tuple[int, int]:
-    """The slow version of `put_file`."""
+    if NATIVE:
+        return _files.put_file(spare, temporary, path, data, direct, flags, mode, allocates, syncs)
     reached = Reached.NOT_RETIRED
     try:
         if spare is not None:
