@@ -51,6 +51,7 @@ def test_it_fills_the_memory_and_no_byte_more(native: Any, path: Path, nbytes: i
     assert target[:nbytes] == CONTENT[:nbytes]
     assert set(target[nbytes:]) == {0xAA}
     assert dirty or pages_in_memory(path) <= kept, "the page cache got none of it"
+    assert open_below(path.parent) == []
 
 
 @pytest.mark.parametrize("nbytes", [len(CONTENT) - 1, len(CONTENT) + 1, 2 * UNIT, 4 * UNIT])
@@ -59,6 +60,7 @@ def test_a_file_of_another_length_is_not_read(native: Any, path: Path, nbytes: i
     target = memory(nbytes)
     assert native.get_file(str(path), target[:nbytes], FLAGS) is None
     assert set(target) == {0xAA}
+    assert open_below(path.parent) == []
 
 
 @pytest.mark.parametrize("stranger", ["", "fifo", "directory", "link"])
