@@ -167,15 +167,21 @@ def test_the_readme_names_only_commands_that_exist() -> None:
         assert verb in help_text, f"README shows `transferd {verb}`"
 
 
-def test_no_machine_path_is_in_the_tree() -> None:
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
-    if tracked.returncode != 0:
+@pytest.fixture
+def tracked() -> list[Path]:
+    """The files that git tracks, without those that were just removed."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode != 0:
         pytest.skip("not a git checkout")
-    for name in tracked.stdout.split():
-        path = ROOT / name
-        if (
-            path.suffix in {".py", ".md", ".toml", ".service", ".json", ".c", ".h"}
-            and path.exists()
-            and path != Path(__file__)
-        ):
-            assert not re.search(r"/work/|/root/", path.read_text(errors="replace")), name
+    return [path for name in listed.stdout.splitlines() if (path := ROOT / name).exists()]
+
+
+def test_no_machine_path_is_in_the_tree(tracked: list[Path]) -> None:
+    for path in tracked:
+        if path.suffix in {".py", ".md", ".toml", ".service", ".json", ".c", ".h"} and path != Path(__file__):
+            assert not re.search(r"/work/|/root/", path.read_text(errors="replace")), path
+
+
+def test_nothing_compiled_is_in_the_tree(tracked: list[Path]) -> None:
+    binary = {str(path.relative_to(ROOT)) for path in tracked if b"\0" in path.read_bytes()}
+    assert binary == {"docs/page.png"}, "built here, or one more picture?"
