@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import enum
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, get_args
 
 import msgspec
@@ -269,10 +269,8 @@ def _first_cause(outcomes: Sequence[RankOutcome], stop: Stop | None) -> ErrorInf
     return ErrorInfo(str(stop), f"{what} while rank {late} was still working")
 
 
-def _status(wanted: int, moved: int, error: ErrorInfo | None, stop: Stop | None, none_found: Status) -> Status:
-    """The status rules shared by ranks and tasks, most specific cause first."""
-    if moved == wanted and error is None:
-        return Status.OK
+def _status(moved: int, error: ErrorInfo | None, stop: Stop | None, none_found: Status) -> Status:
+    """The status of a rank or a task that did not end OK, most specific cause first. moved: how many blocks."""
     if stop is Stop.CANCELLED:
         return Status.CANCELLED
     if moved:
@@ -285,16 +283,22 @@ def _status(wanted: int, moved: int, error: ErrorInfo | None, stop: Stop | None,
 def _merge(
     task: _StorageTask | _SwapTask,
     outcomes: Sequence[RankOutcome],
-    positions: Sequence[int],
+    in_common: Callable[[Sequence[RankOutcome]], Sequence[int]],
     none_found: Status,
 ) -> Merged:
+    """in_common: the positions that count as moved, ascending, if not every rank moved every block.
+
+    none_found: the status if there are none of them, and no error.
+    """
     wanted = task.blocks
-    complete = len(positions) == wanted
-    stop = next((o.stop for o in outcomes if o.stop is not None), None)
+    # The usual case takes no step in Python for each rank.
+    complete = min(map(len, map(operator.attrgetter("moved"), outcomes)), default=-1) == wanted
     ranks = [
         RankResult(
             rank=o.rank,
-            status=_status(wanted, len(o.moved), o.error, o.stop, none_found),
+            status=Status.OK
+            if o.error is None and len(o.moved) == wanted
+            else _status(len(o.moved), o.error, o.stop, none_found),
             blocks=len(o.moved),
             bytes=o.bytes,
             queue_s=o.queue_s,
@@ -304,16 +308,19 @@ def _merge(
         )
         for o in sorted(outcomes, key=operator.attrgetter("rank"))
     ]
-    # If all ranks moved every block, the task succeeded, even if it was stopped afterwards.
-    error = None if complete else _first_cause(outcomes, stop)
-    if error is None and not complete and none_found is Status.FAILED:
+    nbytes = sum(map(operator.attrgetter("bytes"), outcomes))
+    if complete:  # the task succeeded, even if it was stopped afterwards
+        return Merged(Status.OK, task.gpu_block_ids[:wanted], ranks, None, nbytes)
+    positions = in_common(outcomes)
+    stop = next((o.stop for o in outcomes if o.stop is not None), None)
+    error = _first_cause(outcomes, stop)
+    if error is None and none_found is Status.FAILED:
         # Only a read may return fewer blocks without an error (they were not stored); for others it is our bug.
         short = ", ".join(str(o.rank) for o in outcomes if len(o.moved) < wanted) or "none"
         error = ErrorInfo("internal", f"rank {short} returned fewer blocks than requested and reported no error (bug)")
-    status = _status(wanted, len(positions), error, stop, none_found)
     # A flush of evicted blocks has keys but no device blocks.
     block_ids = [task.gpu_block_ids[i] for i in positions] if task.gpu_block_ids else []
-    return Merged(status, block_ids, ranks, error, sum([o.bytes for o in outcomes]))
+    return Merged(_status(len(positions), error, stop, none_found), block_ids, ranks, error, nbytes)
 
 
 def _prefix(moved: Sequence[int]) -> int:
@@ -326,6 +333,11 @@ def _prefix(moved: Sequence[int]) -> int:
             break
         length += 1
     return length
+
+
+def _common_prefix(outcomes: Sequence[RankOutcome]) -> range:
+    """The leading positions that every rank moved."""
+    return range(min([_prefix(o.moved) for o in outcomes], default=0))
 
 
 def _common(outcomes: Sequence[RankOutcome]) -> list[int]:
@@ -349,7 +361,7 @@ class WriteStorageTask(_StorageTask, frozen=True, kw_only=True, tag="write"):
 
     def merge(self, outcomes: Sequence[RankOutcome]) -> Merged:
         """The blocks that every rank stored, in task order."""
-        return _merge(self, outcomes, _common(outcomes), Status.FAILED)
+        return _merge(self, outcomes, _common, Status.FAILED)
 
     def footprint(self) -> Footprint:
         return Footprint(device_reads=self.gpu_block_ids, storage_writes=self.keys)
@@ -370,10 +382,7 @@ class ReadStorageTask(_StorageTask, frozen=True, kw_only=True, tag="read"):
 
     def merge(self, outcomes: Sequence[RankOutcome]) -> Merged:
         """The longest prefix that every rank loaded; of a sparse read, every block that every rank loaded."""
-        if not self.prefix:
-            return _merge(self, outcomes, _common(outcomes), Status.MISS)
-        prefix = min([_prefix(o.moved) for o in outcomes], default=0)
-        return _merge(self, outcomes, range(prefix), Status.MISS)
+        return _merge(self, outcomes, _common_prefix if self.prefix else _common, Status.MISS)
 
     def footprint(self) -> Footprint:
         return Footprint(device_writes=self.gpu_block_ids[: len(self.keys)], storage_reads=self.keys)
@@ -418,9 +427,7 @@ class _SwapTask(_Task, frozen=True, kw_only=True):
 
     def merge(self, outcomes: Sequence[RankOutcome]) -> Merged:
         """All blocks on all ranks, or none."""
-        wanted = self.blocks
-        complete = bool(outcomes) and all(len(o.moved) == wanted for o in outcomes)
-        return _merge(self, outcomes, range(wanted) if complete else (), Status.FAILED)
+        return _merge(self, outcomes, lambda _: (), Status.FAILED)
 
 
 class SwapOutTask(_SwapTask, frozen=True, kw_only=True, tag="swap_out"):

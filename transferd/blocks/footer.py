@@ -49,7 +49,6 @@ FOOTER_BYTES = 128
 FORMAT_VERSION = 1
 
 _MAGIC = b"tfdblock"
-_OUTER = struct.Struct("<8sHHI")  # magic, version, footer size, rank
 _BODY = struct.Struct("<8sHHIQQ20s4x16s16s16s16x")
 _SEAL = struct.Struct("<Q")
 assert _BODY.size + _SEAL.size == FOOTER_BYTES
@@ -117,12 +116,9 @@ def seal(slot: memoryview, payload_bytes: int, stamp: Stamp, checksum: int | Non
 def check(slot: memoryview, payload_bytes: int, stamp: Stamp) -> Damage | None:
     """None if `slot` holds the intact object that `stamp` names, otherwise why it must not be delivered."""
     _check_room(slot, payload_bytes)
-    footer = bytes(slot[payload_bytes : payload_bytes + FOOTER_BYTES])
-    damage = _check_footer(footer, payload_bytes, stamp)
-    if damage is not None:
-        return damage
-    intact = _checksum_of(footer) == xxhash.xxh3_64_intdigest(slot[:payload_bytes])
-    return None if intact else Damage.CHECKSUM
+    inspection = Inspection(stamp, payload_bytes + FOOTER_BYTES)
+    damage = inspection.footer(bytes(slot[payload_bytes : payload_bytes + FOOTER_BYTES]))
+    return damage or inspection.damage(xxhash.xxh3_64_intdigest(slot[:payload_bytes]))
 
 
 class Inspection:
@@ -132,20 +128,42 @@ class Inspection:
     `check` would.
     """
 
-    __slots__ = ("_footer", "_hasher", "_stamp", "payload_bytes")
+    __slots__ = ("_hasher", "_recorded", "_stamp", "payload_bytes")
 
     def __init__(self, stamp: Stamp, nbytes: int) -> None:
         self._stamp = stamp
         self.payload_bytes = nbytes - FOOTER_BYTES
-        self._footer = b""
+        self._recorded = 0  # the payload's checksum, as the footer says
         self._hasher: xxhash.xxh3_64 | None = None  # of the payload, if it is fed
 
     def footer(self, footer: bytes) -> Damage | None:
-        """Check the footer: the object's last FOOTER_BYTES, or all of a shorter object."""
-        self._footer = footer
+        """Check the footer: the object's last FOOTER_BYTES, or all of a shorter object.
+
+        An empty field of the stamp matches anything.
+        """
         if len(footer) < FOOTER_BYTES:
             return Damage.MAGIC
-        return _check_footer(footer, self.payload_bytes, self._stamp)
+        magic, version, size, rank, length, self._recorded, key, generation, fingerprint, model = _BODY.unpack_from(
+            footer
+        )
+        stamp = self._stamp
+        if magic != _MAGIC:
+            return Damage.MAGIC
+        if version != FORMAT_VERSION or size != FOOTER_BYTES:
+            return Damage.VERSION
+        if _SEAL.unpack_from(footer, _BODY.size)[0] != xxhash.xxh3_64_intdigest(footer[: _BODY.size]):
+            return Damage.FOOTER
+        if key != stamp.key:
+            return Damage.KEY
+        if generation != stamp.generation and stamp.generation:
+            return Damage.GENERATION
+        if fingerprint != stamp.fingerprint and stamp.fingerprint:
+            return Damage.LAYOUT
+        if model != stamp.model and stamp.model:
+            return Damage.MODEL
+        if rank != stamp.rank:
+            return Damage.RANK
+        return None if length == self.payload_bytes else Damage.LENGTH
 
     def payload(self, piece: memoryview) -> None:
         if self._hasher is None:
@@ -156,7 +174,7 @@ class Inspection:
         """The result for the fed payload, or for its `checksum` if the caller has it. Check the footer first."""
         if checksum is None:
             checksum = (self._hasher or xxhash.xxh3_64()).intdigest()
-        return None if _checksum_of(self._footer) == checksum else Damage.CHECKSUM
+        return None if checksum == self._recorded else Damage.CHECKSUM
 
 
 class NotSealed(ValueError):
@@ -178,36 +196,6 @@ def stamp_of_name(name: str) -> Stamp:
 def _digest_of_part(part: str) -> bytes:
     text = unquote_part(part)
     return b"" if text is None else _text_digest(text)
-
-
-def _check_footer(footer: bytes, payload_bytes: int, stamp: Stamp) -> Damage | None:
-    """Check everything but the payload's checksum. An empty field of the stamp matches anything."""
-    magic, version, size, rank = _OUTER.unpack_from(footer)
-    if magic != _MAGIC:
-        return Damage.MAGIC
-    if version != FORMAT_VERSION or size != FOOTER_BYTES:
-        return Damage.VERSION
-    if _SEAL.unpack_from(footer, _BODY.size)[0] != xxhash.xxh3_64_intdigest(footer[: _BODY.size]):
-        return Damage.FOOTER
-    _, _, _, _, length, _, key, generation, fingerprint, model = _BODY.unpack_from(footer)
-    if key != stamp.key:
-        return Damage.KEY
-    if generation != stamp.generation and stamp.generation:
-        return Damage.GENERATION
-    if fingerprint != stamp.fingerprint and stamp.fingerprint:
-        return Damage.LAYOUT
-    if model != stamp.model and stamp.model:
-        return Damage.MODEL
-    if rank != stamp.rank:
-        return Damage.RANK
-    if length != payload_bytes:
-        return Damage.LENGTH
-    return None
-
-
-def _checksum_of(footer: bytes) -> int:
-    checksum: int = _BODY.unpack_from(footer)[5]
-    return checksum
 
 
 def _check_room(slot: memoryview, payload_bytes: int) -> None:
