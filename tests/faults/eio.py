@@ -44,5 +44,5 @@ class EioFile(FileStorage):
         failing = _FailingOs(Path(os.environ[FLAG]))
         file_io.os = put_file.os = failing  # type: ignore[assignment]
         # The extensions make system calls of their own.
-        put_file.NATIVE = file_io.NATIVE = block_memory.NATIVE = False
+        file_io.NATIVE = block_memory.NATIVE = False
         await super().open()

@@ -9,7 +9,7 @@ import pytest
 
 from tests.storage.harness import BACKENDS, MEMORY_BYTES, Backend, Harness, Memory, Open
 from tests.support.simulation.storage import SimStorage
-from transferd.storage import file_io, put_file
+from transferd.storage import file_io
 from transferd.storage.base import Storage
 
 
@@ -60,7 +60,6 @@ def open_backend(backend: Backend, open_storage: Open, tmp_path: Path) -> Open:
 @pytest.fixture
 def files_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
     """The file backend uses no extension, so a test can replace its system calls."""
-    monkeypatch.setattr(put_file, "NATIVE", False)
     monkeypatch.setattr(file_io, "NATIVE", False)
 
 
@@ -71,5 +70,5 @@ def files_both_ways(request: pytest.FixtureRequest) -> None:
         request.getfixturevalue("files_in_python")
     elif "files_in_python" in request.fixturenames:
         pytest.skip("this test replaces system calls of the slow version")
-    elif not put_file.NATIVE:
+    elif not file_io.NATIVE:
         pytest.skip("the installation found no compiler")

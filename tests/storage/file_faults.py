@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.storage.harness import Harness, Memory, file_config
 from tests.support.native import SHORT, Faults
 from transferd.errors import StorageFull
-from transferd.storage import file_io, put_file
+from transferd.storage import file_io
 from transferd.storage.base import Found, Outcome
 from transferd.storage.file import FileStorage
 from transferd.storage.paths import path_of
@@ -29,7 +29,7 @@ PUT = {
     "fallocate": (*FULL, errno.EIO, errno.EINTR),
     "rename": (*FULL, errno.EIO, errno.EACCES),
     "mkdir": (*FULL, errno.EIO),
-    "fsync": (*FULL, errno.EIO),
+    "fsync": (*FULL, errno.EIO, errno.EINTR),
     "unlink": (errno.EIO, errno.EROFS),
 }
 GET = {"open": (errno.EMFILE, errno.EIO, errno.EACCES, errno.EINTR), "pread": (errno.EIO, errno.EINTR, SHORT)}
@@ -88,6 +88,8 @@ async def put_under(world: World, call: str, error: int, moment: int) -> bool:
         world.counts["stored" if outcome.found is Found.STORED else "failed"] += 1
         if outcome.error is not None and error in FULL and not isinstance(outcome.error, StorageFull):
             world.broken.append(f"{what}: told as {outcome.error!r}")
+        if outcome.error is not None and error == errno.EINTR:
+            world.broken.append(f"{what}: {outcome.error!r} though nothing is wrong")
     await world.check(objects, outcomes, what)
     again = await world.harness.put(*objects.items())
     if any(outcome.found is Found.FAILED for outcome in again):
@@ -128,6 +130,7 @@ async def run(world: World) -> None:
             for moment in range(OBJECTS):
                 await get_under(world, call, error, moment)
     await unlinks(world)
+    await unreadable(world)
     if world.syncs:
         await unsynced(world)
     await world.storage.close()
@@ -150,6 +153,17 @@ async def unlinks(world: World) -> None:
         await world.check(objects, None, f"eviction, unlink {errno.errorcode[error]}")
 
 
+async def unreadable(world: World) -> None:
+    """A disk may try for a minute before it says that it cannot read: it is asked once."""
+    objects = world.fresh()
+    world.harness.reuse_memory()
+    await world.harness.put(*objects.items())
+    with world.faults.armed("pread", errno.EIO, count=-1, path="/objects/"):
+        answers = await world.harness.get(*((name, NBYTES) for name in objects))
+    if world.faults.hits != OBJECTS or any(outcome.found is not Found.FAILED for outcome, _ in answers):
+        world.broken.append(f"{world.faults.hits} reads of {OBJECTS} objects, {[str(o.found) for o, _ in answers]}")
+
+
 async def unsynced(world: World) -> None:
     """The medium does not take the bytes: no file gets its object's name, because fsync comes before the rename."""
     objects = world.fresh()
@@ -164,7 +178,7 @@ async def unsynced(world: World) -> None:
 
 def main() -> None:
     if sys.argv[3] == "Python":
-        put_file.NATIVE = file_io.NATIVE = False
+        file_io.NATIVE = False
     world = World(Path(sys.argv[1]) / "store", json.loads(sys.argv[2]))
     asyncio.run(run(world))
     print(json.dumps({"broken": world.broken[:20], "hits": dict(world.hits), **world.counts}))

@@ -26,7 +26,7 @@ from tests.support.simulation.pool import SIM_MASTER, SimPool
 from tests.support.simulation.storage import SimStorage
 from transferd.errors import Closed, StillRunning, StorageError, StorageFull, StorageUnavailable, TransferError
 from transferd.runtime import threads
-from transferd.storage import file_io, put_file
+from transferd.storage import file_io
 from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found, Outcome, Storage
 from transferd.storage.file import FileStorage
 from transferd.storage.memory import MemoryStorage
@@ -93,8 +93,7 @@ def simulated(_: Path, __: pytest.MonkeyPatch) -> Kind:
 
 
 def file(path: Path, patch: pytest.MonkeyPatch) -> Kind:
-    patch.setattr(put_file, "NATIVE", False)  # so that system calls can be replaced
-    patch.setattr(file_io, "NATIVE", False)
+    patch.setattr(file_io, "NATIVE", False)  # so that system calls can be replaced
     digest = BAD.split("/")[-2]
 
     def is_bad(fd: int) -> bool:

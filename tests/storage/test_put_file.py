@@ -16,7 +16,7 @@ import pytest
 
 from tests.storage.harness import put_stranger, skip_without_direct_io
 from tests.support.descriptors import open_below
-from transferd.storage import put_file as module
+from transferd.storage import file_io
 from transferd.storage.file_io import UNIT
 from transferd.storage.put_file import Reached, put_file
 
@@ -183,7 +183,7 @@ def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
 
 
 def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
-    if not module.NATIVE:
+    if not file_io.NATIVE:
         pytest.skip("the slow version trusts its only caller")
     path, data = str(tmp_path / "a"), memoryview(bytearray(UNIT))
     wrong: list[tuple[Any, ...]] = [(path, path, data, 2 * UNIT), (path, path, data, -1), (path, path, "text", 0)]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import itertools
 import os
 import random
+import signal
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -220,6 +222,60 @@ async def test_a_victim_whose_file_cannot_be_taken_is_still_there_and_the_next_t
     assert store.statistics()["evictions"] == 0
     assert await store.put([blob("dd")]) == [STORED]
     assert await store.exists([name(text) for text in ("aa", "bb", "cc", "dd")]) == [False, True, False, True]
+
+
+async def test_a_file_that_another_program_has_a_lease_on_is_replaced_and_not_waited_for(
+    store: FileStorage, tmp_path: Path
+) -> None:
+    """A file server takes leases on the files that it serves. The kernel lets it keep one for 45 s."""
+    await store.put([blob("aa")])
+    await store.put([blob("bb")])
+    [path] = (tmp_path / "objects").rglob("aa@0")
+    ignored = signal.signal(signal.SIGIO, signal.SIG_IGN)  # the kernel asks for the lease with it
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+        assert await store.put([blob("cc")]) == [STORED]
+        assert os.pread(fd, NBYTES, 0) == content("aa")
+    finally:
+        os.close(fd)
+        signal.signal(signal.SIGIO, ignored)
+    assert files(tmp_path).keys() == {"bb@0", "cc@0"}
+    assert await read(store, "cc") == (FOUND, content("cc"))
+
+
+@pytest.mark.usefixtures("files_in_python")
+@pytest.mark.parametrize("code", [errno.EACCES, errno.ETXTBSY])
+async def test_a_file_that_may_not_be_written_to_is_replaced(
+    store: FileStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    await store.put([blob("aa")])
+    await store.put([blob("bb")])
+    [path] = (tmp_path / "objects").rglob("aa@0")
+    opened = os.open
+
+    def refused(path: str, flags: int, *rest: int) -> int:
+        if flags & os.O_NONBLOCK and not flags & os.O_CREAT and flags & os.O_ACCMODE == os.O_WRONLY:
+            raise OSError(code, os.strerror(code))
+        return opened(path, flags, *rest)
+
+    with path.open("rb") as held, monkeypatch.context() as patch:
+        patch.setattr(os, "open", refused)
+        assert await store.put([blob("cc")]) == [STORED]
+        assert held.read() == content("aa")
+    assert files(tmp_path).keys() == {"bb@0", "cc@0"}
+    assert await read(store, "cc") == (FOUND, content("cc"))
+
+
+async def test_the_directory_of_a_file_that_was_written_over_in_vain_goes(store: FileStorage, tmp_path: Path) -> None:
+    await store.put([blob("aa")])
+    await store.put([blob("bb")])
+    [path] = (tmp_path / "objects").rglob("bb@0")
+    (path.parent.parent / "cc" / "cc@0").mkdir(parents=True)  # in the way of the new object
+    [outcome] = await store.put([blob("cc")])
+    assert outcome.found is Found.FAILED
+    await store.close()
+    assert not list((tmp_path / "objects").rglob("aa"))
 
 
 async def test_a_file_that_was_being_written_over_is_removed_at_the_next_start(tmp_path: Path) -> None:

@@ -51,17 +51,22 @@ def native(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         module = pytest.importorskip("transferd.workers._inplace", reason="the installation found no compiler")
         module.catch_bus_errors()
         return module
+    module = compiled(tmp_path_factory.mktemp("native"), "-DWITHOUT_AVX2")
+    module.catch_bus_errors()
+    return module
+
+
+def compiled(directory: Path, *flags: str) -> ModuleType:
+    """The extension, built with these flags as well."""
     gcc = compiler()
     if gcc is None:
         pytest.skip("this machine has no C compiler")
-    built = tmp_path_factory.mktemp("native") / "_inplace.so"
-    include = sysconfig.get_path("include")
-    flags = ["-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-DWITHOUT_AVX2", f"-I{include}"]
-    done = subprocess.run([gcc, *flags, str(SOURCE), "-o", str(built)], capture_output=True, text=True, check=False)
+    built = directory / "_inplace.so"
+    usual = ["-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-I{sysconfig.get_path('include')}"]
+    command = [gcc, *usual, *flags, str(SOURCE), "-o", str(built)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    module = loaded(built)
-    module.catch_bus_errors()
-    return module
+    return loaded(built)
 
 
 def loaded(path: Path) -> ModuleType:
@@ -249,6 +254,32 @@ def test_a_file_shorter_than_a_large_page_is_opened_and_its_last_call_closes_it(
             os.fstat(fd)
         assert native.checksum(state) == xxhash.xxh3_64_intdigest(content)
         assert memory.tobytes() == content
+
+
+def test_a_last_call_that_is_wrong_leaves_nothing_open_or_mapped(native: Any) -> None:
+    content, wrong = random.Random(8).randbytes(64 * 2048), np.array([[0, 0, 33]], np.int64)
+    with file_of(content) as file:
+        fd, _, _ = opened_or_skip(native, file, len(content), 120)
+        with pytest.raises(ValueError, match="parts of a piece are wrong"):
+            native.read_file(fd, True, 0, 0, wrong, 0, native.new_state(len(content)))
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
+    with large_file_of() as file:
+        mapping = map_or_skip(native, file)
+        with pytest.raises(ValueError, match="parts of a piece are wrong"):
+            native.copy_mapped(mapping, True, 0, 0, wrong, 0, native.new_state(LARGE))
+        with pytest.raises(ValueError, match="there is no mapping"):
+            native.unmap(mapping)
+
+
+def test_a_kernel_that_cannot_say_what_is_in_memory_is_asked_once(tmp_path: Path) -> None:
+    native = compiled(tmp_path, "-DSYS_cachestat=99999")
+    content = random.Random(9).randbytes(10_000)
+    with file_of(content) as file:
+        assert open_(native, file, len(content), 120) == NEITHER
+    made = tmp_path / "made by open"
+    assert native.open_file(str(made), os.O_RDONLY | os.O_CREAT, 10_000, 120) == NEITHER
+    assert not made.exists(), "it opens no file any more"
 
 
 def test_what_is_not_that_file_is_not_opened(native: Any, tmp_path: Path) -> None:

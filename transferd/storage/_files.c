@@ -32,7 +32,7 @@ typedef struct {
 static int fill(const Order *order, int fd)
 {
     long long done = 0;
-    int flags;
+    int flags, failed = 0;
 
     if (order->allocates && !order->spare && order->nbytes) {
         do
@@ -60,7 +60,11 @@ static int fill(const Order *order, int fd)
             return -1;
         done += some < 0 ? 0 : some;
     }
-    return order->syncs ? fsync(fd) : 0;
+    if (order->syncs)
+        do
+            failed = fsync(fd);
+        while (failed < 0 && errno == EINTR);
+    return failed;
 }
 
 /* How far it came, and then `error` says why not further. */
@@ -81,8 +85,12 @@ static int put(const Order *order, int *error)
         *error = errno;
         return NOT_OPENED;
     }
-    if (order->spare &&
-        (fstat(fd, &found) < 0 || !S_ISREG(found.st_mode) || found.st_nlink != 1 || found.st_size != order->nbytes)) {
+    if (order->spare && fstat(fd, &found) < 0) {
+        *error = errno;
+        close(fd);
+        return NOT_OPENED;
+    }
+    if (order->spare && (!S_ISREG(found.st_mode) || found.st_nlink != 1 || found.st_size != order->nbytes)) {
         close(fd);
         return UNFIT;
     }
@@ -142,22 +150,24 @@ released:
     return result;
 }
 
-/* Reads the whole file past the page cache. -1: it is not a regular file of this length, or not to be read so. */
+/* Reads the whole file past the page cache. -1: it is not a regular file of this length, or not to be read so. EIO: the
+ * disk cannot read it, and should not be asked again, because it may have tried for a minute. */
 static int get(const char *path, unsigned char *data, size_t nbytes, int flags, struct stat *found)
 {
     unsigned char tail[UNIT] __attribute__((aligned(UNIT)));
     size_t whole = nbytes / UNIT * UNIT;
     struct iovec both[] = {{data, whole}, {tail, UNIT}}; /* a read may extend past the end of the file */
     ssize_t got = -1;
-    int fd = open(path, flags);
+    int fd, error = 0;
 
-    if (fd < 0)
+    if ((uintptr_t)data % UNIT || (fd = open(path, flags)) < 0)
         return -1;
     if (fstat(fd, found) == 0 && S_ISREG(found->st_mode) && (size_t)found->st_size == nbytes)
-        got = preadv(fd, whole ? both : both + 1, whole ? 2 : 1, 0);
+        if ((got = preadv(fd, whole ? both : both + 1, whole ? 2 : 1, 0)) < 0)
+            error = errno;
     close(fd);
     if (got < 0 || (size_t)got != nbytes)
-        return -1;
+        return error == EIO ? EIO : -1;
     memcpy(data + whole, tail, nbytes - whole);
     return 0;
 }
@@ -182,6 +192,10 @@ static PyObject *get_file(PyObject *module, PyObject *args)
     Py_END_ALLOW_THREADS
     PyBuffer_Release(&data);
     Py_DECREF(path);
+    if (failed > 0) {
+        errno = failed;
+        return PyErr_SetFromErrno(PyExc_OSError);
+    }
     if (failed)
         Py_RETURN_NONE;
     return PyFloat_FromDouble((double)found.st_mtim.tv_sec + (double)found.st_mtim.tv_nsec * 1e-9);
@@ -193,7 +207,7 @@ static PyMethodDef methods[] = {
      "put_file.py"},
     {"get_file", get_file, METH_VARARGS,
      "get_file(path, data, flags): read a file of exactly this length with these flags, of which one is O_DIRECT: when it was "
-     "modified; None: find out with system calls what it is"},
+     "modified; None: find out with system calls what it is; OSError: the disk cannot read it"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -13,7 +13,9 @@ from transferd.errors import StorageError
 from transferd.storage.base import Blob, Lent, LentBlock, Outcome, Place
 from transferd.storage.lru import Entry, LruIndex, Use, Victim
 
-PATIENCE_S = 5.0  # how long a write waits for running writes of its own task, so that these can make room
+# How long a write waits for running writes of its own task, so that these can make room. Two chunks of 128 MiB may be
+# under way (workers/lent.py), so a disk that writes 13 MB/s is slow, but does not hang.
+PATIENCE_S = 20.0
 
 Wanted = Blob | Place
 

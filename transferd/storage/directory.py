@@ -51,7 +51,10 @@ TOUCH_INTERVAL_S = 60.0
 # How often to re-create a directory that another thread removes, because it is empty, at the same moment.
 DIRECTORY_TRIES = 100
 WRITE_FLAGS = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-NO_FILE = (errno.ELOOP, errno.ENXIO, errno.EISDIR)  # what `open` with these flags says of a link, a FIFO, a directory
+# What `open` with these flags and O_NONBLOCK says of a file that cannot be overwritten, but removed or moved: it is a
+# link, a FIFO, a directory; another program has a lease on it; its mode forbids it; it runs as a program.
+NOT_TO_OVERWRITE = (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.EAGAIN, errno.EACCES, errno.ETXTBSY)
+NEVER_READABLE = (errno.EIO, errno.ELOOP, errno.EISDIR, errno.ENXIO)
 # The most modification times to write at close; each takes about 4 µs.
 TOUCH_AT_CLOSE = 500_000
 
@@ -216,8 +219,8 @@ class ObjectDirectory:
 
         displaced: an object to remove. If its file has the same length, it is written over. It already has pages and
         blocks, so that takes half of the time of a new file, or a tenth in a virtual machine whose host reclaims free
-        pages. No one may be reading the file. If the process dies, the next start removes it like any temporary one.
-        Raises StillStored if that object cannot be removed.
+        pages. No one may be reading the file. If the process dies meanwhile, the next start removes that file like any
+        temporary one. Raises StillStored if that object cannot be removed.
         """
         path = self._objects + path_of(name)
         spare = None if displaced is None else self._objects + path_of(displaced)
@@ -229,19 +232,21 @@ class ObjectDirectory:
             self._pruning.arrived(path)
             if self._fsync:
                 _sync_directory(os.path.dirname(path))
-            if spare is not None:
-                self._pruning.left(spare)
         except OSError as error:
             for left in (temporary, path):
                 with contextlib.suppress(OSError):
                     os.unlink(left)
             raise self._translated("write", error, data.nbytes) from error
+        finally:
+            if spare is not None:
+                self._pruning.left(spare)
 
     def _put(self, spare: str | None, temporary: str, path: str, data: memoryview) -> bool:
         """Write the file at `temporary`, and rename it to `path`. Raises OSError, StillStored.
 
         spare: the path of the file to take; None: make one. False means that there is no file to overwrite. If there is
-        something else, it is removed: somebody may have put it there, or linked to the file as a backup.
+        something else, it is removed, because somebody may have put it there, or linked to the file as a backup; a
+        directory stays.
         """
         io = self._io
         direct, flags = io.direct_bytes(data.nbytes), WRITE_FLAGS | io.flags
@@ -262,11 +267,13 @@ class ObjectDirectory:
             if error != errno.ENOENT:
                 raise StillStored(self._translated("remove", OSError(*_described(error)), 0))
             return False
-        if spare is not None and (reached == Reached.UNFIT or (reached == Reached.NOT_OPENED and error in NO_FILE)):
-            try:
-                os.unlink(temporary)
-            except IsADirectoryError:  # not ours to remove
-                os.rename(temporary, spare)
+        unfit = reached == Reached.UNFIT or (reached == Reached.NOT_OPENED and error in NOT_TO_OVERWRITE)
+        if spare is not None and unfit:
+            with contextlib.suppress(FileNotFoundError):
+                try:
+                    os.unlink(temporary)
+                except IsADirectoryError:  # not ours to remove
+                    os.rename(temporary, spare)
             return False
         raise OSError(*_described(error))
 
@@ -293,7 +300,10 @@ class ObjectDirectory:
             return True
 
         path = self.path(name)
-        modified = self._io.read_file(path, data, READ_FLAGS)
+        try:
+            modified = self._io.read_file(path, data, READ_FLAGS)
+        except OSError as error:
+            raise self._unreadable(error, data.nbytes) from error
         if modified is None:
             return self._opened(path, data.nbytes, self._io.flags, work)
         self._keep_recent(path, modified)
@@ -335,10 +345,12 @@ class ObjectDirectory:
         except FileNotFoundError:
             return False
         except OSError as error:
-            translated = self._translated("read", error, nbytes)
-            if error.errno in (errno.EIO, errno.ELOOP, errno.EISDIR, errno.ENXIO):  # a retry cannot help
-                raise Damaged(translated) from error
-            raise translated from error
+            raise self._unreadable(error, nbytes) from error
+
+    def _unreadable(self, error: OSError, nbytes: int) -> StorageError | Damaged:
+        """What to raise for an object that cannot be read. Damaged: nor will it be the next time."""
+        translated = self._translated("read", error, nbytes)
+        return Damaged(translated) if error.errno in NEVER_READABLE else translated
 
     def _keep_recent(self, file: int | str, modified: float) -> None:
         """Refresh the modification time of a file that is being read, if it has become old."""

@@ -66,7 +66,7 @@ class CachedIO:
     def read_file(self, path: str, data: memoryview, flags: int) -> float | None:  # noqa: ARG002 - a default
         """Fill `data` from a file of the same length in one step. Returns when it was modified; None: use `read`.
 
-        flags: for `open`.
+        flags: for `open`. Raises OSError if the disk cannot read it.
         """
         return None
 

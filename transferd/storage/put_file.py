@@ -1,7 +1,7 @@
 """Puts an object's file in its place: makes it or takes another's, fills it, and gives it its name. Blocking.
 
 The fast version is a small C extension that does all of this in one call without the GIL (docs/adr/0062). The slow
-version does the same and needs no compiler. `NATIVE` says whether the fast version is in use.
+version does the same and needs no compiler. `file_io.NATIVE` says whether the fast version is in use.
 
 The ways to write were measured (2 MiB objects, ext4). Through the page cache, allocating the file's blocks first
 (fallocate) and then one pwrite is a third faster than pwrite alone, several pwrites, or O_TMPFILE with linkat. Without
@@ -15,14 +15,11 @@ import enum
 import os
 import stat
 
+from transferd.storage import file_io
 from transferd.storage.file_io import UNIT, through_the_cache, unless_refused
 
-try:
+if file_io.NATIVE:
     from transferd.storage import _files
-except ImportError:  # the installation had no compiler
-    NATIVE = False
-else:
-    NATIVE = True
 
 
 class Reached(enum.IntEnum):
@@ -56,7 +53,7 @@ def put_file(
 
     Returns how far it came (Reached), and the errno that says why not further.
     """
-    if NATIVE:
+    if file_io.NATIVE:
         return _files.put_file(spare, temporary, path, data, direct, flags, mode, allocates, syncs)
     reached = Reached.NOT_RETIRED
     try:

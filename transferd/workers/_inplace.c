@@ -1,7 +1,8 @@
 /* Copies a piece of an object into the parts of a block, or back, and takes its checksum in the same pass, without the GIL.
  *
  * The slow twin of loads is BlockInPlace._load_in_python, and stores go through a copy plan without this extension.
- * tests/workers/test_in_place_native.py runs both ways over the same objects. Built against the limited API of CPython 3.11, so one build serves every later version.
+ * tests/workers/test_in_place_native.py runs both ways over the same objects. Built against the limited API of CPython 3.11,
+ * so one build serves every later version.
  *
  * An object in memory is copied from there. A large file in the page cache is mapped and copied from there, too; other files
  * are read into a buffer that stays in a core's own cache. What is written goes past the caches, unless the caller wants it kept
@@ -18,7 +19,7 @@
 
 #define MOST_PARTS 1024     /* of one piece: IOV_MAX */
 #define READ_AT_ONCE 131072 /* bytes of a file: they fit a core's second cache */
-#define LONGEST_END 256     /* bytes of a file that map_file returns: a footer */
+#define LONGEST_END 256     /* bytes of a file that open_file returns: a footer */
 
 /* A piece of a block: parts[i] = (offset in block 0, bytes from block to block, bytes). */
 typedef struct {
@@ -144,9 +145,13 @@ static PyObject *read_file(PyObject *module, PyObject *args)
     uint64_t done = 0;
 
     (void)module;
-    if (!PyArg_ParseTuple(args, "ipKKOKO", &fd, &last, &offset, &address, &parts, &block, &state) ||
-        open_piece(&piece, address, parts, block, state) < 0)
+    if (!PyArg_ParseTuple(args, "ipKKOKO", &fd, &last, &offset, &address, &parts, &block, &state))
         return NULL;
+    if (open_piece(&piece, address, parts, block, state) < 0) {
+        if (last)
+            close(fd);
+        return NULL;
+    }
 
     Py_BEGIN_ALLOW_THREADS
     while (done < piece.total) {
@@ -262,7 +267,7 @@ static PyObject *open_file(PyObject *module, PyObject *args)
     may = may_map && nbytes >= LARGE_PAGE && set_handler() == 0;
     const char *name = PyBytes_AsString(path);
     Py_BEGIN_ALLOW_THREADS
-    fd = open(name, flags);
+    fd = cannot_ask ? -1 : open(name, flags);
     if (fd >= 0 && is_all_there(fd, nbytes, &status)) {
         mapping = may ? map_open(fd, nbytes) : NULL;
         if (mapping)
@@ -307,8 +312,13 @@ static PyObject *copy_mapped(PyObject *module, PyObject *args)
 
     (void)module;
     if (!PyArg_ParseTuple(args, "ipKKOKO", &number, &last, &offset, &address, &parts, &block, &state) ||
-        !(mapping = mapping_of(number)) || open_piece(&piece, address, parts, block, state) < 0)
+        !(mapping = mapping_of(number)))
         return NULL;
+    if (open_piece(&piece, address, parts, block, state) < 0) {
+        if (last)
+            unmap_file(mapping);
+        return NULL;
+    }
     uint64_t begin = atomic_load(&mapping->begin), length = mapping->end - begin, total = piece.total;
     int whole = offset <= length && total <= length - offset;
 

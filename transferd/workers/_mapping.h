@@ -74,6 +74,7 @@ static struct sigaction before_ours;
 static volatile sig_atomic_t passed_on;
 static int may_map; /* guarded by the GIL, as set_handler is */
 static int pagemap = -1; /* /proc/self/pagemap; -1 without it */
+static _Atomic int cannot_ask; /* the kernel has no cachestat (Linux 6.5), so no file is known to be in memory */
 
 static void on_bus_error(int number, siginfo_t *info, void *context)
 {
@@ -126,7 +127,12 @@ static int all_in_memory(int fd, uint64_t nbytes)
     } pages;
     uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
 
-    return syscall(SYS_cachestat, fd, &range, &pages, 0) == 0 && pages.cached >= (nbytes + page - 1) / page;
+    if (syscall(SYS_cachestat, fd, &range, &pages, 0) < 0) {
+        if (errno == ENOSYS)
+            cannot_ask = 1;
+        return 0;
+    }
+    return pages.cached >= (nbytes + page - 1) / page;
 }
 
 /* Gives back the addresses of this thread, unless a mapping is still in use. */

@@ -114,7 +114,10 @@ class BlockInPlace:
             return None
         finally:
             if is_open:
-                _inplace.unmap(mapping) if mapping else os.close(fd)
+                if mapping:
+                    _inplace.unmap(mapping)
+                else:
+                    os.close(fd)
 
     def leave(self) -> None:
         if self._memory.tables is not None:

@@ -18,7 +18,8 @@ from transferd.workers.context import RankContext
 from transferd.workers.job import Job
 from transferd.workers.loan import Loan
 
-# The size of one call: enough bytes to hide its fixed cost, and few enough that what is stored counts soon.
+# The size of one call: enough bytes to hide its fixed cost (waking two threads, and hearing from them), and few enough
+# that a task which is stopped can report most of what it has stored.
 CHUNK_BYTES, CHUNK_BLOCKS = 128 * 1024**2, 64
 
 
