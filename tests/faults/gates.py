@@ -157,14 +157,14 @@ class _Gated(Storage):
         await gate("load", rank=_rank(blobs[0].name))
         return first + await super().get(blobs[middle:])
 
-    async def get_in_place(self, places: Sequence[Place]) -> list[Outcome]:
+    async def get_in_place(self, places: Sequence[Place], at_once: int | None = None) -> list[Outcome]:
         if not _meant(places[0].name):
-            return await super().get_in_place(places)
+            return await super().get_in_place(places, at_once)
         rank = _rank(places[0].name)
         outcomes: list[Outcome] = []
         for place in places:
             halfway = Place(place.name, HalfwayBlock(place.data, rank), place.use, place.depth)
-            outcomes += await super().get_in_place([halfway])
+            outcomes += await super().get_in_place([halfway], at_once)
             await gate("load", rank=rank)
             await gate("result", rank=rank, nbytes=place.data.nbytes - FOOTER_BYTES)
         return outcomes

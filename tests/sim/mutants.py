@@ -75,20 +75,20 @@ MUTANTS = (
     Mutant(
         "the result of the last rank is lost",
         "tasks.py",
-        'key=operator.attrgetter("rank"))\n    ]\n    # If all',
-        'key=operator.attrgetter("rank"))[: max(1, len(outcomes) - 1)]\n    ]\n    # If all',
+        'key=operator.attrgetter("rank"))\n    ]\n    nbytes',
+        'key=operator.attrgetter("rank"))[: max(1, len(outcomes) - 1)]\n    ]\n    nbytes',
     ),
     Mutant(
         "a read reports the longest prefix of any rank",
         "tasks.py",
-        "    prefix = min([_prefix(o.moved) for o in outcomes], default=0)",
-        "    prefix = max([_prefix(o.moved) for o in outcomes], default=0)",
+        "range(min([_prefix(o.moved) for o in outcomes], default=0))",
+        "range(max([_prefix(o.moved) for o in outcomes], default=0))",
     ),
     Mutant(
         "a read counts all loaded blocks, not the leading ones",
         "tasks.py",
-        "    prefix = min([_prefix(o.moved) for o in outcomes], default=0)",
-        "    prefix = min([len(o.moved) for o in outcomes], default=0)",
+        "range(min([_prefix(o.moved) for o in outcomes], default=0))",
+        "range(min([len(o.moved) for o in outcomes], default=0))",
     ),
     Mutant(
         "a sparse read ends at the first hole",
@@ -103,10 +103,10 @@ MUTANTS = (
         "set.union(*(set(o.moved) for o in outcomes))",
     ),
     Mutant(
-        "a swap counts as complete if one rank completed it",
+        "a task counts as complete if one rank completed it",
         "tasks.py",
-        "    complete = bool(outcomes) and all(len(o.moved) == wanted for o in outcomes)",
-        "    complete = bool(outcomes) and any(len(o.moved) == wanted for o in outcomes)",
+        '    complete = min(map(len, map(operator.attrgetter("moved"), outcomes)), default=-1) == wanted',
+        '    complete = max(map(len, map(operator.attrgetter("moved"), outcomes)), default=-1) == wanted',
     ),
     Mutant(
         "a lease is returned when its put begins",
@@ -143,7 +143,7 @@ MUTANTS = (
     ),
     Mutant(
         "an object that is loaded in place is not checked",
-        "workers/in_place.py",
+        "workers/block_in_place.py",
         "        return self._load_pieces(parts, copy, None) and inspection.damage() is None",
         "        return self._load_pieces(parts, copy, None)",
     ),

@@ -93,7 +93,7 @@ async def test_a_store_is_the_same_with_and_without_it(tmp_path: Path) -> None:
     for number, direct_io in enumerate([False, True, False, True]):
         storage = FileStorage(file_config(tmp_path, CAPACITY, direct_io=direct_io))
         await storage.open()
-        assert storage.loads_in_place is not direct_io
+        assert bool(storage.bounces) is direct_io
         for older in range(number):
             assert await read(storage, older, nbytes) == (FOUND, content(older, nbytes))
         assert await storage.put([blob(number, nbytes)]) == [STORED]

@@ -101,6 +101,7 @@ class Rig:
             inline_check_bytes=inline_check_bytes,
         )
         self.arrived: list[tuple[Job, RankOutcome]] = []
+        self.came = asyncio.Event()  # something has arrived
         self.died: list[tuple[int, str]] = []
         self.worker = RankWorker(context)
 
@@ -183,8 +184,12 @@ class Rig:
 
     def start(self, task: Task) -> Job:
         job = Job(task, task.blocks, GENERATION, admitted_at=1.0, started_at=3.0, queue_s=2.0)
-        self.worker.start(job, lambda *arrival: self.arrived.append(arrival), lambda *death: self.died.append(death))
+        self.worker.start(job, self._arrive, lambda *death: self.died.append(death))
         return job
+
+    def _arrive(self, job: Job, outcome: RankOutcome) -> None:
+        self.arrived.append((job, outcome))
+        self.came.set()
 
     def outcome(self, job: Job) -> RankOutcome | None:
         """None while it has not arrived. It arrives once."""
@@ -199,6 +204,14 @@ class Rig:
             await asyncio.wait_for(asyncio.wait([*self.worker._jobs]), 60)
         outcome = self.outcome(job)
         assert outcome is not None
+        return outcome
+
+    async def ended_alone(self, job: Job) -> RankOutcome:
+        """Its outcome, while others are still at work, in threads as well."""
+        async with asyncio.timeout(60):
+            while (outcome := self.outcome(job)) is None:
+                self.came.clear()
+                await self.came.wait()
         return outcome
 
     async def stopped(self, job: Job) -> RankOutcome:

@@ -41,9 +41,9 @@ class Warm(SimStorage):
         self.reading: Callable[[str, int], None] = lambda _name, _offset: None
         self.has_read: Callable[[Sequence[memoryview]], None] = lambda _buffers: None
 
-    def get_in_place(self, places: Sequence[Place]) -> Awaitable[list[Outcome]]:
+    def get_in_place(self, places: Sequence[Place], at_once: int | None = None) -> Awaitable[list[Outcome]]:
         self.tried.append([place.name for place in places])
-        return super().get_in_place(places)
+        return super().get_in_place(places, at_once)
 
     def _load_one(self, place: Place) -> Outcome:
         return super()._load_one(Place(place.name, _Told(self, place), place.use, place.depth))

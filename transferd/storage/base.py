@@ -112,6 +112,13 @@ class InPlace(Protocol):
         """
         ...
 
+    def load_direct(self, path: str, flags: int) -> float | None:
+        """Like `load_file`, past the page cache, by way of the task's staging. None: use `get` instead.
+
+        flags: for `open`, O_DIRECT among them. Raises OSError if the medium cannot read the file.
+        """
+        ...
+
     def leave(self) -> None:
         """In a thread, after its loads of a batch: give back what `load_file` kept for the next block of the batch."""
         ...
@@ -168,6 +175,8 @@ class Storage(abc.ABC):
     # costs more than a copy in memory. A backend that joins puts itself leaves joins_puts False.
     joins_gets = joins_puts = False
     loads_in_place = False  # whether get_in_place works
+    # How many blocks get_in_place loads at a time by way of staging; 0: it loads from memory, and needs no staging.
+    bounces = 0
     collects = 0  # how many blocks put_lent makes objects of at a time; 0: it does not work
     # The most bytes of a chunk. More than the default if a call has a high fixed cost.
     chunk_bytes = CHUNK_BYTES
@@ -242,12 +251,14 @@ class Storage(abc.ABC):
         """
         raise NotImplementedError
 
-    def get_in_place(self, places: Sequence[Place]) -> Awaitable[list[Outcome]]:
-        """Have each block load its object without staging, from memory only.
+    def get_in_place(self, places: Sequence[Place], at_once: int | None = None) -> Awaitable[list[Outcome]]:
+        """Have each block load its object itself, in the thread that reads it; from memory only, unless `bounces`.
 
         A backend may first bring an object into memory, for a block that is `wanted`. FOUND: the block has read the
         object, and knows whether it is the right one. COLD: the object is not in memory, or the block could not load
         it. The outcomes have the order of `places`. Only if `loads_in_place`.
+
+        at_once: at most so many blocks load at a time, because the task has staging for no more.
         """
         raise NotImplementedError
 

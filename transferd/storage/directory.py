@@ -310,9 +310,10 @@ class ObjectDirectory:
         return True
 
     def load(self, name: str, block: InPlace) -> bool | Outcome:
-        """Have `block` load the object from the page cache, and bring a large one there before. Otherwise like `read`.
+        """Have `block` load the object. Otherwise like `read`.
 
-        COLD: the page cache does not have all of it, or the block could not load it.
+        From the page cache, where a large one is brought before; or past it. COLD: the page cache does not have all of
+        it, or the block could not load it.
         """
 
         def work(fd: int) -> bool | Outcome:
@@ -322,10 +323,16 @@ class ObjectDirectory:
                 return True
             return block.load(functools.partial(read_now, fd), fd) or COLD
 
-        path = self.path(name)
-        modified = block.load_file(path, READ_FLAGS)
+        path, direct = self.path(name), self._io.flags
+        if direct:
+            try:
+                modified = block.load_direct(path, READ_FLAGS | direct)
+            except OSError as error:
+                raise self._unreadable(error, block.nbytes) from error
+        else:
+            modified = block.load_file(path, READ_FLAGS)
         if modified is None:
-            return self._opened(path, block.nbytes, 0, work)
+            return COLD if direct else self._opened(path, block.nbytes, 0, work)
         self._keep_recent(path, modified)
         return True
 

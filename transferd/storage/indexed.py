@@ -141,8 +141,8 @@ class IndexedStorage(Storage):
             return self._without(bad, outcomes) if bad else answered(outcomes)
         return self._get(blobs)
 
-    def get_in_place(self, places: Sequence[Place]) -> Awaitable[list[Outcome]]:
-        return self.get(places)
+    def get_in_place(self, places: Sequence[Place], at_once: int | None = None) -> Awaitable[list[Outcome]]:
+        return self.get(places) if at_once is None else self._get(places, at_once)
 
     def quarantine(self, name: str) -> Awaitable[None]:
         """Forget the object at once. The future is done when its bytes have been put aside."""
@@ -355,15 +355,16 @@ class IndexedStorage(Storage):
                 self._index.touch_one(entry, blob.use or alone, position if blob.use is None else blob.depth)
         return reads
 
-    async def _get(self, blobs: Sequence[Wanted]) -> list[Outcome]:
+    async def _get(self, blobs: Sequence[Wanted], at_once: int | None = None) -> list[Outcome]:
         self._check_open()
         with self._traffic:
-            return await uncancelled(self._read_all(blobs))
+            return await uncancelled(self._read_all(blobs, at_once))
 
-    async def _read_all(self, blobs: Sequence[Wanted]) -> list[Outcome]:
+    async def _read_all(self, blobs: Sequence[Wanted], at_once: int | None) -> list[Outcome]:
         reads = self._present(blobs)
         with self._traffic.reading([read.blob.name for read in reads]):
-            answers = await self._effects.run(Direction.IN, reads, self._read_one, then=leave_of(reads))
+            left = leave_of(reads)
+            answers = await self._effects.run(Direction.IN, reads, self._read_one, then=left, at_once=at_once)
         outcomes, bad = self._judge(blobs, reads, answers)
         if bad:
             await self._put_aside(bad)

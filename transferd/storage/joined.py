@@ -29,9 +29,9 @@ import numpy as np
 
 from transferd.config import StorageSection
 from transferd.errors import StorageError, TransferError
-from transferd.runtime.aio import every, uncancelled
+from transferd.runtime.aio import answered, every, uncancelled
 from transferd.runtime.threads import Direction, Threads
-from transferd.storage.base import EXISTS, Blob, Found, Lent, Outcome, Place, Storage
+from transferd.storage.base import COLD, EXISTS, Blob, Found, Lent, Outcome, Place, Storage
 from transferd.storage.lru import Use
 from transferd.tiers.base import INLINE_BYTES, HostMemory
 
@@ -91,7 +91,7 @@ class JoinedStorage(Storage):
         self, storage: Storage, threads: Threads, several: Callable[[], bool], inline_bytes: int = INLINE_BYTES
     ) -> None:
         self.backend, self.joins_gets, self.joins_puts = storage.backend, storage.joins_gets, storage.joins_puts
-        self.loads_in_place = storage.loads_in_place
+        self.loads_in_place, self.bounces = storage.loads_in_place, storage.bounces
         self.collects = 0 if storage.joins_puts else storage.collects
         self.chunk_bytes = storage.chunk_bytes
         self._storage = storage
@@ -114,9 +114,14 @@ class JoinedStorage(Storage):
             return self._storage.get(blobs)
         return self._to_the_end(self._gets, self._storage.get, blobs)
 
-    def get_in_place(self, places: Sequence[Place]) -> Awaitable[list[Outcome]]:
-        """Not joined: copying from a leader's block would cost as much as copying from the storage's memory."""
-        return self._storage.get_in_place(places)
+    def get_in_place(self, places: Sequence[Place], at_once: int | None = None) -> Awaitable[list[Outcome]]:
+        """Not joined: copying from a leader's block would cost as much as copying from the storage's memory.
+
+        If a medium is read, the answer with several engines is COLD, so that each comes with `get`, which is joined.
+        """
+        if self.bounces and self._several():
+            return answered([COLD] * len(places))
+        return self._storage.get_in_place(places, at_once)
 
     async def _to_the_end(self, flights: FlightBoard, call: Call, blobs: Sequence[Blob]) -> list[Outcome]:
         return await uncancelled(self._join(flights, call, blobs))

@@ -101,5 +101,8 @@ class Flights:
             batch.lease.release()
             batch.lease = None
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._by_name
+
     def __len__(self) -> int:
         return len(self._by_name)

@@ -7,7 +7,9 @@ same in more steps.
 
 Objects are only loaded from memory this way (`Storage.get_in_place`), because no thread may wait for a disk while it
 may touch a block: when a task ends, its blocks belong to the engine again. The file backend brings a large object into
-the page cache first (docs/adr/0061). All others go through staging.
+the page cache first (docs/adr/0061). Past the page cache (`Storage.bounces`), a thread reads a piece to a slot of
+staging and copies it while it is still in the caches (docs/adr/0063). All others go through staging whole (read.py);
+so do objects that another task is loading past the page cache right now, because there tasks share one read.
 
 The footer is read first, so a wrong object never touches a block. A payload that fails its check counts as cold:
 staging loads it again, and decides whether the object is damaged or another process wrote to the block. Until then the
@@ -17,144 +19,28 @@ block holds undefined bytes, like any block that its task does not report (docs/
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
-import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
-from transferd.blocks.footer import FOOTER_BYTES, Damage, Inspection
-from transferd.storage.base import Backing, Found, Outcome, Place, ReadNow, Storage
+from transferd.blocks.footer import Damage
+from transferd.storage.base import Found, Outcome, Place, Storage
 from transferd.tasks import ReadStorageTask
-from transferd.workers.block_memory import AddressableBlocks, BlockMemory
+from transferd.workers.block_in_place import BlockInPlace
+from transferd.workers.block_memory import AddressableBlocks
 from transferd.workers.context import Account, RankContext
 from transferd.workers.loan import Loan
-
-with contextlib.suppress(ImportError):  # the installation had no compiler
-    from transferd.workers import _inplace
 
 # The size of one call: enough bytes to hide its fixed cost (waking two threads, and hearing from them), and few enough
 # objects that the event loop prepares them within a millisecond or two. A stop waits only for a piece of one object.
 CHUNK_BYTES, CHUNK_BLOCKS = 128 * 1024**2, 64
 CHUNKS_UNDER_WAY = 2  # so that no thread waits for the event loop
+CONSUMER = "read"  # of staging
 
 Bad = Callable[[str, str, Damage], None]
-Parts = npt.NDArray[np.int64]
-# Copies one piece of an object: offset in the object, origin of the arena, parts of the piece, block, state of the
-# checksum. Returns how many bytes it copied.
-CopyPiece = Callable[[int, int, Any, int, Any], int]
-
-
-class BlockInPlace:
-    """Loads one block in place and checks the object. See `storage.base.InPlace`.
-
-    damage: after a load, what is wrong with the object's footer; None for a good one. A wrong payload does not prove
-    that the object is damaged: an engine that was killed and restarted may write to blocks that a task of its
-    predecessor still loads. Only staging can tell, because no one else touches it.
-    """
-
-    __slots__ = ("_block", "_inspection", "_loan", "_memory", "damage", "nbytes")
-
-    def __init__(self, memory: BlockMemory, block: int, inspection: Inspection, loan: Loan) -> None:
-        self.nbytes = inspection.payload_bytes + FOOTER_BYTES
-        self.damage: Damage | None = None
-        self._memory = memory
-        self._block = block
-        self._inspection = inspection
-        self._loan = loan
-
-    @property
-    def wanted(self) -> bool:
-        return not self._loan.over
-
-    def load(self, read: ReadNow, backing: Backing | None = None) -> bool:
-        payload_bytes = self._inspection.payload_bytes
-        if isinstance(backing, memoryview):
-            footer = bytes(backing[-FOOTER_BYTES:])
-        else:
-            buffer = bytearray(FOOTER_BYTES)
-            if read([memoryview(buffer)], payload_bytes) < FOOTER_BYTES:
-                return False
-            footer = bytes(buffer)
-        self.damage = self._inspection.footer(footer)
-        if self.damage is not None:
-            return True
-        if backing is None or self._memory.tables is None:
-            return self._load_in_python(read)
-        if isinstance(backing, int):
-            return self._load_natively(self._memory.tables, functools.partial(_inplace.read_file, backing, False))
-        return self._load_natively(self._memory.tables, functools.partial(_inplace.copy_memory, backing))
-
-    def load_file(self, path: str, flags: int) -> float | None:
-        tables = self._memory.tables
-        if tables is None:
-            return None
-        mapping, fd, footer, modified = _inplace.open_file(path, flags, self.nbytes, FOOTER_BYTES)
-        if not mapping and fd < 0:
-            return None
-        call, source = (_inplace.copy_mapped, mapping) if mapping else (_inplace.read_file, fd)
-        is_open = True
-
-        def copy(offset: int, origin: int, table: Parts, *rest: Any) -> int:
-            nonlocal is_open
-            last = table is tables[-1]
-            is_open = not last
-            return call(source, last, offset, origin, table, *rest)  # the last call unmaps or closes it
-
-        try:
-            self.damage = self._inspection.footer(footer)
-            return modified if self.damage is not None or self._load_natively(tables, copy) else None
-        except OSError:  # a disk that cannot read a page; whoever opens the file finds out
-            return None
-        finally:
-            if is_open:
-                if mapping:
-                    _inplace.unmap(mapping)
-                else:
-                    os.close(fd)
-
-    def leave(self) -> None:
-        if self._memory.tables is not None:
-            _inplace.forget_files()
-
-    def _load_natively(self, tables: Sequence[Parts], copy: CopyPiece) -> bool:
-        """copy: a call of the extension, which has its source."""
-        state = _inplace.new_state(self._inspection.payload_bytes)
-        return self._load_pieces(tables, copy, state) and self._inspection.damage(_inplace.checksum(state)) is None
-
-    def _load_in_python(self, read: ReadNow) -> bool:
-        view, inspection = self._memory.view, self._inspection
-
-        def copy(offset: int, _origin: int, parts: list[tuple[int, int, int]], block: int, _state: None) -> int:
-            buffers = [view[(at := first + stride * block) : at + length] for first, stride, length in parts]
-            loaded = read(buffers, offset)
-            if loaded == sum(buffer.nbytes for buffer in buffers):
-                for buffer in buffers:
-                    inspection.payload(buffer)
-            return loaded
-
-        parts = [piece.parts for piece in self._memory.pieces]
-        return self._load_pieces(parts, copy, None) and inspection.damage() is None
-
-    def _load_pieces(self, tables: Sequence[Any], copy: CopyPiece, state: bytearray | None) -> bool:
-        """Load every piece. False: some bytes are not in memory, or the loan has ended."""
-        memory, loan, block = self._memory, self._loan, self._block
-        origin = memory.arena.origin
-        for piece, table in zip(memory.pieces, tables, strict=True):
-            if not loan.take():
-                return False
-            try:
-                if copy(piece.offset, origin, table, block, state) < piece.nbytes:
-                    return False
-            finally:
-                loan.give_back()
-        return True
 
 
 @dataclass(slots=True)
@@ -180,22 +66,40 @@ class ChunkInPlace(msgspec.Struct, frozen=True):
 
 
 class InPlaceReader:
-    """Loads blocks of one rank in place, as far as storage has their objects in memory.
+    """Loads blocks of one rank in place, as far as storage has their objects in memory, or reads them in pieces.
 
-    bad: called for each object that failed its check, with task id, name and damage.
+    elsewhere: the names of objects that are on their way to staging. bad: called for each object that failed its check,
+    with task id, name and damage.
+    bounces: how many slots of staging a chunk needs at most; 0: none, and then nothing waits for a medium.
     """
 
-    def __init__(self, context: RankContext, storage: Storage, blocks: AddressableBlocks, bad: Bad) -> None:
+    def __init__(
+        self,
+        context: RankContext,
+        storage: Storage,
+        blocks: AddressableBlocks,
+        elsewhere: Container[str],
+        bad: Bad,
+    ) -> None:
+        self.bounces = storage.bounces
+        self._elsewhere = elsewhere
+        self._coming: set[str] = set()  # the names of objects that a thread reads in pieces
         self._context = context
         self._storage = storage
         self._bad = bad
         self._blocks = blocks
         self._chunk_blocks = max(1, min(CHUNK_BYTES // context.layout.block_bytes, CHUNK_BLOCKS))
 
+    @property
+    def possible(self) -> bool:
+        """Whether the blocks' memory allows it. Only if the CPU can address them."""
+        memory = self._blocks.memory() if self.bounces else None
+        return not self.bounces or (memory is not None and memory.direct)
+
     def load_at_once(self, account: Account, names: Sequence[str]) -> ChunkInPlace | None:
         """Load the first block of a task that names no timeline. None: done. Otherwise pass the chunk on to `load`.
 
-        Raises TransferError.
+        Not if it `bounces`. Raises TransferError.
         """
         chunk = self._ask(account, names, (0,), Loan())
         if not chunk.asked.done():
@@ -232,9 +136,14 @@ class InPlaceReader:
             while True:
                 useful = stop.reason is None and not tries.hopeless and (tries.ended is None or not prefix)
                 while useful and begun < len(positions) and len(under_way) < CHUNKS_UNDER_WAY:
-                    chunk = self._ask(account, names, positions[begun : begun + self._chunk_blocks], loan)
-                    begun += len(chunk.places)
-                    under_way.append(chunk)
+                    wanted = positions[begun : begun + self._chunk_blocks]
+                    mine = self._alone(names, wanted) if self.bounces else wanted
+                    if mine and not self._begin(account, names, mine, loan, under_way):
+                        tries.hopeless = True  # where objects go through staging whole, tasks wait for slots
+                        break
+                    begun += len(wanted)
+                    if len(mine) < len(wanted):
+                        tries.cold += set(wanted).difference(mine)
                 if not under_way:
                     break
                 chunk = under_way[0]
@@ -250,11 +159,52 @@ class InPlaceReader:
         if tries.troubled or stop.reason is not None:
             return ()
         if prefix and tries.ended is not None:
-            return [position for position in tries.cold if position < tries.ended]
-        return [*tries.cold, *positions[begun:]]
+            return [position for position in sorted(tries.cold) if position < tries.ended]
+        return [*sorted(tries.cold), *positions[begun:]]
 
-    def _ask(self, account: Account, names: Sequence[str], chunk: Sequence[int], loan: Loan) -> ChunkInPlace:
-        """Have storage load the blocks at these positions."""
+    def _alone(self, names: Sequence[str], wanted: Sequence[int]) -> list[int]:
+        """Those of these positions whose objects are not on their way to any block yet."""
+        first: dict[str, int] = {}
+        for i in wanted:
+            first.setdefault(names[i], i)
+        return [i for name, i in first.items() if name not in self._coming and name not in self._elsewhere]
+
+    def _begin(
+        self, account: Account, names: Sequence[str], chunk: Sequence[int], loan: Loan, under_way: deque[ChunkInPlace]
+    ) -> bool:
+        """Have storage load the blocks at these positions. False: no slot of staging is free."""
+        if not self.bounces:
+            under_way.append(self._ask(account, names, chunk, loan))
+            return True
+        staging, coming = self._context.staging, [names[i] for i in chunk]
+        count = staging.slots_at_once(CONSUMER, min(len(chunk), self.bounces))
+        lease = staging.try_acquire(CONSUMER, count, account.job.task.task_id)
+        if lease is None:
+            return False
+
+        def ended(_: object) -> None:
+            lease.release()
+            self._coming.difference_update(coming)
+
+        self._coming.update(coming)
+        try:
+            begun = self._ask(account, names, chunk, loan, staging.views(lease))
+        except BaseException:
+            ended(None)
+            raise
+        begun.asked.add_done_callback(ended)
+        under_way.append(begun)
+        return True
+
+    def _ask(
+        self,
+        account: Account,
+        names: Sequence[str],
+        chunk: Sequence[int],
+        loan: Loan,
+        slots: list[memoryview] | None = None,
+    ) -> ChunkInPlace:
+        """Have storage load the blocks at these positions. slots: for as many blocks at a time."""
         context, job = self._context, account.job
         task = job.task
         assert isinstance(task, ReadStorageTask)
@@ -264,10 +214,11 @@ class InPlaceReader:
         inspections = context.format.inspections(job.generation, [job.ids[i] for i in chunk], context.object_rank)
         blocks, use = task.gpu_block_ids, job.use
         places = [
-            Place(names[i], BlockInPlace(memory, blocks[i], inspection, loan), use, i)
+            Place(names[i], BlockInPlace(memory, blocks[i], inspection, loan, slots), use, i)
             for i, inspection in zip(chunk, inspections, strict=True)
         ]
-        return ChunkInPlace(places, context.background.begin(self._storage.get_in_place(places)), loan)
+        at_once = None if slots is None else len(slots)
+        return ChunkInPlace(places, context.background.begin(self._storage.get_in_place(places, at_once)), loan)
 
     def _note_damage(self, task_id: str, places: Sequence[Place], asked: asyncio.Future[list[Outcome]]) -> None:
         if not asked.cancelled() and asked.exception() is None:

@@ -36,7 +36,7 @@ from transferd.tasks import RankOutcome, ReadStorageTask
 from transferd.workers.block_memory import AddressableBlocks
 from transferd.workers.context import Account, RankContext, require
 from transferd.workers.flights import Flights, SharedFetch
-from transferd.workers.in_place import InPlaceReader
+from transferd.workers.in_place import CONSUMER, InPlaceReader
 from transferd.workers.job import Job
 
 CHUNKS_UNDER_WAY = 3  # one being copied, one being verified, one being fetched; slots bound them, too
@@ -98,7 +98,7 @@ class Reader:
     missed: the number of blocks that tasks did not find. A read that ends at a missing block counts all that follow.
     """
 
-    consumer = "read"
+    consumer = CONSUMER
 
     def __init__(self, context: RankContext, source: Source) -> None:
         self.source = source
@@ -107,7 +107,7 @@ class Reader:
         self._blocks = AddressableBlocks(context)
         self._in_place: InPlaceReader | None = None
         if source.storage is not None:
-            self._in_place = InPlaceReader(context, source.storage, self._blocks, self._bad)
+            self._in_place = InPlaceReader(context, source.storage, self._blocks, source.flights, self._bad)
         self.missed = 0
 
     async def load(self, job: Job) -> RankOutcome:
@@ -119,7 +119,9 @@ class Reader:
             names = self._context.names(job)
             # A device that is attached later decides whether the CPU can address its blocks.
             in_place = self._in_place if getattr(self._context.device, "addressable", False) else None
-            if in_place is not None and job.blocks == 1 and job.stop.reason is None and not job.task.after:
+            if in_place is not None and in_place.bounces:
+                in_place = in_place if in_place.possible else None
+            elif in_place is not None and job.blocks == 1 and job.stop.reason is None and not job.task.after:
                 first = in_place.load_at_once(account, names)
                 if first is None:
                     return account.outcome()

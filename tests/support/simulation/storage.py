@@ -96,7 +96,8 @@ class SimStorage(Storage):
     async def get(self, blobs: Sequence[Blob]) -> list[Outcome]:
         return await self._call(self._get(blobs))
 
-    def get_in_place(self, places: Sequence[Place]) -> Awaitable[list[Outcome]]:
+    def get_in_place(self, places: Sequence[Place], at_once: int | None = None) -> Awaitable[list[Outcome]]:
+        assert at_once is None or 1 <= at_once <= min(self.bounces, len(places))
         if len(places) == 1 and self._open and self.gate.is_open and self.dice.rng.random() < self.at_once:
             return answered([self._load_one(places[0])])
         return self._call(self._load(places))

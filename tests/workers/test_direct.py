@@ -1,0 +1,354 @@
+"""Loads past the page cache: pieces of real files by way of staging, and who touches a block, or a slot, when."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import random
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.storage.harness import file_config, skip_without_direct_io
+from tests.support.descriptors import open_below
+from tests.workers import rig as rig_module
+from tests.workers.rig import Rig, read, write
+from transferd.blocks.footer import FOOTER_BYTES
+from transferd.blocks.layout import build_layout
+from transferd.blocks.layout.base import BlockLayout, align
+from transferd.config import CacheSection
+from transferd.runtime.threads import ThreadPools
+from transferd.storage import file_io
+from transferd.storage.base import Blob, Outcome, Place
+from transferd.storage.file import FileStorage
+from transferd.storage.file_io import UNIT
+from transferd.storage.joined import JoinedStorage
+from transferd.tasks import Stop
+from transferd.workers import block_in_place, block_memory, in_place
+
+KEYS = [f"k{i}" for i in range(6)]
+SOURCE = [0, 1, 2, 3, 4, 5]
+TARGET = [8, 15, 10, 9, 14, 12]
+ASIDE = [number for number in range(16) if number not in TARGET]
+READ = 4 * UNIT  # bytes read at once: an object takes two reads
+
+pytestmark = pytest.mark.skipif(not (block_memory.NATIVE and file_io.NATIVE), reason="the installation had no compiler")
+
+
+class Told(FileStorage):
+    """Tells how its objects are asked for: the number of objects of each call. whole: through `get`."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(file_config(directory, 64 * 1024**2, direct_io=True))
+        self.whole: list[int] = []
+        self.pieces: list[int] = []
+        self.most_at_once = 0
+
+    loads_in_place = True
+
+    def get_in_place(self, places: Sequence[Place], at_once: int | None = None) -> Awaitable[list[Outcome]]:
+        assert at_once is not None
+        self.pieces.append(len(places))
+        self.most_at_once = max(self.most_at_once, at_once)
+        return super().get_in_place(places, at_once)
+
+    async def _get(self, blobs: Any, at_once: int | None = None) -> list[Outcome]:
+        if isinstance(blobs[0], Blob):
+            self.whole.append(len(blobs))
+        return await super()._get(blobs, at_once)
+
+
+def layout_of(head_dim: int = 64, layers: int = 2) -> BlockLayout:
+    """64 × 2 × head_dim bytes a plane: 32 KiB a block by default."""
+    return build_layout(
+        CacheSection(
+            layers=layers, kv_heads=1, head_dim=head_dim, block_size=64, device_blocks=16, host_blocks=16, ranks=2
+        )
+    )
+
+
+Make = Callable[..., Awaitable[Rig]]
+
+
+@pytest.fixture
+async def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Make]:
+    """Makes a rank with six stored blocks. in_front: what stands between it and its storage."""
+    skip_without_direct_io(tmp_path)
+    monkeypatch.setattr(block_in_place, "DIRECT_BYTES", READ)
+    made: list[Rig] = []
+
+    async def rank(
+        layout: BlockLayout | None = None, slots: int = 8, in_front: Callable[[Told], Any] = lambda storage: storage
+    ) -> Rig:
+        layout = layout or layout_of()
+        monkeypatch.setattr(rig_module, "LAYOUT", layout)
+        monkeypatch.setattr(rig_module, "SLOT", align(layout.block_bytes + FOOTER_BYTES, UNIT))
+        monkeypatch.setattr(in_place, "CHUNK_BYTES", 4 * layout.block_bytes)
+        rig = Rig(slots=slots, storage=in_front(Told(tmp_path / "store")))
+        made.append(await rig.open())
+        await rig.run(write(KEYS, SOURCE))
+        rig.sim_device.addressable = True
+        return rig
+
+    yield rank
+    for rig in made:
+        await rig.close()
+        assert rig.staging.statistics()["used"] == 0
+    assert open_below(tmp_path) == []
+
+
+@pytest.fixture
+async def rig(make: Make) -> Rig:
+    return await make()
+
+
+def told(rig: Rig) -> Told:
+    assert isinstance(rig.storage, Told)
+    return rig.storage
+
+
+def file_of(rig: Rig, key: str) -> Path:
+    storage = rig.storage._storage if isinstance(rig.storage, JoinedStorage) else rig.storage
+    assert isinstance(storage, FileStorage)
+    return Path(storage._directory.path(rig.name(key)))
+
+
+def blocks(rig: Rig, numbers: Sequence[int]) -> list[bytes]:
+    return [rig.block(number) for number in numbers]
+
+
+class Held:
+    """Holds the first call of one function of the extension, in its thread, until `go_on`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, function: str) -> None:
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        real, first = getattr(block_in_place._inplace, function), [True]
+
+        def held(*arguments: Any) -> Any:
+            if first and first.pop():
+                self.begun.set()
+                assert self.go_on.wait(60)
+            return real(*arguments)
+
+        monkeypatch.setattr(block_in_place._inplace, function, held)
+
+    async def reached(self) -> None:
+        assert await asyncio.to_thread(self.begun.wait, 60)
+
+
+async def test_every_block_arrives_in_pieces_and_no_other_byte_changes(rig: Rig) -> None:
+    before = blocks(rig, ASIDE)
+    outcome = await rig.run(read(KEYS, TARGET))
+    assert (list(outcome.moved), outcome.error) == ([0, 1, 2, 3, 4, 5], None)
+    assert blocks(rig, TARGET) == blocks(rig, SOURCE)
+    assert blocks(rig, ASIDE) == before
+    assert (told(rig).pieces, told(rig).whole) == ([4, 2], [])
+    assert told(rig).most_at_once == 2, "half of the slots of reads"
+    assert rig.sim_device.counts["copy_in"] == 0
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "layers", "piece", "direct"),
+    [
+        (4, 1, READ, True),  # less than a unit
+        (31, 2, READ, True),  # one read, which ends between two units
+        (32, 2, READ, True),  # one read
+        (64, 3, 16 * READ, True),  # three reads of one piece
+        (64, 3, 2 * READ, True),  # two pieces
+        (80, 2, 16 * READ, True),  # three reads, and the last one is not whole
+        (80, 2, READ, False),  # a piece would begin between two units
+    ],
+)
+async def test_objects_of_any_length_arrive(
+    make: Make, monkeypatch: pytest.MonkeyPatch, head_dim: int, layers: int, piece: int, direct: bool
+) -> None:
+    monkeypatch.setattr(block_memory, "PIECE_BYTES", piece)
+    rig = await make(layout_of(head_dim, layers))
+    outcome = await rig.run(read(KEYS, TARGET))
+    assert list(outcome.moved) == list(range(6))
+    assert blocks(rig, TARGET) == blocks(rig, SOURCE)
+    assert (bool(told(rig).pieces), bool(told(rig).whole)) == (direct, not direct)
+
+
+async def test_a_single_block_comes_this_way_too(rig: Rig) -> None:
+    outcome = await rig.run(read(KEYS[:1], TARGET[:1]))
+    assert (list(outcome.moved), told(rig).pieces, told(rig).whole) == ([0], [1], [])
+    assert rig.block(TARGET[0]) == rig.block(SOURCE[0])
+    missing = await rig.run(read(["other"], TARGET[:1]))
+    assert (list(missing.moved), missing.error) == ([], None)
+
+
+@pytest.mark.parametrize("at", [0, 100, READ - 1, READ, 2 * READ - 1])
+@pytest.mark.parametrize("prefix", [True, False])
+async def test_a_damaged_payload_is_no_block_of_the_result(rig: Rig, at: int, prefix: bool) -> None:
+    damage(file_of(rig, "k1"), at)
+    outcome = await rig.run(read(KEYS, TARGET, prefix=prefix))
+    assert outcome.error is None
+    assert 1 not in outcome.moved
+    assert set(outcome.moved) >= ({0} if prefix else {0, 2, 3, 4, 5})
+    assert [rig.block(TARGET[i]) for i in outcome.moved] == [rig.block(SOURCE[i]) for i in outcome.moved]
+    assert rig.worker.corrupt == 1
+    await rig.background.settled()
+    assert not file_of(rig, "k1").exists(), "it was put aside"
+
+
+def damage(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+async def test_an_object_with_a_wrong_footer_never_touches_its_block(rig: Rig) -> None:
+    file_of(rig, "k1").write_bytes(file_of(rig, "k3").read_bytes())  # intact, but of another key
+    before = rig.block(TARGET[1])
+    outcome = await rig.run(read(KEYS, TARGET, prefix=False))
+    assert (list(outcome.moved), outcome.error) == ([0, 2, 3, 4, 5], None)
+    assert rig.block(TARGET[1]) == before
+    assert rig.worker.corrupt == 1
+    await rig.background.settled()
+    assert not file_of(rig, "k1").exists()
+
+
+@pytest.mark.parametrize("stranger", ["gone", "shorter", "longer", "directory", "link"])
+async def test_what_is_not_its_file_is_a_miss_or_told(rig: Rig, stranger: str, tmp_path: Path) -> None:
+    path, kept = file_of(rig, "k1"), tmp_path / "kept"
+    content = path.read_bytes()
+    kept.write_bytes(content)
+    path.unlink()
+    if stranger == "directory":
+        path.mkdir()
+    elif stranger == "link":
+        path.symlink_to(kept)
+    elif stranger != "gone":
+        path.write_bytes(content[:-1] if stranger == "shorter" else content + b"\0")
+    before = rig.block(TARGET[1])
+    outcome = await rig.run(read(KEYS, TARGET, prefix=False))
+    assert list(outcome.moved) == [0, 2, 3, 4, 5]
+    assert rig.block(TARGET[1]) == before
+    assert (outcome.error is not None) == (stranger in ("directory", "link"))
+
+
+@pytest.mark.parametrize("function", ["open_direct", "load_direct"])
+async def test_a_disk_that_cannot_read_is_asked_once_and_told(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    def broken(*arguments: Any) -> None:
+        if function == "load_direct":
+            os.close(arguments[0])  # as it does itself
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(block_in_place._inplace, function, broken)
+    outcome = await rig.run(read(KEYS, TARGET, prefix=False))
+    assert list(outcome.moved) == []
+    assert outcome.error is not None
+    assert outcome.error.code == "storage_io"
+    assert told(rig).whole == []
+
+
+@pytest.mark.parametrize("function", ["open_direct", "load_direct"])
+async def test_a_stopped_task_answers_while_the_disk_hangs_and_its_blocks_are_not_touched_later(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    held = Held(monkeypatch, function)
+    job = rig.start(read(KEYS[:1], TARGET[:1]))
+    await held.reached()
+    job.stop.set(Stop.CANCELLED)
+    outcome = await rig.stopped(job)
+    assert (list(outcome.moved), outcome.stop) == ([], Stop.CANCELLED)
+    mine = bytes(len(rig.block(TARGET[0])))
+    rig.memory[:] = 0  # the engine uses its blocks
+    assert rig.slots_used == 1, "the disk may still write to the slot"
+    held.go_on.set()
+    await rig.background.settled()
+    await asyncio.sleep(0)
+    assert rig.block(TARGET[0]) == mine
+    assert rig.slots_used == 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_no_block_changes_after_its_task_was_stopped(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Threads take and give back the loan all the time, and the task is stopped at any moment."""
+    print(f"seed {seed}")
+    monkeypatch.setattr(block_in_place, "DIRECT_BYTES", UNIT)
+    dice, stopped = random.Random(seed), 0
+    for number in range(100):
+        job = rig.start(read(KEYS, TARGET, f"r{number}"))
+        for _ in range(dice.randrange(300)):
+            await asyncio.sleep(0)
+        job.stop.set(Stop.CANCELLED)
+        outcome = await rig.ended_alone(job)
+        rig.memory[rig.device.arena.geometry.extent // 2 :] = number  # the engine uses its blocks
+        after = rig.memory.tobytes()
+        stopped += outcome.stop is Stop.CANCELLED
+        await rig.background.settled()
+        assert rig.memory.tobytes() == after
+    assert stopped
+
+
+async def test_tasks_that_want_the_same_objects_share_one_read_through_staging(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = await make(slots=24)
+    held = Held(monkeypatch, "open_direct")
+    first = rig.start(read(KEYS[:2], TARGET[:2], "a"))
+    await held.reached()
+    others = [rig.start(read(KEYS[:2], TARGET[2:4], "b")), rig.start(read(KEYS[:2], TARGET[4:6], "c"))]
+    for job in others:
+        assert list((await rig.ended_alone(job)).moved) == [0, 1]
+    assert blocks(rig, TARGET[2:6]) == blocks(rig, SOURCE[:2]) * 2
+    held.go_on.set()
+    assert list((await rig.ended(first)).moved) == [0, 1]
+    assert blocks(rig, TARGET[:2]) == blocks(rig, SOURCE[:2])
+    assert (told(rig).pieces, told(rig).whole) == ([2], [2]), "the others joined one fetch"
+    await rig.run(read(KEYS[:2], TARGET[:2], "d"))
+    assert told(rig).pieces == [2, 2], "nobody else wants them now"
+
+
+async def test_an_object_named_twice_arrives_in_both_blocks(rig: Rig) -> None:
+    outcome = await rig.run(read(["k0", "k1", "k0"], TARGET[:3]))
+    assert list(outcome.moved) == [0, 1, 2]
+    assert blocks(rig, TARGET[:3]) == blocks(rig, [0, 1, 0])
+
+
+async def test_without_a_free_slot_a_task_waits_where_objects_go_whole(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = await make(slots=4)  # two of reads, and one for a chunk
+    held = Held(monkeypatch, "open_direct")
+    first = rig.start(read(KEYS[:4], TARGET[:4], "a"))
+    await held.reached()
+    second = rig.start(read(KEYS[4:], TARGET[4:], "b"))
+    third = rig.start(read(KEYS[5:], ASIDE[-1:], "c"))
+    held.go_on.set()
+    for job, count in ((first, 4), (second, 2), (third, 1)):
+        assert list((await rig.ended(job)).moved) == list(range(count))
+    assert blocks(rig, [*TARGET, ASIDE[-1]]) == blocks(rig, [*SOURCE, 5])
+
+
+async def test_several_engines_share_reads_through_staging(make: Make) -> None:
+    threads = ThreadPools(1, name="shared")
+    several = [False]
+    rig = await make(in_front=lambda storage: JoinedStorage(storage, threads, lambda: several[0]))
+    storage = rig.storage._storage  # type: ignore[attr-defined]
+    assert list((await rig.run(read(KEYS, TARGET))).moved) == list(range(6))
+    assert (storage.pieces, storage.whole) == ([4, 2], [])
+    several[0] = True
+    rig.memory[:] = 0
+    assert list((await rig.run(read(KEYS, TARGET))).moved) == list(range(6))
+    assert storage.pieces == [4, 2]
+    assert sum(storage.whole) == 6
+    threads.close()
+
+
+async def test_without_the_extension_objects_go_whole(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_memory, "NATIVE", False)
+    rig = await make()
+    assert list((await rig.run(read(KEYS, TARGET))).moved) == list(range(6))
+    assert blocks(rig, TARGET) == blocks(rig, SOURCE)
+    assert told(rig).pieces == []

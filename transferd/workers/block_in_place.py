@@ -1,0 +1,166 @@
+"""A block that loads its object itself, piece by piece, and checks it on the way. See in_place.py and base.InPlace."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from transferd.blocks.footer import FOOTER_BYTES, Damage, Inspection
+from transferd.storage.base import Backing, ReadNow
+from transferd.workers.block_memory import NATIVE, BlockMemory
+from transferd.workers.loan import Loan
+
+if NATIVE:
+    from transferd.workers import _inplace
+
+# Of a read past the page cache: so many are still in the caches when they are copied. A multiple of UNIT (adr/0063).
+DIRECT_BYTES = 512 * 1024
+Parts = npt.NDArray[np.int64]
+# Copies one piece of an object: offset in the object, origin of the arena, parts of the piece, block, state of the
+# checksum. Returns how many bytes it copied.
+CopyPiece = Callable[[int, int, Any, int, Any], int]
+
+
+class BlockInPlace:
+    """Loads one block in place and checks the object. See `storage.base.InPlace`.
+
+    damage: after a load, what is wrong with the object's footer; None for a good one. A wrong payload does not prove
+    that the object is damaged: an engine that was killed and restarted may write to blocks that a task of its
+    predecessor still loads. Only staging can tell, because no one else touches it.
+    """
+
+    __slots__ = ("_block", "_inspection", "_loan", "_memory", "_slots", "damage", "nbytes")
+
+    def __init__(
+        self, memory: BlockMemory, block: int, inspection: Inspection, loan: Loan, slots: list[memoryview] | None = None
+    ) -> None:
+        """slots: of staging, those of the task's chunk that no thread uses now; only `load_direct` needs them."""
+        self.nbytes = inspection.payload_bytes + FOOTER_BYTES
+        self.damage: Damage | None = None
+        self._memory = memory
+        self._block = block
+        self._inspection = inspection
+        self._loan = loan
+        self._slots = slots
+
+    @property
+    def wanted(self) -> bool:
+        return not self._loan.over
+
+    def load(self, read: ReadNow, backing: Backing | None = None) -> bool:
+        payload_bytes = self._inspection.payload_bytes
+        if isinstance(backing, memoryview):
+            footer = bytes(backing[-FOOTER_BYTES:])
+        else:
+            buffer = bytearray(FOOTER_BYTES)
+            if read([memoryview(buffer)], payload_bytes) < FOOTER_BYTES:
+                return False
+            footer = bytes(buffer)
+        self.damage = self._inspection.footer(footer)
+        if self.damage is not None:
+            return True
+        if backing is None or self._memory.tables is None:
+            return self._load_in_python(read)
+        if isinstance(backing, int):
+            return self._load_natively(self._memory.tables, functools.partial(_inplace.read_file, backing, False))
+        return self._load_natively(self._memory.tables, functools.partial(_inplace.copy_memory, backing))
+
+    def load_file(self, path: str, flags: int) -> float | None:
+        tables = self._memory.tables
+        if tables is None:
+            return None
+        mapping, fd, footer, modified = _inplace.open_file(path, flags, self.nbytes, FOOTER_BYTES)
+        if not mapping and fd < 0:
+            return None
+        call, source = (_inplace.copy_mapped, mapping) if mapping else (_inplace.read_file, fd)
+        is_open = True
+
+        def copy(offset: int, origin: int, table: Parts, *rest: Any) -> int:
+            nonlocal is_open
+            last = table is tables[-1]
+            is_open = not last
+            return call(source, last, offset, origin, table, *rest)  # the last call unmaps or closes it
+
+        try:
+            self.damage = self._inspection.footer(footer)
+            return modified if self.damage is not None or self._load_natively(tables, copy) else None
+        except OSError:  # a disk that cannot read a page; whoever opens the file finds out
+            return None
+        finally:
+            if is_open:
+                if mapping:
+                    _inplace.unmap(mapping)
+                else:
+                    os.close(fd)
+
+    def load_direct(self, path: str, flags: int) -> float | None:
+        memory, inspection, slots, loan = self._memory, self._inspection, self._slots, self._loan
+        assert memory.tables is not None
+        assert slots is not None
+        if loan.over:
+            return None
+        slot, fd, ready = slots.pop(), -1, min(DIRECT_BYTES, inspection.payload_bytes)
+        try:
+            fd, footer, modified = _inplace.open_direct(path, flags, self.nbytes, FOOTER_BYTES, slot, ready)
+            if not footer:
+                return None
+            self.damage = inspection.footer(footer)
+            if self.damage is not None:
+                return modified
+            state, word = _inplace.new_state(inspection.payload_bytes), loan.word
+            for piece, table in zip(memory.pieces, memory.tables, strict=True):
+                last = table is memory.tables[-1]
+                source, fd = fd, -1 if last else fd  # the last call closes it
+                rest = DIRECT_BYTES, memory.arena.origin, table, self._block, state, word
+                copied = _inplace.load_direct(source, last, piece.offset, slot, min(ready, piece.nbytes), *rest)
+                ready = 0
+                if copied < piece.nbytes:
+                    return None
+            return modified if inspection.damage(_inplace.checksum(state)) is None else None
+        finally:
+            loan.given_back()
+            slots.append(slot)
+            if fd >= 0:
+                os.close(fd)
+
+    def leave(self) -> None:
+        if self._memory.tables is not None:
+            _inplace.forget_files()
+
+    def _load_natively(self, tables: Sequence[Parts], copy: CopyPiece) -> bool:
+        """copy: a call of the extension, which has its source."""
+        state = _inplace.new_state(self._inspection.payload_bytes)
+        return self._load_pieces(tables, copy, state) and self._inspection.damage(_inplace.checksum(state)) is None
+
+    def _load_in_python(self, read: ReadNow) -> bool:
+        view, inspection = self._memory.view, self._inspection
+
+        def copy(offset: int, _origin: int, parts: list[tuple[int, int, int]], block: int, _state: None) -> int:
+            buffers = [view[(at := first + stride * block) : at + length] for first, stride, length in parts]
+            loaded = read(buffers, offset)
+            if loaded == sum(buffer.nbytes for buffer in buffers):
+                for buffer in buffers:
+                    inspection.payload(buffer)
+            return loaded
+
+        parts = [piece.parts for piece in self._memory.pieces]
+        return self._load_pieces(parts, copy, None) and inspection.damage() is None
+
+    def _load_pieces(self, tables: Sequence[Any], copy: CopyPiece, state: bytearray | None) -> bool:
+        """Load every piece. False: some bytes are not in memory, or the loan has ended."""
+        memory, loan, block = self._memory, self._loan, self._block
+        origin = memory.arena.origin
+        for piece, table in zip(memory.pieces, tables, strict=True):
+            if not loan.take():
+                return False
+            try:
+                if copy(piece.offset, origin, table, block, state) < piece.nbytes:
+                    return False
+            finally:
+                loan.give_back()
+        return True
