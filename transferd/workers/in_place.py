@@ -217,8 +217,8 @@ class InPlaceReader:
             Place(names[i], BlockInPlace(memory, blocks[i], inspection, loan, slots), use, i)
             for i, inspection in zip(chunk, inspections, strict=True)
         ]
-        at_once = None if slots is None else len(slots)
-        return ChunkInPlace(places, context.background.begin(self._storage.get_in_place(places, at_once)), loan)
+        more = () if slots is None else (len(slots),)
+        return ChunkInPlace(places, context.background.begin(self._storage.get_in_place(places, *more)), loan)
 
     def _note_damage(self, task_id: str, places: Sequence[Place], asked: asyncio.Future[list[Outcome]]) -> None:
         if not asked.cancelled() and asked.exception() is None:
