@@ -19,10 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import structlog
 
+from tests.storage.harness import skip_without_direct_io
 from transferd import Client, ReadStorageTask, Status, WriteStorageTask
 from transferd.blocks.footer import FOOTER_BYTES
 from transferd.cli.pool.local import Master
@@ -101,10 +103,11 @@ WAYS = (flip, flip, zero, zero_all, duplicate, mix, truncate, extend)  # and `sw
 
 
 class Tamper(ABC):
-    """Reads and replaces objects behind a daemon's back."""
+    """Reads and replaces objects behind a daemon's back. in_place: blocks load objects themselves, if they can."""
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: Storage, *, in_place: bool = False) -> None:
         self.storage = storage
+        self.in_place = in_place
 
     @abstractmethod
     async def read(self, name: str, nbytes: int) -> bytes: ...
@@ -116,8 +119,8 @@ class Tamper(ABC):
 class OnDisk(Tamper):
     """A file is changed in place, as a bad disk or a stray hand does it."""
 
-    def __init__(self, storage: Storage, root: Path) -> None:
-        super().__init__(storage)
+    def __init__(self, storage: Storage, root: Path, *, in_place: bool) -> None:
+        super().__init__(storage, in_place=in_place)
         self._objects = root / "objects"
 
     async def read(self, name: str, nbytes: int) -> bytes:
@@ -159,8 +162,11 @@ class ThroughTheBackend(Tamper):
 class Shared(Storage):
     """One backend for several daemons, one after the other: opened and closed by the test."""
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: Storage, *, in_place: bool) -> None:
         self.backend = storage.backend
+        if in_place:
+            self.loads_in_place, self.bounces = storage.loads_in_place, storage.bounces
+            self.get_in_place = storage.get_in_place  # type: ignore[method-assign]
         self._storage = storage
         for name in ("register", "unregister", "exists", "put", "get", "quarantine", "statistics", "tell_departures"):
             setattr(self, name, getattr(storage, name))
@@ -181,7 +187,8 @@ class Shared(Storage):
 class Campaign:
     """One daemon of one layout over one backend, an engine, and a count of what was done to its objects.
 
-    in_threads: objects are checked as large ones are, that is, while a thread copies them to their blocks.
+    in_threads: objects are checked while a thread copies them to their blocks, as large ones are, and those that are
+    loaded in place.
     """
 
     daemon: Daemon
@@ -331,13 +338,14 @@ def config_of(layout: str, path: Path) -> Config:
 async def campaign(layout: str, tamper: Tamper, path: Path, *, in_threads: bool) -> AsyncIterator[Campaign]:
     path.mkdir(parents=True, exist_ok=True)
     inline = 0 if in_threads else INLINE_CHECK_BYTES
-    daemon = Daemon(config_of(layout, path), storage=Shared(tamper.storage), inline_check_bytes=inline)
+    shared = Shared(tamper.storage, in_place=tamper.in_place)
+    daemon = Daemon(config_of(layout, path), storage=shared, inline_check_bytes=inline)
     await daemon.open()
     try:
         async with Client(daemon.config.server.endpoints[0]) as client:
             caches = [await client.attach(rank) for rank in range(RANKS)]
             chance = random.Random(f"{layout} {tamper.storage.backend}")
-            yield Campaign(daemon, client, caches, tamper, chance, in_threads)
+            yield Campaign(daemon, client, caches, tamper, chance, in_threads or tamper.in_place)
             caches.clear()
     finally:
         await daemon.stop(lambda: 10.0)
@@ -365,17 +373,23 @@ def told(backend: str, done: Counter[str], capfd: pytest.CaptureFixture[str]) ->
         print(f"\n{backend}: {sum(done.values())} objects damaged, none delivered: {dict(done)}")
 
 
+@pytest.mark.parametrize("how", ["through staging", "in place", "past the page cache"])
 @pytest.mark.timeout(0 if CORRUPTIONS > 1000 else 300)
-def test_damaged_files_are_never_delivered(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_damaged_files_are_never_delivered(tmp_path: Path, capfd: pytest.CaptureFixture[str], how: str) -> None:
+    section, direct = config_of("gqa", tmp_path).storage.file, how == "past the page cache"
+    if direct:
+        skip_without_direct_io(tmp_path)
+
     async def main() -> Counter[str]:
-        storage = FileStorage(config_of("gqa", tmp_path).storage.file)
+        storage = FileStorage(msgspec.structs.replace(section, direct_io=direct))
         await storage.open()
         try:
-            return await every_layout(OnDisk(storage, tmp_path / "blocks"), tmp_path)
+            tamper = OnDisk(storage, tmp_path / "blocks", in_place=how != "through staging")
+            return await every_layout(tamper, tmp_path)
         finally:
             await storage.close()
 
-    told("file", asyncio.run(main()), capfd)
+    told(f"file, {how}", asyncio.run(main()), capfd)
 
 
 @pytest.mark.timeout(0 if CORRUPTIONS > 1000 else 300)
