@@ -3,7 +3,7 @@
 An engine writes blocks, somebody damages what lies in storage, the engine reads them back one by one. A
 block whose object is damaged on any rank must be a miss; on that rank not a byte may reach the device; and
 what is not damaged must come back whole. CORRUPTIONS says how many objects are damaged, over all layouts and
-backends (CI: the default).
+backends (CI: the default); files are damaged as often for each way to load them.
 """
 
 from __future__ import annotations

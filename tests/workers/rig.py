@@ -38,6 +38,13 @@ LAYOUT = build_layout(
 )
 
 
+# Six blocks are stored from here, and loaded there.
+KEYS = [f"k{i}" for i in range(6)]
+SOURCE = [0, 1, 2, 3, 4, 5]
+TARGET = [8, 15, 10, 9, 14, 12]
+ASIDE = [number for number in range(16) if number not in TARGET]
+
+
 async def until(condition: Callable[[], object], what: str = "") -> None:
     """Let the loop turn until it is so; a bounded number of turns."""
     for _ in range(500):
@@ -223,6 +230,19 @@ class Rig:
 
     async def run(self, task: Task) -> RankOutcome:
         return await self.ended(self.start(task))
+
+
+def blocks(rig: Rig, numbers: Sequence[int]) -> list[bytes]:
+    return [rig.block(number) for number in numbers]
+
+
+def check_that_k1_is_lost(rig: Rig, outcome: RankOutcome, *, prefix: bool) -> None:
+    """A read of KEYS to TARGET: k1 was damaged, is not reported, and counts; what is reported is right."""
+    assert outcome.error is None
+    assert 1 not in outcome.moved
+    assert set(outcome.moved) >= ({0} if prefix else {0, 2, 3, 4, 5})
+    assert [rig.block(TARGET[i]) for i in outcome.moved] == [rig.block(SOURCE[i]) for i in outcome.moved]
+    assert rig.worker.corrupt == 1
 
 
 def write(keys: Sequence[str], ids: Sequence[int], task_id: str = "w") -> WriteStorageTask:

@@ -766,7 +766,7 @@ async def test_the_end_of_a_loan_waits_for_a_copy_that_has_begun(native: Any, pa
         fd, _, _ = direct(native, path, nbytes + 128, 128, nbytes, slot)
         state, word = native.new_state(nbytes), loan.word
         native.load_direct(fd, True, 0, slot, nbytes, UNIT, memory.ctypes.data, table, 0, state, word)
-        loan.given_back()
+        loan.tell_end()
 
     for _ in range(50):  # until a copy is met on its way
         memory[:] = 0

@@ -123,7 +123,7 @@ class BlockInPlace:
                     return None
             return modified if inspection.damage(_inplace.checksum(state)) is None else None
         finally:
-            loan.given_back()
+            loan.tell_end()
             slots.append(slot)
             if fd >= 0:
                 os.close(fd)

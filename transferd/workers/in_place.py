@@ -92,9 +92,9 @@ class InPlaceReader:
 
     @property
     def possible(self) -> bool:
-        """Whether the blocks' memory allows it. Only if the CPU can address them."""
-        memory = self._blocks.memory() if self.bounces else None
-        return not self.bounces or (memory is not None and memory.direct)
+        """Whether the blocks' memory allows loads that bounce."""
+        memory = self._blocks.memory()
+        return memory is not None and memory.direct
 
     def load_at_once(self, account: Account, names: Sequence[str]) -> ChunkInPlace | None:
         """Load the first block of a task that names no timeline. None: done. Otherwise pass the chunk on to `load`.

@@ -36,11 +36,11 @@ class Loan:
             self._holders -= 1
             waited_for = self._returned is not None
         if waited_for:
-            self.given_back()
+            self.tell_end()
 
     @property
     def word(self) -> bytearray:
-        """For the extension, which takes the loan itself. In a thread; call `given_back` after its last call."""
+        """For the extension, which takes the loan itself. In a thread; call `tell_end` after its last call."""
         with self._lock:
             if self._word is None:
                 self._word = bytearray(8)
@@ -48,7 +48,7 @@ class Loan:
                     _inplace.end_loan(self._word)
             return self._word
 
-    def given_back(self) -> None:
+    def tell_end(self) -> None:
         """In a thread that holds nothing any more: tell `end` if it was the last one."""
         with self._lock:
             returned = self._returned
