@@ -356,6 +356,7 @@ async def test_an_engine_goes_with_its_last_client_and_comes_again_under_a_new_e
             assert (await stays.submit(read("r", ["k"], [0]))).status is Status.MISS, "it takes part"
             before = daemon.engines.get("e")
             assert before is not None
+        await until(lambda: before.cache.missing == [0], "the goodbye has come; other clients may overtake it")
         assert daemon.engines.get("e") is before, "a client of it lives"
         assert code(await stays.submit(write("w", ["k"], [0]))) == "engine_gone", "its memory went with its owner"
     await until(lambda: daemon.engines.all == [], "it has left")

@@ -17,6 +17,7 @@ import numpy as np
 
 from tests.integration.caches import Caches, attach, attached
 from tests.integration.test_daemon import until
+from tests.integration.test_pauses import stats_until
 from transferd import Client, ReadStorageTask, Status, SwapInTask, SwapOutTask, SyncClient, WriteStorageTask
 from transferd.client.launch import DaemonProcess, start
 from transferd.tasks import TaskResult
@@ -146,6 +147,8 @@ async def test_an_engine_that_has_gone_has_nothing_mapped(tmp_path: Path) -> Non
             assert outcome(await client.submit(write)) == (Status.REJECTED, "not_attached")
             async with attached(running[0].endpoint):
                 assert (await client.submit(write)).status is Status.OK
+            # Two connections have no order between them: a task may overtake the goodbye of another client.
+            await stats_until(client, lambda stats: stats["cache"]["unmapped"] == list(range(RANKS)))
             again = WriteStorageTask(task_id="w2", keys=["k"], gpu_block_ids=[1])
             assert outcome(await client.submit(again)) == (Status.REJECTED, "not_attached")
 

@@ -182,9 +182,9 @@ class Client(Observing, StorageLookup, Registering):
         await self._conversation.wait_ready(seconds)
 
     async def close(self) -> None:
-        """Say Bye and disconnect. Pending requests end with code `closed`. Idempotent.
+        """Say Bye and disconnect. Pending requests end with code `closed`. Idempotent; a no-op in a forked child.
 
-        Drops all offers; nothing counts as attached any more. Does nothing in a forked child.
+        The daemon drops all offers and attachments when it reads the Bye; another client's request may come first.
         """
         if not self._conversation.is_open:
             return
