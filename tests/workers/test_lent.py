@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.storage.harness import file_config
+from tests.storage.harness import file_config, skip_without_direct_io
 from tests.workers.rig import LAYOUT, Rig, read, turns, write
+from transferd.runtime.threads import ThreadPools
 from transferd.storage.base import MISSING, STORED, Blob, Lent, Outcome
 from transferd.storage.batch import Wanted
 from transferd.storage.file import FileStorage
+from transferd.storage.joined import JoinedStorage
 from transferd.storage.lru import Use
 from transferd.tasks import Stop
 from transferd.workers.block_memory import NATIVE, BlockMemory
@@ -53,6 +55,33 @@ async def test_every_lent_block_is_stored_with_its_bytes_and_few_slots(
     again = await rig.run(write(KEYS, SOURCE, "again"))
     assert (list(again.moved), len(collected)) == (list(range(6)), 6), "what is stored is not collected"
     assert rig.slots_used == 0
+
+
+@pytest.mark.parametrize("direct_io", [False, True])
+@pytest.mark.parametrize("several", [False, True])
+async def test_a_copy_goes_past_the_caches_if_a_device_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct_io: bool, several: bool
+) -> None:
+    """Through the page cache, the same core reads the copy at once (docs/adr/0064)."""
+    if direct_io:
+        skip_without_direct_io(tmp_path)
+    told: list[bool] = []
+    collect = BlockMemory.collect
+
+    def telling(memory: BlockMemory, block: int, slot: memoryview, loan: Loan, *, kept: bool) -> int | None:
+        told.append(kept)
+        return collect(memory, block, slot, loan, kept=kept)
+
+    monkeypatch.setattr(BlockMemory, "collect", telling)
+    files = FileStorage(file_config(tmp_path, 64 * 1024**2, direct_io=direct_io))
+    storage = JoinedStorage(files, ThreadPools(1), lambda: True) if several else files
+    rig = await Rig(slots=8, storage=storage, inline_check_bytes=0).open()
+    rig.sim_device.addressable = True
+    assert list((await rig.run(write(KEYS, SOURCE))).moved) == list(range(6))
+    assert told == [not direct_io] * 6
+    assert list((await rig.run(read(KEYS, TARGET))).moved) == list(range(6))
+    assert [rig.block(block) for block in TARGET] == [rig.block(block) for block in SOURCE]
+    await rig.close()
 
 
 async def test_blocks_that_no_thread_has_collected_when_the_loan_ends_are_not_stored(

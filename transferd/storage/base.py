@@ -178,6 +178,7 @@ class Storage(abc.ABC):
     # How many blocks get_in_place loads at a time by way of staging; 0: it loads from memory, and needs no staging.
     bounces = 0
     collects = 0  # how many blocks put_lent makes objects of at a time; 0: it does not work
+    direct_io = False  # whether a device reads the buffers of a put, not the CPU: then caches are of no use to them
     # The most bytes of a chunk. More than the default if a call has a high fixed cost.
     chunk_bytes = CHUNK_BYTES
 

@@ -53,6 +53,7 @@ class FileStorage(IndexedStorage):
     ) -> None:
         size = MAX_THREADS if section.direct_io else max(MIN_THREADS, min(os.cpu_count() or 1, MAX_THREADS))
         super().__init__(section.capacity, threads or ThreadPools(size, name="transferd-file"), shares=size)
+        self.direct_io = section.direct_io
         self.bounces = size if section.direct_io else 0
         self._path = section.path
         self._clock = clock

@@ -2,7 +2,8 @@
 
 For blocks that the CPU can address, if the extension is there. A thread copies a block to a slot of staging, seals the
 object and writes it at once. So the bytes are still in its caches, and a few slots that stay there are enough. Through
-chunks (write.py) they would go to memory and come back. See docs/adr/0060.
+chunks (write.py) they would go to memory and come back. See docs/adr/0060. With direct I/O a device reads the slot, so
+the copy goes past the caches (docs/adr/0064).
 
 A thread touches a block only while it copies it, never during I/O (loan.py).
 """
@@ -80,7 +81,8 @@ class BlockLender:
         context, job = self._context, self._job
         task = job.task
         assert isinstance(task, WriteStorageTask)
-        checksum = self._memory.collect(task.gpu_block_ids[position], slot, self._loan, kept=True)
+        kept = not self._storage.direct_io
+        checksum = self._memory.collect(task.gpu_block_ids[position], slot, self._loan, kept=kept)
         if checksum is not None:
             context.format.seal([slot], job.generation, [job.ids[position]], context.object_rank, [checksum])
         return checksum is not None
