@@ -92,8 +92,8 @@ class JoinedStorage(Storage):
     ) -> None:
         self.backend, self.joins_gets, self.joins_puts = storage.backend, storage.joins_gets, storage.joins_puts
         self.loads_in_place, self.bounces = storage.loads_in_place, storage.bounces
-        self.collects, self.direct_io = 0 if storage.joins_puts else storage.collects, storage.direct_io
-        self.chunk_bytes = storage.chunk_bytes
+        self.collects = 0 if storage.joins_puts else storage.collects
+        self.chunk_bytes, self.direct_io = storage.chunk_bytes, storage.direct_io
         self._storage = storage
         self._threads = threads
         self._several = several
