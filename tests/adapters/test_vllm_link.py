@@ -10,8 +10,7 @@ import shutil
 import signal
 import socket
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from tests.support.waits import wait_until
 from transferd.adapters import packaged
 from transferd.adapters.vllm.companion import DaemonFinder
 from transferd.adapters.vllm.entry import EngineFacts, OfferedMemory
@@ -80,13 +80,6 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[OneEngine]:
     shutil.rmtree(place, ignore_errors=True)
 
 
-def until(true: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + WAIT_S
-    while not true():
-        assert time.monotonic() < give_up
-        time.sleep(0.02)
-
-
 def write(engine: OneEngine, *keys: str) -> None:
     for i in range(1, len(keys) + 1):
         engine.block(i)[:] = np.random.default_rng(i).integers(0, 256, (2, PAGE), dtype=np.uint8)
@@ -129,7 +122,7 @@ def test_a_task_of_a_suspended_daemon_is_answered_when_it_can_write_no_more(engi
     os.kill(engine.daemon(), signal.SIGSTOP)
     try:
         answers = engine.start(ReadStorageTask(task_id="r", keys=["a"], gpu_block_ids=[8]))
-        until(lambda: not engine.link.ready)
+        wait_until(lambda: not engine.link.ready)
         assert engine.link.exists(["a"]) == [False], "look-ups do not wait for it"
         refused = engine.start(ReadStorageTask(task_id="s", keys=["a"], gpu_block_ids=[9])).get(timeout=WAIT_S)
         assert refused.error is not None
@@ -149,7 +142,7 @@ def test_a_killed_daemon_answers_its_tasks_and_is_started_again(engine: OneEngin
     os.kill(before, signal.SIGKILL)
     result = answers.get(timeout=WAIT_S)
     assert (result.status, result.error and result.error.code) == (Status.FAILED, "daemon_lost")
-    until(lambda: engine.daemon() != before and engine.link.ready)
+    wait_until(lambda: engine.daemon() != before and engine.link.ready)
     assert engine.start(ReadStorageTask(task_id="t", keys=["a"], gpu_block_ids=[8])).get(timeout=WAIT_S).block_ids == [
         8
     ]
@@ -216,9 +209,9 @@ def test_an_engine_that_the_daemon_gave_up_enters_again_under_the_same_boot() ->
     link = Link(SimpleNamespace(find=lambda: "", starting=True, close=lambda _: None), "e", enter)  # type: ignore[arg-type]
     client = SimpleNamespace(connected=True, boot_id="b", outdated=[], wait_ready=ready, close=ready, endpoint="")
     link._client = client  # type: ignore[assignment]
-    until(lambda: len(entered) == 1)
+    wait_until(lambda: len(entered) == 1)
     client.outdated.append(0)
-    until(lambda: len(entered) == 2)
+    wait_until(lambda: len(entered) == 2)
     link.close(10.0)
     assert len(entered) == 2
 
@@ -254,7 +247,7 @@ async def nothing() -> None: ...
 def test_whatever_stops_one_look_for_a_daemon_the_next_one_comes() -> None:
     finder = Looking(RuntimeError("can't start new thread"), KeyError("data"))
     link = Link(finder, "e")  # type: ignore[arg-type]
-    until(lambda: finder.looks > 2)
+    wait_until(lambda: finder.looks > 2)
     link.close(10.0)
 
 

@@ -21,6 +21,7 @@ import pytest
 
 from tests.integration.caches import attach
 from tests.integration.own_memory import OwnMemory, code, read, write
+from tests.support.waits import until
 from transferd import (
     Client,
     Status,
@@ -82,14 +83,6 @@ async def start(tmp_path: Path, device: str) -> AsyncIterator[Start]:
 @pytest.fixture
 def endpoint(tmp_path: Path) -> str:
     return f"ipc://{tmp_path}/t.sock"
-
-
-async def until(condition: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
-    """Bounded wait for something another process or timer brings about."""
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 - there is nothing to wait for but the change itself
-            await asyncio.sleep(0.005)
-    assert condition(), what
 
 
 def paint(caches: Caches, value: int) -> None:
@@ -587,7 +580,7 @@ async def test_an_engine_that_is_killed_takes_its_memory_and_the_next_one_may_of
         assert second.stdin is not None
         second.stdin.close()
         await asyncio.wait_for(second.communicate(), 20)
-        await until(lambda: daemon.default.cache.missing == [1], "one that says Bye is gone at once", 10)
+        await until(lambda: daemon.default.cache.missing == [1], "one that says Bye is gone at once")
 
 
 async def test_an_engine_that_reconnects_keeps_its_memory_mapped(start: Start, endpoint: str) -> None:
@@ -634,7 +627,7 @@ async def test_a_daemon_that_is_killed_leaves_the_engine_its_memory_and_gets_it_
         process.kill()
         assert colours(engine.caches(0)) == {0x42}
         process = launch(tree, tmp_path, wait=False)
-        await until(lambda: client.boot_id != boot and client.connected, "offered again, and ready", 60)
+        await until(lambda: client.boot_id != boot and client.connected, "offered again, and ready")
         assert colours(engine.caches(0)) == {0x42}, "nothing of a living engine is cleaned up"
         assert (await client.submit(SwapOutTask(task_id="o", gpu_block_ids=[0], cpu_block_ids=[0]))).status == "ok"
         assert await asyncio.to_thread(process.stop) == 0

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.integration.caches import Caches, attach, attached, fill, snapshot, wipe
+from tests.support.waits import until
 from transferd import (
     Client,
     ReadStorageTask,
@@ -379,9 +380,3 @@ async def test_sighup_changes_level_and_capacity_without_a_restart(tmp_path: Pat
             process.signal(signal.SIGHUP)
             await until(lambda: "reload refused" in process.log)
             assert (await client.submit(read("r", [21], prefix="after"))).status is Status.OK
-
-
-async def until(condition: Callable[[], bool], timeout: float = 30.0) -> None:
-    async with asyncio.timeout(timeout):
-        while not condition():  # noqa: ASYNC110 - a log file has no event to wait for
-            await asyncio.sleep(0.01)

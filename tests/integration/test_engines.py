@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import ctypes
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.integration.own_memory import OwnMemory, code, read, write
+from tests.support.waits import until
 from transferd import (
     Client,
     Engine,
@@ -111,13 +112,6 @@ async def serving(endpoint: str, name: str, **more: Any) -> AsyncIterator[tuple[
             await one.offer(rank, memory.handle(rank))
         await one.wait_ready(5)
         yield one, memory
-
-
-async def until(condition: Callable[[], bool], what: str) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 - there is nothing to wait for but the change itself
-            await asyncio.sleep(0.005)
-    assert condition(), what
 
 
 # --- coming ---------------------------------------------------------------------------------------

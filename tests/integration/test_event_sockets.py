@@ -14,6 +14,7 @@ import pytest
 import zmq
 
 from tests.integration.subscriber import WAIT_MS, Subscriber
+from tests.support.waits import until
 from transferd.config import EventsSection, Size
 from transferd.daemon.kv_events.sockets import END, MAX_PEERS, EventSockets
 from transferd.errors import ConfigError
@@ -58,12 +59,6 @@ def publish(sockets: EventSockets, number: int, size: int = 1) -> None:
 
 def numbers(subscriber: Subscriber) -> list[int]:
     return [batch.events[0].block_hashes[0] for batch in subscriber.batches]  # type: ignore[union-attr,misc]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_MS / 1000):
-        while not condition():  # noqa: ASYNC110 - sockets tell nobody
-            await asyncio.sleep(0.001)
 
 
 async def joined(sockets: EventSockets, subscriber: Subscriber) -> int:

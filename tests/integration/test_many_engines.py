@@ -6,7 +6,6 @@ import contextlib
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.faults.world import ROOT
+from tests.support.waits import wait_until
 from transferd import SyncClient
 from transferd.client.launch import start
 
@@ -64,13 +64,6 @@ class Process:
             self.kill()
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
-    latest = time.monotonic() + WITHIN_S
-    while not condition():
-        assert time.monotonic() < latest, what
-        time.sleep(0.05)
-
-
 def all_have(processes: list[Process], more: int, than: dict[str, int]) -> Callable[[], bool]:
     def have() -> bool:
         done = {name: len(rounds) for process in processes for name, rounds in process.rounds().items()}
@@ -87,7 +80,7 @@ def test_engines_of_other_processes_do_not_notice_that_four_were_killed(tmp_path
         processes = [Process(daemon.endpoint, tmp_path, number) for number in range(PROCESSES)]
         for process in processes:
             stack.callback(process.kill)
-        until(all_have(processes, ROUNDS, {}), "all engines are at work")
+        wait_until(all_have(processes, ROUNDS, {}), "all engines are at work")
         with SyncClient(daemon.endpoint, engine=NAMES[-1], await_ready=False) as client:
             stats = client.stats()
             assert sorted(stats["engines"]) == NAMES
@@ -96,9 +89,9 @@ def test_engines_of_other_processes_do_not_notice_that_four_were_killed(tmp_path
             killed.kill()
             before = {name: len(rounds) for process in others for name, rounds in process.rounds().items()}
             gone = set(killed.names)
-            until(lambda: not gone & set(client.stats()["engines"]), "the killed engines are given up")
-            until(lambda: not client.stats()["engines_leaving"], "their memory is unmapped")
-            until(all_have(others, ROUNDS, before), "the others go on")
+            wait_until(lambda: not gone & set(client.stats()["engines"]), "the killed engines are given up")
+            wait_until(lambda: not client.stats()["engines_leaving"], "their memory is unmapped")
+            wait_until(all_have(others, ROUNDS, before), "the others go on")
             stats = client.stats()
             assert sorted(stats["engines"]) == sorted(set(NAMES) - gone)
             assert len(stats["ranks"]) == 2 * len(stats["engines"])

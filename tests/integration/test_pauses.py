@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.integration.caches import attached
+from tests.support.waits import stats_until
 from transferd import Client, Status, SwapOutTask
 from transferd.client.launch import DaemonProcess, running, start
 
@@ -60,12 +61,6 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 def swap(number: int) -> SwapOutTask:
     return SwapOutTask(task_id=f"t{number}", gpu_block_ids=[number], cpu_block_ids=[number], timeout=60.0)
-
-
-async def stats_until(client: Client, condition: Callable[[dict[str, Any]], bool], seconds: float = 60.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition(await client.stats()):  # noqa: ASYNC110 - there is nothing to wait for but the change
-            await asyncio.sleep(0.02)
 
 
 @pytest.mark.parametrize("what", ["pause", "drain"])

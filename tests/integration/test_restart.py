@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from tests.integration.caches import Caches, attach, attached
-from tests.integration.test_daemon import until
-from tests.integration.test_pauses import stats_until
+from tests.support.waits import stats_until, until
 from transferd import Client, ReadStorageTask, Status, SwapInTask, SwapOutTask, SyncClient, WriteStorageTask
 from transferd.client.launch import DaemonProcess, start
 from transferd.tasks import TaskResult

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,6 +18,7 @@ import pytest
 import zmq
 
 from tests.support.memory_core import MemoryCore, serve
+from tests.support.waits import until
 from transferd.client.client import Client
 from transferd.config import ServerSection
 from transferd.errors import Closed, ConfigError, TransferError
@@ -65,12 +66,6 @@ async def client(daemon: Daemon) -> AsyncIterator[Client]:
 
 def task(task_id: str, **more: Any) -> SwapOutTask:
     return SwapOutTask(task_id=task_id, gpu_block_ids=[1], cpu_block_ids=[2], **more)
-
-
-async def until(condition: Callable[[], bool], timeout: float = 10.0) -> None:
-    async with asyncio.timeout(timeout):
-        while not condition():  # noqa: ASYNC110 - what another process does has no event to wait for
-            await asyncio.sleep(0.005)
 
 
 class Raw:

@@ -12,12 +12,13 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import structlog
 
+from tests.support.waits import wait_until
 from transferd.config import LogSection
 from transferd.observability import logs
 from transferd.observability.log_rate import BURST, MOST_KINDS, RATE, LogRate
@@ -63,13 +64,6 @@ def writer(page: Page) -> Iterator[LogWriter]:
     assert writer.flush(WAIT_S)
 
 
-def until(condition: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.001)
-
-
 def log_on(writer: LogWriter, format_: str = "json", **more: Any) -> Log:
     return Log(LogSection(format=format_), writer, **more)  # type: ignore[arg-type]
 
@@ -111,10 +105,10 @@ def test_what_does_not_fit_is_dropped_and_counted_and_nobody_waits(page: Page) -
     assert not writer.flush(WAIT_S), "the second flush does not wait again"
     assert time.monotonic() - began < WAIT_S
     page.gate.set()
-    until(lambda: len(page.lines) == 10)
-    until(lambda: writer._waiting == 0)
+    wait_until(lambda: len(page.lines) == 10)
+    wait_until(lambda: writer._waiting == 0)
     writer.put(b"room again\n")
-    until(lambda: "room again" in page.lines)
+    wait_until(lambda: "room again" in page.lines)
     assert writer.dropped == 990
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 
 from tests.storage.token_harness import BLOCK, KINDS, TokenWorld, token_world, tree
 from tests.support.attention_store_sdk import AttentionStoreDouble, AttentionStoreSDKError, installed
+from tests.support.waits import until
 from transferd.config import from_tree
 from transferd.config.environment import fold
 from transferd.errors import ConfigError, RequestError, StillRunning, StorageError, StorageUnavailable
@@ -26,12 +26,6 @@ from transferd.tasks import Stop, TokenIds
 SDK = next(kind for kind in KINDS if kind.name == "sdk-cuda")
 PATH = list(range(100, 100 + 20 * BLOCK))
 WAIT_S = 20.0  # a bound, never waited out
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():  # noqa: ASYNC110 - threads tell nobody
-            await asyncio.sleep(0.001)
 
 
 class Held:

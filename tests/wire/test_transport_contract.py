@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ import zmq
 from tests.support.simulation import network
 from tests.support.simulation.faults import Latency, NetworkFaults
 from tests.support.simulation.network import SimNetwork
+from tests.support.waits import until
 from transferd.config import ServerSection
 from transferd.errors import Closed, ConfigError
 from transferd.wire.transport import (
@@ -119,12 +120,6 @@ async def ends(kind: Kind) -> AsyncIterator[Ends]:
     made = Ends(kind)
     yield made
     made.close()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110 - what the other end does has no event to wait for
-            await asyncio.sleep(0.002)
 
 
 async def turns() -> None:

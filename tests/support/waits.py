@@ -1,0 +1,37 @@
+"""Waits for what another process or thread does and tells nobody of. Bounded in time, and never waited out."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from transferd.client.client import Client
+
+WAIT_S = 60.0
+LOOK_S = 0.005
+
+
+async def until(true: Callable[[], object], what: str = "") -> None:
+    """Wait on the event loop. what: what to say if it does not happen."""
+    give_up = time.monotonic() + WAIT_S
+    while not true():
+        assert time.monotonic() < give_up, what
+        await asyncio.sleep(LOOK_S)
+
+
+async def stats_until(client: Client, true: Callable[[dict[str, Any]], object]) -> None:
+    """Wait until the daemon's statistics are so."""
+    give_up = time.monotonic() + WAIT_S
+    while not true(stats := await client.stats()):
+        assert time.monotonic() < give_up, stats
+        await asyncio.sleep(LOOK_S)
+
+
+def wait_until(true: Callable[[], object], what: str = "") -> None:
+    """Wait in a thread that has no event loop."""
+    give_up = time.monotonic() + WAIT_S
+    while not true():
+        assert time.monotonic() < give_up, what
+        time.sleep(LOOK_S)
