@@ -1,4 +1,4 @@
-"""Loads past the page cache: pieces of real files by way of staging, and who touches a block, or a slot, when."""
+"""Loads past the page cache: real files by way of a slot of staging each, and who touches a block, or a slot, when."""
 
 from __future__ import annotations
 
@@ -28,31 +28,34 @@ from transferd.storage.file import FileStorage
 from transferd.storage.file_io import UNIT
 from transferd.storage.joined import JoinedStorage
 from transferd.tasks import Stop
-from transferd.workers import block_in_place, block_memory, in_place
+from transferd.workers import block_memory, in_place
 
-READ = 4 * UNIT  # bytes read at once: an object takes two reads
+PIECE = 4 * UNIT  # bytes for which a thread takes the loan: an object is copied in two of them
 
 pytestmark = pytest.mark.skipif(not (block_memory.NATIVE and file_io.NATIVE), reason="the installation had no compiler")
 
 
 class Told(FileStorage):
-    """Tells how its objects are asked for: the number of objects of each call. whole: through `get`."""
+    """Tells how its objects are asked for: the number of objects of each call.
+
+    bounced: by a slot each. shared: through `get`.
+    """
 
     def __init__(self, directory: Path) -> None:
         super().__init__(file_config(directory, 64 * 1024**2, direct_io=True))
-        self.whole: list[int] = []
-        self.pieces: list[int] = []
+        self.shared: list[int] = []
+        self.bounced: list[int] = []
         self.most_at_once = 0
 
     def get_in_place(self, places: Sequence[Place], at_once: int | None = None) -> Awaitable[list[Outcome]]:
         assert at_once is not None
-        self.pieces.append(len(places))
+        self.bounced.append(len(places))
         self.most_at_once = max(self.most_at_once, at_once)
         return super().get_in_place(places, at_once)
 
     async def _get(self, blobs: Any, at_once: int | None = None) -> list[Outcome]:
         if isinstance(blobs[0], Blob):
-            self.whole.append(len(blobs))
+            self.shared.append(len(blobs))
         return await super()._get(blobs, at_once)
 
 
@@ -72,7 +75,7 @@ Make = Callable[..., Awaitable[Rig]]
 async def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Make]:
     """Makes a rank with six stored blocks. in_front: what stands between it and its storage."""
     skip_without_direct_io(tmp_path)
-    monkeypatch.setattr(block_in_place, "DIRECT_BYTES", READ)
+    monkeypatch.setattr(block_memory, "PIECE_BYTES", PIECE)
     made: list[Rig] = []
 
     async def rank(
@@ -112,67 +115,69 @@ def file_of(rig: Rig, key: str) -> Path:
 
 
 class Held:
-    """Holds the first call of one function of the extension, in its thread, until `go_on`."""
+    """Holds the thread that reads the first file, until `go_on`; read_before: once the slot has its bytes."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, function: str) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, read_before: bool = False) -> None:
         self.begun, self.go_on = threading.Event(), threading.Event()
-        real, first = getattr(block_in_place._inplace, function), [True]
+        real, first = file_io._files.get_file, [True]
 
-        def held(*arguments: Any) -> Any:
-            if first and first.pop():
-                self.begun.set()
-                assert self.go_on.wait(60)
-            return real(*arguments)
+        def held(*arguments: Any) -> float | None:
+            if not first:
+                return real(*arguments)
+            first.clear()
+            modified = real(*arguments) if read_before else 0.0
+            self.begun.set()
+            assert self.go_on.wait(60)
+            return modified if read_before else real(*arguments)
 
-        monkeypatch.setattr(block_in_place._inplace, function, held)
+        monkeypatch.setattr(file_io._files, "get_file", held)
 
     async def reached(self) -> None:
         assert await asyncio.to_thread(self.begun.wait, 60)
 
 
-async def test_every_block_arrives_in_pieces_and_no_other_byte_changes(rig: Rig) -> None:
+async def test_every_block_arrives_and_no_other_byte_changes(rig: Rig) -> None:
     before = blocks(rig, ASIDE)
     outcome = await rig.run(read(KEYS, TARGET))
     assert (list(outcome.moved), outcome.error) == ([0, 1, 2, 3, 4, 5], None)
     assert blocks(rig, TARGET) == blocks(rig, SOURCE)
     assert blocks(rig, ASIDE) == before
-    assert (told(rig).pieces, told(rig).whole) == ([4, 2], [])
+    assert (told(rig).bounced, told(rig).shared) == ([4, 2], [])
     assert told(rig).most_at_once == 2, "half of the slots of reads"
     assert rig.sim_device.counts["copy_in"] == 0
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "layers", "piece", "direct"),
+    ("head_dim", "layers", "piece"),
     [
-        (4, 1, READ, True),  # less than a unit
-        (31, 2, READ, True),  # one read, which ends between two units
-        (32, 2, READ, True),  # one read
-        (64, 3, 16 * READ, True),  # three reads of one piece
-        (64, 3, 2 * READ, True),  # two pieces
-        (80, 2, 16 * READ, True),  # three reads, and the last one is not whole
-        (80, 2, READ, False),  # a piece would begin between two units
+        (4, 1, PIECE),  # less than a unit
+        (31, 2, PIECE),  # the last unit is not whole
+        (32, 2, PIECE),
+        (64, 3, 16 * PIECE),  # one piece
+        (64, 3, 2 * PIECE),
+        (80, 2, PIECE),  # a piece begins between two units
     ],
 )
 async def test_objects_of_any_length_arrive(
-    make: Make, monkeypatch: pytest.MonkeyPatch, head_dim: int, layers: int, piece: int, direct: bool
+    make: Make, monkeypatch: pytest.MonkeyPatch, head_dim: int, layers: int, piece: int
 ) -> None:
     monkeypatch.setattr(block_memory, "PIECE_BYTES", piece)
     rig = await make(layout_of(head_dim, layers))
     outcome = await rig.run(read(KEYS, TARGET))
     assert list(outcome.moved) == list(range(6))
     assert blocks(rig, TARGET) == blocks(rig, SOURCE)
-    assert (bool(told(rig).pieces), bool(told(rig).whole)) == (direct, not direct)
+    assert (bool(told(rig).bounced), bool(told(rig).shared)) == (True, False)
 
 
 async def test_a_single_block_comes_this_way_too(rig: Rig) -> None:
     outcome = await rig.run(read(KEYS[:1], TARGET[:1]))
-    assert (list(outcome.moved), told(rig).pieces, told(rig).whole) == ([0], [1], [])
+    assert (list(outcome.moved), told(rig).bounced, told(rig).shared) == ([0], [1], [])
     assert rig.block(TARGET[0]) == rig.block(SOURCE[0])
     missing = await rig.run(read(["other"], TARGET[:1]))
     assert (list(missing.moved), missing.error) == ([], None)
 
 
-@pytest.mark.parametrize("at", [0, 100, READ - 1, READ, 2 * READ - 1])
+@pytest.mark.parametrize("at", [0, 100, PIECE - 1, PIECE, 2 * PIECE - 1])
 @pytest.mark.parametrize("prefix", [True, False])
 async def test_a_damaged_payload_is_no_block_of_the_result(rig: Rig, at: int, prefix: bool) -> None:
     damage(file_of(rig, "k1"), at)
@@ -218,28 +223,23 @@ async def test_what_is_not_its_file_is_a_miss_or_told(rig: Rig, stranger: str, t
     assert (outcome.error is not None) == (stranger in ("directory", "link"))
 
 
-@pytest.mark.parametrize("function", ["open_direct", "load_direct"])
-async def test_a_disk_that_cannot_read_is_asked_once_and_told(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, function: str
-) -> None:
+async def test_a_disk_that_cannot_read_is_asked_once_and_told(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*arguments: Any) -> None:
-        if function == "load_direct":
-            os.close(arguments[0])  # as it does itself
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(block_in_place._inplace, function, broken)
+    monkeypatch.setattr(file_io._files, "get_file", broken)
     outcome = await rig.run(read(KEYS, TARGET, prefix=False))
     assert list(outcome.moved) == []
     assert outcome.error is not None
     assert outcome.error.code == "storage_io"
-    assert told(rig).whole == []
+    assert told(rig).shared == []
 
 
-@pytest.mark.parametrize("function", ["open_direct", "load_direct"])
+@pytest.mark.parametrize("read_before", [False, True])
 async def test_a_stopped_task_answers_while_the_disk_hangs_and_its_blocks_are_not_touched_later(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, function: str
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, read_before: bool
 ) -> None:
-    held = Held(monkeypatch, function)
+    held = Held(monkeypatch, read_before=read_before)
     job = rig.start(read(KEYS[:1], TARGET[:1]))
     await held.reached()
     job.stop.set(Stop.CANCELLED)
@@ -257,11 +257,12 @@ async def test_a_stopped_task_answers_while_the_disk_hangs_and_its_blocks_are_no
 
 @pytest.mark.parametrize("seed", range(5))
 async def test_no_block_changes_after_its_task_was_stopped(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, seed: int
+    make: Make, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """Threads take and give back the loan all the time, and the task is stopped at any moment."""
     print(f"seed {seed}")
-    monkeypatch.setattr(block_in_place, "DIRECT_BYTES", UNIT)
+    monkeypatch.setattr(block_memory, "PIECE_BYTES", UNIT)
+    rig = await make()
     dice, stopped = random.Random(seed), 0
     for number in range(100):
         job = rig.start(read(KEYS, TARGET, f"r{number}"))
@@ -281,7 +282,7 @@ async def test_tasks_that_want_the_same_objects_share_one_read_through_staging(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = await make(slots=24)
-    held = Held(monkeypatch, "open_direct")
+    held = Held(monkeypatch)
     first = rig.start(read(KEYS[:2], TARGET[:2], "a"))
     await held.reached()
     others = [rig.start(read(KEYS[:2], TARGET[2:4], "b")), rig.start(read(KEYS[:2], TARGET[4:6], "c"))]
@@ -291,9 +292,9 @@ async def test_tasks_that_want_the_same_objects_share_one_read_through_staging(
     held.go_on.set()
     assert list((await rig.ended(first)).moved) == [0, 1]
     assert blocks(rig, TARGET[:2]) == blocks(rig, SOURCE[:2])
-    assert (told(rig).pieces, told(rig).whole) == ([2], [2]), "the others joined one fetch"
+    assert (told(rig).bounced, told(rig).shared) == ([2], [2]), "the others joined one fetch"
     await rig.run(read(KEYS[:2], TARGET[:2], "d"))
-    assert told(rig).pieces == [2, 2], "nobody else wants them now"
+    assert told(rig).bounced == [2, 2], "nobody else wants them now"
 
 
 async def test_an_object_named_twice_arrives_in_both_blocks(rig: Rig) -> None:
@@ -306,7 +307,7 @@ async def test_without_a_free_slot_a_task_waits_where_objects_go_whole(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = await make(slots=4)  # two of reads, and one for a chunk
-    held = Held(monkeypatch, "open_direct")
+    held = Held(monkeypatch)
     first = rig.start(read(KEYS[:4], TARGET[:4], "a"))
     await held.reached()
     second = rig.start(read(KEYS[4:], TARGET[4:], "b"))
@@ -323,12 +324,12 @@ async def test_several_engines_share_reads_through_staging(make: Make) -> None:
     rig = await make(in_front=lambda storage: JoinedStorage(storage, threads, lambda: several[0]))
     storage = rig.storage._storage  # type: ignore[attr-defined]
     assert list((await rig.run(read(KEYS, TARGET))).moved) == list(range(6))
-    assert (storage.pieces, storage.whole) == ([4, 2], [])
+    assert (storage.bounced, storage.shared) == ([4, 2], [])
     several[0] = True
     rig.memory[:] = 0
     assert list((await rig.run(read(KEYS, TARGET))).moved) == list(range(6))
-    assert storage.pieces == [4, 2]
-    assert sum(storage.whole) == 6
+    assert storage.bounced == [4, 2]
+    assert sum(storage.shared) == 6
     threads.close()
 
 
@@ -337,4 +338,4 @@ async def test_without_the_extension_objects_go_whole(make: Make, monkeypatch: p
     rig = await make()
     assert list((await rig.run(read(KEYS, TARGET))).moved) == list(range(6))
     assert blocks(rig, TARGET) == blocks(rig, SOURCE)
-    assert told(rig).pieces == []
+    assert told(rig).bounced == []

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import importlib.util
-import mmap
 import os
 import random
 import signal
@@ -28,7 +26,6 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.storage.harness import put_stranger, skip_without_direct_io
 from tests.support.cuda.shim import compiler
 from tests.support.descriptors import open_below
 from tests.support.page_cache import pages_in_memory
@@ -36,8 +33,7 @@ from transferd.blocks.footer import FOOTER_BYTES, Inspection, seal, stamp_of_nam
 from transferd.blocks.layout import build_layout
 from transferd.blocks.layout.base import Arena
 from transferd.config import CacheSection
-from transferd.storage.examine import READ_FLAGS
-from transferd.storage.file_io import UNIT, CachedIO, read_now
+from transferd.storage.file_io import CachedIO, read_now
 from transferd.workers import block_memory
 from transferd.workers.block_in_place import BlockInPlace
 from transferd.workers.block_memory import BlockMemory
@@ -686,178 +682,3 @@ def test_an_extension_has_no_thread_local_data(name: str) -> None:
         kinds = [struct.unpack_from("<I", elf, table + i * size)[0] for i in range(count)]
         assert 1 in kinds, "PT_LOAD"
         assert 7 not in kinds, "PT_TLS"
-
-
-# --- past the page cache ------------------------------------------------------------------------------
-
-
-def direct(native: Any, path: Path, nbytes: int, end: int, first: int, slot: memoryview) -> tuple[int, bytes, float]:
-    opened: tuple[int, bytes, float] = native.open_direct(str(path), READ_FLAGS | os.O_DIRECT, nbytes, end, slot, first)
-    return opened
-
-
-def slot_of(nbytes: int, offset: int = 0) -> memoryview:
-    """Memory that begins at a multiple of UNIT, or so many bytes after one; all 0xAA."""
-    whole = memoryview(mmap.mmap(-1, nbytes + 2 * UNIT))
-    whole[:] = b"\xaa" * len(whole)
-    return whole[offset : offset + nbytes]
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    skip_without_direct_io(tmp_path)
-    return tmp_path / "object"
-
-
-@pytest.mark.parametrize("end", [0, 1, 128, UNIT])
-@pytest.mark.parametrize("payload", [1, 100, UNIT - 64, UNIT, UNIT + 1, 3 * UNIT, 4 * UNIT + 77])
-@pytest.mark.parametrize("first", [UNIT, 2 * UNIT, 100 * UNIT])
-def test_a_file_comes_in_pieces_past_the_page_cache(
-    native: Any, path: Path, payload: int, end: int, first: int
-) -> None:
-    content = random.Random(payload).randbytes(payload + end)
-    path.write_bytes(content)
-    first = min(first, payload)
-    slot = slot_of(len(content) + UNIT)
-    fd, last, modified = direct(native, path, len(content), end, first, slot)
-    assert last == content[payload:]
-    assert modified == pytest.approx(path.stat().st_mtime, abs=1e-3)
-    assert bytes(slot[:first]) == content[:first]
-    assert (fd < 0) == (first == payload), "it is all there: the file is closed"
-    if fd >= 0:
-        os.close(fd)
-    assert open_below(path.parent) == []
-
-
-def load_direct(native: Any, path: Path, nbytes: int, at_once: int, loan: bytearray) -> tuple[int, bytes, int]:
-    """How many bytes it copied, the memory it copied them to, and their checksum if they are all there."""
-    slot, memory = slot_of(nbytes + UNIT), np.zeros(nbytes, np.uint8)
-    fd, _, _ = direct(native, path, nbytes + 128, 128, min(at_once, nbytes), slot)
-    state, table = native.new_state(nbytes), np.array([[0, 0, nbytes]], np.int64)
-    done = native.load_direct(
-        fd, True, 0, slot, min(at_once, nbytes), at_once, memory.ctypes.data, table, 0, state, loan
-    )
-    return done, memory.tobytes(), native.checksum(state) if done == nbytes else 0
-
-
-@pytest.mark.parametrize("nbytes", [256, UNIT - 64, UNIT, 5 * UNIT, 5 * UNIT + 64, 200 * UNIT])
-@pytest.mark.parametrize("at_once", [UNIT, 2 * UNIT, 128 * UNIT])
-def test_a_payload_arrives_read_by_read_unless_the_loan_is_over(
-    native: Any, path: Path, nbytes: int, at_once: int
-) -> None:
-    content = random.Random(nbytes).randbytes(nbytes)
-    path.write_bytes(content + bytes(128))
-    loan = bytearray(8)
-    whole = load_direct(native, path, nbytes, at_once, loan)
-    assert whole == (nbytes, content, xxhash.xxh3_64_intdigest(content))
-    assert loan == bytes(8), "it was given back"
-    assert native.end_loan(loan) == 0
-    assert load_direct(native, path, nbytes, at_once, loan) == (0, bytes(nbytes), 0)
-    assert native.end_loan(loan) == 0
-    assert open_below(path.parent) == []
-
-
-async def test_the_end_of_a_loan_waits_for_a_copy_that_has_begun(native: Any, path: Path) -> None:
-    nbytes = 16 * LARGE  # it takes milliseconds to copy so many
-    path.write_bytes(bytes([1]) * nbytes + bytes(128))
-    slot, memory, table = slot_of(nbytes + UNIT), np.zeros(nbytes, np.uint8), np.array([[0, 0, nbytes]], np.int64)
-
-    def load(loan: Loan) -> None:
-        fd, _, _ = direct(native, path, nbytes + 128, 128, nbytes, slot)
-        state, word = native.new_state(nbytes), loan.word
-        native.load_direct(fd, True, 0, slot, nbytes, UNIT, memory.ctypes.data, table, 0, state, word)
-        loan.tell_end()
-
-    for _ in range(50):  # until a copy is met on its way
-        memory[:] = 0
-        loan = Loan()
-        word, loading = loan.word, asyncio.ensure_future(asyncio.to_thread(load, loan))
-        while not word[0] and not loading.done():  # noqa: ASYNC110 - nobody tells when a byte changes
-            await asyncio.sleep(0)
-        returned = loan.end()
-        if returned is not None:
-            async with asyncio.timeout(60):
-                await returned
-            assert memory.all(), "no thread holds it, so this one has ended"
-            await loading
-            return
-        assert not memory.any() or memory.all(), "it copies while nobody knows"
-        await loading
-    raise AssertionError("a loan is never held while a thread copies")
-
-
-def test_the_end_of_a_loan_says_how_many_hold_it(native: Any) -> None:
-    loan = bytearray(struct.pack("<q", 2))
-    assert native.end_loan(loan) == 2
-    assert native.end_loan(loan) == 2
-    for wrong in (b"", bytes(7), bytes(16)):
-        with pytest.raises(ValueError, match="a loan has 8 bytes"):
-            native.end_loan(bytearray(wrong))
-
-
-def test_a_file_of_another_length_or_kind_is_not_read(native: Any, path: Path) -> None:
-    content, slot = bytes(3 * UNIT), slot_of(4 * UNIT)
-    nothing = (-1, b"", 0.0)
-    assert direct(native, path, len(content), 128, UNIT, slot) == nothing
-    path.write_bytes(content)
-    for nbytes in (len(content) - 1, len(content) + 1):
-        assert direct(native, path, nbytes, 128, UNIT, slot) == nothing
-    for stranger in ("fifo", "directory", "link"):
-        put_stranger(path.with_name(stranger), stranger, path)
-        assert direct(native, path.with_name(stranger), len(content), 128, UNIT, slot) == nothing
-    assert set(slot) == {0xAA}
-    assert open_below(path.parent) == []
-
-
-def test_a_file_that_gets_shorter_between_two_pieces_is_noticed(native: Any, path: Path) -> None:
-    path.write_bytes(bytes(3 * UNIT))
-    slot = slot_of(4 * UNIT)
-    fd, _, _ = direct(native, path, 3 * UNIT, 128, UNIT, slot)
-    os.truncate(path, UNIT + 100)
-    memory, table = np.zeros(3 * UNIT, np.uint8), np.array([[0, 0, 3 * UNIT - 128]], np.int64)
-    state = native.new_state(3 * UNIT - 128)
-    done = native.load_direct(fd, True, 0, slot, UNIT, UNIT, memory.ctypes.data, table, 0, state, bytearray(8))
-    assert done == UNIT
-    assert open_below(path.parent) == []
-
-
-def test_memory_and_arguments_that_do_not_fit_are_refused(native: Any, path: Path) -> None:
-    path.write_bytes(bytes(3 * UNIT))
-    slot = slot_of(4 * UNIT)
-    for nbytes, end, first, into in (
-        (3 * UNIT, UNIT + 1, UNIT, slot),
-        (100, 101, 0, slot),
-        (3 * UNIT, 128, 3 * UNIT, slot),
-        (3 * UNIT, 128, UNIT, slot[: 3 * UNIT - 1]),
-    ):
-        with pytest.raises(ValueError, match="does not fit the file"):
-            direct(native, path, nbytes, end, first, into)
-    with pytest.raises((TypeError, BufferError)):
-        direct(native, path, 3 * UNIT, 128, UNIT, memoryview(bytes(4 * UNIT)))
-    fd, _, _ = direct(native, path, 3 * UNIT, 128, UNIT, slot)
-    wrong: dict[str, Any] = {
-        "slot": slot[:UNIT],
-        "ready": 2 * UNIT,
-        "at_once": UNIT + 1,
-        "parts": np.array([[0, 0, 33]], np.int64),
-        "loan": bytearray(7),
-    }
-    os.close(fd)
-    for name, value in wrong.items():
-        fd, _, _ = direct(native, path, 3 * UNIT, 128, UNIT, slot)
-        right = {"slot": slot, "ready": UNIT, "at_once": 2 * UNIT, "address": 0}
-        right |= {"parts": np.array([[0, 0, 64]], np.int64), "block": 0, "state": native.new_state(UNIT)}
-        right |= {"loan": bytearray(8)}
-        with pytest.raises(ValueError, match=r"do not fit the piece|parts of a piece are wrong"):
-            native.load_direct(fd, True, 0, *(right | {name: value}).values())
-        assert open_below(path.parent) == [], f"the last call closes it, whatever is wrong with its {name}"
-
-
-def test_memory_that_the_disk_cannot_write_to_is_left_to_others(native: Any, path: Path) -> None:
-    path.write_bytes(bytes(3 * UNIT))
-    opened = direct(native, path, 3 * UNIT, 128, UNIT, slot_of(4 * UNIT, offset=1))
-    if opened[0] >= 0:  # this disk can
-        os.close(opened[0])
-    else:
-        assert opened == (-1, b"", 0.0)
-    assert open_below(path.parent) == []

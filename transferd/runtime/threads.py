@@ -41,7 +41,7 @@ T = TypeVar("T")
 CLOSE_S = 1.0  # how long a close waits for running functions; callers have already waited for their own work
 # The fewest threads a daemon needs: for copies, set-up, storage, log and dumps, and for libzmq and libuv, which abort
 # the process if they cannot start a thread.
-LEAST = 48
+LEAST = 56
 
 
 # Names the engine that functions of this context are run for.

@@ -112,10 +112,11 @@ class InPlace(Protocol):
         """
         ...
 
-    def load_direct(self, path: str, flags: int) -> float | None:
-        """Like `load_file`, past the page cache, by way of the task's staging. None: use `get` instead.
+    def bounce(self, fill: Callable[[memoryview], float | None]) -> float | None:
+        """In a thread: have the object read to a slot of the task's staging, and copy it from there.
 
-        flags: for `open`, O_DIRECT among them. Raises OSError if the medium cannot read the file.
+        fill: reads the whole object, and waits for the medium. Returns what it returns: when the object was modified.
+        None: use `get` instead. Raises what it raises.
         """
         ...
 

@@ -326,7 +326,7 @@ class ObjectDirectory:
         path, direct = self.path(name), self._io.flags
         if direct:
             try:
-                modified = block.load_direct(path, READ_FLAGS | direct)
+                modified = block.bounce(lambda slot: self._io.read_file(path, slot, READ_FLAGS))
             except OSError as error:
                 raise self._unreadable(error, block.nbytes) from error
         else:

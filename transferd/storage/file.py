@@ -28,8 +28,8 @@ from transferd.storage.scrub import Scrub
 
 log = structlog.get_logger(__name__)
 
-# Threads for each direction. A hot page cache needs one or two; a disk needs a queue.
-MIN_THREADS, MAX_THREADS = 2, 8
+# Threads for each direction. A hot page cache needs one or two; a disk needs a queue, while other threads copy.
+MIN_THREADS, MAX_THREADS, DIRECT_THREADS = 2, 8, 12
 
 
 class FileStorage(IndexedStorage):
@@ -37,7 +37,7 @@ class FileStorage(IndexedStorage):
 
     scrub_rate: bytes per second at which stored objects are checked; 0 = off.
     threads: where system calls run. Default: threads of its own, as many as cores, within MIN_THREADS and MAX_THREADS;
-    MAX_THREADS with direct I/O, whose threads mostly wait.
+    DIRECT_THREADS with direct I/O, whose threads mostly wait.
     """
 
     backend = "file"
@@ -51,7 +51,7 @@ class FileStorage(IndexedStorage):
         clock: Clock = SYSTEM_CLOCK,
         threads: Threads | None = None,
     ) -> None:
-        size = MAX_THREADS if section.direct_io else max(MIN_THREADS, min(os.cpu_count() or 1, MAX_THREADS))
+        size = DIRECT_THREADS if section.direct_io else max(MIN_THREADS, min(os.cpu_count() or 1, MAX_THREADS))
         super().__init__(section.capacity, threads or ThreadPools(size, name="transferd-file"), shares=size)
         self.direct_io = section.direct_io
         self.bounces = size if section.direct_io else 0

@@ -17,7 +17,6 @@
 #include "_mapping.h"
 #include "_xxh3.h"
 
-#define UNIT 4096           /* bytes; of direct I/O, as in file_io.py */
 #define MOST_PARTS 1024     /* of one piece: IOV_MAX */
 #define READ_AT_ONCE 131072 /* bytes of a file: they fit a core's second cache */
 #define LONGEST_END 256     /* bytes of a file that open_file returns: a footer */
@@ -293,171 +292,6 @@ static PyObject *open_file(PyObject *module, PyObject *args)
     return Py_BuildValue("iiy#d", mapping ? (int)(mapping - mappings) + 1 : 0, fd, last, (Py_ssize_t)end, modified);
 }
 
-/* Reads exactly `count` bytes, or more up to the end of a unit. -1: EINVAL, a shorter file, or an error that is in `error`. */
-static int read_past_cache(int fd, const struct iovec *into, int parts, uint64_t count, uint64_t offset, int *error)
-{
-    ssize_t got;
-
-    do
-        got = preadv(fd, into, parts, (off_t)offset);
-    while (got < 0 && errno == EINTR);
-    *error = got < 0 && errno != EINVAL ? errno : 0; /* EINVAL: this memory or this file is not to be read so */
-    return got >= 0 && (uint64_t)got >= count ? 0 : -1;
-}
-
-/* Checks an open file, and reads its first bytes into `slot` and all after the payload's last whole unit into `tail`. */
-static int begin_direct(int fd, const Py_buffer *slot, uint64_t nbytes, uint64_t end, uint64_t first, unsigned char *tail,
-                        struct stat *status, int *error)
-{
-    uint64_t whole = (nbytes - end) / UNIT * UNIT;
-    struct iovec parts[] = {{slot->buf, first < whole ? first : whole}, {tail, 2 * UNIT}};
-
-    *error = 0;
-    if (fstat(fd, status) < 0 || !S_ISREG(status->st_mode) || (uint64_t)status->st_size != nbytes)
-        return -1;
-    if (first < whole) /* the end first, because a wrong object is not worth reading */
-        return read_past_cache(fd, parts + 1, 1, nbytes - whole, whole, error) < 0 ||
-                       read_past_cache(fd, parts, 1, first, 0, error) < 0 ? -1 : 0;
-    if (read_past_cache(fd, whole ? parts : parts + 1, whole ? 2 : 1, nbytes, 0, error) < 0)
-        return -1;
-    memcpy((unsigned char *)slot->buf + whole, tail, nbytes - end - whole);
-    return 0;
-}
-
-static PyObject *open_direct(PyObject *module, PyObject *args)
-{
-    unsigned char tail[2 * UNIT] __attribute__((aligned(UNIT))); /* a footer may lie in two units */
-    int flags, fd, begun = -1, error = 0;
-    unsigned long long nbytes, end, first;
-    PyObject *path = NULL, *given;
-    Py_buffer slot;
-    struct stat status;
-
-    (void)module;
-    if (!PyArg_ParseTuple(args, "O&iKKOK", PyUnicode_FSConverter, &path, &flags, &nbytes, &end, &given, &first))
-        return NULL;
-    if (PyObject_GetBuffer(given, &slot, PyBUF_WRITABLE) < 0) {
-        Py_DECREF(path);
-        return NULL;
-    }
-    if (end > UNIT || end > nbytes || first > nbytes - end || (uint64_t)slot.len < nbytes) {
-        PyErr_SetString(PyExc_ValueError, "the end, the first bytes or the slot does not fit the file");
-        PyBuffer_Release(&slot);
-        Py_DECREF(path);
-        return NULL;
-    }
-    const char *name = PyBytes_AsString(path);
-    Py_BEGIN_ALLOW_THREADS
-    fd = open(name, flags);
-    if (fd >= 0) {
-        begun = begin_direct(fd, &slot, nbytes, end, first, tail, &status, &error);
-        if (begun < 0 || first == nbytes - end) {
-            close(fd);
-            fd = -1;
-        }
-    }
-    Py_END_ALLOW_THREADS
-    PyBuffer_Release(&slot);
-    Py_DECREF(path);
-    if (error) {
-        errno = error;
-        return PyErr_SetFromErrno(PyExc_OSError);
-    }
-    if (begun < 0)
-        return Py_BuildValue("iy#d", -1, "", (Py_ssize_t)0, 0.0);
-    double modified = (double)status.st_mtim.tv_sec + (double)status.st_mtim.tv_nsec * 1e-9;
-    return Py_BuildValue("iy#d", fd, tail + (nbytes - end) % UNIT, (Py_ssize_t)end, modified);
-}
-
-/* The loan of a task's blocks (loan.py) as a word: how many threads hold it, and whether it is over. So a thread can take it
- * between two reads without Python's lock, which it would wait for each time. */
-#define OVER (INT64_C(1) << 32)
-
-static int take(_Atomic int64_t *loan)
-{
-    if (!(atomic_fetch_add(loan, 1) & OVER))
-        return 1;
-    atomic_fetch_sub(loan, 1);
-    return 0;
-}
-
-static PyObject *end_loan(PyObject *module, PyObject *args)
-{
-    PyObject *given;
-    Py_buffer word;
-    int64_t before;
-
-    (void)module;
-    if (!PyArg_ParseTuple(args, "O", &given) || PyObject_GetBuffer(given, &word, PyBUF_WRITABLE) < 0)
-        return NULL;
-    before = word.len == sizeof(before) ? atomic_fetch_or((_Atomic int64_t *)word.buf, OVER) : -1;
-    PyBuffer_Release(&word);
-    if (before < 0)
-        return PyErr_Format(PyExc_ValueError, "a loan has 8 bytes");
-    return PyLong_FromLongLong(before & (OVER - 1));
-}
-
-static PyObject *load_direct(PyObject *module, PyObject *args)
-{
-    int fd, last, error = 0, fits = 0;
-    unsigned long long offset, ready, at_once, address, block;
-    PyObject *given, *parts, *state, *loan;
-    Py_buffer slot, word;
-    Piece piece;
-    Cursor cursor = {0, 0};
-    uint64_t done = 0;
-
-    (void)module;
-    if (!PyArg_ParseTuple(args, "ipKOKKKOKOO", &fd, &last, &offset, &given, &ready, &at_once, &address, &parts, &block, &state,
-                          &loan))
-        return NULL;
-    if (PyObject_GetBuffer(given, &slot, PyBUF_WRITABLE) < 0)
-        goto no_slot;
-    if (PyObject_GetBuffer(loan, &word, PyBUF_WRITABLE) < 0)
-        goto no_word;
-    if (open_piece(&piece, address, parts, block, state) < 0)
-        goto no_piece;
-    fits = word.len == sizeof(int64_t) && ready <= piece.total && ready <= (uint64_t)slot.len && at_once % UNIT == 0 && at_once &&
-           (ready == piece.total || at_once <= (uint64_t)slot.len);
-
-    Py_BEGIN_ALLOW_THREADS
-    while (fits && done < piece.total) {
-        uint64_t left = piece.total - done, count = left < at_once ? left : at_once;
-        struct iovec into = {slot.buf, (count + UNIT - 1) / UNIT * UNIT};
-        if (!done && ready)
-            count = ready;
-        else if (read_past_cache(fd, &into, 1, count, offset + done, &error) < 0)
-            break;
-        if (!take(word.buf))
-            break;
-        scatter(&piece, &cursor, slot.buf, count);
-        atomic_fetch_sub((_Atomic int64_t *)word.buf, 1);
-        done += count;
-    }
-    if (last && fd >= 0)
-        close(fd);
-    Py_END_ALLOW_THREADS
-
-    release(&piece);
-    PyBuffer_Release(&word);
-    PyBuffer_Release(&slot);
-    if (!fits)
-        return PyErr_Format(PyExc_ValueError, "the loan, the slot or the bytes that are ready do not fit the piece");
-    if (!error)
-        return PyLong_FromUnsignedLongLong(done);
-    errno = error;
-    return PyErr_SetFromErrno(PyExc_OSError);
-
-no_piece:
-    PyBuffer_Release(&word);
-no_word:
-    PyBuffer_Release(&slot);
-no_slot:
-    if (last && fd >= 0)
-        close(fd);
-    return NULL;
-}
-
 /* The mapping of this number, or NULL with an exception. */
 static Mapping *mapping_of(int number)
 {
@@ -541,15 +375,6 @@ static PyMethodDef methods[] = {
     {"open_file", open_file, METH_VARARGS,
      "open_file(path, flags, nbytes, end): a file of this length, if all of it is in memory: the number of a mapping or 0, a "
      "descriptor or -1, the last `end` bytes, and when it was modified. Neither: find out with system calls what it is"},
-    {"open_direct", open_direct, METH_VARARGS,
-     "open_direct(path, flags, nbytes, end, slot, first): a file of this length, past the page cache: a descriptor, or -1 if `first` "
-     "is all but its end; its last `end` bytes; when it was modified. The slot has its first bytes. No end: find out with system "
-     "calls what it is"},
-    {"load_direct", load_direct, METH_VARARGS,
-     "load_direct(fd, last, offset, slot, ready, at_once, address, parts, block, state, loan): bytes copied and checked, until the "
-     "loan is over. It reads `at_once` bytes at a time to the slot, which has the first `ready` ones, and holds the loan only while "
-     "it copies. last: closes it, too"},
-    {"end_loan", end_loan, METH_VARARGS, "end_loan(loan): nobody takes it any more; how many threads hold it"},
     {"copy_mapped", copy_mapped, METH_VARARGS,
      "copy_mapped(mapping, last, offset, address, parts, block, state): bytes copied and checked; 0 if the file lost some. "
      "last: unmaps it, too"},

@@ -18,8 +18,6 @@ from transferd.workers.loan import Loan
 if NATIVE:
     from transferd.workers import _inplace
 
-# Of a read past the page cache: so many are still in the caches when they are copied. A multiple of UNIT (adr/0063).
-DIRECT_BYTES = 512 * 1024
 Parts = npt.NDArray[np.int64]
 # Copies one piece of an object: offset in the object, origin of the arena, parts of the piece, block, state of the
 # checksum. Returns how many bytes it copied.
@@ -39,7 +37,7 @@ class BlockInPlace:
     def __init__(
         self, memory: BlockMemory, block: int, inspection: Inspection, loan: Loan, slots: list[memoryview] | None = None
     ) -> None:
-        """slots: of staging, those of the task's chunk that no thread uses now; only `load_direct` needs them."""
+        """slots: of staging, those of the task's chunk that no thread uses now; only `bounce` needs them."""
         self.nbytes = inspection.payload_bytes + FOOTER_BYTES
         self.damage: Damage | None = None
         self._memory = memory
@@ -98,35 +96,25 @@ class BlockInPlace:
                 else:
                     os.close(fd)
 
-    def load_direct(self, path: str, flags: int) -> float | None:
-        memory, inspection, slots, loan = self._memory, self._inspection, self._slots, self._loan
-        assert memory.tables is not None
+    def bounce(self, fill: Callable[[memoryview], float | None]) -> float | None:
+        tables, slots = self._memory.tables, self._slots
+        assert tables is not None
         assert slots is not None
-        if loan.over:
+        if self._loan.over:
             return None
-        slot, fd, ready = slots.pop(), -1, min(DIRECT_BYTES, inspection.payload_bytes)
+        slot = slots.pop()
         try:
-            fd, footer, modified = _inplace.open_direct(path, flags, self.nbytes, FOOTER_BYTES, slot, ready)
-            if not footer:
+            data = slot[: self.nbytes]
+            modified = fill(data)
+            if modified is None:
                 return None
-            self.damage = inspection.footer(footer)
+            self.damage = self._inspection.footer(bytes(data[-FOOTER_BYTES:]))
             if self.damage is not None:
                 return modified
-            state, word = _inplace.new_state(inspection.payload_bytes), loan.word
-            for piece, table in zip(memory.pieces, memory.tables, strict=True):
-                last = table is memory.tables[-1]
-                source, fd = fd, -1 if last else fd  # the last call closes it
-                rest = DIRECT_BYTES, memory.arena.origin, table, self._block, state, word
-                copied = _inplace.load_direct(source, last, piece.offset, slot, min(ready, piece.nbytes), *rest)
-                ready = 0
-                if copied < piece.nbytes:
-                    return None
-            return modified if inspection.damage(_inplace.checksum(state)) is None else None
+            copy = functools.partial(_inplace.copy_memory, data)
+            return modified if self._load_natively(tables, copy) else None
         finally:
-            loan.tell_end()
             slots.append(slot)
-            if fd >= 0:
-                os.close(fd)
 
     def leave(self) -> None:
         if self._memory.tables is not None:

@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from transferd.blocks.layout.base import Arena, Geometry
-from transferd.storage.file_io import UNIT
 from transferd.workers.context import RankContext
 from transferd.workers.loan import Loan
 
@@ -76,8 +75,7 @@ class BlockMemory:
     """The memory that contains a rank's blocks.
 
     view: the memory from the arena's origin on; borrowed. pieces: those of every block. tables: the parts of each piece
-    for the extension, int64 [n, 3]; None without the extension, or if it does not accept the layout's parts. direct:
-    whether it can also read them past the page cache.
+    for the extension, int64 [n, 3]; None without the extension, or if it does not accept the layout's parts.
     """
 
     def __init__(self, arena: Arena, packed: Geometry) -> None:
@@ -90,7 +88,6 @@ class BlockMemory:
         even = all(nbytes % STRIPE_BYTES == 0 for piece in self.pieces for _, _, nbytes in piece.parts)
         if NATIVE and even and self._nbytes > FEWEST_BYTES:
             self.tables = [np.array(piece.parts, dtype=np.int64) for piece in self.pieces]
-        self.direct = self.tables is not None and all(piece.offset % UNIT == 0 for piece in self.pieces)
 
     def collect(self, block: int, slot: memoryview, loan: Loan | None = None, *, kept: bool = False) -> int | None:
         """Copy a block into a slot, packed; its checksum. In a thread, unless it is small. Only if there are tables.

@@ -7,8 +7,8 @@ same in more steps.
 
 Objects are only loaded from memory this way (`Storage.get_in_place`), because no thread may wait for a disk while it
 may touch a block: when a task ends, its blocks belong to the engine again. The file backend brings a large object into
-the page cache first (docs/adr/0061). Past the page cache (`Storage.bounces`), a thread reads a piece to a slot of
-staging and copies it while it is still in the caches (docs/adr/0063). All others go through staging whole (read.py);
+the page cache first (docs/adr/0061). Past the page cache (`Storage.bounces`), a thread reads an object to a slot of
+staging, and then copies it to the block (docs/adr/0065). All others go through staging whole (read.py);
 so do objects that another task is loading past the page cache right now, because there tasks share one read.
 
 The footer is read first, so a wrong object never touches a block. A payload that fails its check counts as cold:
@@ -66,7 +66,7 @@ class ChunkInPlace(msgspec.Struct, frozen=True):
 
 
 class InPlaceReader:
-    """Loads blocks of one rank in place, as far as storage has their objects in memory, or reads them in pieces.
+    """Loads blocks of one rank in place, as far as storage has their objects in memory, or by way of a slot each.
 
     elsewhere: the names of objects that are on their way to staging. bad: called for each object that failed its check,
     with task id, name and damage.
@@ -83,7 +83,7 @@ class InPlaceReader:
     ) -> None:
         self.bounces = storage.bounces
         self._elsewhere = elsewhere
-        self._coming: set[str] = set()  # the names of objects that a thread reads in pieces
+        self._coming: set[str] = set()  # the names of objects that a thread reads to a slot
         self._context = context
         self._storage = storage
         self._bad = bad
@@ -94,7 +94,7 @@ class InPlaceReader:
     def possible(self) -> bool:
         """Whether the blocks' memory allows loads that bounce."""
         memory = self._blocks.memory()
-        return memory is not None and memory.direct
+        return memory is not None and memory.tables is not None
 
     def load_at_once(self, account: Account, names: Sequence[str]) -> ChunkInPlace | None:
         """Load the first block of a task that names no timeline. None: done. Otherwise pass the chunk on to `load`.
