@@ -51,22 +51,18 @@ class BlockInPlace:
         return not self._loan.over
 
     def load(self, read: ReadNow, backing: Backing | None = None) -> bool:
-        payload_bytes = self._inspection.payload_bytes
-        if isinstance(backing, memoryview):
-            footer = bytes(backing[-FOOTER_BYTES:])
-        else:
-            buffer = bytearray(FOOTER_BYTES)
-            if read([memoryview(buffer)], payload_bytes) < FOOTER_BYTES:
-                return False
-            footer = bytes(buffer)
-        self.damage = self._inspection.footer(footer)
+        tables, payload_bytes = self._memory.tables, self._inspection.payload_bytes
+        if isinstance(backing, memoryview) and tables is not None:
+            return self._load_from(backing, tables)
+        footer = bytearray(FOOTER_BYTES)
+        if read([memoryview(footer)], payload_bytes) < FOOTER_BYTES:
+            return False
+        self.damage = self._inspection.footer(bytes(footer))
         if self.damage is not None:
             return True
-        if backing is None or self._memory.tables is None:
+        if tables is None or not isinstance(backing, int):
             return self._load_in_python(read)
-        if isinstance(backing, int):
-            return self._load_natively(self._memory.tables, functools.partial(_inplace.read_file, backing, False))
-        return self._load_natively(self._memory.tables, functools.partial(_inplace.copy_memory, backing))
+        return self._load_natively(tables, functools.partial(_inplace.read_file, backing, False))
 
     def load_file(self, path: str, flags: int) -> float | None:
         tables = self._memory.tables
@@ -106,19 +102,19 @@ class BlockInPlace:
         try:
             data = slot[: self.nbytes]
             modified = fill(data)
-            if modified is None:
-                return None
-            self.damage = self._inspection.footer(bytes(data[-FOOTER_BYTES:]))
-            if self.damage is not None:
-                return modified
-            copy = functools.partial(_inplace.copy_memory, data)
-            return modified if self._load_natively(tables, copy) else None
+            return modified if modified is not None and self._load_from(data, tables) else None
         finally:
             slots.append(slot)
 
     def leave(self) -> None:
         if self._memory.tables is not None:
             _inplace.forget_files()
+
+    def _load_from(self, data: memoryview, tables: Sequence[Parts]) -> bool:
+        """Load the object that is in this memory. True for a wrong footer, too: see `damage`."""
+        self.damage = self._inspection.footer(bytes(data[-FOOTER_BYTES:]))
+        copy = functools.partial(_inplace.copy_memory, data)
+        return self.damage is not None or self._load_natively(tables, copy)
 
     def _load_natively(self, tables: Sequence[Parts], copy: CopyPiece) -> bool:
         """copy: a call of the extension, which has its source."""

@@ -8,10 +8,10 @@ same in more steps.
 Objects are only loaded from memory this way (`Storage.get_in_place`), because no thread may wait for a disk while it
 may touch a block: when a task ends, its blocks belong to the engine again. The file backend brings a large object into
 the page cache first (docs/adr/0061). Past the page cache (`Storage.bounces`), a thread reads an object to a slot of
-staging, and then copies it to the block (docs/adr/0065). All others go through staging whole (read.py);
-so do objects that another task is loading past the page cache right now, because there tasks share one read.
+staging, and then copies it to the block (docs/adr/0065). All others go through staging a chunk at a time (read.py); so
+do objects that another task is loading past the page cache right now, because there tasks share one read.
 
-The footer is read first, so a wrong object never touches a block. A payload that fails its check counts as cold:
+The footer is checked first, so a wrong object never touches a block. A payload that fails its check counts as cold:
 staging loads it again, and decides whether the object is damaged or another process wrote to the block. Until then the
 block holds undefined bytes, like any block that its task does not report (docs/adr/0051).
 """
