@@ -122,7 +122,7 @@ def test_a_task_of_a_suspended_daemon_is_answered_when_it_can_write_no_more(engi
     os.kill(engine.daemon(), signal.SIGSTOP)
     try:
         answers = engine.start(ReadStorageTask(task_id="r", keys=["a"], gpu_block_ids=[8]))
-        wait_until(lambda: not engine.link.ready)
+        wait_until(lambda: not engine.link.ready, within=WAIT_S)
         assert engine.link.exists(["a"]) == [False], "look-ups do not wait for it"
         refused = engine.start(ReadStorageTask(task_id="s", keys=["a"], gpu_block_ids=[9])).get(timeout=WAIT_S)
         assert refused.error is not None
@@ -142,7 +142,7 @@ def test_a_killed_daemon_answers_its_tasks_and_is_started_again(engine: OneEngin
     os.kill(before, signal.SIGKILL)
     result = answers.get(timeout=WAIT_S)
     assert (result.status, result.error and result.error.code) == (Status.FAILED, "daemon_lost")
-    wait_until(lambda: engine.daemon() != before and engine.link.ready)
+    wait_until(lambda: engine.daemon() != before and engine.link.ready, within=WAIT_S)
     assert engine.start(ReadStorageTask(task_id="t", keys=["a"], gpu_block_ids=[8])).get(timeout=WAIT_S).block_ids == [
         8
     ]
@@ -209,9 +209,9 @@ def test_an_engine_that_the_daemon_gave_up_enters_again_under_the_same_boot() ->
     link = Link(SimpleNamespace(find=lambda: "", starting=True, close=lambda _: None), "e", enter)  # type: ignore[arg-type]
     client = SimpleNamespace(connected=True, boot_id="b", outdated=[], wait_ready=ready, close=ready, endpoint="")
     link._client = client  # type: ignore[assignment]
-    wait_until(lambda: len(entered) == 1)
+    wait_until(lambda: len(entered) == 1, within=WAIT_S)
     client.outdated.append(0)
-    wait_until(lambda: len(entered) == 2)
+    wait_until(lambda: len(entered) == 2, within=WAIT_S)
     link.close(10.0)
     assert len(entered) == 2
 
@@ -247,7 +247,7 @@ async def nothing() -> None: ...
 def test_whatever_stops_one_look_for_a_daemon_the_next_one_comes() -> None:
     finder = Looking(RuntimeError("can't start new thread"), KeyError("data"))
     link = Link(finder, "e")  # type: ignore[arg-type]
-    wait_until(lambda: finder.looks > 2)
+    wait_until(lambda: finder.looks > 2, within=WAIT_S)
     link.close(10.0)
 
 

@@ -580,7 +580,7 @@ async def test_an_engine_that_is_killed_takes_its_memory_and_the_next_one_may_of
         assert second.stdin is not None
         second.stdin.close()
         await asyncio.wait_for(second.communicate(), 20)
-        await until(lambda: daemon.default.cache.missing == [1], "one that says Bye is gone at once")
+        await until(lambda: daemon.default.cache.missing == [1], "one that says Bye is gone at once", within=10)
 
 
 async def test_an_engine_that_reconnects_keeps_its_memory_mapped(start: Start, endpoint: str) -> None:
@@ -627,7 +627,7 @@ async def test_a_daemon_that_is_killed_leaves_the_engine_its_memory_and_gets_it_
         process.kill()
         assert colours(engine.caches(0)) == {0x42}
         process = launch(tree, tmp_path, wait=False)
-        await until(lambda: client.boot_id != boot and client.connected, "offered again, and ready")
+        await until(lambda: client.boot_id != boot and client.connected, "offered again, and ready", within=60)
         assert colours(engine.caches(0)) == {0x42}, "nothing of a living engine is cleaned up"
         assert (await client.submit(SwapOutTask(task_id="o", gpu_block_ids=[0], cpu_block_ids=[0]))).status == "ok"
         assert await asyncio.to_thread(process.stop) == 0

@@ -373,10 +373,10 @@ async def test_sighup_changes_level_and_capacity_without_a_restart(tmp_path: Pat
             text = process.config_file.read_text()
             process.config_file.write_text(text.replace("[storage.file]", '[storage.file]\ncapacity = "40KiB"'))
             process.signal(signal.SIGHUP)
-            await until(lambda: "reloaded" in process.log)
+            await until(lambda: "reloaded" in process.log, within=30)
             await client.submit(write("w2", [20], prefix="after"))
             assert (await client.stats())["storage"]["bytes"] <= 40 * 1024
             process.config_file.write_text("nonsense = 1")
             process.signal(signal.SIGHUP)
-            await until(lambda: "reload refused" in process.log)
+            await until(lambda: "reload refused" in process.log, within=30)
             assert (await client.submit(read("r", [21], prefix="after"))).status is Status.OK

@@ -147,4 +147,4 @@ async def test_the_metrics_and_the_log_say_that_events_are_published(daemon: Dae
     await client.submit(WriteStorageTask(task_id="w", keys=["a"], gpu_block_ids=[0]))
     stats = await client.stats()
     assert stats["events"]["batches"] >= 1
-    await until(lambda: "publishing KV events" in daemon.log)  # a thread writes the log
+    await until(lambda: "publishing KV events" in daemon.log, within=30)  # a thread writes the log

@@ -80,7 +80,7 @@ def test_engines_of_other_processes_do_not_notice_that_four_were_killed(tmp_path
         processes = [Process(daemon.endpoint, tmp_path, number) for number in range(PROCESSES)]
         for process in processes:
             stack.callback(process.kill)
-        wait_until(all_have(processes, ROUNDS, {}), "all engines are at work")
+        wait_until(all_have(processes, ROUNDS, {}), "all engines are at work", within=WITHIN_S)
         with SyncClient(daemon.endpoint, engine=NAMES[-1], await_ready=False) as client:
             stats = client.stats()
             assert sorted(stats["engines"]) == NAMES
@@ -89,9 +89,11 @@ def test_engines_of_other_processes_do_not_notice_that_four_were_killed(tmp_path
             killed.kill()
             before = {name: len(rounds) for process in others for name, rounds in process.rounds().items()}
             gone = set(killed.names)
-            wait_until(lambda: not gone & set(client.stats()["engines"]), "the killed engines are given up")
-            wait_until(lambda: not client.stats()["engines_leaving"], "their memory is unmapped")
-            wait_until(all_have(others, ROUNDS, before), "the others go on")
+            wait_until(
+                lambda: not gone & set(client.stats()["engines"]), "the killed engines are given up", within=WITHIN_S
+            )
+            wait_until(lambda: not client.stats()["engines_leaving"], "their memory is unmapped", within=WITHIN_S)
+            wait_until(all_have(others, ROUNDS, before), "the others go on", within=WITHIN_S)
             stats = client.stats()
             assert sorted(stats["engines"]) == sorted(set(NAMES) - gone)
             assert len(stats["ranks"]) == 2 * len(stats["engines"])

@@ -79,7 +79,7 @@ async def test_what_a_client_holds_ends_when_it_is_killed(daemon: DaemonProcess,
         else:
             assert (await client.submit(swap(1))).status is Status.REJECTED
             kill(dead)
-            await stats_until(client, lambda stats: not stats["draining"])
+            await stats_until(client, lambda stats: not stats["draining"], within=60)
             result = await client.submit(swap(2))
         assert result.status is Status.OK
         assert (await client.stats())["held"] == []
@@ -99,7 +99,7 @@ async def test_of_several_pauses_the_living_ones_stay(daemon: DaemonProcess) -> 
         await living.pause()
         future = await client.push(swap(1))
         kill(dead)
-        await stats_until(client, lambda stats: len(stats["held"]) == 1)
+        await stats_until(client, lambda stats: len(stats["held"]) == 1, within=60)
         report = await client.stats()
         assert report["held"][0]["holder"].startswith("living (")
         assert (report["paused"], report["queued"], future.done()) == (True, 1, False)
@@ -130,9 +130,9 @@ async def test_a_pause_is_asked_for_again_after_a_restart_and_a_resumed_one_is_n
             first.kill()
             first = start(TREE, tmp_path)
             async with attached(first.endpoint) as client:
-                await stats_until(client, lambda stats: bool(stats["held"]))
+                await stats_until(client, lambda stats: bool(stats["held"]), within=60)
                 # What it says to a new session it says when it hears of it: an answer after that comes after that.
-                await stats_until(client, lambda _: resumed.connected and resumed.boot_id != boot)
+                await stats_until(client, lambda _: resumed.connected and resumed.boot_id != boot, within=60)
                 await resumed.ping()
                 assert len((await client.stats())["held"]) == 1
                 future = await client.push(swap(1))

@@ -131,7 +131,7 @@ async def test_the_daemon_refuses_a_process_that_pushes_while_no_process_has_att
             report = await scheduler.stats()
             assert report["rejects"]["not_attached"] == 1
             assert report["cache"]["unmapped"] == list(range(RANKS))
-            await until(lambda: "not_attached" in running[1].log)  # a thread writes the log
+            await until(lambda: "not_attached" in running[1].log, within=30)  # a thread writes the log
             await worker.reattach(20)
             back = SwapInTask(task_id="i", gpu_block_ids=[1], cpu_block_ids=[2])
             assert outcome(await scheduler.submit(back)) == (Status.REJECTED, "empty_block")
@@ -147,7 +147,7 @@ async def test_an_engine_that_has_gone_has_nothing_mapped(tmp_path: Path) -> Non
             async with attached(running[0].endpoint):
                 assert (await client.submit(write)).status is Status.OK
             # Two connections have no order between them: a task may overtake the goodbye of another client.
-            await stats_until(client, lambda stats: stats["cache"]["unmapped"] == list(range(RANKS)))
+            await stats_until(client, lambda stats: stats["cache"]["unmapped"] == list(range(RANKS)), within=60)
             again = WriteStorageTask(task_id="w2", keys=["k"], gpu_block_ids=[1])
             assert outcome(await client.submit(again)) == (Status.REJECTED, "not_attached")
 

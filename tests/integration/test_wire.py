@@ -85,7 +85,7 @@ class Raw:
                 found.append(wire.decode_reply(self.socket.recv(zmq.DONTWAIT)))
             return len(found) == count
 
-        await until(read)
+        await until(read, within=10)
         return found
 
     def close(self) -> None:
@@ -193,7 +193,7 @@ async def test_a_pusher_that_vanishes_costs_nothing(daemon: Daemon, client: Clie
     await raw.replies(1)
     pusher = list(daemon.server._clients)[-1]  # the honest client was there before
     raw.close()
-    await until(lambda: _gone(daemon, pusher, "orphan"))
+    await until(lambda: _gone(daemon, pusher, "orphan"), within=10)
     assert daemon.server.statistics()["undeliverable"] > 0
     daemon.core.hold = False
     assert (await client.submit(task("honest"))).status is Status.OK
@@ -216,7 +216,7 @@ async def test_many_clients_get_their_own_results(daemon: Daemon) -> None:
             assert [r.task_id for r in results] == [f"{number}-{i}" for i in range(50)]
 
     await asyncio.gather(*(work(number) for number in range(24)))
-    await until(lambda: daemon.server.statistics()["clients"] == 0)
+    await until(lambda: daemon.server.statistics()["clients"] == 0, within=10)
     assert daemon.core.ran.total() == 24 * 50
 
 
@@ -249,10 +249,10 @@ asyncio.run(main(sys.argv[1]))
 async def test_an_engine_that_was_stopped_does_not_take_the_daemon_for_dead(tmp_path: Path) -> None:
     async with Daemon(f"ipc://{tmp_path}/d.sock") as daemon:
         engine = subprocess.Popen([sys.executable, "-c", STOPPED, daemon.transport.endpoints[0]])  # noqa: ASYNC220
-        await until(lambda: Path(f"/proc/{engine.pid}/stat").read_text().split(") ")[1].startswith("T"))
+        await until(lambda: Path(f"/proc/{engine.pid}/stat").read_text().split(") ")[1].startswith("T"), within=10)
         await asyncio.sleep(4)
         engine.send_signal(signal.SIGCONT)
-        await until(lambda: engine.poll() is not None)
+        await until(lambda: engine.poll() is not None, within=10)
         assert engine.returncode == 0
 
 
@@ -343,11 +343,11 @@ async def test_answers_sent_before_a_close_are_read_after_it(tmp_path: Path) -> 
     server.start(lambda peer, _: peers.append(peer))
     client.start(got.append)
     client.send(b"hello")
-    await until(lambda: bool(peers))
+    await until(lambda: bool(peers), within=10)
     for number in range(100):
         assert server.send(peers[0], bytes([number]))
     server.close()
-    await until(lambda: len(got) == 100)
+    await until(lambda: len(got) == 100, within=10)
     assert got == [bytes([number]) for number in range(100)]
     client.close()
     with pytest.raises(Closed):
@@ -371,7 +371,7 @@ async def test_a_callback_that_raises_loses_one_message_and_no_other(tmp_path: P
     client.start(got.append)
     for number in range(200):
         client.send(str(number).encode())
-    await until(lambda: len(got) == 200)
+    await until(lambda: len(got) == 200, within=10)
     assert [type(error) for error in raised] == [ZeroDivisionError]
     client.close()
     server.close()

@@ -105,10 +105,10 @@ def test_what_does_not_fit_is_dropped_and_counted_and_nobody_waits(page: Page) -
     assert not writer.flush(WAIT_S), "the second flush does not wait again"
     assert time.monotonic() - began < WAIT_S
     page.gate.set()
-    wait_until(lambda: len(page.lines) == 10)
-    wait_until(lambda: writer._waiting == 0)
+    wait_until(lambda: len(page.lines) == 10, within=WAIT_S)
+    wait_until(lambda: writer._waiting == 0, within=WAIT_S)
     writer.put(b"room again\n")
-    wait_until(lambda: "room again" in page.lines)
+    wait_until(lambda: "room again" in page.lines, within=WAIT_S)
     assert writer.dropped == 990
 
 

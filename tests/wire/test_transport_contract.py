@@ -107,7 +107,7 @@ class Ends:
         self.start_server()
         self.start_client()
         assert self.client.send(b"hello")
-        await until(lambda: bool(self.at_server))
+        await until(lambda: bool(self.at_server), within=30)
         return self.at_server[-1][0]
 
     def close(self) -> None:
@@ -133,7 +133,7 @@ async def test_messages_arrive_whole_and_in_order_both_ways(ends: Ends) -> None:
     for payload in sent:
         assert ends.client.send(payload)
         assert ends.server.send(peer, payload)
-    await until(lambda: len(ends.at_server) == 6 and len(ends.at_client) == 5)
+    await until(lambda: len(ends.at_server) == 6 and len(ends.at_client) == 5, within=30)
     assert ends.at_server == [(peer, b"hello"), *((peer, payload) for payload in sent)]
     assert ends.at_client == sent
 
@@ -146,7 +146,7 @@ async def test_nobody_is_called_back_inside_a_call(ends: Ends) -> None:
         ends.server.send(peer, b"2")
         ends.inside = False
         await turns()
-    await until(lambda: len(ends.at_server) == 6 and len(ends.at_client) == 5)
+    await until(lambda: len(ends.at_server) == 6 and len(ends.at_client) == 5, within=30)
 
 
 async def test_what_is_sent_before_a_daemon_listens_arrives_when_it_does(ends: Ends) -> None:
@@ -155,7 +155,7 @@ async def test_what_is_sent_before_a_daemon_listens_arrives_when_it_does(ends: E
         assert ends.client.send(bytes([number]))
     await turns()
     ends.start_server()
-    await until(lambda: len(ends.at_server) == 5)
+    await until(lambda: len(ends.at_server) == 5, within=30)
     assert [payload for _, payload in ends.at_server] == [bytes([number]) for number in range(5)]
 
 
@@ -167,16 +167,16 @@ async def test_what_waits_for_a_daemon_is_bounded_and_no_error(ends: Ends) -> No
     assert 0 < taken < MOST
     assert not ends.client.send(b"one more")
     ends.start_server()
-    await until(lambda: len(ends.at_server) == taken)
+    await until(lambda: len(ends.at_server) == taken, within=30)
     assert [payload[0] for _, payload in ends.at_server] == [number % 256 for number in range(taken)]
     assert ends.client.send(b"room again")
-    await until(lambda: ends.at_server[-1][1] == b"room again")
+    await until(lambda: ends.at_server[-1][1] == b"room again", within=30)
 
 
 async def test_what_waits_for_a_peer_that_does_not_read_is_bounded_and_harms_nobody(kind: Kind, ends: Ends) -> None:
     ends.start_server()
     kind.peer_that_does_not_read()
-    await until(lambda: bool(ends.at_server))
+    await until(lambda: bool(ends.at_server), within=30)
     deaf = ends.at_server[-1][0]
     taken = 0
     while ends.server.send(deaf, LARGE) and taken < MOST:
@@ -186,16 +186,16 @@ async def test_what_waits_for_a_peer_that_does_not_read_is_bounded_and_harms_nob
     if kind.name == "zmq":  # the simulated latency is one for all
         ends.start_client()
         ends.client.send(b"I read")
-        await until(lambda: ends.at_server[-1][1] == b"I read")
+        await until(lambda: ends.at_server[-1][1] == b"I read", within=30)
         assert ends.server.send(ends.at_server[-1][0], b"told")
-        await until(lambda: ends.at_client == [b"told"])
+        await until(lambda: ends.at_client == [b"told"], within=30)
 
 
 async def test_a_peer_that_has_gone_or_never_was_is_not_sent_to(ends: Ends) -> None:
     peer = await ends.meet()
     assert not ends.server.send(b"nobody", b"x")
     ends.client.close()
-    await until(lambda: not ends.server.send(peer, b"x"))
+    await until(lambda: not ends.server.send(peer, b"x"), within=30)
 
 
 async def test_a_client_finds_the_next_daemon_by_itself_and_under_another_name(kind: Kind, ends: Ends) -> None:
@@ -210,7 +210,7 @@ async def test_a_client_finds_the_next_daemon_by_itself_and_under_another_name(k
             ends.client.send(b"again")
             await turns()
         assert successor.send(heard[-1][0], b"welcome")
-        await until(lambda: b"welcome" in ends.at_client)
+        await until(lambda: b"welcome" in ends.at_client, within=30)
     finally:
         successor.close()
 
@@ -235,7 +235,7 @@ async def test_what_a_daemon_said_before_it_closed_still_arrives(ends: Ends) -> 
     for number in range(HWM):
         assert ends.server.send(peer, bytes([number]))
     ends.server.close()
-    await until(lambda: len(ends.at_client) == HWM)
+    await until(lambda: len(ends.at_client) == HWM, within=30)
     assert ends.at_client == [bytes([number]) for number in range(HWM)]
 
 
@@ -244,4 +244,4 @@ async def test_two_daemons_cannot_listen_at_one_place(kind: Kind, ends: Ends) ->
     with pytest.raises(ConfigError):
         kind.server().start(lambda _peer, _payload: None)
     assert ends.client.send(b"still there")
-    await until(lambda: ends.at_server[-1][1] == b"still there")
+    await until(lambda: ends.at_server[-1][1] == b"still there", within=30)

@@ -119,12 +119,11 @@ class Held:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, read_before: bool = False) -> None:
         self.begun, self.go_on = threading.Event(), threading.Event()
-        real, first = file_io._files.get_file, [True]
+        real, taken = file_io._files.get_file, threading.Lock()
 
         def held(*arguments: Any) -> float | None:
-            if not first:
+            if not taken.acquire(blocking=False):
                 return real(*arguments)
-            first.clear()
             modified = real(*arguments) if read_before else 0.0
             self.begun.set()
             assert self.go_on.wait(60)
