@@ -130,13 +130,23 @@ def emptied(place: Path) -> None:
             os.truncate(path, 0)
 
 
+def blkio_group() -> Path:
+    """Where this process is in the blkio controller of cgroup v1; a path that does not exist if there is none."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "blkio" in controllers.split(","):
+            return BLKIO / path.lstrip("/")
+    return BLKIO / "none"
+
+
 @contextlib.contextmanager
 def limited(directory: Path, rate: float) -> Iterator[None]:
     """Limit what this process and its children move to and from the disk of `directory`; rate: GB/s each way."""
     device = os.stat(directory).st_dev
     node = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve()
     disk = node.parent if (node / "partition").exists() else node  # a partition cannot be limited
-    group = BLKIO / f"transferd-cold-{os.getpid()}"
+    home = blkio_group()
+    group = home / f"transferd-cold-{os.getpid()}"
     group.mkdir()
     try:
         for way in ("read", "write"):
@@ -146,7 +156,7 @@ def limited(directory: Path, rate: float) -> Iterator[None]:
         (group / "cgroup.procs").write_text(str(os.getpid()))
         yield
     finally:
-        (BLKIO / "cgroup.procs").write_text(str(os.getpid()))
+        (home / "cgroup.procs").write_text(str(os.getpid()))
         group.rmdir()
 
 
@@ -213,8 +223,12 @@ def main() -> None:
     arguments = parser.parse_args()
     if shutil.which("fio") is None:
         sys.exit("fio is not installed")
-    if arguments.rates and not os.access(BLKIO / "cgroup.procs", os.W_OK):
-        sys.exit(f"--rates needs root and the blkio controller of cgroup v1, and {BLKIO} cannot be written")
+    if arguments.objects < 1 or arguments.objects % DIRECT_THREADS:
+        parser.error(f"--objects: expected a multiple of {DIRECT_THREADS}, fio's threads, got {arguments.objects}")
+    if any(not rate > 0 for rate in arguments.rates):
+        parser.error(f"--rates: expected GB/s above 0, got {arguments.rates}")
+    if arguments.rates and not os.access(blkio_group() / "cgroup.procs", os.W_OK):
+        sys.exit(f"--rates needs root and the blkio controller of cgroup v1, and {blkio_group()} cannot be written")
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     before, objects = machine(), arguments.objects
     with tempfile.TemporaryDirectory(prefix="transferd-cold-", dir=arguments.directory) as directory:
