@@ -28,7 +28,7 @@ CLIENT_MAY_IMPORT = {
     "observability.recorder",
 }  # fmt: skip
 
-LONGEST_FILE = 460
+LONGEST_FILE = 600
 LONG_FILES: dict[str, str] = {
     "dispatcher.py": "one state machine; its parts are files of their own beside it",
 }
