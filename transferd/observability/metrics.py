@@ -236,8 +236,8 @@ class StatusServer:
     """Serves /metrics, /healthz, /readyz, /status, the page at / and what that page polls.
 
     stats: the report. alive: whether the dispatcher makes progress or is idle. not_ready: why it is not ready, or "".
-    tasks: called with a number, returns at most that many of the newest tasks. explain: returns the story of one task.
-    Without these two there is no page.
+    tasks: called with a number, returns at most that many of the newest tasks. explain: called with a task and its
+    engine, returns its story. Without these two there is no page.
     """
 
     def __init__(
@@ -248,7 +248,7 @@ class StatusServer:
         not_ready: Callable[[], str],
         *,
         tasks: Callable[[int], list[dict[str, Any]]] | None = None,
-        explain: Callable[[str], dict[str, Any]] | None = None,
+        explain: Callable[[str, str], dict[str, Any]] | None = None,
     ) -> None:
         self._stats = stats
         self._alive = alive
