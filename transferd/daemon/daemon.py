@@ -92,6 +92,7 @@ class Daemon:
             lambda: self.not_ready,
             tasks=self.listing.timeline,
             explain=self.explain,
+            hosts=config.metrics.hosts,
         )
         self.traces = _build_traces(config, self.boot_id, clock)
         shared = Shared(
