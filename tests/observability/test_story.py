@@ -13,7 +13,7 @@ ADMITTED = {"kind": "read", "blocks": 2, "client": b"\x01"}
 
 def tell(*notes: tuple[float, str, dict[str, object]], task_id: str = "t") -> dict[str, object]:
     kept = [Note(at, task_id, what, dict(detail)) for at, what, detail in notes]
-    return task_story(task_id, kept, wall=1_000_100.0, monotonic=100.0)
+    return task_story(task_id, kept, "default", wall=1_000_100.0, monotonic=100.0)
 
 
 def test_times_are_since_admission_and_what_a_rank_did_stands_under_it() -> None:
@@ -65,7 +65,7 @@ def test_a_life_whose_beginning_is_forgotten_starts_with_what_is_left() -> None:
 
 def test_an_unknown_task_is_one_line() -> None:
     with pytest.raises(RequestError, match=r"unknown task 'a\\nb'") as refused:
-        task_story("a\nb", [], wall=0.0, monotonic=0.0)
+        task_story("a\nb", [], "default", wall=0.0, monotonic=0.0)
     assert refused.value.reason == "unknown_task"
     assert "\n" not in str(refused.value)
 

@@ -257,13 +257,14 @@ def explain(
     format_: FormatOption = Format.TEXT,
 ) -> None:
     """Show the story of one task, rank by rank, from a running daemon or from a flight recorder dump."""
+    from transferd.config import DEFAULT_ENGINE
     from transferd.observability import story as stories
     from transferd.observability.dump_file import read_dump
 
     if dump is None:
         story = ask(lambda client: client.explain(task_id, engine), endpoint, timeout, key_file, server_key_file)
     else:
-        story = read_dump(dump).story(f"[{engine}] {task_id}" if engine else task_id)
+        story = read_dump(dump).story(task_id, engine or DEFAULT_ENGINE)
     print(json.dumps(story) if format_ is Format.JSON else stories.as_text(story))
 
 

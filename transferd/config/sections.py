@@ -234,6 +234,7 @@ class MetricsSection(_Section, frozen=True, kw_only=True):
     """Where /metrics, /healthz, /readyz and /status are served."""
 
     listen: str = "127.0.0.1:9464"  # "" = off
+    hosts: tuple[str, ...] = ()  # names besides localhost and this machine's by which it is asked; "*" = any
 
 
 class TracesSection(_Section, frozen=True, kw_only=True):

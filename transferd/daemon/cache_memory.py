@@ -44,10 +44,11 @@ from transferd.daemon.coordinator import Coordinator
 from transferd.daemon.mappings import Mappings
 from transferd.errors import EngineGone, RequestError, TransferError
 from transferd.runtime.aio import every
+from transferd.runtime.threads import Direction
 from transferd.storage.tokens import TokenStorage
 from transferd.tasks import ErrorInfo
 from transferd.tiers.base import DeviceHandle
-from transferd.tiers.extents import Extent, overlap
+from transferd.tiers.extents import SMALL, Extents, overlap
 from transferd.tiers.owner import Owner, check_owner
 from transferd.wire.canary import CHECKED, Canary, taken_from
 from transferd.workers.canary import check_canary
@@ -78,11 +79,12 @@ class _Attempt:
 
 @dataclass(slots=True, eq=False)
 class _RankMemory:
-    """One rank's memory."""
+    """One rank's memory. extents: of the offer that was mapped last."""
 
     worker: RankWorker
     present: bool = False
     offer: _MappedOffer | None = None
+    extents: Extents = field(default_factory=Extents)
     attempts: list[_Attempt] = field(default_factory=list)
 
 
@@ -242,7 +244,7 @@ class CacheMemory:
                 owner = check_owner(handle.data.get("owner"))
                 await rank.worker.open_device(handle)
                 try:
-                    self._check_apart(rank, number)
+                    await self._check_apart(rank, number)
                     if canary is not None:
                         await check_canary(rank.worker.context, canary)
                 except TransferError:
@@ -267,13 +269,26 @@ class CacheMemory:
             if attempt.gone:  # the client was lost while its memory was being mapped
                 self.client_gone(client)
 
-    def _check_apart(self, rank: _RankMemory, number: int) -> None:
+    async def _check_apart(self, rank: _RankMemory, number: int) -> None:
         """Raise RequestError if newly mapped memory overlaps that of another rank."""
-        mapped = _extents(rank)
-        for other, theirs in enumerate(self._ranks):
-            if theirs is not rank and theirs.offer is not None and overlap(mapped, _extents(theirs)):
-                what = f"the memory offered for rank {number} overlaps that of rank {other}; each rank needs its own"
-                raise RequestError(what, code="already_attached")
+        mapped = rank.extents = _extents(rank)
+        others = [
+            (other, theirs.extents)
+            for other, theirs in enumerate(self._ranks)
+            if theirs is not rank and theirs.offer is not None
+        ]
+
+        def overlapping() -> int | None:
+            return next((other for other, theirs in others if overlap(mapped, theirs)), None)
+
+        if len(mapped) * len(others) <= SMALL:
+            other = overlapping()
+        else:
+            threads = rank.worker.context.threads
+            other = await threads.run(Direction.SETUP, overlapping, f"comparing the memory of rank {number}")
+        if other is not None:
+            what = f"the memory offered for rank {number} overlaps that of rank {other}; each rank needs its own"
+            raise RequestError(what, code="already_attached")
 
     def client_gone(self, client: bytes) -> None:
         """Drop the client's mappings, and unmap the memory that it offered as soon as no rank touches a block."""
@@ -451,9 +466,8 @@ class CacheMemory:
             log.warning(what, engine=self._core.engine, rank=number, problem=str(error))
 
 
-def _extents(rank: _RankMemory) -> list[Extent]:
-    extents: list[Extent] = getattr(rank.worker.context.device, "extents", list)()  # another package's tier may lack it
-    return extents
+def _extents(rank: _RankMemory) -> Extents:
+    return Extents(getattr(rank.worker.context.device, "extents", Extents)())  # another package's tier may lack it
 
 
 def _ranks(numbers: list[int]) -> str:

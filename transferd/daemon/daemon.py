@@ -31,7 +31,7 @@ from transferd.daemon.server import Greeting, Server
 from transferd.daemon.shutdown import Shutdown
 from transferd.observability.history import TaskHistory
 from transferd.observability.metrics import StatusServer
-from transferd.observability.recorder import EngineRecorder, Recorder
+from transferd.observability.recorder import Recorder
 from transferd.observability.story import task_story
 from transferd.observability.traces import Ran, Traces
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
@@ -92,6 +92,7 @@ class Daemon:
             lambda: self.not_ready,
             tasks=self.listing.timeline,
             explain=self.explain,
+            hosts=config.metrics.hosts,
         )
         self.traces = _build_traces(config, self.boot_id, clock)
         shared = Shared(
@@ -243,11 +244,9 @@ class Daemon:
 
     def explain(self, task_id: str, engine: str = DEFAULT_ENGINE) -> dict[str, Any]:
         """The story of a task, even if its engine has left. Raises RequestError, code `unknown_task`."""
-        recorder = self.recorder if engine in ("", DEFAULT_ENGINE) else EngineRecorder(self.recorder, engine)
-        notes = recorder.notes(task_id) if task_id else []  # "" has the daemon's own notes
-        return {"engine": engine or DEFAULT_ENGINE} | task_story(
-            task_id, notes, wall=self.clock.wall(), monotonic=self.clock.monotonic()
-        )
+        engine = engine or DEFAULT_ENGINE
+        notes = self.recorder.of(engine).notes(task_id) if task_id else []  # "" has the daemon's own notes
+        return task_story(task_id, notes, engine, wall=self.clock.wall(), monotonic=self.clock.monotonic())
 
     def refused(self) -> dict[str, int]:
         """Connections and requests refused since the start, by reason."""

@@ -30,7 +30,7 @@ from transferd.daemon.kv_events.sockets import EventSockets
 from transferd.daemon.lookup import Lookup
 from transferd.daemon.preflight import EnginePlan
 from transferd.daemon.shutdown import Shutdown
-from transferd.observability.recorder import EngineRecorder, Recorder
+from transferd.observability.recorder import Recorder
 from transferd.observability.traces import Ran
 from transferd.runtime.aio import every
 from transferd.runtime.clock import Clock
@@ -109,7 +109,7 @@ class HostedEngine:
         self.clients: set[bytes] = set()  # bound to this engine (engines.py)
         self.holders = 0  # how many of these clients keep the engine
         self._total, self._epochs = total, epochs
-        self.recorder = shared.recorder if name == DEFAULT_ENGINE else EngineRecorder(shared.recorder, name)
+        self.recorder = shared.recorder.of(name)
         self._shared = shared
         self.layout, self.objects, self.tokens = plan.layout, plan.objects, plan.tokens
         self.only_flush = self.tokens is not None and config.storage.attention_store.only_flush

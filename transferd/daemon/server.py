@@ -207,7 +207,10 @@ class Server:
     def _refuse(self, peer: bytes, error: wire.Malformed) -> None:
         """Answer a bad message: with a result if it is a task, else with a refusal."""
         self._rejects[error.reason] += 1
-        self._recorder.aside(error.task_id or "", "bad message", error.reason, peer)
+        client = self._clients.get(peer)
+        bound = None if client is None else client.engine  # any client may name any engine and any task
+        recorder = self._recorder if bound is None else bound.recorder
+        recorder.aside("" if bound is None else error.task_id or "", "bad message", error.reason, peer)
         if not (stale := error.reason == wire.STALE_SESSION):  # happens to good clients after a broken connection
             self._warn(peer, error.reason)
         info = ErrorInfo(error.reason, str(error))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics, generate_latest
@@ -236,8 +236,8 @@ class StatusServer:
     """Serves /metrics, /healthz, /readyz, /status, the page at / and what that page polls.
 
     stats: the report. alive: whether the dispatcher makes progress or is idle. not_ready: why it is not ready, or "".
-    tasks: called with a number, returns at most that many of the newest tasks. explain: returns the story of one task.
-    Without these two there is no page.
+    tasks: called with a number, returns at most that many of the newest tasks. explain: called with a task and its
+    engine, returns its story. Without these two there is no page.
     """
 
     def __init__(
@@ -248,8 +248,10 @@ class StatusServer:
         not_ready: Callable[[], str],
         *,
         tasks: Callable[[int], list[dict[str, Any]]] | None = None,
-        explain: Callable[[str], dict[str, Any]] | None = None,
+        explain: Callable[[str, str], dict[str, Any]] | None = None,
+        hosts: Collection[str] = (),
     ) -> None:
+        """hosts: see HttpServer."""
         self._stats = stats
         self._alive = alive
         self._not_ready = not_ready
@@ -269,7 +271,8 @@ class StatusServer:
             routes["/"] = front_page
             routes["/live"] = lambda: self._live(tasks)
             asked["/explain"] = functools.partial(story_page, explain)
-        self.http = HttpServer(listen, routes, asked=asked, max_connections=spare(MAX_CONNECTIONS)) if listen else None
+        most = spare(MAX_CONNECTIONS)
+        self.http = HttpServer(listen, routes, asked=asked, hosts=hosts, max_connections=most) if listen else None
 
     def refused(self) -> dict[str, int]:
         """HTTP requests and connections that were refused, by reason."""

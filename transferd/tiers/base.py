@@ -31,7 +31,7 @@ Duties of an implementation:
    process, and the CPU may read and write the blocks there (workers/in_place.py). The first step of `copy_out` and
    `copy_in` may run outside an asyncio task (workers/rank.py), where `asyncio.current_task()` is None and
    `asyncio.timeout` raises.
-10. A class with `attaches` also has `extents() -> list[Extent]`: which bytes of which memory `attach` has mapped
+10. A class with `attaches` also has `extents() -> Extents`: which bytes of which memory `attach` has mapped
    (extents.py), so that no two ranks get the same byte.
 """
 

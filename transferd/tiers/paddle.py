@@ -31,7 +31,7 @@ from transferd.blocks.layout.base import Arena, BlockLayout
 from transferd.errors import InvariantError, TierError
 from transferd.runtime.threads import Direction, Threads
 from transferd.tiers.base import DeviceHandle, HostMemory
-from transferd.tiers.extents import Extent
+from transferd.tiers.extents import Extents
 from transferd.tiers.hostcopy import copy_runs
 from transferd.tiers.paddle_memory import DeviceMemory, SharedMemory, TensorMemory, default_place, import_paddle
 from transferd.tiers.paddle_ops import ERRORS, FastDeployOperators, Operators
@@ -107,7 +107,7 @@ class PaddleDeviceTier:
         """On the CPU place, a handle like the shm tier's; elsewhere, what FastDeploy's operators have published."""
         return self._opened.handle()
 
-    def extents(self) -> list[Extent]:
+    def extents(self) -> Extents:
         return self._opened.extents()
 
     async def close(self) -> None:

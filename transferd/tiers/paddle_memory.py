@@ -15,7 +15,7 @@ import numpy as np
 from transferd.blocks.layout.base import Arena, BlockLayout
 from transferd.errors import ConfigError, TierError
 from transferd.tiers.base import DeviceHandle
-from transferd.tiers.extents import Extent, extents_of
+from transferd.tiers.extents import Extent, Extents, extents_of
 from transferd.tiers.paddle_ops import KIND, Operators, handle_of, names_of
 from transferd.tiers.segment import SharedSegment
 from transferd.tiers.shm import created_handle, map_offered
@@ -31,7 +31,7 @@ class TensorMemory(Protocol):
     outlives_close: bool
 
     def handle(self) -> DeviceHandle: ...
-    def extents(self) -> list[Extent]: ...
+    def extents(self) -> Extents: ...
     def close(self) -> None: ...
 
 
@@ -67,7 +67,7 @@ class SharedMemory:
         """A handle of memory from `create`, like the shm tier's."""
         return created_handle(self._layout, self._segment)
 
-    def extents(self) -> list[Extent]:
+    def extents(self) -> Extents:
         return extents_of(self._layout, self.arena, self._segment.identity, self._segment.address)
 
     def close(self) -> None:
@@ -151,13 +151,13 @@ class DeviceMemory:
             raise TierError(f"memory of {self._place} cannot be shared with another process without operators for it")
         return handle_of(self._layout, *self._published, self._place)
 
-    def extents(self) -> list[Extent]:
+    def extents(self) -> Extents:
         """Each tensor's extent twice: by address, and by name for drivers that map one allocation at two addresses."""
         made: list[Extent] = []
         for tensor, name in self._held:
             start = int(tensor.data_ptr())
             made += [Extent(self._place, start, int(tensor.size)), Extent(("published", name), 0, 1)]
-        return made
+        return Extents(made)
 
     def close(self) -> None:
         self.tensors.clear()

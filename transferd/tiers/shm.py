@@ -16,7 +16,7 @@ from transferd.runtime.threads import Direction, Threads
 from transferd.tiers.arrays import Region, describe
 from transferd.tiers.base import INLINE_BYTES, DeviceHandle, HostMemory
 from transferd.tiers.descriptor import open_descriptor
-from transferd.tiers.extents import Extent, extents_of
+from transferd.tiers.extents import Extents, extents_of
 from transferd.tiers.hostcopy import copy_runs
 from transferd.tiers.owner import as_data, this_process
 from transferd.tiers.pages import locate_offered
@@ -67,6 +67,11 @@ class ShmDeviceTier:
 
     async def attach(self, handle: DeviceHandle) -> None:
         self._check_closed()
+        # An engine chooses how many places its handle names.
+        await self._threads.run(Direction.SETUP, lambda: self._map(handle), f"mapping memory of rank {self.rank}")
+
+    def _map(self, handle: DeviceHandle) -> None:
+        """In a thread, as `_create`."""
         self._segment, self._arena = map_offered(self._layout, handle)
 
     def _check_closed(self) -> None:
@@ -90,7 +95,7 @@ class ShmDeviceTier:
     def handle(self) -> DeviceHandle:
         return created_handle(self._layout, self._mapped)
 
-    def extents(self) -> list[Extent]:
+    def extents(self) -> Extents:
         segment = self._mapped
         return extents_of(self._layout, self.arena, segment.identity, segment.address)
 

@@ -41,7 +41,7 @@ from transferd.tiers.cuda.device_resources import DeviceResources
 from transferd.tiers.cuda.driver import Driver
 from transferd.tiers.cuda.pinning import CudaPinning
 from transferd.tiers.cuda.submitter import CopyPath
-from transferd.tiers.extents import Extent, extents_of
+from transferd.tiers.extents import Extents, extents_of
 from transferd.tiers.pinning import Pinning
 
 # With slots of 8 MiB a pipeline holds Python's lock for twice as long (benchmarks/gpu_submission.py). Without MPS,
@@ -197,7 +197,7 @@ class CudaDeviceTier:
     def with_timelines(self, handle: DeviceHandle) -> DeviceHandle:
         return self.resources.with_timelines(handle)
 
-    def extents(self) -> list[Extent]:
+    def extents(self) -> Extents:
         """Extents by address: a process maps each allocation once (ipc.py), and no two have the same address."""
         return extents_of(self._layout, self.arena, self.resources.info.uuid)
 
