@@ -47,7 +47,7 @@ from transferd.runtime.aio import every
 from transferd.storage.tokens import TokenStorage
 from transferd.tasks import ErrorInfo
 from transferd.tiers.base import DeviceHandle
-from transferd.tiers.extents import Extent, overlap
+from transferd.tiers.extents import overlap
 from transferd.tiers.owner import Owner, check_owner
 from transferd.wire.canary import CHECKED, Canary, taken_from
 from transferd.workers.canary import check_canary
@@ -194,10 +194,8 @@ class CacheMemory:
         if not held.present:
             raise TransferError(f"rank {rank} has no memory now: {self.why}", code="not_ready")
         device = held.worker.context.device
-        if held.offer is None:
-            handle = device.handle()
-        else:  # the engine's own memory, with the daemon's timelines
-            handle = getattr(device, "with_timelines", lambda offered: offered)(held.offer.handle)
+        # The engine's own memory comes with the daemon's timelines.
+        handle = device.handle() if held.offer is None else device.with_timelines(held.offer.handle)
         self._mappings.attach(client, rank)
         return handle
 
@@ -269,9 +267,11 @@ class CacheMemory:
 
     def _check_apart(self, rank: _RankMemory, number: int) -> None:
         """Raise RequestError if newly mapped memory overlaps that of another rank."""
-        mapped = _extents(rank)
+        mapped = rank.worker.context.device.extents()
         for other, theirs in enumerate(self._ranks):
-            if theirs is not rank and theirs.offer is not None and overlap(mapped, _extents(theirs)):
+            if theirs is rank or theirs.offer is None:
+                continue
+            if overlap(mapped, theirs.worker.context.device.extents()):
                 what = f"the memory offered for rank {number} overlaps that of rank {other}; each rank needs its own"
                 raise RequestError(what, code="already_attached")
 
@@ -406,7 +406,7 @@ class CacheMemory:
     def _check_unmapped(self) -> None:
         for number, rank in enumerate(self._ranks):
             count = self._mappings.mapped_by(number)
-            if count and not getattr(rank.worker.context.device, "outlives_close", False):
+            if count and not rank.worker.context.device.outlives_close:
                 what = f"the memory of rank {number} is mapped by {count} clients; detach first"
                 raise RequestError(what, code="still_mapped")
 
@@ -449,11 +449,6 @@ class CacheMemory:
         except TransferError as error:
             what = "error while releasing memory"
             log.warning(what, engine=self._core.engine, rank=number, problem=str(error))
-
-
-def _extents(rank: _RankMemory) -> list[Extent]:
-    extents: list[Extent] = getattr(rank.worker.context.device, "extents", list)()  # another package's tier may lack it
-    return extents
 
 
 def _ranks(numbers: list[int]) -> str:
