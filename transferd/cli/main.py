@@ -33,7 +33,6 @@ from transferd.cli.asking import (
     connected,
 )
 from transferd.cli.bench.command import app as bench_app
-from transferd.cli.completion import Shell
 from transferd.cli.doctor.command import doctor
 from transferd.cli.init import app as config_app
 from transferd.cli.options import INTERRUPTED, Format, FormatOption
@@ -66,7 +65,6 @@ app = typer.Typer(
     cls=_Commands,
     help="Moves an LLM engine's KV cache between device memory, pinned host memory and storage.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -355,24 +353,6 @@ def _demo_pd(console: Console, format_: Format) -> NoReturn:
     if format_ is Format.JSON:
         print(json.dumps({report.mode: report.tree() for report in reports}))
     raise typer.Exit(0 if all(report.good for report in reports) else 1)
-
-
-@app.command()
-def completion(shell: Annotated[Shell, typer.Argument(help="The shell.")]) -> None:
-    """Print a completion script: source <(transferd completion bash)."""
-    from transferd.cli.completion import script
-    from transferd.cli.grammar import grammar
-
-    print(script(shell, grammar(app, "transferd")), end="")
-
-
-@app.command("man")
-def man() -> None:
-    """Print the man page: transferd man | man -l -."""
-    from transferd.cli.grammar import grammar
-    from transferd.cli.manual import manual
-
-    print(manual(grammar(app, "transferd")), end="")
 
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors of print(), which name no file

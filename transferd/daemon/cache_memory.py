@@ -196,10 +196,8 @@ class CacheMemory:
         if not held.present:
             raise TransferError(f"rank {rank} has no memory now: {self.why}", code="not_ready")
         device = held.worker.context.device
-        if held.offer is None:
-            handle = device.handle()
-        else:  # the engine's own memory, with the daemon's timelines
-            handle = getattr(device, "with_timelines", lambda offered: offered)(held.offer.handle)
+        # The engine's own memory comes with the daemon's timelines.
+        handle = device.handle() if held.offer is None else device.with_timelines(held.offer.handle)
         self._mappings.attach(client, rank)
         return handle
 
@@ -271,7 +269,7 @@ class CacheMemory:
 
     async def _check_apart(self, rank: _RankMemory, number: int) -> None:
         """Raise RequestError if newly mapped memory overlaps that of another rank."""
-        mapped = rank.extents = _extents(rank)
+        mapped = rank.extents = rank.worker.context.device.extents()
         others = [
             (other, theirs.extents)
             for other, theirs in enumerate(self._ranks)
@@ -421,7 +419,7 @@ class CacheMemory:
     def _check_unmapped(self) -> None:
         for number, rank in enumerate(self._ranks):
             count = self._mappings.mapped_by(number)
-            if count and not getattr(rank.worker.context.device, "outlives_close", False):
+            if count and not rank.worker.context.device.outlives_close:
                 what = f"the memory of rank {number} is mapped by {count} clients; detach first"
                 raise RequestError(what, code="still_mapped")
 
@@ -464,10 +462,6 @@ class CacheMemory:
         except TransferError as error:
             what = "error while releasing memory"
             log.warning(what, engine=self._core.engine, rank=number, problem=str(error))
-
-
-def _extents(rank: _RankMemory) -> Extents:
-    return Extents(getattr(rank.worker.context.device, "extents", Extents)())  # another package's tier may lack it
 
 
 def _ranks(numbers: list[int]) -> str:

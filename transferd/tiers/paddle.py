@@ -30,7 +30,7 @@ from transferd.blocks.copyplan import CopyPlan, Moves, plan_copy
 from transferd.blocks.layout.base import Arena, BlockLayout
 from transferd.errors import InvariantError, TierError
 from transferd.runtime.threads import Direction, Threads
-from transferd.tiers.base import DeviceHandle, HostMemory
+from transferd.tiers.base import DeviceHandle, DeviceTier, HostMemory
 from transferd.tiers.extents import Extents
 from transferd.tiers.hostcopy import copy_runs
 from transferd.tiers.paddle_memory import DeviceMemory, SharedMemory, TensorMemory, default_place, import_paddle
@@ -42,7 +42,7 @@ SCATTERED = ("int64", "int32")  # types that scatter_ takes; index_put_ takes al
 Int64s = npt.NDArray[np.int64]
 
 
-class PaddleDeviceTier:
+class PaddleDeviceTier(DeviceTier):
     """One rank's blocks as paddle tensors. Owns the tensors and their memory from `open` or `attach` until `close`.
 
     shared: on the CPU place, keep the tensors in shared memory; False uses the code for devices even there.
@@ -50,6 +50,7 @@ class PaddleDeviceTier:
     Raises ConfigError if paddle is not installed.
     """
 
+    device: int
     attaches = True
 
     def __init__(

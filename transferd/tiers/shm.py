@@ -14,7 +14,7 @@ from transferd.blocks.layout.base import Arena, BlockLayout
 from transferd.errors import RequestError, TierError
 from transferd.runtime.threads import Direction, Threads
 from transferd.tiers.arrays import Region, describe
-from transferd.tiers.base import INLINE_BYTES, DeviceHandle, HostMemory
+from transferd.tiers.base import INLINE_BYTES, DeviceHandle, DeviceTier, HostMemory
 from transferd.tiers.descriptor import open_descriptor
 from transferd.tiers.extents import Extents, extents_of
 from transferd.tiers.hostcopy import copy_runs
@@ -25,7 +25,7 @@ from transferd.tiers.segment import PREFIX, SharedSegment
 KIND = "shm"
 
 
-class ShmDeviceTier:
+class ShmDeviceTier(DeviceTier):
     """One rank's blocks in POSIX shared memory.
 
     Owns the segment between `open` and `close`. Between `attach` and `close` it owns only a mapping of the engine's

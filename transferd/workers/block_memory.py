@@ -126,7 +126,7 @@ class AddressableBlocks:
     def memory(self, *, one_pass: bool = False) -> BlockMemory | None:
         """None if the CPU cannot address the blocks. one_pass: also if the extension cannot copy and check them."""
         context = self._context
-        if not getattr(context.device, "addressable", False):
+        if not context.device.addressable:
             return None
         arena = context.device.arena
         if self._memory is None or self._memory.arena is not arena:

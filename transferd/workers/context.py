@@ -142,7 +142,7 @@ class RankContext:
         after = job.task.after
         if not after:
             return True
-        if not getattr(self.device, "timelines", False):
+        if not self.device.timelines:
             problem = f"tasks cannot name timelines on this device tier ({type(self.device).__name__})"
             raise RequestError(problem, code="no_timelines")
         reaching = self.background.begin(self.device.reached(after))

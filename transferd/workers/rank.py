@@ -146,13 +146,12 @@ class RankWorker:
 
     def watch(self, died: Died) -> None:
         """Have `died` called if the device is found lost while no task runs."""
-        if hasattr(self.context.device, "on_lost"):
-            self.context.device.on_lost = lambda cause: died(self.rank, cause)
+        self.context.device.on_lost = lambda cause: died(self.rank, cause)
 
     @property
     def hung(self) -> str:
         """Why this rank cannot serve although nothing has failed; "" if it can."""
-        seconds: float = getattr(self.context.device, "waiting_s", 0.0)
+        seconds = self.context.device.waiting_s
         return f"the device of rank {self.rank} has not answered for {seconds:.0f} s" if seconds > HUNG_S else ""
 
     def confirmed(self, job: Job, outcome: RankOutcome) -> RankOutcome:
@@ -180,7 +179,7 @@ class RankWorker:
         loop = asyncio.get_running_loop()
         # A task of these lanes may end in its first step, and does not ask for its asyncio task there.
         quick = job.task.lane in QUICK_LANES and self._tokens is None
-        if quick and getattr(self.context.device, "addressable", False):
+        if quick and self.context.device.addressable:
             self._starting += 1
             loop.call_soon(self._begin, context, self._run(job, arrive, died), context=context)
         else:

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 from transferd.blocks.copyplan import CopyPlan
@@ -32,7 +31,7 @@ from transferd.config import Config
 from transferd.config.sections import CudaSection
 from transferd.errors import DeviceLost, RequestError, TierError, TransferError
 from transferd.runtime.threads import Direction, Threads, noted
-from transferd.tiers.base import DeviceHandle, HostMemory
+from transferd.tiers.base import DeviceHandle, DeviceTier, HostMemory
 from transferd.tiers.cuda.bindings import check_fit, open_driver
 from transferd.tiers.cuda.chunks import SLOT_ALIGNMENT
 from transferd.tiers.cuda.compiler import nvrtc_major
@@ -49,7 +48,7 @@ from transferd.tiers.pinning import Pinning
 SETTINGS = CudaSection()
 
 
-class CudaDeviceTier:
+class CudaDeviceTier(DeviceTier):
     """A DeviceTier on a GPU. See the module for memory and ordering.
 
     device: the GPU's CUDA index in this process, or its UUID. driver: default: the real one. settings: [cuda] of the
@@ -83,7 +82,6 @@ class CudaDeviceTier:
         wanted = settings.slot_bytes if slot_bytes is None else slot_bytes
         self._slot_bytes = align(max(min(wanted, everything), longest))
         self._resources: DeviceResources | None = None
-        self.on_lost: Callable[[str], None] | None = None
 
     @classmethod
     def configured(
