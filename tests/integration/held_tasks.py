@@ -8,7 +8,7 @@ hold now under the task's names.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,9 @@ KINDS = ["read", "write", "swap_in", "swap_out"]
 GATES = {"read": "scatter", "swap_in": "scatter", "write": "gather", "swap_out": "gather"}
 
 
-def tree(**server: Any) -> dict[str, dict[str, Any]]:
-    return {
+def tree(more: Mapping[str, dict[str, Any]] | None = None, **server: Any) -> dict[str, dict[str, Any]]:
+    """A daemon's configuration. more: keys of its sections."""
+    made: dict[str, dict[str, Any]] = {
         "cache": {
             "ranks": 2,
             "layers": 3,
@@ -47,6 +48,9 @@ def tree(**server: Any) -> dict[str, dict[str, Any]]:
         "storage": {"backend": "tests.faults.gates:GatedFile", "model": MODEL},
         "server": server,
     }
+    for section, keys in (more or {}).items():
+        made[section] |= keys
+    return made
 
 
 def task_of(kind: str, task_id: str = "t", timeout: float = 30.0) -> Task:
@@ -70,6 +74,7 @@ class World:
     keeper: Keeper
     blocks: tuple[int, ...] = ()
     scribbled: tuple[bytes, ...] = ()
+    original: Sequence[bytes] = ()  # of the blocks in MINE
 
     async def prepare(self) -> None:
         """Stored and swapped-out blocks for tasks to load, and known bytes in those that tasks store."""
@@ -121,17 +126,26 @@ def _checked(task_id: str, kind: str) -> Task:
 
 
 @contextlib.asynccontextmanager
-async def world(place: Path, monkeypatch: pytest.MonkeyPatch, **server: Any) -> AsyncIterator[World]:
+async def world(
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    prefix: Sequence[str] = (),
+    more: Mapping[str, dict[str, Any]] | None = None,
+    **server: Any,
+) -> AsyncIterator[World]:
     """A daemon with gates, prepared. It is resumed and stopped at the end."""
     keeper = Keeper(place / "gates")
     monkeypatch.setenv(VARIABLE, str(keeper.path))
     await keeper.open()
-    with running(tree(**server), place) as daemon:
-        async with Client(daemon.endpoint) as client:
-            made = World(daemon, client, await attach(client), keeper)
-            await made.prepare()
-            try:
-                yield made
-            finally:
-                keeper.let_go()
-    await keeper.close()
+    try:
+        with running(tree(more, **server), place, prefix=prefix) as daemon:
+            async with Client(daemon.endpoint) as client:
+                made = World(daemon, client, await attach(client), keeper)
+                await made.prepare()
+                try:
+                    yield made
+                finally:
+                    keeper.let_go()
+    finally:
+        await keeper.close()

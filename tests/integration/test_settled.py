@@ -8,23 +8,39 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import os
+import shutil
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.integration.caches import snapshot
-from tests.integration.held_tasks import CHECK, GATES, KINDS, REACH_S, SOURCE, World, task_of, tree, world
+from tests.integration.caches import attach, snapshot
+from tests.integration.held_tasks import CHECK, GATES, HOST, KINDS, REACH_S, SOURCE, World, task_of, tree, world
 from tests.support.freezing import Freezer, freeze, thaw
 from tests.support.waits import stats_until, until
-from transferd import Status, SyncClient
+from transferd import (
+    Client,
+    GroupClient,
+    ReadStorageTask,
+    Status,
+    SwapOutTask,
+    SyncClient,
+    TaskResult,
+    WriteStorageTask,
+)
+from transferd.adapters.fastdeploy import EngineCacheQueue
+from transferd.adapters.vllm.link import Link
 from transferd.client import client as client_module
 from transferd.client.launch import running
-from transferd.errors import HandoverFailed
+from transferd.errors import HandoverFailed, TransferError
 from transferd.tiers.owner import Process
+from transferd.wire.listener import listener_of
 
 pytestmark = pytest.mark.one_loop
 
@@ -39,7 +55,8 @@ def suspended(how: str, pid: int) -> Iterator[Callable[[], None]]:
         try:
             yield lambda: thaw(pid)
         finally:
-            thaw(pid)
+            with contextlib.suppress(ProcessLookupError):  # the test has killed it
+                thaw(pid)
         return
     try:
         freezer = Freezer(str(pid))
@@ -322,9 +339,10 @@ async def test_many_tasks_of_a_suspended_daemon_settle_in_the_end(
         futures = [await here.client.push(task_of("read", f"t{i}")) for i in range(300)]
         await here.arrived()
         with suspended("SIGSTOP", here.daemon.pid) as resume:
-            assert not any((await future).settled for future in futures)
+            assert not any(result.settled for result in await asyncio.gather(*futures))
             waiting = asyncio.gather(*(here.client.settled(f"t{i}") for i in range(300)))
             resume()
+            await here.client.wait_ready(REACH_S)
             await stats_until(here.client, lambda stats: stats["queued"] == 0)
             assert await here.client.match(["x"]) == 0, "it can ask for other things meanwhile"
             assert not waiting.done()
@@ -332,3 +350,163 @@ async def test_many_tasks_of_a_suspended_daemon_settle_in_the_end(
             assert all(await waiting)
             here.scribble(task_of("read"))
             await here.nothing_was_touched("read")
+
+
+async def test_a_group_settles_when_every_node_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    more = {"cache": {"first_rank": 2, "group_ranks": 4}}
+    async with world(tmp_path, monkeypatch, more={"cache": {"group_ranks": 4}}) as here:
+        (tmp_path / "second").mkdir()
+        other = tree(more=more)
+        with running(other, tmp_path / "second") as second:
+            async with GroupClient([here.daemon.endpoint, second.endpoint]) as group:
+                await attach(group.clients[0])
+                await attach(group.clients[1])
+                swapped = await group.clients[1].submit(
+                    SwapOutTask(task_id="s", gpu_block_ids=SOURCE, cpu_block_ids=HOST)
+                )
+                assert swapped.status is Status.OK
+                await here.hold("scatter")
+                submitted = asyncio.ensure_future(group.submit(task_of("swap_in"), settled=True))
+                await here.arrived()
+                with suspended("SIGSTOP", here.daemon.pid) as resume:
+                    here.keeper.release()
+                    await until(lambda: submitted.done() or group.clients[0].unsettled)
+                    assert not submitted.done()
+                    assert not await group.settled("t", timeout=0.2)
+                    resume()
+                    result = await submitted
+                    here.scribble(task_of("swap_in"))
+                    assert result.settled
+                    assert result.status is Status.FAILED
+                    await here.nothing_was_touched("swap_in")
+                await here.hold("scatter")
+                submitted = asyncio.ensure_future(group.submit(task_of("swap_in", "t2")))
+                await here.arrived()
+                submitted.cancel()
+                await stopping(here, "t2")
+                assert not submitted.done()
+                here.keeper.release()
+                with pytest.raises(asyncio.CancelledError):
+                    await submitted
+                here.scribble(task_of("swap_in"))
+                await here.nothing_was_touched("swap_in")
+
+
+class CacheStatus(enum.Enum):
+    SWAP2CPU = 1
+    SWAP2GPU = 2
+    STORAGE2GPU = 4
+    GPU2STORAGE = 5
+
+
+def fastdeploy_item(kind: str) -> tuple[Any, ...]:
+    task: Any = task_of(kind)
+    if kind in ("swap_in", "swap_out"):
+        event = CacheStatus.SWAP2GPU if kind == "swap_in" else CacheStatus.SWAP2CPU
+        return event, "f", ["n"] * 4, task.gpu_block_ids, task.cpu_block_ids
+    event = CacheStatus.STORAGE2GPU if kind == "read" else CacheStatus.GPU2STORAGE
+    return event, "f", task.keys, task.gpu_block_ids, 30.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_fastdeploys_queue_answers_when_the_blocks_are_free(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with world(tmp_path, monkeypatch) as here:
+        queue = await asyncio.to_thread(EngineCacheQueue, here.daemon.endpoint, num_client=2, client_id=0)
+        for rank in range(2):
+            await asyncio.to_thread(queue.client.attach, rank)
+        await here.hold(GATES[kind])
+        queue.put_transfer_task(fastdeploy_item(kind))
+        await here.arrived()
+        with suspended("SIGSTOP", here.daemon.pid) as resume:
+            here.keeper.release()
+            await until(lambda: queue.client.unsettled or not queue.result_queue_empty())
+            assert queue.get_transfer_done_signal() is None
+            resume()
+            assert await asyncio.to_thread(queue.get_transfer_done_signal, REACH_S) is not None
+            here.scribble(task_of(kind))
+            await here.nothing_was_touched(kind)
+        await asyncio.to_thread(queue.close)
+
+
+async def test_fastdeploys_queue_never_frees_what_is_unsettled_after_its_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRANSFERD_SETTLE_TIMEOUT", "0.2")
+    async with world(tmp_path, monkeypatch) as here:
+        queue = await asyncio.to_thread(EngineCacheQueue, here.daemon.endpoint, num_client=2, client_id=0)
+        for rank in range(2):
+            await asyncio.to_thread(queue.client.attach, rank)
+        await here.hold("scatter")
+        queue.put_transfer_task(fastdeploy_item("read"))
+        await here.arrived()
+        with suspended("SIGSTOP", here.daemon.pid):
+            here.keeper.release()
+            await until(lambda: queue.transfer_result("f") is not None)
+            told = queue.transfer_result("f")
+            assert told is not None
+            assert (told.error and told.error.code, told.settled) == ("unsettled", False)
+            assert queue.get_transfer_done_signal() is None
+            with pytest.raises(TransferError) as refused:
+                await asyncio.to_thread(queue.hold)
+            assert refused.value.reason == "unsettled"
+        await until(lambda: queue.connected)
+        await asyncio.to_thread(queue.close)
+        assert queue.get_transfer_done_signal() is None
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+async def test_vllms_link_answers_when_the_blocks_are_free(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with world(tmp_path, monkeypatch) as here:
+        finder: Any = SimpleNamespace(find=lambda: here.daemon.endpoint, starting=False, close=lambda _: None)
+        link = Link(finder, "", attach_all)
+        assert await asyncio.to_thread(link.wait_ready, REACH_S)
+        ended: list[TaskResult] = []
+        await here.hold(GATES[kind])
+        task = task_of(kind)
+        assert isinstance(task, ReadStorageTask | WriteStorageTask)
+        link.submit(task, ended.append)
+        await here.arrived()
+        with suspended("SIGSTOP", here.daemon.pid) as resume:
+            here.keeper.release()
+            await until(lambda: not link.ready)
+            assert not ended
+            resume()
+            await until(lambda: ended)
+            here.scribble(task)
+            assert ended[0].settled
+            await here.nothing_was_touched(kind)
+        await asyncio.to_thread(link.close, 10.0)
+
+
+async def attach_all(client: Client) -> None:
+    for rank in range(2):
+        await client.attach(rank)
+
+
+def subprocess_fails(command: list[str]) -> bool:
+    return shutil.which(command[0]) is None or subprocess.run(command, capture_output=True).returncode != 0
+
+
+async def test_a_daemon_in_another_pid_namespace_is_seen_by_its_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it says of its process means nothing here; the kernel's word about its socket does."""
+    prefix = ("unshare", "--pid", "--fork", "--kill-child")
+    if subprocess_fails([*prefix, "true"]):
+        pytest.skip("no PID namespace can be made here")
+    async with world(tmp_path, monkeypatch, prefix=prefix) as here:
+        future = await given_up(here, "read")
+        pid = listener_of(here.daemon.endpoint)
+        assert pid not in (0, here.daemon.pid)
+        os.kill(pid, signal.SIGSTOP)
+        here.keeper.release()
+        assert not (await future).settled
+        assert not await here.client.settled("t", timeout=0.2)
+        waiting = asyncio.ensure_future(here.client.settled("t"))
+        os.kill(pid, signal.SIGKILL)
+        assert await waiting
+        here.scribble(task_of("read"))

@@ -9,8 +9,8 @@ becomes as many answers as the caller counts. Four promises hold whatever happen
 
 * `put_transfer_task` never waits: not for a rank, not for the daemon, not while the daemon is busy.
 * Every accepted item is answered exactly once (a storage task: once for each rank), in time: its timeout and the
-  daemon's `deadline_slack`. If the daemon is lost, it is answered once it is *settled*: FastDeploy uses the blocks of an
-  answered item for others, and a suspended daemon would write to them when it wakes up (docs/adr/0069).
+  daemon's `deadline_slack`. If the daemon is lost or a copy hangs, it is answered once it is *settled*: FastDeploy
+  uses the blocks of an answered item for others, and the daemon might still write to them (docs/adr/0069).
 * When a pause has completed, nothing moves and no late answer arrives: earlier items were answered before, and
   items put during the pause are refused at once. FastDeploy resets its tree while paused.
 * An answer never names a block that some rank did not move. A failure is answered with empty lists,
@@ -84,8 +84,8 @@ class EngineCacheQueue:
     swap_timeout: seconds for a swap, which has none in FastDeploy.
     connect_timeout: seconds to wait for a ready daemon.
     settle_timeout: seconds after the loss of a daemon within which an item must be settled. After that it is never
-        answered: its blocks stay locked, `transfer_result` says `unsettled`, and a pause fails. None: wait for as long as
-        it takes. Default: TRANSFERD_SETTLE_TIMEOUT, else None.
+        answered: its blocks stay locked, `transfer_result` says `unsettled`, and a pause fails. None: as in
+        TRANSFERD_SETTLE_TIMEOUT; without that variable, wait for as long as it takes.
 
     on_control, an attribute: called on another thread with each ended control request, and with its error or None.
 
