@@ -65,6 +65,7 @@ controls = st.one_of(
     st.builds(wire.Hello),
     st.builds(wire.Bye),
     st.builds(wire.Cancel, text),
+    st.builds(wire.Settled, text, st.integers(0, 2**40)),
     st.builds(wire.Match, st.lists(text, max_size=8)),
     st.builds(wire.Exists, st.lists(text, max_size=8)),
     st.builds(wire.Pause),
