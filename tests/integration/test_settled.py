@@ -39,7 +39,7 @@ from transferd.adapters.vllm.link import Link
 from transferd.client import client as client_module
 from transferd.client.launch import running
 from transferd.errors import HandoverFailed, TransferError
-from transferd.tiers.owner import Process
+from transferd.tiers.owner import WatchedProcess
 from transferd.wire.listener import listener_of
 
 pytestmark = pytest.mark.one_loop
@@ -153,7 +153,7 @@ async def test_a_killed_daemon_settles_its_tasks_without_a_successor(
             os.kill(here.daemon.pid, signal.SIGKILL)
             assert await waiting
             here.scribble(task_of("read"))
-            dead = Process.of_pid(here.daemon.pid)
+            dead = WatchedProcess.of_pid(here.daemon.pid)
             assert dead is None or dead.ended
         assert not here.client.connected
 
@@ -320,7 +320,7 @@ async def test_a_daemon_that_stops_with_a_hung_copy_settles_its_task_when_it_has
 ) -> None:
     async with world(tmp_path, monkeypatch, deadline_slack=0.1, shutdown_timeout=0.5) as here:
         future = await given_up(here, "read")
-        process = Process.of_pid(here.daemon.pid)
+        process = WatchedProcess.of_pid(here.daemon.pid)
         assert process is not None
         here.daemon.signal(signal.SIGTERM)
         result = await future

@@ -77,22 +77,22 @@ def test_what_is_no_owner_is_refused(data: Any) -> None:
 
 def test_a_process_is_seen_to_end_however_it_is_found() -> None:
     with subprocess.Popen(["sleep", "1000"]) as child:
-        found = owner.Process.of_pid(child.pid)
+        found = owner.WatchedProcess.of_pid(child.pid)
         assert found is not None
         data = owner.as_data(found.owner)
-        named = owner.Process.find(data)
+        named = owner.WatchedProcess.find(data)
         assert named is not None
         assert not found.ended
         assert not named.ended
-        reused = owner.Process.find(data | {"started": data["started"] + 1})
+        reused = owner.WatchedProcess.find(data | {"started": data["started"] + 1})
         assert reused is not None
         assert reused.ended, "the pid is another process's now"
-        assert owner.Process.find(data | {"namespace": 1}) is None
-        assert owner.Process.find(data | {"boot": "another"}) is None
-        assert owner.Process.find({}) is None
-        assert owner.Process.of_pid(0) is None
+        assert owner.WatchedProcess.find(data | {"namespace": 1}) is None
+        assert owner.WatchedProcess.find(data | {"boot": "another"}) is None
+        assert owner.WatchedProcess.find({}) is None
+        assert owner.WatchedProcess.of_pid(0) is None
         child.kill()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         assert found.ended, "also before its parent has waited for it"
         assert named.ended
-    assert owner.Process.of_pid(child.pid) is None
+    assert owner.WatchedProcess.of_pid(child.pid) is None

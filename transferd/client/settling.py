@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from transferd.errors import RequestError, TransferError
-from transferd.tiers.owner import Process
+from transferd.tiers.owner import WatchedProcess
 from transferd.wire import protocol as wire
 
 log = logging.getLogger("transferd.client")
@@ -38,7 +38,7 @@ COMPLAIN_S = 10.0  # how often a wait is logged
 class Boot:
     """One daemon, from its first Welcome. over: it can touch no block any more."""
 
-    def __init__(self, boot_id: str, process: Process | None) -> None:
+    def __init__(self, boot_id: str, process: WatchedProcess | None) -> None:
         self.boot_id = boot_id
         self.process = process
         self.replaced = False  # another daemon has answered since
@@ -126,7 +126,7 @@ class Settling:
             self.push = Push(last, welcome.session)
             last.changed()
             return
-        process = Process.find(welcome.process)
+        process = WatchedProcess.find(welcome.process)
         for boot in self._boots():
             # A daemon whose process is seen to live on beside its successor may still touch blocks.
             beside = boot.process is not None and process is not None and boot.process.owner != process.owner
@@ -137,7 +137,7 @@ class Settling:
     def listens(self, pid: int) -> None:
         """The kernel says that this process listens at the endpoint: use that for a daemon that we cannot see."""
         if self.push is not None and self.push.boot.process is None:
-            self.push.boot.process = Process.of_pid(pid)
+            self.push.boot.process = WatchedProcess.of_pid(pid)
 
     def closed(self) -> None:
         """The conversation has ended. What is unsettled stays known."""

@@ -37,7 +37,7 @@ def this_process() -> Owner:
     return Owner(_boot(), _namespace(), os.getpid(), _started(os.getpid()))
 
 
-class Process:
+class WatchedProcess:
     """Another process, for as long as somebody wants to know whether it has ended. Holds a descriptor (pidfd).
 
     fd: becomes readable when the process has ended; -1 if the kernel has no pidfd.
@@ -51,7 +51,7 @@ class Process:
             weakref.finalize(self, os.close, fd).atexit = False
 
     @classmethod
-    def find(cls, data: object) -> Process | None:
+    def find(cls, data: object) -> WatchedProcess | None:
         """The process that an owner's data names. None if the data is none, or the process cannot be seen from here."""
         try:
             owner = msgspec.convert(data, Owner)
@@ -62,13 +62,13 @@ class Process:
         return cls._opened(owner)
 
     @classmethod
-    def of_pid(cls, pid: int) -> Process | None:
+    def of_pid(cls, pid: int) -> WatchedProcess | None:
         """The process that has this pid now, which the kernel has reported for a connection. None for 0."""
         started = _started(pid) if pid > 0 else 0
         return cls._opened(Owner(_boot(), _namespace(), pid, started)) if started else None
 
     @classmethod
-    def _opened(cls, owner: Owner) -> Process:
+    def _opened(cls, owner: Owner) -> WatchedProcess:
         fd = -1
         with contextlib.suppress(OSError, OverflowError):  # it has ended, or the kernel has no pidfd
             fd = os.pidfd_open(owner.pid)
