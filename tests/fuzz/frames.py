@@ -55,6 +55,7 @@ def corpus() -> list[bytes]:
         wire.Hello(),
         wire.Bye(),
         wire.Cancel("w"),
+        wire.Settled("w", 9),
         wire.Match(KEYS),
         wire.Exists(KEYS),
         wire.Resume(),

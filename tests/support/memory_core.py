@@ -159,6 +159,9 @@ class OneEngine:
     def leave(self, peer: bytes, client: KnownClient) -> None:
         self.coordinator.client_gone(peer)
 
+    async def task_settled(self, name: str, task_id: str) -> None:
+        """It moves nothing."""
+
     def known_to(self, client: KnownClient) -> tuple[int, str, int]:
         return self.cache.epoch, "", 1
 

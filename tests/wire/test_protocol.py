@@ -65,6 +65,7 @@ controls = st.one_of(
     st.builds(wire.Hello),
     st.builds(wire.Bye),
     st.builds(wire.Cancel, text),
+    st.builds(wire.Settled, text, st.integers(0, 2**40)),
     st.builds(wire.Match, st.lists(text, max_size=8)),
     st.builds(wire.Exists, st.lists(text, max_size=8)),
     st.builds(wire.Pause),
@@ -151,7 +152,9 @@ def test_the_handshake_of_the_documentation_is_what_a_daemon_says(tmp_path: Path
         socket.close()
     found = wire.decode_reply(answer)
     assert isinstance(found.body, wire.Welcome)
-    own = {"boot_id": "b", "session": 9, "version": "0.1.0"}
+    own = {"boot_id": "b", "session": 9, "version": "0.1.0", "process": said.body.process}
+    assert list(found.body.process) == list(said.body.process)
+    assert found.body.process["pid"] == daemon.pid
     assert msgspec.structs.replace(found.body, **own) == said.body
     assert list(msgspec.msgpack.decode(answer[1:])[1]) == list(msgspec.msgpack.decode(welcome[1:])[1])
 

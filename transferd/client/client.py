@@ -2,20 +2,26 @@
 
 When the daemon has been silent for about 4 s, or another boot_id answers, every pending task ends as `failed`
 with code `daemon_lost`. The client reconnects by itself and continues with the new daemon (session.py).
-`daemon_lost` means *unknown*: the daemon may be suspended rather than dead. You can only be sure that the
-blocks of such a task are yours again once `boot_id` has changed. After that, `reattach` (docs/adr/0022).
+`daemon_lost` means *unknown*: the daemon may be suspended rather than dead, and then writes to the task's blocks when
+it wakes up. So the result has `settled == False`, and the blocks are yours again once `settled` says so (settling.py).
+After the loss of a daemon, `reattach` (docs/adr/0022).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
+import logging
 import math
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
+
+import msgspec
 
 from transferd.client import handover
 from transferd.client.attachments import Attachments, arrays, timelines
@@ -25,17 +31,21 @@ from transferd.client.holds import QUIET_TIMEOUT_S, Holds
 from transferd.client.lookup import StorageLookup
 from transferd.client.observing import Observing
 from transferd.client.offers import HandleLike, Offers
-from transferd.client.pending import PendingTask
+from transferd.client.pending import Pending, PendingTask
 from transferd.client.seconds import as_seconds, seconds_to_wait
 from transferd.client.session import Conversation
 from transferd.config import DEFAULT_ENDPOINT
-from transferd.errors import Closed, DaemonLost
+from transferd.errors import Closed, DaemonLost, TransferError
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
-from transferd.tasks import DEFAULT_TIMEOUT_S, Task, TaskResult
+from transferd.tasks import DEFAULT_TIMEOUT_S, ErrorInfo, Status, Task, TaskResult
 from transferd.wire import protocol as wire
 from transferd.wire.transport import ClientTransport, ZmqClientTransport
 
+T = TypeVar("T")
+log = logging.getLogger("transferd.client")
+
 NO_ANSWER_S = 30.0  # added to a task's own timeout; without a bug, the daemon answers by then
+CANCEL_SETTLE_S = 5.0  # how long a cancelled call waits for a task whose daemon is lost
 CONTROL_TIMEOUT_S = 30.0  # for a request that the daemon can answer at once
 RESTORE_TIMEOUT_S = 600.0  # to allocate memory: pinning hundreds of GiB takes minutes
 
@@ -196,17 +206,77 @@ class Client(Observing, StorageLookup, Registering):
 
     # --- tasks --------------------------------------------------------------------------------------
 
-    async def submit(self, task: Task) -> TaskResult:
-        """Push a task and wait for its result. Cancelling this wait does not cancel the task; use `cancel`."""
-        result: TaskResult = await self._pushed(task, ack=False).future
+    async def submit(self, task: Task, *, settled: bool = False, settle_timeout: float | None = None) -> TaskResult:
+        """Push a task and wait for its result.
+
+        settled: return only once the result is settled, which may take until the daemon wakes up or ends.
+        settle_timeout: wait at most so many seconds for that; then the result is `failed`, code `unsettled`, and its
+            blocks are not yours. None: no limit.
+
+        Cancelling this call cancels the task and waits until it is settled. If the daemon is lost meanwhile, it waits
+        for at most CANCEL_SETTLE_S: see `unsettled`.
+        """
+        pending = self._pushed(task, ack=False)
+        result: TaskResult = await self._unless_cancelled(pending, pending.future)
+        if settled and not result.settled:
+            result = await self._unless_cancelled(pending, self._made_settled(result, settle_timeout))
         return result
 
-    async def insist(self, task: Task) -> TaskResult:
+    async def insist(self, task: Task, *, settled: bool = False, settle_timeout: float | None = None) -> TaskResult:
         """Like `submit`, but retry while the daemon is busy, for as long as the task's timeout allows.
 
         The task's timeout covers all retries: each one gets the time that is left.
         """
-        return await self._busy.submit(self.submit, task, self._limit(task) - NO_ANSWER_S)
+        submit = functools.partial(self.submit, settled=settled, settle_timeout=settle_timeout)
+        return await self._busy.submit(submit, task, self._limit(task) - NO_ANSWER_S)
+
+    async def settled(self, task_id: str, timeout: float | None = None) -> bool:
+        """Wait until no byte of the task's device and host blocks is read or written for it any more.
+
+        That is so once the daemon says it, has ended, or another one answers. Returns False if it is not known within
+        `timeout` seconds; None: no limit. True at once for a task that this client has not pushed. Raises Closed in a
+        forked child.
+        """
+        limit = math.inf if timeout is None else seconds_to_wait("timeout", timeout)
+        give_up = self._clock.monotonic() + limit
+        for pending in self._conversation.pending_tasks(task_id):
+            left = give_up - self._clock.monotonic()
+            await asyncio.wait({pending.ended()}, timeout=None if left == math.inf else left)
+            if pending.result is None:
+                return False
+        return await self._conversation.settling.settled(task_id, give_up - self._clock.monotonic())
+
+    @property
+    def unsettled(self) -> list[str]:
+        """Ids of tasks that have ended, and whose blocks are not known to be free. See `settled`."""
+        return self._conversation.settling.task_ids
+
+    async def _made_settled(self, result: TaskResult, timeout: float | None) -> TaskResult:
+        if await self.settled(result.task_id, timeout):
+            return msgspec.structs.replace(result, settled=True)
+        why = "" if result.error is None else f" ({result.error.code}: {result.error.message})"
+        what = f"{self.endpoint}: after {timeout:g} s it is not known whether the daemon still touches the blocks{why}"
+        return msgspec.structs.replace(result, status=Status.FAILED, block_ids=[], error=ErrorInfo("unsettled", what))
+
+    async def _unless_cancelled(self, pending: PendingTask, waited_for: Awaitable[T]) -> T:
+        """Wait. If the caller is cancelled, cancel the task, and raise once it is settled."""
+        try:
+            return await waited_for
+        except asyncio.CancelledError:
+            with contextlib.suppress(TransferError):  # the client was closed meanwhile
+                await self.withdraw(pending.body.task_id)
+            raise
+
+    async def withdraw(self, task_id: str) -> None:
+        """Cancel a task and wait until it is settled; if the daemon is lost, for at most CANCEL_SETTLE_S."""
+        for pending in self._conversation.pending_tasks(task_id):
+            ended = pending.ended()
+            self._conversation.ask(Pending(wire.Cancel(task_id), self._conversation.new_future(), pending.deadline))
+            await asyncio.wait({ended})  # it ends in time, whatever happens
+        limit = CANCEL_SETTLE_S if self._conversation.is_open else 0.0
+        if not await self._conversation.settling.settled(task_id, limit):
+            what = "%s: task %s was cancelled, and it is not known whether the daemon still touches its blocks"
+            log.warning(what, self.endpoint, task_id)
 
     async def push(self, task: Task) -> asyncio.Future[TaskResult]:
         """Push a task; return once the daemon has admitted or answered it.
@@ -215,7 +285,7 @@ class Client(Observing, StorageLookup, Registering):
         """
         pending = self._pushed(task, ack=True)
         assert pending.admitted is not None
-        await pending.admitted
+        await self._unless_cancelled(pending, pending.admitted)
         return pending.future
 
     def _pushed(self, task: Task, *, ack: bool) -> PendingTask:
@@ -249,18 +319,21 @@ class Client(Observing, StorageLookup, Registering):
         *,
         extra_keys: handover.ExtraKeys | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
+        settled: bool = False,
     ) -> TaskResult:
         """Prefill side: hand over the KV of a whole sequence. Returns once decode can read every block.
 
         token_ids: the sequence from its first token. gpu_block_ids: its blocks; the last one may be incomplete: block
         ceil(tokens / block_size) - 1 is handed over in full, including whatever follows the last token.
-        extra_keys: see `transferd.blocks.keys.block_keys`; both sides must pass the same.
+        extra_keys: see `transferd.blocks.keys.block_keys`; both sides must pass the same. settled: see `submit`.
 
         Send the first token only after this returns. Raises HandoverFailed unless all blocks were handed over,
-        RequestError for bad input.
+        RequestError for bad input. If the `result` of that error is not settled, use the blocks only after
+        `settled(error.result.task_id)`. Cancelling this call cancels the task, as for `submit`.
         """
         planned = self._plan(request_id, token_ids, gpu_block_ids, extra_keys, timeout)
-        return handover.whole(await self.submit(planned.out(self._conversation.session.pd_mode)), len(planned.keys))
+        task = planned.out(self._conversation.session.pd_mode)
+        return handover.whole(await self.submit(task, settled=settled), len(planned.keys))
 
     async def read_all(
         self,
@@ -271,17 +344,20 @@ class Client(Observing, StorageLookup, Registering):
         extra_keys: handover.ExtraKeys | None = None,
         peer: str | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
+        settled: bool = False,
     ) -> TaskResult:
         """Decode side: load the KV of a whole sequence into `gpu_block_ids`, or fail. Extra block ids are ignored.
 
         peer: `pd_address` of the prefill engine's daemon. Required in direct mode, ignored in storage mode.
 
         Raises HandoverFailed, which an engine answers with its `http_status` (502) and its message; the contents of
-        the blocks are then undefined. Raises RequestError for bad input.
+        the blocks are then undefined. Raises RequestError for bad input. If the `result` of that error is not settled,
+        the daemon may still write to the blocks: use them only after `settled(error.result.task_id)`, or pass
+        `settled` (see `submit`). Cancelling this call cancels the task, as for `submit`.
         """
         planned = self._plan(request_id, token_ids, gpu_block_ids, extra_keys, timeout)
         task = planned.into(self._conversation.session.pd_mode, peer)
-        return handover.whole(await self.submit(task), len(planned.keys))
+        return handover.whole(await self.submit(task, settled=settled), len(planned.keys))
 
     @property
     def pd_address(self) -> str:

@@ -37,6 +37,7 @@ import msgspec
 
 from transferd.client.heartbeat import DOUBT_S, FIRST_HELLO_S, Heartbeat, Presence
 from transferd.client.pending import Pending, PendingTask
+from transferd.client.settling import Settling
 from transferd.errors import (
     Closed,
     ConnectTimeout,
@@ -101,6 +102,7 @@ class Conversation:
         self.lineage = ""  # the newest registration of the engine that we know
         self.session = NO_SESSION
         self.renewed: Callable[[], None] = _nothing_to_renew
+        self.settling = Settling(self)
         self._heart = Heartbeat()
         self._transport = transport
         self._now = clock.monotonic
@@ -130,6 +132,11 @@ class Conversation:
     @property
     def _answered(self) -> bool:
         return self.is_open and not self._heart.lost and self.session is not NO_SESSION
+
+    @property
+    def present(self) -> str:
+        """The boot_id of the daemon that answers; "" for none."""
+        return self.session.boot_id if self._answered else ""
 
     def open(self) -> bool:
         """Connect and start sending Hello. Returns False, and changes nothing, if it is already open.
@@ -194,6 +201,9 @@ class Conversation:
         if not self.is_open:
             return
         if self._loop_gone:  # no task can wait on a closed loop, and its futures cannot be touched
+            for one in self._pending.values():
+                if isinstance(one, PendingTask) and one.push is not None:
+                    self.settling.gave_up(one.body.task_id, one.push)
             self._pending.clear()
             self._waiters.clear()
         else:
@@ -205,6 +215,7 @@ class Conversation:
         self._send_timer = None
         error = Closed("the client was closed")
         self._fail_all(error)
+        self.settling.closed()
         for future in self._waiters:
             if not future.done():
                 future.set_exception(error)
@@ -236,6 +247,11 @@ class Conversation:
 
     # --- asking -------------------------------------------------------------------------------------
 
+    def pending_tasks(self, task_id: str) -> list[PendingTask]:
+        """The pushes of this id that have not ended."""
+        pending = self._pending.values()
+        return [one for one in pending if isinstance(one, PendingTask) and one.body.task_id == task_id]
+
     def new_future(self) -> asyncio.Future[Any]:
         """A future for a caller that waits for this daemon. Raises Closed."""
         loop = self._loop
@@ -260,7 +276,9 @@ class Conversation:
         self._pending[seq] = pending
         if self._unsent or self.session is NO_SESSION:
             self._unsent.append(seq)
-        elif not self._transport.send(payload):
+        elif self._transport.send(payload):
+            pending.push = self.settling.push
+        else:
             self._unsent.append(seq)
             self._send_soon()
         return seq
@@ -322,7 +340,9 @@ class Conversation:
                 payload = self._encode(seq, pending)
                 if payload is None:
                     del self._pending[seq]
-                elif not self._transport.send(payload):
+                elif self._transport.send(payload):
+                    pending.push = self.settling.push
+                else:
                     self._send_soon()
                     return
             self._unsent.popleft()
@@ -385,6 +405,7 @@ class Conversation:
         if self.engine and welcome.engine != self.engine:
             welcome = msgspec.structs.replace(welcome, ready=False, why=TOO_OLD, epoch=0)
         another = welcome.boot_id != before.boot_id
+        self.settling.welcomed(welcome)
         if another and before is not NO_SESSION:
             what = f"{self.endpoint}: the daemon was restarted (boot {welcome.boot_id}, was {before.boot_id})"
             self._fail_all(DaemonLost(what), but=seq)
@@ -424,7 +445,9 @@ class Conversation:
             self._overdue_at = now + OVERDUE_EVERY_S
             self._end_overdue(now)
         if self._heart.presence is Presence.DOUBTED:
-            self._listener = listener_of(self.endpoint) if became else self._listener
+            if became:
+                self._listener = listener_of(self.endpoint)
+                self.settling.listens(self._listener)
             self._beat_in(DOUBT_S)
             return
         if became is Presence.LOST:

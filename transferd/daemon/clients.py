@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import zlib
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,9 @@ from transferd.wire.transport import ServerTransport
 
 if TYPE_CHECKING:
     from transferd.daemon.engine import HostedEngine
+
+
+SESSIONS_KEPT = 64  # of one connection; each lost answer begins another
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +43,7 @@ class KnownClient:
     holds: bool = False  # it has registered, offered, attached or pushed, so its engine stays while it lives
     refused: ErrorInfo | None = None  # why it is not bound to the engine of that name
     waiting: set[asyncio.Task[None]] = field(default_factory=set)  # its requests that wait for something
+    welcomed: deque[int] = field(default_factory=lambda: deque(maxlen=SESSIONS_KEPT))  # sessions that it may name
 
 
 class Clients:
@@ -51,6 +56,7 @@ class Clients:
         self._recorder = recorder if recorder is not None else Recorder(capacity=1)
         self._peers: dict[bytes, KnownClient] = {}
         self.get = self._peers.get
+        self._leaving: set[asyncio.Future[None]] = set()  # wait for the next client that leaves
         # Start with a number that no earlier or later daemon uses, and that fits an int of any language.
         self._sessions = itertools.count((zlib.crc32(boot_id.encode()) << 20) + 1)
 
@@ -77,7 +83,22 @@ class Clients:
 
     def leave(self, peer: bytes) -> KnownClient | None:
         """Remove and return a client that left or was lost; None if it was not known."""
-        return self._peers.pop(peer, None)
+        client = self._peers.pop(peer, None)
+        if client is not None:
+            for waiting in self._leaving:
+                if not waiting.done():
+                    waiting.set_result(None)
+        return client
+
+    async def gone(self, session: int, *, but: bytes) -> None:
+        """Wait until no client other than `but` may name this session. Returns at once if there is none."""
+        while any(session in client.welcomed for peer, client in self._peers.items() if peer != but):
+            waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._leaving.add(waiting)
+            try:
+                await waiting
+            finally:
+                self._leaving.discard(waiting)
 
     def send(self, peer: bytes, seq: int, body: wire.ReplyBody) -> None:
         """Send an answer. Does nothing if the client is not connected any more."""

@@ -204,6 +204,10 @@ class Coordinator:
         """Wait until no rank touches any block. The caller sets the time limit."""
         await self._until(lambda: self._dispatcher.quiet)
 
+    async def settled(self, task_id: str) -> None:
+        """Wait until no rank touches a block for this task, now or later. Returns at once for an unknown task."""
+        await self._until(lambda: self._dispatcher.settled(task_id))
+
     async def empty(self) -> None:
         """Wait until everything admitted is answered and no rank touches any block."""
         await self._until(lambda: self._dispatcher.empty)
@@ -360,6 +364,8 @@ class Coordinator:
         now = self._clock.monotonic()
         job.arrivals.append((outcome.rank, now))
         self.skew_s[outcome.rank] += now - job.arrivals[0][1]
+        if len(job.arrivals) == len(self.workers) and job.task.task_id not in self._jobs:
+            self._hear(ev.TaskSettled(job.task.task_id, now))
         if self._barrier.arrive(job.task.task_id, outcome) is Arrival.LATE:
             self._hear(ev.RankLeft(job.task.task_id, outcome.rank, self._clock.monotonic()))
 
@@ -383,7 +389,9 @@ class Coordinator:
             # Ranks that have not arrived must not touch blocks beyond their current copy. `missing` has live ranks
             # only, but copies of a dead rank may still wait for a thread, and must never begin.
             job.stop.set(Stop.EXPIRED)
-        self._hear(ev.RoundMerged(round_.task_id, merged, missing, self._clock.monotonic()))
+        # A rank that died without having arrived may still be in a copy.
+        settled = len(job.arrivals) == len(self.workers)
+        self._hear(ev.RoundMerged(round_.task_id, merged, missing, self._clock.monotonic(), settled))
 
     # --- waiting for a state ------------------------------------------------------------------------
 

@@ -41,6 +41,7 @@ from transferd.storage.joined import joined
 from transferd.storage.peer.transfer_engine import TransferEngineCarrier
 from transferd.storage.peer.transport import PeerTransport
 from transferd.tasks import Task, TaskResult
+from transferd.tiers.owner import as_data, this_process
 from transferd.wire.transport import ServerTransport, ZmqServerTransport
 from transferd.workers.context import INLINE_CHECK_BYTES
 
@@ -125,6 +126,7 @@ class Daemon:
                 max_message=config.server.max_message,
                 pd_mode=config.pd.mode,
                 pd_address=str if peers is None else lambda: peers.address,
+                process=as_data(this_process()) if isinstance(self.transport, ZmqServerTransport) else {},
             ),
             stats=self.stats,
             explain=self.explain,

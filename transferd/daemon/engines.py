@@ -358,6 +358,11 @@ class Engines:
             self.departed.take(engine)
             self.host.give_back(engine.registration)
 
+    async def task_settled(self, name: str, task_id: str) -> None:
+        """Wait until no rank of any engine of this name, leaving ones included, touches a block for this task."""
+        for engine in [engine for engine in self.all if engine.name == name]:
+            await engine.coordinator.settled(task_id)
+
     async def settled(self) -> None:
         """Wait until every leaving engine has left."""
         while self._leaving or self._work:

@@ -10,11 +10,12 @@ import asyncio
 import functools
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
 
+from transferd.config import DEFAULT_ENGINE
 from transferd.daemon.clients import Clients, KnownClient
 from transferd.daemon.engine import HostedEngine
 from transferd.daemon.engines import Engines
@@ -43,7 +44,7 @@ HOLD = (Task, wire.Attach)  # requests that keep an engine while its client live
 KEEP_OUT = {wire.Offer: "offer refused", wire.Register: "registration refused"}  # logged: the engine has no cache
 TRIED_AGAIN = ("unsealed", "starting", "engine_exists", "shutdown")  # not logged: clients retry by themselves
 OTHER_CONNECTION = "from a session of another connection; send Hello"
-NEED_NO_ENGINE = (*OBSERVERS_MAY, wire.Register)
+NEED_NO_ENGINE = (*OBSERVERS_MAY, wire.Register, wire.Settled)  # Settled: the engine may have left, or be leaving
 Work = Coroutine[Any, Any, Any]
 
 
@@ -52,11 +53,13 @@ class Greeting:
     """The constant part of every Welcome.
 
     max_message: the most bytes of a request. pd_address: where other daemons reach this one; known once it is open.
+    process: this one, so that clients can know when it has ended.
     """
 
     max_message: int = 64 * 1024**2
     pd_mode: str = "storage"
     pd_address: Callable[[], str] = str
+    process: dict[str, Any] = field(default_factory=dict)
 
 
 class Server:
@@ -101,6 +104,7 @@ class Server:
             wire.Hello: self._hello,
             wire.Bye: self._bye,
             wire.Cancel: self._cancel,
+            wire.Settled: self._settled,
             wire.Match: self._match,
             wire.Exists: self._exists,
             wire.Locate: self._locate,
@@ -242,6 +246,8 @@ class Server:
     def _hello(self, peer: bytes, seq: int, hello: wire.Hello) -> None:
         client, greeting = self._clients[peer], self._greeting
         client.told = False
+        if client.session not in client.welcomed:
+            client.welcomed.append(client.session)
         self._engines.join(peer, client, hello.engine, hello.registration)
         epoch, registration, registered = self._engines.known_to(client)
         engine = client.engine
@@ -261,6 +267,7 @@ class Server:
             engine=client.engine_name,
             registration=registration,
             registered=registered,
+            process=greeting.process,
         )
         self._send(peer, seq, welcome)
 
@@ -289,6 +296,14 @@ class Server:
 
     def _cancel(self, peer: bytes, seq: int, cancel: wire.Cancel) -> None:
         self._value(peer, seq, self._engine(peer).coordinator.cancel(cancel.task_id))
+
+    def _settled(self, peer: bytes, seq: int, settled: wire.Settled) -> None:
+        self._later(peer, seq, self._when_settled(peer, self._clients[peer].engine_name, settled))
+
+    async def _when_settled(self, peer: bytes, engine: str, settled: wire.Settled) -> bool:
+        await self._clients.gone(settled.session, but=peer)
+        await self._engines.task_settled(engine or DEFAULT_ENGINE, settled.task_id)
+        return True
 
     def _match(self, peer: bytes, seq: int, match: wire.Match) -> None:
         by_keys, path, lookup = match.keys, match.token_ids, self._engine(peer).lookup

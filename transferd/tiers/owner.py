@@ -9,7 +9,10 @@ Uses only the standard library and msgspec: clients import this to identify them
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,59 @@ class Owner(msgspec.Struct, frozen=True):
 def this_process() -> Owner:
     """This process as an owner. Reads three small files; not cached, because a fork is another process."""
     return Owner(_boot(), _namespace(), os.getpid(), _started(os.getpid()))
+
+
+class WatchedProcess:
+    """Another process, for as long as somebody wants to know whether it has ended. Holds a descriptor (pidfd).
+
+    fd: becomes readable when the process has ended; -1 if the kernel has no pidfd.
+    """
+
+    def __init__(self, owner: Owner, fd: int) -> None:
+        self.owner = owner
+        self.fd = fd
+        self._known_ended = False
+        if fd >= 0:
+            weakref.finalize(self, os.close, fd).atexit = False
+
+    @classmethod
+    def find(cls, data: object) -> WatchedProcess | None:
+        """The process that an owner's data names. None if the data is none, or the process cannot be seen from here."""
+        try:
+            owner = msgspec.convert(data, Owner)
+        except msgspec.ValidationError:
+            return None
+        if owner.pid <= 0 or not owner.started or (owner.boot, owner.namespace) != (_boot(), _namespace()):
+            return None
+        return cls._opened(owner)
+
+    @classmethod
+    def of_pid(cls, pid: int) -> WatchedProcess | None:
+        """The process that has this pid now, which the kernel has reported for a connection. None for 0."""
+        started = _started(pid) if pid > 0 else 0
+        return cls._opened(Owner(_boot(), _namespace(), pid, started)) if started else None
+
+    @classmethod
+    def _opened(cls, owner: Owner) -> WatchedProcess:
+        fd = -1
+        with contextlib.suppress(OSError, OverflowError):  # it has ended, or the kernel has no pidfd
+            fd = os.pidfd_open(owner.pid)
+        process = cls(owner, fd)
+        # Look after opening: if the pid was used again before, the descriptor is another process's.
+        process._known_ended = not _alive(owner)
+        return process
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended, with all its threads."""
+        if not self._known_ended:
+            if self.fd >= 0:
+                poll = select.poll()
+                poll.register(self.fd, select.POLLIN)
+                self._known_ended = bool(poll.poll(0))
+            else:
+                self._known_ended = not _alive(self.owner)
+        return self._known_ended
 
 
 def as_data(owner: Owner) -> dict[str, Any]:

@@ -20,7 +20,7 @@ STATUSES: dict[Status, tuple[str, str]] = {
     Status.EXPIRED: (
         "no block moved within `timeout`",
         "compute the blocks, or push again under a new id. If `error` names a rank that is still working, the daemon "
-        "gives these blocks to no other task until that rank has finished; do not use them before",
+        "gives these blocks to no other task until that rank has finished; do not use them before: `settled` is false",
     ),
     Status.CANCELLED: ("the task was cancelled; `block_ids` had moved by then", "use `block_ids` alone, or nothing"),
     Status.REJECTED: (
@@ -180,10 +180,17 @@ CODES: dict[str, Code] = {
     # raised by our own client
     "connect_timeout": Code("client", "no daemon answered, or it was not ready in time", "the message says which"),
     "daemon_lost": Code(
-        "client", "the daemon went silent or was restarted", "attach again; the task's outcome is unknown"
+        "client",
+        "the daemon went silent or was restarted",
+        "attach again; the task's outcome is unknown, and its blocks are free once it is settled",
     ),
     "no_answer": Code("client", "the daemon lives and did not answer in time", "ask `explain`; report it"),
     "closed": Code("client", "the client was closed", "make a new one"),
+    "unsettled": Code(
+        "client",
+        "in the time that the caller allowed, it did not become known whether the daemon still touches the blocks",
+        "do not use the blocks; wait for `settled`, or end the daemon",
+    ),
     "wrong_thread": Code("client", "a SyncClient was called from its own thread", "call it from another one"),
     "handover_failed": Code("client", "a sequence was not handed over whole", "compute it; see the result"),
 }

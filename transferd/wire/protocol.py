@@ -125,6 +125,17 @@ class Cancel(_Message, frozen=True, tag="cancel"):
     task_id: str
 
 
+class Settled(_Message, frozen=True, tag="settled"):
+    """Value: true, once no rank touches a block for this task, now or later. Also if the task is not known.
+
+    session: that of the push. If it is another connection's, the answer waits until the daemon has forgotten that
+    client, because a push that it has not read yet could still begin.
+    """
+
+    task_id: str
+    session: int = ANY_SESSION
+
+
 class Match(_Message, frozen=True, tag="match"):
     """Value: how many leading keys every rank can load; with token_ids, how many blocks of that path from `start`."""
 
@@ -253,7 +264,7 @@ class RestoreCache(_Message, frozen=True, tag="restore_cache"):
 
 Control = (
     Hello | Bye | Cancel | Match | Exists | Locate | Pause | Resume | Drain | SetGeneration | Stats | Explain
-    | ListTasks | ListClients | Register | Unregister | Attach | Detach | Offer | ClearCache | RestoreCache
+    | Settled | ListTasks | ListClients | Register | Unregister | Attach | Detach | Offer | ClearCache | RestoreCache
 )  # fmt: skip
 
 
@@ -303,6 +314,7 @@ class Welcome(_Message, frozen=True, tag="welcome"):
     engine: str = ""  # the client's engine; "" from a daemon of a version without engines
     registration: str = ""  # the engine's token; "" for the engine of [cache], or if there is no such engine
     registered: int = 0  # the epoch that began with this registration
+    process: dict[str, Any] = {}  # the daemon's: {boot, namespace, pid, started}, see tiers/owner.py; {} if unknown
 
 
 class Accepted(_Message, frozen=True, tag="accepted"):

@@ -4,8 +4,7 @@ The link connects and enters (`enter` registers the engine and offers its memory
 daemon was lost or replaced. Meanwhile every lookup misses and every task fails at once.
 
 If the daemon falls silent, a task may still be running: a suspended daemon is not dead, and writes to the engine's
-memory once it wakes up. So the link holds back the task's answer until that is impossible: another daemon answers, no
-process listens at the endpoint any more, or the same daemon is back and reports the result itself.
+memory once it wakes up. So `submit` gives settled results only (client/settling.py).
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from transferd.adapters.packaged import nobody_listens
 from transferd.adapters.vllm.companion import DaemonFinder
 from transferd.client.client import Client
 from transferd.errors import TransferError
@@ -33,7 +31,6 @@ ANSWER_S = 2 * LOOKUP_TIMEOUT_S  # how long another thread waits for a lookup, e
 WATCH_S = 1.0  # how often the link looks for a lost daemon
 PATIENCE_S = 10.0  # how often a held-back task is logged
 UNREGISTERED = "unknown_engine"
-UNKNOWN = ("daemon_lost", "no_answer")  # codes of results that do not say whether the task still runs
 
 StorageTask = ReadStorageTask | WriteStorageTask
 Enter = Callable[[Client], Awaitable[None]]
@@ -95,16 +92,17 @@ class Link:
         self._begin(run())
 
     def submit(self, task: StorageTask, done: Callable[[TaskResult], None]) -> None:
-        """Start a task and return at once. `done` gets its result, in the link's thread, and must not raise."""
+        """Start a task and return at once. `done` gets its result, in the link's thread, and must not raise.
+
+        It gets settled results only: then the blocks are free. If the link is closed before that is known, `done`
+        is never called.
+        """
 
         async def run() -> None:
             try:
                 result = await self._carried_out(task)
             except TransferError as error:  # the client was closed
                 result = failed(task, error.reason, str(error))
-            except asyncio.CancelledError:
-                done(failed(task, "closed", "the engine is shutting down"))
-                raise
             done(result)
 
         try:
@@ -190,31 +188,23 @@ class Link:
             return [False] * len(keys)
 
     async def _carried_out(self, task: StorageTask) -> TaskResult:
-        """Push a task, repeatedly if necessary, until its outcome is known."""
+        """Push a task and wait until its result is settled."""
         client = self._client
         if client is None or not self.ready:
             return failed(task, "not_connected", "no daemon answers")
-        boot_id = client.boot_id
-        while True:
-            result = await client.insist(task)
-            if result.error is None or result.error.code not in UNKNOWN:
-                return result
-            if await self._is_gone(client, boot_id, task.task_id):
-                return result
-            # The same daemon is back: it joins the push to the task that runs, or repeats its result.
+        complaint = asyncio.get_running_loop().create_task(self._complain(client, task.task_id))
+        try:
+            return await client.insist(task, settled=True)
+        finally:
+            complaint.cancel()
 
-    async def _is_gone(self, client: Client, boot_id: str, task_id: str) -> bool:
-        """Wait until the daemon answers again (False), or can never touch this engine's memory any more (True)."""
-        waited = 0.0
-        while not (client.connected and client.boot_id == boot_id):
-            if client.boot_id != boot_id or nobody_listens(client.endpoint):
-                return True
-            await asyncio.sleep(WATCH_S / 4)
-            waited += WATCH_S / 4
-            if waited % PATIENCE_S == 0:
-                what = "transferd: the daemon at %s is silent but alive; task %s waits for it (%.0f s)"
-                log.warning(what, client.endpoint, task_id, waited)
-        return False
+    async def _complain(self, client: Client, task_id: str) -> None:
+        """Log a task that waits for a silent daemon: the client's own log is not shown by vLLM."""
+        while True:
+            await asyncio.sleep(PATIENCE_S)
+            if task_id in client.unsettled:
+                what = "transferd: the daemon at %s may still touch the blocks of task %s, which stay locked"
+                log.warning(what, client.endpoint, task_id)
 
     async def _close(self) -> None:
         self._watching.cancel()
