@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -50,15 +51,9 @@ def cached(hub: Path, repository: str, commit: str, seed: int) -> Path:
     for directory in (top / "blobs", top / "refs", snapshot):
         directory.mkdir(parents=True, exist_ok=True)
     for file in sorted(made.iterdir()):
-        blob = top / "blobs" / f"{hash_of(file)}"
-        file.rename(blob)
+        blob = top / "blobs" / hashlib.sha256(file.read_bytes()).hexdigest()
+        file.unlink() if blob.exists() else file.rename(blob)
         (snapshot / file.name).symlink_to(os.path.relpath(blob, snapshot))
     made.rmdir()
     (top / "refs" / "main").write_text(commit, encoding="ascii")
     return snapshot
-
-
-def hash_of(file: Path) -> str:
-    import hashlib
-
-    return hashlib.sha256(file.read_bytes()).hexdigest()

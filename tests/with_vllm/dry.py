@@ -129,7 +129,8 @@ class DryEngine:
         transfer["engine_id"] = uuid.uuid4().hex[:12]
         config = EngineArgs(
             **{"model": str(model or play.tiny_model(place / "tiny")), "load_format": "dummy"} | (options or {}),
-            skip_tokenizer_init=True, enforce_eager=True, dtype="float32", block_size=TOKENS, max_model_len=2048, max_num_seqs=together,
+            skip_tokenizer_init=True, enforce_eager=True,
+            dtype="float32", block_size=TOKENS, max_model_len=2048, max_num_seqs=together,
             max_num_batched_tokens=2048, kv_transfer_config=transfer,
             kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if events else None,
         ).create_engine_config()  # fmt: skip

@@ -23,6 +23,7 @@ from vllm.v1.kv_offload.config import (
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 CHUNK_BYTES = 8192
+TIER = {"type": "TransferdTier", "module_path": "transferd.adapters.vllm", "weights": "tiny"}
 MOST_ROUNDS = 4000  # far beyond any real number: a livelock fails here
 PAUSE_S = 0.005  # a step of the model
 STEP = ScheduleEndContext((), ())
@@ -46,7 +47,7 @@ def config(
         enable_kv_cache_events=True,
         extra_config={
             "cpu_bytes_to_use": chunks * CHUNK_BYTES,
-            "secondary_tiers": [{"type": "TransferdTier", "module_path": "transferd.adapters.vllm", "weights": "tiny"} | tier],
+            "secondary_tiers": [TIER | tier],
         },
         engine_id=engine or uuid.uuid4().hex[:12],
         model=OffloadingModelConfig(name=model, dtype="float32"),

@@ -178,9 +178,7 @@ def test_a_tiers_rows_of_one_and_two_ranks_keep_apart_whatever_vllm_says(place: 
             assert pool.load(wanted) == [True] * 3
 
 
-def test_a_tier_that_cannot_see_the_configuration_shares_nothing(
-    place: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tier_that_cannot_see_the_configuration_shares_nothing(place: Path, caplog: pytest.LogCaptureFixture) -> None:
     wanted = keys("a", 3)
     with caplog.at_level("WARNING", "vllm.transferd"):
         with Pool(weights="") as pool:

@@ -32,7 +32,13 @@ DEPTH = 2  # directories below the model's: some engines keep a directory for ea
 HEAD = 64 * 1024  # bytes; most safetensors headers need no second read
 MOST_HEADER = 100 * 1000**2  # bytes, as the format says
 PAGE, PAGES = 4096, 4  # of each file: another set of numbers may have the same header, size and time
+UNSEEN = ("_name_or_path", "_commit_hash", "transformers_version")  # of a configuration: not about the blocks
+# Kinds of RoPE whose angles do not depend on the longest sequence that the engine allows.
+FIXED_ROPES = ("default", "linear", "llama3", "yarn", "mrope")
+MOST_WORDS = 300  # characters
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+
+Facts = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,3 +278,42 @@ def short(value: Any) -> str:
     """16 hex digits of a configuration."""
     text = json.dumps(plain(value), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def configuration(whole: Mapping[str, Any], text: Mapping[str, Any], longest: int) -> Facts:
+    """A model's configuration, after overrides: a digest of all of it, and in words what operators change most.
+
+    whole: as in config.json. text: the part for the language model; the same if there is no other part. longest: the
+    longest sequence that the engine allows, on which some kinds of RoPE depend.
+    """
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    scaling = {name: one for name, one in rope.items() if name != "rope_theta"} if isinstance(rope, dict) else rope
+    words = {
+        "layers": text.get("num_hidden_layers"),
+        "heads": text.get("num_attention_heads"),
+        "KV heads": text.get("num_key_value_heads"),
+        "head size": text.get("head_dim"),
+        "rope theta": text.get("rope_theta") or (rope.get("rope_theta") if isinstance(rope, dict) else None),
+        "rope scaling": scaling or None,
+        "longest sequence": longest if set(_rope_kinds(rope)) - set(FIXED_ROPES) else None,
+        "sliding window": text.get("sliding_window"),
+        "weights' quantization": text.get("quantization_config") or whole.get("quantization_config"),
+    }
+    return {"model configuration": short({name: one for name, one in whole.items() if name not in UNSEEN})} | {
+        name: one if isinstance(one, str | bool | int | float) else _in_words(one)
+        for name, one in words.items()
+        if one is not None
+    }
+
+
+def _in_words(value: Any) -> str:
+    text = json.dumps(plain(value), sort_keys=True)
+    return text if len(text) <= MOST_WORDS else f"{text[:MOST_WORDS]}…, {short(value)}"
+
+
+def _rope_kinds(rope: Any) -> Iterator[str]:
+    """The kinds of RoPE in a configuration, which some models nest: one for each kind of layer."""
+    for name, value in rope.items() if isinstance(rope, dict) else ():
+        if name in ("rope_type", "type"):
+            yield str(value)
+        yield from _rope_kinds(value)

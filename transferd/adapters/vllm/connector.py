@@ -81,9 +81,7 @@ class TransferdConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is no
             timeout=self._settings.timeout,
             prefix=f"{name}-{self._link.life}",
             event=event,
-            adapters=fingerprint.Adapters(
-                self._link.life, fingerprint.process_started(), self._settings.loras, _warn
-            ),
+            adapters=fingerprint.Adapters(self._link.life, fingerprint.process_started(), self._settings.loras, _warn),
         )
         if not self._link.wait_ready(self._settings.start_timeout):
             log.warning("transferd: no daemon after %g s; vLLM starts without it", self._settings.start_timeout)

@@ -9,19 +9,16 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from transferd.adapters import fingerprint
-from transferd.adapters.fingerprint import plain, short
+from transferd.adapters.fingerprint import Facts, configuration, plain, short
 from transferd.adapters.vllm.settings import AdapterSettings
 
 log = logging.getLogger("vllm.transferd")  # vLLM shows only its own loggers
 
 TELL = 'set "weights" in the adapter\'s settings, and change it with the weights'
-UNSEEN = ("_name_or_path", "_commit_hash", "transformers_version")  # of a model's configuration: not about its blocks
-# Kinds of RoPE whose angles do not depend on --max-model-len. By any other one, that is a fact.
-FIXED_ROPES = ("default", "linear", "llama3", "yarn", "mrope")
 MODEL = (  # of vLLM's ModelConfig
     "quantization", "quantization_config", "model_impl", "model_class_overrides", "disable_sliding_window", "convert",
     "code_revision",
@@ -35,8 +32,6 @@ SHAPE = (  # of vLLM's ParallelConfig: how blocks are divided among ranks. Data 
     "dcp_kv_cache_interleave_size", "cp_kv_cache_interleave_size", "enable_expert_parallel",
 )  # fmt: skip
 DRAFT = ("method", "model", "quantization", "kv_cache_dtype", "revision")  # of vLLM's SpeculativeConfig
-
-Facts = dict[str, Any]
 
 
 def of_tier(config: Any, row_bytes: int, chosen: AdapterSettings, life: str) -> Facts:
@@ -128,41 +123,13 @@ def configuration_of(engine_id: str) -> Any:
 
 
 def _configured(model: Any) -> Facts:
-    """The model's own configuration: a digest of all of it, and in words what operators change most."""
-    whole = {name: one for name, one in _as_dict(model.hf_config).items() if name not in UNSEEN}
-    text = _as_dict(getattr(model, "hf_text_config", None) or model.hf_config)
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    theta = text.get("rope_theta") or (rope.get("rope_theta") if isinstance(rope, dict) else None)
-    words = {
-        "layers": text.get("num_hidden_layers"),
-        "heads": text.get("num_attention_heads"),
-        "KV heads": text.get("num_key_value_heads"),
-        "head size": text.get("head_dim"),
-        "rope theta": theta,
-        "rope scaling": json.dumps({name: one for name, one in rope.items() if name != "rope_theta"}, sort_keys=True)
-        if isinstance(rope, dict) and rope
-        else None,
-        "sliding window": text.get("sliding_window"),
-        "longest sequence": model.max_model_len if set(_rope_kinds(rope)) - set(FIXED_ROPES) else None,
-    }
-    return {"model configuration": short(whole)} | {
-        name: one if isinstance(one, str | bool | int | float) else json.dumps(one, sort_keys=True)
-        for name, one in words.items()
-        if one is not None
-    }
+    text = getattr(model, "hf_text_config", None) or model.hf_config
+    return configuration(_as_dict(model.hf_config), _as_dict(text), model.max_model_len)
 
 
 def _as_dict(hf_config: Any) -> dict[str, Any]:
     found: dict[str, Any] = plain(hf_config if isinstance(hf_config, dict) else hf_config.to_dict())
     return found
-
-
-def _rope_kinds(rope: Any) -> Iterator[str]:
-    """The kinds of RoPE in a configuration, which some models nest: one for each kind of layer."""
-    for name, value in rope.items() if isinstance(rope, dict) else ():
-        if name in ("rope_type", "type"):
-            yield str(value)
-        yield from _rope_kinds(value)
 
 
 def _said(of: str, section: Any, names: tuple[str, ...]) -> Facts:
