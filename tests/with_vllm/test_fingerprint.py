@@ -83,7 +83,9 @@ def test_weights_written_anew_in_place_find_nothing(place: Path, kind: str, star
 
 
 @both
-def test_two_directories_of_one_name_keep_apart(place: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_directories_of_one_name_keep_apart(
+    place: Path, kind: str, monkeypatch: pytest.MonkeyPatch, started: Callable[[], None]
+) -> None:
     options = {"load_format": "auto"}
     counts = []
     for name, seed in (("a", 1), ("b", 2), ("b", 2)):
@@ -92,6 +94,7 @@ def test_two_directories_of_one_name_keep_apart(place: Path, kind: str, monkeypa
             real(place, name, seed)
             for file in (directory / "model").iterdir():
                 os.utime(file, (0, 0))  # as in an image that is built reproducibly
+            started()
         monkeypatch.chdir(directory)
         counts.append(computed(place, kind, model=Path("model"), options=options))
     keeps_apart(*counts)

@@ -174,7 +174,7 @@ def _parts(file: _File, *, timed: bool, numbers: bool) -> Iterator[bytes]:
         if whole:
             yield os.pread(opened, file.status.st_size, 0)
             return
-        yield _header(opened, file)
+        yield from _header(opened, file)
         if numbers:
             step = max(1, file.status.st_size // (PAGES + 1))
             yield from (os.pread(opened, PAGE, step * (i + 1)) for i in range(PAGES))
@@ -184,15 +184,14 @@ def _parts(file: _File, *, timed: bool, numbers: bool) -> Iterator[bytes]:
         os.close(opened)
 
 
-def _header(opened: int, file: _File) -> bytes:
+def _header(opened: int, file: _File) -> Iterator[bytes]:
     """A safetensors file's header: 8 bytes with its length, then JSON. Of other files, the first bytes."""
     head = os.pread(opened, HEAD, 0)
-    if not file.name.endswith(".safetensors"):
-        return head
     end = 8 + int.from_bytes(head[:8], "little")
-    if end > min(8 + MOST_HEADER, file.status.st_size):
-        return head
-    return head[:end] if end <= len(head) else head + os.pread(opened, end - len(head), len(head))
+    known = file.name.endswith(".safetensors") and end <= min(8 + MOST_HEADER, file.status.st_size)
+    yield head[:end] if known else head
+    if known and end > len(head):
+        yield os.pread(opened, end - len(head), len(head))
 
 
 # --- when it changed ------------------------------------------------------------------------------

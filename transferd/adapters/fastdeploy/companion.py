@@ -121,8 +121,8 @@ def find_or_start(
     """A daemon with this configuration for the group; it may not be ready yet if memory must still be offered.
 
     wanted: sections from `arguments.configuration`; TRANSFERD_SECTION__KEY variables override them.
-    environment: variables that a started daemon gets in addition to this process's. fingerprint: of the model; a started
-    daemon gets it as cache.fingerprint, in which a running one must not differ.
+    environment: variables that a started daemon gets in addition to this process's. fingerprint: of the model; a
+    started daemon gets it as cache.fingerprint, in which a running one must not differ.
     Raises ConfigError for a daemon that is configured differently, TransferError if one does not start.
     """
     named = named_endpoint(port, data_parallel_id, groups)

@@ -90,14 +90,14 @@ def of_model(vllm_config: Any, chosen: AdapterSettings, life: str) -> Facts:
     """The facts about the model that vLLM serves: configuration after overrides, weights, draft model."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     parallel, load = vllm_config.parallel_config, getattr(vllm_config, "load_config", None)
-    shape = [f"{name} {getattr(parallel, name)}" for name in SHAPE if getattr(parallel, name, 1) not in (1, False)]
+    shape = [f"{name.removesuffix('_size').replace('_', ' ')} {getattr(parallel, name, None)}" for name in SHAPE]
     revision = getattr(model.hf_config, "_commit_hash", None) or getattr(model, "revision", None)
     facts = {
         **_configured(model),
         "dtype": str(model.dtype),
         **_said("model", model, MODEL),
         **_said("cache", cache, CACHE),
-        "parallel shape": ", ".join(shape) or "one rank",
+        "parallel shape": ", ".join(shape),
         "attention": _attention(vllm_config),
         "weights": _loaded(model.model, revision, load, chosen, life, getattr(model, "seed", 0)),
     }
@@ -138,7 +138,7 @@ def _said(of: str, section: Any, names: tuple[str, ...]) -> Facts:
     return {
         f"{of} {name.replace('_', ' ')}": json.dumps(plain(value), sort_keys=True)
         for name, value in values.items()
-        if value not in (None, False, "", [], {}, "auto")
+        if value is not None and value is not False and value not in ("", [], {}, "auto")
     }
 
 
