@@ -62,7 +62,7 @@ def corpus() -> list[bytes]:
         wire.Attach(0),
         wire.Attach(-1),
         WriteStorageTask(task_id="s", keys=KEYS[:4], gpu_block_ids=blocks, token_ids=tokens, salt="tenant"),
-        ReadStorageTask(task_id="t", keys=KEYS[:4], gpu_block_ids=blocks, token_ids=tokens, salt="\ud800" * 2000),
+        ReadStorageTask(task_id="t", keys=KEYS[:4], gpu_block_ids=blocks, token_ids=tokens, salt="é" * 2000),
         wire.Match(token_ids=tokens, salt="tenant"),
         wire.Locate(tokens, "tenant"),
     ]

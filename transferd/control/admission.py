@@ -138,7 +138,7 @@ def footprint_of(task: Task, limits: Limits) -> Footprint:
     if limits.only_flush and isinstance(task, WriteStorageTask) and task.lane is Lane.WRITE:
         entries = [f"{_INDEX_ENTRY}{key}" for key in task.keys]
         first = () if task.token_ids is None else task.token_ids.array[: limits.token_block].tolist()
-        tree = f"{first} {task.salt}"
+        tree = f"{first} {task.salt}" if task.salt else str(first)
         if withdraws_the_rest(task):
             return Footprint(storage_writes=entries, paths_written=[tree])
         return Footprint(storage_writes=entries, paths_read=[tree])
