@@ -267,7 +267,7 @@ def explain(
 
     async def question(client: Client) -> dict[str, Any]:
         told = await client.explain(task_id, engine)
-        there = (await client.stats())["engines"].get(engine or configuration.DEFAULT_ENGINE)
+        there = (await client.stats()).get("engines", {}).get(engine or configuration.DEFAULT_ENGINE)
         return told if there is None else told | {"engine": fingerprint_of(there)}
 
     if dump is None:

@@ -43,6 +43,8 @@ def fingerprint_of(engine: dict[str, Any]) -> dict[str, Any]:
     """Model, generation, fingerprint, layout and facts of an engine in stats(), in the order in which to show them."""
     found = engine["fingerprint"]
     named: dict[str, Any] = {"model": engine["model"], "generation": engine["generation"]}
+    if isinstance(found, str):  # a daemon of a version without facts
+        return {**named, "fingerprint": found}
     return {**named, "fingerprint": found["digest"], "layout": found["layout"], **found["facts"]}
 
 
