@@ -165,7 +165,7 @@ async def test_the_sdk_refuses_a_salt_that_it_would_ignore(tmp_path: Path, monke
             with pytest.raises(TransferError, match="driver") as refused:
                 await client.match_tokens(path, salt="a")
             assert refused.value.reason == "no_salts"
-        assert "tokens, namespace and model version alone" in daemon.log
+    assert "tokens, namespace and model version alone" in daemon.log
 
 
 async def test_the_open_index_knows_where_the_blocks_of_a_path_are(tmp_path: Path) -> None:
