@@ -167,11 +167,16 @@ class _Task(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _StorageTask(_Task, frozen=True, kw_only=True):
-    """keys[i] names the block at gpu_block_ids[i], root to leaf."""
+    """keys[i] names the block at gpu_block_ids[i], root to leaf.
+
+    salt: what the blocks depend on besides token_ids (a tenant, an adapter, the hash of an image); it is part of the
+    path (token-indexed storage only: elsewhere, keys cover everything).
+    """
 
     keys: list[str]
     gpu_block_ids: list[int]
     token_ids: TokenIds | None = None
+    salt: str = ""
 
     def __post_init__(self) -> None:
         if self.token_ids is not None and not isinstance(self.token_ids, TokenIds):

@@ -228,6 +228,27 @@ def test_an_unknown_type_is_refused_and_the_task_named(body: dict[str, Any]) -> 
     assert (error.reason, error.seq, error.task_id) == ("unknown_type", 7, "x")
 
 
+@pytest.mark.parametrize(
+    "task",
+    [
+        ReadStorageTask(task_id="x", keys=["a"], gpu_block_ids=[1], token_ids=TokenIds([1, 2]), salt="tenant"),
+        ReadStorageTask(task_id="x", keys=["a"], gpu_block_ids=[1], prefix=False, salt="tenant"),
+        WriteStorageTask(task_id="x", keys=["a"], gpu_block_ids=[1], token_ids=TokenIds([1, 2]), salt="tenant"),
+    ],
+)
+def test_a_salted_task_has_a_type_of_its_own_that_an_older_daemon_does_not_know(
+    task: ReadStorageTask | WriteStorageTask,
+) -> None:
+    """An ignored salt would give one tenant's blocks to another."""
+    body = msgspec.msgpack.decode(wire.encode_request(7, task)[1:])[2]
+    assert body["type"] == f"{task.kind}_salted"
+    read = wire.decode_request(wire.encode_request(7, task)).body
+    assert isinstance(read, type(task))
+    assert msgspec.structs.asdict(read) == msgspec.structs.asdict(task)
+    usual = msgspec.structs.replace(task, salt="")
+    assert msgspec.msgpack.decode(wire.encode_request(7, usual)[1:])[2]["type"] != body["type"]
+
+
 def test_a_sparse_read_has_a_type_of_its_own_that_an_older_daemon_does_not_know() -> None:
     """An ignored field would have it load the leading blocks alone, and say `partial` or `miss`."""
     task = ReadStorageTask(task_id="x", keys=["a", "b"], gpu_block_ids=[1, 2], prefix=False)

@@ -105,6 +105,7 @@ class DryEngine:
     """An engine of `ranks` ranks over TransferdTier or TransferdConnector ("tier", "connector"). `with` ends it.
 
     ahead: vLLM's asynchronous scheduling. The scheduler is always one step ahead of the model, which is the worst case.
+    model: a directory other than that of the tiny model. options: other arguments of vLLM's.
     events: vLLM publishes KV events, into `published`.
     """
 
@@ -119,14 +120,17 @@ class DryEngine:
         ahead: bool = False,
         events: bool = False,
         rank_class: type[DryRank] = DryRank,
+        model: Path | None = None,
+        options: dict[str, Any] | None = None,
         **extra: Any,
     ) -> None:
         transfer = play.transfer(kind, dict(extra), witness=False)
         assert transfer is not None
         transfer["engine_id"] = uuid.uuid4().hex[:12]
         config = EngineArgs(
-            model=str(play.tiny_model(place / "tiny")), skip_tokenizer_init=True, load_format="dummy",
-            enforce_eager=True, dtype="float32", block_size=TOKENS, max_model_len=2048, max_num_seqs=together,
+            **{"model": str(model or play.tiny_model(place / "tiny")), "load_format": "dummy"} | (options or {}),
+            skip_tokenizer_init=True, enforce_eager=True,
+            dtype="float32", block_size=TOKENS, max_model_len=2048, max_num_seqs=together,
             max_num_batched_tokens=2048, kv_transfer_config=transfer,
             kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if events else None,
         ).create_engine_config()  # fmt: skip
@@ -192,19 +196,19 @@ class DryEngine:
 
     # --- requests -----------------------------------------------------------------------------------
 
-    def add(self, prompt: Sequence[int], answer: int = 2) -> str:
-        """Submit a request; its name."""
+    def add(self, prompt: Sequence[int], answer: int = 2, lora: Any = None) -> str:
+        """Submit a request; its name. lora: vLLM's LoRARequest."""
         self._numbers += 1
         name = f"r{self._numbers}"
         ask = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True)
-        request = Request(name, list(prompt), ask, None, block_hasher=self._hasher)
+        request = Request(name, list(prompt), ask, None, lora_request=lora, block_hasher=self._hasher)
         self.computed[name], self.answers[name] = 0, []
         self.scheduler.add_request(request)
         return name
 
-    def run(self, prompts: Iterable[Sequence[int]], answer: int = 2) -> list[int]:
+    def run(self, prompts: Iterable[Sequence[int]], answer: int = 2, lora: Any = None) -> list[int]:
         """Play these requests to their end; how many tokens of each were computed."""
-        names = [self.add(prompt, answer) for prompt in prompts]
+        names = [self.add(prompt, answer, lora) for prompt in prompts]
         self.finish()
         return [self.computed[name] for name in names]
 

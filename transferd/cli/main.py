@@ -45,6 +45,8 @@ from transferd.runtime.descriptors import fill_standard
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from transferd.client.client import Client
+
 
 class _Interrupted(Exception):
     """Carries Ctrl-C past typer, whose newer versions swallow KeyboardInterrupt."""
@@ -207,6 +209,7 @@ def ping(
 @app.command()
 def stats(
     endpoint: EndpointOption = None,
+    engine: Annotated[str, typer.Option("--engine", help="Show this engine: its model, weights and layout.")] = "",
     timeout: TimeoutOption = 2.0,
     key_file: KeyFileOption = None,
     server_key_file: ServerKeyFileOption = None,
@@ -215,13 +218,14 @@ def stats(
     """Print the daemon's report: one screen of text, or everything as JSON."""
     from rich.console import Console
 
-    from transferd.cli.stats_view import view
+    from transferd.cli.stats_view import engine_view, view
 
     report = ask(lambda client: client.stats(), endpoint, timeout, key_file, server_key_file)
+    shown = engine_view(report, engine) if engine else view(report)
     if format_ is Format.JSON:
-        print(json.dumps(report))
+        print(json.dumps(report["engines"][engine] if engine else report))
     else:
-        Console(highlight=False).print(view(report))
+        Console(highlight=False).print(shown)
 
 
 for command in (top, lists.tasks, lists.clients, doctor):  # registered here for the order of the help
@@ -255,12 +259,18 @@ def explain(
     format_: FormatOption = Format.TEXT,
 ) -> None:
     """Show the story of one task, rank by rank, from a running daemon or from a flight recorder dump."""
+    from transferd.cli.stats_view import fingerprint_of
     from transferd.config import DEFAULT_ENGINE
     from transferd.observability import story as stories
     from transferd.observability.dump_file import read_dump
 
+    async def question(client: Client) -> dict[str, Any]:
+        told = await client.explain(task_id, engine)
+        there = (await client.stats()).get("engines", {}).get(engine or DEFAULT_ENGINE)
+        return told if there is None else told | {"identity": fingerprint_of(there)}
+
     if dump is None:
-        story = ask(lambda client: client.explain(task_id, engine), endpoint, timeout, key_file, server_key_file)
+        story = ask(question, endpoint, timeout, key_file, server_key_file)
     else:
         story = read_dump(dump).story(task_id, engine or DEFAULT_ENGINE)
     print(json.dumps(story) if format_ is Format.JSON else stories.as_text(story))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from transferd.blocks.fingerprint import Facts, refusal
 from transferd.client.session import Conversation
 from transferd.errors import RequestError
 from transferd.wire import protocol as wire
@@ -27,10 +28,11 @@ class Engine:
     ranks: those on this node; the group may have more (group_ranks, first_rank). model, generation: of the weights;
     they are part of every stored object's name. layout: `Pages`, or a mapping with keys of [cache] (attention, layers,
     kv_heads, head_dim, block_size, dtype, device_blocks, device, …). host_blocks: the size of each rank's host tier,
-    which the daemon allocates. dp_rank: data-parallel rank, for KV events.
+    which the daemon allocates. dp_rank: data-parallel rank, for KV events. fingerprint: facts that change a block's
+    bytes, in words, such as {"rope theta": 10000.0, "weights": "step 7"}; blocks/fingerprint.py has their bounds.
 
-    Engines read each other's blocks if they have the same model, generation and group size, and layouts that agree in
-    what a block is; others never do.
+    Engines read each other's blocks if they have the same model, generation, group size and facts, and layouts that
+    agree in what a block is; others never do.
     """
 
     ranks: int
@@ -41,15 +43,21 @@ class Engine:
     first_rank: int = 0
     group_ranks: int = 0
     dp_rank: int = 0
+    fingerprint: Facts = field(default_factory=dict)
 
     def said(self, token: str) -> wire.Register:
-        """The request that registers this engine. Raises RequestError for an invalid layout."""
+        """The request that registers this engine. Raises RequestError for an invalid layout or fingerprint."""
         layout = self.layout
         if not isinstance(layout, Mapping):
             if not hasattr(layout, "as_cache"):
                 what = f"a layout is Pages, or a mapping with keys of [cache], not {type(layout).__name__}"
                 raise RequestError(what, code="bad_value")
             layout = layout.as_cache()
+        if self.fingerprint:
+            if why := refusal(self.fingerprint):
+                raise RequestError(f"the engine's fingerprint {why}", code="bad_value")
+            # A key of [cache]: a daemon that does not know it refuses the engine, and so never drops it.
+            layout = {**layout, "fingerprint": dict(self.fingerprint)}
         return wire.Register(
             token,
             self.ranks,

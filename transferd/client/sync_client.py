@@ -265,11 +265,11 @@ class SyncClient:
     def exists(self, keys: Sequence[str]) -> list[bool]:
         return self._call(self._client.exists(keys))
 
-    def match_tokens(self, token_ids: Tokens, start: int = 0) -> int:
-        return self._call(self._client.match_tokens(token_ids, start))
+    def match_tokens(self, token_ids: Tokens, start: int = 0, salt: str = "") -> int:
+        return self._call(self._client.match_tokens(token_ids, start, salt))
 
-    def locate(self, token_ids: Tokens) -> dict[str, dict[str, int]]:
-        return self._call(self._client.locate(token_ids))
+    def locate(self, token_ids: Tokens, salt: str = "") -> dict[str, dict[str, int]]:
+        return self._call(self._client.locate(token_ids, salt))
 
     def pause(self) -> None:
         self._call(self._client.pause())

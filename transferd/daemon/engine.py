@@ -178,6 +178,7 @@ class HostedEngine:
             result_ttl=server.result_ttl,
             max_results=server.max_results,
             max_result_bytes=server.max_result_bytes,
+            salts=self.tokens is not None and self.tokens.salts,
         )
 
     def _build_rank(self, rank: int) -> RankWorker:

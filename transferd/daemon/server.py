@@ -307,7 +307,7 @@ class Server:
 
     def _match(self, peer: bytes, seq: int, match: wire.Match) -> None:
         by_keys, path, lookup = match.keys, match.token_ids, self._engine(peer).lookup
-        work = lookup.match(by_keys) if path is None else lookup.match_tokens(path, match.start)
+        work = lookup.match(by_keys) if path is None else lookup.match_tokens(path, match.start, match.salt)
         nbytes = sum(map(len, by_keys)) + KEY_BYTES * len(by_keys) if path is None else path.array.nbytes
         self._later(peer, seq, work, nbytes)
 
@@ -316,7 +316,7 @@ class Server:
         self._later(peer, seq, self._engine(peer).lookup.exists(keys), sum(map(len, keys)) + KEY_BYTES * len(keys))
 
     def _locate(self, peer: bytes, seq: int, locate: wire.Locate) -> None:
-        self._value(peer, seq, self._engine(peer).lookup.locate(locate.token_ids))
+        self._value(peer, seq, self._engine(peer).lookup.locate(locate.token_ids, locate.salt))
 
     def _pause(self, peer: bytes, seq: int, pause: wire.Pause) -> None:
         self._check_waiting(peer)  # before the pause takes effect

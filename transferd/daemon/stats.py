@@ -75,6 +75,7 @@ def stats(daemon: Daemon) -> dict[str, Any]:
 
 
 MEDIA = (MEDIUM_GPU, MEDIUM_CPU, MEDIUM_STORAGE)
+MOST_LAYOUT = 1024  # characters of a layout; pages may name thousands of sizes
 # The value of stats()["cache"] without [cache].
 NO_CACHE = {"creator": "engine", "epoch": 0, "cleared": False, "missing": [], "owners": []} | {
     key: [] for key in ("unmapped", "mapped", "outdated")
@@ -95,7 +96,7 @@ def _engine(engine: HostedEngine, dispatch: DispatchStatistics) -> dict[str, Any
         "clients": len(engine.clients),
         "model": engine.config.storage.model,
         "generation": engine.dispatcher.generation,
-        "fingerprint": engine.layout.fingerprint,
+        "fingerprint": _fingerprint(engine),
         "epoch": cache["epoch"],
         "missing": cache["missing"],
         "owners": cache["owners"],
@@ -112,6 +113,15 @@ def _engine(engine: HostedEngine, dispatch: DispatchStatistics) -> dict[str, Any
         "host_blocks": engine.layout.host_blocks,
         "host_bytes": engine.nbytes,
     }
+
+
+def _fingerprint(engine: HostedEngine) -> dict[str, Any]:
+    """What engines must have in common to read each other's blocks, besides model and generation.
+
+    digest: as in every object's name. layout: what a block is. facts: about the model, as the engine has said them.
+    """
+    layout, facts = engine.layout, engine.config.geometry.fingerprint
+    return {"digest": layout.fingerprint, "layout": layout.identity[:MOST_LAYOUT], "facts": facts}
 
 
 def _held(daemon: Daemon, holds: list[Hold]) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ of each rank.
                                      "events": [{"t", "what", …}], "ranks": [{"rank", "events": […]}]}],
      "omitted"}
 
+identity: added by whoever knows it: what the task's engine has in common with those that read its blocks.
 status, seconds: None while the task is not answered. began: time since the epoch. complete: whether the notes still
 include the admission; if not, times count from the first remaining note.
 """
@@ -97,6 +98,8 @@ def _life(notes: Sequence[Note], offset: float) -> dict[str, Any]:
 def as_text(story: Mapping[str, Any]) -> str:
     """The story as lines, each beginning with the milliseconds since admission."""
     lines: list[str] = []
+    if identity := story.get("identity"):
+        lines.append("engine " + ", ".join(f"{one_line(k)} {_shown(v)}" for k, v in identity.items() if v != ""))
     for life in story["lives"]:
         lines.append(_heading(story["task_id"], life))
         lines += [_line(event, 2) for event in life["events"]]

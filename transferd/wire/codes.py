@@ -80,6 +80,9 @@ CODES: dict[str, Code] = {
     "duplicate_key": Code("rejected", "a write names one key twice", _CORRECT),
     "too_many_blocks": Code("rejected", "a write has more blocks than the device", "split the task"),
     "token_ids_required": Code("rejected, refused", "storage is token-indexed", "send `token_ids`"),
+    "no_salts": Code(
+        "rejected, refused", "AttentionStore's SDK cannot keep paths with other salts apart", "use the open driver"
+    ),
     "token_ids_too_short": Code("rejected", "`token_ids` end before the last block does", "send the whole path"),
     "task_id_conflict": Code("rejected", "another task was pushed under this id", "push it under a new id"),
     "no_storage_tier": Code("rejected, refused", "the daemon has no storage", _CONFIGURE),

@@ -142,6 +142,7 @@ class Match(_Message, frozen=True, tag="match"):
     keys: list[str] = []
     token_ids: TokenIds | None = None
     start: int = 0
+    salt: str = ""  # as in tasks
 
 
 class Exists(_Message, frozen=True, tag="exists"):
@@ -154,6 +155,7 @@ class Locate(_Message, frozen=True, tag="locate"):
     """Value: {node: {medium: leading blocks of this path, …, "any": in any medium}}; token-indexed storage only."""
 
     token_ids: TokenIds
+    salt: str = ""  # as in tasks
 
 
 Holder = Annotated[str, msgspec.Meta(max_length=128)]  # of a pause: a client's name, the same in all its connections
@@ -277,7 +279,18 @@ class SparseRead(ReadStorageTask, frozen=True, kw_only=True, tag="read_sparse"):
     prefix: bool = False
 
 
-Body = WriteStorageTask | ReadStorageTask | SparseRead | SwapOutTask | SwapInTask | SendTask | ReceiveTask | Control
+class SaltedRead(ReadStorageTask, frozen=True, kw_only=True, tag="read_salted"):
+    """A ReadStorageTask with a salt: a daemon that would ignore the salt rejects it (`unknown_type`)."""
+
+
+class SaltedWrite(WriteStorageTask, frozen=True, kw_only=True, tag="write_salted"):
+    """A WriteStorageTask with a salt, for the same reason."""
+
+
+Body = (
+    WriteStorageTask | ReadStorageTask | SparseRead | SaltedRead | SaltedWrite | SwapOutTask | SwapInTask | SendTask
+    | ReceiveTask | Control
+)  # fmt: skip
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
@@ -379,7 +392,11 @@ _reply_decoder = msgspec.msgpack.Decoder(ReplyEnvelope)
 
 def encode_request(seq: int, body: Body, *, ack: bool = False, session: int = ANY_SESSION) -> bytes:
     """One message. Raises ValueError, TypeError or OverflowError for a body that msgpack cannot encode."""
-    if type(body) is ReadStorageTask and not body.prefix:
+    if type(body) is ReadStorageTask and body.salt:
+        body = SaltedRead(**msgspec.structs.asdict(body))
+    elif type(body) is WriteStorageTask and body.salt:
+        body = SaltedWrite(**msgspec.structs.asdict(body))
+    elif type(body) is ReadStorageTask and not body.prefix:
         body = SparseRead(**msgspec.structs.asdict(body))
     return _VERSION_BYTE + _encoder.encode(Request(seq, ack, body, session))
 

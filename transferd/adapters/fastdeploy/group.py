@@ -27,6 +27,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from transferd.adapters.fastdeploy import identity
 from transferd.adapters.fastdeploy.arguments import TransferArguments, configuration, read_command
 from transferd.adapters.fastdeploy.companion import Companion, find_or_start, whole
 from transferd.adapters.fastdeploy.control import ControlItem, is_about_the_cache
@@ -129,6 +130,7 @@ class Group:
             data_parallel_id=first.data_parallel_id,
             groups=self.groups,
             environment=first.visible_devices,
+            fingerprint=identity.facts(first),
         )
         client = self._client = SyncClient(companion.endpoint, await_ready=False)
         client.connect()

@@ -23,6 +23,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash, resolve_kv_cache_block_sizes
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from transferd.adapters import fingerprint
 from transferd.adapters.vllm import metrics
 from transferd.adapters.vllm.companion import DaemonFinder
 from transferd.adapters.vllm.entry import Order
@@ -80,6 +81,7 @@ class TransferdConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is no
             timeout=self._settings.timeout,
             prefix=f"{name}-{self._link.life}",
             event=event,
+            adapters=fingerprint.Adapters(self._link.life, fingerprint.process_started(), self._settings.loras, _warn),
         )
         if not self._link.wait_ready(self._settings.start_timeout):
             log.warning("transferd: no daemon after %g s; vLLM starts without it", self._settings.start_timeout)
@@ -89,7 +91,7 @@ class TransferdConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is no
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Offer this rank's KV memory. Raises TierError for memory that cannot be shared; then the engine ends."""
         engine = engine_facts(
-            self._vllm_config, self._kv_cache_config, self._name, self._settings.generation, kv_caches, _of_all_ranks
+            self._vllm_config, self._kv_cache_config, self._name, self._settings, kv_caches, _of_all_ranks
         )
         self._working = Working(engine, self._settings)
 
@@ -214,6 +216,10 @@ def _to_the_daemon(chosen: AdapterSettings, name: str) -> Link:
     """The scheduler's link. A worker starts the daemon if there is none, and registers the engine."""
     companion = DaemonFinder(endpoint=chosen.endpoint, path=chosen.path, capacity=chosen.capacity_bytes)
     return Link(companion, name)
+
+
+def _warn(what: str) -> None:
+    log.warning("transferd: %s", what)
 
 
 def _of_all_ranks(gpu: str) -> list[str]:

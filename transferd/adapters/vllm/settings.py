@@ -23,6 +23,7 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     endpoint: that of a running daemon; "" = see companion.py. name: the engine's; "" = derived from vLLM's engine id.
     generation: weight version; part of every key. path, capacity: where and how much a daemon started by the engine
     stores. timeout: seconds for one transfer. start_timeout: how many seconds the engine's start waits for a daemon.
+    weights, loras: the operator's name for the weights of the model and of its LoRA adapters; "" = by their files.
     """
 
     endpoint: str = ""
@@ -32,6 +33,8 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     capacity: int | str = 0
     timeout: float = 30.0
     start_timeout: float = 20.0
+    weights: str = ""
+    loras: str = ""
 
     @property
     def capacity_bytes(self) -> int:

@@ -36,8 +36,9 @@ from transferd.adapters.vllm.entry import EngineFacts, OfferedMemory
 from transferd.adapters.vllm.jobs import Jobs
 from transferd.adapters.vllm.link import Link, StorageTask
 from transferd.adapters.vllm.memory import shared_memory_at
-from transferd.adapters.vllm.settings import settings
+from transferd.adapters.vllm.settings import AdapterSettings, settings
 from transferd.client.client import NO_ANSWER_S
+from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.tasks import ReadStorageTask, Status, TaskResult, WriteStorageTask
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class TransferdTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not i
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self._settings = chosen = settings("secondary_tiers", given)
         self.locality = None if locality is None else Locality(locality)
-        engine = _engine(offloading_spec.config, primary_kv_view, chosen.name, chosen.generation)
+        engine = _engine(offloading_spec.config, primary_kv_view, chosen)
         companion = DaemonFinder(
             endpoint=chosen.endpoint,
             path=chosen.path,
@@ -216,19 +217,20 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]
         self._stopped = True
 
 
-def _engine(config: Any, view: memoryview, name: str, generation: str) -> EngineFacts:
+def _engine(config: Any, view: memoryview, chosen: AdapterSettings) -> EngineFacts:
     """vLLM's host pool as an engine of one rank. Raises TierError."""
     assert view.strides is not None
     assert view.shape is not None
     rows, stride = view.shape[0], view.strides[0]
     mapped = shared_memory_at(np.asarray(view).ctypes.data, rows * stride)
     return EngineFacts(
-        name=name or f"vllm-tier-{config.engine_id}",
+        name=chosen.name or f"vllm-tier-{config.engine_id}",
         model=config.model.name,
-        generation=generation,
-        identity=f"vllm-tier/{identity.digest(identity.of_tier(config, stride))}",
+        generation=chosen.generation,
+        identity="vllm-tier",
         ranks=1,
         blocks=rows,
         page_bytes=(stride,),
         memory=OfferedMemory(0, mapped, ((0, stride),)),
+        fingerprint=identity.of_tier(config, stride, chosen, SYSTEM_CLOCK.fresh_id()),
     )

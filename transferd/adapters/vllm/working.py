@@ -15,6 +15,7 @@ from transferd.adapters.vllm.memory import shared_memory_at
 from transferd.adapters.vllm.settings import AdapterSettings
 from transferd.client.client import Client
 from transferd.errors import TierError
+from transferd.runtime.clock import SYSTEM_CLOCK
 
 Gather = Callable[[str], Sequence[str]]
 
@@ -53,7 +54,12 @@ class Working:
 
 
 def engine_facts(
-    vllm_config: Any, kv_cache_config: Any, name: str, generation: str, kv_caches: Mapping[str, Any], gather: Gather
+    vllm_config: Any,
+    kv_cache_config: Any,
+    name: str,
+    chosen: AdapterSettings,
+    kv_caches: Mapping[str, Any],
+    gather: Gather,
 ) -> EngineFacts:
     """vLLM's engine, with the memory of these tensors of this rank. Raises TierError for memory that we cannot serve.
 
@@ -65,16 +71,19 @@ def engine_facts(
     page_bytes = [layer.nbytes for layer in layers.values() for _ in layer.pieces]
     shapes = {layer: tuple(tensor.shape[1:]) for layer, tensor in tensors.items()}
     orders = {name: layer.order for name, layer in layers.items()}
-    facts = identity.of_connector(vllm_config, shapes, orders, sum(page_bytes))
+    life = SYSTEM_CLOCK.fresh_id()
     return EngineFacts(
         name=name,
         model=str(vllm_config.model_config.model),
-        generation=generation,
-        identity=f"vllm/{identity.digest(facts)}",
+        generation=chosen.generation,
+        identity="vllm",
         ranks=vllm_config.parallel_config.tensor_parallel_size,
         blocks=blocks,
         page_bytes=page_bytes,
         memory=_memory(rank, list(tensors.values()), list(layers.values()), gather),
+        fingerprint={}  # rank 0 registers the engine
+        if rank
+        else identity.of_connector(vllm_config, shapes, orders, sum(page_bytes), chosen, life),
     )
 
 
