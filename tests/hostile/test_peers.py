@@ -1,4 +1,4 @@
-"""Peers that lie about who they are, take what nobody offered, never stop and never read: a real daemon, plain sockets."""
+"""Peers that lie about who they are, never stop, never end and never read: a real daemon, plain sockets."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def free_port() -> int:
 class Doors:
     """A daemon with every kind of endpoint."""
 
-    def __init__(self, daemon: DaemonProcess, places: dict[str, str], server: bytes, client: tuple[bytes, bytes]) -> None:
+    def __init__(
+        self, daemon: DaemonProcess, places: dict[str, str], server: bytes, client: tuple[bytes, bytes]
+    ) -> None:
         self.daemon = daemon
         self.places = places
         self._keys = (server, *client)

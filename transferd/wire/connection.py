@@ -295,11 +295,12 @@ class Connection:
 
     def send(self, *frames: bytes) -> bool:
         """Send one message. False: it was not accepted, because the peer has gone, or reads too little."""
-        size = len(frames[0]) if len(frames) == 1 else sum(map(len, frames))
-        outbox = self._acceptor.outbox
         if self.closed:
             return False
-        if (self.unread or outbox.unread + size > outbox.most) and not self._acceptor.has_room(self, size):
+        size = len(frames[0]) if len(frames) == 1 else sum(map(len, frames))
+        outbox, unread = self._acceptor.outbox, self.unread + size
+        scarce = unread > self.door.unread or outbox.unread + size > outbox.most
+        if scarce and not self._acceptor.has_room(self, size):
             return False
         if len(frames) > 1 and size < JOINED and self._cipher is None:
             last = len(frames) - 1
@@ -343,7 +344,9 @@ class Connection:
                 self._loop.add_writer(self._sock.fileno(), self.flush)
             return
         except OSError:
-            self.end()
+            if self.open:
+                self.end()
+            self._forget_unsent()  # a handshake may have said more before its end, and fails when that is read
             return
         if self._blocked:
             self._blocked = False
@@ -392,8 +395,11 @@ class Connection:
         self._blocked = False
         if self._patience is not None:
             self._patience.cancel()
+        self._forget_unsent()
+        self._sock.close()
+        self._acceptor.ended(self)
+
+    def _forget_unsent(self) -> None:
         self._acceptor.outbox.unread -= self.unread
         self.unread = 0
         self._out.clear()
-        self._sock.close()
-        self._acceptor.ended(self)
