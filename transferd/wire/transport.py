@@ -309,7 +309,7 @@ class ZmqServerTransport:
         return None if self._acceptor is None else self._acceptor.connections.get(peer)
 
     def refused(self) -> dict[str, int]:
-        """Connections refused since the start, by reason."""
+        """Connections refused or broken off since the start, by reason."""
         return {} if self._acceptor is None else dict(self._acceptor.refused)
 
     def read_keys(self) -> tuple[int, int]:
