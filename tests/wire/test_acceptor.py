@@ -15,7 +15,7 @@ from tests.support.waits import until
 from transferd.wire import acceptor as module
 from transferd.wire import connection, shares
 from transferd.wire.acceptor import Acceptor
-from transferd.wire.connection import Connection, Door
+from transferd.wire.connection import Door, ZmtpConnection
 from transferd.wire.zmtp import COMMAND, command, greeting, header, properties
 
 DEALERS = frozenset((b"DEALER",))
@@ -60,7 +60,7 @@ class Place:
     """An acceptor at a unix socket, and what it received."""
 
     def __init__(self, directory: Path, *, most: int = 100, limit: int = 100 * MIB, unread: int = MIB) -> None:
-        self.heard: list[tuple[Connection, bytes]] = []
+        self.heard: list[tuple[ZmtpConnection, bytes]] = []
         self.by_turn = [0]
         self.acceptor = Acceptor(most, 0)
         door = Door(b"ROUTER", DEALERS, limit, self._received, unread=unread)
@@ -68,7 +68,7 @@ class Place:
         self.tcp = self.acceptor.listen("tcp://127.0.0.1:*", "server.endpoint", door, 0)
         self.peers: list[Peer] = []
 
-    def _received(self, peer: Connection, _flags: int, body: bytes | memoryview) -> None:
+    def _received(self, peer: ZmtpConnection, _flags: int, body: bytes | memoryview) -> None:
         self.heard.append((peer, bytes(body[:100])))
         self.by_turn[-1] += 1
 
@@ -80,7 +80,7 @@ class Place:
         self.peers.append(Peer(endpoint or self.endpoint, handshake))
         return self.peers[-1]
 
-    async def joined(self, count: int) -> list[Connection]:
+    async def joined(self, count: int) -> list[ZmtpConnection]:
         await until(lambda: len(self.acceptor.connections) == count, within=30)
         return list(self.acceptor.connections.values())
 

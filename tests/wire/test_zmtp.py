@@ -18,8 +18,8 @@ from transferd.wire.zmtp import (
     MORE,
     MOST_COMMAND,
     Frames,
+    NotAllowed,
     Null,
-    Refused,
     ZmtpError,
     check_greeting,
     command,
@@ -212,7 +212,7 @@ def test_anything_else_is_no_handshake(body: bytes) -> None:
 
 def test_who_may_not_connect_is_refused_once_the_handshake_is_good() -> None:
     null = Null(b"ROUTER", DEALERS, "unknown_user")
-    with pytest.raises(Refused, match="unknown_user"):
+    with pytest.raises(NotAllowed, match="unknown_user"):
         null.receive(command(b"READY", properties({b"Socket-Type": b"DEALER"})))
     assert not null.done
     assert zmtp.ERROR_400 == b"\x05ERROR\x03400"

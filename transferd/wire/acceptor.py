@@ -18,10 +18,10 @@ from collections.abc import Callable
 import structlog
 
 from transferd.runtime.descriptors import first_refused
-from transferd.wire.connection import Connection, Door
+from transferd.wire.connection import Door, ZmtpConnection
 from transferd.wire.credentials import credentials_of
 from transferd.wire.endpoint import EndpointLock
-from transferd.wire.shares import CHUNK, MOST_RECEIVED, Outbox, Room, Turns
+from transferd.wire.shares import CHUNK, MOST_RECEIVED, LoopTurns, Outbox, Room
 
 log = structlog.get_logger(__name__)
 
@@ -46,8 +46,8 @@ class Acceptor:
         self,
         most: int,
         largest: int,
-        ended: Callable[[Connection], None] = lambda _: None,
-        drained: Callable[[Connection], None] = lambda _: None,
+        ended: Callable[[ZmtpConnection], None] = lambda _: None,
+        drained: Callable[[ZmtpConnection], None] = lambda _: None,
     ) -> None:
         """most: connections at once. largest: the most bytes of a message.
 
@@ -62,11 +62,11 @@ class Acceptor:
         self._locks: list[EndpointLock] = []
         self._names = itertools.count(1)
         self._resume: asyncio.TimerHandle | None = None
-        self._shaking: set[Connection] = set()  # their handshake has not ended
-        self.connections: dict[bytes, Connection] = {}
+        self._shaking: set[ZmtpConnection] = set()  # their handshake has not ended
+        self.connections: dict[bytes, ZmtpConnection] = {}
         self.refused = Counter[str](dict.fromkeys(REFUSALS, 0))
         self.chunk = memoryview(bytearray(CHUNK))
-        self.turns = Turns()
+        self.turns = LoopTurns()
         self.room = Room(max(MOST_RECEIVED, largest), lambda connection: connection.break_off("stalled_message"))
         self.outbox = Outbox()
 
@@ -113,15 +113,15 @@ class Acceptor:
             self.count("too_many_connections", where)
             return
         peer = b"%d" % next(self._names)
-        self._shaking.add(Connection(self, door, accepted, peer, credentials, where))
+        self._shaking.add(ZmtpConnection(self, door, accepted, peer, credentials, where))
 
     # --- called by connections ----------------------------------------------------------------------
 
-    def opened(self, connection: Connection) -> None:
+    def opened(self, connection: ZmtpConnection) -> None:
         self._shaking.discard(connection)
         self.connections[connection.peer] = connection
 
-    def ended(self, connection: Connection) -> None:
+    def ended(self, connection: ZmtpConnection) -> None:
         self._shaking.discard(connection)
         self.room.give_back(connection)
         if self.connections.pop(connection.peer, None) is not None:
@@ -132,7 +132,7 @@ class Acceptor:
         more = {"problem": problem} if problem else {}
         log.warning("connection refused", reason=reason, peer=where, **more)
 
-    def has_room(self, connection: Connection, size: int) -> bool:
+    def has_room(self, connection: ZmtpConnection, size: int) -> bool:
         """Whether so many bytes may wait for this peer. If all have too many, the peer with most unread must go."""
         connection.flush()
         if connection.unread and connection.unread + size > connection.door.unread:

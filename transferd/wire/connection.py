@@ -21,8 +21,8 @@ from transferd.wire.zmtp import (
     ERROR_400,
     MORE,
     Frames,
+    NotAllowed,
     Null,
-    Refused,
     ZmtpError,
     command,
     greeting,
@@ -52,7 +52,7 @@ class Mechanism(Protocol):
         ...
 
     def receive(self, body: bytes) -> bytes:
-        """The answer to a command of the peer. Raises ZmtpError, Refused."""
+        """The answer to a command of the peer. Raises ZmtpError, NotAllowed."""
         ...
 
 
@@ -81,7 +81,7 @@ class Door:
     socket_type: bytes
     permitted: frozenset[bytes]  # the peers' types
     limit: int
-    received: Callable[[Connection, int, bytes | memoryview], None]
+    received: Callable[[ZmtpConnection, int, bytes | memoryview], None]
     refusal: Callable[[Credentials | None], str] = lambda _: ""
     observes: Callable[[Credentials | None], bool] = lambda _: False
     curve: Callable[[], Mechanism] | None = None
@@ -89,7 +89,7 @@ class Door:
     unread: int = MOST_UNREAD
 
 
-class Connection:
+class ZmtpConnection:
     """Made for an accepted socket, which it owns until `end`. closed: nothing is received or sent any more.
 
     unread: bytes that were sent and have not left yet. peer: an opaque name for it, never used again.
@@ -181,7 +181,7 @@ class Connection:
                 handled += 1
             except ZmtpError as error:
                 self.break_off("protocol_error" if self.open else "handshake_failed", str(error))
-            except Refused as refused:
+            except NotAllowed as refused:
                 self._refuse(refused.args[0])
             except MemoryError:
                 self.break_off("out_of_memory", "there is no memory for what arrived")

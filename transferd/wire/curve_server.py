@@ -17,7 +17,7 @@ from collections.abc import Callable
 from nacl import bindings
 from nacl.exceptions import CryptoError
 
-from transferd.wire.zmtp import COMMAND, MORE, Refused, ZmtpError, check_socket_type, parse_command, properties
+from transferd.wire.zmtp import COMMAND, MORE, NotAllowed, ZmtpError, check_socket_type, parse_command, properties
 
 _HELLO, _INITIATE = 200 - 6, 96 + 8 + 16 + 128  # bytes of data: all, and the least
 _MESSAGE = b"\x07MESSAGE"
@@ -45,7 +45,7 @@ class CurveServer:
         self._cookie = os.urandom(96)
 
     def receive(self, body: bytes) -> bytes:
-        """The answer to a command of the client. Raises ZmtpError, Refused."""
+        """The answer to a command of the client. Raises ZmtpError, NotAllowed."""
         name, data = parse_command(body)
         expected = b"INITIATE" if self._client else b"HELLO"
         if name != expected:
@@ -81,7 +81,7 @@ class CurveServer:
             raise ZmtpError("the vouch in INITIATE is for somebody else")
         check_socket_type(metadata, self._permitted)
         if not self._known(key):
-            raise Refused("unknown_key")
+            raise NotAllowed("unknown_key")
         self.key, self.done = key, True
         self.cipher = CurveCipher(shared, int.from_bytes(nonce, "big"))
         return self.cipher.ready(self._metadata)

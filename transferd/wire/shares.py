@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from transferd.wire.connection import Connection
+    from transferd.wire.connection import ZmtpConnection
 
 DRAIN_LIMIT = 64  # frames per turn of the loop, of all peers: about a millisecond of work before timers run again
 SHARE = 16  # of these, for one peer at a time while others wait
@@ -23,12 +23,12 @@ MOST_UNREAD = 64 * 1024**2  # bytes of answers that one peer has not read; a sin
 MOST_UNREAD_OF_ALL = 256 * 1024**2
 
 
-class Turns:
+class LoopTurns:
     """Each turn of the loop handles DRAIN_LIMIT frames. Connections with more wait in a queue for the next turns."""
 
     def __init__(self) -> None:
         self.left = DRAIN_LIMIT
-        self.waiting: deque[Connection] = deque()
+        self.waiting: deque[ZmtpConnection] = deque()
         self._loop = asyncio.get_running_loop()
         self._next: asyncio.Handle | None = None
 
@@ -37,7 +37,7 @@ class Turns:
         if self._next is None:
             self._next = self._loop.call_soon(self._begin)
 
-    def wait(self, connection: Connection) -> None:
+    def wait(self, connection: ZmtpConnection) -> None:
         self.waiting.append(connection)
         if self._next is None:
             self._next = self._loop.call_soon(self._begin)
@@ -67,11 +67,11 @@ class Room:
     message has not arrived after STALLED_S loses its connection: the one that began first.
     """
 
-    def __init__(self, total: int, stalled: Callable[[Connection], None]) -> None:
+    def __init__(self, total: int, stalled: Callable[[ZmtpConnection], None]) -> None:
         self._total = total
-        self._taken: dict[Connection, tuple[int, float]] = {}  # size and since when, oldest first
+        self._taken: dict[ZmtpConnection, tuple[int, float]] = {}  # size and since when, oldest first
         self._free = total
-        self._waiting: deque[tuple[Connection, int]] = deque()
+        self._waiting: deque[tuple[ZmtpConnection, int]] = deque()
         self._stalled = stalled
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
@@ -80,7 +80,7 @@ class Room:
     def taken(self) -> int:
         return self._total - self._free
 
-    def take(self, connection: Connection, size: int) -> bool:
+    def take(self, connection: ZmtpConnection, size: int) -> bool:
         """False: the connection waits, and `room_found` will be called."""
         if size <= self._free and not self._waiting:
             self._grant(connection, size)
@@ -89,7 +89,7 @@ class Room:
         self._watch()
         return False
 
-    def give_back(self, connection: Connection) -> None:
+    def give_back(self, connection: ZmtpConnection) -> None:
         """Return what this connection has taken, and let it wait no longer."""
         size, _ = self._taken.pop(connection, (0, 0.0))
         self._free += size
@@ -100,7 +100,7 @@ class Room:
             self._grant(other, size)
             other.room_found()
 
-    def _grant(self, connection: Connection, size: int) -> None:
+    def _grant(self, connection: ZmtpConnection, size: int) -> None:
         self._free -= size
         self._taken[connection] = (size, self._loop.time())
 
@@ -131,11 +131,11 @@ class Outbox:
         self.unread = 0  # bytes, of all connections
         self.most = most
         self._loop = asyncio.get_running_loop()
-        self._new: list[Connection] = []  # what they send has not been tried yet
+        self._new: list[ZmtpConnection] = []  # what they send has not been tried yet
         self._flush: asyncio.Handle | None = None
         self._held = False
 
-    def add(self, connection: Connection) -> None:
+    def add(self, connection: ZmtpConnection) -> None:
         self._new.append(connection)
         if self._flush is None and not self._held:
             self._flush = self._loop.call_soon(self.flush)

@@ -37,7 +37,7 @@ from transferd.wire.obstacle import find_obstacle
 
 if TYPE_CHECKING:
     from transferd.wire.acceptor import Acceptor
-    from transferd.wire.connection import Connection, Door, Mechanism
+    from transferd.wire.connection import Door, Mechanism, ZmtpConnection
 
 _READABLE = int(zmq.POLLIN)
 ROUTED = frozenset((b"DEALER", b"REQ", b"ROUTER"))  # the sockets of peers that a ROUTER speaks with
@@ -305,7 +305,7 @@ class ZmqServerTransport:
         connection = self._connection(peer)
         return "" if connection is None else connection.where
 
-    def _connection(self, peer: bytes) -> Connection | None:
+    def _connection(self, peer: bytes) -> ZmtpConnection | None:
         return None if self._acceptor is None else self._acceptor.connections.get(peer)
 
     def refused(self) -> dict[str, int]:
@@ -339,10 +339,10 @@ class ZmqServerTransport:
             self._acceptor.close()
 
 
-def _one_frame(on_message: ServerMessage) -> Callable[[Connection, int, bytes | memoryview], None]:
+def _one_frame(on_message: ServerMessage) -> Callable[[ZmtpConnection, int, bytes | memoryview], None]:
     """Hands on messages of one frame; those of several arrive as an empty one."""
 
-    def receive(connection: Connection, flags: int, body: bytes | memoryview) -> None:
+    def receive(connection: ZmtpConnection, flags: int, body: bytes | memoryview) -> None:
         if flags:
             if flags & zmtp.COMMAND:  # none that a ROUTER knows
                 return

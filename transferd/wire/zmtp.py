@@ -28,7 +28,7 @@ class ZmtpError(Exception):
     """The peer breaks the protocol; the text says how."""
 
 
-class Refused(Exception):
+class NotAllowed(Exception):
     """The peer may not connect. Its one argument is the reason, as it is counted."""
 
 
@@ -208,12 +208,12 @@ class Null:
         self._refusal = refusal
 
     def receive(self, body: bytes) -> bytes:
-        """The answer to a command of the peer. Raises ZmtpError, Refused."""
+        """The answer to a command of the peer. Raises ZmtpError, NotAllowed."""
         name, data = parse_command(body)
         if name != b"READY":
             raise ZmtpError(f"READY is expected, not {name[:16]!r}")
         check_socket_type(data, self._permitted)
         if self._refusal:
-            raise Refused(self._refusal)
+            raise NotAllowed(self._refusal)
         self.done = True
         return self._ready

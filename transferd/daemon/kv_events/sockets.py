@@ -29,7 +29,7 @@ import structlog
 from transferd.config import EventsSection
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.wire.acceptor import Acceptor
-from transferd.wire.connection import Connection, Door
+from transferd.wire.connection import Door, ZmtpConnection
 from transferd.wire.kv_events import KvEvent, encode_batch
 from transferd.wire.transport import ROUTED
 from transferd.wire.zmtp import COMMAND, MORE, parse_command
@@ -77,14 +77,14 @@ class EventSockets:
         self._pub: Acceptor | None = None
         self._router: Acceptor | None = None
         # For each subscriber, how often it has subscribed to each beginning of our topic, by its length.
-        self._subscribed: dict[Connection, Counter[int]] = {}
+        self._subscribed: dict[ZmtpConnection, Counter[int]] = {}
         self._kept: deque[_SentBatch] = deque()
         self._kept_bytes = 0
         self._sequence = 0  # the next batch's number
-        self._requests: dict[Connection, list[bytes]] = {}  # the frames of one that have arrived
+        self._requests: dict[ZmtpConnection, list[bytes]] = {}  # the frames of one that have arrived
         # Peers in the order of their turns, and the next batch of each replay that they have requested.
-        self._replays: OrderedDict[Connection, deque[int]] = OrderedDict()
-        self._behind: dict[Connection, asyncio.TimerHandle] = {}  # peers with replays that must read first
+        self._replays: OrderedDict[ZmtpConnection, deque[int]] = OrderedDict()
+        self._behind: dict[ZmtpConnection, asyncio.TimerHandle] = {}  # peers with replays that must read first
         self._step: asyncio.Handle | None = None
         self._events = 0
         self._replayed = 0
@@ -126,7 +126,7 @@ class EventSockets:
 
     # --- subscribers --------------------------------------------------------------------------------
 
-    def _subscribe(self, connection: Connection, flags: int, body: bytes | memoryview) -> None:
+    def _subscribe(self, connection: ZmtpConnection, flags: int, body: bytes | memoryview) -> None:
         """Note a subscription or its end. Only beginnings of our topic are kept: few, however many are sent."""
         if flags & COMMAND:
             name, prefix = parse_command(bytes(body))
@@ -142,7 +142,7 @@ class EventSockets:
         if not counts:
             del self._subscribed[connection]
 
-    def _unsubscribed(self, connection: Connection) -> None:
+    def _unsubscribed(self, connection: ZmtpConnection) -> None:
         self._subscribed.pop(connection, None)
 
     # --- new batches --------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ class EventSockets:
 
     # --- replays ------------------------------------------------------------------------------------
 
-    def _requested(self, connection: Connection, flags: int, body: bytes | memoryview) -> None:
+    def _requested(self, connection: ZmtpConnection, flags: int, body: bytes | memoryview) -> None:
         """Collect the frames of a request."""
         if flags & COMMAND:
             return
@@ -184,7 +184,7 @@ class EventSockets:
         if not flags & MORE:
             self._asked(connection, self._requests.pop(connection))
 
-    def _asked(self, connection: Connection, request: list[bytes]) -> None:
+    def _asked(self, connection: ZmtpConnection, request: list[bytes]) -> None:
         if len(request) != 2 or request[0] or len(request[1]) != SEQUENCE_BYTES:
             log.warning("malformed request for a KV event replay", frames=[len(frame) for frame in request])
             return
@@ -211,7 +211,7 @@ class EventSockets:
             self._replays.move_to_end(connection)
         self._step_soon()
 
-    def _continue(self, connection: Connection, waiting: deque[int]) -> None:
+    def _continue(self, connection: ZmtpConnection, waiting: deque[int]) -> None:
         """Send a step of the peer's first replay, and remove the replay at its end."""
         oldest = self._sequence - len(self._kept)
         for _ in range(REPLAY_STEP):
@@ -230,19 +230,19 @@ class EventSockets:
                 return
             waiting[0] += 1
 
-    def _wait(self, connection: Connection) -> None:
+    def _wait(self, connection: ZmtpConnection) -> None:
         """Go on once the peer has read what it got. If it reads nothing for a while, its connection ends."""
         if not connection.closed:
             expired = functools.partial(connection.break_off, "unread_answers")
             self._behind[connection] = asyncio.get_running_loop().call_later(REPLAY_PATIENCE_S, expired)
 
-    def _caught_up(self, connection: Connection) -> None:
+    def _caught_up(self, connection: ZmtpConnection) -> None:
         timer = self._behind.pop(connection, None)
         if timer is not None:
             timer.cancel()
             self._step_soon()
 
-    def _left(self, connection: Connection) -> None:
+    def _left(self, connection: ZmtpConnection) -> None:
         timer = self._behind.pop(connection, None)
         if timer is not None:
             timer.cancel()
