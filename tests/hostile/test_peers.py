@@ -9,6 +9,7 @@ import random
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -165,12 +166,17 @@ asyncio.run(main())
 """
 
 
+@pytest.fixture
+def open_directory() -> Iterator[Path]:
+    """A directory that every user can enter, which pytest's own are not."""
+    with tempfile.TemporaryDirectory(prefix="transferd-peers-") as path:
+        os.chmod(path, 0o755)
+        yield Path(path)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become other users")
-def test_the_name_of_a_client_that_has_left_makes_nobody_its_user(tmp_path_factory: pytest.TempPathFactory) -> None:
-    directory = tmp_path_factory.mktemp("users")
-    for parent in (directory, *directory.parents[:3]):
-        with contextlib.suppress(PermissionError):
-            parent.chmod(0o755)
+def test_the_name_of_a_client_that_has_left_makes_nobody_its_user(open_directory: Path) -> None:
+    directory = open_directory
     endpoint = f"ipc://{directory}/s"
     tree = {"server": {"endpoint": endpoint, "socket_mode": "0666"}, "storage": {"backend": "memory"}}
     with running(tree, directory):
