@@ -30,6 +30,9 @@ class FullTransport:
     def observes(self, peer: bytes) -> bool:
         return False
 
+    def credentials(self, peer: bytes) -> None:
+        return None
+
 
 @pytest.fixture
 def clients() -> Clients:

@@ -8,7 +8,7 @@ from transferd.errors import RequestError
 from transferd.observability.recorder import Note
 from transferd.observability.story import MAX_NOTES, as_text, task_story
 
-ADMITTED = {"kind": "read", "blocks": 2, "client": b"\x01"}
+ADMITTED = {"kind": "read", "blocks": 2, "client": b"17"}
 
 
 def tell(*notes: tuple[float, str, dict[str, object]], task_id: str = "t") -> dict[str, object]:
@@ -28,7 +28,7 @@ def test_times_are_since_admission_and_what_a_rank_did_stands_under_it() -> None
     assert (life["kind"], life["blocks"], life["status"], life["seconds"]) == ("read", 2, "ok", 2.0)
     assert (life["began"], life["complete"]) == (1_000_050.0, True)
     assert [(event["t"], event["what"]) for event in life["events"]] == [(0, "admitted"), (0.5, "started"), (2, "done")]
-    assert life["events"][0]["client"] == "01"
+    assert life["events"][0]["client"] == "17"
     assert life["ranks"] == [
         {"rank": 0, "events": [{"t": 1.0, "what": "copy", "blocks": 2}]},
         {"rank": 1, "events": [{"t": 0.75, "what": "copy", "blocks": 2}]},

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from transferd.observability.recorder import Recorder
 from transferd.tasks import ErrorInfo, TaskResult
 from transferd.wire import protocol as wire
-from transferd.wire.credentials import process_of
+from transferd.wire.credentials import Credentials
 from transferd.wire.transport import ServerTransport
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class KnownClient:
     came_at: float
     seen_at: float
     observer: bool = False  # may only ask for reports
+    credentials: Credentials | None = None  # of its connection, from the kernel; None on tcp
     told: bool = False  # to say Hello, because a newer session has begun
     behind: bool = False  # its newest message named an earlier session, so it will send it again
     engine_name: str = ""  # from its Hello; "" before the first one
@@ -77,7 +78,10 @@ class Clients:
     def meet(self, peer: bytes, now: float) -> KnownClient:
         """Register a client at its first message."""
         session = next(self._sessions)
-        client = self._peers[peer] = KnownClient(session, session, now, now, self.transport.observes(peer))
+        transport = self.transport
+        client = self._peers[peer] = KnownClient(
+            session, session, now, now, transport.observes(peer), transport.credentials(peer)
+        )
         self._recorder.aside("", "client came", peer, client.session)
         return client
 
@@ -149,8 +153,8 @@ class Clients:
             if len(rows) == limit:
                 break
             who = self.transport.describe(peer)
-            uid, pid = process_of(who)
-            row = {"client": peer.hex(), "engine": client.engine_name, "peer": who, "uid": uid, "pid": pid}
+            uid, pid = (None, None) if (user := client.credentials) is None else (user.uid, user.pid)
+            row = {"client": peer.decode(), "engine": client.engine_name, "peer": who, "uid": uid, "pid": pid}
             times = {"connected_s": now - client.came_at, "silent_s": now - client.seen_at}
             rows.append(row | {"observer": client.observer} | times)
         return rows

@@ -327,7 +327,7 @@ class Coordinator:
                 task_id=result.task_id,
                 code=result.error.code,
                 problem=result.error.message,
-                client=reply.client.hex(),
+                client=reply.client.decode(),
             )
         self.listeners.deliver(reply.client, reply.seq, result)
 

@@ -41,7 +41,6 @@ from transferd.runtime.threads import Direction
 from transferd.tasks import ErrorInfo
 from transferd.tiers.base import DeviceHandle
 from transferd.wire import protocol as wire
-from transferd.wire.credentials import process_of
 
 log = structlog.get_logger(__name__)
 
@@ -203,7 +202,8 @@ class Engines:
 
     def uid_of(self, peer: bytes) -> int | None:
         """The user id of the connected process; None if the socket does not know it."""
-        return process_of(self._shared.clients.transport.describe(peer))[0]
+        client = self._shared.clients.get(peer)
+        return None if client is None or client.credentials is None else client.credentials.uid
 
     # --- registration -------------------------------------------------------------------------------
 

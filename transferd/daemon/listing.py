@@ -70,7 +70,7 @@ class Listing:
         waits: dict[str, int] = {}
         for _, record in self._admitted():
             for client, _ in record.waiters:
-                waits[client.hex()] = waits.get(client.hex(), 0) + 1
+                waits[client.decode()] = waits.get(client.decode(), 0) + 1
         rows = self._daemon.clients.rows(limit, self._daemon.clock.monotonic(), engine)
         return [row | {"tasks": waits.get(row["client"], 0)} for row in rows]
 

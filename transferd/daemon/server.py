@@ -30,7 +30,6 @@ from transferd.tasks import ErrorInfo, Status, Task, TaskResult
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.descriptor import PEER
 from transferd.wire import protocol as wire
-from transferd.wire.credentials import process_of
 
 log = structlog.get_logger(__name__)
 
@@ -238,7 +237,7 @@ class Server:
         return "" if engine is None else engine.coordinator.generation
 
     def _warn(self, peer: bytes, reason: str) -> None:
-        who = {"engine": self._clients.engine_of(peer), "client": peer.hex()}
+        who = {"engine": self._clients.engine_of(peer), "client": peer.decode()}
         log.warning("request refused", reason=reason, **who, peer=self._transport.describe(peer))
 
     # --- requests -----------------------------------------------------------------------------------
@@ -360,7 +359,8 @@ class Server:
         self._liveness.watch_process(peer)
         data = wire.handle_data(offer)
         if "fd" in data:  # the kernel, never the offer, says which process the descriptor belongs to
-            data[PEER] = process_of(self._transport.describe(peer))
+            who = self._clients[peer].credentials
+            data[PEER] = (None, None) if who is None else (who.uid, who.pid)
         handle = DeviceHandle(offer.kind, data)
         work = self._engines.offer(peer, self._clients[peer], offer.rank, handle, offer.epoch)
         self._later(peer, seq, work, kind=wire.Offer)
@@ -388,7 +388,7 @@ class Server:
         kind: the type of the request, if its refusal may be logged.
         """
         if kind in KEEP_OUT and error.reason not in TRIED_AGAIN:
-            who = {"engine": self._clients.engine_of(peer), "client": peer.hex()}
+            who = {"engine": self._clients.engine_of(peer), "client": peer.decode()}
             where = self._transport.describe(peer)
             log.warning(KEEP_OUT[kind], **who, peer=where, code=error.reason, problem=str(error))
         permanent = isinstance(error, RequestError)
@@ -445,7 +445,7 @@ class Server:
     def _failed(self, peer: bytes, seq: int, error: Exception, *, again: bool) -> None:
         """Refuse a request that raised an unexpected error: the machine is out of memory, or we have a bug."""
         if isinstance(error, MemoryError):
-            log.error("out of memory for a request", client=peer.hex())
+            log.error("out of memory for a request", client=peer.decode())
             self._refused(peer, seq, OutOfMemory("not enough memory for this request; try again later"), again=again)
             return
         log.error("unhandled exception while handling a request (bug)", exc_info=error)
@@ -469,5 +469,5 @@ class Server:
 
 
 def _holder(peer: bytes, body: wire.Pause | wire.Resume | wire.Drain) -> str:
-    """The holder of a pause: the client's own name, which outlives its connection, or else the connection."""
-    return body.holder or peer.hex()
+    """The holder of a pause: the client's own name, which outlives its connection, or else the connection's."""
+    return body.holder or f"client {peer.decode()}"

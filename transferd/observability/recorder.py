@@ -117,8 +117,11 @@ class Note(NamedTuple):
     engine: str = DEFAULT_ENGINE
 
     def plain(self) -> dict[str, Any]:
-        """The detail in JSON types: a client's name, which is bytes, becomes hexadecimal."""
-        return {key: value.hex() if isinstance(value, bytes) else value for key, value in self.detail.items()}
+        """The detail in JSON types: a client's name, which is bytes, becomes text."""
+        return {
+            key: value.decode("ascii", "replace") if isinstance(value, bytes) else value
+            for key, value in self.detail.items()
+        }
 
     def __str__(self) -> str:
         detail = " ".join(f"{key}={value!r}" for key, value in self.detail.items())

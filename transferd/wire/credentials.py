@@ -1,8 +1,7 @@
 """The users at the other end of a unix socket, as the kernel reports them (SO_PEERCRED), and which users may connect.
 
-libzmq passes them on in two places, both tested with other real users: in the request that it makes before it admits
-a connection (zap.py), and in the property "Peer-Address" of every message that arrives by ipc. Both have the form
-`…:uid:gid:pid`; for tcp it is only the address.
+The kernel notes them when a peer connects. They are read once, when the connection is accepted, and belong to that
+connection: they end with it (connection.py).
 
 The kernel translates a uid into the user namespace of the reader: a uid that is not mapped there appears as 65534,
 "nobody". A list of uids is meaningless then, so `resolve_uids` refuses it (systemd's PrivateUsers= creates such a
@@ -14,17 +13,30 @@ from __future__ import annotations
 import grp
 import os
 import pwd
-import re
+import socket as sockets
+import struct
 from collections.abc import Sequence
 from pathlib import Path
-
-import zmq
+from typing import NamedTuple
 
 from transferd.errors import ConfigError
 from transferd.runtime.capabilities import CAP_CHOWN, has_capability
 
 UID_MAP = Path("/proc/self/uid_map")
 MOST_UIDS = 64  # each connection is compared with all of them; use socket_group for a group of users
+
+_CREDENTIALS = struct.Struct("3i")
+
+
+class Credentials(NamedTuple):
+    """The process at the other end of a unix socket, as this process's namespaces show it. pid: 0 if it is not seen."""
+
+    pid: int
+    uid: int
+    gid: int
+
+    def __str__(self) -> str:
+        return f"uid {self.uid}, pid {self.pid}"
 
 
 def resolve_uids(key: str, users: Sequence[int | str]) -> frozenset[int]:
@@ -66,30 +78,12 @@ def user_name(uid: int) -> str:
         return str(uid)
 
 
-def peer_address(message: zmq.Frame) -> str:
-    """The peer address of a message, in libzmq's form; "" if it has none."""
-    try:
-        return str(message.get("Peer-Address"))
-    except zmq.ZMQError:
-        return ""
-
-
-def uid_of(address: str) -> int | None:
-    """The uid of the process that connected; None if the address has none."""
-    parts = address.rsplit(":", 3)
-    return int(parts[1]) if len(parts) == 4 and parts[1].isdigit() else None
-
-
-def peer_text(address: str) -> str:
-    """The peer for a log: user and process on this machine, else the network address."""
-    parts = address.rsplit(":", 3)
-    return f"uid {parts[1]}, pid {parts[3]}" if uid_of(address) is not None else address
-
-
-def process_of(text: str) -> tuple[int | None, int | None]:
-    """(uid, pid) out of `peer_text`'s text; (None, None) for a peer that is unknown or on another machine."""
-    found = re.fullmatch(r"uid (\d+), pid (\d+)", text)
-    return (int(found[1]), int(found[2])) if found else (None, None)
+def credentials_of(connection: sockets.socket) -> Credentials | None:
+    """Who opened an accepted connection; None on tcp."""
+    if connection.family != sockets.AF_UNIX:
+        return None
+    found = connection.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, _CREDENTIALS.size)
+    return Credentials(*_CREDENTIALS.unpack(found))
 
 
 def _uid(key: str, user: int | str) -> int:

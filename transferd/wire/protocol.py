@@ -381,8 +381,7 @@ def _decode_hook(kind: type, value: Any) -> Any:
     raise NotImplementedError(kind)
 
 
-# What a large message must leave. If it took the last bytes before it is refused, libzmq could get
-# none, and would abort.
+# What a large message must leave, so that it is refused before it takes the last bytes: others need some, too.
 SPARE_BYTES = 2 * 1024**2
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_hook)
