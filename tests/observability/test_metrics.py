@@ -216,7 +216,7 @@ async def test_a_hung_device_is_not_ready_in_the_metrics_either(
 ) -> None:
     port = port_of(daemon.reports)
     await daemon.default.cache.open()
-    monkeypatch.setattr(daemon.default.workers[0].context.device, "waiting_s", HUNG_S + 1, raising=False)
+    monkeypatch.setattr(type(daemon.default.workers[0].context.device), "waiting_s", HUNG_S + 1)
     assert (await get(port, "/readyz"))[0] == 503
     assert b"\ntransferd_ready 0.0\n" in (await get(port, "/metrics"))[1]
 

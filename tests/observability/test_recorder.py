@@ -117,10 +117,10 @@ def test_every_note_in_the_package_is_of_a_known_kind_and_says_what_that_kind_sa
 
 def test_a_task_says_who_pushed_it() -> None:
     recorder = Recorder(clock=ticking())
-    recorder.admitted("t", "admitted write", 3, b"\0abcd")
+    recorder.admitted("t", "admitted write", 3, b"42")
     admitted, pushed = recorder.notes("t")
     assert (admitted.what, admitted.detail) == ("admitted", {"kind": "write", "blocks": 3})
-    assert (pushed.what, pushed.detail, pushed.plain()) == ("from", {"client": b"\0abcd"}, {"client": "0061626364"})
+    assert (pushed.what, pushed.detail, pushed.plain()) == ("from", {"client": b"42"}, {"client": "42"})
 
 
 def test_steps_of_tasks_are_told_apart_also_when_the_ring_has_wrapped() -> None:
