@@ -27,7 +27,7 @@ from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.version import VERSION
 from transferd.tasks import ErrorInfo, Status, Task, TaskResult
 from transferd.tiers.base import DeviceHandle
-from transferd.tiers.descriptor import PEER
+from transferd.tiers.offered import PEER
 from transferd.wire import protocol as wire
 from transferd.wire.credentials import process_of
 
@@ -341,8 +341,7 @@ class Server:
     def _offer(self, peer: bytes, seq: int, offer: wire.Offer) -> None:
         self._liveness.watch_process(peer)
         data = wire.handle_data(offer)
-        if "fd" in data:  # the kernel, never the offer, says which process the descriptor belongs to
-            data[PEER] = process_of(self._transport.describe(peer))
+        data[PEER] = process_of(self._transport.describe(peer))  # the kernel, never the offer, says who offers
         handle = DeviceHandle(offer.kind, data)
         work = self._engines.offer(peer, self._clients[peer], offer.rank, handle, offer.epoch)
         self._later(peer, seq, work, kind=wire.Offer)

@@ -32,7 +32,8 @@ Duties of an implementation:
    `copy_in` may run outside an asyncio task (workers/rank.py), where `asyncio.current_task()` is None and
    `asyncio.timeout` raises.
 10. A class with `attaches` also has `extents() -> list[Extent]`: which bytes of which memory `attach` has mapped
-   (extents.py), so that no two ranks get the same byte.
+   (extents.py), so that no two ranks get the same byte (claims.py). It may have `resolved(handle) -> DeviceHandle`: the
+   handle with what identifies the memory to which it leads now (offered.INODE), if its text does not. Blocks.
 """
 
 from __future__ import annotations

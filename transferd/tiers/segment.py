@@ -18,6 +18,7 @@ import errno
 import fcntl
 import math
 import os
+import secrets
 import stat
 from pathlib import Path
 from typing import Any
@@ -25,20 +26,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from transferd.errors import RequestError, TierError
-from transferd.tiers.descriptor import NOT_PERMITTED
+from transferd.errors import TierError
 from transferd.tiers.large_pages import LargePages, SharedMapping
+from transferd.tiers.offered import DIRECTORY, NOT_PERMITTED, check_name
 from transferd.tiers.populate import PROGRESS, give_back, pieces_of
 
-DIRECTORY = Path("/dev/shm")
 PREFIX = "transferd."
 MODE = 0o660  # whatever the umask is, so that the daemon's group can attach
-LONGEST_NAME = 255  # bytes: NAME_MAX
 CREATIONS = 100  # attempts; one fails only if `remove_stale_segments` runs in the same few microseconds
 
 _made_here: set[str] = set()  # names of this process's own segments, from before their memory is allocated
 
 Caches = dict[str, list[npt.NDArray[Any]]]
+
+
+def fresh_name(kind: str) -> str:
+    """A name for a new segment that nobody can predict: processes of several containers may share /dev/shm."""
+    return f"{PREFIX}{kind}.{secrets.token_hex(16)}"
 
 
 class SharedSegment:
@@ -106,16 +110,6 @@ def _unlink(name: str) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.unlink(DIRECTORY / name)
     _made_here.discard(name)
-
-
-def check_name(name: object) -> str:
-    """`name`, checked to be a plain file name in DIRECTORY. Raises RequestError."""
-    # Printable text has no NUL, and can be encoded and logged.
-    if not isinstance(name, str) or not name.isprintable() or "/" in name or name in ("", ".", ".."):
-        raise RequestError(f"{str(name)[:80]!r} is not a valid name of shared memory", code="bad_value")
-    if len(os.fsencode(name)) > LONGEST_NAME:
-        raise RequestError(f"{name[:80]!r}… is not a valid name of shared memory: too long", code="bad_value")
-    return name
 
 
 def _create(name: str, nbytes: int) -> int:
