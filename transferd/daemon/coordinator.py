@@ -92,9 +92,7 @@ class Coordinator:
         self._barrier = barrier
         self._clock = clock
         self.ready = False
-        self.withdraws: Callable[[int, str], bool] | None = (
-            None  # asked when a device is lost: has it withdrawn memory?
-        )
+        self.withdraws: Callable[[int, str], bool] | None = None  # asked of a lost device: was its memory withdrawn?
         self._jobs: dict[str, Job] = {}  # running tasks, and those that a straggler still holds
         self._alarm: asyncio.TimerHandle | None = None
         self._waiting: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []

@@ -74,7 +74,7 @@ _libc.process_vm_readv.argtypes = (
 
 # copy_runs(source address, target address, runs): copy runs[i] = (source offset, target offset, nbytes), relative to
 # the two addresses. The caller guarantees that every run lies inside the two ranges and that no run's target overlaps
-# any source. Raises MemoryLost if a part of a range cannot be accessed any more; what was copied until then is undefined.
+# any source. Raises MemoryLost if a part of a range cannot be accessed any more; what was copied is undefined.
 try:
     from transferd.tiers import _copyruns
 except ImportError:

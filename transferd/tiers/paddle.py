@@ -99,10 +99,10 @@ class PaddleDeviceTier:
         await self._make(lambda: self._map(handle))
 
     async def copy_out(self, plan: CopyPlan, host: HostMemory) -> None:
-        await self._copy(Direction.OUT, plan, lambda copier, moves: copier.gather(moves, host.address))
+        await self._copy(Direction.OUT, plan, host, lambda copier, moves: copier.gather(moves, host.address))
 
     async def copy_in(self, plan: CopyPlan, host: HostMemory) -> None:
-        await self._copy(Direction.IN, plan, lambda copier, moves: copier.scatter(moves, host.address))
+        await self._copy(Direction.IN, plan, host, lambda copier, moves: copier.scatter(moves, host.address))
 
     def handle(self) -> DeviceHandle:
         """On the CPU place, a handle like the shm tier's; elsewhere, what FastDeploy's operators have published."""
@@ -158,7 +158,9 @@ class PaddleDeviceTier:
         if not self._shared:
             self._copier = _Copier(self._paddle, memory.tensors, self._layout, self.place)
 
-    async def _copy(self, direction: Direction, plan: CopyPlan, work: Callable[[_Copier, Moves], None]) -> None:
+    async def _copy(
+        self, direction: Direction, plan: CopyPlan, host: HostMemory, work: Callable[[_Copier, Moves], None]
+    ) -> None:
         if self._shared:
             blocks, what = self._opened.arena.origin, "copy between device and host"
             source, target = (blocks, host.address) if direction is Direction.OUT else (host.address, blocks)

@@ -33,7 +33,7 @@ class BlockInPlace:
     damage: after a load, what is wrong with the object's footer; None for a good one. A wrong payload does not prove
     that the object is damaged: an engine that was killed and restarted may write to blocks that a task of its
     predecessor still loads. Only staging can tell, because no one else touches it.
-    lost: why the block's memory cannot be accessed any more; None if it can. Such a block reports that it could not load.
+    lost: why the block's memory cannot be accessed any more; None if it can. Such a block says that it did not load.
     """
 
     __slots__ = ("_block", "_inspection", "_loan", "_memory", "_slots", "damage", "lost", "nbytes")

@@ -90,8 +90,8 @@ class BlockMemory:
     def collect(self, block: int, slot: memoryview, loan: Loan | None = None, *, kept: bool = False) -> int | None:
         """Copy a block into a slot, packed; its checksum. In a thread, unless it is small. Only if there are tables.
 
-        loan: None if the task waits for this call. Returns None if the loan ended first. Raises MemoryLost. kept: the slot's bytes stay in
-        the caches, because this thread reads them next.
+        loan: None if the task waits for this call. Returns None if the loan ended first. kept: the slot's bytes stay in
+        the caches, because this thread reads them next. Raises MemoryLost.
         """
         assert self.tables is not None
         state = _inplace.new_state(self._nbytes)
