@@ -32,12 +32,17 @@ class Engine:
     """A lender.py. Its methods are commands."""
 
     def __init__(
-        self, endpoint: str, uid: int, name: str, *, blocks: int = BLOCKS, page: int = PAGE, before: tuple[str, ...] = ()
+        self,
+        endpoint: str,
+        uid: int,
+        name: str,
+        *,
+        blocks: int = BLOCKS,
+        page: int = PAGE,
+        before: tuple[str, ...] = (),
     ) -> None:
-        words = [*before, sys.executable, LENDER, uid, endpoint, name, blocks, page]
-        self.process = subprocess.Popen(
-            list(map(str, words)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        words = [sys.executable, LENDER, uid, endpoint, name, blocks, page]
+        self.process = subprocess.Popen(list(map(str, words)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == '"here"\n'
 

@@ -7,7 +7,6 @@ import os
 import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -82,8 +81,10 @@ async def test_memory_whose_making_is_called_off_can_be_freed(
         assert go.wait(60)
         allocate(fd, nbytes)
 
-    def names() -> list[Path]:
-        return list(DIRECTORY.glob(f"{PREFIX}{os.getpid()}.{id(tier):x}.*"))
+    before = set(segment._made_here)
+
+    def names() -> set[str]:
+        return segment._made_here - before
 
     monkeypatch.setattr(segment, "_allocate", held)
     opening = asyncio.ensure_future(tier.open())
@@ -96,7 +97,7 @@ async def test_memory_whose_making_is_called_off_can_be_freed(
         await opening
     assert len(names()) == 1
     await tier.close()
-    assert names() == []
+    assert names() == set()
 
 
 def from_me(handle: DeviceHandle) -> DeviceHandle:

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -53,6 +54,7 @@ from transferd.tasks import ErrorInfo
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.offered import INODE, PEER
 from transferd.tiers.owner import Owner, check_owner, check_user
+from transferd.tiers.segment import remove_stale_segments
 from transferd.wire.canary import CHECKED, Canary, taken_from
 from transferd.workers.canary import check_canary
 from transferd.workers.rank import RankWorker
@@ -355,11 +357,16 @@ class CacheMemory:
     async def _withdraw(self, numbers: Sequence[int]) -> None:
         """Unmap what engines have offered for these ranks, of which no task touches a block."""
         self._core.memory_gone(stored=False)
+        users = {offer.peer[0] for rank in self._ranks if (offer := rank.offer) is not None}
         for number in numbers:
             rank = self._ranks[number]
             rank.offer, rank.present = None, False
             self._mappings.withdraw(number)
             await self._given_up(number, rank.worker.close_device())
+        if numbers:
+            removing = functools.partial(remove_stale_segments, {uid for uid in users if uid is not None})
+            threads = self._ranks[0].worker.context.threads
+            await self._given_up(numbers[0], threads.run(Direction.SETUP, removing, "removing what engines left"))
 
     # --- clearing -----------------------------------------------------------------------------------
 
@@ -501,7 +508,7 @@ class CacheMemory:
             what = "a change of the cache failed after its client had gone"
             log.warning(what, engine=self._core.engine, problem=str(error))
 
-    async def _given_up(self, number: int, closing: Awaitable[None]) -> None:
+    async def _given_up(self, number: int, closing: Awaitable[object]) -> None:
         """Close memory that is no longer used, and only log an error."""
         try:
             await closing

@@ -115,8 +115,8 @@ class ShmDeviceTier:
 
 def created_handle(layout: BlockLayout, segment: SharedSegment) -> DeviceHandle:
     """A handle of memory that this process created with the geometry `layout.device`."""
-    data = {
-        "name": segment.name,
+    where = {"name": segment.name} if segment.named else {"fd": segment.descriptor}
+    data = where | {
         "nbytes": segment.nbytes,
         "arrays": describe(layout),
         "owner": as_data(this_process()),
