@@ -6,6 +6,7 @@ The daemon and every engine are processes of their own; engines run as users of 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import secrets
@@ -18,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.waits import wait_until
 from transferd.client.launch import start
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become other users")
@@ -288,6 +290,47 @@ def sparse() -> None:
             assert answer.startswith("memory_unusable"), answer
         assert good.write("k", [0, 1])[:2] == ["ok", 2]
         assert world.alive
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+CACHES = """
+import os, sys
+from transferd.adapters.shared_caches import SharedCaches
+made = SharedCaches({"layers": 1, "kv_heads": 1, "head_dim": 64, "block_size": 64, "device_blocks": 4})
+print(os.getpid(), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_engines_that_are_process_1_of_their_containers_share_a_dev_shm() -> None:
+    command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable, "-c", CACHES]
+    engines = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    try:
+        assert [engine.stdout.readline() for engine in engines if engine.stdout] == ["1\n", "1\n"]
+    finally:
+        for engine in engines:
+            engine.communicate("")
+
+
+def test_what_a_killed_engine_leaves_is_removed_while_the_daemon_lives_and_nothing_else(world: World) -> None:
+    name = f"transferd.engine.{secrets.token_hex(16)}"
+    foreign, living = world.file(BOB), world.file(ALICE)
+    for number, other in enumerate((foreign, living)):
+        world.names.append(f"transferd.other{number}.{secrets.token_hex(16)}")
+        os.rename(SHM / other, SHM / world.names[-1])
+    foreign, living = world.names[-2:]
+    world.names.append(name)
+    engine = world.engine(ALICE, "e")
+    engine.make(name)
+    assert engine.offer(name) == "ok"
+    with open(SHM / living, "rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        engine.end()
+        wait_until(lambda: not (SHM / name).exists(), "the daemon removes what its engine left")
+        assert (SHM / foreign).exists(), "another user's"
+        assert (SHM / living).exists(), "somebody has it locked"
+    assert world.alive
 
 
 if __name__ == "__main__":

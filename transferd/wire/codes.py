@@ -96,7 +96,11 @@ CODES: dict[str, Code] = {
     "storage_full": Code("failed, partial", "the pool has no room", "the blocks are not stored; later ones may be"),
     "storage_unavailable": Code("failed, partial, refused", "the pool does not answer", _COMPUTE),
     "tier_error": Code("failed, partial, refused", "a copy failed", "compute the blocks: their contents are unknown"),
-    "device_lost": Code("failed, refused", "the GPU context is lost", "wait for a restarted daemon; compute blocks"),
+    "device_lost": Code(
+        "failed, rejected, refused",
+        "the GPU context is lost, or the memory that an engine offered has vanished",
+        "compute blocks; wait for a restarted daemon, or offer other memory",
+    ),
     "device_stuck": Code("failed, refused", "a copy on the device does not end", "wait for a restarted daemon"),
     "out_of_device_memory": Code("failed, refused", "the GPU has no memory left", "free some, then try again"),
     "no_cuda": Code("failed, refused", "no CUDA driver, device or compiler can be used", _CONFIGURE),
