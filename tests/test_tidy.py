@@ -25,7 +25,7 @@ ABOVE_ALL = ["__init__", "__main__"]  # the public names, and `python -m transfe
 # A client is imported into the engine's process: it may know the wire and the shared memory, nothing else.
 CLIENT_MAY_IMPORT = {
     "client", "wire", "errors", "tasks", "config", "runtime.clock", "blocks.keys", "tiers.segment", "tiers.cuda.engine",
-    "observability.recorder",
+    "tiers.offered", "observability.recorder",
 }  # fmt: skip
 
 LONGEST_FILE = 600

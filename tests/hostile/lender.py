@@ -7,6 +7,7 @@ Reads one JSON list a line, [command, arguments…], and prints one JSON value f
 
 from __future__ import annotations
 
+import fcntl
 import json
 import mmap
 import os
@@ -38,6 +39,8 @@ class Lender:
             fd = os.open(SHM + name, os.O_RDWR | os.O_CREAT, 0o660)
         else:
             fd = os.memfd_create("lent", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        if name.startswith("transferd."):
+            fcntl.flock(fd, fcntl.LOCK_EX)  # until this process ends
         os.ftruncate(fd, self.nbytes)
         if not sparse:
             os.posix_fallocate(fd, 0, self.nbytes)

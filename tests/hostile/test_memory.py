@@ -270,11 +270,11 @@ def test_memory_that_vanishes_while_copies_run_never_ends_the_daemon(stored: Wor
     assert stored.alive
 
 
-def test_sparse_memory_on_a_full_file_system_is_refused(tmp_path: Path) -> None:
+def test_sparse_memory_on_a_full_file_system_is_refused() -> None:
     """The daemon and the engine see a small /dev/shm, in a mount namespace of this test."""
-    script = Path(__file__).with_name("test_memory.py")
-    command = f"mount -t tmpfs -o size=6m none /dev/shm && exec {sys.executable} {script} sparse"
-    done = subprocess.run(["unshare", "-m", "sh", "-c", command], capture_output=True, text=True, check=False)
+    command = f"mount -t tmpfs -o size=6m none /dev/shm && exec {sys.executable} -m tests.hostile.test_memory"
+    root = Path(__file__).parents[2]
+    done = subprocess.run(["unshare", "-m", "sh", "-c", command], cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

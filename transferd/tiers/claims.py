@@ -16,7 +16,7 @@ from transferd.tiers.extents import Extent, overlap
 
 
 @dataclass(slots=True, eq=False)
-class Claim:
+class MemoryClaim:
     """One rank's bytes. leaving: they will be unmapped soon, so whoever wants them may wait for that."""
 
     engine: str
@@ -30,14 +30,14 @@ class Claims:
     """The claims of all ranks, by the memory that their extents are in."""
 
     def __init__(self) -> None:
-        self._by_memory: dict[Hashable, list[Claim]] = {}
+        self._by_memory: dict[Hashable, list[MemoryClaim]] = {}
 
-    async def take(self, engine: str, rank: int, extents: Sequence[Extent]) -> Claim:
-        """Claim these bytes until `give_back`. Waits for another engine that is leaving.
+    async def take(self, engine: str, rank: int, extents: Sequence[Extent]) -> MemoryClaim:
+        """MemoryClaim these bytes until `give_back`. Waits for another engine that is leaving.
 
         Raises RequestError with code `already_attached` if another rank has one of them.
         """
-        claim = Claim(engine, rank, extents)
+        claim = MemoryClaim(engine, rank, extents)
         while (other := self._in_the_way(claim)) is not None:
             if not other.leaving or other.engine == engine:  # an engine changes its own ranks one after the other
                 whose = f"rank {other.rank}" + ("" if other.engine == engine else f" of the engine {other.engine!r}")
@@ -48,7 +48,7 @@ class Claims:
             self._by_memory.setdefault(memory, []).append(claim)
         return claim
 
-    def give_back(self, claim: Claim) -> None:
+    def give_back(self, claim: MemoryClaim) -> None:
         """The bytes are unmapped."""
         for memory in {extent.memory for extent in claim.extents}:
             self._by_memory[memory].remove(claim)
@@ -56,6 +56,6 @@ class Claims:
                 del self._by_memory[memory]
         claim.ended.set()
 
-    def _in_the_way(self, claim: Claim) -> Claim | None:
+    def _in_the_way(self, claim: MemoryClaim) -> MemoryClaim | None:
         others = {other: None for one in claim.extents for other in self._by_memory.get(one.memory, ())}
         return next((other for other in others if overlap(claim.extents, other.extents)), None)

@@ -24,7 +24,7 @@ from transferd.runtime.threads import Direction, whose
 from transferd.storage.lru import Use
 from transferd.tasks import ErrorInfo, Lane, RankOutcome, WriteStorageTask
 from transferd.tiers.base import DeviceHandle
-from transferd.tiers.claims import Claim
+from transferd.tiers.claims import MemoryClaim
 from transferd.tiers.extents import Extent
 from transferd.workers.context import RankContext
 from transferd.workers.job import Job
@@ -77,7 +77,7 @@ class RankWorker:
         if context.peer is not None:
             peer = self._peer = PeerHandler(context, context.peer)
             self._handlers |= {Lane.SEND: peer.send, Lane.RECEIVE: peer.receive}
-        self._claim: Claim | None = None
+        self._claim: MemoryClaim | None = None
         self._jobs: set[asyncio.Task[None]] = set()
         self._starting = 0  # tasks that begin in this turn of the loop
 
