@@ -314,18 +314,15 @@ def test_engines_that_are_process_1_of_their_containers_share_a_dev_shm() -> Non
 
 
 def test_what_a_killed_engine_leaves_is_removed_while_the_daemon_lives_and_nothing_else(world: World) -> None:
-    name = f"transferd.engine.{secrets.token_hex(16)}"
-    foreign, living = world.file(BOB), world.file(ALICE)
-    for number, other in enumerate((foreign, living)):
-        world.names.append(f"transferd.other{number}.{secrets.token_hex(16)}")
-        os.rename(SHM / other, SHM / world.names[-1])
-    foreign, living = world.names[-2:]
-    world.names.append(name)
-    engine = world.engine(ALICE, "e")
-    engine.make(name)
-    assert engine.offer(name) == "ok"
-    with open(SHM / living, "rb") as held:
+    name, living, foreign = (f"transferd.{kind}.{secrets.token_hex(16)}" for kind in ("engine", "living", "foreign"))
+    world.names += [name, living, foreign]
+    with open(SHM / living, "xb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
+        os.fchown(held.fileno(), ALICE, ALICE)
+        engine = world.engine(ALICE, "e")
+        engine.make(name)
+        assert engine.offer(name) == "ok"
+        os.rename(SHM / world.file(BOB), SHM / foreign)
         engine.end()
         wait_until(lambda: not (SHM / name).exists(), "the daemon removes what its engine left")
         assert (SHM / foreign).exists(), "another user's"
