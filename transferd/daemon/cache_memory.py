@@ -16,8 +16,8 @@ block, then free or unmap. So no copy ever uses memory that is being removed.
 Memory that shares a byte with another rank, of this or any other engine, is refused (claims.py). A second offer for a
 rank is refused, too, unless it comes from the client, or from the process, that made the first one. If it leads to the
 same memory, the client has repeated its offer, perhaps because its connection broke; the offer then belongs to the new
-connection. If it leads to other memory, the engine has made its memory anew, perhaps under the old name: tasks of the
-old memory end, it is unmapped, and the new memory is mapped.
+connection. If the same handle leads to other memory, the engine has made its memory anew under the old name or number:
+tasks of the old memory end, it is unmapped, and the new memory is mapped.
 
 *Clear and restore.* `clear` frees device and host memory. Staging stays: its size is constant, and it holds no block.
 The current generation is closed: `restore` requires one that this daemon has never closed, and `set_generation` refuses
@@ -305,7 +305,7 @@ class CacheMemory:
             offer.client, offer.peer = client, peer
             rank.worker.leaving(False)
             return True
-        if not offer.is_from(client, owner, peer):
+        if not (offer.is_from(client, owner, peer) and _words(offer.handle) == _words(handle)):
             what = f"rank {number} has its memory from process {offer.owner.pid} already, not from {owner.pid}"
             raise RequestError(what, code="already_attached")
         what = f"the engine has replaced the memory of rank {number}"
@@ -515,6 +515,11 @@ class CacheMemory:
         except TransferError as error:
             what = "error while releasing memory"
             log.warning(what, engine=self._core.engine, rank=number, problem=str(error))
+
+
+def _words(handle: DeviceHandle) -> tuple[str, dict[str, Any]]:
+    """A handle without what the daemon knows of the memory to which it leads."""
+    return handle.kind, {key: value for key, value in handle.data.items() if key not in (PEER, INODE)}
 
 
 def _memory_named(handle: DeviceHandle) -> tuple[str, dict[str, Any]]:
