@@ -464,7 +464,7 @@ class Client(Observing, StorageLookup, Registering):
             bytes: during the check, `block` (1 by default) of every array holds random bytes. The client restores the
             original bytes before the offer takes effect. Do not use that block until this returns.
 
-        Raises RequestError (`layout_mismatch`, `canary_mismatch`, `already_attached`, `not_attachable`,
+        Raises RequestError (`layout_mismatch`, `canary_mismatch`, `already_attached`, `not_yours`, `not_attachable`,
         `stale_offer`, …), TierError.
         """
         if self._conversation.engine and not self._conversation.session.epoch:

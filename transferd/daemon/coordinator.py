@@ -92,6 +92,7 @@ class Coordinator:
         self._barrier = barrier
         self._clock = clock
         self.ready = False
+        self.withdraws: Callable[[int, str], bool] | None = None  # asked of a lost device: was its memory withdrawn?
         self._jobs: dict[str, Job] = {}  # running tasks, and those that a straggler still holds
         self._alarm: asyncio.TimerHandle | None = None
         self._waiting: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
@@ -370,7 +371,12 @@ class Coordinator:
             self._hear(ev.RankLeft(job.task.task_id, outcome.rank, self._clock.monotonic()))
 
     def rank_died(self, rank: int, cause: str) -> None:
-        """Report that a rank's device is lost: every current and later task fails, and its error names the rank."""
+        """Report that a rank's device is lost: every current and later task fails, and its error names the rank.
+
+        If an engine's own memory has vanished, the engine can offer other memory: see `withdraws`.
+        """
+        if self.withdraws is not None and self.withdraws(rank, cause):
+            return
         log.error("rank died", engine=self.engine, rank=rank, cause=cause)
         self.ready = False
         self._hear(ev.RankFailed(rank, cause, self._clock.monotonic()))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 
@@ -39,6 +39,7 @@ from transferd.storage.base import Storage
 from transferd.storage.divided import divided
 from transferd.storage.peer.transport import PeerTransport
 from transferd.tasks import ErrorInfo, Task, TaskResult
+from transferd.tiers.claims import Claims
 from transferd.tiers.pinned import HostPool
 from transferd.tiers.pinning import Pinning
 from transferd.tiers.registry import create_device_tier, create_pinning
@@ -58,7 +59,7 @@ class Shared:
 
     storage: None without a keyed backend. peers: set in pd.mode "direct". events: the sockets of KV events. ended:
     returns, for an engine's name, a callback for answered tasks. ran: the same for the times at which a task's ranks
-    were done; that callback is called before.
+    were done; that callback is called before. claims: on the device memory of all engines.
     """
 
     boot_id: str
@@ -72,6 +73,7 @@ class Shared:
     departures: Departures
     ended: Callable[[str], Ended]
     inline_check_bytes: int = INLINE_CHECK_BYTES
+    claims: Claims = field(default_factory=Claims)
     ran: Callable[[str], Callable[[str, Ran], None]] | None = None
 
 
@@ -211,6 +213,7 @@ class HostedEngine:
             block_size=config.geometry.block_size,
             only_flush=self.only_flush,
             engine=self.name,
+            claims=shared.claims,
             object_rank=config.geometry.first_rank + rank,
         )
         return RankWorker(context)
@@ -286,6 +289,8 @@ class HostedEngine:
 
         Raises the first error of a rank, after all were closed.
         """
+        for worker in self.workers:
+            worker.leaving()
         self.coordinator.withdraw(why, end=True)
         await self.coordinator.empty()
         self.coordinator.close()

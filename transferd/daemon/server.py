@@ -28,7 +28,7 @@ from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.version import VERSION
 from transferd.tasks import ErrorInfo, Status, Task, TaskResult
 from transferd.tiers.base import DeviceHandle
-from transferd.tiers.descriptor import PEER
+from transferd.tiers.offered import PEER
 from transferd.wire import protocol as wire
 
 log = structlog.get_logger(__name__)
@@ -358,9 +358,8 @@ class Server:
     def _offer(self, peer: bytes, seq: int, offer: wire.Offer) -> None:
         self._liveness.watch_process(peer)
         data = wire.handle_data(offer)
-        if "fd" in data:  # the kernel, never the offer, says which process the descriptor belongs to
-            who = self._clients[peer].credentials
-            data[PEER] = (None, None) if who is None else (who.uid, who.pid)
+        who = self._clients[peer].credentials  # the kernel, never the offer, says who offers
+        data[PEER] = (None, None) if who is None else (who.uid, who.pid)
         handle = DeviceHandle(offer.kind, data)
         work = self._engines.offer(peer, self._clients[peer], offer.rank, handle, offer.epoch)
         self._later(peer, seq, work, kind=wire.Offer)

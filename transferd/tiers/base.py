@@ -164,6 +164,13 @@ class DeviceTier(ABC):
         """Which bytes of which memory `attach` has mapped, so that no two ranks get the same byte."""
         return Extents()
 
+    def resolved(self, handle: DeviceHandle) -> DeviceHandle:
+        """The handle with what identifies the memory to which it leads now (offered.INODE). In a thread: may block.
+
+        For a tier whose handles are names, which may lead to other memory later. Raises TierError, RequestError.
+        """
+        return handle
+
     def with_timelines(self, handle: DeviceHandle) -> DeviceHandle:
         """The handle that an engine offered, extended by the timelines, which the daemon allocated."""
         return handle

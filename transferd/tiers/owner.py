@@ -112,6 +112,23 @@ def check_owner(data: object) -> Owner:
     return owner
 
 
+def check_user(owner: Owner, uid: int | None) -> None:
+    """Check that the process that a handle names runs as this user, as far as that can be known.
+
+    uid: of the client that offers; None if unknown. Raises RequestError with code `not_yours`.
+    """
+    if uid is None or owner.namespace != _namespace():
+        return
+    try:
+        status = (PROC / str(owner.pid) / "status").read_text()
+    except OSError:
+        return
+    effective = next(int(line.split()[2]) for line in status.splitlines() if line.startswith("Uid:"))
+    if effective != uid:
+        what = f"the process that made the handle, {owner.pid}, runs as the user {effective}, and its client as {uid}"
+        raise RequestError(what, code="not_yours")
+
+
 def _alive(owner: Owner) -> bool:
     if owner.pid <= 0:
         return False

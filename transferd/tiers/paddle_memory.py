@@ -1,7 +1,7 @@
 """The memory of the paddle tier's tensors: shared memory on the CPU place, or a device's own memory.
 
-Both classes provide one tensor [blocks, elements] per segment, in the layout's order, with the widest integer
-type that divides every row and its offset. `close` frees everything.
+Device memory has one tensor [blocks, elements] per segment, in the layout's order, with the widest integer type that
+divides every row and its offset. `close` frees everything.
 """
 
 from __future__ import annotations
@@ -36,32 +36,26 @@ class TensorMemory(Protocol):
 
 
 class SharedMemory:
-    """Tensors over a POSIX shared memory segment, our own or mapped. Owns the segment or the mapping."""
+    """A POSIX shared memory segment, our own or mapped, without tensors. Owns the segment or the mapping."""
 
     outlives_close = True  # a mapping stays valid after the name and the creator are gone
 
-    def __init__(self, paddle: Any, layout: BlockLayout, segment: SharedSegment, arena: Arena) -> None:
-        memory = np.frombuffer(segment.buffer, dtype=np.uint8)
-        element = _element(layout, arena)
+    def __init__(self, layout: BlockLayout, segment: SharedSegment, arena: Arena) -> None:
         self.arena = arena
         self.tensors: list[Any] = []
         self._layout = layout
         self._segment = segment
-        for part, offset in zip(layout.segments, arena.geometry.offsets, strict=True):
-            start, blocks = arena.origin - segment.address + int(offset), layout.device_blocks_of(part.layer)
-            array = memory[start : start + blocks * part.nbytes].view(element).reshape(blocks, -1)
-            self.tensors.append(paddle.utils.dlpack.from_dlpack(array))
 
     @classmethod
-    def create(cls, paddle: Any, layout: BlockLayout, name: str) -> Self:
-        """Create a segment and tensors over it. Raises TierError."""
+    def create(cls, layout: BlockLayout, name: str) -> Self:
+        """Create a segment. Raises TierError."""
         segment = SharedSegment(name, layout.device.extent, create=True)
-        return cls(paddle, layout, segment, Arena(layout.device, segment.address))
+        return cls(layout, segment, Arena(layout.device, segment.address))
 
     @classmethod
-    def attach(cls, paddle: Any, layout: BlockLayout, handle: DeviceHandle) -> Self:
+    def attach(cls, layout: BlockLayout, handle: DeviceHandle) -> Self:
         """Map another process's segment. Raises RequestError, TierError."""
-        return cls(paddle, layout, *map_offered(layout, handle))
+        return cls(layout, *map_offered(layout, handle))
 
     def handle(self) -> DeviceHandle:
         """A handle of memory from `create`, like the shm tier's."""
@@ -71,7 +65,6 @@ class SharedMemory:
         return extents_of(self._layout, self.arena, self._segment.identity, self._segment.address)
 
     def close(self) -> None:
-        self.tensors.clear()
         self._segment.close()
 
 

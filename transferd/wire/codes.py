@@ -99,7 +99,11 @@ CODES: dict[str, Code] = {
     "storage_full": Code("failed, partial", "the pool has no room", "the blocks are not stored; later ones may be"),
     "storage_unavailable": Code("failed, partial, refused", "the pool does not answer", _COMPUTE),
     "tier_error": Code("failed, partial, refused", "a copy failed", "compute the blocks: their contents are unknown"),
-    "device_lost": Code("failed, refused", "the GPU context is lost", "wait for a restarted daemon; compute blocks"),
+    "device_lost": Code(
+        "failed, rejected, refused",
+        "the GPU context is lost, or the memory that an engine offered has vanished",
+        "compute blocks; wait for a restarted daemon, or offer other memory",
+    ),
     "device_stuck": Code("failed, refused", "a copy on the device does not end", "wait for a restarted daemon"),
     "out_of_device_memory": Code("failed, refused", "the GPU has no memory left", "free some, then try again"),
     "no_cuda": Code("failed, refused", "no CUDA driver, device or compiler can be used", _CONFIGURE),
@@ -150,8 +154,8 @@ CODES: dict[str, Code] = {
     "no_room": Code("refused", "the engine needs more host memory than it may have", "ask for fewer host blocks"),
     "not_yours": Code(
         "rejected, refused",
-        "the engine, or the memory of an offered descriptor, belongs to another user",
-        "run as that user",
+        "the engine or the offered memory belongs to another user, or the daemon cannot know which user asks",
+        "run as that user, and connect over a unix socket",
     ),
     # memory
     "not_ready": Code("refused", "the rank has no memory now", "wait for `ready`, then ask again"),
@@ -161,7 +165,16 @@ CODES: dict[str, Code] = {
         "attach again, with epoch 0; say `hello` with the registration that `welcome` names",
     ),
     "stale_offer": Code("refused", "the offer was made before a clear", "offer again after `restore_cache`"),
-    "already_attached": Code("refused", "the rank has memory, or the bytes are another rank's", "offer each byte once"),
+    "already_attached": Code(
+        "refused",
+        "the rank has memory from another process, or a byte is another rank's, of whichever engine",
+        "offer each byte once",
+    ),
+    "memory_unusable": Code(
+        "refused",
+        "the offered memory is shorter than the offer says, or a part of it does not exist and cannot be allocated",
+        "allocate it before the offer",
+    ),
     "not_attachable": Code(
         "refused",
         "the daemon allocates this memory itself, or cannot map such a descriptor",
