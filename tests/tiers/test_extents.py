@@ -20,6 +20,7 @@ from transferd.tiers import extents as extents_module
 from transferd.tiers.arrays import describe
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.extents import Extent, extent, overlap, overlapping
+from transferd.tiers.offered import PEER
 from transferd.tiers.owner import as_data, this_process
 from transferd.tiers.paddle import PaddleDeviceTier
 from transferd.tiers.segment import DIRECTORY, PREFIX, SharedSegment
@@ -133,7 +134,7 @@ def segment() -> Iterator[SharedSegment]:
 def handle(segment: SharedSegment, start: int = 0, name: str = "") -> DeviceHandle:
     places = [place | {"offset": place["offset"] + start} for place in describe(LAYOUT)]
     data: dict[str, Any] = {"name": name or segment.name, "nbytes": 2 * EXTENT, "arrays": places}
-    return DeviceHandle("shm", data | {"owner": as_data(this_process())})
+    return DeviceHandle("shm", data | {"owner": as_data(this_process()), PEER: (os.getuid(), os.getpid())})
 
 
 @pytest.mark.parametrize("kind", KINDS)
