@@ -150,6 +150,11 @@ CODES: dict[str, Code] = {
         "the engine, or the memory of an offered descriptor, belongs to another user",
         "run as that user",
     ),
+    "user_hidden": Code(
+        "refused",
+        "the daemon's user namespace does not map the client's user, so it can own no engine",
+        "run daemon and engine in one user namespace",
+    ),
     # memory
     "not_ready": Code("refused", "the rank has no memory now", "wait for `ready`, then ask again"),
     "stale_epoch": Code(
