@@ -1,11 +1,14 @@
-"""An engine of another user that only exists: `python holder.py UID ENDPOINT ENGINE`. It leaves when its input ends."""
+"""An engine of another user that only exists: `python -m tests.hostile.holder UID ENDPOINT ENGINE [GROUP]`.
+
+It leaves when its input ends.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 
+from tests.hostile.accounts import become
 from tests.integration.as_user import ITS_OWN
 from transferd import Client
 
@@ -20,7 +23,6 @@ async def hold(endpoint: str, engine: str) -> None:
 
 
 if __name__ == "__main__":
-    os.setgroups([])
-    os.setgid(int(sys.argv[1]))
-    os.setuid(int(sys.argv[1]))
-    asyncio.run(hold(*sys.argv[2:]))
+    uid, endpoint, engine, *groups = sys.argv[1:]
+    become(int(uid), int(uid), [int(group) for group in groups])
+    asyncio.run(hold(endpoint, engine))
