@@ -11,6 +11,7 @@ import asyncio.base_subprocess  # noqa: F401 - see `become`
 import concurrent.futures.thread  # noqa: F401
 import contextlib
 import ctypes
+import encodings.ascii
 import encodings.idna  # noqa: F401
 import grp
 import importlib
@@ -69,5 +70,9 @@ def become(uid: int, gid: int, groups: Sequence[int] = ()) -> None:
     os.setgroups(groups)
     os.setgid(gid)
     os.setuid(uid)
-    # The kernel hides a process that has changed its user from that user; one that was started as it is not hidden.
+    be_visible()
+
+
+def be_visible() -> None:
+    """Let this process's user see it in /proc, as if that user had started it: a change of user hides a process."""
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)

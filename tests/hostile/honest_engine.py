@@ -28,6 +28,7 @@ LAYERS, BLOCKS, PAGE = 2, 16, 4096
 NBYTES = LAYERS * BLOCKS * PAGE
 ANSWER_S = 30.0
 PAUSE_S = 0.01
+MOST_WRONG = 5  # promises, then it ends: the others follow from these
 COMES_BACK_S = 20.0  # until the daemon has noticed the end of the one before
 
 
@@ -56,6 +57,7 @@ class HonestEngine:
         self._memory = np.memmap(self._file, dtype=np.uint8, mode="r+", shape=(LAYERS, BLOCKS, PAGE))
         self._right = self._memory.copy()  # what the memory must hold
         self.tasks = 0
+        self._wrong = 0
 
     def _made(self) -> int:
         if not self._spec.named:
@@ -78,7 +80,7 @@ class HonestEngine:
         async with Client(self._spec.endpoint, engine=self._spec.name, await_ready=False) as client:
             await self._enter(client)
             say("ready")
-            while not stop.is_set():
+            while not stop.is_set() and self._wrong < MOST_WRONG:
                 await self._round(client)
                 if self._dice.random() < 0.1:
                     await self._visit()
@@ -128,16 +130,20 @@ class HonestEngine:
                     await asyncio.sleep(result.retry_after or PAUSE_S)
                     result = await client.submit(task)
         except TimeoutError:
-            say(f"wrong: {task.task_id} has no result after {ANSWER_S:g} s")
+            self._broken(f"{task.task_id} has no result after {ANSWER_S:g} s")
             return
         self.tasks += 1
         if result.status is not Status.OK or result.block_ids != list(task.gpu_block_ids):
-            say(f"wrong: {task.task_id} ended as {result.status} {result.error}, blocks {result.block_ids}")
+            self._broken(f"{task.task_id} ended as {result.status} {result.error}, blocks {result.block_ids}")
         changed = sorted(set(np.argwhere((self._memory != self._right).any(axis=2))[:, 1].tolist()))
         if changed:
             named = [block for block in changed if block in task.gpu_block_ids]
-            say(f"wrong: blocks {changed} hold other bytes after {task.task_id}, {named} of them are of the task")
+            self._broken(f"blocks {changed} hold other bytes after {task.task_id}, {named} of them are of the task")
             self._memory[...] = self._right
+
+    def _broken(self, promise: str) -> None:
+        self._wrong += 1
+        say(f"wrong: {promise}")
 
     def _content(self, key: str) -> np.ndarray:
         start = self._signature + hashlib.sha256(key.encode()).digest()

@@ -13,6 +13,7 @@ import stat
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+from tests.hostile.accounts import be_visible
 from tests.hostile.place import SHARED, Place, Report, fresh_name
 from transferd import Client, Engine, Pages, ReadStorageTask, Status, TransferError, WriteStorageTask, shm_pages
 from transferd.tiers.base import DeviceHandle
@@ -133,30 +134,30 @@ async def offer_twice(place: Place, chance: random.Random, report: Report) -> No
 
 
 async def take_memory_away(place: Place, chance: random.Random, report: Report) -> None:
-    """Shrink, punch and truncate memory that the daemon has mapped, while it copies."""
-    with memory() as (name, fd):
-        async with engine(place) as client:
-            try:
-                await client.offer(0, handle(name))
-            except TransferError as error:
-                report.told.append(error.reason)
-                return
-            keys = [f"{name} {number}" for number in range(BLOCKS)]
-            stored = await _wrote(client, keys)
-            deed = chance.choice(["to nothing", "to a page", "a hole"])
-            if deed == "a hole":
-                ctypes.CDLL(None).fallocate(fd, 3, ctypes.c_long(0), ctypes.c_long(NBYTES))
-            else:
-                os.ftruncate(fd, 0 if deed == "to nothing" else PAGE)
-            told = [await _read(client, keys), await _wrote(client, [f"{key} again" for key in keys])]
-            report.told.append(f"{deed}: stored {stored}, then {told}")
-            if deed != "a hole" and any(told):
-                report.wrong.append(f"a task was ok over memory that was truncated {deed}")
+    """Shrink, punch and truncate memory that the daemon has mapped, and let it copy."""
+    for deed in chance.sample(["to nothing", "to a page", "a hole"], 3):
+        with memory() as (name, fd):
+            async with engine(place) as client:
+                try:
+                    await client.offer(0, handle(name))
+                except TransferError as error:
+                    report.told.append(error.reason)
+                    return
+                keys = [f"{name} {number}" for number in range(BLOCKS)]
+                stored = await _wrote(client, keys)
+                if deed == "a hole":
+                    ctypes.CDLL(None).fallocate(fd, 3, ctypes.c_long(0), ctypes.c_long(NBYTES))
+                else:
+                    os.ftruncate(fd, 0 if deed == "to nothing" else PAGE)
+                told = [await _read(client, keys), await _wrote(client, [f"{key} again" for key in keys])]
+                report.told.append(f"{deed}: stored {stored}, then {told}")
+                if deed != "a hole" and any(told):
+                    report.wrong.append(f"a task was ok over memory that was truncated {deed}")
 
 
 async def offer_what_cannot_be_filled(place: Place, chance: random.Random, report: Report) -> None:
     """A sparse file, and no room in /dev/shm for its pages. (The campaign's /dev/shm is its own, and small.)"""
-    with memory(filled=False) as (sparse, _), memory(0) as (_, filler):
+    with memory(filled=False) as (sparse, _), memory(0, filled=False) as (_, filler):
         found = os.statvfs(SHARED)
         if found.f_blocks * found.f_frsize > 2**30:
             report.told.append("/dev/shm is not the campaign's own")
@@ -254,6 +255,7 @@ async def come_from_a_namespace(place: Place, chance: random.Random, report: Rep
     if ctypes.CDLL(None, use_errno=True).unshare(flags) != 0:
         report.told.append(f"no namespaces for this user: {os.strerror(ctypes.get_errno())}")
         return
+    be_visible()  # or /proc/self belongs to root now
     with contextlib.suppress(OSError):
         for kind, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {os.getgid()} 1")):
             Path(f"/proc/self/{kind}").write_text(text, encoding="ascii")

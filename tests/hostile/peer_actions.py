@@ -57,28 +57,32 @@ async def _names(place: Place, uids: list[int]) -> set[bytes]:
 
 async def take_names_that_will_be_given(place: Place, chance: random.Random, report: Report) -> None:
     """Take the names that libzmq would give to the next nameless peers; then ordinary clients come."""
-    endpoint = chance.choice([place.door, place.window, place.replay])
     known = [int.from_bytes(name[1:]) for name in await _names(place, []) if len(name) == 5 and name[:1] == b"\0"]
     bases = [FIRST_NAME, *(known and [max(known) + 1])]
     with crowd() as peer:
-        taken = 0
-        for number in (base + step for base in bases for step in range(NAMES)):
-            one = peer(endpoint)
-            with contextlib.suppress(OSError):
-                if one is not None:
-                    one.greet(_name(number))
-                    one.send(wire.encode_request(1, wire.Hello()) if endpoint != place.replay else bytes(8))
-                    taken += 1
-        report.told.append(f"{taken} names on {endpoint.rpartition('/')[2]}")
-        await asyncio.sleep(0.2)
-        for _ in range(2 * NAMES):  # those who would be given the names
-            one = peer(endpoint)
-            with contextlib.suppress(OSError):
-                if one is not None:
-                    one.greet()
-                    one.send(wire.encode_request(1, wire.Hello()) if endpoint != place.replay else bytes(8))
+        for endpoint in chance.sample([place.door, place.window, place.replay], 3):
+            said = bytes(8) if endpoint == place.replay else wire.encode_request(1, wire.Hello())
+            names = [_name(base + step) for base in bases for step in range(NAMES)]
+            taken = sum(_greets(peer(endpoint), name, said) for name in names)
+            report.told.append(f"{taken} names on {endpoint.rpartition('/')[2]}")
+            await asyncio.sleep(0.2)
+            for _ in names:  # those who would be given these names
+                _greets(peer(endpoint), b"", said)
     async with Client(place.door, await_ready=False) as client:
         await client.ping()
+
+
+def _greets(peer: RawPeer | None, name: bytes, said: bytes) -> bool:
+    """Whether the daemon takes a peer of this name, which then says something."""
+    if peer is None:
+        return False
+    peer.socket.settimeout(1.0)
+    try:
+        peer.greet(name)
+        peer.send(said)
+    except OSError:
+        return False
+    return True
 
 
 async def take_the_name_of_one_who_left(place: Place, chance: random.Random, report: Report) -> None:
