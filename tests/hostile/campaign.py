@@ -19,6 +19,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -239,6 +240,13 @@ def obstacle() -> str:
         return "only root can make users, become them, and mount"
     missing = [tool for tool in ("useradd", "userdel") if shutil.which(tool) is None]
     return f"{missing[0]} is not installed" if missing else ""
+
+
+def shared_memory_obstacle() -> str:
+    """Why this process cannot have a /dev/shm of its own; "" if it can. Tried in a child."""
+    command = [sys.executable, "-c", "from tests.hostile.campaign import own_shared_memory; own_shared_memory()"]
+    tried = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
+    return f"no mount namespace can be had here: {tried.stderr.strip()[-200:]}" if tried.returncode else ""
 
 
 def own_shared_memory() -> None:

@@ -35,7 +35,9 @@ class Oracle:
         self.doing: set[str] = set()  # the actions under way
 
     def wrong(self, problem: str) -> None:
-        self.problems.setdefault(problem, time.monotonic() - self._began)
+        """Note a broken promise. Once the daemon is dead, nobody gets anything, and that is one problem."""
+        if self.lives or not self.problems:
+            self.problems.setdefault(problem, time.monotonic() - self._began)
 
     @property
     def lives(self) -> bool:
@@ -51,7 +53,8 @@ class Oracle:
             if self.peak > self._idle.rss + GROWTH:
                 self.wrong(f"the daemon's memory grew by more than {GROWTH >> 20} MiB (during {self._during})")
             await asyncio.sleep(LOOK_S)
-        self.wrong(f"the daemon ended with exit code {self._daemon.process.returncode} during {self._during}")
+        problem = f"the daemon ended with exit code {self._daemon.process.returncode} during {self._during}"
+        self.problems[problem] = time.monotonic() - self._began
 
     @property
     def _during(self) -> str:
@@ -75,10 +78,12 @@ class Oracle:
 
     def ended(self, code: int) -> None:
         """The daemon was told to stop, and did."""
+        found: list[str] = []
         if code != 0:
-            self.wrong(f"the daemon stopped with exit code {code}: {self._daemon.log[-500:]}")
+            found.append(f"the daemon stopped with exit code {code}: {self._daemon.log[-500:]}")
         if left := [entry.name for entry in os.scandir(SHARED) if entry.name.startswith("transferd.")]:
-            self.wrong(f"left in /dev/shm: {left}")
-        for line in self._daemon.log.splitlines():
-            if line.startswith("{") and "(bug)" in (said := json.loads(line))["event"]:
-                self.wrong(f"the daemon logged a bug: {said['event']}: {str(said.get('exception'))[-600:]}")
+            found.append(f"left in /dev/shm: {left}")
+        lines = [json.loads(line) for line in self._daemon.log.splitlines() if line.startswith("{")]
+        bugs = [line for line in lines if "(bug)" in line["event"]]
+        found += [f"the daemon logged a bug: {line['event']}: {str(line.get('exception'))[-600:]}" for line in bugs]
+        self.problems |= dict.fromkeys(found, time.monotonic() - self._began)
