@@ -18,6 +18,7 @@ import sys
 
 from tests.hostile.accounts import become, preload
 from tests.hostile.actions import ACTIONS, Place, Report
+from transferd import TransferError
 
 LIMIT_S = 25
 
@@ -34,6 +35,8 @@ def child(place: Place, name: str, seed: int, user: int) -> None:
         asyncio.run(ACTIONS[name](place, random.Random(seed), report))
     except Exception as error:  # noqa: BLE001 - a refusal that the action did not expect; the daemon is what counts
         report.told.append(f"{type(error).__name__}: {error}")
+        if not isinstance(error, TransferError | OSError):
+            report.wrong.append(f"the action itself is broken: {report.told[-1]}")
     line = {"action": name, "seed": seed, "told": report.told[:20], "wrong": report.wrong[:20]}
     os.write(1, (json.dumps(line) + "\n").encode())
 

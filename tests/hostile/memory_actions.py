@@ -11,7 +11,6 @@ import random
 import signal
 import stat
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 from tests.hostile.accounts import be_visible
 from tests.hostile.place import SHARED, Place, Report, fresh_name
@@ -251,14 +250,15 @@ async def _work_for_ever(place: Place, name: str, shared: str) -> None:
 async def come_from_a_namespace(place: Place, chance: random.Random, report: Report) -> None:
     """Root of a namespace of one's own, with a /dev/shm of one's own, is nobody else outside."""
     flags = 0x10000000 | 0x00020000  # CLONE_NEWUSER, CLONE_NEWNS
-    uid = os.getuid()
+    uid, gid = os.getuid(), os.getgid()
     if ctypes.CDLL(None, use_errno=True).unshare(flags) != 0:
         report.told.append(f"no namespaces for this user: {os.strerror(ctypes.get_errno())}")
         return
     be_visible()  # or /proc/self belongs to root now
-    with contextlib.suppress(OSError):
-        for kind, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {os.getgid()} 1")):
-            Path(f"/proc/self/{kind}").write_text(text, encoding="ascii")
+    for kind, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
+        file = os.open(f"/proc/self/{kind}", os.O_WRONLY)
+        os.write(file, text.encode())
+        os.close(file)
     names = [entry.name for entry in os.scandir(SHARED) if stat.S_ISREG(entry.stat(follow_symlinks=False).st_mode)]
     libc = ctypes.CDLL(None)
     libc.mount(b"none", b"/", None, 0x4000 | 0x40000, None)  # MS_REC | MS_PRIVATE

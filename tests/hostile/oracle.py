@@ -6,9 +6,12 @@ That results come, in time and with the right bytes, the honest engines say them
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import re
 import time
+from collections import Counter
 from pathlib import Path
 
 from tests.soak.watch import sample
@@ -22,13 +25,22 @@ LOOK_S = 0.1
 SHARED = Path("/dev/shm")
 
 
+def descriptors(pid: int) -> Counter[str]:
+    """What a process has open, by kind or path."""
+    found: Counter[str] = Counter()
+    for entry in os.scandir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            found[re.sub(r"\d+", "N", os.readlink(entry.path))] += 1
+    return found
+
+
 class Oracle:
     """Watches one daemon from outside. problems: promises that were broken, each once, in order."""
 
     def __init__(self, daemon: DaemonProcess) -> None:
         self._daemon = daemon
         self._idle = sample(daemon.pid)
-        self._log = 0  # characters that were read
+        self._open = descriptors(daemon.pid)
         self.peak = self._idle.rss
         self.problems: dict[str, float] = {}
         self._began = time.monotonic()
@@ -68,11 +80,11 @@ class Oracle:
                 report = await client.stats()
                 engines = [*report["engines"], *["(leaving)"] * report["engines_leaving"]]
                 kept = {"queued": report["queued"], "running": report["running"], "staging": report["staging"]["used"]}
-                more = sample(self._daemon.pid).fds - self._idle.fds
-                if not engines and not any(kept.values()) and more <= DESCRIPTORS:
+                more = descriptors(self._daemon.pid) - self._open
+                if not engines and not any(kept.values()) and more.total() <= DESCRIPTORS:
                     return
                 if time.monotonic() > give_up:
-                    self.wrong(f"left behind: engines {engines}, {kept}, {more} more descriptors than at the start")
+                    self.wrong(f"left behind: engines {engines}, {kept}, descriptors {dict(more)}")
                     return
                 await asyncio.sleep(LOOK_S)
 
