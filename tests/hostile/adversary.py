@@ -16,7 +16,7 @@ import random
 import signal
 import sys
 
-from tests.hostile.accounts import become, preload
+from tests.hostile.accounts import become
 from tests.hostile.actions import ACTIONS, Place, Report
 from transferd import TransferError
 
@@ -43,7 +43,6 @@ def child(place: Place, name: str, seed: int, user: int) -> None:
 
 def main() -> None:
     place = Place(**json.loads(sys.argv[1]))
-    preload()
     for line in sys.stdin:
         name, seed, user = line.split()
         pid = os.fork()

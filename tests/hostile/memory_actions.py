@@ -76,23 +76,25 @@ async def _read(client: Client, keys: list[str], first: int = 0) -> bool:
 
 
 async def offer_memory_of_others(place: Place, chance: random.Random, report: Report) -> None:
-    """Offer every name in /dev/shm that is another's: store its blocks, load them into one's own, and look."""
+    """Offer every name in /dev/shm that is another's: load its blocks into one's own, look, and overwrite them."""
     names = [entry.name for entry in os.scandir(SHARED) if entry.stat(follow_symlinks=False).st_uid != os.getuid()]
     chance.shuffle(names)
     for other in names[:6]:
         with memory() as (own, fd):
-            keys = [f"{own} {number}" for number in range(BLOCKS)]
-            async with engine(place) as thief:
+            theirs, mine = ([f"{own} {who} {number}" for number in range(BLOCKS)] for who in ("theirs", "mine"))
+            os.pwrite(fd, MINE * BLOCKS, 0)
+            async with engine(place) as reader, engine(place) as thief:
+                await reader.offer(0, handle(own))
+                await _wrote(reader, mine)
                 try:
-                    await thief.offer(0, handle(other, offset=chance.choice([0, PAGE]) if other else 0))
+                    await thief.offer(0, handle(other))
                 except TransferError as error:
                     report.told.append(f"{other}: {error.reason}")
                     continue
                 report.wrong.append(f"memory of another user was accepted: {other}")
-                await _wrote(thief, keys)
-            async with engine(place) as reader:
-                await reader.offer(0, handle(own))
-                await _read(reader, keys)
+                await _wrote(thief, theirs)
+                await _read(thief, mine)
+                await _read(reader, theirs)
                 for name in place.stolen_from(os.pread(fd, NBYTES, 0)):
                     report.wrong.append(f"blocks of {name} were read by uid {os.getuid()}")
 
