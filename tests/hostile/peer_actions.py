@@ -113,7 +113,9 @@ async def take_the_name_of_one_who_left(place: Place, chance: random.Random, rep
 
 async def speak_for_others(place: Place, chance: random.Random, report: Report) -> None:
     """Say to be an honest engine, by its name alone, and ask everything that an engine may ask."""
-    engine = chance.choice(place.honest)
+    async with Client(place.door, await_ready=False) as client:  # one may just have been killed
+        there = [name for name in place.honest if name in (await client.stats())["engines"]]
+    engine = chance.choice(there)
     task = WriteStorageTask(task_id="t", keys=["k"], gpu_block_ids=[0])
     bodies = [
         *(wire.Exists(["k"]), wire.Match(["k"]), wire.Cancel("w1"), wire.Pause(), wire.Drain(), wire.Unregister()),
