@@ -104,16 +104,14 @@ class Asker:
                 lambda: client.exists(key),
                 lambda: client.attach(0),
                 lambda: client.offer(0, shm_pages(self.spec.others, SEGMENTS)),
-                lambda: client.pause(),
-                lambda: client.set_generation("stolen"),
-                lambda: client.clear_cache(),
                 lambda: client.unregister(),
             ]
-            told = set()
-            for doing in doings:
-                told.add(await _told(doing()))
-        if told != {"yes"}:
-            raise TransferError("", code=", ".join(sorted(told)))
+            await _all(doings)
+
+    async def control_others(self, _: Client) -> None:
+        """What an operator does to an engine, to that of another user."""
+        async with self.client(self.spec.victim) as client:
+            await _all([client.pause, client.resume, client.drain, client.resume, lambda: client.set_generation("new")])
 
     async def offer_own(self, _: Client) -> None:
         name = f"td-{os.getpid()}-own"
@@ -148,11 +146,10 @@ class Asker:
 
     async def control(self, client: Client) -> None:
         """Pause and the like, of the daemon's own engine, which is as it was afterwards."""
-        told = {await _told(client.pause()), await _told(client.resume()), await _told(client.drain())}
-        told |= {await _told(client.resume()), await _told(client.set_generation(f"of {self.spec.row}"))}
-        told |= {await _told(client.clear_cache()), await _told(client.restore_cache(f"after {self.spec.row}"))}
-        if told != {"yes"}:
-            raise TransferError("", code=", ".join(sorted(told)))
+        row = self.spec.row
+        doings: list[Callable[[], Awaitable[Any]]] = [client.pause, client.resume, client.drain, client.resume]
+        doings += [lambda: client.set_generation(f"of {row}"), client.clear_cache]
+        await _all([*doings, lambda: client.restore_cache(f"after {row}")])
 
     async def page(self) -> None:
         def read() -> None:
@@ -164,7 +161,16 @@ class Asker:
     async def all(self) -> dict[str, str]:
         told = {"page": await _told(self.page())}
         columns = (
-            *(self.look, self.push, self.register, self.use, self.offer_own, self.offer_others, self.offer_roots),
+            *(
+                self.look,
+                self.push,
+                self.register,
+                self.control_others,
+                self.use,
+                self.offer_own,
+                self.offer_others,
+                self.offer_roots,
+            ),
             *(self.attach, self.control),
         )
         client = self.client()
@@ -184,6 +190,13 @@ class Asker:
 def _checked(result: Any) -> None:
     if result.error is not None:
         raise TransferError(result.error.message, code=result.error.code)
+
+
+async def _all(doings: list[Callable[[], Awaitable[Any]]]) -> None:
+    """Do all of it. Raises TransferError with every code that there was, and `yes` for what was done."""
+    told = {await _told(doing()) for doing in doings}
+    if told != {"yes"}:
+        raise TransferError("", code=", ".join(sorted(told)))
 
 
 async def _unless(doing: Awaitable[Any], code: str) -> None:

@@ -33,6 +33,7 @@ COLUMNS = {  # heading in the document: what asker.py calls it
     "look": "look",
     "push": "push",
     "register": "register",
+    "control another's engine": "control_others",
     "use another's engine": "use",
     "offer own memory": "offer_own",
     "offer another's": "offer_others",
@@ -41,18 +42,18 @@ COLUMNS = {  # heading in the document: what asker.py calls it
     "control": "control",
     "pages": "page",
 }
-_NO_ACCESS = ["no"] * 10 + ["yes"]
-_OBSERVER = ["yes", "yes", *["forbidden"] * 8, "yes"]
-_ENGINE = ["yes", "yes", "yes", "yes", "not_yours", "yes", "not_yours", "not_yours"]
-_BY_TCP = ["yes", "yes", "yes", "yes", "not_yours", "not_yours", "not_yours", "not_yours", "yes", "yes", "yes"]
+_NO_ACCESS = ["no"] * 11 + ["yes"]
+_OBSERVER = ["yes", "yes", *["forbidden"] * 9, "yes"]
+_ENGINE = ["yes", "yes", "yes", "yes", "not_yours", "not_yours", "yes", "not_yours", "not_yours"]
+_BY_TCP = ["yes", "yes", "yes", "yes", *["not_yours"] * 5, "yes", "yes", "yes"]
 TABLE = {
-    "the engine's user, without its token": [*_ENGINE[:4], "not_this_engine", *_ENGINE[5:], "yes", "yes", "yes"],
+    "the engine's user, without its token": [*_ENGINE[:4], "yes", "not_this_engine", *_ENGINE[6:], "yes", "yes", "yes"],
     "a user in the socket's group": [*_ENGINE, "yes", "yes", "yes"],
     "another user": _NO_ACCESS,
     "another user, mode 0666": [*_ENGINE, "tier_error", "yes", "yes"],
     "a user in `allowed_uids`": [*_ENGINE, "tier_error", "yes", "yes"],
     "another user beside `allowed_uids`": _NO_ACCESS,
-    "root": [*_ENGINE[:7], "yes", "yes", "yes", "yes"],
+    "root": [*_ENGINE[:4], "yes", "not_yours", "yes", "not_yours", "yes", "yes", "yes", "yes"],
     "an observer by uid": _OBSERVER,
     "an observer by endpoint": _OBSERVER,
     "`tcp://`, loopback": _BY_TCP,
@@ -61,15 +62,14 @@ TABLE = {
     "a user, at a daemon of root": [*_ENGINE, "tier_error", "yes", "yes"],
 }
 # What colleagues' changes make true. strict: whoever merges one removes its marks.
-_TOKENS = "a registration does not ask for its token yet"
+_TOKENS = "a registration has no token yet that others must show, and root may not control it"
 _OWNERS = "memory that is offered by name is not compared with its owner yet"
-MISSING = {("the engine's user, without its token", "use"): _TOKENS} | {
+MISSING = {("the engine's user, without its token", "use"): _TOKENS, ("root", "control_others"): _TOKENS} | {
     (row, column): _OWNERS
     for row, cells in TABLE.items()
     for (column, cell) in zip(COLUMNS.values(), cells, strict=True)
     if column.startswith("offer_") and cell == "not_yours"
 }
-
 # Where each row asks: the daemon, which of its endpoints, the user, and the key.
 WHO = {
     "the engine's user, without its token": ("group", "door", "engine"),
