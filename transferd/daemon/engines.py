@@ -41,6 +41,7 @@ from transferd.runtime.threads import Direction
 from transferd.tasks import ErrorInfo
 from transferd.tiers.base import DeviceHandle
 from transferd.wire import protocol as wire
+from transferd.wire.credentials import hidden
 
 log = structlog.get_logger(__name__)
 
@@ -132,8 +133,9 @@ class Engines:
 
     def _not_for(self, peer: bytes, engine: HostedEngine, known: str) -> ErrorInfo | None:
         """Why this client cannot speak for the engine; None if it can."""
-        if engine.uid is not None and engine.uid != self.uid_of(peer):
-            return ErrorInfo("not_yours", f"the engine {engine.name!r} belongs to the user {engine.uid}")
+        if engine.registration is not None and engine.uid != self.uid_of(peer):
+            owner = "a client of a tcp:// endpoint" if engine.uid is None else f"the user {engine.uid}"
+            return ErrorInfo("not_yours", f"the engine {engine.name!r} belongs to {owner}")
         if known not in ("", engine.token):
             what = f"the engine {engine.name!r} was registered again: requests to the earlier one are void"
             return ErrorInfo("stale_epoch", what)
@@ -213,6 +215,7 @@ class Engines:
         Waits while the daemon starts. Raises RequestError (engine_exists, too_many_engines, layout_mismatch,
         bad_value, …), TierError.
         """
+        self._check_visible(peer)
         await self.opened.wait()
         name = client.engine_name or DEFAULT_ENGINE
         there = self._by_name.get(name)
@@ -265,6 +268,13 @@ class Engines:
             raise
         log.info("engine registered", engine=name, ranks=len(engine.workers), fingerprint=plan.layout.fingerprint)
         return engine
+
+    def _check_visible(self, peer: bytes) -> None:
+        """Raise RequestError for a client whose user we cannot tell from others: its engine could not be protected."""
+        if hidden(uid := self.uid_of(peer)):
+            what = f"the daemon sees your user as {uid}, like every user that its user namespace does not map"
+            remedy = "use one user namespace for daemon and engine (PrivateUsers=no in the unit; containers: --userns)"
+            raise RequestError(f"{what}, so you cannot own an engine; {remedy}", code="user_hidden")
 
     def _check_same(self, there: HostedEngine, asked: wire.Register) -> None:
         assert there.registration is not None

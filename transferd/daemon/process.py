@@ -32,6 +32,7 @@ from transferd.runtime.signals import ProcessSignals
 from transferd.runtime.threads import require_threads
 from transferd.tiers.populate import PROGRESS
 from transferd.tiers.segment import remove_stale_segments, unlink_all
+from transferd.wire.credentials import users_problem
 from transferd.workers.block_memory import map_files
 
 log = structlog.get_logger(__name__)
@@ -87,6 +88,8 @@ async def _live(daemon: Daemon, reload: Callable[[], Config] | None) -> int:
     removed = remove_stale_segments()
     if removed:
         log.info("removed shared memory of dead owners", segments=removed)
+    if problem := users_problem([*config.server.endpoints, config.server.observer_endpoint]):
+        log.warning("cannot tell all users apart", problem=problem)
     notifier = Notifier.from_environment()
     reloader = Reloader(daemon, notifier, reload)
     with ProcessSignals(config.server.shutdown_timeout, reloader) as signals:

@@ -13,6 +13,7 @@ from transferd.config.ownership import Creator
 from transferd.daemon.preflight import device_bytes
 from transferd.observability import logs
 from transferd.runtime.version import VERSION
+from transferd.wire.credentials import hidden_uid, users_problem
 from transferd.wire.kv_events import MEDIUM_CPU, MEDIUM_GPU, MEDIUM_STORAGE
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def stats(daemon: Daemon) -> dict[str, Any]:
         "rejects": dict(rejects),
         "barrier": _barrier(engines, own),
         "refused": daemon.refused(),
+        "users": _users(daemon),
         "cache": NO_CACHE if own is None else own.cache.statistics(),
         "host": _host(engines, own) | {"budget": daemon.engines.host.statistics()},
         "degraded": [reason for engine in engines for reason in _degraded(engine)],
@@ -72,6 +74,12 @@ def stats(daemon: Daemon) -> dict[str, Any]:
         "engines": {engine.name: _engine(engine, each[engine]) for engine in daemon.engines},
         "engines_leaving": len(engines) - sum(1 for _ in daemon.engines),
     }
+
+
+def _users(daemon: Daemon) -> dict[str, Any]:
+    """Whether the daemon can tell the users of its clients apart, and why not."""
+    why = users_problem(daemon.transport.endpoints)
+    return {"told_apart": not why, "hidden_as": hidden_uid(), "why": why}
 
 
 MEDIA = (MEDIUM_GPU, MEDIUM_CPU, MEDIUM_STORAGE)

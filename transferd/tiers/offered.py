@@ -24,6 +24,7 @@ from typing import Any
 
 from transferd.errors import RequestError, TierError
 from transferd.tiers.populate import allocate
+from transferd.wire.credentials import hidden
 
 DIRECTORY = Path("/dev/shm")
 LONGEST_NAME = 255  # bytes: NAME_MAX
@@ -33,9 +34,6 @@ UNSEALED = "unsealed"
 UNUSABLE = "memory_unusable"
 NOT_YOURS = "not_yours"
 NOT_PERMITTED = "permission denied; run daemon and engine as one user"
-OVERFLOW_UID = Path("/proc/sys/kernel/overflowuid")
-UID_MAP = Path("/proc/self/uid_map")
-ALL_UIDS = 2**32 - 1
 _NO_WRITES = fcntl.F_SEAL_WRITE | 0x10  # F_SEAL_FUTURE_WRITE, which the standard library does not name
 
 
@@ -71,23 +69,13 @@ def _offerer(data: Mapping[str, Any]) -> tuple[int, int]:
     if uid is None:
         what = "the daemon cannot know which user offers this memory: offer it over a unix socket (ipc://)"
         raise RequestError(what, code=NOT_YOURS)
-    if not can_tell(uid):
+    if hidden(uid):
         what = (
             f"the daemon cannot know which user offers this memory: in its user namespace that user appears as {uid}, "
             "like every user who is not mapped there; run the daemon outside of one (PrivateUsers=no in the unit)"
         )
         raise RequestError(what, code=NOT_YOURS)
     return uid, pid or 0
-
-
-def can_tell(uid: int) -> bool:
-    """Whether this uid is one user. In a user namespace, all users that are not mapped in it have the same uid."""
-    try:
-        if uid != int(OVERFLOW_UID.read_text()):
-            return True
-        return sum(int(line.split()[2]) for line in UID_MAP.read_text().splitlines()) >= ALL_UIDS
-    except (OSError, ValueError):
-        return uid != 65534
 
 
 def _descriptor(number: object, pid: int) -> str:

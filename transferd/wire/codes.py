@@ -157,6 +157,11 @@ CODES: dict[str, Code] = {
         "the engine or the offered memory belongs to another user, or the daemon cannot know which user asks",
         "run as that user, and connect over a unix socket",
     ),
+    "user_hidden": Code(
+        "refused",
+        "the daemon's user namespace does not map the client's user, so it can own no engine",
+        "run daemon and engine in one user namespace",
+    ),
     # memory
     "not_ready": Code("refused", "the rank has no memory now", "wait for `ready`, then ask again"),
     "stale_epoch": Code(

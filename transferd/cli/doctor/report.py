@@ -66,7 +66,16 @@ def running(
     pids = list(dict.fromkeys(row["pid"] or 0 for row in local))  # without duplicates; 0: in another PID namespace
     known = "pid" in report  # an older daemon does not report it
     engines = [sharing(device, look_at(report["pid"]), look_at(pid)) for pid in pids[:MOST_ENGINES] if known]
-    return [daemon(report), *engines, *compare(report, compared)]
+    return [daemon(report), *users(report), *engines, *compare(report, compared)]
+
+
+def users(report: dict[str, Any]) -> list[Finding]:
+    """What the daemon says of users whom it cannot tell apart; an older daemon does not report it."""
+    told = report.get("users", {})
+    if told.get("hidden_as") is None:
+        return []
+    remedy = "run it in the engines' user namespace: PrivateUsers=no in the unit, or containers with the same --userns"
+    return [warn("daemon's users", told["why"], remedy)]
 
 
 def daemon(report: dict[str, Any]) -> Finding:

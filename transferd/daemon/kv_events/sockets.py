@@ -202,7 +202,9 @@ class EventSockets:
     def _send_some(self) -> None:
         """Send a few batches to the peer whose turn it is, and pass the turn on."""
         self._step = None
-        connection = next(peer for peer in self._replays if peer not in self._behind)
+        connection = next((peer for peer in self._replays if peer not in self._behind), None)
+        if connection is None:  # it has left, or fallen behind, since this step was planned
+            return
         waiting = self._replays[connection]
         self._continue(connection, waiting)
         if not waiting:
