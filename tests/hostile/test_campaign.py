@@ -13,13 +13,6 @@ from tests.hostile.campaign import obstacle, shared_memory_obstacle
 
 ROOT = Path(__file__).parents[2]
 SEED = 1
-# What colleagues' changes mend. strict: whoever merges one removes its mark.
-MISSING = {
-    "peers": "peers take names, and subscriptions are not bounded",
-    "pages": "pages answer every host",
-    "others' memory": "memory has neither an owner nor an identity",
-    "memory that goes": "copies of memory that vanishes are not guarded",
-}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -28,12 +21,7 @@ def possible() -> None:
         pytest.skip(why)
 
 
-def groups() -> list[object]:
-    marks = {name: [pytest.mark.xfail(strict=True, reason=why)] for name, why in MISSING.items()}
-    return [pytest.param(name, id=name, marks=marks.get(name, [])) for name in GROUPS]
-
-
-@pytest.mark.parametrize("group", groups())
+@pytest.mark.parametrize("group", GROUPS)
 def test_an_adversary_breaks_no_promise(group: str) -> None:
     command = [sys.executable, "-m", "tests.hostile.campaign", "--rounds", "1", "--seed", str(SEED), "--group", group]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, cwd=ROOT)
