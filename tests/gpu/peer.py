@@ -69,6 +69,22 @@ class Peer:
         self.arrays = [array for arrays in caches.values() for array in arrays]
         return engine.export(caches, device=self.device)
 
+    def first_bytes(self, handles: list[str]) -> list[dict[str, Any]]:
+        """Open each of these handles of memory, and read the first byte; or what the driver says."""
+        found: list[dict[str, Any]] = []
+        with self.driver.current(self.context):
+            for handle in handles:
+                try:
+                    address = self.driver.open_memory(bytes.fromhex(handle))
+                    byte = np.zeros(1, dtype=np.uint8)
+                    self.driver.copy(byte.ctypes.data, address, 1, self.stream)
+                    self.driver.synchronize_stream(self.stream)
+                    start, nbytes = self.driver.address_range(address)
+                    found.append({"byte": int(byte[0]), "into its range": address - start, "range": nbytes})
+                except TierError as error:
+                    found.append({"error": str(error)})
+        return found
+
     def publish(self, cache: dict[str, Any], rank: int) -> list[str]:
         """Allocate each array apart and publish it as FastDeploy does. Returns the files, which are the caller's."""
         layout = build_layout(CacheSection(**cache))
